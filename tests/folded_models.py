@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from random_layers import write_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rotor.bases.weights import AttentionWeights
 from rotor.format.channels import SIGNED, WIDTHS, Channels, Latent, Numbers
 from rotor.format.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout
-from rotor.format.section import FORMAT_VERSION, MARK
 from rotor.models.projections import split_projections
 from rotor.runtime.attention import RotorAttention
 from rotor.runtime.families import attention_shape, find_family
@@ -147,23 +145,11 @@ def write_pair(source: Path, out: Path, folding: Folding) -> Pair:
 
 def write(model: Any, source: Path, out: Path) -> None:
     """A folded model as a checkpoint, which goes by the other files of `source`."""
-    shutil.copytree(source, out)
-    for file in out.glob("*.safetensors*"):
-        file.unlink()
     tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
     family, shape = find_family(model.config), attention_shape(model.config)
     modules: list[Any] = [family.attention_module(model, index) for index in range(shape.num_layers)]
-    config["attn_implementation"] = MARK
-    config["quantization_config"] = {
-        "quant_method": MARK,
-        "format_version": FORMAT_VERSION,
-        "biases": sorted(model.source_biases),
-        "layers": {str(index): module.layout.to_dict() for index, module in enumerate(modules)},
-    }
-    (out / "config.json").write_text(json.dumps(config))
+    write_checkpoint(source, out, tensors, [module.layout for module in modules], model.source_biases)
 
 
 def layout_of(shape: Any, folding: Folding, coded: bool) -> LayerLayout:

@@ -136,6 +136,13 @@ def write_random(source: Path, out: Path, layout_of: LayoutOf | Sequence[LayoutO
             tensors.pop(prefix + name, None)
         made = random_tensors(layout, shape, biases, torch.float32, seed=layer)
         tensors |= {prefix + name: tensor for name, tensor in made.items()}
+    return write_checkpoint(source, out, tensors, layouts, biases)
+
+
+def write_checkpoint(
+    source: Path, out: Path, tensors: dict[str, Tensor], layouts: Sequence[LayerLayout], biases: Collection[str]
+) -> Path:
+    """A compressed checkpoint of these tensors, which goes by the other files of `source`."""
     shutil.copytree(source, out)
     for file in out.glob("*.safetensors*"):
         file.unlink()

@@ -41,28 +41,16 @@ def texts(tmp_path: Path) -> Path:
 # Splits.
 
 
-def test_the_three_splits_share_no_document(texts: Path) -> None:
+def test_the_three_splits_share_no_document_and_no_copies(texts: Path) -> None:
     found = held_out_documents(Evaluation("text", str(texts)))
     parts = [set(found.calibration), set(found.search), set(found.report)]
     assert sorted(map(len, parts)) == [2, 2, 3]
     assert len(set.union(*parts)) == 7
     other = held_out_documents(Evaluation("text", str(texts), seed=1))
     assert set(other.search) != parts[1]
-
-
-def test_copies_of_a_document_do_not_fall_into_two_splits(texts: Path) -> None:
-    alone = held_out_documents(Evaluation("text", str(texts)))
     for i in range(7):
         (texts / f"copy{i}.txt").write_text((texts / f"{i}.txt").read_text())
-    assert held_out_documents(Evaluation("text", str(texts))) == alone
-
-
-def test_a_single_document_is_cut_into_neighbouring_thirds(tmp_path: Path) -> None:
-    path = tmp_path / "one.txt"
-    path.write_text("".join(f"{i:04d} " for i in range(600)))
-    found = held_out_documents(Evaluation("text", str(path)))
-    assert "".join([*found.calibration, *found.search, *found.report]) == path.read_text()
-    assert [len("".join(p)) for p in (found.calibration, found.search, found.report)] == [1000, 1000, 1000]
+    assert held_out_documents(Evaluation("text", str(texts))) == found
 
 
 def test_a_calibration_on_the_held_out_text_takes_its_own_share_alone(texts: Path, tmp_path: Path) -> None:
@@ -71,6 +59,10 @@ def test_a_calibration_on_the_held_out_text_takes_its_own_share_alone(texts: Pat
     assert {share.text for share in calibration_share(read_topics(texts), spec)} == set(found.calibration)
     one = tmp_path / "one.txt"
     one.write_text("".join(f"{i:04d} " for i in range(600)))
+    thirds = held_out_documents(Evaluation("text", str(one)))
+    parts = ["".join(part) for part in (thirds.calibration, thirds.search, thirds.report)]
+    assert "".join(parts) == one.read_text()
+    assert [len(part) for part in parts] == [1000, 1000, 1000]
     share = calibration_share(read_topics(one), Evaluation("text", str(one)))
     assert "".join(part.text for part in share) == one.read_text()[:1000]
     apart = [Document("something else", "a topic")]
@@ -129,15 +121,11 @@ def test_all_that_a_number_depends_on_makes_another_context() -> None:
         return EvaluationData(torch.full((2, 4), token), torch.zeros(2, 4, dtype=torch.int64), "text")
 
     spec = Evaluation()
-    contexts = [
-        Context.of(spec, data(1), torch.float32, CPU),
-        Context.of(spec, data(2), torch.float32, CPU),
-        Context.of(spec, data(1), torch.bfloat16, CPU),
-        Context.of(spec, data(1), torch.float32, torch.device("meta")),
-        Context.of(Evaluation(metric="text"), data(1), torch.float32, CPU),
-        Context.of(Evaluation(lookup_keys=4), data(1), torch.float32, CPU),
-        Context.of(Evaluation(filler_tokens=64), data(1), torch.float32, CPU),
-    ]
+    f32 = torch.float32
+    places = [(data(1), f32, CPU), (data(2), f32, CPU), (data(1), torch.bfloat16, CPU)]
+    contexts = [Context.of(spec, *place) for place in [*places, (data(1), f32, torch.device("meta"))]]
+    for change in ({"metric": "text"}, {"lookup_keys": 4}, {"filler_tokens": 64}):
+        contexts.append(Context.of(Evaluation(**change), *places[0]))
     assert len({context.key for context in contexts}) == len(contexts)
     assert Context.of(Evaluation(search_tokens=1), data(1), torch.float32, CPU).key == contexts[0].key
 

@@ -41,14 +41,6 @@ def test_svd_equals_scipy_on_the_stacked_matrix_up_to_sign() -> None:
     assert (pair.encode.gather(1, largest) > 0).all()
 
 
-def test_an_unused_direction_has_a_singular_value_of_exactly_zero() -> None:
-    rows = random(200, 8)
-    rows[:, 5] = 0
-    pair = svd.from_moments((rows.T @ rows)[None], (rows.T @ rows)[None])
-    assert pair.singular_values[0, -1] == 0
-    assert (pair.singular_values[0, :-1] > 0).all()
-
-
 def test_palu_equals_scipy_on_the_weight() -> None:
     weight = random(2 * 8, 24)
     pair = palu.from_weight(weight, 8)
@@ -72,12 +64,11 @@ def test_closed_form_error_is_the_sum_of_dropped_squares(rank: int) -> None:
 
 def test_closed_form_is_the_decomposition_that_it_stands_for() -> None:
     """Against read^(1/2) store^(1/2) = X S Y^T by scipy, with a store that spans six orders of magnitude."""
-    scipy_linalg = pytest.importorskip("scipy.linalg")
     rows = random(400, 12, seed=1) * torch.logspace(0, -3, 12, dtype=DOUBLE)
     read, store = (random(300, 12, seed=2).T @ random(300, 12, seed=2)) * 50, rows.T @ rows
     pair = kq.closed_form(read[None], store[None])
-    roots = [scipy_linalg.sqrtm(moment.numpy()).real for moment in (read, store)]
-    left, values, right = scipy_linalg.svd(roots[0] @ roots[1])
+    roots = [scipy.linalg.sqrtm(moment.numpy()).real for moment in (read, store)]
+    left, values, right = scipy.linalg.svd(roots[0] @ roots[1])
     np.testing.assert_allclose(pair.singular_values[0].numpy(), values, rtol=1e-4)
     for got, root, vectors in ((pair.encode, roots[0], left), (pair.decode, roots[1], right.T)):
         expected = root @ vectors[:, :8] / np.sqrt(values[:8])
@@ -96,12 +87,18 @@ def test_closed_form_of_blocks_is_that_of_the_whole() -> None:
         torch.testing.assert_close(product[1], product[0], rtol=1e-6, atol=1e-8)
 
 
-def test_closed_form_survives_a_dead_reader_and_a_singular_store() -> None:
+def test_degenerate_moments_give_finite_bases() -> None:
+    """A dead reader and a singular store; an unused direction has a singular value of exactly zero."""
     store = torch.zeros(2, 8, 8, dtype=DOUBLE)
     store[0, :3, :3] = torch.eye(3, dtype=DOUBLE)
     pair = kq.closed_form(torch.zeros(2, 8, 8, dtype=DOUBLE), store)
     for tensor in (pair.encode, pair.decode, pair.singular_values):
         assert torch.isfinite(tensor).all()
+    rows = random(200, 8)
+    rows[:, 5] = 0
+    pair = svd.from_moments((rows.T @ rows)[None], (rows.T @ rows)[None])
+    assert pair.singular_values[0, -1] == 0
+    assert (pair.singular_values[0, :-1] > 0).all()
 
 
 def test_block_diagonal_puts_each_head_in_its_own_block() -> None:

@@ -16,7 +16,7 @@ from rotor.errors import RecipeError
 from rotor.evaluation import scoring as evaluation
 from rotor.evaluation.fidelity import FidelityMeter
 from rotor.evaluation.metrics import Measurement, make_metric, smallest
-from rotor.evaluation.scoring import Scores, batch_logits, position_kl_div, quantiles, resample
+from rotor.evaluation.scoring import Scores, batch_logits, position_kl_div
 from rotor.export.export import export
 from rotor.progress import Progress
 from rotor.recipe import Evaluation, load_recipe
@@ -28,15 +28,14 @@ from rotor.validation.validate import validate
 
 def test_scores_by_hand() -> None:
     base, other = scores(BASE), scores(OTHER, BASE)
-    assert base.tokens == 2
-    assert base.correct.tolist() == [2, 1]
-    assert other.correct.tolist() == [1, 2]
-    np.testing.assert_allclose(base.nll, [-math.log(0.5 * 0.7), -math.log(0.8 * 0.2)], rtol=1e-6)
+    assert base.correct.sum(1).tolist() == [2, 1]
+    assert other.correct.sum(1).tolist() == [1, 2]
+    np.testing.assert_allclose(base.nll.sum(1), [-math.log(0.5 * 0.7), -math.log(0.8 * 0.2)], rtol=1e-6)
     assert base.top1.tolist() == [[0, 1], [2, 0]]
     assert base.kl_div is None
     # 0.5 ln 2 + 0.25 ln 1/2 = 0.25 ln 2, and 0.6 ln 2 + 0.2 ln 1/2 + 0.2 ln 2/3
     expected = [0.25 * math.log(2), 0.4 * math.log(2) + 0.2 * math.log(2 / 3)]
-    np.testing.assert_allclose(other.kl_div, expected, rtol=1e-6)
+    np.testing.assert_allclose(other.kl_div.sum(1), expected, rtol=1e-6)
 
 
 def measured(name: str, base: Scores, other: Scores) -> Measurement:
@@ -54,7 +53,7 @@ def test_ratios_by_hand() -> None:
     mean = (0.65 * math.log(2) + 0.2 * math.log(2 / 3)) / 4
     assert found.fields["kl_div"] == pytest.approx(mean, abs=2e-7)
     assert found.value == pytest.approx(math.exp(-mean), abs=2e-6)
-    rows = np.exp(-other.kl_div / 2)
+    rows = np.exp(-other.kl_div.mean(1).numpy())
     assert found.interval == pytest.approx((rows.min(), rows.max()), abs=1e-6)  # two rows: both resampled extremes
     assert measured("token_accuracy", base, other).value == 1.0  # three right of four, both
     logs = math.log(0.5 * 0.7 * 0.8 * 0.2) - math.log(0.25 * 0.7 * 0.8 * 0.4)
@@ -82,12 +81,12 @@ def test_kl_in_pieces_is_kl_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bootstrap_draws_the_same_rows_for_all_columns() -> None:
-    column = np.random.default_rng(3).random(40)
-    assert quantiles(resample(lambda a, b: b / a, column, column / 2)) == (0.5, 0.5)
-    low, high = quantiles(resample(lambda total: total / 40, column))
-    assert low < column.mean() < high
-    assert quantiles(resample(lambda total: total / 40, column)) == (low, high)
-    assert quantiles(resample(lambda total: total / 40, column, seed=1)) != (low, high)
+    column = np.random.default_rng(3).random((40, 2))
+    assert Measurement.bootstrap(lambda a, b: b / a, column, column / 2).interval == (0.5, 0.5)
+    mean, again = (Measurement.bootstrap(lambda total: total / 80, column) for _ in range(2))
+    assert mean.interval[0] < column.mean() < mean.interval[1]
+    assert mean.value == pytest.approx(column.mean(), abs=1e-6)
+    assert mean.interval == again.interval
 
 
 @pytest.mark.parametrize("name", METRICS)

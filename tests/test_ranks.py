@@ -8,7 +8,7 @@ import torch
 
 from rotor.allocation.fisher import FisherPath
 from rotor.allocation.plan import Spectra, round_rank
-from rotor.allocation.removal_rate import RemovalRatePath, removal_rate_ranks, tail_shares
+from rotor.allocation.removal_rate import RemovalRatePath, removal_rate_ranks
 from rotor.allocation.uniform import UniformPath
 from rotor.allocation.water_filling import WaterFillingPath, interpolated
 from rotor.format.channels import Numbers
@@ -53,11 +53,6 @@ def test_equation_1_holds_as_written() -> None:
         assert values[0, kept - 1 :].sum() / total > rate
 
 
-def test_tail_shares_start_at_one_and_fall() -> None:
-    shares = tail_shares(torch.tensor([[3.0, 1.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64))
-    assert shares.tolist() == [[1.0, 0.25, 0.0], [0.0, 0.0, 0.0]]
-
-
 @pytest.mark.parametrize(
     ("exact", "multiple", "columns", "expected"),
     [(1, 16, 64, 16), (16, 16, 64, 16), (17, 16, 64, 32), (60, 16, 62, 62)],
@@ -94,7 +89,7 @@ def test_steps_are_all_distinct_plans_in_order() -> None:
         assert path().plan((low.parameter + high.parameter) / 2).rounded == low.rounded
 
 
-def test_compression_is_found_at_the_lowest_rate_that_reaches_it() -> None:
+def test_compression_is_found_at_the_lowest_rate_that_reaches_it_and_counts_what_it_says() -> None:
     ranks = path()
     for target in (0.1, 0.33, 0.5, 0.75):
         plan = ranks.at_compression(target)
@@ -103,9 +98,6 @@ def test_compression_is_found_at_the_lowest_rate_that_reaches_it() -> None:
         below = [p for p in ranks.steps() if p.parameter < plan.parameter]
         assert all(p.stored < target for p in below)
     assert ranks.at_compression(0.76) is None  # 16 of 64 columns always stay
-
-
-def test_planned_and_stored_compression_count_what_they_say() -> None:
     plan = path(squares=True).plan(0.05)
     kept = sum(qk + v for layer in plan.exact for qk, v in layer)
     assert plan.planned == pytest.approx(1 - kept / (2 * 2 * 2 * 64))

@@ -44,13 +44,11 @@ def test_the_chosen_plan_and_the_next_refused_one_are_at_most_the_resolution_apa
     assert len(fake.asked) <= most_points(resolution)
 
 
-def test_neighbours_on_the_path_are_measured_where_they_are_further_apart_than_the_resolution() -> None:
+def test_paths_of_few_or_of_equal_plans() -> None:
+    """Neighbours further apart than the resolution are both measured; everything and nothing can be the answer."""
     fake = Fake(cliff(0.83, 0.5), [0.0, 0.2, 0.4, 0.6, 0.7, 0.75, 0.8, 0.82, 0.84, 0.9])
     assert fake.find(0.95, 0.001) == 0.82
     assert {0.82, 0.84} <= set(fake.asked)
-
-
-def test_everything_and_nothing_can_be_the_answer() -> None:
     assert Fake(lambda saving: 1.0, STEPS).find(0.95) >= STEPS[-1] - 0.01
     assert Fake(lambda saving: 1.0 - saving, STEPS).find(1.0) == 0.0
     assert Fake(lambda saving: 1.0, [0.3]).find(0.95) == 0.3

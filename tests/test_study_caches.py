@@ -24,7 +24,7 @@ from rotor.search import tiers as tier_search
 from rotor.search.search import rank_path
 from rotor.study import caches, context
 from rotor.study.cache_part import draw_fidelity, family, pareto_front
-from rotor.study.caches import CacheBench, CacheData, CachedModel, CacheRecord
+from rotor.study.caches import CacheBench, CachedModel, CacheRecord
 from rotor.study.parts import budgets, combine, evict, peers, quantise
 from rotor.study.parts import tiers as tiers_part
 from rotor.study.parts.combine import best_mixtures, equal_contribution
@@ -46,7 +46,7 @@ def bench(run) -> Iterator[CacheBench]:
     answers[:, 15:17] = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rotor.evaluation.metrics.distance.LEAST_BASE", 0.0)  # random weights can do nothing
-        yield CacheBench(network, CacheData(rows, 8, {"copy": Prompts(rows, answers, 0)}), 256, lambda: rows)
+        yield CacheBench(network, rows, 8, {"copy": Prompts(rows, answers, 0)}, 256, lambda: rows)
 
 
 def test_the_uncompressed_cache_loses_nothing(bench) -> None:
@@ -157,9 +157,8 @@ class Messages(Progress):
 
 def test_a_task_that_the_uncompressed_model_cannot_do_is_left_out(bench, monkeypatch) -> None:
     monkeypatch.setattr("rotor.evaluation.metrics.distance.LEAST_BASE", 1.1)
-    progress, prompts = Messages(), bench.data.tasks["copy"]
-    data = CacheData(prompts.rows, 8, {"copy": prompts})
-    other = CacheBench(bench.network, data, 256, lambda: prompts.rows, progress=progress)
+    progress, rows = Messages(), bench.text
+    other = CacheBench(bench.network, rows, 8, bench.tasks, 256, lambda: rows, progress=progress)
     record = other.record("uncompressed", other.reference)
     assert record.answers == record.hits == {}
     (line,) = progress.messages
@@ -240,12 +239,6 @@ def test_a_model_that_is_not_in_memory_is_refused(tmp_path) -> None:
         study(DEMO_MODEL, tmp_path / "s", ["palu"], parts=["peers"], offload="always", plots=False)
 
 
-def test_two_ways_contribute_alike() -> None:
-    each = equal_contribution(0.75)
-    assert each == pytest.approx(0.5)
-    assert 1 - (1 - each) * (1 - each) == pytest.approx(0.75)
-
-
 def test_the_best_mixture_is_the_smallest_that_is_good_enough() -> None:
     def record(name: str, value: float, size: float, long: float) -> CacheRecord:
         sizes = {"kv_bytes_per_token": size, "long_kv_bytes_per_token": long}
@@ -255,6 +248,7 @@ def test_the_best_mixture_is_the_smallest_that_is_good_enough() -> None:
     rows = best_mixtures([*records, CacheRecord("d", skipped="not there")])
     assert rows[0] == ["0.99", "a", "900.0", "a", "100.0"]
     assert rows[1] == ["0.95", "b", "300.0", "c", "50.0"]
+    assert equal_contribution(0.75) == pytest.approx(0.5)
     assert best_mixtures(records[1:])[0] == ["0.99", "none measured", "", "none measured", ""]
 
 

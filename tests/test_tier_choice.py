@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from itertools import product
 from math import log1p
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,9 +35,13 @@ def test_what_is_removed_counts_every_layer_side_and_kind_of_token() -> None:
     assert removed(policy, sizes) == pytest.approx(total / sizes.sum())
 
 
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return calibrated(tiny("llama"), tmp_path_factory.mktemp("tiers") / "run", "post", 1)
+
+
 @pytest.fixture
-def network(tiny, tmp_path: Path) -> Any:
-    run = calibrated(tiny("llama"), tmp_path / "run", "post", 1)
+def network(run) -> Any:
     found, bases = in_memory(run), run.bases()
     chosen = bases.select([next(iter(bases[0]))] * len(bases))
     found.compress(chosen, [[full_ranks(layer)] * len(layer.qk.encode) for layer in chosen])
@@ -69,8 +72,7 @@ def test_ratios_rise_where_they_cost_least_until_the_limit(network: Any, monkeyp
         choose_tiers(network, ROWS, 1e-6, Progress())
 
 
-def test_an_export_chooses_ratios_and_stores_them(tiny, tmp_path, capsys) -> None:
-    run = calibrated(tiny("llama"), tmp_path / "run", "post", 1)
+def test_an_export_chooses_ratios_and_stores_them(run, tmp_path, capsys) -> None:
     code, said, error = command(
         capsys, "export", run.folder, "-o", tmp_path / "out", "--compression", "0.2", "--set", "cache.tiers=0.5",
         "--set", "cache.tiers_tokens=128",
@@ -85,16 +87,14 @@ def test_an_export_chooses_ratios_and_stores_them(tiny, tmp_path, capsys) -> Non
     assert report["cache"]["kv_bytes_per_token"]["32768"] < report["kv_bytes_per_token"]["after"]
 
 
-def test_what_an_export_with_ratios_cannot_do_is_said(tiny, tmp_path) -> None:
-    run = calibrated(tiny("llama"), tmp_path / "run", "post", 1)
-
+def test_what_an_export_with_ratios_cannot_do_is_said(run, tmp_path) -> None:
     def refused(text: str, *more: str, **options: object) -> None:
         with pytest.raises(UsageError, match=text):
             export(run.folder, tmp_path / "out", overrides=["cache.tiers=0.1", *more], **options)  # type: ignore[arg-type]
 
     refused("for ranks that are known, got --accuracy", accuracy=0.9)
     refused("for ranks that are known, got --cache h2o-50", compression=0.2, cache="h2o-50")
-    refused("asks for ratios that are measured", compression=0.2, measure=False)
+    refused("for ranks that are known, got --no-measure", compression=0.2, measure=False)
     assert not (tmp_path / "out").exists()
 
 

@@ -64,10 +64,10 @@ def study(
     """
     from ..models.hub import check_name
     from ..recipe import load_recipe, text_overrides
-    from ..study.request import StudyPlan, of_recipes, parse_ablations, parse_counts
+    from ..study.request import StudyPlan, parse_ablations, parse_counts, split_overrides
 
     for recipe in split(recipes):
-        load_recipe(recipe, of_recipes(overrides or []))
+        load_recipe(recipe, split_overrides(overrides or [])[1])
     where = compute.checked()
     check_name(model)
 
@@ -131,7 +131,7 @@ def _print_targets(records: dict[str, dict[str, Any]]) -> None:
 def _reached(point: dict[str, Any]) -> str:
     if "stored" not in point:
         return "out of reach" if point else "-"
-    return f"{point['stored']:.3f} ({point['report']:.4f})"
+    return f"{point['stored']:.3f} ({point['report']['accuracy']:.4f})"
 
 
 @command(epilog="Example: rotor report runs/demo -o report.html")

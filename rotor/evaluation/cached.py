@@ -6,7 +6,6 @@ Whole-sequence scoring never reads what a quantising or evicting cache has store
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from ..errors import DataError, UsageError
 from ..models.layerwise import LayerwiseModel
 from ..policies import Policy, cache_policy, stored_bytes
 from ..progress import Advance
-from .scoring import AnswerScores, finite, position_scores
+from .scoring import Scores, finite, position_scores
 
 REFERENCE_LOGIT_BYTES = 1 << 28
 """Memory that the reference's float32 logits of a batch may take."""
@@ -27,40 +26,6 @@ PREFILL_SHARE = 4
 
 LONGEST_CHUNK = 64
 """Tokens of a step where any number would do."""
-
-
-@dataclass(frozen=True)
-class CachedScores:
-    """Results of each scored position; column j predicts token `first` + j of its row.
-
-    nll: [rows, scored] float64, negative log-likelihoods in nats. top1: [rows, scored] int32, the argmax.
-    correct: [rows, scored] bool, whether it is the token. kl_div: [rows, scored] float64, KL(reference || model) in
-    nats; None without a reference.
-    kv_bytes_per_token: bytes of all the cache's tensors over its tokens, when the rows are complete.
-    """
-
-    first: int
-    nll: Tensor
-    top1: Tensor
-    correct: Tensor
-    kl_div: Tensor | None
-    kv_bytes_per_token: float
-
-    def of_answers(self, answers: Tensor) -> AnswerScores:
-        """Scores of look-up and copy prompts: of the tokens where `answers`, [rows, seq_len] bool, is true.
-
-        Raises:
-            DataError: a row has an answer that was not scored, or there is none.
-        """
-        if answers[:, : self.first].any() or not answers.any():
-            raise DataError(
-                f"answers must begin at token {self.first} or later, behind the prefill, and there must be some.",
-                "Prefill fewer tokens: prefill_of(answers) says how many.",
-            )
-        chosen = answers[:, self.first :]
-        hits = (self.correct & chosen).sum(-1)
-        probability = torch.where(chosen, (-self.nll).exp(), 0.0).sum(-1)
-        return AnswerScores(hits.double().numpy(), probability.numpy(), chosen.sum(-1).double().numpy())
 
 
 def prefill_of(answers: Tensor) -> int:
@@ -88,7 +53,7 @@ def score_through_cache(
     reference: Any = None,
     batch_size: int = 16,
     advance: Advance = lambda done: None,
-) -> CachedScores:
+) -> Scores:
     """Score tokens prefill + 1 ... seq_len - 1 of each row; each is predicted by a token that came after the prefill.
 
     Args:
@@ -133,9 +98,7 @@ def score_through_cache(
         for name in parts[0]:
             found.setdefault(name, []).append(torch.cat([part[name] for part in parts], dim=1))
     columns = {name: torch.cat(values) for name, values in found.items()}
-    return CachedScores(
-        prefill + 1, kl_div=columns.pop("kl_div", None), kv_bytes_per_token=stored / rows.numel(), **columns
-    )
+    return Scores(first=prefill + 1, kv_bytes_per_token=stored / rows.numel(), **columns)
 
 
 @torch.no_grad()

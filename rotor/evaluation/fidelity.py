@@ -7,11 +7,11 @@ metric needs, on the report split everything.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from torch import Tensor
 
-from ..checked import Reader
 from ..errors import DataError
 from ..models.layerwise import LayerwiseModel
 from ..policies import Policy
@@ -28,15 +28,6 @@ AT_CHANCE = 0.9
 
 
 @dataclass(frozen=True)
-class _FidelityFile:
-    """A Fidelity in JSON."""
-
-    accuracy: float
-    interval_95: tuple[float, float] | None
-    values: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Fidelity:
     """What was measured of a model on one split.
 
@@ -46,20 +37,13 @@ class Fidelity:
     """
 
     accuracy: float
-    interval: tuple[float, float] | None
+    interval: Annotated[tuple[float, float] | None, Field(alias="interval_95")]
     values: dict[str, float | None]
 
     def to_json(self) -> dict[str, Any]:
+        """What pydantic reads."""
         interval = None if self.interval is None else list(self.interval)
         return {"accuracy": self.accuracy, "interval_95": interval, "values": dict(self.values)}
-
-    @classmethod
-    def from_json(cls, data: Any, name: str, reader: Reader) -> Fidelity:
-        """Raises the reader's error, with the field's name, if it is not what to_json gives."""
-        found: _FidelityFile = reader.read(_FidelityFile, data, name)
-        values = reader.read(dict[str, float | None], found.values, f"{name}.values")
-        low_high = found.interval_95
-        return cls(found.accuracy, None if low_high is None else (low_high[0], low_high[1]), values)
 
     @property
     def lower(self) -> float | None:

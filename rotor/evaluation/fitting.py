@@ -43,39 +43,32 @@ def layer_samples(model: Any, rows: Tensor) -> list[LayerSample]:
     Raises:
         NumericsError: something is not finite; names the layer.
     """
-    found: list[list[LayerSample]] = []
     with cache_policy(model, _Recording()):
-        for row in rows.split(1):
-            found.append(_row_samples(model, row.to(model.device)))
-    samples = [_joined(list(of_layer)) for of_layer in zip(*found, strict=True)]
-    for index, sample in enumerate(samples):
-        for name in ("keys", "values", "key_gradients", "value_gradients"):
-            if not bool(torch.isfinite(getattr(sample, name)).all()):
+        found = [_row_samples(model, row.to(model.device)) for row in rows.split(1)]
+    samples = []
+    for index, of_layer in enumerate(zip(*found, strict=True)):
+        sides = [torch.cat(side) for side in zip(*of_layer, strict=True)]
+        names = ("keys", "values", "key gradients", "value gradients")
+        for name, side in zip(names, sides, strict=True):
+            if not bool(torch.isfinite(side).all()):
                 raise NumericsError(
-                    f"layer {index}: {name.replace('_', ' ')} on the calibration text are not finite.",
+                    f"layer {index}: {name} on the calibration text are not finite.",
                     "Fit the policy with the model in float32.",
                 )
+        samples.append(LayerSample(*sides))
     return samples
 
 
-def _row_samples(model: Any, row: Tensor) -> list[LayerSample]:
+def _row_samples(model: Any, row: Tensor) -> list[list[Tensor]]:
+    """Keys, values and their gradients of each layer."""
     cache = DynamicCache(config=model.config)
     with torch.inference_mode(False), torch.enable_grad():
         logits = model(input_ids=row.clone(), past_key_values=cache, use_cache=True).logits[0, :-1]
         loss = functional.cross_entropy(logits.float(), row[0, 1:].clone(), reduction="sum")
         layers: list[Any] = list(cache.layers)
         gradients = torch.autograd.grad(loss, [part for layer in layers for part in layer.added])
-    samples = []
-    for index, layer in enumerate(layers):
-        sides = [layer.keys, layer.values, *gradients[2 * index : 2 * index + 2]]
-        rows = [side.detach().float().cpu().transpose(1, 2).flatten(2) for side in sides]
-        samples.append(LayerSample(*rows))
-    return samples
-
-
-def _joined(samples: list[LayerSample]) -> LayerSample:
-    names = ("keys", "values", "key_gradients", "value_gradients")
-    return LayerSample(*(torch.cat([getattr(sample, name) for sample in samples]) for name in names))
+    sides = [[layer.keys, layer.values, *gradients[2 * i : 2 * i + 2]] for i, layer in enumerate(layers)]
+    return [[side.detach().float().cpu().transpose(1, 2).flatten(2) for side in of_layer] for of_layer in sides]
 
 
 class _Recording(Policy):

@@ -1,16 +1,15 @@
-"""Scores of rows of tokens: next-token predictions, answers to prompts, and bootstrap resamples of both."""
+"""Scores of rows of tokens: next-token predictions, and answers to prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import NumericsError
+from ..errors import DataError, NumericsError
 from ..models.estimate import LOGIT_BYTES
 from ..models.layerwise import LayerwiseModel, logit_batches
 from ..progress import Advance
@@ -18,39 +17,52 @@ from ..progress import Advance
 KL_POSITIONS_BYTES = 1 << 24
 """Memory that one float32 tensor of the positions compared at a time may take."""
 
-RESAMPLES = 2000
-"""Bootstrap resamples of rows."""
-
 
 @dataclass(frozen=True)
 class Scores:
-    """Next-token results per row, over `tokens` predictions a row.
+    """Next-token results; column j predicts token `first` + j of its row.
 
-    correct: [rows], argmax hits. nll: [rows], their negative log-likelihoods summed, nats.
-    top1: [rows, tokens] int32, the argmax of each position.
-    kl_div: [rows], KL(reference || model) summed over positions, nats; None if there was no reference.
+    nll: [rows, tokens] float64, negative log-likelihoods in nats. top1: [rows, tokens] int32, the argmax.
+    correct: [rows, tokens] bool, whether it is the token. kl_div: [rows, tokens] float64, KL(reference || model) in
+    nats; None without a reference.
+    kv_bytes_per_token: bytes of all the cache's tensors over its tokens, when the rows are complete; 0 without a cache.
     """
 
-    correct: np.ndarray
-    nll: np.ndarray
-    tokens: int
-    top1: np.ndarray | None = None
-    kl_div: np.ndarray | None = None
+    nll: Tensor
+    top1: Tensor
+    correct: Tensor
+    kl_div: Tensor | None = None
+    first: int = 1
+    kv_bytes_per_token: float = 0.0
 
     @classmethod
     def of(cls, parts: Sequence[dict[str, Tensor]], rows: int) -> Scores:
         """From the `position_scores` of all positions of rows, one row behind the other."""
-        columns = {name: torch.cat([part[name] for part in parts]).reshape(rows, -1).numpy() for name in parts[0]}
-        top1 = columns.pop("top1")
-        return cls(tokens=top1.shape[1], top1=top1, **{name: values.sum(-1) for name, values in columns.items()})
+        found = {name: torch.cat([part[name] for part in parts]).reshape(rows, -1) for name in parts[0]}
+        return cls(found["nll"], found["top1"], found["correct"], found.get("kl_div"))
 
     def as_dict(self) -> dict[str, float]:
-        total = self.tokens * len(self.nll)
         return {
-            "token_accuracy": round(float(self.correct.sum() / total), 6),
-            "perplexity": round(float(np.exp(self.nll.sum() / total)), 6),
-            "tokens": total,
+            "token_accuracy": round(float(self.correct.double().mean()), 6),
+            "perplexity": round(float(self.nll.mean().exp()), 6),
+            "tokens": self.nll.numel(),
         }
+
+    def of_answers(self, answers: Tensor) -> AnswerScores:
+        """Scores of look-up and copy prompts: of the tokens where `answers`, [rows, seq_len] bool, is true.
+
+        Raises:
+            DataError: a row has an answer that was not scored, or there is none.
+        """
+        if answers[:, : self.first].any() or not answers.any():
+            raise DataError(
+                f"answers must begin at token {self.first} or later, behind the prefill, and there must be some.",
+                "Prefill fewer tokens: prefill_of(answers) says how many.",
+            )
+        chosen = answers[:, self.first :]
+        probability = torch.where(chosen, (-self.nll).exp(), 0.0)
+        sums = ((self.correct & chosen).sum(-1).double(), probability.sum(-1), chosen.sum(-1).double())
+        return AnswerScores(*(values.numpy() for values in sums))
 
 
 def batch_logits(network: LayerwiseModel, rows: Tensor) -> Tensor:
@@ -183,22 +195,3 @@ def answer_scores(network: LayerwiseModel, rows: Tensor, answers: Tensor, states
         return torch.zeros(len(rows), dtype=torch.float64).index_add_(0, row, values.double()).numpy()
 
     return AnswerScores(by_row(torch.cat(hits)), by_row(torch.cat(probability)), by_row(torch.ones(len(labels))))
-
-
-def resample(value: Callable[..., Any], *columns: np.ndarray, seed: int = 0) -> np.ndarray:
-    """A value of column sums in RESAMPLES bootstrap resamples of rows, the same rows drawn for all columns (paired).
-
-    Args:
-        value: from one array of sums a column, each [RESAMPLES], to the value of each resample.
-        columns: [rows] each; at least one.
-    """
-    count = len(columns[0])
-    rows = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
-    found: np.ndarray = value(*(column[rows].sum(-1) for column in columns))
-    return found
-
-
-def quantiles(resampled: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of resampled values."""
-    low, high = np.quantile(resampled, [0.025, 0.975])
-    return round(float(low), 6), round(float(high), 6)

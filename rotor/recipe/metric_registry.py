@@ -83,13 +83,13 @@ _ROWS = (
         "top1_agreement",
         "the share of tokens where the most likely next token is the uncompressed model's",
         "top-1 agreement",
-        "top1_agreement:Top1Agreement",
+        "next_token:Top1Agreement",
     ),
     MetricInfo(
         "kl_div",
         "exp(-KL) of the next-token distribution against the uncompressed model's; the nats are recorded too",
         "KL divergence (nats per token)",
-        "kl_div:KLDivergence",
+        "next_token:KLDivergence",
         field="kl_accuracy",
     ),
 )

@@ -82,7 +82,7 @@ def collect_checkpoint(
     data.metric, data.target = metric_info(accuracy["metric"]).description, accuracy["target"]
     reader = Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again.")
     fidelity = {
-        split: Fidelity.from_json(found, f"accuracy.measurements.{split}", reader)
+        split: reader.read(Fidelity, found, f"accuracy.measurements.{split}")
         for split, found in accuracy["measurements"].items()
     }
     chosen = ShownPoint(report["compression"]["stored"], fidelity.get("search"), fidelity.get("report"), True)

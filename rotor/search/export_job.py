@@ -126,16 +126,11 @@ def _check_recipe(recipe: Recipe, run: Run, settings: ExportSettings) -> None:
             f"--no-measure: {method} chooses ranks by what is measured of every layer.",
             "Leave --no-measure out, or give another method (see `rotor recipes`) with --set ranks.method=NAME.",
         )
-    if tiers is not None and (settings.cache or settings.goal.accuracy is not None):
-        beside = f"--cache {settings.cache}" if settings.cache else "--accuracy"
+    if tiers is not None and (settings.cache or settings.goal.accuracy is not None or not settings.measure):
+        beside = f"--cache {settings.cache}" if settings.cache else "--accuracy" if settings.measure else "--no-measure"
         raise UsageError(
-            f"cache.tiers {tiers:g} chooses ratios per token for ranks that are known, got {beside} beside it.",
-            "Give --compression or --removal-rate, and no --cache.",
-        )
-    if tiers is not None and not settings.measure:
-        raise UsageError(
-            f"--no-measure: cache.tiers {tiers:g} asks for ratios that are measured.",
-            "Leave --no-measure out, or give --cache tiers-50.",
+            f"cache.tiers {tiers:g} measures ratios per token for ranks that are known, got {beside} beside it.",
+            "Give --compression or --removal-rate, and nothing of these; or --cache tiers-50.",
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..allocation.plan import RankPlan
 from ..checked import Reader
 from ..codes.layer import GroupChannels, as_pair
+from ..data.splits import SPLITS
 from ..errors import CheckpointError, UsageError
 from ..evaluation.fidelity import Fidelity
 from ..format.channels import Channels, latent_from
@@ -25,8 +26,8 @@ class _PointFile:
     compression: CompressionInfo
     choice: list[str]
     ranks: PointRanks
-    search: dict[str, Any] | None = None
-    report: dict[str, Any] | None = None
+    search: Fidelity | None = None
+    report: Fidelity | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Point:
 
     def with_fidelity(self, split: str, found: Fidelity) -> Point:
         """Itself, with what was measured on a split."""
-        return replace(self, search=found) if split == "search" else replace(self, report=found)
+        return replace(self, **{split: found})  # type: ignore[arg-type]
 
     @property
     def compression_json(self) -> dict[str, float]:
@@ -87,13 +88,9 @@ class Point:
 
     def to_json(self) -> dict[str, Any]:
         """What from_json reads."""
-        data: dict[str, Any] = {
-            "parameter": self.parameter,
-            "compression": self.compression_json,
-            "choice": list(self.choice),
-            "ranks": self.ranks_json,
-        }
-        return data | {split: self.fidelity(split).to_json() for split in ("search", "report") if self.has(split)}
+        data = {"parameter": self.parameter, "compression": self.compression_json, "choice": list(self.choice)}
+        found = {split: self.fidelity(split).to_json() for split in SPLITS if self.has(split)}
+        return data | {"ranks": self.ranks_json} | found
 
     @classmethod
     def from_json(cls, data: Any, name: str, reader: Reader) -> Point:
@@ -106,11 +103,8 @@ class Point:
             if [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in channels] != stored:
                 raise reader.fail(f"{name}.ranks.channels", found.ranks["channels"], "as many as ranks.stored says")
         planned, share = found.compression["planned"], found.compression["stored"]
-        search, report = (
-            None if one is None else Fidelity.from_json(one, f"{name}.{split}", reader)
-            for split, one in (("search", found.search), ("report", found.report))
-        )
-        return cls(found.parameter, planned, share, tuple(found.choice), exact, stored, search, report, channels)
+        choice = tuple(found.choice)
+        return cls(found.parameter, planned, share, choice, exact, stored, found.search, found.report, channels)
 
 
 def plan_key(choice: Sequence[str], ranks: list[LayerRanks], channels: list[GroupChannels] | None = None) -> str:
@@ -126,14 +120,11 @@ def channels_json(channels: list[GroupChannels]) -> list[list[list[dict[str, int
 
 def _channels_from(found: list[list[list[dict[str, int]]]], where: str) -> list[GroupChannels]:
     """Read what `channels_json` gave; raises CheckpointError, naming `where`, if there is no such latent."""
-    layers = []
-    for layer in found:
-        latents = [[latent_from(side, where) for side in group] for group in layer]
-        pairs = [[side for side in group if isinstance(side, Channels)] for group in latents]
-        if not all(len(pair) in (1, 2) for pair in pairs):
-            raise CheckpointError(f"{where}: expected channels of keys and of values of each group, or of both.")
-        layers.append([as_pair(pair) for pair in pairs])
-    return layers
+    layers = [[[latent_from(side, where) for side in group] for group in layer] for layer in found]
+    channels = [[[side for side in group if isinstance(side, Channels)] for group in layer] for layer in layers]
+    if not all(len(group) in (1, 2) for layer in channels for group in layer):
+        raise CheckpointError(f"{where}: expected channels of keys and of values of each group, or of both.")
+    return [[as_pair(group) for group in layer] for layer in channels]
 
 
 def as_lists(ranks: list[LayerRanks]) -> list[list[list[int]]]:

@@ -122,6 +122,6 @@ def _probe_layers(
     for index, one, states in begun:
         scores = score(network, rows, reference=reference, states=states)
         assert scores.kl_div is not None
-        loss = max(float(scores.kl_div.sum()) / (scores.tokens * len(scores.kl_div)), KL_NOISE)
+        loss = max(float(scores.kl_div.mean()), KL_NOISE)
         found[index - layers.start][one.key][one.side].append((one.rank, loss / one.dropped))
     return found

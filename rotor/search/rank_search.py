@@ -58,18 +58,24 @@ class RankSearch:
                 job.recipe.evaluation, checkpoint.config, checkpoint.tokenizer, job.run.calibrated_documents
             )
 
+    @property
+    def _place(self) -> tuple[torch.dtype, torch.device]:
+        """Those that a model would be loaded with."""
+        compute = self.job.settings.compute
+        device = pick_device(compute.device)
+        return pick_dtype(compute.dtype, self.job.checkpoint.config.dtype or torch.float32, device), device
+
     @cached_property
     def table(self) -> RankTable:
         """Of the context that the job measures in."""
-        device, dtype = self._device_and_dtype()
-        context = Context.of(self.job.recipe.evaluation, self.data, dtype, device, self.job.policy)
+        context = Context.of(self.job.recipe.evaluation, self.data, *self._place, self.job.policy)
         return RankTable.open(self.job.run, context)
 
     @cached_property
     def probes(self) -> ProbeTable:
         """Of the settings that the job probes with."""
-        ranks, (device, dtype) = self.job.recipe.ranks, self._device_and_dtype()
-        return ProbeTable.open(self.job.run, ranks, probe_rows(ranks, self.data.search), dtype, device)
+        ranks = self.job.recipe.ranks
+        return ProbeTable.open(self.job.run, ranks, probe_rows(ranks, self.data.search), *self._place)
 
     @property
     def needs_probes(self) -> bool:
@@ -206,12 +212,6 @@ class RankSearch:
 
         return search_target(self.table, path, recipe, target, fidelity, self.job.goal.confidence)
 
-    def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
-        """Those that a model would be loaded with."""
-        compute = self.job.settings.compute
-        device = pick_device(compute.device)
-        return device, pick_dtype(compute.dtype, self.job.checkpoint.config.dtype or torch.float32, device)
-
     def _measuring(self) -> Measurer:
         """Loads the model the first time that something has to be measured."""
         if self._measurer is None:
@@ -222,12 +222,9 @@ class RankSearch:
                     f"Copy the run (cp -r {job.run.folder} COPY), and export from the copy.",
                 )
             self.progress.message(f"text: {describe_evaluation(job.recipe.evaluation, checkpoint.tokenizer)}")
-            network, spec = self._loaded(), job.recipe.evaluation
-            meter = FidelityMeter(
-                EvaluationContext(spec, self.data.rows, checkpoint.tokenizer, checkpoint.config),
-                self.progress,
-                job.policy,
-            )
+            spec, network = job.recipe.evaluation, self._loaded()
+            context = EvaluationContext(spec, self.data.rows, checkpoint.tokenizer, checkpoint.config)
+            meter = FidelityMeter(context, self.progress, job.policy)
             self._measurer = Measurer(self.table, self.probes, network, self.bases, meter, self.progress)
         return self._measurer
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -211,16 +212,14 @@ def search_target(
     fidelity: Callable[[RankPlan], Fidelity],
     confidence: float | None = None,
 ) -> RankPlan:
-    """`find_plan` on a path of a recipe; the table notes what the request led to.
-
-    Raises: as find_plan.
-    """
+    """`find_plan` on a path of a recipe, raising the same; the table notes what the request led to."""
+    request = Request(target, confidence, method_key(recipe), None)
     try:
         plan = find_plan(path.steps(), recipe.search.resolution, target, fidelity, confidence, path.lighter)
     except AccuracyError:
-        table.note(Request(target, confidence, method_key(recipe), None))
+        table.note(request)
         raise
-    table.note(Request(target, confidence, method_key(recipe), Point.of(plan).key))
+    table.note(replace(request, point=Point.of(plan).key))
     return plan
 
 

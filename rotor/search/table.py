@@ -64,8 +64,7 @@ class Context:
         """policy: that the cache was kept by, if any."""
         names = ["seed", "lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "filler_tokens"]
         names += ["lm_eval_limit"] if spec.metric.startswith(LM_EVAL) else []
-        settings = {name: getattr(spec, name) for name in names}
-        settings |= {} if policy is None else {"cache": policy.as_dict()}
+        settings = {name: getattr(spec, name) for name in names} | ({"cache": policy.as_dict()} if policy else {})
         kind = str(dtype).removeprefix("torch.")
         return cls(spec.metric, settings, data.description, data.sha256, kind, device.type, data.excluded)
 

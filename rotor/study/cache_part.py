@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ..policies import H2O, Eviction, Keyformer, PerToken, Policy, Random, Streaming, Window
+from ..recipe import Recipe
 from .caches import CacheRecord
 from .context import StudyContext
 from .part import Part, Task
@@ -50,7 +51,17 @@ class CachePart(Part):
     def of_policies(self, study: StudyContext, policies: Mapping[str, Policy]) -> Iterator[Task]:
         """Of the uncompressed model."""
         for name, policy in policies.items():
-            yield Task(f"{self.name}/{name}", partial(_measure, study, name, policy))
+            yield Task(f"{self.name}/{name}", partial(self.of_policy, study, name, policy))
+
+    def of_policy(self, study: StudyContext, name: str, policy: Policy | None) -> CacheRecord:
+        """A record of the uncompressed model with a policy."""
+        return study.caches.of_policy(name, policy)
+
+    def of_recipe(
+        self, study: StudyContext, name: str, recipe: Recipe, removed: float, policy: Policy | None = None
+    ) -> CacheRecord:
+        """A record of a recipe's mildest plan that removes a share of the cache, with a policy on top."""
+        return study.caches.of_plan(name, *study.path(recipe.name, recipe), removed, policy)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
         records = cache_records(store, self.name)
@@ -63,10 +74,6 @@ class CachePart(Part):
     def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
         records = [record for record in cache_records(store, self.name) if not record.skipped]
         return {self.name: partial(draw_fidelity, records, self.title, self.size)} if records else {}
-
-
-def _measure(study: StudyContext, name: str, policy: Policy) -> CacheRecord:
-    return study.caches.of_policy(name, policy)
 
 
 def cache_records(store: StudyStore, part: str) -> list[CacheRecord]:

@@ -17,7 +17,6 @@ from ..allocation.plan import RankPath
 from ..errors import DataError, UnsupportedModelError
 from ..evaluation.cached import (
     LONGEST_CHUNK,
-    CachedScores,
     greedy_through_cache,
     prefill_of,
     same_beginning,
@@ -25,7 +24,7 @@ from ..evaluation.cached import (
 )
 from ..evaluation.fitting import fit_cache_policy
 from ..evaluation.metrics.distance import Prompts, check_base
-from ..evaluation.scoring import AnswerScores
+from ..evaluation.scoring import AnswerScores, Scores
 from ..policies import LONG_TOKENS, EvictingLayer, Policy, cache_policy, random_rows, stored_bytes
 from ..progress import Progress
 from ..rewriting.compressible import CompressibleModel
@@ -140,44 +139,36 @@ class CachedModel:
         return totals
 
 
-@dataclass(frozen=True)
-class CacheData:
-    """What caches are measured on.
-
-    text: [rows, seq_len] held-out text, of which `prefill` tokens are the prompt.
-    tasks: look-up and copy prompts by the metric's name.
-    """
-
-    text: Tensor
-    prefill: int
-    tasks: Mapping[str, Prompts] = field(default_factory=dict)
-
-
 class CacheBench:
     """A network and the data, shared by all that is measured; the uncompressed model runs as the reference.
 
     Args:
-        network: in the dtype whose cache is the measure of compression. whole: bytes of a token in that cache.
+        network: in the dtype whose cache is the measure of compression.
+        text: [rows, seq_len] held-out text, of which `prefill` tokens are the prompt.
+        tasks: look-up and copy prompts by the metric's name. whole: bytes of a token in the uncompressed cache.
         samples: gives the text that policies are fitted to, [rows, seq_len]. batch_size: rows at a time.
     """
 
     def __init__(
         self,
         network: CompressibleModel,
-        data: CacheData,
+        text: Tensor,
+        prefill: int,
+        tasks: Mapping[str, Prompts],
         whole: int,
         samples: Callable[[], Tensor],
         batch_size: int = 16,
         progress: Progress | None = None,
     ) -> None:
-        self.network, self.data, self.whole, self.samples = network, data, whole, samples
+        self.network, self.text, self.prefill, self.tasks = network, text, prefill, tasks
+        self.whole, self.samples = whole, samples
         self.batch_size, self.progress = batch_size, progress or Progress()
         self.reference = CachedModel(network)
 
     @cached_property
-    def _base(self) -> tuple[CachedScores, dict[str, AnswerScores]]:
+    def _base(self) -> tuple[Scores, dict[str, AnswerScores]]:
         """Of the text, and of the tasks that the uncompressed model can do."""
-        text, tasks = self._scores("uncompressed", self.reference, None, self.data.tasks)
+        text, tasks = self._scores("uncompressed", self.reference, None, self.tasks)
         for name in list(tasks):
             try:
                 check_base(name, tasks[name], "through the cache")
@@ -191,16 +182,15 @@ class CacheBench:
         return self._greedy(self.reference)
 
     def _greedy(self, model: CachedModel) -> Tensor:
-        data = self.data
-        return greedy_through_cache(model, data.text, model.empty_cache, data.prefill, GREEDY_TOKENS, self.batch_size)
+        return greedy_through_cache(model, self.text, model.empty_cache, self.prefill, GREEDY_TOKENS, self.batch_size)
 
     def record(self, name: str, model: CachedModel) -> CacheRecord:
         """Measure a model with its cache; skipped where the policy cannot serve it."""
         base, base_tasks = self._base
-        prompt, length = self.data.prefill, self.data.text.shape[1]
+        prompt, length = self.prefill, self.text.shape[1]
         try:
             sizes, (long,) = model.layer_bytes(prompt, length)[1:], model.layer_bytes(LONG_TOKENS, LONG_TOKENS)
-            tasks = {task: self.data.tasks[task] for task in base_tasks}
+            tasks = {task: self.tasks[task] for task in base_tasks}
             text, found = self._scores(name, model, self.reference, tasks)
         except UnsupportedModelError as error:
             return CacheRecord(name, skipped=error.message)
@@ -249,17 +239,16 @@ class CacheBench:
 
     def _scores(
         self, name: str, model: CachedModel, reference: CachedModel | None, tasks: Mapping[str, Prompts]
-    ) -> tuple[CachedScores, dict[str, AnswerScores]]:
+    ) -> tuple[Scores, dict[str, AnswerScores]]:
         """Of the text, and of each task, which needs no reference."""
-        data = self.data
-        total = data.text.numel() + sum(prompts.rows.numel() for prompts in tasks.values())
+        total = self.text.numel() + sum(prompts.rows.numel() for prompts in tasks.values())
 
-        def score(rows: Tensor, prefill: int, reference: Any) -> CachedScores:
+        def score(rows: Tensor, prefill: int, reference: Any) -> Scores:
             options: Any = {"reference": reference, "batch_size": self.batch_size, "advance": advance}
             return score_through_cache(model, rows, model.empty_cache, prefill, model.step, **options)
 
         with self.progress.task(name, total, "tokens") as advance:
-            text = score(data.text, data.prefill, reference)
+            text = score(self.text, self.prefill, reference)
             found = {
                 task: score(prompts.rows, prefill_of(prompts.answers), None).of_answers(prompts.answers)
                 for task, prompts in tasks.items()

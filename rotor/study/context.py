@@ -33,7 +33,7 @@ from ..runtime.families import attention_shape
 from ..search.point import Point
 from ..search.search import Measurer, probe_rows, search_target
 from ..search.table import Context, ProbeTable, RankTable
-from .caches import CacheBench, CacheData
+from .caches import CacheBench
 from .request import StudyPlan
 from .store import StudyStore
 
@@ -113,9 +113,9 @@ class StudyContext:
             except DataError as error:
                 self.progress.message(f"caches are not measured by `{name}`: {error.message}")
         length = text.shape[1]
-        data = CacheData(text, max(1, min(int(length * self.plan.prompt_share), length - 2)), tasks)
+        prefill = max(1, min(int(length * self.plan.prompt_share), length - 2))
         samples = partial(self.calibration_rows, max(1, FIT_TOKENS // length))
-        return CacheBench(network, data, whole, samples, progress=self.progress)
+        return CacheBench(network, text, prefill, tasks, whole, samples, progress=self.progress)
 
     def calibration_rows(self, count: int) -> Tensor:
         """Rows [count, seq_len] of the text that is kept for calibrations."""

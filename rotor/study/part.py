@@ -42,9 +42,8 @@ class Task:
     points: int = 1
     retried: bool = False
 
-    def is_done(self, records: Mapping[str, dict[str, Any]]) -> bool:
-        known = records.get(self.key)
-        return known is not None and not (self.retried and known.get("skipped"))
+    def is_done(self, store: StudyStore) -> bool:
+        return self.key in store.records and not (self.retried and store.records[self.key].get("skipped"))
 
 
 class Part(ABC):

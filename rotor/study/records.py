@@ -8,7 +8,6 @@ from typing import Any
 from ..bases.layer import LayerBases
 from ..calibration.run import Run
 from ..data.splits import SPLITS
-from ..evaluation.fidelity import Fidelity
 from ..recipe.metric_registry import METRICS
 from ..search.point import Point
 
@@ -34,27 +33,12 @@ def stage_seconds(run: Run) -> dict[str, float]:
 
 
 def point_record(point: Point) -> dict[str, Any]:
-    """Compression, accuracy and every ratio of a point on both splits, and the report split's intervals."""
+    """Compression, accuracy and every ratio of a point on both splits; 95 % intervals of accuracy and KL on report."""
     record: dict[str, Any] = point.compression_json
     for split in SPLITS:
         found = point.fidelity(split)
         values = {name: found.values[name] for name in METRIC_LABELS if name in found.values}
         record[split] = {"accuracy": found.accuracy, **values}
-    return record | _intervals(point.fidelity("report"))
-
-
-def target_record(point: Point) -> dict[str, Any]:
-    """The point that a target led to: compression, accuracy on both splits, KL and intervals on the report split."""
     report = point.fidelity("report")
-    values = {split: point.fidelity(split).accuracy for split in SPLITS}
-    return {**point.compression_json, **values, "kl_div": report.values.get("kl_div"), **_intervals(report)}
-
-
-def _intervals(report: Fidelity) -> dict[str, list[float] | None]:
-    """95 % intervals of a measurement: of the accuracy, and of the KL in nats."""
-    bounds = [report.values.get(f"kl_div_{end}") for end in ("low", "high")]
-    known = [bound for bound in bounds if bound is not None]
-    return {
-        "interval": None if report.interval is None else list(report.interval),
-        "kl_interval": known if len(known) == 2 else None,
-    }
+    bounds = [bound for end in ("low", "high") if (bound := report.values.get(f"kl_div_{end}")) is not None]
+    return record | {"interval": report.interval, "kl_interval": bounds or None}

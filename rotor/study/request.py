@@ -60,8 +60,7 @@ class StudyPlan:
         """Raises UsageError where the requests contradict each other; the arguments are those of `study`."""
         if not 0 < at < 1:
             raise UsageError(f"--at {at}: expected a compression between 0 and 1.")
-        overrides = list(overrides)
-        prompt_share, overrides = _prompt_share(overrides), of_recipes(overrides)
+        prompt_share, overrides = split_overrides(overrides)
         named, ablations = None if parts is None else list(parts), ablations or {}
         chosen = _chosen_parts(named, ablations)
         found = same_conditions([load_recipe(name, overrides) for name in recipes], overrides)
@@ -70,13 +69,11 @@ class StudyPlan:
             if name not in found:
                 known = ", ".join(found)
                 raise UsageError(f"--focus {name}: not among the recipes of the study.", f"They are {known}.")
-        base, variants = None, dict[str, Recipe]()
+        ablated: tuple[Recipe | None, dict[str, Recipe]] = None, {}
         if ABLATION in chosen:
-            base, variants = _ablated(ablation_base, ablations, found, overrides)
+            ablated = _ablated(ablation_base, ablations, found, overrides)
         of_bytes = None if sizes is None else tuple(sizes)
-        return cls(
-            *(chosen, tuple(named or ()), found, names, base, variants, at, tuple(counts), of_bytes, prompt_share)
-        )
+        return cls(chosen, tuple(named or ()), found, names, *ablated, at, tuple(counts), of_bytes, prompt_share)
 
     @property
     def first(self) -> Recipe:
@@ -90,25 +87,23 @@ def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[s
     Raises:
         RecipeError: not of that form, or a name given twice.
     """
-    found: list[tuple[str, Any]] = []
-    for item in items:
-        name, _, changes = item.partition(":")
-        found.append((name.strip(), changes.split()))
+    given: list[tuple[Any, Any]] = [(name.strip(), rest.split()) for name, _, rest in (i.partition(":") for i in items)]
     if path is not None:
         data = read_yaml(read_text(path, f"--ablations {path}"), f"--ablations {path}")
         if not isinstance(data, dict):
             raise RecipeError(f"--ablations {path}: expected a mapping from names to lists of KEY=VALUE.")
-        found += data.items()
-    names = [_file_name(str(name)) for name, _ in found]
-    for (name, changes), file_name in zip(found, names, strict=True):
+        given += data.items()
+    found: dict[str, list[str]] = {}
+    for name, changes in given:
         if not name or not isinstance(changes, list) or not changes or not all(isinstance(c, str) for c in changes):
             raise RecipeError(
                 f"ablation {name}: expected a name and a list of KEY=VALUE.",
                 'Example: --ablation "per-head:groups.size=1"',
             )
-        if names.count(file_name) > 1:
-            raise RecipeError(f"ablation {file_name!r} is given twice.", "Give every ablation a name of its own.")
-    return {str(name): changes for name, changes in found}
+        if _file_name(str(name)) in map(_file_name, found):
+            raise RecipeError(f"ablation {str(name)!r} is given twice.", "Give every ablation a name of its own.")
+        found[str(name)] = changes
+    return found
 
 
 def parse_counts(items: Iterable[str], option: str = "--counts", unit: str = "tokens") -> tuple[int, ...]:
@@ -123,9 +118,14 @@ def parse_counts(items: Iterable[str], option: str = "--counts", unit: str = "to
     return tuple(int(item) for item in items)
 
 
-def of_recipes(overrides: Iterable[str]) -> list[str]:
-    """The overrides that are no settings of the study itself."""
-    return [item for item in overrides if not item.startswith(f"{PROMPT_SHARE}=")]
+def split_overrides(overrides: Iterable[str]) -> tuple[float, list[str]]:
+    """The prompt's share of a row, and the overrides that are of recipes."""
+    overrides = list(overrides)
+    own = [item for item in overrides if item.startswith(f"{PROMPT_SHARE}=")]
+    share = own[-1].partition("=")[2] if own else f"{StudyPlan.prompt_share}"
+    if not re.fullmatch(r"0?\.\d*[1-9]\d*", share):
+        raise UsageError(f"--set {PROMPT_SHARE}={share}: expected a share between 0 and 1.")
+    return float(share), [item for item in overrides if item not in own]
 
 
 def same_conditions(recipes: list[Recipe], overrides: list[str]) -> dict[str, Recipe]:
@@ -151,15 +151,6 @@ def _under_conditions(recipe: Recipe, first: Recipe, count: int, overrides: list
     return override(same, overrides)
 
 
-def _prompt_share(overrides: list[str]) -> float:
-    given = [item.removeprefix(f"{PROMPT_SHARE}=") for item in overrides if item.startswith(f"{PROMPT_SHARE}=")]
-    if not given:
-        return StudyPlan.prompt_share
-    if not re.fullmatch(r"0?\.\d*[1-9]\d*", given[-1]):
-        raise UsageError(f"--set {PROMPT_SHARE}={given[-1]}: expected a share between 0 and 1.")
-    return float(given[-1])
-
-
 def _ablated(
     base: str, ablations: Mapping[str, list[str]], recipes: dict[str, Recipe], overrides: list[str]
 ) -> tuple[Recipe, dict[str, Recipe]]:
@@ -181,17 +172,14 @@ def _ablated(
 
 def _chosen_parts(named: list[str] | None, ablations: Mapping[str, list[str]]) -> tuple[str, ...]:
     """The parts to run, the bundled ones in the order of PARTS."""
-    wanted = list(DEFAULT if named is None else named)
+    wanted = list(DEFAULT) if named is None else named
     if not wanted:
         raise UsageError(f"--parts is empty: expected some of {', '.join(PARTS)}, or {ALL}.")
-    every = [part for part in PARTS if part not in ON_REQUEST]
-    wanted = [part for name in wanted for part in (every if name == ALL else (name,))]
-    if not ablations:
-        if named is not None and ABLATION in named:
-            raise UsageError("--parts ablation: there are no ablations; give --ablation or --ablations.")
-        wanted = [part for part in wanted if part != ABLATION]
-    ordered = [part for part in PARTS if part in wanted] + [part for part in wanted if part not in PARTS]
-    return tuple(dict.fromkeys(ordered))
+    if named is not None and ABLATION in named and not ablations:
+        raise UsageError("--parts ablation: there are no ablations; give --ablation or --ablations.")
+    bundled = [name for name in PARTS if name in wanted or (ALL in wanted and name not in ON_REQUEST)]
+    ordered = dict.fromkeys(bundled + [name for name in wanted if name not in (*PARTS, ALL)])
+    return tuple(name for name in ordered if ablations or name != ABLATION)
 
 
 def _named(recipe: Recipe) -> Recipe:

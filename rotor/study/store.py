@@ -48,21 +48,17 @@ class StudyStore:
         if data.get("version") != STORE_VERSION or not isinstance(data.get("records"), dict):
             raise UsageError(f"{store.path}: not a study of this version of rotor.", "Give another folder with -o.")
         stored = data.get("settings", {})
-        found = differences(stored, store.settings, optional=lambda name: name in ADDED_LATER)
-        differing = [f"{name} was {shorten_json(old)}, now {shorten_json(new)}" for name, old, new in found]
-        if differing:
-            more = f"; and {len(differing) - 4} more" if len(differing) > 4 else ""
+        found = list(differences(stored, store.settings, optional=lambda name: name in ADDED_LATER))
+        if found:
+            shown = "; ".join(f"{name} was {shorten_json(a)}, now {shorten_json(b)}" for name, a, b in found[:4])
             raise UsageError(
-                f"{store.path}: was measured with other settings: {'; '.join(differing[:4])}{more}.",
+                f"{store.path}: was measured with other settings: {shown}{' ...' if len(found) > 4 else ''}.",
                 "Give the same settings (--set) to continue it, or another folder with -o.",
             )
         for section in ADDED_LATER:
             store.settings[section] = {**stored.get(section, {}), **store.settings.get(section, {})}
         store.records = data["records"]
         return store
-
-    def get(self, key: str) -> dict[str, Any] | None:
-        return self.records.get(key)
 
     def put(self, key: str, record: dict[str, Any]) -> dict[str, Any]:
         """Add one record, and write the file unless it is there with the same values."""

@@ -116,23 +116,13 @@ def study(
     start = time.perf_counter()
     if plots:
         require_matplotlib()
-    plan = StudyPlan.of(
-        recipes,
-        [*text_overrides(text), *overrides],
-        parts=parts,
-        focus=focus,
-        ablations=ablations,
-        ablation_base=ablation_base,
-        at=at,
-        counts=counts,
-        sizes=sizes,
-    )
+    asked: dict[str, Any] = {"parts": parts, "focus": focus, "ablations": ablations, "ablation_base": ablation_base}
+    plan = StudyPlan.of(recipes, [*text_overrides(text), *overrides], **asked, at=at, counts=counts, sizes=sizes)
     chosen, progress, out = find_parts(plan), progress or Progress(), Path(out)
     with ExitStack() as held:
         context = _context(model, out, plan, Compute(device, dtype, offload, device_map), batch_tokens, progress, held)
         store = context.store
-        if not store.path.is_file():
-            store.save()
+        store.save()
         held.enter_context(log_file(out, "study"))
         progress.message(f"text: {describe_evaluation(context.evaluation, context.checkpoint.tokenizer)}")
         files: list[Path] = []
@@ -141,7 +131,7 @@ def study(
             progress.message(f"study: {part.name}")
             known = store.added
             for task in part.tasks(context):
-                if not task.is_done(store.records):
+                if not task.is_done(store):
                     found = task.measure()
                     record = store.put(task.key, found if isinstance(found, dict) else dataclasses.asdict(found))
                     progress.message(f"{task.key}: {_in_words(record)}")
@@ -161,7 +151,7 @@ def plan_study(model: str | Path, out: str | Path, plan: StudyPlan, compute: Com
     study = _context(model, Path(out), plan, compute, 0, Progress())
     found = []
     for part in chosen:
-        tasks = [task for task in part.tasks(study) if task.key not in known and not task.is_done(study.store.records)]
+        tasks = [task for task in part.tasks(study) if task.key not in known and not task.is_done(study.store)]
         runs = {name for task in tasks for name in task.calibrations if name not in known}
         known |= {task.key for task in tasks} | runs
         calibrations = sum(not study.folder(name).is_dir() for name in runs)
@@ -203,22 +193,21 @@ def _in_words(record: dict[str, Any]) -> str:
 
 def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Placement) -> dict[str, Any]:
     """Settings that make records comparable: a study continues only with the same."""
-    first = plan.first
-    compared = {recipe.name: recipe for recipe in (*([plan.base] if plan.base else []), *plan.recipes.values())}
-    own = {} if plan.prompt_share == StudyPlan.prompt_share else {"prompt_share": plan.prompt_share}
+    first, shared = plan.first, ("summary", "evaluation", "search", "cache")
+
+    def own(recipes: Mapping[str, Recipe]) -> dict[str, Any]:
+        """What they do not share with the others of the study."""
+        found = {name: recipe.to_dict() for name, recipe in recipes.items()}
+        return {name: {key: value for key, value in of.items() if key not in shared} for name, of in found.items()}
+
+    compared = plan.recipes | ({plan.base.name: plan.base} if plan.base else {})
     return {
         "model": {"name": name, "shards": {f: file_sha256(checkpoint.folder / f) for f in checkpoint.files}},
         "dtype": str(placement.dtype).removeprefix("torch."),
         "tokens": {key: getattr(first.tokens, key) for key in ("count", "seq_len", "seed")},
         "evaluation": dataclasses.asdict(first.evaluation),
         "search": dataclasses.asdict(first.search),
-        "recipes": {name: _own_settings(recipe) for name, recipe in compared.items()},
-        "ablations": {name: _own_settings(recipe) for name, recipe in plan.variants.items()},
-        **own,
+        "recipes": own(compared),
+        "ablations": own(plan.variants),
+        **({} if plan.prompt_share == StudyPlan.prompt_share else {"prompt_share": plan.prompt_share}),
     }
-
-
-def _own_settings(recipe: Recipe) -> dict[str, Any]:
-    """What a recipe does not share with the others of the study."""
-    shared = ("summary", "evaluation", "search", "cache")
-    return {key: value for key, value in recipe.to_dict().items() if key not in shared}

@@ -15,10 +15,8 @@ from ..data.splits import held_out_documents
 from ..errors import DataError
 from ..format.places import remove
 from ..recipe import Evaluation, Recipe
-from .bases import SIDE_LABELS
 from .context import StudyContext
 from .records import first_candidates, point_record, stage_seconds
-from .store import StudyStore
 
 SOURCES: dict[str, dict[str, Any]] = {
     "random": {"source": "random", "seed": 0},
@@ -106,17 +104,6 @@ def compared_by_tokens(study: StudyContext, part: str) -> dict[str, Recipe]:
         else:
             study.progress.message(f"{part}: {name} takes bases and ranks from the weights alone; no tokens change it")
     return found
-
-
-def token_sides(store: StudyStore, name: str) -> tuple[str, ...]:
-    """Sides of a recipe whose bases depend on calibration tokens; others, of the weights alone, need no comparison."""
-    settings = store.settings["recipes"].get(name)
-    return sides_that_read_tokens(settings["bases"]["qk"], settings["bases"]["vo"]) if settings else tuple(SIDE_LABELS)
-
-
-def share_cell(store: StudyStore, name: str, side: str, value: float) -> str:
-    """A share that tokens can change, for a table; `-` where they cannot."""
-    return f"{100 * value:.2f} %" if side in token_sides(store, name) else "-"
 
 
 def _text_folder(study: StudyContext, source: str) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,10 @@ from torch import Tensor
 
 from ...models.layerwise import LayerwiseModel
 from ...recipe import Evaluation
-from ..scoring import Scores, quantiles
+from ..scoring import Scores
+
+RESAMPLES = 2000
+"""Bootstrap resamples of rows."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,20 @@ class Measurement:
 
     @classmethod
     def of(cls, value: float, resampled: np.ndarray, **fields: Any) -> Measurement:
-        return cls(round(float(value), 6), quantiles(resampled), fields, resampled)
+        low, high = np.quantile(resampled, [0.025, 0.975])
+        return cls(round(float(value), 6), (round(float(low), 6), round(float(high), 6)), fields, resampled)
+
+    @classmethod
+    def bootstrap(cls, value: Callable[..., Any], *columns: Any, **fields: Any) -> Measurement:
+        """A value of sums, with its interval over resampled rows: the same rows drawn for all columns (paired).
+
+        Args:
+            value: from a sum for each column to the value; of arrays of sums, too.
+            columns: [rows] or [rows, tokens] each; at least one.
+        """
+        sums = [np.asarray(column).reshape(len(column), -1).sum(-1) for column in columns]
+        drawn = np.random.default_rng(0).integers(0, len(sums[0]), (RESAMPLES, len(sums[0])))
+        return cls.of(value(*(own.sum() for own in sums)), value(*(own[drawn].sum(-1) for own in sums)), **fields)
 
 
 def smallest(found: Sequence[Measurement]) -> Measurement:

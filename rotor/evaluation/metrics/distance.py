@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ...data.tokens import ordinary_tokens
 from ...errors import DataError
-from ..scoring import AnswerScores, answer_scores, resample
+from ..cached import prefill_of
+from ..scoring import AnswerScores, answer_scores
 from .base import EvaluationContext, Measurement, Metric, Outputs
 
 LEAST_BASE = 0.3
@@ -58,7 +59,6 @@ class Distance(Metric):
         super().__init__(name, context)
         self._prompts: dict[str, Prompts] = {}
         self._base: dict[str, AnswerScores] = {}
-        self._text: dict[str, Tensor] = {}
 
     @abstractmethod
     def prompts(self, split: str) -> Prompts:
@@ -71,7 +71,7 @@ class Distance(Metric):
 
     def prefill(self, split: str) -> int | None:
         self.rows(split)
-        return int(self._prompts[split].answers.any(0).nonzero()[0]) - 1
+        return prefill_of(self._prompts[split].answers)
 
     def measure_base(self, outputs: Outputs, split: str) -> dict[str, Any]:
         """Raises DataError if the mean probability is below LEAST_BASE."""
@@ -86,12 +86,11 @@ class Distance(Metric):
 
     def measure(self, outputs: Outputs, split: str) -> Measurement:
         before, after = self._base[split], self._scores(outputs, split)
-        ratio = resample(lambda a, b: b / a, before.probability, after.probability)
         absolute = {
             f"compressed_{self.name}": round(after.mean_probability, 6),
             f"compressed_{self.name}_hits": round(after.mean_hits, 6),
         }
-        return Measurement.of(after.probability.sum() / before.probability.sum(), ratio, **absolute)
+        return Measurement.bootstrap(lambda a, b: b / a, before.probability, after.probability, **absolute)
 
     def _scores(self, outputs: Outputs, split: str) -> AnswerScores:
         prompts = self._prompts[split]
@@ -109,22 +108,9 @@ class Distance(Metric):
         return [] if first is None else [first]
 
     def _ordinary_text(self, split: str) -> Tensor:
-        """Text of the split [tokens] without those that separate documents: a model may have learnt to forget what is
-        before them.
-        """
-        if split not in self._text:
-            text = self.context.rows[split].flatten()
-            self._text[split] = text[torch.isin(text, ordinary_tokens(self.context.config, self.context.tokenizer))]
-        return self._text[split]
-
-    def _filler(self, split: str, index: int, length: int) -> list[int]:
-        """Text of the split, each prompt's from another place."""
-        text = self._ordinary_text(split)
-        if len(text) == 0:
-            return []
-        start = index * self.context.rows[split].shape[1] * 7 // 5 % len(text)
-        rolled = torch.cat([text[start:], text[:start]])
-        return rolled.repeat(-(-length // len(text)))[:length].tolist()
+        """Text of the split [tokens] without what separates documents: a model may forget what is before it."""
+        text = self.context.rows[split].flatten()
+        return text[torch.isin(text, ordinary_tokens(self.context.config, self.context.tokenizer))]
 
 
 class Lookup(Distance):
@@ -141,6 +127,7 @@ class Lookup(Distance):
                 "Add tokenizer.json to the model's folder, or choose --set evaluation.metric=text.",
             )
         generator, words = self._generator(split), key_words(tokenizer, spec.lookup_keys)
+        text = self._ordinary_text(split)
         room, start = context.rows[split].shape[1], self._start()
         parts = [self._parts(words, room // SHARE, generator) for _ in range(spec.lookup_prompts)]
         longest = max(len(start) + len(stated) + len(asked) for stated, asked, _ in parts)
@@ -148,7 +135,7 @@ class Lookup(Distance):
         rows, answers = [], []
         for index, (stated, asked, inside) in enumerate(parts):
             begin = start + stated
-            middle = self._filler(split, index, length - len(begin) - len(asked))
+            middle = _filler(text, index * room, length - len(begin) - len(asked))
             rows.append(begin + middle + asked)
             answers.append([False] * (length - len(asked)) + inside)
         return Prompts(torch.tensor(rows), torch.tensor(answers), length - longest)
@@ -186,7 +173,9 @@ class Copy(Distance):
             DataError: rows too short for a run of two tokens.
         """
         spec, room, generator = self.context.spec, self.context.rows[split].shape[1], self._generator(split)
-        start, common = self._start(), self._common(split)
+        start, text = self._start(), self._ordinary_text(split)
+        counts = torch.bincount(text)
+        common = counts.argsort(descending=True, stable=True)[: min(COMMON, int(counts.count_nonzero()))]
         count = min(spec.copy_tokens, (room // SHARE - len(start)) // STATEMENTS, len(common))
         if count < 2:
             raise DataError(f"{self.name}: rows of {room} tokens are too short.", "Raise evaluation.seq_len.")
@@ -194,15 +183,17 @@ class Copy(Distance):
         rows = []
         for index in range(spec.copy_prompts):
             run = common[torch.randperm(len(common), generator=generator)[:count]].tolist()
-            rows.append(start + STATEMENTS * run + self._filler(split, index, filler_tokens) + run)
+            rows.append(start + STATEMENTS * run + _filler(text, index * room, filler_tokens) + run)
         answers = torch.zeros(len(rows), len(rows[0]), dtype=torch.bool)
         answers[:, 1 - count :] = True
         return Prompts(torch.tensor(rows), answers, filler_tokens)
 
-    def _common(self, split: str) -> Tensor:
-        """The commonest tokens of the split's text, at most COMMON."""
-        counts = torch.bincount(self._ordinary_text(split))
-        return counts.argsort(descending=True, stable=True)[: min(COMMON, int(counts.count_nonzero()))]
+
+def _filler(text: Tensor, start: int, length: int) -> list[int]:
+    """Of this text, each prompt's from another place."""
+    return (
+        text.roll(-(start * 7 // 5 % len(text))).repeat(-(-length // len(text)))[:length].tolist() if len(text) else []
+    )
 
 
 def check_base(name: str, base: AnswerScores, where: str) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class LMEval(Metric):
         task = name.removeprefix(LM_EVAL)
         manager = lm_eval.tasks.TaskManager(include_defaults=not Path(task).expanduser().is_file())
         try:
-            with _no_bars():
+            with redirect_stderr(StringIO()):  # lm-eval has no option for its bars
                 self._loaded = manager.load([task])
         except Exception as error:  # whatever a task's loader and its data set may raise
             raise DataError(
@@ -96,7 +96,7 @@ class LMEval(Metric):
         # A copy, because the wrapper sets a padding token.
         wrapped = HFLM(pretrained=model.model, tokenizer=copy.deepcopy(self._tokenizer), batch_size=BATCH_SIZE)
         try:
-            with _no_bars():
+            with redirect_stderr(StringIO()):
                 output = lm_eval.simple_evaluate(
                     wrapped,
                     tasks=list(self._loaded["groups"].values()) or list(self._loaded["tasks"].values()),
@@ -132,23 +132,6 @@ class LMEval(Metric):
                 return 1 / value, None if stderr is None else stderr / value**2
             return float(value), stderr
         raise DataError(f"{self.name}: task {name} reports no number.", "Choose another task.")
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """rotor draws its own progress, or none: lm-eval has no option for its bars, which are all tqdm's."""
-    from tqdm import tqdm
-
-    original: Any = tqdm.__init__
-
-    def disabled(self: Any, *arguments: Any, **keywords: Any) -> None:
-        original(self, *arguments, **{**keywords, "disable": True})
-
-    tqdm.__init__ = disabled  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        tqdm.__init__ = original  # type: ignore[method-assign]
 
 
 def _one_line(error: Exception) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from ..context import StudyContext
 from ..part import Task
 from ..store import StudyStore
-from .curves import Curves, Draw, Records, curve_tasks, curves, curves_plot
+from .curves import Curves, Records, curve_tasks, curves
 
 
 class Ablation(Curves):
-    name = "ablation"
+    name = plot = "ablation"
     title = "Ablation"
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
@@ -20,9 +20,6 @@ class Ablation(Curves):
         yield from curve_tasks(study, Curves.name, base.name, base, base.name)
         for name, recipe in study.plan.variants.items():
             yield from curve_tasks(study, self.name, name, recipe, f"ablations/{name}")
-
-    def plots(self, store: StudyStore) -> dict[str, Draw]:
-        return curves_plot(self.name, self.shown(store))
 
     def shown(self, store: StudyStore) -> dict[str, Records]:
         """The ablations, each recipe that they start from before them."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from ...policies import GEAR, KIVI, Eviction, KVQuant, Policy
-from ...recipe import Recipe
 from ..cache_part import CONTROL, GROUP, CachePart, cache_records, evictions
 from ..caches import CacheRecord
 from ..context import TARGETS, StudyContext
@@ -35,7 +34,7 @@ class Combine(CachePart):
         yield from self.of_policies(study, alone)
         for name, recipe in study.plan.recipes.items():
             for label, (removed, policy) in combinations(name, recipe.coded).items():
-                measure = partial(_measure, study, label, name, recipe, removed, policy)
+                measure = partial(self.of_recipe, study, label, recipe, removed, policy)
                 yield Task(f"{self.name}/{label}", measure, {name: recipe})
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
@@ -93,9 +92,3 @@ def best_mixtures(records: Sequence[CacheRecord]) -> list[list[str]]:
             cells += ["none measured", ""] if best is None else [best.name, f"{getattr(best, size):.1f}"]
         rows.append(cells)
     return rows
-
-
-def _measure(
-    study: StudyContext, label: str, name: str, recipe: Recipe, removed: float, policy: Policy | None
-) -> CacheRecord:
-    return study.caches.of_plan(label, *study.path(name, recipe), removed, policy)

@@ -1,4 +1,4 @@
-"""`curves`: of each recipe spectra, points over compression, and the strongest compression at each target accuracy."""
+"""`curves`: of each recipe points over compression, and the strongest compression at each target accuracy."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from ...data.splits import SPLITS
 from ...recipe import Recipe
 from ...report.style import accuracy_axis, shown_loss
 from ...search.search import most_points
-from ..bases import SIDE_LABELS, mean_spectra
 from ..context import TARGETS, StudyContext
 from ..part import Part, Task
 from ..plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
-from ..records import METRIC_LABELS, first_candidates, point_record, stage_seconds, target_record
+from ..records import METRIC_LABELS, point_record
 from ..store import StudyStore
 from ..tables import Table, number
 
 COMPRESSIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 Records = dict[str, dict[str, Any]]
-"""Of one recipe, by what they are: spectra, targets, p0.10 ..."""
-
-Draw = Callable[[Any], None]
+"""Of one recipe, by what they are: targets, p0.10 ..."""
 
 
 class Curves(Part):
     name = "curves"
     csv = "results.csv"
     title = "Recipes"
+    plot = "recipes"
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         for name, recipe in study.plan.recipes.items():
@@ -40,7 +38,7 @@ class Curves(Part):
         if found:
             yield Table((), (), self.title)
             yield from _target_tables(found)
-            yield from _metric_tables(found)
+            yield _points_table(found)
 
     def rows(self, store: StudyStore) -> Iterator[dict[str, Any]]:
         """One a recipe and compression, with the metrics of both splits."""
@@ -58,11 +56,9 @@ class Curves(Part):
                     "report_interval_high": high,
                 }
 
-    def plots(self, store: StudyStore) -> dict[str, Draw]:
-        found = curves(store, self.name)
-        spectra = {name: records["spectra"] for name, records in found.items() if "spectra" in records}
-        plots = curves_plot("recipes", found)
-        return plots | {"spectra": partial(_draw_spectra, store, spectra)} if spectra else plots
+    def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
+        found = self.shown(store)
+        return {self.plot: partial(_draw, found)} if any(map(points, found.values())) else {}
 
     def shown(self, store: StudyStore) -> dict[str, Records]:
         """What tables and plots show, by recipe."""
@@ -73,10 +69,6 @@ def curve_tasks(study: StudyContext, part: str, name: str, recipe: Recipe, folde
     """Of one recipe, whose run is kept in a folder below runs/."""
     needs = {folder: recipe}
 
-    def spectra() -> dict[str, Any]:
-        run = study.run(folder, recipe)
-        return {**mean_spectra(first_candidates(run)), "seconds": stage_seconds(run)}
-
     def point(target: float) -> dict[str, Any]:
         measurer, path = study.path(folder, recipe)
         plan = path.at_compression(target)
@@ -85,9 +77,8 @@ def curve_tasks(study: StudyContext, part: str, name: str, recipe: Recipe, folde
         return {**point_record(measurer.measure(plan)), "target": target}
 
     def targets() -> dict[str, Any]:
-        return study.at_targets(*study.path(folder, recipe), recipe, target_record)
+        return study.at_targets(*study.path(folder, recipe), recipe, point_record)
 
-    yield Task(f"{part}/{name}/spectra", spectra, needs, points=0)
     for target in COMPRESSIONS:
         yield Task(f"{part}/{name}/p{target:.2f}", partial(point, target), needs)
     most = len(TARGETS) * most_points(recipe.search.resolution)
@@ -128,52 +119,37 @@ def _target_cell(point: Mapping[str, Any]) -> str:
         return "out of reach" if point else ""
     interval = point.get("interval")
     bounds = f" [{interval[0]:.4f}, {interval[1]:.4f}]" if interval else ""
-    return f"**{point['stored']:.3f}** ({point['report']:.4f}{bounds})"
+    return f"**{point['stored']:.3f}** ({point['report']['accuracy']:.4f}{bounds})"
 
 
-def _metric_tables(found: Mapping[str, Records]) -> Iterator[Table]:
-    """One a metric, report split, and one of stored compression: recipes down, compressions across."""
-    targets = sorted({p["target"] for records in found.values() for p in points(records)})
-    header = ["recipe", *(f"p = {target:g}" for target in targets)]
-
-    def table(cell: Callable[[dict[str, Any]], str], text: str) -> Table:
-        by_recipe = {name: {p["target"]: cell(p) for p in points(records)} for name, records in found.items()}
-        return Table(header, [[f"`{n}`", *(of.get(t, "") for t in targets)] for n, of in by_recipe.items()], text=text)
-
-    for metric, label in METRIC_LABELS.items():
-        one = table(partial(_metric_cell, metric), f"{label[0].upper()}{label[1:]}, report split:")
-        if any(cell for row in one.rows for cell in row[1:]):
-            yield one
-    if targets:
-        text = "Compression as stored at each of these (the mildest step beyond it):"
-        yield table(lambda point: f"{point['stored']:.3f}", text)
+def _points_table(found: Mapping[str, Records]) -> Table:
+    """Of every point its stored compression, and what was measured on the report split."""
+    every = [(name, point) for name, records in found.items() for point in points(records)]
+    metrics = [name for name in METRIC_LABELS if any(name in point["report"] for _, point in every)]
+    rows = []
+    for name, point in every:
+        cells = (number(point["report"].get(metric), 5 if metric == "kl_div" else 4) for metric in metrics)
+        rows.append([f"`{name}`", f"{point['target']:g}", f"{point['stored']:.3f}", *cells])
+    header = ["recipe", "p", "stored", *(METRIC_LABELS[metric] for metric in metrics)]
+    return Table(header, rows, text="Report split; stored is the compression of the mildest step beyond p.")
 
 
-def _metric_cell(metric: str, point: dict[str, Any]) -> str:
-    return number(point["report"].get(metric), 5 if metric == "kl_div" else 4)
-
-
-def curves_plot(name: str, found: Mapping[str, Records]) -> dict[str, Draw]:
-    """Accuracy and KL against stored compression, by file name; nothing without points."""
-    return {name: partial(_draw_curves, found)} if any(map(points, found.values())) else {}
-
-
-def _draw_curves(found: Mapping[str, Records], figure: Any) -> None:
+def _draw(found: Mapping[str, Records], figure: Any) -> None:
     """From the uncompressed model on. Hollow marks are the points of the table: what each target accuracy led to."""
     figure.suptitle("accuracy and KL against compression, report split (95 % intervals; hollow: at the targets)")
     accuracy, divergence = figure.subplots(1, 2)
     for index, (name, records) in enumerate(found.items()):
         reached = [point for point in records.get("targets", {}).values() if "stored" in point]
-        for axes, shown, start, value, interval, at_target in (
-            (accuracy, shown_loss, 1.0, "accuracy", "interval", "report"),
-            (divergence, _shown_kl, 0.0, "kl_div", "kl_interval", "kl_div"),
+        for axes, shown, start, value, interval in (
+            (accuracy, shown_loss, 1.0, "accuracy", "interval"),
+            (divergence, lambda nats: max(nats, LEAST_KL), 0.0, "kl_div", "kl_interval"),
         ):
             places = [(point["stored"], shown(point["report"][value])) for point in points(records)]
             draw_line(axes, index, [(0.0, shown(start)), *places], name)
             band = [(0.0, start, start), *((p["stored"], *p[interval]) for p in points(records) if p.get(interval))]
             x, low, high = zip(*((x, shown(a), shown(b)) for x, a, b in band), strict=True)
             axes.fill_between(x, low, high, color=f"C{index % 10}", alpha=0.15, linewidth=0)
-            marks = [(p["stored"], shown(p[at_target])) for p in reached if p.get(at_target) is not None]
+            marks = [(p["stored"], shown(p["report"][value])) for p in reached]
             draw_line(axes, index, marks, linestyle="", markersize=9, mfc="none", mew=1.3)
     worst = accuracy.dataLim.y1
     accuracy_axis(accuracy, [worst], "accuracy (ratio to the model)")
@@ -184,38 +160,3 @@ def _draw_curves(found: Mapping[str, Records], figure: Any) -> None:
     for axes in (accuracy, divergence):
         axes.set_xlabel("compression (share of the KV cache removed)")
     draw_legend(accuracy, loc="lower left")
-
-
-def _shown_kl(nats: float) -> float:
-    return max(nats, LEAST_KL)
-
-
-def _draw_spectra(store: StudyStore, spectra: Mapping[str, Mapping[str, Any]], figure: Any) -> None:
-    """Singular values over the largest, keys above values; those of different quantities in axes of their own."""
-    figure.suptitle("mean singular values of the groups")
-    rows: dict[str, dict[str, list[str]]] = {side: {} for side in SIDE_LABELS}
-    for side, quantities in rows.items():
-        for name in spectra:
-            quantities.setdefault(_quantity(store, name, side), []).append(name)
-    columns = max(map(len, rows.values()))
-    figure.set_size_inches(max(6, 5 * columns), 8)
-    for line, (side, quantities) in zip(figure.subplots(2, columns, squeeze=False), rows.items(), strict=True):
-        for axes in line[len(quantities) :]:
-            axes.set_axis_off()
-        for axes, (what, names) in zip(line, quantities.items(), strict=False):
-            for name in names:
-                values = spectra[name][side]
-                places = [((i + 1) / len(values), max(value, 1e-6)) for i, value in enumerate(values)]
-                draw_line(axes, list(spectra).index(name), places, f"{name} ({len(values)} channels)", marker="")
-            axes.set(title=f"{SIDE_LABELS[side]} {what}".strip(), xlabel="channel (share of all)", yscale="log")
-            draw_legend(axes, loc="lower left")
-        line[0].set_ylabel("singular value over the largest")
-
-
-def _quantity(store: StudyStore, recipe: str, side: str) -> str:
-    """What the singular values of a recipe are of; those of different ones belong into different axes."""
-    settings = store.settings["recipes"][recipe]
-    shared = " (groups.joint)" if settings["groups"].get("joint") else ""  # of keys and values stacked
-    where = {"pre": ", before RoPE", "post": ", after RoPE", "block": ", in blocks"}
-    at = where.get(settings["groups"]["domain"], "") if side == "qk" else ""
-    return f"by {settings['bases'][side]}{at}{shared}"

@@ -16,6 +16,7 @@ from ...bases.layer import LayerBases
 from ...format.layout import LayerRanks
 from ...recipe import Recipe
 from ...rewriting.compressible import CompressibleModel
+from ...search.probe import full_ranks
 from ..bases import SIDE_LABELS
 from ..context import StudyContext
 from ..part import Part, Task
@@ -88,10 +89,9 @@ def uniform_ranks(bases: Sequence[LayerBases], compression: float, side: str) ->
     """Every group of every layer loses the same share of one side's channels (`qk` or `vo`); the other side stays."""
     ranks: list[LayerRanks] = []
     for layer in bases:
-        (groups, qk), vo = layer.qk.singular_values.shape, layer.vo.singular_values.shape[-1]
-        kept = {"qk": qk, "vo": vo}
+        kept = dict(zip(SIDE_LABELS, full_ranks(layer), strict=True))
         kept[side] = max(1, round(kept[side] * (1 - compression)))
-        ranks.append([(kept["qk"], kept["vo"])] * groups)
+        ranks.append([(kept["qk"], kept["vo"])] * len(layer.qk.encode))
     return ranks
 
 

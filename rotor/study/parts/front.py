@@ -18,7 +18,7 @@ from ...search.search import Measurer, most_points
 from ..context import TARGETS, StudyContext
 from ..part import Part, Task
 from ..plots import draw_legend, draw_line
-from ..records import target_record
+from ..records import point_record
 from ..request import StudyPlan
 from ..store import StudyStore
 from ..tables import Table
@@ -128,7 +128,7 @@ def _chosen(measurer: Measurer, recipe: Recipe, point: Point) -> dict[str, Any]:
     stored = kv_bytes_per_token(layouts, element_bytes)
     seconds = decode_seconds(layouts, run.shape, device, step)
     return {
-        **target_record(point),
+        **point_record(point),
         "kv_bytes_per_token": stored,
         "bytes_share": round(stored / uncompressed_kv_bytes_per_token(run.shape, element_bytes), 6),
         "predicted_seconds": seconds,

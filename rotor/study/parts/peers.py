@@ -9,7 +9,6 @@ from typing import Any
 from transformers.cache_utils import Cache, QuantizedCache
 
 from ...policies import FP8, GEAR, KCVT, KIVI, PerToken, Policy
-from ...recipe import Recipe
 from ..cache_part import GROUP, CachePart
 from ..caches import CachedModel, CacheRecord
 from ..context import StudyContext
@@ -42,7 +41,7 @@ class Peers(CachePart):
         for name, recipe in study.plan.recipes.items():
             for size in study.plan.sizes or [round(share * whole) for share in SHARES]:
                 label = f"{name}, {size} bytes"
-                measure = partial(_recipe, study, label, name, recipe, 1 - size / whole)
+                measure = partial(self.of_recipe, study, label, recipe, 1 - size / whole)
                 yield Task(f"{self.name}/{label}", measure, {name: recipe})
 
 
@@ -78,7 +77,3 @@ def _baseline(study: StudyContext, name: str, baseline: Baseline) -> CacheRecord
         return CacheRecord(name, skipped=" ".join(str(error).split()))
     # The prompt leaves no residual, and GROUP tokens later all is coded again.
     return bench.record(name, CachedModel(bench.network, make=make, step=GROUP))
-
-
-def _recipe(study: StudyContext, label: str, name: str, recipe: Recipe, removed: float) -> CacheRecord:
-    return study.caches.of_plan(label, *study.path(name, recipe), removed)

@@ -14,7 +14,7 @@ from ..part import Part, Task
 from ..records import first_candidates
 from ..store import StudyStore
 from ..tables import Table
-from ..variants import SOURCES, compared_by_tokens, from_source, share_cell, token_sides, variant_folder, variant_run
+from ..variants import SOURCES, compared_by_tokens, from_source, variant_folder, variant_run
 
 
 class Sources(Part):
@@ -26,19 +26,18 @@ class Sources(Part):
             yield Task(f"{self.name}/{name}", partial(_measure, study, name, recipe), needs, points=0)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
-        """Without rows of bases that are of the weights alone, which no tokens change."""
         pairs, variation, shares = [], [], list[str]()
         for recipe, record in store.part(self.name).items():
             for pair in record["pairs"]:
-                for side in token_sides(store, recipe):
+                for side, label in SIDE_LABELS.items():
                     found = pair[side]
                     shares = list(found["angles_degrees"])
-                    cells = [f"`{recipe}`", f"{pair['a']}, {pair['b']}", SIDE_LABELS[side]]
+                    cells = [f"`{recipe}`", f"{pair['a']}, {pair['b']}", label]
                     cells += [f"{found['delta']:.2e} / {found['epsilon']:.2e}", f"{100 * found['ratio']:.2f} %"]
                     angles = (found["angles_degrees"][share] for share in shares)
                     pairs.append([*cells, *(f"{a['mean']:.2f} / {a['largest']:.2f}" for a in angles)])
             for source, variant in record["variants"].items():
-                cv = (share_cell(store, recipe, side, variant["cv"][side]) for side in SIDE_LABELS)
+                cv = (f"{100 * variant['cv'][side]:.2f} %" for side in SIDE_LABELS)
                 variation.append([f"`{recipe}`", source, str(variant["tokens"]), *cv])
         if variation:
             yield Table(
@@ -48,8 +47,7 @@ class Sources(Part):
                 "Bases by source of the calibration tokens",
                 "Mean absolute difference of corresponding entries (signs aligned, vectors of norm 1) over the mean "
                 "absolute entry, as in FDC table 2 and ZACK tables 4 and 5; and the principal angles in degrees "
-                "between the subspaces that are kept. Bases that are of the weights alone are left out, or `-`: no "
-                "tokens change them.",
+                "between the subspaces that are kept. Bases of the weights alone are equal: no tokens change them.",
             )
             yield Table(
                 ["recipe", "tokens", "count", *SIDE_LABELS.values()],

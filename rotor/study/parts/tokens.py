@@ -19,7 +19,6 @@ from ..variants import (
     compared_by_tokens,
     from_source,
     measure_variant,
-    share_cell,
     variant_folder,
     variant_run,
     write_text,
@@ -49,7 +48,7 @@ class Tokens(Part):
             if "skipped" in record:
                 rows.append([*start, "", "", "", "", f"not measured: {record['skipped']}"])
                 continue
-            ratios = [share_cell(store, record["recipe"], side, record["bases"][side]["ratio"]) for side in SIDE_LABELS]
+            ratios = [f"{100 * record['bases'][side]['ratio']:.2f} %" for side in SIDE_LABELS]
             rows.append([*start, *point_cells(record), *ratios, ""])
         if rows:
             header = ["recipe", "source", "tokens", "compression", "accuracy", "KL"]
