@@ -6,7 +6,7 @@ interpreter, TRITON_INTERPRET=1). With `auto` and `triton` alike, plain PyTorch 
 
 - masks that are added to the logits, or that differ between heads; bool masks of any pattern are served, and those of
   one row or one sequence for all; empty inputs;
-- dropout, and calls outside of torch.no_grad() or inference_mode();
+- calls outside of torch.no_grad() or inference_mode();
 - latents above MAX_WIDTH places; heads above MAX_HEAD_DIM;
 - GPUs of AMD and NVIDIA's before 8.0 (the logger `rotor` says so): the kernels give options that only newer ones know;
 - in layers in blocks: positions that are not indices in the cache, and a RoPE whose frequencies change with the length.
@@ -95,7 +95,6 @@ def kernels_serve(
     layout: LayerLayout,
     shape: AttentionShape,
     attention_mask: Tensor | None,
-    dropout: float,
     rotation_fits: bool,
 ) -> bool:
     """Whether the kernels serve a layer's attention for these inputs; else plain PyTorch does.
@@ -109,8 +108,7 @@ def kernels_serve(
     if torch.is_grad_enabled():
         return False
     return (
-        dropout == 0.0
-        and layer_served(layout, shape, hidden_states.dtype, hidden_states.device, rotation_fits)
+        layer_served(layout, shape, hidden_states.dtype, hidden_states.device, rotation_fits)
         and (attention_mask is None or _mask_fits(attention_mask, *hidden_states.shape[:2]))
         and hidden_states.numel() > 0
     )

@@ -92,7 +92,6 @@ def attention(
     parameters: AttentionParameters,
     key_rotation: Rotation | None = None,
     attention_mask: Tensor | None = None,
-    dropout: float = 0.0,
 ) -> Tensor:
     """Attention of all query heads over the rows of a layer.
 
@@ -105,12 +104,11 @@ def attention(
             rotary_dim]; of places in any order [batch_size, 1 or groups, kv_len, rotary_dim].
         attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len], heads in the order of the
             uncompressed model; bool (True: attend) or added to the logits; None is causal.
-        dropout: of the weights, in a layer of numbers.
     Returns:
         [batch_size, seq_len, sum over query heads of value width], dtype of query, groups in the order of the layout.
     Source: FDC section 4.1 (post-RoPE), Palu (pre-RoPE); docs/design.md.
     """
-    decodes = key_rotation is not None and seq_len_of(query) == 1 and not dropout
+    decodes = key_rotation is not None and seq_len_of(query) == 1
     if parameters.layout.coded or decodes:
         return partial_attention(query, key, value, parameters, key_rotation, attention_mask)[0].to(query.dtype)
     outputs = []
@@ -123,8 +121,7 @@ def attention(
         else:
             queries, keys = query[:, parameters.heads(cls)], side.keys(slice(None), key_rotation).flatten(1, 2)
             values = values.repeat_interleave(parameters.layout.group_size, dim=1)
-        capped = parameters.scaling, mask, dropout, parameters.softcap
-        outputs.append(attend(queries, keys, values, *capped))
+        outputs.append(attend(queries, keys, values, parameters.scaling, mask, parameters.softcap))
     return torch.cat(outputs, dim=-1)
 
 
@@ -430,7 +427,6 @@ def attend(
     value: Tensor,
     scaling: float | None,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
     """Scaled-dot-product attention of [batch_size, heads, ...] queries over as many or fewer key and value heads.
@@ -449,13 +445,15 @@ def attend(
         logits = query.unflatten(1, (key.shape[1], -1)).float() @ key.unsqueeze(2).mT.float()
         if is_causal:
             attention_mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=query.device).tril()[None, None]
-        return _softmax_attention(logits, value, scaling, attention_mask, softcap, dropout)
+        logits = masked(scaled_and_capped(logits, scaling, softcap), attention_mask)
+        # A query that may attend to nothing (padding) gives zeros, as in scaled_dot_product_attention.
+        weights = torch.softmax(logits, dim=-1).nan_to_num().to(value.dtype)
+        output = (weights.flatten(2, 3) @ value).unflatten(2, weights.shape[2:4])
+        return output.permute(0, 3, 1, 2, 4).flatten(2)
     if seq_len == 1 and (attention_mask is None or attention_mask.shape[1] == 1):
         # Decoding: the query heads that share keys become the rows of one matrix product.
         packed = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
-        output = functional.scaled_dot_product_attention(
-            packed, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-        )
+        output = functional.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
         return output.reshape(output.shape[0], 1, -1)
     v_width = value.shape[-1]
     width = max(query.shape[-1], v_width)
@@ -467,30 +465,8 @@ def attend(
         key,
         value,
         attn_mask=attention_mask,
-        dropout_p=dropout,
         is_causal=is_causal,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output[..., :v_width].transpose(1, 2).flatten(2)
-
-
-def _softmax_attention(
-    logits: Tensor,
-    value: Tensor,
-    scaling: float,
-    attention_mask: Tensor | None,
-    softcap: float | None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Softmax and value product for logits [batch_size, count, heads of a group, seq_len, kv_len], unscaled.
-
-    `value` is [batch_size, count, kv_len, width]. Returns [batch_size, seq_len, heads * width].
-    """
-    logits = masked(scaled_and_capped(logits, scaling, softcap), attention_mask)
-    # A query that may attend to nothing (padding) gives zeros, as in scaled_dot_product_attention.
-    probabilities = torch.softmax(logits, dim=-1).nan_to_num().to(value.dtype)
-    probabilities = functional.dropout(probabilities, dropout)
-    heads, seq_len = logits.shape[2], logits.shape[3]
-    output = (probabilities.flatten(2, 3) @ value).unflatten(2, (heads, seq_len))
-    return output.permute(0, 3, 1, 2, 4).flatten(2)

@@ -14,19 +14,8 @@ from hypothesis import strategies as st
 
 from rotor.errors import RotorError
 
-CASES = {
-    "header": 2000,
-    "index": 1500,
-    "config": 700,
-    "quantization": 1500,
-    "recipe": 800,
-    "override": 500,
-    "run": 1000,
-    "table": 1200,
-    "checkpoint": 700,
-    "kernels": 300,
-    "bases": 500,
-}
+CASES = {"header": 2000, "index": 1500, "config": 700, "quantization": 1500, "recipe": 800, "override": 500}
+CASES |= {"run": 1000, "table": 1200, "checkpoint": 700, "kernels": 300, "bases": 500}
 """Mutations of each kind of file."""
 
 SHARES = [pytest.param(0.4, id="some"), pytest.param(1.0, id="all", marks=pytest.mark.slow)]
@@ -53,44 +42,11 @@ def deep(levels: int) -> Any:
 
 NUMBERS = [0, 1, -1, 2, 7, 2**31, 2**40, 2**63 - 1, 2**63, 10**30, -(2**63), 1 << 2000, 0.5, -1.5, 1e308]
 NUMBERS += [math.nan, math.inf, -math.inf]
-TEXTS = [
-    "",
-    "x",
-    "..",
-    "../model.safetensors",
-    "/etc/passwd",
-    "a/b.safetensors",
-    "\0",
-    "\ud800",
-    "F8_E4M3",
-    "I64",
-    "BOOL",
-]
-TEXTS += [
-    "y" * 5000,
-    "line\nline\x1b[31m",
-    "post",
-    "pre",
-    "model.safetensors",
-    "float16",
-    "${x}",
-    "!!python/name:os.system",
-]
-OTHERS: list[Any] = [
-    None,
-    True,
-    False,
-    [],
-    {},
-    [[]],
-    [None],
-    {"": {}},
-    deep(50),
-    deep(900),
-    [0] * 300,
-    [1, 2],
-    [2**62, 2**62],
-]
+TEXTS = ["", "x", "..", "../model.safetensors", "/etc/passwd", "a/b.safetensors", "\0", "\ud800", "F8_E4M3", "I64"]
+TEXTS += ["BOOL", "y" * 5000, "line\nline\x1b[31m", "post", "pre", "model.safetensors", "float16", "${x}"]
+TEXTS += ["!!python/name:os.system"]
+OTHERS: list[Any] = [None, True, False, [], {}, [[]], [None], {"": {}}, deep(50), deep(900), [0] * 300, [1, 2]]
+OTHERS += [[2**62, 2**62]]
 VALUES = st.one_of(st.sampled_from([*NUMBERS, *TEXTS, *OTHERS]), st.integers(-5, 300), st.floats(), st.text(max_size=4))
 CHANGES = st.lists(
     st.tuples(st.integers(0, 1 << 16), st.sampled_from(["replace", "replace", "remove", "rename", "repeat"]), VALUES),

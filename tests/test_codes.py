@@ -377,13 +377,13 @@ def test_fisher_information_is_the_same_with_weights_read_layer_by_layer(tiny):
 def test_quadratic_form_predicts_a_small_change_of_the_loss(tiny):
     """KL of a small error of the values is e^T F e / 2 on average over text that the model wrote itself."""
     from rotor.data.tokens import calibration_tokens
-    from rotor.models.weights import ResidentWeights
+    from rotor.models.weights import Weights
     from rotor.recipe import Tokens
 
     checkpoint = Checkpoint(tiny("gpt2"))
     model = load_model(tiny("gpt2"), torch.device("cpu"), torch.float32)
     spec = Tokens("synthetic", count=2048, seq_len=64)
-    rows = calibration_tokens(spec, checkpoint.config, None, ResidentWeights(model)).rows
+    rows = calibration_tokens(spec, checkpoint.config, None, Weights(model)).rows
     network = LayerwiseModel.of(model)
     found = dict(fisher_information(network, rows, network.shape.num_kv_heads, every(network)))
     width = network.shape.num_kv_heads * network.shape.head_dim

@@ -35,7 +35,7 @@ def load_tiny(folder: Path):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_capture_sees_what_attention_computes(name: str, tiny) -> None:
-    """The logits do not change; keys after RoPE are those before it, turned; W_o of the outputs is what is put out."""
+    """The logits do not change; keys after RoPE are those before it, rotated; W_o of the outputs is what is put out."""
     model = load_tiny(tiny(name))
     checkpoint = Checkpoint(tiny(name))
     family, shape = find_family(checkpoint.config), attention_shape(checkpoint.config)

@@ -22,15 +22,13 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def cache(tmp_path: Path) -> Path:
     """A hub cache that holds the bundled model as team/demo; its files are links into blobs, as in a real one."""
     repository = tmp_path / "hub" / "models--team--demo"
-    snapshot = repository / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    (repository / "blobs").mkdir()
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(COMMIT)
+    snapshot, blobs, refs = repository / "snapshots" / COMMIT, repository / "blobs", repository / "refs"
+    for folder in (snapshot, blobs, refs):
+        folder.mkdir(parents=True)
+    (refs / "main").write_text(COMMIT)
     for number, file in enumerate(sorted(p for p in DEMO_MODEL.iterdir() if p.is_file())):
-        blob = repository / "blobs" / f"{number:040x}"
-        blob.write_bytes(file.read_bytes())
-        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+        (blobs / f"{number:040x}").write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(os.path.relpath(blobs / f"{number:040x}", snapshot))
     return repository.parent
 
 
@@ -55,14 +53,11 @@ def test_calibrate_from_the_hub_pins_the_commit(offline: Path, tmp_path: Path) -
     assert Run.open(out).fetch_model() == offline / "models--team--demo" / "snapshots" / COMMIT
 
 
-def test_what_the_hub_does_not_have(offline: Path) -> None:
+def test_what_there_is_not(offline: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="team/other: no such folder, and not in the hub's cache; HF_HUB_OFFLINE"):
         find_model("team/other")
     with pytest.raises(CheckpointError, match="team/demo at revision v2: no such folder"):
         find_model("team/demo", "v2")
-
-
-def test_local_folders_need_no_hub(tmp_path: Path) -> None:
     source = find_model(DEMO_MODEL)
     assert (source.folder, source.hub_id, source.revision, source.name) == (DEMO_MODEL, None, None, "demo-model")
     with pytest.raises(CheckpointError, match="no such folder"):
@@ -92,8 +87,7 @@ def test_chat_templates_in_their_folder_are_fetched_and_other_folders_are_not(mo
 
     names = ["config.json", "model.safetensors", "additional_chat_templates/tool.jinja", "onnx/config.json"]
     names += ["additional_chat_templates/x.safetensors", "original/consolidated.safetensors", "pytorch_model.bin"]
-    fetched: list[str] = []
-    revisions: list[str | None] = []
+    fetched, revisions = [], []
 
     def download(repo: str, revision: str | None, local_files_only: bool, **patterns: list[str]) -> str:
         fetched.extend(filter_repo_objects(names, **patterns))

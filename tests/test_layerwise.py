@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,14 @@ from rotor.bases.layer import layer_bases
 from rotor.bases.moments import pack_symmetric, unpack_symmetric
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.capture import layer_statistics
+from rotor.calibration.outline import ModelOutline
 from rotor.errors import CheckpointError, UsageError
 from rotor.evaluation.scoring import batch_logits, score
 from rotor.export.export import export
 from rotor.format.layout import Candidate, KeyForm
 from rotor.models import layerwise, memory
 from rotor.models.checkpoint import Checkpoint
-from rotor.models.estimate import Estimate, Estimates, weight_sizes
+from rotor.models.estimate import Estimate, Estimates
 from rotor.models.layerwise import LayerwiseModel, new_states
 from rotor.models.loading import load_model
 from rotor.models.memory import WholeModel, available_host_bytes, stream_weights
@@ -34,17 +36,11 @@ from rotor.planning.inspection import inspect
 from rotor.recipe.settings import CalibrationSettings
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.rewriting.rewrite import layer_layout, rewrite_layer
-from rotor.runtime.families import FAMILIES, attention_shape
 from rotor.search.table import RankTable
 
 CPU = torch.device("cpu")
-SMALL = [
-    "tokens.source=random",
-    "tokens.count=512",
-    "tokens.seq_len=64",
-    "ranks.multiple_of=4",
-    "ranks.probe_tokens=256",
-]
+SMALL = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "ranks.multiple_of=4"]
+SMALL += ["ranks.probe_tokens=256"]
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +51,12 @@ def rows() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory):
     """sharded(family) -> a bfloat16 model whose layers are spread over several shards."""
-    built: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in built:
-            folder = tmp_path_factory.mktemp("sharded") / family
-            built[family] = build_tiny(family, folder, torch.bfloat16, max_shard_size="100KB")
-        return built[family]
-
-    return get
+    folder = tmp_path_factory.mktemp("sharded")
+    return cache(lambda family: build_tiny(family, folder / family, torch.bfloat16, max_shard_size="100KB"))
 
 
 def streamed(folder: Path, dtype: torch.dtype = torch.float32, batch_tokens: int = 80) -> LayerwiseModel:
-    checkpoint = Checkpoint(folder)
-    family = FAMILIES[checkpoint.config.model_type]
-    return LayerwiseModel(StreamedWeights(checkpoint, family, CPU, dtype), batch_tokens)
+    return LayerwiseModel(StreamedWeights(Checkpoint(folder), CPU, dtype), batch_tokens)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -109,8 +96,8 @@ def test_only_the_unit_in_use_is_in_memory(family: str, sharded, rows: torch.Ten
 
 
 def test_calibration_and_measuring_do_not_depend_on_where_weights_are(sharded, tmp_path: Path) -> None:
-    folder = sharded("qwen3")
     """Nor does the text that the model writes."""
+    folder = sharded("qwen3")
     settings = [*SMALL, *FAST_EVALUATION, "evaluation.metric=kl_div", "tokens.source=synthetic"]
     runs = {
         offload: calibrate(folder, tmp_path / offload, "rotor-16", settings, offload=offload)
@@ -150,7 +137,6 @@ def test_compressed_models_score_the_same(tiny, tmp_path: Path, rows: torch.Tens
 
 def test_parts_of_a_row_score_like_the_whole(tiny, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large vocabulary leaves room for the logits of a few positions only."""
-
     network = LayerwiseModel.of(load_model(tiny("llama"), CPU, torch.float32))
     whole = score(network, rows)
     monkeypatch.setitem(layerwise.LOGIT_BYTES, "cpu", 4 * 4096 * 7)
@@ -185,8 +171,6 @@ def test_tensors_that_do_not_fit_the_config_are_named(tiny, tmp_path: Path) -> N
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"part 1: mismatched keys on loading: model\.layers\.1\.mlp\.up_proj"):
         streamed(folder).final_states(torch.ones(1, 4, dtype=torch.int64))
-    config = json.loads((folder / "config.json").read_text())
-    assert config["num_hidden_layers"] == 2
 
 
 def test_what_needs_the_whole_model_is_refused_before_any_work(tiny, tmp_path: Path) -> None:
@@ -204,7 +188,7 @@ def test_what_needs_the_whole_model_is_refused_before_any_work(tiny, tmp_path: P
 
 def test_weights_are_read_layer_by_layer_when_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 10_000_000_000)
-    small, large = (Estimate({"weights": size}, {}, {}) for size in (2_000_000_000, 9_000_000_000))
+    small, large = (Estimate({"weights": size}, {}) for size in (2_000_000_000, 9_000_000_000))
     assert stream_weights("auto", Estimates(small, small), CPU)[0] is False
     stream, line = stream_weights("auto", Estimates(large, small), CPU)
     assert stream
@@ -234,26 +218,17 @@ def test_inspection_dry_run_and_calibration_share_one_estimate(tmp_path: Path, m
         assert (shown.streamed, shown.disk_bytes) == (size < 2e9, plan.disk_bytes)
 
 
-def test_available_memory_is_that_of_the_tightest_limit() -> None:
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    free = available_host_bytes()
-    assert free > 0
-    try:
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        resource.setrlimit(resource.RLIMIT_DATA, (used + 1000, before[1]))
-        assert available_host_bytes() <= 1000
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+def test_available_memory_is_that_of_the_tightest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert available_host_bytes() > 0
+    used = memory.resource.getrusage(memory.resource.RUSAGE_SELF).ru_maxrss << 10
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda kind: (used + 1000, used + 1000))
+    assert available_host_bytes() <= 1000
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_sizes_count_every_tensor_once(family: str, tiny) -> None:
     checkpoint = Checkpoint(tiny(family))
-    shapes = {name: checkpoint.shape_of(name) for name in checkpoint.names}
-    config = checkpoint.config
-    sizes = weight_sizes(shapes, 0, FAMILIES[config.model_type], attention_shape(config), config.vocab_size)
+    config, sizes = checkpoint.config, ModelOutline.of(checkpoint).sizes
     assert sizes.total == sum(checkpoint.tensor(name).numel() for name in checkpoint.names)
     assert min(sizes.layers) > 0
     assert len(sizes.vocabulary) == (1 if config.tie_word_embeddings else 2)
@@ -298,11 +273,5 @@ def test_device_map(tiny, tmp_path: Path, rows: torch.Tensor, monkeypatch: pytes
     pytest.importorskip("accelerate")
     mapped = CompressibleModel(Checkpoint(folder), CPU, torch.float32, device_map="cpu")
     assert torch.equal(batch_logits(mapped, rows), expected)
-    a, b = (
-        calibrate(folder, tmp_path / str(device_map), "fdc", SMALL, device_map=device_map)
-        for device_map in ("auto", None)
-    )
-    path = "statistics/layer-0001.safetensors"
-    assert (a.folder / path).read_bytes() == (b.folder / path).read_bytes()
     with pytest.raises(UsageError, match=r"--device-map auto needs the whole model in memory, but --offload always"):
         calibrate(folder, tmp_path / "x", "fdc", SMALL, device_map="auto", offload="always")

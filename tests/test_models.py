@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CONFIGS, NO_ROPE, calibrated, in_memory, relative_error
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StaticCache
 
+from rotor.errors import UsageError
 from rotor.export.export import export
 from rotor.search.search import rank_path
 from rotor.validation.validate import validate
@@ -136,67 +137,50 @@ def test_beams_in_every_dtype(case, dtype: torch.dtype, compressed) -> None:
     assert relative_error(got, expected) < tolerance
 
 
-def test_chunked_prefill_into_a_static_cache(compressed) -> None:
-    """The second chunk of a prompt must see the first one and not the empty rest of the cache."""
-    from transformers import StaticCache
-
-    for case in (("llama", "post", 2), ("llama", "pre", "all"), ("qwen3", "pre", 1)):
+@pytest.mark.parametrize("traced", [False, True])
+def test_chunked_prefill_into_a_static_cache(traced: bool, compressed) -> None:
+    """The second chunk of a prompt must see the first one and not the empty rest of the cache; a traced model must find
+    no symbolic value where PyTorch wants a plain one when sizes change between calls.
+    """
+    for case in (
+        (("llama", "post", 2), ("llama", "pre", "all"), ("qwen3", "pre", 1))
+        if not traced
+        else (("llama", "pre", "all"),)
+    ):
         model = load(compressed(*case)[1])
         cache = StaticCache(config=model.config, max_cache_len=40)
-        with torch.inference_mode():
-            parts = [model(PROMPT[:, a:b], past_key_values=cache).logits for a, b in ((0, 12), (12, 13), (13, 20))]
-            assert relative_error(torch.cat(parts, dim=1), model(PROMPT, use_cache=False).logits) < 1e-5
-
-
-def test_a_traced_model_takes_chunks_of_any_length(compressed) -> None:
-    """torch.compile must find no symbolic value where PyTorch wants a plain one when sizes change between calls."""
-    from transformers import StaticCache
-
-    model = load(compressed("llama", "pre", "all")[1])
-    traced = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        expected = model(PROMPT, use_cache=False).logits
-        assert relative_error(traced(PROMPT, use_cache=False).logits, expected) < 1e-6
-        cache = StaticCache(config=model.config, max_cache_len=40)
-        parts = [traced(PROMPT[:, a:b], past_key_values=cache).logits for a, b in ((0, 12), (12, 13), (13, 20))]
+        run = torch.compile(model, backend="eager", fullgraph=True) if traced else model
+        with torch.no_grad():
+            expected = model(PROMPT, use_cache=False).logits
+            assert relative_error(run(PROMPT, use_cache=False).logits, expected) < 1e-6
+            parts = [run(PROMPT[:, a:b], past_key_values=cache).logits for a, b in ((0, 12), (12, 13), (13, 20))]
         assert relative_error(torch.cat(parts, dim=1), expected) < 1e-5
 
 
-def test_a_key_norm_keeps_the_basis_out_of_the_projection(compressed) -> None:
-    """Qwen3 norms keys between k_proj and RoPE, so the key basis cannot be folded; llama's can."""
-    qwen, llama = (load(compressed(family, "pre", "all")[1]) for family in ("qwen3", "llama"))
+def test_where_the_key_basis_is(compressed, tiny) -> None:
+    """Qwen3 norms keys between k_proj and RoPE, so its basis cannot be folded; without RoPE every basis is (ZACK)."""
+    qwen, llama, gpt2 = (
+        load(compressed(*case)[1]) for case in (("qwen3", "pre", "all"), ("llama", "pre", "all"), ("gpt2", "post", 1))
+    )
     attention = qwen.model.layers[0].self_attn
     assert attention.key_basis is not None
     assert attention.k_proj.out_features == 64
     attention = llama.model.layers[0].self_attn
     assert attention.key_basis is None
     assert attention.k_proj.out_features == attention.layout.key_rank
-
-
-def test_without_rope_nothing_is_added(compressed, tiny) -> None:
-    """ZACK's zero overhead: every basis is inside a projection, and there are fewer parameters than before."""
-    model = load(compressed("gpt2", "post", 1)[1])
-    attention = model.transformer.h[0].attn
-    assert attention.key_basis is None
-    assert attention.query_basis is None
+    attention = gpt2.transformer.h[0].attn
+    assert (attention.key_basis, attention.query_basis) == (None, None)
     assert attention.q_proj.out_features == attention.layout.key_width
-    assert model.num_parameters() < load(tiny("gpt2")).num_parameters()
+    assert gpt2.num_parameters() < load(tiny("gpt2")).num_parameters()
 
 
-def test_a_mask_of_another_attention_is_refused(compressed) -> None:
-    from rotor.errors import UsageError
-
+def test_what_attention_cannot_do_is_refused(compressed, tiny) -> None:
+    """A mask of another attention, and layers that are not compressed."""
     model = load(compressed("llama", "post", 1)[1])
-    attention = model.model.layers[0].self_attn
     x = torch.zeros(1, 3, 48)
     cos_sin = model.model.rotary_emb(x, torch.arange(3)[None])
     with pytest.raises(UsageError, match="2 dimensions, expected 4"):
-        attention(x, position_embeddings=cos_sin, attention_mask=torch.ones(1, 3))
-
-
-def test_rotor_attention_on_an_uncompressed_model_is_refused(tiny) -> None:
-    from rotor.errors import UsageError
-
+        model.model.layers[0].self_attn(x, position_embeddings=cos_sin, attention_mask=torch.ones(1, 3))
     model = AutoModelForCausalLM.from_pretrained(tiny("llama"), attn_implementation="rotor")
     with pytest.raises(UsageError, match="LlamaAttention, which is not compressed"):
         model(PROMPT)

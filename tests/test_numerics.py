@@ -26,7 +26,7 @@ from rotor.format.layout import POST_ROPE, AttentionShape, Candidate
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
-from rotor.models.weights import ResidentWeights
+from rotor.models.weights import Weights
 from rotor.numerics import check_parameters, first_not_finite
 from rotor.rewriting.compressible import CompressibleModel
 
@@ -91,7 +91,7 @@ def test_in_text_that_the_model_writes(model: Path) -> None:
     with pytest.raises(
         NumericsError, match=r"token 1 of .*; the first is the output of model\.layers\.1\.mlp\.down_proj"
     ):
-        synthetic_tokens(ResidentWeights(network), 2, 16, network.config, tokenizer, 0)
+        synthetic_tokens(Weights(network), 2, 16, network.config, tokenizer, 0)
 
 
 @pytest.mark.parametrize(("moment", "value"), [("query", float("nan")), ("key_64_8", float("inf"))])

@@ -27,7 +27,7 @@ from rotor.data.tokens import (
 from rotor.errors import DataError, MissingError, NumericsError
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import load_model, weights_of
-from rotor.models.weights import ResidentWeights
+from rotor.models.weights import Weights
 from rotor.recipe import Tokens
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def test_random_tokens_leave_special_tokens_out(demo) -> None:
 def test_synthetic_rows_come_from_the_model(demo) -> None:
     """Sampled at temperature 1, their mean log-likelihood is minus the entropy of the model, far above a random one."""
     model = load_model(demo.folder, CPU, torch.float32)
-    rows = synthetic_tokens(ResidentWeights(model), 4, 96, demo.config, demo.tokenizer, seed=0)
+    rows = synthetic_tokens(Weights(model), 4, 96, demo.config, demo.tokenizer, seed=0)
     assert rows.shape == (4, 96)
     assert rows.dtype == torch.int64
     random = random_tokens(4, 96, demo.config, demo.tokenizer, seed=0)
@@ -100,7 +100,7 @@ def test_synthetic_tokens_follow_the_seed_and_not_the_global_generator(tiny) -> 
     drawn = []
     for seed, global_seed in ((0, 1), (0, 2), (1, 1)):
         torch.manual_seed(global_seed)
-        drawn.append(synthetic_tokens(ResidentWeights(model), 2, 16, checkpoint.config, checkpoint.tokenizer, seed))
+        drawn.append(synthetic_tokens(Weights(model), 2, 16, checkpoint.config, checkpoint.tokenizer, seed))
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
 
@@ -112,7 +112,7 @@ def test_synthetic_tokens_hold_a_special_one_only_first_in_every_second_row(tiny
     with torch.no_grad():
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
         model.lm_head.weight[0] *= 100
-    rows = synthetic_tokens(ResidentWeights(model), 8, 32, checkpoint.config, checkpoint.tokenizer, seed=0)
+    rows = synthetic_tokens(Weights(model), 8, 32, checkpoint.config, checkpoint.tokenizer, seed=0)
     assert rows[:, 1:].min() > 0
     assert (rows[:, 0] == 0).tolist() == [True, False] * 4
     with torch.inference_mode():
@@ -125,7 +125,7 @@ def test_a_model_that_overflows_cannot_write_its_text(tiny) -> None:
     with torch.no_grad():
         model.model.norm.weight.fill_(float("inf"))
     with pytest.raises(NumericsError, match=r"not finite while it writes token 1(.|\n)*tokens.source=random"):
-        synthetic_tokens(ResidentWeights(model), 1, 4, checkpoint.config, checkpoint.tokenizer, 0)
+        synthetic_tokens(Weights(model), 1, 4, checkpoint.config, checkpoint.tokenizer, 0)
 
 
 def test_the_documents_of_a_folder(tmp_path: Path, demo) -> None:

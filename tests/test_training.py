@@ -57,7 +57,7 @@ def test_the_slope_along_a_direction_is_that_of_differences(case: str, exported)
 
     Norms and RoPE of the models are float32 in any dtype, which bounds how small h may be.
     """
-    model = AutoModelForCausalLM.from_pretrained(exported(case, compression=0.4), dtype=torch.float64)  # no dropout
+    model = AutoModelForCausalLM.from_pretrained(exported(case, compression=0.4), dtype=torch.float64)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert len(trained) > 10
     loss_of(model).backward()

@@ -61,7 +61,7 @@ def test_the_base_model_alone(exported, family: str) -> None:
     torch.testing.assert_close(got, expected)
 
 
-def test_another_attention_is_told_to_be_ignored(exported, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_attention_is_ignored_with_a_warning(exported, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "rotor"):
         AutoModelForCausalLM.from_pretrained(exported("llama"))
         assert caplog.messages == []

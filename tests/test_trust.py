@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -66,18 +67,6 @@ def killed_in_removal(file):
             os.unlink = counted(os.unlink, file)
     os.rename = renaming
 
-def killed_in_call(number):
-    # Calls of functions, Python's and C's: moments between the steps that change the disk, without a clock.
-    seen = 0
-    def count(frame, event, argument):
-        nonlocal seen
-        if event in ("call", "c_call"):
-            seen += 1
-            if seen == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-    sys.setprofile(count)
-    return lambda: seen
-
 def export(prepare, argument):
     pid = os.fork()
     if not pid:
@@ -89,66 +78,36 @@ def export(prepare, argument):
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-def calls_of_an_export():
-    read, write = os.pipe()
-    if not os.fork():
-        try:
-            seen = killed_in_call(0)
-            rotor.export(run, out, compression=0.4, overwrite=True)
-            os.write(write, str(seen()).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    number = int(os.read(read, 100))
-    os.wait()
-    return number
-
 rotor.export(run, out, compression=0.4, overwrite=True)  # what this imports, no process below has to
-calls = calls_of_an_export()
 print("ready", flush=True)
 for line in sys.stdin:
     kind, number = line.split()
-    if kind == "share":
-        ended = export(killed_in_call, int(calls * float(number)))
-    else:
-        ended = export({"step": killed_before, "removal": killed_in_removal}[kind], int(number))
-    print(ended, flush=True)
+    print(export({"step": killed_before, "removal": killed_in_removal}[kind], int(number)), flush=True)
 """
-"""Exports in forked processes, from one that has imported rotor; each is killed at a step or after a share of calls.
+"""Exports in forked processes, from one that has imported rotor; each is killed at a step.
 
 Without the report, so that the moments fall on what has to be whole."""
 
 
-class Exports:
-    """`EXPORTS` as a context: `killed("step", 3)` and `killed("share", 0.4)` return how the export ended."""
+@contextmanager
+def exports(run: Run, out: Path) -> Iterator[Callable[[str, int], int]]:
+    """`EXPORTS`: the function that this yields kills one, `killed("step", 3)`, and returns how it ended."""
+    command = [sys.executable, "-c", EXPORTS, str(run.folder), str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+    ) as process:
+        said, told = process.stdout, process.stdin
+        assert said is not None
+        assert told is not None
+        assert said.readline().strip() == "ready"
 
-    def __init__(self, run: Run, out: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", EXPORTS, str(run.folder), str(out)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
+        def killed(kind: str, number: int) -> int:
+            told.write(f"{kind} {number}\n")
+            return int(said.readline())
 
-    def __enter__(self) -> Exports:
-        assert self._line() == "ready"
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        assert self.process.wait() == 0
-
-    def killed(self, kind: str, number: float) -> int:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{kind} {number}\n")
-        self.process.stdin.flush()
-        return int(self._line())
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        yield killed
+    assert process.returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +132,11 @@ def test_killed_at_every_boundary_of_an_export(sharded: Run, tmp_path: Path) -> 
     """SIGKILL before each write, flush, rename and removal: OUT is absent or whole, and the next export cleans up."""
     out = tmp_path / "out"
     present = []
-    with Exports(sharded, out) as exports:
+    with exports(sharded, out) as killed:
         expected = contents(out)
         for step in range(1, 100):
             shutil.rmtree(out, ignore_errors=True)
-            ended = exports.killed("step", step)
+            ended = killed("step", step)
             if ended == 0:
                 break
             assert ended == -signal.SIGKILL
@@ -188,37 +147,22 @@ def test_killed_at_every_boundary_of_an_export(sharded: Run, tmp_path: Path) -> 
         assert present[0] is False
         there = []
         for step in range(len(present) - 1, len(present) + 3):  # the renames again, with a folder that is replaced
-            assert exports.killed("step", step) == -signal.SIGKILL
+            assert killed("step", step) == -signal.SIGKILL
             there.append(out.exists())
-            assert exports.killed("step", 2) == -signal.SIGKILL  # the first may put back what was renamed
+            assert killed("step", 2) == -signal.SIGKILL  # the first may put back what was renamed
             assert contents(out) == expected
         assert there == [True, False, True, True]
         for number in (1, 4, 8):  # while the old folder is removed: what is left of it must not come back
-            assert exports.killed("removal", number) == -signal.SIGKILL
+            assert killed("removal", number) == -signal.SIGKILL
             assert contents(out) == expected
             shutil.rmtree(out)
-            assert exports.killed("step", 2) == -signal.SIGKILL
+            assert killed("step", 2) == -signal.SIGKILL
             assert not out.exists()
-            assert exports.killed("step", 0) == 0
+            assert killed("step", 0) == 0
     assert sound(out)
     assert contents(out) == expected
     # What killed processes left beside it is gone after the export that finished.
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
-
-
-def test_killed_at_random_moments(sharded: Run, tmp_path: Path) -> None:
-    """What is there after each is whole."""
-    out = tmp_path / "out"
-    with Exports(sharded, out) as exports:
-        expected = contents(out)
-        for number in range(8):
-            moment = random.Random(number)
-            if moment.random() < 0.5:
-                shutil.rmtree(out, ignore_errors=True)
-            assert exports.killed("share", moment.uniform(0.05, 0.95)) == -signal.SIGKILL
-            if out.exists():  # the old folder or the new one, which are equal
-                assert contents(out) == expected
-                assert sound(out)
 
 
 def test_a_disk_that_fills_up_at_any_shard(sharded: Run, tmp_path: Path, monkeypatch) -> None:

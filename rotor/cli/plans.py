@@ -10,7 +10,7 @@ from .console import in_bytes, print_pairs, print_table, say
 
 def print_inspection(found: Any) -> None:
     shape = found.shape
-    extras = ("RoPE" if found.rotary else "no RoPE") + (", norm on queries and keys" if found.key_norm else "")
+    extras = ("RoPE" if shape.rotary_dim else "no RoPE") + (", norm on queries and keys" if shape.key_norm else "")
     cache = ", ".join(f"{in_bytes(size)} at {tokens // 1024} K" for tokens, size in found.kv_cache_bytes.items())
     gpu = found.available_device_bytes
     print_pairs(

@@ -28,6 +28,7 @@ from ..kernels.defaults import default_config
 from ..logs import log_file
 from ..models.checkpoint import INDEX_FILE
 from ..models.projections import read_attention
+from ..models.sidecars import sidecars
 from ..policies import LONG_TOKENS, Policy, packed_bytes_per_token
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe, device_overrides
@@ -167,7 +168,7 @@ def _write(
     tensors = write_shards(staging, job, contents, progress)
     for file in run.info["model"].get("files", {}):
         job.check_unchanged(file)
-    for name in checkpoint.sidecars():
+    for name in sidecars(checkpoint.folder):
         (staging / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(checkpoint.folder / name, staging / name)
 

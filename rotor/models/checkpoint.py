@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,21 +22,20 @@ from .tokenizer import load_tokenizer
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-NUMBERED = re.compile(r"(.*)-\d+-of-(\d+)\.safetensors")
-"""Names of the shards of one model."""
-
-AGAIN = "Download it again."
-NOT_ONE_MODEL = "Index and shards are not of one model; download it again."
-
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-LARGEST_POINTER = 1024
-"""How the text begins that a clone without Git LFS has in place of a large file, and the most bytes that it has."""
-
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+AGAIN = "Download it again: index and shards are not of one model."
+ORIGINAL = "Give the original safetensors checkpoint."
+OTHER_FORMATS = {
+    "adapter_config.json": ("a LoRA adapter, not a whole model", "Give its base model merged (merge_and_unload)."),
+    "quantize_config.json": ("an already quantised checkpoint (GPTQ or AWQ)", ORIGINAL),
+    "hf_quant_config.json": ("an already quantised checkpoint (ModelOpt)", ORIGINAL),
+}
+"""What a file says of the folder that it lies in, and what to do."""
 
 
 class Checkpoint:
     """A folder with config.json and safetensors shards, opened read-only; tensors are read when asked for.
+
+    file_of: shard file name by tensor name. names: of the tensors. files: names of the shards, sorted.
 
     Raises:
         CheckpointError: no model folder, a missing, truncated or unreadable shard, or a pickle checkpoint.
@@ -51,28 +48,15 @@ class Checkpoint:
             raise MissingError(f"{folder}: {said}.", "Give the folder of a downloaded model.")
         if any("\udc80" <= character <= "\udcff" for character in str(folder)):
             raise CheckpointError(f"{folder}: is not UTF-8.", "safetensors opens no other names; rename the folder.")
-        _refuse_other_formats(self.folder)
-        for file in self.folder.iterdir():
-            check_regular(file, "Replace it by the model's own file.")
-        self.config_dict = read_json(self.folder / "config.json", self._kind())
+        _check_files(self.folder)
+        hint = "Give a folder that save_pretrained wrote."
+        if (self.folder / "run.json").is_file():
+            hint = "It is a run of `rotor calibrate`: give its source model, or what `rotor export` makes of it."
+        self.config_dict = read_json(self.folder / "config.json", hint)
         check_config(self.folder / "config.json", self.config_dict)
         self._handles: dict[str, Any] = {}
         self.file_of = self._locate()
-
-    def _kind(self) -> str:
-        """What to do where there is no config.json that can be read."""
-        if (self.folder / "run.json").is_file():
-            return "It is a run folder of `rotor calibrate`: give its source model, or what `rotor export` makes of it."
-        return "Give a folder that save_pretrained wrote."
-
-    @property
-    def files(self) -> list[str]:
-        """Shard file names, sorted."""
-        return sorted(set(self.file_of.values()))
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self.file_of)
+        self.names, self.files = frozenset(self.file_of), sorted(set(self.file_of.values()))
 
     @cached_property
     def config(self) -> Any:
@@ -111,12 +95,13 @@ class Checkpoint:
         try:
             return self._open(file).get_tensor(name)
         except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.folder / file}: tensor {name}: {_one_line(error)}") from error
+            raise CheckpointError(f"{self.folder / file}: tensor {name}: {one_line(error)}") from error
 
     def meta_tensor(self, name: str) -> Tensor:
         """The shape and dtype of a tensor, on the meta device; only its header is read."""
         stored = self._open(self.file_of[name]).get_slice(name)
-        return torch.empty(stored.get_shape(), dtype=stored[:0].dtype if stored.get_shape() else None, device="meta")
+        shape = stored.get_shape()
+        return torch.empty(shape, dtype=stored[:0].dtype if shape else None, device="meta")
 
     def release(self) -> None:
         """Close the shards, so that what was read of them no longer counts as this process's memory."""
@@ -133,13 +118,9 @@ class Checkpoint:
         return {name: file_sha256(self.folder / name) for name in self.other_files()}
 
     def other_files(self) -> list[str]:
-        """Names of what a run depends on beside the shards."""
+        """Names of the files of `other_hashes`."""
         own = [name for name in ("config.json", INDEX_FILE) if (self.folder / name).is_file()]
-        return [*own, *self.sidecars()]
-
-    def sidecars(self) -> list[str]:
-        """Names of the files to take along unchanged."""
-        return sidecars(self.folder)
+        return [*own, *sidecars(self.folder)]
 
     def changes(self, recorded: dict[str, str]) -> list[str]:
         """What is not as it was at calibration, `FILE is gone`, `... was added`, `... changed`.
@@ -162,45 +143,27 @@ class Checkpoint:
         return sum((self.folder / file).stat().st_size for file in self.files)
 
     def _locate(self) -> dict[str, str]:
-        """Tensor name -> shard file name: what the shards hold, which is what the index names, no more and no less."""
+        """Tensor name -> shard file name; the index names what the shards hold, no more and no less."""
         index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
         if index.is_file():
             named = self._read_index(index)
         elif single.is_file():
             return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
-            pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
-            if pickles:
-                raise CheckpointError(
-                    f"{self.folder / pickles[0]}: a pickle checkpoint, which can run code when loaded.",
-                    "Convert it with transformers' save_pretrained, which writes safetensors.",
-                )
+            for path in sorted(self.folder.iterdir()):
+                if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
+                    raise CheckpointError(
+                        f"{path}: a pickle checkpoint, which can run code when loaded; rotor refuses it.",
+                        "Convert it with transformers' save_pretrained, which writes safetensors.",
+                    )
             raise CheckpointError(
                 f"{self.folder}: no {SINGLE_FILE} and no {INDEX_FILE}.", "Give a folder that save_pretrained wrote."
             )
-        held: dict[str, str] = {}
-        for file in sorted(set(named.values())):
-            for name in self._open(file).keys():  # noqa: SIM118 (not a dict)
-                if name in held:
-                    raise CheckpointError(
-                        f"{self.folder}: tensor {name} is in {held[name]} and again in {file}.",
-                        "Only one of them can be meant; download the model again.",
-                    )
-                held[name] = file
-        for name, file in named.items():
-            if held.get(name) != file:
-                where = f"it is in {held[name]}" if name in held else "no shard has it"
-                raise CheckpointError(
-                    f"{self.folder / file}: tensor {name} is missing, but {INDEX_FILE} names it; {where}.", AGAIN
-                )
-        unnamed = sorted(held.keys() - named.keys())
-        if unnamed:  # transformers reads all that is in a shard
-            raise CheckpointError(
-                f"{self.folder / held[unnamed[0]]}: tensor {unnamed[0]} is not in the index ({INDEX_FILE}), though "
-                "transformers would load it.",
-                NOT_ONE_MODEL,
-            )
-        return held
+        held = {(name, file) for file in sorted(set(named.values())) for name in self._open(file).keys()}  # noqa: SIM118
+        for name, file in sorted(held ^ set(named.items())):  # transformers reads all that is in a shard
+            problem = "is not in the index" if (name, file) in held else "is missing, but named in the index"
+            raise CheckpointError(f"{self.folder / file}: tensor {name} {problem} ({INDEX_FILE}).", AGAIN)
+        return named
 
     def _read_index(self, index: Path) -> dict[str, str]:
         """What the index names: files of this folder alone, and all of a numbered series."""
@@ -220,11 +183,6 @@ class Checkpoint:
                 f"{self.folder}: {SINGLE_FILE}, which transformers would read, beside an index of other files.",
                 f"Remove the one that is not meant: {SINGLE_FILE}, or {INDEX_FILE} with its shards.",
             )
-        series = {match.groups() for file in files if (match := NUMBERED.fullmatch(file))}
-        for path in sorted(self.folder.glob("*.safetensors")):
-            match = NUMBERED.fullmatch(path.name)
-            if match and match.groups() in series and path.name not in files:  # it would be made up at random
-                raise CheckpointError(f"{path}: a shard that is not in the index ({INDEX_FILE}).", NOT_ONE_MODEL)
         return dict(weight_map)
 
     def _open(self, file: str) -> Any:
@@ -250,33 +208,20 @@ def config_of(folder: Path) -> Any:
         raise
     except Exception as error:  # whatever the config classes of transformers make of values that they do not expect
         raise CheckpointError(
-            f"{folder / 'config.json'}: transformers cannot read it: {_one_line(error)}",
+            f"{folder / 'config.json'}: transformers cannot read it: {one_line(error)}",
             "Check config.json, or install a version of transformers that knows this model.",
         ) from error
 
 
-def _refuse_other_formats(folder: Path) -> None:
-    """Raises UnsupportedModelError for weights that are not a model's own, CheckpointError for pointers to them."""
-    original = "Give the original safetensors checkpoint."
-    merge = "Merge it into its base model (peft's merge_and_unload, then save_pretrained) and give that folder."
-    for name, what, hint in (
-        ("adapter_config.json", "a LoRA adapter, not a whole model", merge),
-        ("quantize_config.json", "an already quantised checkpoint (GPTQ or AWQ)", original),
-        ("hf_quant_config.json", "an already quantised checkpoint (ModelOpt)", original),
-    ):
+def _check_files(folder: Path) -> None:
+    """Raises UnsupportedModelError for other formats, CheckpointError for pipes."""
+    for name, (what, hint) in OTHER_FORMATS.items():
         if (folder / name).is_file():
             raise UnsupportedModelError(f"{folder / name}: {what}, which rotor cannot compress.", hint)
     if not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
-        raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", original)
+        raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", ORIGINAL)
     for path in sorted(folder.iterdir()):
-        if path.is_file() and path.stat().st_size <= LARGEST_POINTER and os.access(path, os.R_OK):
-            with path.open("rb") as file:
-                if file.read(len(LFS_POINTER)) != LFS_POINTER:
-                    continue
-            raise CheckpointError(
-                f"{path}: a pointer of Git LFS, in place of the file that it stands for.",
-                "Fetch it with `git lfs pull` in that folder, or download the model again.",
-            )
+        check_regular(path, "Replace it by the model's own file.")
 
 
 def _safetensors(path: Path) -> Any:
@@ -285,13 +230,13 @@ def _safetensors(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except OSError as error:
         raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror or _one_line(error)}).",
+            f"{path}: cannot be read ({error.strerror or one_line(error)}).",
             "Check its permissions and the disk that it lies on.",
         ) from error
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path}: truncated or not a safetensors file ({path.stat().st_size} bytes): {_one_line(error)}",
-            AGAIN,
+            f"{path}: truncated or not a safetensors file ({path.stat().st_size} bytes): {one_line(error)}",
+            "Download it again; in a clone of a repository run `git lfs pull`.",
         ) from error
 
 
@@ -304,8 +249,7 @@ def is_finite(tensor: Tensor) -> bool:
     return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
 
 
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or repr(error)
-    if isinstance(error, RotorError):
-        text = error.message
+def one_line(error: BaseException) -> str:
+    """The text of an error of another library, or of rotor's without the hint, as part of a message."""
+    text = error.message if isinstance(error, RotorError) else " ".join(str(error).split()) or repr(error)
     return text if len(text) <= 300 else text[:297] + "..."

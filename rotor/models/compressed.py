@@ -20,20 +20,12 @@ HINT = "Give a folder that `rotor export` wrote."
 
 
 def read_report(folder: Path) -> CheckpointInfo:
-    """Read the rotor.json of a folder, whatever else is or is not there.
-
-    Raises:
-        CheckpointError: missing, or not what an export writes; names the field.
-    """
+    """Read the rotor.json of a folder; raises CheckpointError where it is missing or not what an export writes."""
     return read_file(folder / ROTOR_JSON, CheckpointInfo, HINT)
 
 
 class CompressedCheckpoint(Checkpoint):
-    """A folder that `rotor export` wrote, opened read-only.
-
-    Raises:
-        CheckpointError: not such a folder; every property raises it for what it reads.
-    """
+    """A folder that `rotor export` wrote, opened read-only; what cannot be read raises CheckpointError."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
@@ -52,7 +44,6 @@ class CompressedCheckpoint(Checkpoint):
 
     @cached_property
     def layouts(self) -> list[LayerLayout]:
-        """The layout of each layer."""
         return self.section.layouts(self.shape)
 
     @property
@@ -62,7 +53,6 @@ class CompressedCheckpoint(Checkpoint):
 
     @cached_property
     def report(self) -> CheckpointInfo:
-        """rotor.json."""
         return read_report(self.folder)
 
     @cached_property
@@ -84,10 +74,6 @@ class CompressedCheckpoint(Checkpoint):
 
 
 def open_model(folder: str | Path) -> Checkpoint:
-    """Open a model's folder, as a CompressedCheckpoint where it is one.
-
-    Raises:
-        CheckpointError: no model folder; see Checkpoint.
-    """
+    """Open a model's folder, as a CompressedCheckpoint where it is one; raises CheckpointError as they do."""
     checkpoint = Checkpoint(folder)
     return CompressedCheckpoint(folder) if is_compressed(checkpoint.config_dict) else checkpoint

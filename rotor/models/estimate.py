@@ -1,7 +1,7 @@
 """Estimates of the memory and disk that calibration and evaluation take, from sizes alone: nothing is read.
 
-Parts are named, so that a user sees what to change. Of several stages the largest counts, not their sum. Tensors that
-safetensors maps from a file are not counted: the system drops their pages when memory is short.
+Of several stages the largest counts, not their sum. Tensors that safetensors maps from a file are not counted: the
+system drops their pages when memory is short.
 """
 
 from __future__ import annotations
@@ -51,11 +51,6 @@ class WeightSizes:
     def total(self) -> int:
         return sum(self.layers) + sum(self.vocabulary) + self.rest
 
-    def bytes(self, element_bytes: int, streamed: bool) -> int:
-        """In memory: all of it or, streamed, the largest part and the rest."""
-        held = max(*self.layers, *self.vocabulary, 0) + self.rest if streamed else self.total
-        return held * element_bytes
-
 
 def weight_sizes(
     shapes: Mapping[str, Sequence[int]], stored_bytes: int, family: Family, shape: AttentionShape, vocab_size: int
@@ -88,14 +83,14 @@ def feed_forward_width(config: Any) -> int:
 class Estimate:
     """Bytes by what they are for.
 
-    host: memory of each process on the machine. device: memory of the GPU, empty on a CPU. disk: in the run folder
-    while it is written; `kept` names those parts that stay.
+    host: memory of each process on the machine. device: memory of the GPU, empty on a CPU. disk_bytes: in the run
+    folder while it is written, of which kept_disk_bytes stay.
     """
 
     host: dict[str, int]
     device: dict[str, int]
-    disk: dict[str, int]
-    kept: tuple[str, ...] = ()
+    disk_bytes: int = 0
+    kept_disk_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -104,14 +99,6 @@ class Estimate:
     @property
     def device_bytes(self) -> int:
         return sum(self.device.values())
-
-    @property
-    def disk_bytes(self) -> int:
-        return sum(self.disk.values())
-
-    @property
-    def kept_disk_bytes(self) -> int:
-        return sum(self.disk.get(name, 0) for name in self.kept)
 
 
 class Estimates(NamedTuple):
@@ -136,19 +123,22 @@ class ForwardPass:
     on_gpu: bool
 
     def estimates(
-        self, host: dict[str, int], work: dict[str, int], disk: dict[str, int], kept: tuple[str, ...] = ()
+        self, host: dict[str, int], work: dict[str, int], disk_bytes: int, kept_bytes: int = 0, copied: int = 0
     ) -> Estimates:
-        """Both estimates of a command; weights are added to `work`, which takes memory where the model runs."""
-        disk = {name: size for name, size in disk.items() if size}
+        """Both estimates of a command: `work` and the weights take memory where the model runs.
+
+        Args:
+            copied: elements of weights that are there twice where all of them are in memory.
+        """
         host = {"libraries": LIBRARIES_BYTES, **host}
+        sizes, largest = self.sizes, max(*self.sizes.layers, *self.sizes.vocabulary, 0)
 
-        def estimate(streamed: bool) -> Estimate:
-            placed = {"weights": self.sizes.bytes(self.compute_bytes, streamed), **work}
-            if self.on_gpu:
-                return Estimate(host, placed, disk, kept)
-            return Estimate({**host, **placed}, {}, disk, kept)
+        def estimate(elements: int) -> Estimate:
+            placed = {"weights": elements * self.compute_bytes, **work}
+            of_host, of_device = (host, placed) if self.on_gpu else ({**host, **placed}, {})
+            return Estimate(of_host, of_device, disk_bytes, kept_bytes)
 
-        return Estimates(estimate(False), estimate(True))
+        return Estimates(estimate(sizes.total + copied), estimate(largest + sizes.rest))
 
     def activation_bytes(self, tokens: int, group_size: int, moments: frozenset[str] = frozenset()) -> int:
         """Bytes of one layer's forward pass over `tokens` tokens, with what capture adds."""
@@ -207,13 +197,8 @@ def calibration_estimates(
         gradients = 3 * groups * (2 * latent * (latent + 1) + 8 * min(tokens, SAMPLES) * latent)
         running, solving = 3 * running, solving + 3 * gradients
         codes = len(candidates) * 2 * 17 * 8 * kv_width  # weight, variance, and three numbers at each of five widths
-    disk = {
-        "codes": layers * codes,
-        "gradients, removed at the end": layers * gradients,
-        "statistics": layers * stored,
-        "bases": layers * bases,
-        "hidden states, removed at the end": 2 * count * shape.hidden_size * model.compute_bytes,
-    }
+    kept_bytes = layers * (stored + bases + codes)
+    disk_bytes = kept_bytes + layers * gradients + 2 * count * shape.hidden_size * model.compute_bytes  # hidden states
     stages = {"activations and statistics of one layer": running if model.on_gpu else max(running, solving)}
     if recipe.tokens.source == "synthetic":
         stages["cache of the text that the model writes"] = model.writing_bytes(seq_len, num_rows)
@@ -221,7 +206,7 @@ def calibration_estimates(
     host = {"tokens": 2 * count * 8, "bases of one layer": bases}
     if model.on_gpu:
         host["statistics of one layer"] = solving
-    return model.estimates(host, {largest: stages[largest]}, disk, ("statistics", "bases", "codes"))
+    return model.estimates(host, {largest: stages[largest]}, disk_bytes, kept_bytes)
 
 
 def evaluation_estimates(model: ForwardPass, recipe: Recipe, candidates: Mapping[str, Candidate]) -> Estimates:
@@ -233,45 +218,35 @@ def evaluation_estimates(model: ForwardPass, recipe: Recipe, candidates: Mapping
     rewriting = 3 * outputs + 3 * _bases_bytes(shape, widest) + attention * 2 * 8
     allowed = LOGIT_BYTES["cuda" if model.on_gpu else "cpu"]
     scoring = LOGIT_COPIES * max(allowed, HEAD_POSITIONS * 4 * model.vocab_size)
-    rows = max(measured_tokens(spec), spec.report_tokens + prompt_tokens(spec))
-    disk = {"hidden states, removed at the end": 3 * rows * shape.hidden_size * model.compute_bytes}
+    searched = spec.search_tokens + prompt_tokens(spec, primitive_metrics(spec.metric))
+    rows = max(searched, spec.report_tokens + prompt_tokens(spec))
+    disk_bytes = 3 * rows * shape.hidden_size * model.compute_bytes  # of hidden states
     work = {"activations": max(model.activation_bytes(2048, widest.group_size), scoring)}
-    resident, streamed = model.estimates({"rewriting one layer": rewriting}, work, disk)
-    place = resident.device if model.on_gpu else resident.host
-    place["weights"] += attention * model.compute_bytes * shape.num_layers  # compressed beside the original
-    return Estimates(resident, streamed)
-
-
-def measured_tokens(spec: Evaluation) -> int:
-    """Of the search split, with the rows that the metric draws: what one point of a search takes."""
-    return spec.search_tokens + prompt_tokens(spec, primitive_metrics(spec.metric))
+    return model.estimates({"rewriting one layer": rewriting}, work, disk_bytes, copied=attention * shape.num_layers)
 
 
 def prompt_tokens(spec: Evaluation, names: Collection[str] = ("lookup", "copy")) -> int:
-    """Of the rows that metrics draw for themselves, at most."""
+    """Most tokens of the rows that metrics draw for themselves."""
     row = min(spec.seq_len, spec.filler_tokens + 2 * spec.seq_len // 3)  # what states and what asks: a third each
     counts = {"lookup": spec.lookup_prompts, "copy": spec.copy_prompts}
     return row * sum(count for name, count in counts.items() if name in names)
 
 
-def forward_flops(sizes: WeightSizes, tokens: int, *, head: bool) -> float:
-    """Count FLOPs of the products with weights in a forward pass; of a mixture of experts, as if all of them worked."""
-    weights = sum(sizes.layers) + (max(sizes.vocabulary, default=0) if head else 0)
-    return 2.0 * weights * tokens
-
-
 def calibration_flops(
     sizes: WeightSizes, shape: AttentionShape, recipe: Recipe, group_size: int, moments: frozenset[str]
 ) -> dict[str, float]:
-    """Count FLOPs of the large products of `rotor calibrate`, by stage; the statistics in float64."""
-    tokens = recipe.tokens.count
+    """Count FLOPs of the large products of `rotor calibrate`, by stage; the statistics in float64.
+
+    Of a mixture of experts, as if all of them worked.
+    """
+    tokens, layers = recipe.tokens.count, 2.0 * sum(sizes.layers)
+    whole = layers + 2.0 * max(sizes.vocabulary, default=0)
     elements = _moment_elements(shape, group_size, moments)
     per_token = sum(count * (shape.heads_per_kv if name == "query" else 1) for name, count in elements.items())
-    flops = {} if recipe.tokens.source != "synthetic" else {"text": forward_flops(sizes, tokens, head=True)}
+    flops = {"text": whole * tokens} if recipe.tokens.source == "synthetic" else {}
     if recipe.needs_gradients:  # forward once, then each layer again and twice as much backward
-        flops["gradients"] = 4 * forward_flops(sizes, min(tokens, recipe.codes.tokens), head=True)
-    passes = forward_flops(sizes, tokens, head=False)
-    return {**flops, "passes": passes, "statistics": 2.0 * tokens * per_token * shape.num_layers}
+        flops["gradients"] = 4 * whole * min(tokens, recipe.codes.tokens)
+    return {**flops, "passes": layers * tokens, "statistics": 2.0 * tokens * per_token * shape.num_layers}
 
 
 def _moment_elements(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> dict[str, int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ import torch
 from transformers import TextStreamer
 
 from ..errors import CheckpointError, DataError, UsageError
-from ..parallel import SequenceParallel, sequence_parallel
-from ..parallel.launch import Launched, launched
+from ..parallel import sequence_parallel
+from ..parallel.launch import launched
 from ..policies import stored_bytes, use_cache_policy
 from ..progress import Progress
 from .compressed import open_model
@@ -46,17 +46,15 @@ def continue_prompt(
         cache: the policy that the cache follows, by name; None is the checkpoint's own, if it has one.
         raw: continue the prompt as it is, whatever the tokenizer has.
         on_text: is told every piece of the text as soon as it is there.
-        parallel_timeout_s: with it the prompt and its cache are spread over the processes that torchrun started, of
-            which each waits so long for another.
-
+        parallel_timeout_s: spreads the prompt and its cache over the processes that torchrun started; each waits so
+            long for another.
     Returns:
         `text` (the prompt with its continuation, or the answer), `chat_template` (whether one was applied),
-        `prompt_tokens`, `new_tokens`, and `kv_cache_bytes` of the cache at the end; of a spread one also what each
-        process had of it, and the bytes that this process sent to the others, by kind.
+        `prompt_tokens`, `new_tokens`, and `kv_cache_bytes` at the end; of a spread cache also what each process had of
+        it, and the bytes that this process sent, by kind.
     Raises:
-        UsageError: the prompt is not UTF-8; processes are asked for, and torchrun did not start this one.
-        CheckpointError: the folder has no tokenizer, or a chat template that fails. DataError: the prompt has no
-            tokens, or one that the model does not have.
+        UsageError: the prompt is not UTF-8, or torchrun did not start this process. CheckpointError: no tokenizer, or a
+            chat template that fails. DataError: no tokens, or one that the model does not have.
     """
     progress = progress or Progress()
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes of a command line, which is no UTF-8
@@ -67,14 +65,15 @@ def continue_prompt(
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
         raise CheckpointError(f"{folder}: no tokenizer in it.", "Add tokenizer.json.")
-    processes = None if parallel_timeout_s is None else launched()
-    if processes is not None:
-        processes.join(timedelta(seconds=parallel_timeout_s or 0))
-    elif parallel_timeout_s is not None:
-        raise UsageError(
-            "the prompt is to be spread over processes, and torchrun did not start this one.",
-            "torchrun --nproc-per-node N -m rotor generate OUT ... --parallel sequence",
-        )
+    processes = None
+    if parallel_timeout_s is not None:
+        processes = launched()
+        if processes is None:
+            raise UsageError(
+                "the prompt is to be spread over processes, and torchrun did not start this one.",
+                "torchrun --nproc-per-node N -m rotor generate OUT ... --parallel sequence",
+            )
+        processes.join(timedelta(seconds=parallel_timeout_s))
     target = pick_device(device if processes is None else processes.device(device))
     compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
     chat = bool(tokenizer.chat_template) and not raw
@@ -91,7 +90,7 @@ def continue_prompt(
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     streamer = None if on_text is None else _Streamer(tokenizer, on_text, skip_prompt=chat)
     waiting = progress.task("generate", None, "") if on_text is None else nullcontext()
-    with waiting, _spread(model, processes) as parallel:
+    with waiting, nullcontext() if processes is None else sequence_parallel(model) as parallel:
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
@@ -111,20 +110,10 @@ def continue_prompt(
         "new_tokens": len(tokens) - prompt_tokens,
         "kv_cache_bytes": sum(sizes),
     }
-    if parallel is not None:
+    if processes is not None and parallel is not None:
+        processes.leave()
         result |= {"kv_cache_bytes_by_process": sizes, "sent_bytes": dict(sorted(parallel.wire.sent.items()))}
     return result
-
-
-@contextmanager
-def _spread(model: Any, processes: Launched | None) -> Iterator[SequenceParallel | None]:
-    """The model spread over processes, which then part, or as it is."""
-    if processes is None:
-        yield None
-        return
-    with sequence_parallel(model) as parallel:
-        yield parallel
-    processes.leave()
 
 
 class _Streamer(TextStreamer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..errors import CheckpointError, MissingError, RotorError, UsageError
@@ -12,12 +13,11 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 """What can be the id of a hub repository: `name` or `owner/name`."""
 
 SIDECARS = ["*.json", "*.jinja", "*.model", "*.txt", "LICENSE*"]
-WEIGHTS = "*.safetensors"
 LEFT_ALONE = ["*/*", "consolidated*"]
 """Folders of other formats, and the second copy of the weights that some repositories hold."""
 
 TEMPLATES = ["additional_chat_templates/*.jinja"]
-"""What a tokenizer has in a folder; fetched apart, since no pattern leaves all folders alone but one."""
+"""Fetched apart, since no pattern leaves all folders alone but one."""
 
 
 @dataclass(frozen=True)
@@ -65,65 +65,30 @@ def find_model(model: str | Path, revision: str | None = None, *, weights: bool 
     from huggingface_hub import is_offline_mode, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    hub_id, patterns = str(model), [*SIDECARS, *([WEIGHTS] if weights else [])]
+    hub_id, patterns = str(model), [*SIDECARS, *(["*.safetensors"] if weights else [])]
     offline = is_offline_mode()  # some versions would ask the hub for the files of a cached commit
+    fetch = partial(snapshot_download, hub_id, local_files_only=offline)
     try:
-        found = snapshot_download(
-            hub_id,
-            revision=revision,
-            allow_patterns=patterns,
-            ignore_patterns=LEFT_ALONE,
-            local_files_only=offline,
-        )
+        found = fetch(revision=revision, allow_patterns=patterns, ignore_patterns=LEFT_ALONE)
         commit = Path(found).name
-        snapshot_download(hub_id, revision=commit, allow_patterns=TEMPLATES, local_files_only=offline)
+        fetch(revision=commit, allow_patterns=TEMPLATES)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise _explained(error, hub_id if revision is None else f"{hub_id} at revision {revision}", offline) from error
     return ModelSource(Path(found), hub_id, commit)
 
 
 def _explained(error: Exception, name: str, offline: bool) -> RotorError:
-    """Why a repository is not to be had."""
-    from huggingface_hub import errors
+    """Why a repository is not to be had; what huggingface_hub says of it goes on with advice."""
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    where = f"{name}: no such folder, and"
-    if isinstance(error, errors.GatedRepoError):
+    where, reason = f"{name}: no such folder, and", " ".join(str(error).split())[:300] or type(error).__name__
+    if isinstance(error, GatedRepoError):
         return CheckpointError(f"{where} a gated model on the hub.", "Ask for access on its page, and set HF_TOKEN.")
-    if isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)):
+    if isinstance(error, RepositoryNotFoundError):
         return MissingError(f"{where} not on the hub, or private.", "Check the name; a private model needs HF_TOKEN.")
-    if offline:
+    if isinstance(error, LocalEntryNotFoundError):
+        why = "HF_HUB_OFFLINE forbids to fetch it" if offline else "the hub cannot be reached"
         return MissingError(
-            f"{where} not in the hub's cache; HF_HUB_OFFLINE forbids to fetch it.",
-            "Unset HF_HUB_OFFLINE to fetch it, or give the folder of a downloaded model.",
+            f"{where} not in the hub's cache; {why}.", "Check the name and the connection, or give a model's folder."
         )
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return MissingError(
-            f"{where} not in the hub's cache; the hub cannot be reached.",
-            "Check the path or the connection; without one, give a folder or a model in the hub's cache.",
-        )
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
-    return CheckpointError(
-        f"{where} not to be had from the hub: {reason}", "Check the name; download it first, and give its folder."
-    )
-
-
-def tensor_headers(source: ModelSource) -> tuple[dict[str, list[int]], int]:
-    """Shapes of a hub model's tensors by name, and the bytes of all; only the headers of its shards are fetched.
-
-    Raises:
-        CheckpointError: the repository has no safetensors weights, or the hub cannot be reached.
-    """
-    from huggingface_hub import get_safetensors_metadata
-    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
-
-    assert source.hub_id is not None
-    try:
-        found = get_safetensors_metadata(source.hub_id, revision=source.revision)
-    except (HfHubHTTPError, NotASafetensorsRepoError, OSError) as error:
-        raise CheckpointError(
-            f"{source.hub_id}: the headers of its weights cannot be fetched: {' '.join(str(error).split())[:300]}",
-            "Download it first, and give its folder.",
-        ) from error
-    tensors = {name: info for file in found.files_metadata.values() for name, info in file.tensors.items()}
-    shapes = {name: list(info.shape) for name, info in tensors.items()}
-    return shapes, sum(info.data_offsets[1] - info.data_offsets[0] for info in tensors.values())
+    return CheckpointError(f"{where} not to be had from the hub: {reason}", "Check the name and the revision.")

@@ -1,9 +1,8 @@
 """Run a causal model layer by layer over many rows: all rows through one layer, then all through the next.
 
-So only one layer has to be in memory at a time, and what enters a layer can be kept and used again. Nothing is known
-here of how a family calls its layers: once for each size of batch the decoder runs with its layers replaced by
-recorders of what they are called with. Embedding and head are the model's own forward pass with the layers left out.
-Rows have equal lengths and no padding, and nothing is cached.
+So only one layer has to be in memory at a time, and what enters a layer can be kept and used again. How a family calls
+its layers is recorded once for each size of batch. Embedding and head are the model's own forward pass with the layers
+left out. Rows have equal lengths and no padding, and nothing is cached.
 """
 
 from __future__ import annotations
@@ -26,17 +25,13 @@ from ..progress import Advance
 from ..runtime.families import FAMILIES, Family, attention_shape
 from .checkpoint import is_finite
 from .estimate import HEAD_POSITIONS, LOGIT_BYTES
-from .weights import ResidentWeights, Weights
+from .weights import Weights
 
 STATES_IN_MEMORY_BYTES = 256 << 20
 """Hidden states up to this size are kept in memory; larger ones in a file that is mapped."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a decoder layer, without the hidden states."""
-
-CallKey = tuple[str, bool, int, int]
-"""What the arguments depend on: attention implementation, whether they may be used with gradients, batch and row size.
-"""
 
 
 class LayerwiseModel:
@@ -56,13 +51,13 @@ class LayerwiseModel:
         self.shape = attention_shape(self.config)
         self.decoder = self.model.get_submodule(self.family.decoder)
         self.layers: list[nn.Module] = list(self.decoder.get_submodule(self.family.layers))[: self.shape.num_layers]
-        self._calls: dict[CallKey, list[Call]] = {}
+        self._calls: dict[tuple[Any, ...], list[Call]] = {}
         self.device, self.dtype = source.device, source.dtype
 
     @classmethod
     def of(cls, model: Any, batch_tokens: int = 2048) -> LayerwiseModel:
         """A model that is in memory."""
-        return cls(ResidentWeights(model), batch_tokens)
+        return cls(Weights(model), batch_tokens)
 
     def states_like(self, rows: Tensor) -> Tensor:
         """Room for the hidden states of rows [n, seq_len]: [n, seq_len, hidden_size] on the CPU."""
@@ -85,15 +80,15 @@ class LayerwiseModel:
         states = self.states_like(rows) if out is None else out
         kept: list[Tensor] = []
 
-        def keep(index: int, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
-            if index == 0:
-                kept.append(hidden)
+        def keep(hidden: Tensor, call: Call) -> Tensor:
+            kept.append(hidden)
             return hidden
 
         with self.source.loaded("embedding"), self._without_layers(keep):
             for part in self.batches(rows):
+                kept.clear()
                 self.decoder(input_ids=rows[part].to(self.device), use_cache=False)
-                states[part] = kept.pop().cpu()
+                states[part] = kept[0].cpu()
         return states
 
     @torch.inference_mode()
@@ -150,7 +145,7 @@ class LayerwiseModel:
             current[:] = [states.to(self.device)]
             # Nothing is embedded: the embedding of an untied model need not be in memory.
             nothing = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device).expand(*states.shape[:2], width)
-            with self._without_layers(lambda index, hidden, args, kwargs: current[0]):
+            with self._without_layers(lambda hidden, call: current[0]):
                 return self.model(inputs_embeds=nothing, use_cache=False).logits
 
         with self.source.loaded("head"):
@@ -162,8 +157,8 @@ class LayerwiseModel:
         if key not in self._calls:
             calls: list[Call] = []
 
-            def record(index: int, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
-                calls.append((args, kwargs))
+            def record(hidden: Tensor, call: Call) -> Tensor:
+                calls.append(call)
                 return hidden
 
             width = self.model.get_input_embeddings().embedding_dim
@@ -177,27 +172,24 @@ class LayerwiseModel:
         return self._calls[key][index]
 
     @contextmanager
-    def _without_layers(self, instead: Callable[[int, Tensor, Any, Any], Tensor]) -> Iterator[None]:
-        """Layers call `instead(index, hidden states, other arguments, keyword arguments)`."""
-        before = [layer.__dict__.get("forward") for layer in self.layers]
+    def _without_layers(self, instead: Callable[[Tensor, Call], Tensor]) -> Iterator[None]:
+        """Layers return `instead(hidden states, other arguments)`."""
+        before = [vars(layer).pop("forward", None) for layer in self.layers]
 
-        def forward_of(index: int) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-                result = instead(index, hidden, args, kwargs)
-                return (result, None) if self.family.layer_returns_tuple else result
-
-            return forward
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+            result = instead(hidden, (args, kwargs))
+            return (result, None) if self.family.layer_returns_tuple else result
 
         try:
-            for index, layer in enumerate(self.layers):
-                layer.forward = forward_of(index)  # type: ignore[method-assign]
+            for layer in self.layers:
+                layer.forward = forward  # type: ignore[method-assign]
             yield
         finally:
-            for layer, forward in zip(self.layers, before, strict=True):
+            for layer, own in zip(self.layers, before, strict=True):
                 del layer.forward
-                if forward is not None:
-                    layer.forward = forward  # type: ignore[method-assign]
+                if own is not None:
+                    layer.forward = own  # type: ignore[method-assign]
 
 
 def new_states(
@@ -212,15 +204,11 @@ def new_states(
         CheckpointError: the disk is too small.
     """
     size = math.prod(shape) * dtype.itemsize
-    if path is not None:
-        return _mapped(path, shape, dtype, size)
-    if size <= STATES_IN_MEMORY_BYTES:
+    if path is None and size <= STATES_IN_MEMORY_BYTES:
         return torch.empty(shape, dtype=dtype)
-    with tempfile.NamedTemporaryFile(prefix="rotor-states-", dir=folder) as file:  # its name goes, the mapping stays
-        return _mapped(Path(file.name), shape, dtype, size)
-
-
-def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype, size: int) -> Tensor:
+    if path is None:
+        with tempfile.NamedTemporaryFile(prefix="rotor-states-", dir=folder) as file:  # its mapping stays
+            return new_states(shape, dtype, Path(file.name))
     if not path.is_file() or path.stat().st_size != size:
         check_space(path, size)
         try:

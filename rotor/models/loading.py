@@ -11,11 +11,11 @@ from transformers.utils import is_accelerate_available
 from ..errors import CheckpointError, RotorError, UsageError
 from ..format.section import is_compressed
 from ..numerics import check_parameters
-from ..runtime.families import FAMILIES, find_family
+from ..runtime.families import FAMILIES
 from ..runtime.integration import replace_attention
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, one_line
 from .compressed import CompressedCheckpoint
-from .weights import ResidentWeights, StreamedWeights, Weights, keep_softcap
+from .weights import StreamedWeights, Weights, keep_softcap
 
 BELONGS = "Check that config.json belongs to these weights."
 LARGEST_SHARE = 4
@@ -26,6 +26,12 @@ SMALLEST_BOUND = 1 << 26
 """Elements that any model may have; buffers of position tables may outweigh a tiny model."""
 
 
+def config_model(config: Any) -> Any:
+    """The causal model of a config, on the meta device."""
+    with torch.device("meta"):  # eager, since Falcon looks its attention class up by the implementation
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
+
+
 def check_fit(checkpoint: Checkpoint) -> None:
     """Compare the shapes that the config implies with those of the shards, on the meta device.
 
@@ -33,19 +39,12 @@ def check_fit(checkpoint: Checkpoint) -> None:
         CheckpointError: a tensor has another shape than config.json implies (names it, with both), or the model would
             be far larger than the shards.
     """
-    where = checkpoint.folder / "config.json"
+    where, config = checkpoint.folder / "config.json", checkpoint.config
     try:
-        with torch.device("meta"):
-            # eager, since Falcon looks its attention class up by the implementation, which may be rotor's
-            model: Any = AutoModelForCausalLM.from_config(
-                checkpoint.config, trust_remote_code=False, attn_implementation="eager"
-            )
-    except CheckpointError:
-        raise
+        model = config_model(config)
     except Exception as error:  # whatever a model's own code makes of sizes that it does not expect
-        text = " ".join(str(error).split())[:300]
         raise CheckpointError(
-            f"{where}: transformers cannot build this model: {type(error).__name__}: {text}",
+            f"{where}: transformers cannot build this model: {type(error).__name__}: {one_line(error)}",
             "Check config.json, or install a version of transformers that knows this model.",
         ) from error
     held = sum(torch.Size(checkpoint.shape_of(name)).numel() for name in checkpoint.names)
@@ -94,7 +93,7 @@ def load_model(
     except RotorError:
         raise
     except Exception as error:  # the loaders and models of transformers have errors of their own
-        raise CheckpointError(f"{folder}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from error
+        raise CheckpointError(f"{folder}: transformers cannot load it: {one_line(error)}") from error
     model, report = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(kind):
@@ -116,23 +115,17 @@ def load_model(
 def weights_of(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, streamed: bool, device_map: str | None = None
 ) -> Weights:
-    """Open a checkpoint's weights, all in memory or one layer at a time."""
-    if streamed:
-        check_fit(checkpoint)
-        return StreamedWeights(checkpoint, find_family(checkpoint.config), device, dtype)
-    return ResidentWeights(load_model(checkpoint.folder, device, dtype, device_map=device_map))
-
-
-def compressed_weights(
-    checkpoint: CompressedCheckpoint, device: torch.device, dtype: torch.dtype, streamed: bool
-) -> Weights:
-    """Open the weights of a checkpoint that rotor wrote, as `weights_of` does."""
+    """Open a checkpoint's weights, of a source or of what rotor wrote, all in memory or one layer at a time."""
     if not streamed:
-        return weights_of(checkpoint, device, dtype, False)
-    family, layouts = FAMILIES[checkpoint.config.model_type], dict(enumerate(checkpoint.layouts))
+        return Weights(load_model(checkpoint.folder, device, dtype, device_map=device_map))
+    check_fit(checkpoint)
 
     def prepare(model: Any) -> None:
-        for module in replace_attention(model, family, checkpoint.shape, layouts, frozenset(checkpoint.section.biases)):
-            module.to(dtype)  # weights are loaded in the dtype that the parameters have
+        if isinstance(checkpoint, CompressedCheckpoint):
+            layouts, biases = dict(enumerate(checkpoint.layouts)), frozenset(checkpoint.section.biases)
+            for module in replace_attention(
+                model, FAMILIES[model.config.model_type], checkpoint.shape, layouts, biases
+            ):
+                module.to(dtype)  # weights are loaded in the dtype that the parameters have
 
-    return StreamedWeights(checkpoint, family, device, dtype, prepare)
+    return StreamedWeights(checkpoint, device, dtype, prepare)

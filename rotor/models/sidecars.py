@@ -22,37 +22,28 @@ BELONGS = re.compile(
     r"|(LICEN[SC]E|NOTICE|COPYING|COPYRIGHT|USE_POLICY|AUTHORS)([_-][\w-]+)?(\.(txt|md|rst|pdf))?",
     re.IGNORECASE,
 )
-ANNEX = (".git", "annex", "objects")
-"""Where git-annex keeps what its links lead to."""
 
 
 def sidecars(folder: Path) -> list[str]:
     """Names of a model's files to take along unchanged, relative to its folder, sorted.
 
+    Links within the folder, to where config.json lies (the hub's cache) and into git-annex are followed.
+
     Raises:
         CheckpointError: one of them is a link that leads to nothing, or out of the model.
     """
-    templates = folder / "additional_chat_templates"
-    found = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
+    found = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
     names = [path.relative_to(folder).as_posix() for path in found if path.is_file() or path.is_symlink()]
     names = sorted(name for name in names if BELONGS.fullmatch(name))
-    for name in names:
-        _check_link(folder, folder / name)
+    here = folder.resolve()
+    allowed = {here, (folder / "config.json").resolve().parent}
+    allowed |= {above / ".git" / "annex" / "objects" for above in (here, *here.parents)}
+    for path in (folder / name for name in names):
+        target = Path(os.path.realpath(path))
+        if not target.is_file():
+            problem = f"{path}: is a link to {target}, where there is no file."
+            raise CheckpointError(problem, "Fetch it (git annex get), or remove the link.")
+        if not allowed & set(target.parents):
+            problem = f"{path}: is a link to {target}, outside of the model."
+            raise CheckpointError(problem, "Put a copy of the file in its place.")
     return names
-
-
-def _check_link(folder: Path, path: Path) -> None:
-    """Links within the folder, to where config.json lies (the hub's cache) and into git-annex are followed."""
-    target = Path(os.path.realpath(path))
-    if not target.is_file():
-        raise CheckpointError(
-            f"{path}: is a link to {target}, where there is no file.", "Fetch it (git annex get), or remove the link."
-        )
-    allowed = {folder.resolve(), (folder / "config.json").resolve().parent}
-    for place in target.parents:
-        if place.parts[-3:] == ANNEX and place.parents[2] in (folder.resolve(), *folder.resolve().parents):
-            allowed.add(place)
-    if not allowed & set(target.parents):
-        raise CheckpointError(
-            f"{path}: is a link to {target}, outside of the model.", "Put a copy of the file in its place."
-        )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,20 +19,11 @@ from . import tokenizer_trial
 if TYPE_CHECKING:
     from torch import Tensor
 
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "config.json",
-)
-"""What a tokenizer is loaded from; without one of VOCABULARIES there is none."""
-
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""One of these has every tokenizer."""
+
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+FILES = (*VOCABULARIES, "merges.txt", "vocab.txt", *SETTINGS)
 MAX_FILE_BYTES = 1 << 28
 MEMORY_BYTES, CPU_S, TIMEOUT_S = 4 << 30, 60, 120.0
 """What a trial may take: data in memory, seconds of processor time, and seconds in all."""
@@ -63,17 +53,13 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Any:
     Args:
         vocab_size: the model's.
     Raises:
-        CheckpointError: it cannot be loaded or used within the limits above, or gives ids that the
-            model does not have.
+        CheckpointError: it cannot be loaded or used within the limits above, or gives ids that the model does not have.
     """
     if not any((folder / name).is_file() for name in VOCABULARIES):
         return None
     verdict = _tried(folder)
-    if "error" in verdict:
-        raise CheckpointError(
-            f"{folder}: the tokenizer cannot be loaded: {verdict['error']}", "Download the model again."
-        )
-    if verdict["largest"] >= vocab_size:
+    error = verdict.get("error")
+    if error is None and verdict["largest"] >= vocab_size:
         raise CheckpointError(
             f"{folder}: the tokenizer has ids up to {verdict['largest']}, config.json says vocab_size {vocab_size}.",
             "Check that the tokenizer belongs to this model.",
@@ -81,22 +67,20 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Any:
     from transformers import AutoTokenizer  # brings all of transformers, which reading headers does not need
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # many classes, each with errors of its own
-        raise CheckpointError(
-            f"{folder}: the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}"
-        ) from error
+        if error is None:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as caught:  # many classes, each with errors of its own
+        error = " ".join(str(caught).split())[:300]
+    raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}", "Download the model again.")
 
 
 def _tried(folder: Path) -> dict[str, Any]:
     """What the trial said, once for each content of the files."""
     digest = hashlib.sha256()
     for path in (folder / name for name in FILES if (folder / name).is_file()):
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            return {"error": f"{path.name} has {size} bytes, more than the {MAX_FILE_BYTES} of any sensible one"}
-        data = path.read_bytes()
-        digest.update(f"{path.name} {len(data)} ".encode() + data)
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return {"error": f"{path.name} has more than the {MAX_FILE_BYTES} bytes of any sensible one"}
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
     key = digest.hexdigest()
     if key not in _verdicts:
         _verdicts[key] = _trial(folder)
@@ -104,7 +88,7 @@ def _tried(folder: Path) -> dict[str, Any]:
 
 
 def as_chat(folder: Path, prompt: str) -> str:
-    """What a user says as the model's chat template has it, with the beginning of an answer.
+    """A user's prompt in the model's chat template, with the beginning of an answer.
 
     A template is a program of the folder's: it is run where a tokenizer is tried.
 
@@ -117,8 +101,7 @@ def as_chat(folder: Path, prompt: str) -> str:
             f"{folder}: its chat template cannot be applied: {verdict['error']}",
             "Give --raw to continue the prompt as it is.",
         )
-    text: str = verdict["text"]
-    return text
+    return str(verdict["text"])
 
 
 def _trial(folder: Path) -> dict[str, Any]:
@@ -127,8 +110,7 @@ def _trial(folder: Path) -> dict[str, Any]:
 
 def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> dict[str, Any]:
     """Run rotor.models.tokenizer_trial in a process of its own."""
-    place, limits = str(folder.absolute()), (str(MEMORY_BYTES), str(cpu_s))
-    command = [sys.executable, tokenizer_trial.__file__, task, place, *limits]
+    command = [sys.executable, tokenizer_trial.__file__, task, str(folder.absolute()), str(MEMORY_BYTES), str(cpu_s)]
     try:
         done = subprocess.run(
             command,
@@ -138,24 +120,14 @@ def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> dict[str, Any]:
             timeout=TIMEOUT_S,
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
         )
+        verdict: dict[str, Any] = json.loads(done.stdout.rstrip().rpartition(b"\n")[2])
+        return verdict
     except subprocess.TimeoutExpired:
         return {"error": f"it was not done within {TIMEOUT_S:g} s"}
     except OSError as error:
         return {"error": f"the process that tries it cannot be started ({error.strerror})"}
-    try:
-        verdict: dict[str, Any] = json.loads(done.stdout.rstrip().rpartition(b"\n")[2])
-        return verdict
     except ValueError:  # it did not live to say anything
-        return {"error": f"the process that tried it ended {_how(done.returncode)}"}
-
-
-def _how(returncode: int) -> str:
-    if returncode >= 0:
-        return f"with exit code {returncode}"
-    try:
-        return f"by {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"by signal {-returncode}"
+        return {"error": f"the process that tried it ended with code {done.returncode} (a signal, if negative)"}
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import resource
 import sys
 from typing import Any
 
@@ -19,17 +20,9 @@ MOST_CHARACTERS = 1 << 20
 
 
 def limit(memory_bytes: int, cpu_s: int) -> None:
-    """Bound memory and processor time, write no files; a system without such limits has the parent's timeout alone."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    for kind, value in (
-        (resource.RLIMIT_DATA, memory_bytes),
-        (resource.RLIMIT_CPU, cpu_s),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    """Bound memory and processor time, and write no files."""
+    limits = {resource.RLIMIT_DATA: memory_bytes, resource.RLIMIT_CPU: cpu_s}
+    for kind, value in (limits | {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}).items():
         hard = resource.getrlimit(kind)[1]
         lower = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (lower, lower))

@@ -8,8 +8,8 @@ another form than the checkpoint (fused experts) need no knowledge here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,46 +21,30 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from ..errors import CheckpointError
-from ..runtime.families import FAMILIES, Family
+from ..runtime.families import FAMILIES
 from .checkpoint import Checkpoint
 
 Part = int | Literal["embedding", "head"]
 
 
-class Weights(Protocol):
-    """A causal model, its device and dtype, and the promise that weights are there while they are used."""
-
-    model: Any
-    streamed: bool
-    device: torch.device
-    dtype: torch.dtype
-
-    def loaded(self, part: Part) -> Any:
-        """A context manager, in which a part's weights are on their device."""
-
-    def whole(self) -> Any:
-        """A context manager, in which the model itself can be called."""
-
-
-class ResidentWeights:
-    """Weights that are all in memory; loading a part is nothing."""
+class Weights:
+    """A causal model whose weights are there while they are used: here, all in memory."""
 
     streamed = False
 
     def __init__(self, model: Any) -> None:
         self.model, self.device, self.dtype = model, model.device, model.dtype
 
-    @contextmanager
-    def loaded(self, part: Part) -> Iterator[None]:
-        del part
-        yield
+    def loaded(self, part: Part) -> AbstractContextManager[None]:
+        """In its body a part's weights are on their device."""
+        return nullcontext()
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        yield
+    def whole(self) -> AbstractContextManager[None]:
+        """In its body the model itself can be called."""
+        return nullcontext()
 
 
-class StreamedWeights:
+class StreamedWeights(Weights):
     """Weights of which one part is in memory at a time.
 
     Args:
@@ -76,7 +60,6 @@ class StreamedWeights:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        family: Family,
         device: torch.device,
         dtype: torch.dtype,
         prepare: Callable[[Any], None] = lambda model: None,
@@ -86,6 +69,7 @@ class StreamedWeights:
         with torch.device("meta"):
             prepare(self.model)
         keep_softcap(self.model)
+        family = FAMILIES[checkpoint.config.model_type]
         self._layers = f"{family.decoder}.{family.layers}."
         self._base = family.decoder.partition(".")[0]
         self._aliases = _aliases(self.model)
@@ -103,7 +87,11 @@ class StreamedWeights:
         for name, buffer in self.model.named_buffers():
             _set(self.model, name, buffer.to(device))
         self._load(None)
-        self._check_head()
+        # A head is in the shards or tied to the embedding; transformers would make up a random one.
+        head = self._vocabulary["head"] + "weight"
+        tied = any(head in group for group in self._aliases)
+        if "head" in self._sources and not tied and self.model.get_parameter(head).is_meta:
+            raise self._misfit(f"missing on loading: {head}, which config.json does not tie")
 
     @contextmanager
     def loaded(self, part: Part) -> Iterator[None]:
@@ -130,13 +118,6 @@ class StreamedWeights:
             for handle in handles:
                 handle.remove()
 
-    def _check_head(self) -> None:
-        """A head is in the shards or tied to the embedding; transformers would make up a random one."""
-        name = self._vocabulary["head"] + "weight"
-        tied = any(name in group for group in self._aliases)
-        if "head" in self._sources and not tied and self.model.get_parameter(name).is_meta:
-            raise self._misfit(f"missing on loading: {name}, which config.json does not tie")
-
     def _part_of(self, name: str) -> Part | None:
         """The part of a parameter, or of a tensor of the checkpoint; the names of a bare model lack the first part."""
         for full in (name, f"{self._base}.{name}"):
@@ -160,14 +141,19 @@ class StreamedWeights:
             device_map={"": self.device},
             weight_mapping=self._mapping,  # type: ignore[arg-type]
         )
-        with _no_bar():
+        shown = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()  # of each part
+        try:
             report, _ = convert_and_load_state_dict_in_model(self.model, tensors, loading)
+        finally:
+            if shown:
+                transformers_logging.enable_progress_bar()
         where = "the weights outside of the layers" if part is None else f"part {part}"
         for kind in ("unexpected_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
             found = getattr(report, kind)
             if found:
-                shown = ", ".join(sorted(str(item[0] if isinstance(item, tuple) else item) for item in found))
-                raise self._misfit(f"{where}: {kind.replace('_', ' ')} on loading: {shown[:300]}")
+                names = ", ".join(sorted(str(item[0] if isinstance(item, tuple) else item) for item in found))
+                raise self._misfit(f"{where}: {kind.replace('_', ' ')} on loading: {names[:300]}")
         for group in self._aliases:
             first = next((p for p in map(self.model.get_parameter, group) if not p.is_meta), None)
             for name in group if first is not None else ():
@@ -192,18 +178,6 @@ def keep_softcap(model: Any) -> None:
     family = FAMILIES.get(model.config.model_type)
     if family is not None and family.softcap and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
-
-
-@contextmanager
-def _no_bar() -> Iterator[None]:
-    """transformers shows one for each part, of which there are many."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> Any:

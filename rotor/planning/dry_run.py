@@ -1,7 +1,6 @@
 """Plans of what calibrate and export would do and take, made without writing anything or reading weights.
 
-Ranks and sizes come from the same code that writes them, on the meta device. Times are those of the matrix products
-that are known beforehand, at a rate that is measured for a fraction of a second; everything else comes on top.
+Ranks and sizes come from the same code that writes them, on the meta device.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from ..codes.layer import CodedBases
 from ..evaluation.placement import Placement
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.publishing import check_space
-from ..models.estimate import Estimate, WeightSizes, forward_flops, measured_tokens
-from ..models.hardware import matmul_rate
+from ..models.estimate import Estimate
 from ..progress import Progress, StageTimes
 from ..recipe.settings import CalibrationSettings, ExportSettings
 from ..rewriting.shards import ShardContents, planned_layouts
@@ -62,11 +60,9 @@ class CalibrationPlan:
 class ExportPlan:
     """What an export would do.
 
-    choice, ranks, kv_bytes_per_token, compression, tensors: None where they depend on what has to be measured first.
-        ranks: [key rank, value rank] by layer and group; channels: where they are codes, those by bits. tensors: bytes
-        before and after, of each tensor that changes.
-    checkpoint_bytes: of all tensors, before and after.
-    probed_layers: layers to probe first. points: about how many would be measured; known_points: are in the table.
+    choice to tensors: None where they depend on what has to be measured first. ranks: [key rank, value rank] by layer
+        and group; channels: where they are codes, those by bits. tensors: bytes of each that changes.
+    probed_layers: to probe first. points: about how many would be measured; known_points: are in the table.
     unmeasured: why accuracy is not measured, or nothing.
     """
 
@@ -130,25 +126,21 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
     search = RankSearch(job, StageTimes(), silent)
     shape, element_bytes = job.run.shape, int(job.run.info["element_bytes"])
     found = search.known()
-    choice, ranks, share, tensors, after, cache = None, None, None, None, None, None
-    if found is not None:
-        choice, ranks, share = list(found.choice), [list(layer) for layer in found.rounded], found.stored
-        tensors, after, cache = _sizes(job, search, found, element_bytes)
+    tensors, after, cache = (None, None, None) if found is None else _sizes(job, search, found, element_bytes)
     points, probed = _to_measure(search, found)
-    outline = ModelOutline.of(job.checkpoint)
     place = Placement.choose(job.checkpoint, job.recipe, settings.compute, silent)
-    estimate = outline.evaluation(job.recipe, place.device, place.dtype)[place.streamed]
-    if not points and not probed:
-        estimate = Estimate({}, {}, {})  # nothing runs: the shards are rewritten one by one
+    estimate = Estimate({}, {})  # where nothing runs: the shards are rewritten one by one
+    if points or probed:
+        estimate = ModelOutline.of(job.checkpoint).evaluation(job.recipe, place.device, place.dtype)[place.streamed]
     return ExportPlan(
         run=str(job.run.folder),
         out=str(job.out.path),
         recipe=job.recipe.name,
         goal={name: value for name, value in asdict(job.goal).items() if value is not None},
-        choice=choice,
-        ranks=None if ranks is None else [[list(pair) for pair in layer] for layer in ranks],
+        choice=None if found is None else list(found.choice),
+        ranks=None if found is None else [[list(pair) for pair in layer] for layer in found.rounded],
         channels=None if found is None or found.channels is None else channels_json(found.channels),
-        compression=share,
+        compression=None if found is None else found.stored,
         kv_bytes_per_token={"before": uncompressed_kv_bytes_per_token(shape, element_bytes), "after": cache},
         tensors=tensors,
         checkpoint_bytes={"before": _stored_bytes(job), "after": after},
@@ -156,14 +148,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         points=points,
         known_points=0 if job.unmeasured else len(search.table.points),
         unmeasured=job.unmeasured,
-        needs=Needs.of(
-            estimate,
-            place.streamed,
-            job.out.path,
-            job.needed_bytes,
-            job.needed_bytes if after is None else after,
-            _export_seconds(job, outline.sizes, place, points, probed),
-        ),
+        needs=Needs.of(estimate, place.streamed, job.out.path, job.needed_bytes, after or job.needed_bytes, {}),
     )
 
 
@@ -199,11 +184,8 @@ def _sizes(
         for name in sorted({*before, *after})
         if name not in before or name not in after or before[name].shape != after[name].shape
     }
-    return (
-        changed,
-        sum(map(_bytes, after.values())),
-        kv_bytes_per_token([layout for layout, _ in planned], element_bytes),
-    )
+    cache = kv_bytes_per_token([layout for layout, _ in planned], element_bytes)
+    return changed, sum(map(_bytes, after.values())), cache
 
 
 def _on_meta(bases: LayerBases) -> LayerBases:
@@ -223,20 +205,3 @@ def _bytes(tensor: Tensor | None) -> int:
 
 def _stored_bytes(job: ExportJob) -> int:
     return sum(_bytes(job.checkpoint.meta_tensor(name)) for name in job.checkpoint.names)
-
-
-def _export_seconds(job: ExportJob, sizes: WeightSizes, place: Placement, points: int, probed: int) -> dict[str, float]:
-    """The forward passes of points (and of the uncompressed model), and of probes: each a layer of the rest of them."""
-    if not points and not probed:
-        return {}
-    recipe, layers = job.recipe, job.run.shape.num_layers
-    rate = matmul_rate(place.device, place.dtype)
-    rows = measured_tokens(recipe.evaluation)
-    seconds = {"points": (points + 1) * forward_flops(sizes, rows, head=True) / rate}
-    if probed:
-        probes = 2 * len(recipe.ranks.probe_shares) * len(job.run.info["candidates"])
-        tokens = min(recipe.ranks.probe_tokens, recipe.evaluation.search_tokens)
-        share = probed * (probed + 1) / (2 * layers)  # a probe of layer i runs the layers from i on
-        seconds["probes"] = probes * share * forward_flops(sizes, tokens, head=False) / rate
-        seconds["probes"] += probes * probed * forward_flops(replace(sizes, layers=()), tokens, head=True) / rate
-    return {name: round(value, 1) for name, value in seconds.items()}

@@ -1,6 +1,7 @@
 """Facts about a model: its attention, its cache, what a recipe will do with it and what that takes.
 
-Reads the configuration and the headers of the shards, never weights.
+Reads the configuration and the headers of the shards, never weights; without shards, and of models on the hub, the
+configuration says what they would hold.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from ..calibration.outline import ModelOutline, needs_whole_model
 from ..format.layout import AttentionShape, Candidate, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
 from ..models.hardware import pick_device, pick_dtype
-from ..models.hub import tensor_headers
+from ..models.loading import config_model
 from ..models.memory import available_device_bytes, stream_weights
 from ..models.source import find_source
 from ..prediction.cost import DecodeStep
@@ -36,14 +36,12 @@ CONTEXTS = (8192, 32768, 131072)
 
 @dataclass(frozen=True)
 class Inspection:
-    """The facts that `rotor inspect` tells.
+    """What `rotor inspect` shows.
 
-    kv_cache_bytes: by context length in tokens, for one sequence; layers with a sliding window keep no more than that.
-    bits: that a channel may have.
-    objective: device and load for which decode times are predicted; instructions_per_cycle: that an SM of it is taken
-        to issue. decode_times: of every group size, at a few numbers of bytes; a prediction.
+    kv_cache_bytes: of one sequence, by its tokens. bits: that a channel may have.
     keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
-    calibrate, export: what the commands take on this machine, as they would be run.
+    objective, instructions_per_cycle: the device and the load that decode_times are predicted for.
+    calibrate, export: what the commands take on this machine.
     """
 
     name: str
@@ -53,8 +51,6 @@ class Inspection:
     weight_bytes: int
     parameters: int
     shape: AttentionShape
-    rotary: bool
-    key_norm: bool
     kv_bytes_per_token: int
     kv_cache_bytes: dict[int, int]
     recipe: str
@@ -82,7 +78,7 @@ def inspect(
     dtype: str = "auto",
     batch_tokens: int = 2048,
 ) -> Inspection:
-    """Look at a model without reading its weights; from the hub only its configuration and headers are fetched.
+    """Look at a model without reading its weights; from the hub only its configuration is fetched.
 
     Args: as for calibrate. A config.json without weights, or its folder, is taken, too.
     Raises:
@@ -91,13 +87,14 @@ def inspect(
     if Path(model).name == "config.json" and Path(model).is_file():
         model = Path(model).parent
     spec, source = load_recipe(recipe, overrides), find_source(model, revision, weights=False)
-    if source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
-        outline = ModelOutline.of_headers(config_of(source.folder), *tensor_headers(source))
-    elif {path.name for path in source.folder.iterdir() if WEIGHTS.search(path.name)}:
+    if source.hub_id is None and any(WEIGHTS.search(path.name) for path in source.folder.iterdir()):
         outline = ModelOutline.of(Checkpoint(source.folder))
     else:
         config = config_of(source.folder)
-        outline = ModelOutline.of_headers(config, *implied_headers(config))
+        implied = config_model(config)
+        shapes = {name: list(parameter.shape) for name, parameter in implied.named_parameters()}
+        elements = sum(parameter.numel() for parameter in implied.parameters())
+        outline = ModelOutline.of_headers(config, shapes, elements * (config.dtype or torch.float32).itemsize)
     shape, stored = outline.shape, outline.sizes.stored_bytes
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, outline.dtype, target)
@@ -118,8 +115,6 @@ def inspect(
         weight_bytes=stored,
         parameters=outline.sizes.total,
         shape=shape,
-        rotary=bool(shape.rotary_dim),
-        key_norm=shape.key_norm,
         kv_bytes_per_token=per_token,
         kv_cache_bytes={tokens: kv_cache_bytes(outline.config, shape, per_token, tokens) for tokens in CONTEXTS},
         recipe=spec.name,
@@ -137,23 +132,8 @@ def inspect(
     )
 
 
-def implied_headers(config: Any) -> tuple[dict[str, list[int]], int]:
-    """Shapes of the tensors that a config implies, by name, and the bytes of all."""
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    return shapes, elements * (config.dtype or torch.float32).itemsize
-
-
 def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: int) -> int:
-    """Bytes of the cache of one sequence.
-
-    As transformers' caches have it: where config.json gives a window but no types of layers, all have it.
-
-    Args:
-        per_token: bytes of all layers together. tokens: length of the sequence.
-    """
+    """Bytes of the cache of one sequence; a window in config.json without types of layers is all layers'."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.num_layers
     kept = [min(tokens, window) if window and kind == "sliding_attention" else tokens for kind in types]

@@ -21,7 +21,6 @@ class MetricInfo:
     model. description, label: as a sentence's end, and as a column's head.
     implementation: MODULE:CLASS in rotor/evaluation/metrics; empty where it is the smallest of `parts`.
     parts: names of the metrics that it is the smallest of.
-    prompts: it has prompts of its own, which are run beside the text.
     """
 
     name: str
@@ -29,7 +28,6 @@ class MetricInfo:
     label: str
     implementation: str = ""
     parts: tuple[str, ...] = ()
-    prompts: bool = False
     field: str = ""
 
     @property
@@ -69,7 +67,6 @@ _ROWS = (
         "to the uncompressed model's",
         "look-up ratio (keys across filler text)",
         "distance:Lookup",
-        prompts=True,
     ),
     MetricInfo(
         "copy",
@@ -77,7 +74,6 @@ _ROWS = (
         "uncompressed model's",
         "copying ratio (random tokens across filler text)",
         "distance:Copy",
-        prompts=True,
     ),
     MetricInfo(
         "top1_agreement",

@@ -80,17 +80,16 @@ def cells_of_point(run: Run, point: Point) -> list[list[Cell]]:
     """Of each layer of a measured point."""
     cells = []
     for index, key in enumerate(point.choice):
-        candidate = run.candidates[key]
-        latents: Sequence[tuple[Latent, Latent | None]] = (
-            point.channels[index]
-            if point.channels
-            else [(Numbers(qk), None if candidate.joint else Numbers(v)) for qk, v in point.ranks[index]]
-        )
-        size = candidate.group_size
-        heads = (tuple(range(i * size, (i + 1) * size)) for i in range(len(latents)))
-        groups = [GroupLayout(own, *pair) for own, pair in zip(heads, latents, strict=True)]
+        size, latents = run.candidates[key].group_size, _latents(point, index)
+        groups = [GroupLayout(tuple(range(i * size, (i + 1) * size)), *pair) for i, pair in enumerate(latents)]
         cells.append([Cell.of(group, run.shape.head_dim) for group in groups])
     return cells
+
+
+def _latents(point: Point, layer: int) -> Sequence[tuple[Latent, Latent | None]]:
+    if point.channels:
+        return point.channels[layer]
+    return [(Numbers(qk), Numbers(v)) for qk, v in point.ranks[layer]]
 
 
 @dataclass

@@ -92,16 +92,8 @@ def _draw_points(data: ReportData, figure: Any) -> None:
     shown = next(p for p in points if p.chosen)
     fidelity = shown.report or shown.search
     assert fidelity is not None
-    axes.plot(
-        [shown.stored],
-        [shown_loss(fidelity.accuracy)],
-        "o",
-        markersize=11,
-        mfc="none",
-        mew=2,
-        color=ACCENT,
-        label="shown",
-    )
+    here = [shown.stored], [shown_loss(fidelity.accuracy)]
+    axes.plot(*here, "o", markersize=11, mfc="none", mew=2, color=ACCENT, label="shown")
     asked = {target.partition(" ")[0]: point for target, point in data.reached}
     if data.target is not None:
         asked.setdefault(f"{data.target:g}", None)

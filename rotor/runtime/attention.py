@@ -95,12 +95,12 @@ class RotorAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """`layer_past` is what GPT-NeoX and Falcon call `past_key_values`."""
         batch_size, seq_len, _ = hidden_states.shape
-        cache, dropout = layer_past if past_key_values is None else past_key_values, kwargs.get("dropout", 0.0)
-        check_pass(self.layout, self.layer_idx, kwargs, attention_mask, dropout, cache)
+        cache = layer_past if past_key_values is None else past_key_values
+        check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         keeper = self.store.keeper(cache, self.layer_idx)
         place = self.store.place(cache, self.layer_idx, seq_len)
         served = not keeper.in_pytorch and kernels_serve(
-            hidden_states, self.layout, self.shape, attention_mask, dropout, self.rope.fits_kernels
+            hidden_states, self.layout, self.shape, attention_mask, self.rope.fits_kernels
         )
         kernels = self.kernels if served else None
         self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, place)
@@ -115,7 +115,7 @@ class RotorAttention(nn.Module):
                 from ..kernels import operators  # imports Triton
 
                 rows = operators.append(parameters, kernels, *projected, rotations.table, rotations.places)
-            step = Step(parameters, self.layer_idx, *rows, cache, attention_mask, rotations, dropout, kernels)
+            step = Step(parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels)
             output = keeper.attend(step)
         return self.o_proj(output), None
 

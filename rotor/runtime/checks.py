@@ -15,9 +15,7 @@ from ..format.layout import LayerLayout
 QUANTISING = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 
 
-def check_pass(
-    layout: LayerLayout, layer_idx: int, asked: dict[str, Any], mask: Tensor | None, dropout: float, cache: Any
-) -> None:
+def check_pass(layout: LayerLayout, layer_idx: int, asked: dict[str, Any], mask: Tensor | None, cache: Any) -> None:
     """Raises UsageError where a layer is asked for what it does not do.
 
     Args:
@@ -35,11 +33,6 @@ def check_pass(
         raise UsageError(
             f"the attention mask has {mask.dim()} dimensions, expected 4.",
             "Leave attn_implementation unset; compressed layers always run rotor's own attention.",
-        )
-    if layout.coded and dropout:
-        raise UsageError(
-            f"layer {layer_idx}: dropout of {dropout} in attention over rows of codes, which has none.",
-            "Call model.eval(); a checkpoint with codes is for inference.",
         )
     layers = getattr(cache, "layers", ())
     layer = layers[layer_idx] if layer_idx < len(layers) else None

@@ -99,7 +99,7 @@ class PositionCheck:
 
         Args:
             positions: [batch_size or 1, seq_len], or None if the model was given none.
-            mask: [batch_size or 1, 1 or num_heads, seq_len, kv_len], boolean (True is seen) or additive; None: causal.
+            mask: [batch_size or 1, 1 or num_heads, seq_len, kv_len], boolean (True: attend) or additive; None: causal.
             cache: the cache that keys go into, or None. query_offset: index there of the first query.
             kv_offset: index of the first key that the mask has.
         Raises:
@@ -123,10 +123,10 @@ class PositionCheck:
         first = int(kv_offset)
         for begin in range(0, seq_len, QUERIES):
             queries = range(start + begin, start + min(begin + QUERIES, seq_len))
-            _compare(shifts, queries, first, _seen(mask, begin, len(queries)))
+            _compare(shifts, queries, first, _visible(mask, begin, len(queries)))
 
     def _was_compared(self, mask: Tensor | None, layer_idx: int) -> bool:
-        """Whether another layer of this pass has seen to this mask; layers come in their order, a pass begins anew."""
+        """Whether another layer of this pass compared this mask; layers come in their order, a pass begins anew."""
         if layer_idx <= self._layer:
             self._masks = []
         self._layer = layer_idx
@@ -152,22 +152,23 @@ def _known(cache: Any, start: int, batch_size: int) -> Tensor:
     return torch.cat([known, known[:, -1:].expand(-1, start - known.shape[1])], dim=1)
 
 
-def _compare(shifts: Tensor, queries: range, first: int, seen: Tensor | None) -> None:
+def _compare(shifts: Tensor, queries: range, first: int, visible: Tensor | None) -> None:
     """Raises UsageError if one of the queries at these indices sees a key of another shift.
 
     Args:
-        first: index of the first key of `seen`. seen: [batch_size, len(queries), keys]; None is causal.
+        first: index of the first key of `visible`. visible: [batch_size, len(queries), keys]; None is causal.
     """
     keys = shifts[:, first:]
     differs = shifts[:, queries.start : queries.stop, None] != keys[:, None]
     count = keys.shape[1]
-    if seen is None:
+    if visible is None:
         query = torch.arange(queries.start, queries.stop, device=shifts.device)
-        seen = torch.arange(first, first + count, device=shifts.device) <= query[:, None]
+        visible = torch.arange(first, first + count, device=shifts.device) <= query[:, None]
     else:
-        own = torch.arange(len(queries), device=seen.device)
-        seen = seen[..., :count] & seen[:, own, own + queries.start - first, None]  # padding does not see itself
-    wrong = differs & seen
+        # Padding does not see itself.
+        own = torch.arange(len(queries), device=visible.device)
+        visible = visible[..., :count] & visible[:, own, own + queries.start - first, None]
+    wrong = differs & visible
     if bool(wrong.any()):
         sequence, query, key = wrong.nonzero()[0].tolist()
         raise UsageError(
@@ -179,10 +180,10 @@ def _compare(shifts: Tensor, queries: range, first: int, seen: Tensor | None) ->
         )
 
 
-def _seen(mask: Tensor | None, begin: int, count: int) -> Tensor | None:
+def _visible(mask: Tensor | None, begin: int, count: int) -> Tensor | None:
     """Which keys some head of each query sees, [batch_size or 1, count, keys], for queries from `begin` on."""
     if mask is None:
         return None
     part = mask[:, :, begin : begin + count]
-    seen = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
-    return seen.any(1)
+    visible = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
+    return visible.any(1)

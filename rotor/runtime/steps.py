@@ -40,7 +40,6 @@ class Step(NamedTuple):
     cache: Any
     mask: Tensor | None
     rotations: Rotations
-    dropout: float = 0.0
     kernels: LayerKernels | None = None
 
 
@@ -109,7 +108,7 @@ def attend_to_rows(step: Step, key: Tensor, value: Tensor) -> Tensor:
         rotation = step.rotations.table if parameters.layout.in_blocks else None
         rows = step.query, key, value, step.mask, rotation, step.rotations.first
         return operators.attend(parameters, step.kernels, *rows, step.layer_idx)
-    output = attention(step.query, key, value, parameters, step.rotations.read, step.mask, step.dropout)
+    output = attention(step.query, key, value, parameters, step.rotations.read, step.mask)
     if parameters.layout.coded and output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_refuse_gradients)
     return output

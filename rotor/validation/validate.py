@@ -26,7 +26,7 @@ from ..models.checkpoint import Checkpoint
 from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseModel
-from ..models.loading import compressed_weights, weights_of
+from ..models.loading import weights_of
 from ..models.projections import longest_row
 from ..policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ..progress import Progress, StageTimes
@@ -192,7 +192,7 @@ class _Numerics:
                 key = source.folder.resolve(), data.sha256, self.trusted.spec, place, repr(self.policy)
                 meter = self.shared.once("source", key, lambda: self._measured_source(source, data, place))
         with self.progress.task("load model", None, ""):
-            compressed = LayerwiseModel(compressed_weights(self.checkpoint, place.device, place.dtype, place.streamed))
+            compressed = LayerwiseModel(weights_of(self.checkpoint, place.device, place.dtype, place.streamed))
         if meter is not None and data is not None:
             self._check_accuracy(meter, compressed)
             result.summary["accuracy"]["data"] = data.description

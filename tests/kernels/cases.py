@@ -177,4 +177,16 @@ def in_pages(case: Case, kv_lens: list[int], page_size: int, seed: int = 0) -> P
     return Pages(sides[0], sides[1], table, torch.tensor(kv_lens, dtype=torch.int32))
 
 
+def packed_queries(case: Case, lengths: list[int], news: list[int], window: int | None) -> tuple[Tensor, Tensor]:
+    """Queries of the last tokens of each sequence, behind each other, and exact attention of them."""
+    packed, exact = [], []
+    for b, (length, new) in enumerate(zip(lengths, news, strict=True)):
+        at = slice(length - new, length)
+        own = case.query[b : b + 1, at] if case.query.dim() == 3 else case.query[b : b + 1, :, at]
+        packed.append(own[0] if own.dim() == 3 else own[0].transpose(0, 1))
+        part = Case(case.parameters, own, case.key[b : b + 1, :length], case.value[b : b + 1, :length], case.rotation)
+        exact.append(part.exact(causal(1, new, length, window))[0][0])
+    return torch.cat(packed), torch.cat(exact)
+
+
 __all__ = ["Channels", "Numbers"]

@@ -13,9 +13,9 @@ from rotor.kernels.dispatch import kernels_serve, kernels_wanted
 LAYOUT, SHAPE = layer(FORMS["fast"], 1, Channels(n4=64)), shape_of(1, 4, 128, 128)
 
 
-def serve(layout=LAYOUT, shape=SHAPE, mask=None, dropout=0.0, dtype=torch.float32, fits=True, size=(1, 1)) -> bool:
+def serve(layout=LAYOUT, shape=SHAPE, mask=None, dtype=torch.float32, fits=True, size=(1, 1)) -> bool:
     with torch.no_grad():
-        return kernels_serve(torch.zeros(*size, 4, dtype=dtype), layout, shape, mask, dropout, fits)
+        return kernels_serve(torch.zeros(*size, 4, dtype=dtype), layout, shape, mask, fits)
 
 
 def test_a_cpu_and_a_missing_triton_have_plain_pytorch(monkeypatch) -> None:
@@ -63,11 +63,10 @@ def test_what_the_kernels_do_not_express_is_left_to_pytorch(monkeypatch) -> None
     assert not serve(mask=torch.zeros(2, 1, 3, 3), size=(2, 3))  # added to the logits
     assert not serve(mask=torch.ones(2, 4, 3, 3, dtype=torch.bool), size=(2, 3))
     assert not serve(mask=torch.ones(2, 1, 2, 3, dtype=torch.bool), size=(2, 3))
-    assert not serve(dropout=0.1)
     assert not serve(dtype=torch.float64)
     assert not serve(fits=False)
     assert not serve(size=(0, 1))
     assert serve(layer(FORMS["fast"], 1, Channels(n4=1024)))
     assert not serve(layer(FORMS["fast"], 1, Channels(n4=1040)))
     assert not serve(shape=shape_of(1, 4, 512, 128))
-    assert not kernels_serve(torch.zeros(1, 1, 4), LAYOUT, SHAPE, None, 0.0, True)  # gradients are wanted
+    assert not kernels_serve(torch.zeros(1, 1, 4), LAYOUT, SHAPE, None, True)  # gradients are wanted

@@ -10,8 +10,7 @@ from rotor.kernels.reference import attention
 from rotor.kernels.rotary import when_read
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("seq_len", [1, 5])
+@pytest.mark.parametrize(("seq_len", "softcap"), [(1, 2.0), (5, None)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_masks_and_caps(name, seq_len, softcap) -> None:
     case = case_of(name, 2, seq_len, 90, softcap=softcap)

@@ -1,4 +1,4 @@
-"""Float64 attention over the rows of a layer, written for reading: what every fast path is tested against.
+"""Attention over the rows of a layer, written for reading: in float64 what every fast path is tested against.
 
 Nothing is batched, absorbed or joined: one loop over sequences, groups and heads, so that each line is the formula.
 """
@@ -21,8 +21,9 @@ def attention(
     allowed: Tensor,
     rotation: Rotation | None = None,
     first: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of all query heads of a layer, and its log-sum-exp, in float64.
+    """Attention of all query heads of a layer, and its log-sum-exp.
 
     Args:
         query: [batch_size, num_heads, seq_len, head_dim], rotated; in a model without RoPE [batch_size, seq_len, sum
@@ -31,6 +32,7 @@ def attention(
         allowed: [batch_size, seq_len, kv_len], bool: what each query attends to.
         rotation: of layers in blocks, by index; row 0 is at the beginning of a block.
         first: places of the block before the first key.
+        dtype: of all that is computed.
     Returns:
         [batch_size, seq_len, sum over query heads of value width], and [batch_size, seq_len, num_heads]. Queries that
         attend to nothing give zeros and minus infinity.
@@ -41,25 +43,27 @@ def attention(
     value = parameters.value_rows(key, value)
     outputs, sums = [], []
     for cls in layout.classes(8 if key.dtype == torch.float64 else key.element_size()):
-        latents = read_class(key, cls.key, cls.key_byte, cls.key_stride, cls.count, torch.float64).double()
-        values = read_class(value, cls.value, cls.value_byte, cls.value_stride, cls.count, torch.float64).double()
+        latents = read_class(key, cls.key, cls.key_byte, cls.key_stride, cls.count, dtype).to(dtype)
+        values = read_class(value, cls.value, cls.value_byte, cls.value_stride, cls.count, dtype).to(dtype)
         for group in range(cls.count):
             for row in range(heads):
                 of_group = query
                 if query.dim() == 3:
                     start = heads * (cls.key_place + group * cls.key.width) + row * cls.key.width
-                    of_group, keys = query[..., start : start + cls.key.width].double(), latents[:, :, group]
+                    of_group, keys = query[..., start : start + cls.key.width].to(dtype), latents[:, :, group]
                 else:
-                    of_group = query[:, (cls.start + group) * heads + row].double()
-                    basis = parameters.basis(cls)[group, row // of_kv].double()
+                    of_group = query[:, (cls.start + group) * heads + row].to(dtype)
+                    basis = parameters.basis(cls)[group, row // of_kv].to(dtype)
                     keys = latents[:, :, group] @ basis.T
                     constant = parameters.constant(cls)
                     if constant is not None:
-                        keys = keys + constant[group, row // of_kv].double()
+                        keys = (keys + constant[group, row // of_kv].to(torch.promote_types(dtype, torch.float32))).to(
+                            dtype
+                        )
                     if layout.rope_block is not None:
                         assert rotation is not None
                         table = when_read((rotation[0].double(), rotation[1].double()), layout.form)
-                        keys = rotate(keys, *(of[first : first + kv_len] for of in table))
+                        keys = rotate(keys, *(of[first : first + kv_len].to(dtype) for of in table))
                 logits = of_group @ keys.mT * parameters.scaling
                 if parameters.softcap is not None:
                     logits = parameters.softcap * torch.tanh(logits / parameters.softcap)
