@@ -73,10 +73,12 @@ def test_distortion_is_what_encode_and_decode_leave():
         assert set(codes[:, channel].tolist()) <= set(range(2**bits))
 
 
-def test_a_constant_channel_costs_nothing_at_any_width():
+def test_a_constant_channel_costs_nothing_at_any_width_and_nan_is_refused():
     statistics = measure_channels(torch.full((64, 1), 3.0, dtype=torch.float64), None, WIDTHS)
     assert (statistics.distortion * statistics.variance).max() < 1e-12
     assert float(code_of(statistics, 0).decode(torch.zeros(1, 1))) == 3.0
+    with pytest.raises(NumericsError, match="NaN or Inf"):
+        measure_channels(torch.tensor([[1.0], [torch.nan]], dtype=torch.float64), None, (2,))
 
 
 def test_a_sample_of_weight_two_is_two_samples():
@@ -135,11 +137,6 @@ def test_loss_of_a_channel_counts_each_tokens_own_gradient():
         expected = ((squares + squares.mean(0)) / 2 * errors.square()).mean(0) / 2
         assert relative_error(codes.vo.losses(0, (bits,))[0, order], expected) < 1e-4
     assert codes.vo.losses(0, (0,)).sum() > 3 * float((g.square().mean(0) * x.square().mean(0)).sum() / 2)
-
-
-def test_samples_that_are_not_finite_are_refused():
-    with pytest.raises(NumericsError, match="NaN or Inf"):
-        measure_channels(torch.tensor([[1.0], [torch.nan]], dtype=torch.float64), None, (2,))
 
 
 def all_losses(losses: np.ndarray, widths: tuple[int, ...]) -> dict[int, float]:

@@ -6,7 +6,6 @@ import csv
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,13 +224,6 @@ def test_a_second_start_measures_nothing_but_what_was_skipped(measured, monkeypa
     monkeypatch.setattr(peers, "baselines", lambda: {FEW[1]: lambda config: None})  # now it is installed
     assert study(DEMO_MODEL, result.folder, RECIPES, **arguments).added == 1
     assert scored == [FEW[1]]
-
-
-def test_the_picture_of_a_study(measured) -> None:
-    pytest.importorskip("matplotlib")
-    result, arguments = measured
-    found = study(DEMO_MODEL, result.folder, RECIPES, **{**arguments, "plots": True})
-    assert Path(result.folder / "plots" / "peers.png") in found.files
 
 
 def test_a_model_that_is_not_in_memory_is_refused(tmp_path) -> None:
