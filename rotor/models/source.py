@@ -11,7 +11,15 @@ from ..runtime.families import find_family
 from .checkpoint import config_of
 from .hub import ModelSource, find_model
 
-DEQUANTISE = "or load it with transformers in bfloat16, model.dequantize(), save_pretrained, and give that folder."
+ORIGINAL = "Give the checkpoint that it was made from; its README.md usually names it as base_model"
+DEQUANTISE = "; or load it with transformers in bfloat16 ({}), save_pretrained, and give that folder"
+QUANTISED = {
+    "awq": ("integers of AWQ", ""),
+    "gptq": ("integers of GPTQ", ""),
+    "fp8": ("numbers of 8 bits (FP8)", DEQUANTISE.format("quantization_config=FineGrainedFP8Config(dequantize=True)")),
+    "bitsandbytes": ("quantised by bitsandbytes", DEQUANTISE.format("then model.dequantize()")),
+}
+"""What weights are by `quant_method`, and what else to do."""
 
 
 def find_source(model: str | Path, revision: str | None = None, *, weights: bool = True) -> ModelSource:
@@ -29,14 +37,14 @@ def find_source(model: str | Path, revision: str | None = None, *, weights: bool
 
 def _check(folder: Path) -> None:
     config = read_json(folder / "config.json")
+    section = config.get("quantization_config")
     if is_compressed(config):
         raise UnsupportedModelError(
             f"{folder}: `rotor export` wrote it: it is compressed already.",
             "Give the run or the model that it was made from (rotor.json names both), or use it as it is.",
         )
-    if isinstance(section := config.get("quantization_config"), dict):
-        raise UnsupportedModelError(
-            f"{folder}: already quantised ({str(section.get('quant_method'))[:40]}).",
-            f"Give the checkpoint that it was made from (README.md names it as base_model), {DEQUANTISE}",
-        )
+    if isinstance(section, dict):
+        method = str(section.get("quant_method"))
+        what, else_ = QUANTISED.get(method, (f"quantised ({method[:40]})", ""))
+        raise UnsupportedModelError(f"{folder}: already quantised: its weights are {what}.", f"{ORIGINAL}{else_}.")
     find_family(config_of(folder))
