@@ -101,7 +101,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json: not readable as JSON"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "no model.safetensors and no model.safetensors.index.json"),
-    "pickle": (pickled, "pytorch_model.bin: a pickle checkpoint, which can run code when loaded."),
+    "pickle": (pickled, "pytorch_model.bin: a pickle checkpoint, which can run code when loaded"),
     "truncated": (
         lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-1000]),
         "model.safetensors: truncated or not a safetensors file",
