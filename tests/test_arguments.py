@@ -149,6 +149,14 @@ def test_quiet_prints_nothing_and_json_all_the_same(tiny, tmp_path: Path, capsys
     assert "bytes per token" in rotor(capsys, "inspect", tiny("llama"))[1]  # and the next one is not quiet
 
 
+def test_resuming_nothing_is_said(tiny, tmp_path: Path, capsys) -> None:
+    few = [item for setting in ("tokens.count=512", "tokens.seq_len=64") for item in ("--set", setting)]
+    command = ["calibrate", tiny("llama"), "-o", tmp_path / "run", "--recipe", "fdc", *few, "--resume"]
+    code, _, error = rotor(capsys, *command)
+    assert code == 0, error
+    assert f"--resume: no unfinished run is at {tmp_path}/run.partial; this one begins at the start." in error
+
+
 def test_what_is_left_of_a_long_task_is_told_where_there_is_no_terminal(monkeypatch, caplog) -> None:
     seconds = iter(range(0, 1000, 20))
     monkeypatch.setattr(console, "clock", lambda: float(next(seconds)))
