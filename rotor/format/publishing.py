@@ -20,7 +20,6 @@ from ..errors import CheckpointError, UsageError
 from .atomic import sync
 from .places import OutputFolder, mark_unfinished, remove, unmark
 
-
 REMOVING = 4
 """Descriptors that removing a folder takes at once, kept for it where the limit on open files has been reached."""
 
