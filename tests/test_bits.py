@@ -144,7 +144,6 @@ CASES = [
     ("llama", "rotor-post", ("groups.rope_block=4",)),
     ("llama", "rotor", ("groups.joint=false",)),
     ("llama", "rotor-smallest", ()),
-    ("llama", "fdc", ("tokens.source=synthetic", "groups.size=1", BITS)),
     ("gpt2", "rotor", ()),
     ("qwen3", "rotor-smallest", ()),
     ("gpt_neox", "rotor", ()),
@@ -241,6 +240,13 @@ def test_bits_of_a_run_can_be_changed_on_export(coded_run, tmp_path: Path):
     plain = export(apart.folder, tmp_path / "plain", compression=0.3, overrides=numbers)
     assert "channels" not in plain.report["ranks"]
     assert not CompressedCheckpoint(plain.folder).layouts[0].coded
+
+
+def test_papers_recipe_with_codes(coded_run, tmp_path: Path):
+    run = coded_run("llama", "fdc", "tokens.source=synthetic", "groups.size=1", BITS)
+    result = export(run.folder, tmp_path / "out", compression=0.7)
+    layouts = CompressedCheckpoint(result.folder).layouts
+    assert all(layout.coded and layout.group_size == 1 and layout.form == POST_ROPE for layout in layouts)
 
 
 def test_allocation_chooses_form_and_group_size_of_each_layer(coded_run):

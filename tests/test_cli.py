@@ -56,111 +56,89 @@ def expect_error(capsys, code: int, text: str, *arguments: str | Path) -> None:
     assert said[0].startswith("error: ")
 
 
-def not_a_model(folder: Path) -> None:
-    (folder / "config.json").unlink()
+WEIGHTS = "model.safetensors"
 
 
-def broken_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
+def edit_config(**changes: object) -> Callable[[Path], object]:
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+    return edit
 
 
-def no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
+def edit_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return edit
+
+
+def indexed(file: str) -> Callable[[Path], object]:
+    """An index whose tensors are all in this file."""
+
+    def write(folder: Path) -> None:
+        weight_map = dict.fromkeys(load_file(folder / WEIGHTS), file)
+        (folder / WEIGHTS).unlink()
+        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return write
+
+
+def quantised(method: str) -> Callable[[Path], object]:
+    return edit_config(quantization_config={"quant_method": method, "bits": 4})
 
 
 def pickled(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
 
 
-def truncated(folder: Path) -> None:
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
+K_PROJ, UP_PROJ = "model.layers.2.self_attn.k_proj.weight", "model.layers.4.mlp.up_proj.weight"
+V_PROJ = "model.layers.1.self_attn.v_proj.weight"
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json: not readable as JSON"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "no model.safetensors and no model.safetensors.index.json"),
+    "pickle": (pickled, "pytorch_model.bin: a pickle checkpoint, which can run code when loaded"),
+    "truncated": (
+        lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-1000]),
+        "model.safetensors: truncated or not a safetensors file",
+    ),
+    "no shard": (indexed("model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors: missing shard"),
+    "outside": (indexed("../model.safetensors"), "is in '../model.safetensors', expected a file name in this folder"),
+    "family": (edit_config(model_type="mamba"), "model_type 'mamba' is not supported"),
+    "family first": (
+        lambda f: (edit_config(model_type="mamba")(f), pickled(f)),
+        "model_type 'mamba' is not supported",
+    ),
+    "rotor": (
+        edit_config(quantization_config={"quant_method": "rotor", "layers": {}}),
+        "`rotor export` wrote it: it is compressed already.",
+    ),
+    "gptq": (quantised("gptq"), "already quantised: its weights are integers of GPTQ.\n  Give the checkpoint that it"),
+    "fp8": (quantised("fp8"), "FineGrainedFP8Config(dequantize=True)), save_pretrained, and give that folder."),
+    "other": (quantised("mine"), "already quantised: its weights are quantised (mine)."),
+    "sizes": (edit_config(num_key_value_heads=3), "k_weight is [128, 192], config.json implies [192, 192]"),
+    "nan": (
+        edit_weights(lambda tensors: tensors[K_PROJ][0, 3].fill_(float("nan"))),
+        f"{K_PROJ} has 1 elements that are NaN or Inf",
+    ),
+    "inf": (
+        edit_weights(lambda tensors: tensors[UP_PROJ][0, 3].fill_(float("inf"))),
+        f"{UP_PROJ} has 1 elements that are NaN or Inf",
+    ),
+    "no tensor": (edit_weights(lambda tensors: tensors.pop(V_PROJ)), V_PROJ),
+}
 
 
-def index_without_shard(folder: Path) -> None:
-    weight_map = {name: "model-00001-of-00002.safetensors" for name in load_file(folder / "model.safetensors")}
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def index_outside(folder: Path) -> None:
-    weight_map = {name: "../model.safetensors" for name in load_file(folder / "model.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-def unsupported(folder: Path) -> None:
-    edit_config(folder, model_type="mamba")
-
-
-def compressed_already(folder: Path) -> None:
-    edit_config(folder, quantization_config={"quant_method": "rotor", "layers": {}})
-
-
-def quantised(method: str) -> Callable[[Path], None]:
-    return lambda folder: edit_config(folder, quantization_config={"quant_method": method, "bits": 4})
-
-
-def unsupported_and_pickled(folder: Path) -> None:
-    unsupported(folder)
-    pickled(folder)
-
-
-def other_sizes(folder: Path) -> None:
-    edit_config(folder, num_key_value_heads=3)
-
-
-def poison(folder: Path, name: str, value: float) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors[name][0, 3] = value
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def nan_weight(folder: Path) -> None:
-    poison(folder, "model.layers.2.self_attn.k_proj.weight", float("nan"))
-
-
-def inf_weight(folder: Path) -> None:
-    poison(folder, "model.layers.4.mlp.up_proj.weight", float("inf"))
-
-
-def missing_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.self_attn.v_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("breakage", "code", "text"),
-    [
-        (not_a_model, 1, "config.json: no such file"),
-        (broken_config, 1, "config.json: not readable as JSON"),
-        (no_weights, 1, "no model.safetensors and no model.safetensors.index.json"),
-        (pickled, 1, "pytorch_model.bin: a pickle checkpoint, which can run code when loaded; rotor refuses it"),
-        (truncated, 1, "model.safetensors: truncated or not a safetensors file"),
-        (index_without_shard, 1, "model-00001-of-00002.safetensors: missing shard"),
-        (index_outside, 1, "is in '../model.safetensors', expected a file name in this folder"),
-        (unsupported, 1, "model_type 'mamba' is not supported"),
-        (compressed_already, 1, "`rotor export` wrote it: it is compressed already."),
-        (quantised("awq"), 1, "already quantised: its weights are integers of AWQ.\n  Give the checkpoint that it was"),
-        (quantised("gptq"), 1, "already quantised: its weights are integers of GPTQ.\n  Give the checkpoint that it"),
-        (quantised("fp8"), 1, "FineGrainedFP8Config(dequantize=True)), save_pretrained, and give that folder."),
-        (quantised("mine"), 1, "already quantised: its weights are quantised (mine)."),
-        (unsupported_and_pickled, 1, "model_type 'mamba' is not supported"),
-        (other_sizes, 1, "k_weight is [128, 192], config.json implies [192, 192]"),
-        (nan_weight, 1, "model.layers.2.self_attn.k_proj.weight has 1 elements that are NaN or Inf"),
-        (inf_weight, 1, "model.layers.4.mlp.up_proj.weight has 1 elements that are NaN or Inf"),
-        (missing_tensor, 1, "model.layers.1.self_attn.v_proj.weight"),
-    ],
-)
-def test_a_broken_model_is_refused(breakage, code: int, text: str, model: Path, tmp_path: Path, capsys) -> None:
-    breakage(model)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_model_is_refused(name: str, model: Path, tmp_path: Path, capsys) -> None:
+    damage, text = BROKEN[name]
+    damage(model)
     before = contents(model)
-    expect_error(capsys, code, text, "calibrate", model, "-o", tmp_path / "run", "--recipe", "fdc", *FAST)
+    expect_error(capsys, 1, text, "calibrate", model, "-o", tmp_path / "run", "--recipe", "fdc", *FAST)
     assert not (tmp_path / "run").exists()
     assert contents(model) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
@@ -169,13 +147,9 @@ def test_a_broken_model_is_refused(breakage, code: int, text: str, model: Path, 
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["--recipe", "fcd"], 2, "did you mean 'fdc'"),
-        (["--set", "tokens.cuont=3"], 2, "did you mean 'count'"),
         (["--set", "groups.size=3"], 2, "groups.size 3 does not divide the model's 2 KV heads"),
         (["--set", "tokens.count=40", "--set", "tokens.seq_len=40"], 1, "fewer than the 128 dimensions"),
         (["--device", "cuda:7"], 2, "cuda:7"),
-        (["--device", "abacus"], 2, "abacus"),
-        (["--dtype", "int3"], 2, "int3"),
         (["--set", "tokens.source=text", "--set", "tokens.path=nowhere.txt"], 2, "nowhere.txt: no such file"),
         (["--set", "codes.bits=[3]"], 2, "codes.bits: got [3], expected"),
     ],
@@ -193,9 +167,7 @@ def test_wrong_requests_to_export(demo_run, tmp_path: Path, capsys) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
     for arguments, code, text in (
-        ([], 2, "got no goal"),
         (["--accuracy", "0.9", "--compression", "0.5"], 2, "got --accuracy and --compression"),
-        (["--accuracy", "1.2"], 2, "--accuracy: got 1.2, expected a finite number above 0"),
         (["--compression", "1"], 2, "--compression: got 1.0, expected a finite number above 0"),
         (["--removal-rate", "-0.1"], 2, "--removal-rate -0.1"),
         (["--compression", "0.99"], 2, "the most that can be removed is 0.7500"),
@@ -260,48 +232,27 @@ def test_overwrite_replaces_the_whole_folder(demo_run, tmp_path: Path, capsys) -
 
 def test_json_output_of_every_command(model: Path, tmp_path: Path, capsys) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    code, text, _ = rotor(capsys, "calibrate", model, "-o", run, "--recipe", "rotor-16", *FAST, "--json")
-    assert code == 0
-    calibrated = json.loads(text)
+    calibrated = json.loads(rotor(capsys, "calibrate", model, "-o", run, "--recipe", "rotor-16", *FAST, "--json")[1])
     assert calibrated["tokens"]["count"] == 1024
     assert set(calibrated["stages"]) == {"check model", "tokens", "load model", "capture", "bases", "write"}
-    code, text, _ = rotor(capsys, "export", run, "-o", out, "--compression", "0.6", "--json")
-    assert code == 0
-    exported = json.loads(text)
+    exported = json.loads(rotor(capsys, "export", run, "-o", out, "--compression", "0.6", "--json")[1])
     assert exported["compression"]["stored"] >= 0.6
-    code, text, _ = rotor(capsys, "validate", out, "--json")
-    assert code == 0
-    validated = json.loads(text)
+    validated = json.loads(rotor(capsys, "validate", out, "--json")[1])
     assert validated["ok"] is True
-    code, text, _ = rotor(capsys, "generate", out, "def main(", "--max-new-tokens", "5", "--json")
-    assert code == 0
-    generated = json.loads(text)
+    generated = json.loads(rotor(capsys, "generate", out, "def main(", "--max-new-tokens", "5", "--json")[1])
     assert generated["text"].startswith("def main(")
     assert generated["new_tokens"] == 5
     tokens = generated["kv_cache_bytes"] / (2 * exported["kv_bytes_per_token"]["after"])  # float32 on a CPU
-    assert tokens == 4 + len(load_tokenizer()("def main(")["input_ids"])
-    code, text, _ = rotor(capsys, "recipes", "--json")
-    assert code == 0
-    assert {"fdc", "rotor"} <= set(json.loads(text))
-
-
-def test_a_quiet_generate_prints_its_text_and_the_help_says_so(capsys) -> None:
-    code, text, error = rotor(capsys, "generate", DEMO_MODEL, "def main(", "--max-new-tokens", "2", "-q")
-    assert (code, error) == (0, "")
-    assert text.startswith("def main(")
-    assert "Print nothing but errors and the text itself." in " ".join(rotor(capsys, "generate", "--help")[1].split())
-
-
-def load_tokenizer():
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(DEMO_MODEL)
+    assert tokens == 4 + generated["prompt_tokens"]
+    assert {"fdc", "rotor"} <= set(json.loads(rotor(capsys, "recipes", "--json")[1]))
 
 
 def test_sampling_is_seeded(capsys) -> None:
-    sample = ["generate", DEMO_MODEL, "import ", "--temperature", "1.0", "--max-new-tokens", "12"]
-    texts = [rotor(capsys, *sample, "--seed", seed)[1] for seed in ("1", "1", "2")]
-    assert texts[0] == texts[1] != texts[2]
+    """And -q leaves the text."""
+    sample = ["generate", DEMO_MODEL, "import ", "--temperature", "1.0", "--max-new-tokens", "12", "-q"]
+    said = [rotor(capsys, *sample, "--seed", seed) for seed in ("1", "1", "2")]
+    assert said[0] == said[1] != said[2]
+    assert [(code, text.startswith("import "), error) for code, text, error in said] == [(0, True, "")] * 3
 
 
 def test_validate_exit_codes(demo_run, tmp_path: Path, capsys) -> None:

@@ -65,8 +65,7 @@ def test_main_job(recipe: str, run_copy, tmp_path: Path) -> None:
     assert result.target_met
     assert not result.damaged
     statuses = {check.name: check.status for check in result.checks}
-    expected_skip = "stored bases" if recipe == "rotor" else None
-    assert {name for name, status in statuses.items() if status != "pass"} == ({expected_skip} - {None})
+    assert set(statuses.values()) == {"pass"}
     summary = result.summary
     assert summary["same_data_as_export"]
     assert summary["accuracy"]["value"] == pytest.approx(report["accuracy"]["report"], abs=1e-4)
@@ -149,8 +148,7 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
     tokens = calibration_tokens(run.recipe.tokens, checkpoint.config, checkpoint.tokenizer).rows
     assert tokens.shape == (16, 64)
     model = load_model(checkpoint.folder, torch.device("cpu"), torch.float32)
-    before = f"key_64_{run.shape.rotary_planes}"
-    wanted = frozenset({"query", before, "key_post", "value"})
+    wanted = frozenset({"query", f"key_64_{run.shape.rotary_planes}", "key_post", "value"})
 
     def collect(rows: torch.Tensor, batch_tokens: int) -> list[LayerStatistics]:
         network = LayerwiseModel.of(model, batch_tokens)
@@ -166,9 +164,6 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
         torch.testing.assert_close(total, whole[1].sums[name], rtol=1e-5, atol=1e-4)
     for name, total in whole[1].sums.items():
         torch.testing.assert_close(merged.sums[name], total, rtol=1e-5, atol=1e-3)
-    # RoPE is a rotation: it moves no energy between keys before and after it.
-    norms = [whole[1].sums[name].diagonal(dim1=-2, dim2=-1).sum() for name in (before, "key_post")]
-    torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0)
 
 
 def test_calibrating_on_a_text_file(tmp_path: Path) -> None:
@@ -277,7 +272,7 @@ def test_validate_elsewhere_says_what_it_could_not_check(run_copy, tmp_path: Pat
     shutil.copytree(tmp_path / "out", moved)
     result = validate(moved)
     skipped = {c.name for c in result.checks if c.status == "skipped"}
-    assert {"source unchanged", "full-rank rewrite", "bases at full rank", "accuracy target"} <= skipped
+    assert {"source unchanged", "full-rank rewrite", "accuracy target"} <= skipped
     result = validate(moved, model=DEMO_MODEL, run=run.folder)
     assert {c.name for c in result.checks if c.status == "skipped"} == {"accuracy target"}  # no target was set
     with pytest.raises(CheckpointError, match="no such folder"):

@@ -68,46 +68,12 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WORDS = st.sampled_from(
     ["x", "out", "run", "model", "m[ab]", "**", "a b", "*", "é", "\x1b[31m", "new\nline", "-", "..."]
 )
-ODD = [
-    "",
-    ".",
-    "..",
-    "./",
-    "file",
-    "file/x",
-    "link",
-    "link/../notes",
-    "link/../new",
-    "link/../../model",
-    "link/x",
-    "to-model",
-    "to-model/x",
-    "to-model/../fresh",
-    "to-out",
-    "dangling",
-    "dangling/x",
-    "notes",
-    "notes.partial",
-    "model",
-    "model/",
-    "model/x",
-    "model.partial",
-    "run",
-    "run/bases",
-    "run.partial",
-    "out",
-    "out/x",
-    "out.partial",
-    "deep/er/../../model/../new",
-    "new/folders/below",
-    ".out.rotor-lock",
-    ".new.rotor-0123456789abcdef",
-    os.fsdecode(b"caf\xe9"),
-    "x" * 300,
-    "~",
-    "$HOME",
-    "C:\\x",
-]
+PLACES = """
+    . .. ./ file file/x link link/../notes link/../new link/../../model link/x to-model to-model/x to-model/../fresh
+    to-out dangling dangling/x notes notes.partial model model/ model/x model.partial run run/bases run.partial out
+    out/x out.partial deep/er/../../model/../new new/below .out.rotor-lock .new.rotor-0123456789abcdef ~ $HOME C:\\x
+"""
+ODD = [*PLACES.split(), "", os.fsdecode(b"caf\xe9"), "x" * 300]
 PATHS = st.one_of(
     st.sampled_from(ODD),
     st.sampled_from(ODD),
@@ -252,42 +218,26 @@ def replaced(data: Any, where: float, junk: object) -> Any:
 
 
 FILES = {
-    "model": ["config.json", "model.safetensors", "generation_config.json", "LICENSE"],
-    "run": [
-        "run.json",
-        "recipe.yaml",
-        "manifest.json",
-        "bases/layer-0000.safetensors",
-        "statistics/layer-0001.safetensors",
-        "log.txt",
-    ],
-    "out": [
-        "config.json",
-        "rotor.json",
-        "manifest.json",
-        "kernel_config.json",
-        "recipe.yaml",
-        "README.md",
-        "model.safetensors",
-        "generation_config.json",
-        "report.html",
-    ],
+    "model": "config.json model.safetensors generation_config.json LICENSE",
+    "run": "run.json recipe.yaml manifest.json bases/layer-0000.safetensors statistics/layer-0001.safetensors log.txt",
+    "out": "config.json rotor.json manifest.json kernel_config.json recipe.yaml README.md model.safetensors "
+    "generation_config.json report.html",
 }
 READING: dict[str, list[tuple[list[str], str | None, str]]] = {
     "model": [
         (["inspect", "model"], None, ""),
-        (["calibrate", "model", "-o", "new", "--recipe", "fdc", *SETTINGS], "new", "run"),
-        (["export", "run", "-o", "new", "--compression", "0.4", "--no-measure"], "new", "checkpoint"),
+        CASES["calibrate"],
+        CASES["export"],
     ],
     "run": [
-        (["export", "run", "-o", "new", "--compression", "0.4", "--no-measure"], "new", "checkpoint"),
+        CASES["export"],
         (["export", "run", "-o", "new", "--compression", "0.4", "--no-measure", "--dry-run"], None, ""),
-        (["calibrate", "model", "-o", "run", "--recipe", "fdc", *SETTINGS, "--overwrite"], "run", "run"),
+        CASES["calibrate again"],
     ],
     "out": [
         (["validate", "out"], None, ""),
         (["validate", "out", "--json"], None, ""),
-        (["export", "run", "-o", "out", "--compression", "0.3", "--no-measure", "--overwrite"], "out", "checkpoint"),
+        CASES["export again"],
     ],
 }
 CHANGES = ["flip", "cut", "longer", "gone", "folder", "pipe", "link", "loop", "json", "json", "json", "json"]
@@ -296,7 +246,7 @@ CHANGES = ["flip", "cut", "longer", "gone", "folder", "pipe", "link", "loop", "j
 @st.composite
 def damage(draw: Any) -> tuple[str, str, str, float, object, bool, int]:
     folder = draw(st.sampled_from(sorted(FILES)))
-    file = draw(st.sampled_from(FILES[folder]))
+    file = draw(st.sampled_from(FILES[folder].split()))
     where = draw(st.floats(0, 1, exclude_max=True))
     return folder, file, draw(st.sampled_from(CHANGES)), where, draw(JUNK), draw(st.booleans()), draw(st.integers(0, 2))
 

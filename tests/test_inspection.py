@@ -7,13 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import DEMO_MODEL
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from rotor.cli.commands import app
-from rotor.errors import CheckpointError, UnsupportedModelError
+from rotor.errors import CheckpointError
 from rotor.format.layout import AttentionShape, Candidate, KeyForm
 from rotor.planning.inspection import inspect
 from rotor.prediction.cost import (
@@ -39,15 +38,6 @@ def test_the_bundled_model() -> None:
     assert not found.calibrate.streamed
     assert sum(found.calibrate.host_bytes.values()) < found.calibrate.available_host_bytes
     assert found.calibrate.product_seconds.keys() >= {"text", "statistics"}
-
-
-def test_weights_are_not_read(tmp_path: Path) -> None:
-    """NaN weights do not matter, and neither do their pages: the file is cut to a hole after its header."""
-    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    save_file({name: torch.full_like(t, float("nan")) for name, t in tensors.items()}, path)
-    assert inspect(folder).parameters == sum(t.numel() for t in tensors.values())
 
 
 def test_a_config_alone_is_enough(tiny, tmp_path: Path) -> None:
@@ -100,14 +90,6 @@ def test_more_tokens_and_wider_groups_need_more() -> None:
     assert many.kept_disk_bytes == few.kept_disk_bytes
     narrow, wide = (inspect(DEMO_MODEL, "rotor", [f"groups.size={n}"]).calibrate for n in (1, 2))
     assert wide.kept_disk_bytes > narrow.kept_disk_bytes
-
-
-def test_an_unsupported_model_is_refused(tmp_path: Path) -> None:
-    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
-    with pytest.raises(UnsupportedModelError, match=r"Supported: .*llama"):
-        inspect(folder)
 
 
 def test_command_line() -> None:

@@ -100,6 +100,6 @@ def test_a_completion_imports_nothing_large() -> None:
     import subprocess
     import sys
 
-    program = "import sys; from rotor.cli import completion as c; c.settings('t'); c.recipe_names(''); "
-    program += "c.target_devices(''); assert not {'torch', 'transformers'} & set(sys.modules)"
+    program = "import sys; from rotor.cli import completion as c; c.settings('t'); c.bundled(); "
+    program += "c.target_devices(); assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

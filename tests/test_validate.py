@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rotor.errors import RotorError
 from rotor.export.export import export
 from rotor.progress import Progress
-from rotor.validation.integrity import Validation, check_integrity, difference
+from rotor.validation.integrity import Validation, check_integrity
 from rotor.validation.validate import validate
 
 LAYER = "model.layers.1.self_attn."
@@ -60,10 +60,6 @@ def holder(folder: Path, name: str) -> Path:
     return folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
 
 
-def test_nothing_is_wrong_with_a_good_one(out: Path) -> None:
-    assert problems(out) == {}
-
-
 def test_a_bit_flipped_in_the_data_of_any_tensor_names_it_and_its_file(out: Path) -> None:
     tried = 0
     for path in shards(out):
@@ -81,7 +77,7 @@ def test_a_bit_flipped_in_the_data_of_any_tensor_names_it_and_its_file(out: Path
     assert tried == len(json.loads((out / "rotor.json").read_text())["tensors"])
 
 
-@pytest.mark.parametrize("step", range(8))
+@pytest.mark.parametrize("step", [0, 5])
 def test_a_bit_flipped_in_the_header_of_any_shard_is_found(step: int, out: Path) -> None:
     """Also where it changes no tensor, as in the file's metadata or in a space."""
     for path in shards(out):
@@ -94,104 +90,91 @@ def test_a_bit_flipped_in_the_header_of_any_shard_is_found(step: int, out: Path)
         path.write_bytes(data)
 
 
-def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def in_index(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
+def in_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     change(index["weight_map"])
     path.write_text(json.dumps(index))
 
 
-def dropped(folder: Path) -> None:
-    rewrite(holder(folder, LAYER + "o_proj.weight"), lambda t: t.pop(LAYER + "o_proj.weight"))
+O_PROJ = LAYER + "o_proj.weight"
 
 
-def dropped_from_the_index_too(folder: Path) -> None:
-    dropped(folder)
-    in_index(folder, lambda m: m.pop(LAYER + "o_proj.weight"))
+def in_tensors(name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    return lambda folder: rewrite(holder(folder, name), change)
 
 
-def dropped_from_the_index_alone(folder: Path) -> None:
-    in_index(folder, lambda m: m.pop(LAYER + "o_proj.weight"))
+def swapped(a: str, b: str) -> Callable[[Path], object]:
+    def swap(folder: Path) -> None:
+        first, second = load_file(holder(folder, a))[a], load_file(holder(folder, b))[b]
+        rewrite(holder(folder, a), lambda t: t.update({a: second}))
+        rewrite(holder(folder, b), lambda t: t.update({b: first}))
+
+    return swap
 
 
-def added(folder: Path) -> None:
-    rewrite(holder(folder, LAYER + "o_proj.weight"), lambda t: t.update({"extra.weight": torch.ones(2)}))
+drop = in_tensors(O_PROJ, lambda t: t.pop(O_PROJ))
+add = in_tensors(O_PROJ, lambda t: t.update({"extra.weight": torch.ones(2)}))
+rename = in_tensors(O_PROJ, lambda t: t.update({"other.weight": t.pop(O_PROJ)}))
+NORMS = [f"model.layers.{i}.input_layernorm.weight" for i in (0, 1)]
+DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "dropped": (drop, "error", f"{O_PROJ} is missing"),
+    "dropped twice": (
+        lambda f: (drop(f), in_index(f, lambda m: m.pop(O_PROJ))),
+        "tensor names",
+        f"{O_PROJ} is missing",
+    ),
+    "not in the index": (lambda f: in_index(f, lambda m: m.pop(O_PROJ)), "error", f"{O_PROJ} is not in the index"),
+    "added": (add, "error", "tensor extra.weight is not in the index"),
+    "added twice": (
+        lambda f: (add(f), in_index(f, lambda m: m.update({"extra.weight": m[O_PROJ]}))),
+        "tensor names",
+        "extra.weight in model-0000",
+    ),
+    "renamed": (
+        lambda f: (rename(f), in_index(f, lambda m: m.update({"other.weight": m.pop(O_PROJ)}))),
+        "tensor names",
+        f"{O_PROJ} is missing; other.weight in model-0000",
+    ),
+    "shape": (
+        in_tensors(O_PROJ, lambda t: t.update({O_PROJ: t[O_PROJ].T.contiguous()})),
+        "tensor shapes and dtypes",
+        f"{O_PROJ} is float32 [",
+    ),
+    "dtype": (
+        in_tensors(O_PROJ, lambda t: t.update({O_PROJ: t[O_PROJ].to(torch.bfloat16)})),
+        "tensor shapes and dtypes",
+        f"{O_PROJ} is bfloat16 [",
+    ),
+    "swapped": (swapped(*NORMS), "tensor hashes", f"{NORMS[0]} in model-0000"),
+    "swapped bases": (
+        swapped(LAYER + "key_basis", LAYER + "query_basis"),
+        "tensor hashes",
+        LAYER + "key_basis in model-0000",
+    ),
+    "not finite": (
+        in_tensors(O_PROJ, lambda t: t[O_PROJ].view(-1)[3:5].fill_(float("nan"))),
+        "tensors finite",
+        f"{O_PROJ} has 2 elements that are NaN or Inf",
+    ),
+    "stray shard": (
+        lambda f: save_file({"x": torch.ones(1)}, f / "model-00009-of-00009.safetensors"),
+        "files",
+        "model-00009-of-00009.safetensors is unexpected",
+    ),
+    "lost shard": (lambda f: shards(f)[0].unlink(), "error", "missing shard"),
+}
 
 
-def added_to_the_index_too(folder: Path) -> None:
-    added(folder)
-    in_index(folder, lambda m: m.update({"extra.weight": m[LAYER + "o_proj.weight"]}))
-
-
-def renamed(folder: Path) -> None:
-    rewrite(
-        holder(folder, LAYER + "o_proj.weight"), lambda t: t.update({"other.weight": t.pop(LAYER + "o_proj.weight")})
-    )
-    in_index(folder, lambda m: m.update({"other.weight": m.pop(LAYER + "o_proj.weight")}))
-
-
-def reshaped(folder: Path) -> None:
-    name = LAYER + "o_proj.weight"
-    rewrite(holder(folder, name), lambda t: t.update({name: t[name].T.contiguous()}))
-
-
-def other_dtype(folder: Path) -> None:
-    name = LAYER + "o_proj.weight"
-    rewrite(holder(folder, name), lambda t: t.update({name: t[name].to(torch.bfloat16)}))
-
-
-def swapped(folder: Path) -> None:
-    a, b = (f"model.layers.{i}.input_layernorm.weight" for i in (0, 1))
-    values = load_file(holder(folder, a))[a], load_file(holder(folder, b))[b]
-    rewrite(holder(folder, a), lambda t: t.update({a: values[1]}))
-    rewrite(holder(folder, b), lambda t: t.update({b: values[0]}))
-
-
-def swapped_bases(folder: Path) -> None:
-    a, b = LAYER + "key_basis", LAYER + "query_basis"
-    values = load_file(holder(folder, a))[a], load_file(holder(folder, b))[b]
-    rewrite(holder(folder, a), lambda t: t.update({a: values[1]}))
-    rewrite(holder(folder, b), lambda t: t.update({b: values[0]}))
-
-
-def not_finite(folder: Path) -> None:
-    name = LAYER + "o_proj.weight"
-    rewrite(holder(folder, name), lambda t: t[name].view(-1)[3:5].fill_(float("nan")))
-
-
-def stray_shard(folder: Path) -> None:
-    save_file({"x": torch.ones(1)}, folder / "model-00009-of-00009.safetensors")
-
-
-def lost_shard(folder: Path) -> None:
-    shards(folder)[0].unlink()
-
-
-@pytest.mark.parametrize(
-    ("damage", "check", "text"),
-    [
-        (dropped, "error", LAYER + "o_proj.weight is missing"),
-        (dropped_from_the_index_too, "tensor names", LAYER + "o_proj.weight is missing"),
-        (dropped_from_the_index_alone, "error", LAYER + "o_proj.weight is not in the index"),
-        (added, "error", "tensor extra.weight is not in the index"),
-        (added_to_the_index_too, "tensor names", "extra.weight in model-0000"),
-        (renamed, "tensor names", LAYER + "o_proj.weight is missing; other.weight in model-0000"),
-        (reshaped, "tensor shapes and dtypes", LAYER + "o_proj.weight is float32 ["),
-        (other_dtype, "tensor shapes and dtypes", LAYER + "o_proj.weight is bfloat16 ["),
-        (swapped, "tensor hashes", "model.layers.0.input_layernorm.weight in model-0000"),
-        (swapped_bases, "tensor hashes", LAYER + "key_basis in model-0000"),
-        (not_finite, "tensors finite", LAYER + "o_proj.weight has 2 elements that are NaN or Inf"),
-        (stray_shard, "files", "model-00009-of-00009.safetensors is unexpected"),
-        (lost_shard, "error", "missing shard"),
-    ],
-)
-def test_damaged_weights(damage: Callable[[Path], None], check: str, text: str, out: Path) -> None:
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_weights(name: str, out: Path) -> None:
+    damage, check, text = DAMAGES[name]
     damage(out)
     assert text in problems(out)[check]
 
@@ -200,9 +183,6 @@ def test_damaged_weights(damage: Callable[[Path], None], check: str, text: str, 
 def test_a_missing_file(name: str, out: Path) -> None:
     (out / name).unlink()
     assert name in " ".join(problems(out).values())
-
-
-Edit = tuple[str, tuple[str | int, ...], str]
 
 
 def edits(folder: Path) -> list[tuple[str, list[str | int]]]:
@@ -264,15 +244,6 @@ def test_tiles_may_be_edited_within_what_can_be_launched(keys: int, served: bool
     (out / "kernel_config.json").write_text(json.dumps(data))
     reseal(out)
     assert ("kernel_config.json" in problems(out).get("layouts agree", "")) != served
-
-
-def test_the_first_difference_is_named() -> None:
-    expected = {"a": [{"b": 1}, {"b": 2}]}
-    assert difference(expected, expected, "x.json", "y") == ""
-    assert difference({"a": [{"b": 1}, {"b": 3}]}, expected, "x.json", "y") == "x.json.a[1].b: 3, y implies 2"
-    assert difference({"a": [{"b": 1}]}, expected, "x.json", "y").startswith("x.json.a: [{")
-    assert difference(1.0, 1, "x", "y") == "x: 1.0, y implies 1"
-    assert difference([(1, 2)], [[1, 2]], "x", "y") == ""
 
 
 def test_the_command_finds_a_flipped_bit(out: Path, good: Path) -> None:

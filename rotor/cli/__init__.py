@@ -20,6 +20,8 @@ from typing import Any
 from ..errors import Interrupted, RotorError, UsageError, from_system
 from ..logs import is_first_process, printable
 
+DEFECT = "A defect of rotor's: please report it, with the traceback that ROTOR_DEBUG=1 shows."
+
 
 def main() -> None:
     """Entry point: any error is two lines on stderr and an exit code; ROTOR_DEBUG=1 shows the traceback."""
@@ -43,7 +45,9 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("ROTOR_DEBUG"):
             raise
-        _fail(error if isinstance(error, RotorError) else from_system(error) or _defect(error))
+        found = error if isinstance(error, RotorError) else from_system(error)
+        text = " ".join(str(error).split())
+        _fail(found or RotorError(f"unexpected {type(error).__name__}: {text}", DEFECT))
 
 
 @contextmanager
@@ -94,14 +98,6 @@ def _what_to_do(error: RotorError) -> str:
     if error.__cause__ is not None and not isinstance(error, UsageError):
         return "Set ROTOR_DEBUG=1 for a traceback."
     return "`rotor --help` lists the commands; each has --help with an example."
-
-
-def _defect(error: Exception) -> RotorError:
-    """What should not happen."""
-    return RotorError(
-        f"unexpected {type(error).__name__}: {' '.join(str(error).split())}",
-        "A defect of rotor's: please report it, with the traceback that ROTOR_DEBUG=1 shows.",
-    )
 
 
 def _prepare_streams() -> None:

@@ -18,10 +18,8 @@ from ..format.json_files import json_text
 from ..installing import documentation
 from ..versions import __version__
 from .console import stdout
-from .options import with_options
+from .options import MAX_NUMBER, with_options
 
-MAX_NUMBER = 1 << 30
-LONGEST_SUMMARY = 1000
 CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """Click's UsageError, of which newer versions of Typer have a copy."""
 
@@ -63,13 +61,6 @@ class Commands(typer.core.TyperGroup):
         with _in_two_lines():
             return super().invoke(ctx)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """As Typer does, but with whole summaries: the formatter breaks lines."""
-        named = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
-        rows = [(name, command.get_short_help_str(LONGEST_SUMMARY)) for name, command in named if command is not None]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
 
 app = typer.Typer(
     cls=Commands,
@@ -77,8 +68,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_NUMBER},  # the terminal's
     help="Shrink the KV cache of a decoder-only language model along its hidden dimension, at a stated accuracy.",
-    epilog="Exit codes: 0 done, 1 a model, a file or the data is bad, 2 the request is, 3 the accuracy cannot be "
-    "reached or is not met, 130 interrupted (Ctrl-C or SIGTERM). Each command has --help with an example. "
+    epilog="Exit codes: 0 done; 1 a model, a file or the data is bad; 2 the request is bad; 3 the accuracy cannot be "
+    "reached or is not met; 130 interrupted (Ctrl-C or SIGTERM). Each command has --help with an example. "
     f"Documentation: {documentation()}",
     rich_markup_mode=None,
 )
@@ -88,7 +79,8 @@ def command(*, epilog: str, name: str | None = None, **context: Any) -> Callable
     """Add a command to the application; see with_options for what its parameters may be."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        return app.command(name, epilog=epilog, context_settings=context)(with_options(function))
+        summary = (function.__doc__ or "").partition("\n\n")[0]
+        return app.command(name, epilog=epilog, short_help=summary, context_settings=context)(with_options(function))
 
     return register
 
@@ -132,18 +124,10 @@ def split(names: str) -> list[str]:
 
 def numbers(option: str, text: str) -> list[int]:
     """`1,8`; raises UsageError unless they are positive whole numbers."""
-    items = [item.strip() for item in text.split(",")]
-    if not all(item.isdecimal() and item.isascii() and 0 < int(item) <= MAX_NUMBER for item in items):
+    items = split(text)
+    if not items or not all(item.isdecimal() and item.isascii() and 0 < int(item) <= MAX_NUMBER for item in items):
         raise UsageError(f"{option} {text}: expected whole numbers from 1 to {MAX_NUMBER}.", f"Example: {option} 1,8")
-    return list(dict.fromkeys(int(item) for item in items))
-
-
-def shares(option: str, text: str | None) -> tuple[float, ...]:
-    """`0.99,0.95`, or nothing; raises UsageError unless they are numbers."""
-    try:
-        return tuple(dict.fromkeys(float(item) for item in split(text or "")))
-    except ValueError:
-        raise UsageError(f"{option} {text}: expected numbers.", f"Example: {option} 0.99,0.95") from None
+    return list(dict.fromkeys(map(int, items)))
 
 
 def check_results(*files: Path | None) -> None:

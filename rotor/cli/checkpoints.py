@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.text import Text
 
 from ..errors import UsageError
 from ..logs import is_first_process
-from .app import check_folder, command, print_json, resumable, shares
+from .app import check_folder, command, print_json, resumable, split
 from .console import in_interval, print_seconds, print_table, say
-from .options import ComputeOptions, MemoryOptions, Output
+from .options import ComputeOptions, Count, MemoryOptions, Output
 from .plans import print_calibration_plan, print_export_plan
 
 
@@ -31,7 +31,7 @@ def calibrate(
     text: Path | None = None,
     revision: str | None = None,
     overrides: list[str] | None = None,
-    batch_tokens: Annotated[int, typer.Option(min=1)] = 2048,
+    batch_tokens: Count = 2048,
     resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -82,10 +82,8 @@ def calibrate(
         f"{run.info['tokens']['count']} tokens"
     )
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
-    if Checkpoint(run.model_folder).tokenizer is None:
-        say(f"Next: rotor export {shlex.quote(str(run.folder))} -o OUT --compression 0.8")
-    else:
-        say(f"Next: rotor export {shlex.quote(str(run.folder))} -o OUT --accuracy 0.99")
+    goal = "--compression 0.8" if Checkpoint(run.model_folder).tokenizer is None else "--accuracy 0.99"
+    say(f"Next: rotor export {shlex.quote(str(run.folder))} -o OUT {goal}")
 
 
 def _how_to_resume(out: Path) -> str:
@@ -95,9 +93,8 @@ def _how_to_resume(out: Path) -> str:
     partial = PartialRun(OutputFolder.at(out, "run"))
     if not partial.exists:
         return "No layer was finished and nothing was written; give the same command again."
-    return (
-        f"{partial.folder} holds {partial.finished_layers} finished layer(s): the same command with --resume goes on."
-    )
+    done = partial.finished_layers
+    return f"{partial.folder} holds {done} finished layer(s): the same command with --resume goes on."
 
 
 @command(epilog="Example: rotor export runs/demo -o out/demo --accuracy 0.99")
@@ -145,7 +142,7 @@ def export(
         run,
         out,
         Goal(accuracy, compression, removal_rate, confidence),
-        shares("--targets", targets),
+        _shares(targets),
         (*(overrides or ()), *device_overrides(target_device, device_file)),
         objective=objective,
         compute=compute.checked(),
@@ -163,9 +160,8 @@ def export(
         plan = plan_export(settings)
         print_json(plan.to_dict()) if output.as_json else print_export_plan(plan)
         return
-    with resumable(
-        lambda: f"Nothing was written to {out}; what was measured is kept in {run}: the same command goes on."
-    ):
+    kept = f"Nothing was written to {out}; what was measured is kept in {run}: the same command goes on."
+    with resumable(lambda: kept):
         result = run_export(settings, progress)
     if output.as_json:
         shown = {k: v for k, v in result.report.items() if k not in ("tensors", "layouts")}
@@ -175,15 +171,20 @@ def export(
     _print_export(out, result)
 
 
+def _shares(text: str | None) -> tuple[float, ...]:
+    """`0.99,0.95`, or nothing; raises UsageError unless they are numbers."""
+    try:
+        return tuple(dict.fromkeys(float(item) for item in split(text or "")))
+    except ValueError:
+        raise UsageError(f"--targets {text}: expected numbers.", "Example: --targets 0.99,0.95") from None
+
+
 def _print_export(out: Path, result: Any) -> None:
     from ..export.model_card import below_target
 
     report = result.report
-    size, value = report["kv_bytes_per_token"], report["accuracy"]
-    written = (
-        f"{out}: compression {report['compression']['stored']:.3f} ({size['before']} -> {size['after']} KV bytes per "
-        "token), accuracy"
-    )
+    size, value, stored = report["kv_bytes_per_token"], report["accuracy"], report["compression"]["stored"]
+    written = f"{out}: compression {stored:.3f} ({size['before']} -> {size['after']} KV bytes per token), accuracy"
     if value["report"] is None:
         say(f"{written} not measured: {value['not_measured']}")
     else:
@@ -278,23 +279,17 @@ def _print_checks(result: Any) -> None:
 def _print_summary(results: list[Any]) -> None:
     """One row for each folder, below one for the uncompressed model."""
     found = [result.summary.get("accuracy") for result in results]
-    before = {(result.summary.get("kv_bytes_per_token") or {}).get("before") for result in results}
+    before = {result.summary["kv_bytes_per_token"]["before"] for result in results}
     rows: list[tuple[Any, ...]] = [("uncompressed", "-", "-", "1", "0", "-", "0", *before)] if len(before) == 1 else []
     for result, accuracy in zip(results, found, strict=True):
-        summary = result.summary
-        size, share = summary.get("kv_bytes_per_token") or {}, summary.get("compression") or {}
-        rows.append(
-            (
-                result.folder,
-                summary.get("recipe"),
-                f"{accuracy['target']:g}" if accuracy and accuracy["target"] is not None else "-",
-                f"{accuracy['value']:.4f}{in_interval(accuracy)}" if accuracy else "not measured",
-                f"{accuracy['kl_div']:.4f}" if accuracy else "-",
-                f"{share['stored']:.3f}" if share else "-",
-                f"{summary['measured_compression']:.3f}" if "measured_compression" in summary else "-",
-                f"{summary.get('measured_kv_bytes_per_token', size.get('after')):g}",
-            )
-        )
+        summary, measured = result.summary, ("-", "not measured", "-")
+        if accuracy:
+            target = "-" if accuracy["target"] is None else f"{accuracy['target']:g}"
+            measured = target, f"{accuracy['value']:.4f}{in_interval(accuracy)}", f"{accuracy['kl_div']:.4f}"
+        share = f"{summary['measured_compression']:.3f}" if "measured_compression" in summary else "-"
+        size = summary.get("measured_kv_bytes_per_token", summary["kv_bytes_per_token"]["after"])
+        stored = f"{summary['compression']['stored']:.3f}"
+        rows.append((result.folder, summary["recipe"], *measured, stored, share, f"{size:g}"))
     left = "folder", "recipe", "target", "report accuracy [95 % interval]", "KL"
     texts = dict.fromkeys(accuracy["data"] for accuracy in found if accuracy)
     title = "KV cache compression" + (f"; accuracy on the report split of {' and of '.join(texts)}" if texts else "")

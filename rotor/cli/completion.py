@@ -1,52 +1,25 @@
-"""What the shell completes: names of recipes, settings, devices. It runs at a keypress, and imports nothing large."""
+"""What the shell completes: names of recipes, settings, devices. It runs at a keypress, and imports nothing large.
+
+Typer keeps those that begin with what is there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import resources
 
-Completion = Callable[[str], list[str]]
 
-
-def one_of(*names: str) -> Completion:
-    """A completion of these names."""
-    return lambda incomplete: _starting(names, incomplete)
-
-
-def last_of(complete: Completion) -> Completion:
-    """Of several names with commas, the last."""
-
-    def completed(incomplete: str) -> list[str]:
-        before, comma, last = incomplete.rpartition(",")
-        return [before + comma + name for name in complete(last)]
-
-    return completed
-
-
-def recipe_names(incomplete: str) -> list[str]:
-    """Bundled recipes."""
-    return _files("", incomplete)
-
-
-def cache_policies(incomplete: str) -> list[str]:
-    """`none`, and bundled cache policies."""
-    return [*_starting(["none"], incomplete), *_files("cache", incomplete)]
+def bundled(folder: str = "") -> list[str]:
+    """Names of the bundled recipes, or cache policies."""
+    files = (resources.files("rotor.recipes") / folder).iterdir()
+    return sorted(file.name[:-5] for file in files if file.name.endswith(".yaml"))
 
 
 def settings(incomplete: str) -> list[str]:
     """Fields of a recipe as `section.field=`; after the sign the values that are names."""
-    name, equals, value = incomplete.partition("=")
-    if not equals:
-        return _starting([f"{name}=" for name in recipe_settings()], incomplete)
-    return [f"{name}={choice}" for choice in _starting(recipe_settings().get(name, ()), value)]
-
-
-def target_devices(incomplete: str) -> list[str]:
-    """Devices that decode time can be predicted for."""
-    import yaml
-
-    text = (resources.files("rotor.prediction") / "devices.yaml").read_text("utf-8")
-    return _starting(yaml.safe_load(text), incomplete)
+    name, equals, _ = incomplete.partition("=")
+    found = recipe_settings()
+    return [f"{name}={choice}" for choice in found.get(name, ())] if equals else [f"{field}=" for field in found]
 
 
 def recipe_settings() -> dict[str, tuple[str, ...]]:
@@ -56,25 +29,29 @@ def recipe_settings() -> dict[str, tuple[str, ...]]:
     return {field.name: field.choices for section, fields in recipe_fields().items() if section for field in fields}
 
 
-def _files(folder: str, start: str) -> list[str]:
-    files = (resources.files("rotor.recipes") / folder).iterdir()
-    return _starting(sorted(file.name[:-5] for file in files if file.name.endswith(".yaml")), start)
+def after_commas(incomplete: str) -> list[str]:
+    """Of several recipes with commas, the last."""
+    before, comma, _ = incomplete.rpartition(",")
+    return [before + comma + name for name in bundled()]
 
 
-def _starting(names: Iterable[str], start: str) -> list[str]:
-    return [name for name in names if name.startswith(start)]
+def target_devices() -> list[str]:
+    """Devices that decode time can be predicted for."""
+    import yaml
+
+    return [*yaml.safe_load((resources.files("rotor.prediction") / "devices.yaml").read_text("utf-8"))]
 
 
-OF_OPTION: dict[str, Completion] = {
-    "recipe": recipe_names,
-    "recipes": last_of(recipe_names),
-    "show": recipe_names,
+OF_OPTION: dict[str, Callable[..., list[str]]] = {
+    "recipe": lambda: bundled(),
+    "recipes": after_commas,
+    "show": lambda: bundled(),
     "overrides": settings,
-    "cache": cache_policies,
-    "device": one_of("auto", "cpu", "cuda", "cuda:0"),
-    "dtype": one_of("auto", "float32", "bfloat16", "float16"),
-    "offload": one_of("auto", "always", "never"),
-    "objective": one_of("memory", "latency"),
+    "cache": lambda: ["none", *bundled("cache")],
+    "device": lambda: ["auto", "cpu", "cuda", "cuda:0"],
+    "dtype": lambda: ["auto", "float32", "bfloat16", "float16"],
+    "offload": lambda: ["auto", "always", "never"],
+    "objective": lambda: ["memory", "latency"],
     "target_device": target_devices,
 }
 """By the name of the parameter."""

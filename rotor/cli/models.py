@@ -1,27 +1,26 @@
-"""Looking at models and trying them: generate, inspect, recipes."""
+"""Looking at models and trying them: generate, inspect, recipes, run."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from dataclasses import asdict
-from enum import Enum
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ..errors import UsageError
 from ..logs import is_first_process, printable
+from . import completion
 from .app import command, print_json
-from .options import DeviceOptions, Printed
+from .options import Count, DeviceOptions, Printed
 from .plans import print_inspection
 
-
-class Parallel(str, Enum):
-    """What is spread over processes."""
-
-    sequence = "sequence"
+BOOTSTRAP = Path(__file__).parent.parent / "bootstrap"
+"""Its sitecustomize is found by every Python process that has this folder on PYTHONPATH."""
 
 
 @command(
@@ -36,11 +35,11 @@ def generate(
     prompt: Annotated[str | None, typer.Argument()] = None,
     prompt_file: str | None = None,
     raw: bool = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    max_new_tokens: Count = 64,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     seed: int = 0,
     cache: str | None = None,
-    parallel: Parallel | None = None,
+    parallel: Literal["sequence"] | None = None,
     parallel_timeout: Annotated[float, typer.Option(min=1.0)] = 300.0,
 ) -> None:
     """Continue a prompt with transformers' generate(); a model with a chat template answers it.
@@ -69,15 +68,13 @@ def generate(
     from ..models.generation import continue_prompt
 
     first = is_first_process()
+    sampling = (max_new_tokens, temperature, seed)
     result = continue_prompt(
         folder,
         text,
-        max_new_tokens,
-        temperature,
-        seed,
-        compute.device,
-        compute.dtype,
-        cache,
+        *sampling,
+        **vars(compute),
+        cache=cache,
         raw=raw,
         progress=output.progress(),
         on_text=_show if first and not output.as_json else None,
@@ -104,9 +101,8 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
         text = sys.stdin.buffer.read().decode("utf-8") if file == "-" else Path(file).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "is not UTF-8"
-        raise UsageError(
-            f"--prompt-file {file}: cannot be read ({why}).", "Give a text file, or - for stdin."
-        ) from error
+        hint = "Give a text file, or - for stdin."
+        raise UsageError(f"--prompt-file {file}: cannot be read ({why}).", hint) from error
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -117,7 +113,7 @@ def inspect(
     recipe: str = "rotor",
     revision: str | None = None,
     overrides: list[str] | None = None,
-    batch_tokens: Annotated[int, typer.Option(min=1)] = 2048,
+    batch_tokens: Count = 2048,
     as_json: bool = False,
 ) -> None:
     """Describe a model: attention, cache, what a recipe does with it, the memory and disk that this takes.
@@ -139,11 +135,7 @@ def inspect(
 
 
 @command(epilog="Example: rotor recipes --show rotor")
-def recipes(
-    show: str | None = None,
-    fields: bool = False,
-    as_json: bool = False,
-) -> None:
+def recipes(show: str | None = None, fields: bool = False, as_json: bool = False) -> None:
     """List the bundled recipes, the bases and rank methods that a recipe may name, and cache policies; or show one.
 
     Args:
@@ -176,7 +168,30 @@ def recipes(
         for name, method in methods.items():
             print(f"  {name:13} {method.summary}")
     print("\ncache policies (--cache NAME)")
-    for file in sorted((resources.files("rotor.recipes") / "cache").iterdir(), key=lambda file: file.name):
-        fields_of = read_yaml(file.read_text("utf-8"), file.name)
-        described = ", ".join(f"{key} {value}" for key, value in fields_of.items())
-        print(f"  {file.name.removesuffix('.yaml'):20} {described}")
+    folder = resources.files("rotor.recipes") / "cache"
+    for name in completion.bundled("cache"):
+        described = read_yaml((folder / f"{name}.yaml").read_text("utf-8"), name)
+        print(f"  {name:20} {', '.join(f'{key} {value}' for key, value in described.items())}")
+
+
+@command(
+    epilog="Example: rotor run -- lm_eval --model hf --model_args pretrained=out/demo --tasks arc_easy",
+    allow_interspersed_args=False,
+)
+def run(program: Annotated[list[str], typer.Argument(metavar="COMMAND [ARGS]...")]) -> None:
+    """Run a program whose transformers loads compressed checkpoints, without any import of rotor in it.
+
+    It takes this process's place, so that signals, exit code and terminal are its own, and it passes the registration
+    on to the Python processes that it starts, in whose environment torch and transformers have to be. An installed
+    rotor registers itself in every process, unless ROTOR_AUTOLOAD=0 is set; this command does it in any case.
+
+    Args:
+        program: Program and its arguments, as without rotor run.
+    """
+    path = shutil.which(program[0])
+    if path is None:
+        raise UsageError(f"rotor run {program[0]}: no such program.", "Example: rotor run -- python -m lm_eval --help")
+    folders = [str(BOOTSTRAP), *filter(None, [os.environ.get("PYTHONPATH")])]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(path, program, {**os.environ, "PYTHONPATH": os.pathsep.join(folders)})

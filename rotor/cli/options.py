@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -18,6 +19,9 @@ from .console import show_progress
 
 if TYPE_CHECKING:
     from ..recipe.settings import Compute
+
+MAX_NUMBER = 1 << 30
+Count = Annotated[int, typer.Option(min=1, max=MAX_NUMBER)]
 
 HELP = {
     "model": "Folder of the model (config.json and safetensors), or a hub id.",
@@ -146,12 +150,12 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 
 def _explained(parameter: inspect.Parameter, hint: Any, text: str) -> Any:
     """A parameter's type with what Typer shall say of it, but for what says it itself."""
-    if hasattr(hint, "__metadata__"):
-        info = hint.__metadata__[0]
-        info.help = info.help or text
-        return hint
-    names, metavar = NAMES.get(parameter.name, ()), METAVARS.get(parameter.name)
     complete = completion.OF_OPTION.get(parameter.name)
+    if hasattr(hint, "__metadata__"):
+        info = copy.copy(hint.__metadata__[0])
+        info.help, info.autocompletion = info.help or text, complete
+        return Annotated[hint.__origin__, info]
+    names, metavar = NAMES.get(parameter.name, ()), METAVARS.get(parameter.name)
     if parameter.default is inspect.Parameter.empty and not names:
         return Annotated[hint, typer.Argument(help=text, metavar=metavar, autocompletion=complete)]
     if parameter.default is False and not names:

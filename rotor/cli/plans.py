@@ -64,10 +64,6 @@ def _print_decode_times(found: Any) -> None:
     )
 
 
-def _available(found: Any) -> str:
-    return f"{in_bytes(found.available_host_bytes)} (at most {in_bytes(found.usable_host_bytes)} are filled)"
-
-
 def _needs(needs: Any) -> str:
     """Memory, disk and time, a line each."""
     lines = []

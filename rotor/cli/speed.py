@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import UsageError
-from .app import MAX_NUMBER, check_folder, check_results, command, command_line, numbers, print_json
+from .app import check_folder, check_results, command, command_line, numbers, print_json
 from .console import print_table, say, show_progress
+from .options import Count
+
+if TYPE_CHECKING:
+    from ..prediction.devices import Device
+
+
+def find_device(name: str, file: Path | None) -> Device:
+    from ..prediction import devices
+
+    return devices.find_device(name, None if file is None else str(file))
 
 
 @command(
@@ -19,22 +29,14 @@ from .console import print_table, say, show_progress
     "rotor compile --table rotor/prediction/instructions.json counts anew what predictions look up.",
 )
 def compile_kernels(
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="OUT", help="Folder that rotor export wrote.", show_default=False)
-    ] = None,
-    arch: Annotated[str, typer.Option(help="Architectures of NVIDIA GPUs, as in sm_80,sm_90.")] = "sm_90",
-    dtype: Annotated[
-        str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16: of activations and cache.")
-    ] = "auto",
-    batch: Annotated[int, typer.Option(min=1, max=MAX_NUMBER, help="Sequences of the step that is predicted.")] = 8,
-    length: Annotated[int, typer.Option(min=1, max=MAX_NUMBER, help="Cached tokens of each of them.")] = 32768,
-    named: Annotated[
-        bool, typer.Option("--named", help="Count layouts that have names, without a checkpoint.")
-    ] = False,
-    table: Annotated[
-        Path | None, typer.Option(help="Count every size that predictions look up, and write this JSON file.")
-    ] = None,
-    dump: Annotated[Path | None, typer.Option(help="Folder for cubin, SASS and PTX of every kernel.")] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="OUT", show_default=False)] = None,
+    arch: str = "sm_90",
+    dtype: str = "auto",
+    batch: Count = 8,
+    length: Count = 32768,
+    named: bool = False,
+    table: Path | None = None,
+    dump: Path | None = None,
     target_device: str | None = None,
     device_file: Path | None = None,
     as_json: bool = False,
@@ -46,6 +48,15 @@ def compile_kernels(
     warp instructions in its machine code are counted, a key and KV head; of a layer's step it is predicted what share
     of the uncompressed layer's attention it takes, on --target-device or, where that is not given, on an A100, L40S,
     H200 or B200 by the architecture. Exit code 1 if one cannot be compiled or counted.
+
+    Args:
+        arch: Architectures of NVIDIA GPUs, as in sm_80,sm_90.
+        dtype: auto (the checkpoint's), float32, bfloat16 or float16: of activations and cache.
+        batch: Sequences of the step that is predicted.
+        length: Cached tokens of each of them.
+        named: Count layouts that have names, without a checkpoint.
+        table: Count every size that predictions look up, and write this JSON file.
+        dump: Folder for cubin, SASS and PTX of every kernel.
     """
     from ..recipe.settings import Compute
 
@@ -59,108 +70,84 @@ def compile_kernels(
     from ..bench import precompile
     from ..bench.records import provenance
     from ..prediction.cost import DecodeStep
-    from ..prediction.devices import find_device
 
     archs, progress = precompile.parse_archs(arch), show_progress(quiet)
     if table is not None:
         precompile.write_counts(table, archs[0], progress)
         return
     names = {number: target_device or precompile.DEVICE_OF_ARCH.get(number) for number in archs}
-    where = None if device_file is None else str(device_file)
-    devices = {number: find_device(device, where) for number, device in names.items() if device is not None}
+    devices = {number: find_device(name, device_file) for number, name in names.items() if name is not None}
     subjects = precompile.named_subjects() if folder is None else precompile.subjects_of(folder, dtype)
     step = DecodeStep(length, batch)
     layers = precompile.count_layers(subjects, archs, devices, step, dump=dump, progress=progress)
-    failed = sum(kernel.error is not None for layer in layers for kernel in layer.kernels)
+    kernels = [kernel for layer in layers for kernel in layer.kernels]
+    failed = sum(kernel.error is not None for kernel in kernels)
     rates = {f"sm_{number}": names[number] for number in archs}
     issued = {f"sm_{number}": device.instructions_per_cycle for number, device in devices.items()}
     if as_json:
         about = {**provenance(command_line()), "predicted_for": rates, "instructions_per_cycle": issued}
-        about |= {"batch_size": batch, "length": length, "failed": failed}
-        print_json({**about, "layers": [dataclasses.asdict(layer) for layer in layers]})
+        about |= {"batch_size": batch, "length": length, "failed": failed, "layers": [*map(asdict, layers)]}
+        print_json(about)
     else:
-        _print_kernels(layers)
-        on = ", ".join(
-            f"{of}: {device} at {issued.get(of)} instructions a cycle and SM" for of, device in rates.items()
-        )
+        on = ", ".join(f"{of}: {name} at {issued.get(of)} instructions a cycle and SM" for of, name in rates.items())
         _print_layers(layers, f"A decode step's attention, {batch} x {length} tokens, predicted ({on})")
-        say(f"{sum(len(layer.kernels) for layer in layers)} kernels, {failed} failed")
+        for layer in layers:
+            for k in layer.kernels:
+                if k.error is not None:
+                    say(f"{layer.layout}, {k.name}, {k.arch}: {k.error[:400]}")
+        say(f"{len(kernels)} kernels, {failed} failed; --json has registers, shared memory and pipes of each")
     if failed:
         raise typer.Exit(1)
-
-
-def _print_kernels(layers: list[Any]) -> None:
-    """One line a compiled kernel; errors below the table."""
-    rows = []
-    for layer in layers:
-        for k in layer.kernels:
-            taken = (
-                "failed" if number is None else number for number in (k.registers, k.spilled_bytes, k.shared_bytes)
-            )
-            a_key = "-" if k.instructions_per_key is None else f"{k.instructions_per_key:.2f}"
-            pipes = " ".join(f"{pipe} {n:.1f}" for pipe, n in (k.by_pipe or {}).items() if n >= 0.05)
-            rows.append((layer.layout, k.name, k.arch, k.warps, *taken, a_key, pipes))
-    right = "warps", "registers", "spilled B", "shared B", "instructions"
-    title = "Kernels; warp instructions a key and KV head, of those that a decode step runs"
-    print_table(title, ("layer", "kernel", "arch"), (*right, "by pipe"), rows)
-    for layer in layers:
-        for k in layer.kernels:
-            if k.error is not None:
-                say(f"{layer.layout}, {k.name}, {k.arch}: {k.error[:400]}")
 
 
 def _print_layers(layers: list[Any], title: str) -> None:
     """One line a layer: instructions, both limits, and the share of the uncompressed model's attention."""
     rows = []
     for x in layers:
-        a_key = "-" if x.instructions_per_key is None else f"{x.instructions_per_key:.2f}"
-        times = ("-" if s is None else f"{1e6 * s:.1f}" for s in (x.memory_s, x.issue_s))
-        share = "-" if x.share is None else f"{x.share:.2f}"
-        rows.append((x.layout, x.arch, x.layers, f"{x.bytes_per_key:g}", a_key, x.spilled_bytes, *times, share))
+        times = (_known(x.memory_s, ".1f", 1e6), _known(x.issue_s, ".1f", 1e6))
+        about = (x.layout, x.arch, x.layers, f"{x.bytes_per_key:g}", _known(x.instructions_per_key), x.spilled_bytes)
+        rows.append((*about, *times, _known(x.share)))
     right = "layers", "bytes a key and head", "instructions", "spilled B", "us by memory", "us by issue"
     print_table(title, ("layer", "arch"), (*right, "over uncompressed"), rows)
+
+
+def _known(value: float | None, form: str = ".2f", scale: float = 1) -> str:
+    return "-" if value is None else format(scale * value, form)
 
 
 @command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200")
 def schedule(
     folder: Path,
-    sms: Annotated[int, typer.Option(min=1, help="Streaming multiprocessors of the GPU.")] = 132,
-    lengths: Annotated[
-        str, typer.Option(help="Cached tokens of each sequence of the batch: 32768, or 8x32768,200.")
-    ] = "32768",
-    target_device: Annotated[
-        str, typer.Option(help="Device whose rates are used (rotor/prediction/devices.yaml).")
-    ] = "h200",
+    sms: Count = 132,
+    lengths: str = "32768",
+    target_device: str = "h200",
     device_file: Path | None = None,
-    chunk: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Also a prefill of so many new tokens of each sequence, after the longest cached one."
-        ),
-    ] = None,
+    chunk: Annotated[int | None, typer.Option(min=1)] = None,
     as_json: bool = False,
 ) -> None:
     """Simulate how evenly a decode step's attention loads a GPU: unsplit, the papers' greedy schedule, equal slices.
 
     With --chunk also a prefill's, of row blocks alike and of FDC's. Arithmetic on predicted costs; nothing is run, and
     no GPU is needed.
+
+    Args:
+        sms: Streaming multiprocessors of the GPU.
+        lengths: Cached tokens of each sequence of the batch: 32768, or 8x32768,200.
+        chunk: Also a prefill of so many new tokens of each sequence, after the longest cached one.
     """
     check_folder(folder)
 
     from ..bench.records import provenance
     from ..models.compressed import CompressedCheckpoint
-    from ..prediction.devices import find_device
     from ..prediction.simulation import simulate, simulate_prefill
 
     tokens = parse_lengths(lengths)
     checkpoint = CompressedCheckpoint(folder)
-    layouts, shape, element_bytes = checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize
-    rates = find_device(target_device, None if device_file is None else str(device_file))
-    balances = simulate(layouts, shape, tokens, rates, sms, element_bytes)
-    prefill = chunk and simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms)
+    layouts, shape = checkpoint.layouts, checkpoint.shape
+    balances = simulate(layouts, shape, tokens, find_device(target_device, device_file), sms, checkpoint.dtype.itemsize)
+    prefill = None if chunk is None else simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms)
     if as_json:
-        entries = [dataclasses.asdict(balance) for balance in balances]
-        found = {"schedules": entries, "prefill": prefill}
+        found = {"schedules": [*map(asdict, balances)], "prefill": prefill}
         print_json({**provenance(command_line()), "sms": sms, "lengths": tokens, "chunk": chunk, **found})
         return
     rows = [(b.schedule, f"{b.largest_over_mean:.3f}", b.parts, b.worst_layer, f"{max(b.loads):.3f}") for b in balances]
@@ -174,11 +161,7 @@ def schedule(
 
 
 def parse_lengths(text: str) -> list[int]:
-    """Parse `32768`, `200,16000`, `8x32768,64x100`: keys of each sequence.
-
-    Raises:
-        UsageError: not of that form.
-    """
+    """`32768`, `200,16000`, `8x32768,64x100`: keys of each sequence; raises UsageError for anything else."""
     lengths: list[int] = []
     for item in text.split(","):
         count, times, length = item.strip().rpartition("x")
@@ -191,31 +174,32 @@ def parse_lengths(text: str) -> list[int]:
 @command(epilog="Example: rotor traffic out/demo --processes 2,4,8")
 def traffic(
     folder: Path,
-    processes: Annotated[str, typer.Option(help="Numbers of processes, as in 2,4,8.")] = "2,4,8",
-    tokens: Annotated[int, typer.Option(min=1, max=MAX_NUMBER, help="Tokens of the prompt.")] = 1024,
-    target_device: Annotated[
-        str, typer.Option(help="Device whose links' rate is used (rotor/prediction/devices.yaml).")
-    ] = "h200",
+    processes: str = "2,4,8",
+    tokens: Count = 1024,
+    target_device: str = "h200",
     device_file: Path | None = None,
-    ethernet_gbit: Annotated[float, typer.Option(min=0.001, help="Gigabits a second of each process's network.")] = 100,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
+    ethernet_gbit: Annotated[float, typer.Option(min=0.001)] = 100,
+    out: Path | None = None,
     as_json: bool = False,
 ) -> None:
     """Count the bytes that a prompt sends over several processes (generate --parallel sequence), and alternatives.
 
     Counted from the checkpoint's layouts. Times are predicted from data-sheet rates of links, as the busiest process's
     bytes over the rate: nothing is timed.
+
+    Args:
+        processes: Numbers of processes, as in 2,4,8.
+        tokens: Tokens of the prompt.
+        ethernet_gbit: Gigabits a second of each process's network.
+        out: JSON file to write.
     """
     check_results(out)
 
     from ..bench.records import write_report
     from ..bench.traffic import LABELS, count_traffic
-    from ..prediction.devices import find_device
 
-    rates = find_device(target_device, None if device_file is None else str(device_file))
-    result = count_traffic(
-        folder, numbers("--processes", processes), tokens, rates, ethernet_gbit * 1e9 / 8, command_line()
-    )
+    rates, counts = find_device(target_device, device_file), numbers("--processes", processes)
+    result = count_traffic(folder, counts, tokens, rates, ethernet_gbit * 1e9 / 8, command_line())
     if out is not None:
         write_report(out, result)
     if as_json:

@@ -11,7 +11,13 @@ import typer
 from ..study.parts import PARTS
 from .app import command, print_json, resumable, split
 from .console import print_table, say
-from .options import ComputeOptions, Output, Printed
+from .options import ComputeOptions, Count, Output, Printed
+
+ABOUT_PARTS = (
+    "Default: curves, and ablation where there are ablations. all: all that can run (front needs a recipe in focus "
+    "with ranks.method=global) but peers (quantised caches, and recipes at equal bytes) and the five after it (cache "
+    "policies). FILE.py:CLASS is a part of your own."
+)
 
 
 @command(epilog="Example: rotor study artifacts/demo-model --recipes fdc,rotor -o studies/demo")
@@ -21,15 +27,7 @@ def study(
     compute: ComputeOptions,
     output: Output,
     recipes: str = "fdc,rotor",
-    parts: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Some of {', '.join(PARTS)}, with commas; default: curves, and ablation where there are ablations. "
-            "all: all that can run (front needs a recipe in focus with ranks.method=global) but peers, which are "
-            "quantised caches, and the recipes at equal bytes, and the five after it, which are cache policies. "
-            "FILE.py:CLASS is a part of your own.",
-        ),
-    ] = None,
+    parts: Annotated[str | None, typer.Option(help=f"Some of {', '.join(PARTS)}, with commas. {ABOUT_PARTS}")] = None,
     focus: str | None = None,
     ablation: list[str] | None = None,
     ablations: Path | None = None,
@@ -39,7 +37,7 @@ def study(
     sizes: str | None = None,
     text: Path | None = None,
     overrides: list[str] | None = None,
-    batch_tokens: Annotated[int, typer.Option(min=1)] = 2048,
+    batch_tokens: Count = 2048,
     plots: Annotated[bool, typer.Option(help="Draw the results, which needs matplotlib.")] = True,
     dry_run: bool = False,
 ) -> None:
@@ -86,29 +84,25 @@ def study(
     if dry_run:
         output.progress(dry_run=True)
         plan = StudyPlan.of(split(recipes), [*text_overrides(text), *(overrides or ())], **request)
-        _print_estimate(plan_study(model, out, plan, where), out, output.as_json)
+        estimate = plan_study(model, out, plan, where)
+        print_json(dataclasses.asdict(estimate)) if output.as_json else _print_estimate(estimate, out)
         return
     with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
         request |= {"text": text, "batch_tokens": batch_tokens, "plots": plots} | vars(compute)
         progress = output.progress()
         result = run_study(model, out, split(recipes), overrides or [], **request, progress=progress)
     if output.as_json:
-        files = [str(path) for path in result.files]
-        shown = {"study": str(out), "settings": result.settings, "records": result.records, "files": files}
-        print_json({**shown, "measured_records": result.added, "seconds": result.seconds})
+        shown: dict[str, Any] = {"study": str(out), "settings": result.settings, "records": result.records}
+        shown |= {"files": [*map(str, result.files)], "measured_records": result.added, "seconds": result.seconds}
+        print_json(shown)
         return
     _print_targets(result.records)
-    say(
-        f"{out}: {len(result.records)} records, {result.added} of them new, {result.seconds:.1f} s; "
-        f"see {', '.join(path.name for path in result.files)}"
-    )
+    names = ", ".join(path.name for path in result.files)
+    say(f"{out}: {len(result.records)} records, {result.added} of them new, {result.seconds:.1f} s; see {names}")
 
 
-def _print_estimate(plan: Any, out: Path, as_json: bool) -> None:
+def _print_estimate(plan: Any, out: Path) -> None:
     """What a dry run found."""
-    if as_json:
-        print_json(dataclasses.asdict(plan))
-        return
     rows = [(part.part, part.calibrations, part.points) for part in plan.parts]
     rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     print_table(f"{plan.model} -> {out}: what is left to do", ("part",), ("calibrations", "at most points"), rows)
@@ -121,9 +115,7 @@ def _print_targets(records: dict[str, dict[str, Any]]) -> None:
     if not found:
         return
     targets = sorted({target for record in found.values() for target in record}, reverse=True)
-    rows = []
-    for name, record in found.items():
-        rows.append((name, *(_reached(record.get(target, {})) for target in targets)))
+    rows = [(name, *(_reached(record.get(target, {})) for target in targets)) for name, record in found.items()]
     title = "Compression at a target accuracy, chosen by the search split; in brackets the accuracy on the report split"
     print_table(title, ("recipe",), targets, rows)
 
@@ -135,11 +127,7 @@ def _reached(point: dict[str, Any]) -> str:
 
 
 @command(epilog="Example: rotor report runs/demo -o report.html")
-def report(
-    folder: Path,
-    output: Printed,
-    out: Annotated[Path | None, typer.Option("--out", "-o")] = None,
-) -> None:
+def report(folder: Path, output: Printed, out: Path | None = None) -> None:
     """Write one HTML file that shows spectra, ranks, accuracy, sizes and timings (export writes one too).
 
     Args:

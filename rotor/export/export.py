@@ -130,14 +130,12 @@ def run_export(settings: ExportSettings, progress: Progress | None = None) -> Ex
         held.enter_context(exclusive(job.out.path, "export"))
         job.out.check(settings.overwrite, job.sources)  # who held it until now may have written to it
         held.enter_context(log_file(job.run.folder, "export"))
-        return _export(job, RankSearch(job, StageTimes(), progress or Progress()))
+        search = RankSearch(job, StageTimes(), progress or Progress())
+        return _export(search if job.recipe.cache.tiers is None else search.with_tiers())
 
 
-def _export(job: ExportJob, search: RankSearch) -> ExportResult:
-    if job.recipe.cache.tiers is not None:
-        search = search.with_tiers()
-        job = search.job
-    point = search.point()
+def _export(search: RankSearch) -> ExportResult:
+    job, point = search.job, search.point()
     policy = search.policy(point)
     search.search_targets()
     search.close()
@@ -252,12 +250,13 @@ def _report(
     """The content of rotor.json."""
     source, info = job.run.info["model"], job.run.info
     about = {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source}
+    place = job.out.path.resolve()  # paths as seen from inside it, so that the folders can be moved together
     return {
         "format_version": FORMAT_VERSION,
         "versions": info["versions"],
         "recipe": job.recipe.name,
-        "run": _relative(job.run.folder, job.out.path),
-        "source": about | {"path": _relative(job.checkpoint.folder, job.out.path)},
+        "run": os.path.relpath(job.run.folder.resolve(), place),
+        "source": about | {"path": os.path.relpath(job.checkpoint.folder.resolve(), place)},
         "compression": point.compression_json,
         "rank_method": allocated_by(job.recipe),
         "parameter": point.parameter,
@@ -302,8 +301,3 @@ def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str
 def allocated_by(recipe: Recipe) -> str:
     """What chose ranks or bits."""
     return f"bits {list(recipe.codes.bits)}" if recipe.coded else recipe.ranks.method
-
-
-def _relative(path: Path, out: Path) -> str:
-    """A path as seen from inside `out`, so that the folders can be moved together."""
-    return os.path.relpath(path.resolve(), out.resolve())

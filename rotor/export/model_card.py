@@ -13,7 +13,7 @@ from ..format.file_names import ROTOR_JSON
 from ..format.layout import AttentionShape, LayerLayout
 from ..installing import pip_install
 from ..recipe import Recipe
-from ..recipe.metric_registry import METRICS, MetricInfo, base_note, chance_note, metric_info
+from ..recipe.metric_registry import METRICS, base_note, chance_note, metric_info
 
 
 def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape) -> str:
@@ -31,10 +31,13 @@ def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape) ->
     layouts = [LayerLayout.from_dict(layout, ROTOR_JSON) for layout in report["layouts"]]
     forms = sorted({_form(layout, shape) for layout in layouts})
     sizes = sorted({layout.group_size for layout in layouts})
+    merged = ""
+    if any(layout.joint and layout.folds_keys(shape) for layout in layouts):
+        merged = "Where keys and values share a latent, `k_proj` puts it out and there is no `v_proj`.\n"
     body = f"""# {name}, KV cache compressed by rotor
 
 The weights of {name} with value, output and (where folded) key projections rotated and truncated.
-{_merged(layouts, shape)}The KV cache holds {size["after"]} instead of {size["before"]} bytes per token
+{merged}The KV cache holds {size["after"]} instead of {size["before"]} bytes per token
 ({100 * share["stored"]:.1f} % less).
 
 | | |
@@ -126,15 +129,11 @@ def _ratio_rows(measured: dict[str, Any], base: dict[str, Any], left_out: dict[s
             continue
         if info.accuracy_field in measured:
             of = {"ppl_ratio": f", base {base.get('perplexity', 0):.3f}", "kl_div": " = exp(-KL)"}.get(name, "")
-            rows.append(f"| {_label(info)} | {measured[info.accuracy_field]:.4f}{of}{base_note(name, base)} |")
+            label = "closeness of the distributions" if info.field else info.label  # KL is shown as an accuracy
+            rows.append(f"| {label} | {measured[info.accuracy_field]:.4f}{of}{base_note(name, base)} |")
         elif name in left_out:
             rows.append(f"| {info.label} | left out: {left_out[name]} |")
     return rows
-
-
-def _label(info: MetricInfo) -> str:
-    """KL is shown as an accuracy."""
-    return "closeness of the distributions" if info.field else info.label
 
 
 def _channels_row(layouts: list[LayerLayout]) -> str:
@@ -145,12 +144,6 @@ def _channels_row(layouts: list[LayerLayout]) -> str:
     values = in_words(group.value for group in groups if group.value is not None)
     rows = f"| channels of latents, each of keys and values together | {together} |\n" if together else ""
     return rows + (f"| channels of key latents, of value latents | {keys}; {values} |\n" if keys else "")
-
-
-def _merged(layouts: list[LayerLayout], shape: AttentionShape) -> str:
-    if not any(layout.joint and layout.folds_keys(shape) for layout in layouts):
-        return ""
-    return "Where keys and values share a latent, `k_proj` puts it out and there is no `v_proj`.\n"
 
 
 def _form(layout: LayerLayout, shape: AttentionShape) -> str:

@@ -81,6 +81,7 @@ class RotorQuantizer(HfQuantizer):
             module: Any = family.attention_module(network, index)
             module.kernels = kernels
             module.register_load_state_dict_pre_hook(refuse_adapter_of_source)
+        model._load_pretrained_model = load_adapter_weights
         if self.quantization_config.coded:  # type: ignore[attr-defined]
             model.register_forward_pre_hook(refuse_training)
         if self.cache_policy is not None:
@@ -133,11 +134,23 @@ def refuse_adapter_of_source(module: RotorAttention, state: dict[str, Any], pref
     own = {prefix + name: parameter.shape for name, parameter in module.named_parameters()}
     for name in own.keys() & state.keys():
         if ".lora_" in name and own[name] != state[name].shape:
-            raise UsageError(
-                f"{name} is {list(state[name].shape)}, this checkpoint takes {list(own[name])}: the adapter was "
-                "trained on the uncompressed model.",
-                "Merge it into that model (peft's merge_and_unload), then calibrate and export the result.",
-            )
+            raise adapter_of_source(name, state[name].shape, own[name])
+
+
+def load_adapter_weights(model: Any, **arguments: Any) -> Any:
+    """What transformers' load_adapter calls for the weights; raises UsageError where they are a LoRA of the source."""
+    loaded = type(model)._load_pretrained_model(model=model, **arguments)
+    for name, given, own in loaded[0].mismatched_keys:
+        raise adapter_of_source(name, given, own)
+    return loaded
+
+
+def adapter_of_source(name: str, given: torch.Size, own: torch.Size) -> UsageError:
+    return UsageError(
+        f"{name} is {list(given)}, this checkpoint takes {list(own)}: the adapter was trained on the uncompressed "
+        "model.",
+        "Merge it into that model (peft's merge_and_unload), then calibrate and export the result.",
+    )
 
 
 def with_head(model: Any) -> Any:

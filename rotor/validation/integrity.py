@@ -85,14 +85,18 @@ def check_integrity(result: Validation, progress: Progress, digest: str | None =
     checkpoint = CompressedCheckpoint(result.folder)
     with progress.task("integrity", checkpoint.total_bytes(), "B") as advance:
         _check_manifest(result, digest)
-        _integrity(result, checkpoint, advance)
+        _check_tensors(result, checkpoint, advance)
+    try:
+        problem = _layout_problem(checkpoint)
+    except RotorError as error:
+        problem = error.message
+    result.add("layouts agree", not problem, problem or "config.json, kernel_config.json, rotor.json and the tensors")
     return checkpoint
 
 
-def _integrity(result: Validation, checkpoint: CompressedCheckpoint, advance: Callable[[float], None]) -> None:
-    """Files against rotor.json: names, shapes, dtypes, hashes, finiteness; JSON files against each other."""
-    report = checkpoint.report
-    recorded = report["tensors"]
+def _check_tensors(result: Validation, checkpoint: CompressedCheckpoint, advance: Callable[[float], None]) -> None:
+    """Tensors against rotor.json: names, shapes, dtypes, hashes, finiteness."""
+    recorded = checkpoint.report["tensors"]
     stored = set(checkpoint.names)
     problems = [f"{name} is missing" for name in sorted(set(recorded) - stored)]
     problems += [f"{name} in {checkpoint.file_of[name]} is unexpected" for name in sorted(stored - set(recorded))]
@@ -111,18 +115,13 @@ def _integrity(result: Validation, checkpoint: CompressedCheckpoint, advance: Ca
             expected = (entry["shape"], entry["dtype"], entry["file"])
             got = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), checkpoint.file_of[name])
             if got != expected:
-                wrong["tensor shapes and dtypes"].append(f"{name} is {_kind(*got)}, expected {_kind(*expected)}")
+                text = "{1} {0} in {2}, expected {4} {3} in {5}".format(*got, *expected)
+                wrong["tensor shapes and dtypes"].append(f"{name} is {text}")
             elif tensor_sha256(tensor) != entry["sha256"]:
                 wrong["tensor hashes"].append(f"{name} in {file} differs from its SHA-256")
         advance((checkpoint.folder / file).stat().st_size)
     for check, found in wrong.items():
         result.add_problems(check, found, f"{len(recorded)} tensors")
-
-    try:
-        problem = _layout_problem(checkpoint)
-    except RotorError as error:
-        problem = error.message
-    result.add("layouts agree", not problem, problem or "config.json, kernel_config.json, rotor.json and the tensors")
 
 
 def _check_manifest(result: Validation, digest: str | None) -> None:
@@ -140,16 +139,11 @@ def _check_manifest(result: Validation, digest: str | None) -> None:
     result.summary["digest"] = manifest.digest
 
 
-def _kind(shape: list[int], dtype: str, file: str) -> str:
-    return f"{dtype} {shape} in {file}"
-
-
 def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
     """What does not agree between the JSON files and the tensors, or nothing."""
     report, shape, layouts = checkpoint.report, checkpoint.shape, checkpoint.layouts
     in_config = [layout.to_dict() for layout in layouts]
     cache = checkpoint.config_dict["quantization_config"].get("cache")
-    recorded = report["cache"]["policy"] if "cache" in report else None
     by_head = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in layouts]
     stored = [[[group.key.rank, group.values.rank] for group in groups] for groups in by_head]
     size, channels = report["kv_bytes_per_token"], None
@@ -158,23 +152,21 @@ def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
         share = 1 - size["after"] / uncompressed_kv_bytes_per_token(shape, size["element_bytes"])
     else:
         share = compression([[(key, value) for key, value in layer] for layer in stored], shape)
+    after = kv_bytes_per_token(layouts, size["element_bytes"])
     kernels = checkpoint.kernel_config  # raises where a model with these layouts cannot be run so
-    problem = (
-        difference(report["layouts"], in_config, "rotor.json, layouts", "config.json")
-        or difference(kernels.cache, cache, f"{KERNEL_CONFIG}, cache", "config.json")
-        or difference(recorded, cache, "rotor.json, cache.policy", "config.json")
-        or difference(report["ranks"]["stored"], stored, "rotor.json, ranks.stored", "config.json")
-        or difference(report["ranks"].get("channels"), channels, "rotor.json, ranks.channels", "config.json")
-        or difference(
-            size["after"],
-            kv_bytes_per_token(layouts, size["element_bytes"]),
-            "rotor.json, kv_bytes_per_token",
-            "config.json",
-        )
-    )
-    if not problem and abs(report["compression"]["stored"] - share) > 1e-6:
-        problem = f"rotor.json, compression.stored: {report['compression']['stored']}, config.json implies {share:.6f}"
-    return problem or _tensor_problem(checkpoint)
+    for where, recorded, implied in (
+        ("rotor.json, layouts", report["layouts"], in_config),
+        (f"{KERNEL_CONFIG}, cache", kernels.cache, cache),
+        ("rotor.json, cache.policy", report["cache"]["policy"] if "cache" in report else None, cache),
+        ("rotor.json, ranks.stored", report["ranks"]["stored"], stored),
+        ("rotor.json, ranks.channels", report["ranks"].get("channels"), channels),
+        ("rotor.json, kv_bytes_per_token", size["after"], after),
+    ):
+        for name, first, second in differences(recorded, implied, where):
+            return f"{name}: {shorten(first)}, config.json implies {shorten(second)}"
+    if abs(report["compression"]["stored"] - share) > 1e-6:
+        return f"rotor.json, compression.stored: {report['compression']['stored']}, config.json implies {share:.6f}"
+    return _tensor_problem(checkpoint)
 
 
 def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
@@ -192,15 +184,4 @@ def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
         unexpected = (n for n in sorted(checkpoint.names) if n.startswith(own) and n[len(prefix) :] not in expected)
         for stray in unexpected:
             return f"config.json, layer {index}: {stray} is not in its layout"
-    return ""
-
-
-def difference(got: Any, expected: Any, where: str, source: str) -> str:
-    """The first place where two JSON values differ, or nothing.
-
-    Args:
-        where: names the file and section of `got`. source: names where `expected` comes from.
-    """
-    for name, first, second in differences(got, expected, where):
-        return f"{name}: {shorten(first)}, {source} implies {shorten(second)}"
     return ""

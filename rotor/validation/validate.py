@@ -20,7 +20,6 @@ from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
 from ..evaluation.scoring import batch_logits, logit_errors
-from ..format.channels import Channels, Numbers
 from ..format.file_names import RECIPE
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import CompressedCheckpoint
@@ -34,16 +33,12 @@ from ..recipe import Recipe, load_recipe, text_overrides
 from ..recipe.metric_registry import METRICS
 from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
-from ..runtime.families import FAMILIES
 from ..search.probe import full_ranks
 from .integrity import Validation, check_integrity
 from .trusted import TrustedEvaluation, trusted_evaluation
 
 FULL_RANK_TOLERANCE = 1e-5
 """Relative error that a full-rank rewrite may have in float32 logits."""
-
-IDENTITY_TOLERANCE = 1e-6
-"""Largest deviation of encode decode^T (in float64, at full rank) from the identity."""
 
 NUMERICS_ROWS, RANDOM_SEQ_LEN = 2, 512
 """Rows of the report split on which the full-rank rewrite is compared; without a tokenizer, random ones of this length.
@@ -158,16 +153,13 @@ class _Numerics:
     def check(self) -> None:
         result, source, run = self.result, self.source, self.run
         data = self._text()
-        rows = self._random_rows() if data is None else data.report
-        place = self._placement()
-        _check_stored_bases(result, self.checkpoint)
-        no_run = f"run folder not found ({run}); pass --run"
-        if isinstance(run, Run):
-            with self.progress.task("bases", None, ""):
-                found = self.shared.once("bases", run.folder.resolve(), lambda: _deviation_of_bases(run))
-            result.add("bases at full rank", *found)
+        config = self.checkpoint.config
+        if data is None:
+            rows = random_tokens(NUMERICS_ROWS, longest_row(RANDOM_SEQ_LEN, config), config, None, seed=0)
         else:
-            result.skip("bases at full rank", no_run)
+            rows = data.report
+        place = self._placement()
+        no_run = f"run folder not found ({run}); pass --run"
         meter = None
         if isinstance(source, str):
             for name in ("source unchanged", "full-rank rewrite", "accuracy target"):
@@ -211,11 +203,6 @@ class _Numerics:
             return self.shared.once(
                 "text", key, lambda: evaluation_data(self.trusted.spec, source.config, source.tokenizer, excluded)
             )
-
-    def _random_rows(self) -> Tensor:
-        """What stands in for text where only numerics and the size of the cache are measured."""
-        seq_len = longest_row(RANDOM_SEQ_LEN, self.checkpoint.config)
-        return random_tokens(NUMERICS_ROWS, seq_len, self.checkpoint.config, None, seed=0)
 
     def _placement(self) -> Placement:
         """By what the source takes, the larger of the two, which are loaded one after the other."""
@@ -300,54 +287,6 @@ class _Numerics:
         loose = policy is not None and policy.needs_states
         fits = measured <= 1.02 * planned if loose else measured == planned
         result.add("KV bytes per token", fits, f"measured {measured:g}, planned {planned:g}")
-
-
-def _check_stored_bases(result: Validation, checkpoint: CompressedCheckpoint) -> None:
-    """Where a layer stores both bases: key_basis^T query_basis = I in each group, within the rounding of its dtype.
-
-    For an orthonormal pair that is the orthonormality of its columns. Deviations are relative to the columns' norms. Of
-    a channel of several nibbles the query basis has several columns, of which the last is the channel's.
-    """
-    family, shape = FAMILIES[checkpoint.config.model_type], checkpoint.shape
-    worst, allowed, groups = 0.0, 0.0, 0
-    for index, layout in enumerate(checkpoint.layouts):
-        # Joint latents have a part of the identity here, the rest in values.
-        if layout.folds_keys(shape) or layout.joint or not shape.rotary_dim:
-            continue
-        prefix = family.stored_prefix(index, checkpoint.names)
-        key_basis, query_basis = (checkpoint.tensor(prefix + name) for name in ("key_basis", "query_basis"))
-        allowed = 4 * torch.finfo(key_basis.dtype).eps
-        sizes = [group.key.rank for group in layout.groups], [group.key.width for group in layout.groups]
-        parts = zip(
-            layout.groups, key_basis.double().split(sizes[0], 1), query_basis.double().split(sizes[1], 1), strict=True
-        )
-        for group, key, wide in parts:
-            query = wide if isinstance(group.key, Numbers) else wide[:, _lowest(group.key)]
-            scale = key.norm(dim=0)[:, None] * query.norm(dim=0)[None, :]
-            identity = torch.eye(group.key.rank, dtype=torch.float64)
-            worst = max(worst, float(((key.T @ query - identity) / scale).abs().max()))
-            groups += 1
-    if groups:
-        result.add("stored bases", worst <= allowed, f"{groups} groups, deviation {worst:.1e}, allowed {allowed:.1e}")
-    else:
-        result.skip("stored bases", "key bases are folded into projections, or of keys and values together")
-
-
-def _lowest(channels: Channels) -> list[int]:
-    """The place of each channel's lowest nibble."""
-    return [place for place, nibble in enumerate(channels.nibbles) if nibble is not None and nibble[1] == 0]
-
-
-def _deviation_of_bases(run: Run) -> tuple[bool, str]:
-    """encode decode^T = I at full rank, in float64 (for an orthonormal pair: its columns are orthonormal)."""
-    worst, where = 0.0, ""
-    for index, key, candidate in ((i, key, c) for i, layer in enumerate(run.bases()) for key, c in layer.items()):
-        for side, pair in candidate.latents.items():
-            identity = torch.eye(pair.encode.shape[-2], dtype=torch.float64)
-            deviation = float((pair.encode @ pair.decode.mT - identity).abs().max())
-            if deviation >= worst:
-                worst, where = deviation, f"layer {index} {key} {side}"
-    return worst <= IDENTITY_TOLERANCE, f"largest deviation from the identity {worst:.1e} ({where})"
 
 
 def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool) -> float:
