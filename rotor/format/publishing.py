@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -19,6 +19,9 @@ from torch import Tensor
 from ..errors import CheckpointError, UsageError
 from .atomic import sync
 from .places import OutputFolder, mark_unfinished, remove, unmark
+
+REMOVING = 4
+"""Descriptors that removing a folder takes at once, kept for it where the limit on open files has been reached."""
 
 
 @contextmanager
@@ -41,16 +44,19 @@ def staged_folder(out: OutputFolder, overwrite: bool, sources: list[Path], neede
         ) from error
     out.check(overwrite, sources)  # again: an old folder may have been put back
     check_space(out.path, needed_bytes)
-    staging = out.new_name()
+    staging, spare = out.new_name(), ExitStack()
     try:
         staging.mkdir()
         mark_unfinished(staging, out.kind)
+        for _ in range(REMOVING):
+            spare.callback(os.close, os.open(staging, os.O_RDONLY))
         yield staging
         publish_folder(staging, out)
     except (OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{out.path}: writing failed: {reason}", "Nothing was changed there.") from error
     finally:
+        spare.close()
         with suppress(OSError, UsageError):  # it is not there any more
             remove(staging, out.kind)
 

@@ -82,7 +82,7 @@ class Goal:
     accuracy: Share | None = None
     compression: Share | None = None
     removal_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
-    confidence: Annotated[float, Expect(lambda value: value == CONFIDENCE, str(CONFIDENCE))] | None = None
+    confidence: Annotated[float, Expect(CONFIDENCE.__eq__, str(CONFIDENCE))] | None = None
 
     def check(self) -> None:
         """Raises UsageError if not one, or out of range."""
