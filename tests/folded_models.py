@@ -24,6 +24,7 @@ from rotor.bases.weights import AttentionWeights
 from rotor.format.channels import SIGNED, WIDTHS, Channels, Latent, Numbers
 from rotor.format.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout
 from rotor.models.projections import split_projections
+from rotor.runtime import attention
 from rotor.runtime.attention import RotorAttention
 from rotor.runtime.families import attention_shape, find_family
 from rotor.runtime.integration import replace_attention
@@ -85,16 +86,23 @@ def folded(model: Any, folding: Folding, rounded: bool = False) -> Any:
 @contextmanager
 def rounding() -> Iterator[None]:
     """Models of `folded(..., rounded=True)` round the latents that go into the cache."""
-    rows = RotorAttention.rows
+    rows, parameters_of = attention.plain_rows, RotorAttention._parameters_of_attention
+    modules: list[Any] = []
 
-    def rounded_rows(module: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = rows(module, *args)
+    def of_module(module: Any) -> Any:
+        modules[:] = [module]
+        return parameters_of(module)
+
+    def rounded_rows(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = rows(*args)
+        (module,) = modules
         if module.layout.coded or module.codes is None:
             return query, key, value
         return query, module.codes[0](key), value if module.layout.joint else module.codes[1](value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RotorAttention, "rows", rounded_rows)
+        patch.setattr(RotorAttention, "_parameters_of_attention", of_module)
+        patch.setattr(attention, "plain_rows", rounded_rows)
         yield
 
 

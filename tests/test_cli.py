@@ -169,7 +169,7 @@ def test_wrong_requests_to_export(demo_run, tmp_path: Path, capsys) -> None:
     for arguments, code, text in (
         (["--accuracy", "0.9", "--compression", "0.5"], 2, "got --accuracy and --compression"),
         (["--compression", "1"], 2, "--compression: got 1.0, expected a finite number above 0"),
-        (["--removal-rate", "-0.1"], 2, "--removal-rate -0.1"),
+        (["--removal-rate", "-0.1"], 2, "--removal-rate: got -0.1, expected"),
         (["--compression", "0.99"], 2, "the most that can be removed is 0.7500"),
         (["--compression", "0.5", "--set", "tokens.count=9"], 2, "Calibrate again with this setting"),
         (["--accuracy", "0.9", "--set", "evaluation.source=text", "--set", f"evaluation.path={empty}"], 1, "no text"),
