@@ -62,10 +62,12 @@ def test_the_base_model_alone(exported, family: str) -> None:
 
 
 def test_another_attention_is_ignored_with_a_warning(exported, caplog: pytest.LogCaptureFixture) -> None:
+    folder = exported("llama")
+    caplog.clear()
     with caplog.at_level(logging.WARNING, "rotor"):
-        AutoModelForCausalLM.from_pretrained(exported("llama"))
+        AutoModelForCausalLM.from_pretrained(folder)
         assert caplog.messages == []
-        AutoModelForCausalLM.from_pretrained(exported("llama"), attn_implementation="flash_attention_2")
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation="flash_attention_2")
     assert "attn_implementation='flash_attention_2' is ignored" in caplog.text
 
 

@@ -82,8 +82,11 @@ def calibrate(
         f"{run.info['tokens']['count']} tokens"
     )
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
-    goal = "--compression 0.8" if Checkpoint(run.model_folder).tokenizer is None else "--accuracy 0.99"
-    say(f"Next: rotor export {shlex.quote(str(run.folder))} -o OUT {goal}")
+    folder = shlex.quote(str(run.folder))
+    if Checkpoint(run.model_folder).tokenizer is None:
+        say(f"Next: rotor export {folder} -o OUT --compression 0.8")
+    else:
+        say(f"Next: rotor export {folder} -o OUT --accuracy 0.99")
 
 
 def _how_to_resume(out: Path) -> str:

@@ -44,7 +44,7 @@ class StageInfo(TypedDict):
     """What one stage of a command took."""
 
     seconds: float
-    peak_bytes: float
+    peak_bytes: int
 
 
 class RunInfo(TypedDict):

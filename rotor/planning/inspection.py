@@ -18,7 +18,6 @@ from ..calibration.outline import ModelOutline, needs_whole_model
 from ..format.layout import AttentionShape, Candidate, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
 from ..models.hardware import pick_device, pick_dtype
-from ..models.loading import config_model
 from ..models.memory import available_device_bytes, stream_weights
 from ..models.source import find_source
 from ..prediction.cost import DecodeStep
@@ -91,6 +90,8 @@ def inspect(
         outline = ModelOutline.of(Checkpoint(source.folder))
     else:
         config = config_of(source.folder)
+        from ..models.loading import config_model  # imports the models of transformers
+
         implied = config_model(config)
         shapes = {name: list(parameter.shape) for name, parameter in implied.named_parameters()}
         elements = sum(parameter.numel() for parameter in implied.parameters())

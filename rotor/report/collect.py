@@ -130,7 +130,7 @@ def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: Accu
 def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point | None) -> None:
     """Facts, times, spectra and ranks from a run and the point that is shown."""
     info, shape = run.info, run.shape
-    data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in info.get("stages", {}).items()]
+    data.timings = [(stage, v["seconds"], v["peak_bytes"]) for stage, v in info.get("stages", {}).items()]
     tokens = info.get("tokens", {})
     data.facts = [
         ("model", f"{data.model} ({info['model'].get('model_type', 'unknown type')})"),
