@@ -7,6 +7,7 @@ What a layer's launches go by is made once (`DecodeLayer`), what RoPE's tables s
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -337,11 +338,32 @@ def _launch(
     )  # fmt: skip
 
 
+class _Kept(threading.local):
+    """Memory that a thread's launches keep, by device and stream: others may launch between two of its own."""
+
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[torch.device, int], Tensor] = {}
+
+
+_kept = _Kept()
+
+
 def _memory(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
-    """Float32 for what a launch leaves to the next, by one allocation; parts begin at multiples of 256 bytes."""
+    """Float32 for what a launch leaves to the next, kept from layer to layer and from step to step.
+
+    Parts begin at multiples of 256 bytes. A CUDA graph under capture takes them from its own pool.
+    """
     whole = [-(-size // 64) * 64 for size in sizes]
-    parts = torch.empty(sum(whole), dtype=torch.float32, device=device).split(whole)
-    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+    memory, place = None, (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if not captured:
+        memory = _kept.by_stream.get(place)
+    if memory is None or memory.numel() < sum(whole):
+        with torch.inference_mode(False):  # it serves calls in and out of that mode
+            memory = torch.empty(sum(whole), dtype=torch.float32, device=device)
+        if not captured:
+            _kept.by_stream[place] = memory
+    return [part[:size] for part, size in zip(memory[: sum(whole)].split(whole), sizes, strict=True)]
 
 
 def join_constants(layer: DecodeLayer, tokens: int, tiles: Tile) -> dict[str, Any]:

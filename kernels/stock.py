@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from rotor.format.layout import GroupClass
 
+from .logits import absorbed_queries
 from .materialise import PagesOf, materialise
 from .parameters import AttentionParameters, seq_len_of
-from .reference import absorbed_queries
 from .reference import attend as attend_by_sdpa
 from .rotary import Rotation
 

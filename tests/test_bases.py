@@ -11,7 +11,7 @@ from rotor.bases.method import Inputs, block_diagonal, output_moments, rotary_av
 from rotor.bases.moments import LayerStatistics
 from rotor.bases.weights import AttentionWeights
 from rotor.format.layout import POST_ROPE, AttentionShape
-from rotor.kernels.reference import rotate
+from rotor.kernels.rotary import rotate
 from rotor.rewriting.rewrite import layer_layout, rewrite_layer
 
 DOUBLE = torch.float64

@@ -19,7 +19,8 @@ from rotor.calibration.capture import capture
 from rotor.errors import UnsupportedModelError
 from rotor.export.export import export
 from rotor.format.layout import pre_rope
-from rotor.kernels.reference import attend, rotate
+from rotor.kernels.reference import attend
+from rotor.kernels.rotary import rotate
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import load_model
 from rotor.models.projections import kv_parameters, read_attention

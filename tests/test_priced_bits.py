@@ -21,7 +21,7 @@ from rotor.search.costs import RunCosts
 
 SHAPE = AttentionShape(num_layers=2, num_heads=16, num_kv_heads=4, head_dim=32, hidden_size=512, rotary_dim=32)
 BITS = (0, 4, 8)
-ALIKE = Device(bandwidth_bytes_per_s=1e12, matmul_flops_per_s=200e12, memory_bytes=1e11, source="measured")
+ALIKE = Device(bandwidth_bytes_per_s=1e12, source="measured")
 KINDS = {
     "pre-4": Candidate(pre_rope(SHAPE), 4),
     "pre-1": Candidate(pre_rope(SHAPE), 1),

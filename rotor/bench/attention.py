@@ -221,7 +221,7 @@ def bench_layer(
         try:
             call = prepare()
             errors[name] = relative_error(call(), exact)
-        except (RuntimeError, NotImplementedError) as failure:  # PyTorch's way to say that a backend does not fit
+        except RuntimeError as failure:  # so PyTorch says that a backend does not fit
             if not name.startswith("SDPA"):
                 raise
             left_out[name] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:100]}"

@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from ..format.channels import aligned
 from ..format.layout import AttentionShape, LayerLayout
+from ..kernels.logits import absorbed_queries
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..kernels.reference import absorbed_queries, attention, join, partial_attention
+from ..kernels.reference import attention, join, partial_attention
 from ..kernels.rotary import Rotation
 from ..runtime.steps import Step
 from .plan import LayerPlan, Part

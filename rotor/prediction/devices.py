@@ -24,8 +24,6 @@ class Device:
     """Rates of one device.
 
     bandwidth_bytes_per_s: reading of device memory.
-    matmul_flops_per_s: dense bfloat16 matrix products; a multiply-add counts two.
-    memory_bytes: device memory.
     source: `data-sheet` (peak rates, which no kernel reaches) or `measured`.
     link_bytes_per_s: what it sends to its neighbours in one machine (NVLink, Infinity Fabric, PCIe), in one direction;
         None: not known, and times of traffic are not predicted for it.
@@ -34,8 +32,6 @@ class Device:
     """
 
     bandwidth_bytes_per_s: Rate
-    matmul_flops_per_s: Rate
-    memory_bytes: Rate
     source: Literal["data-sheet", "measured"]
     link_bytes_per_s: Rate | None = None
     sms: Annotated[int, Field(gt=0)] | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import truth
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from rotor.format.kernel_config import Tile
 from rotor.format.layout import KeyForm, LayerLayout
-from rotor.kernels.decoding import BlockRotations, DecodeLayer, decode_attention
+from rotor.kernels.decoding import BlockRotations, DecodeLayer, _memory, decode_attention
 from rotor.kernels.masks import ranges_of_mask
 from rotor.kernels.ranges import KeyRanges
 
@@ -160,3 +162,11 @@ def test_slices(programs: int) -> None:
     check(layer_of([32], 1, block=64), [0, 0], per_head=1, programs=programs)
     lengths = [5, 0, 200, 17, 64] if programs < 40 else [3, 0] * 33 + [90]
     check(layer_of([32, 16], 1, block=16, fast=2), lengths, per_head=1, programs=programs)
+
+
+def test_what_launches_leave_to_each_other_is_kept() -> None:
+    first, second = _memory((100, 3), torch.device("cpu"))
+    assert (len(first), len(second), second.data_ptr() - first.data_ptr()) == (100, 3, 128 * 4)
+    assert _memory((7,), torch.device("cpu"))[0].data_ptr() == first.data_ptr()
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(_memory, (7,), torch.device("cpu")).result()[0].data_ptr() != first.data_ptr()

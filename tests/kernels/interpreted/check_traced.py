@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import FORMS, MIXED, Numbers, causal, layer, random_case, shape_of
-from torch.library import opcheck
+from torch import library
 
 from rotor.format.layout import LayerLayout
 from rotor.kernels import operators
@@ -67,7 +67,7 @@ def test_fakes_say_what_the_operators_give() -> None:
     query, key, value, basis, shift = tensors(layout, shape, 1)
     p, checks = case.parameters, ("test_schema", "test_faketensor")
     appended = (key, value, query, basis, shift, *case.rotation, torch.tensor([50]), text)
-    opcheck(operators._append, appended, test_utils=checks)
+    library.opcheck(operators._append, appended, test_utils=checks)
     rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
     attended = (case.query, *rows, None, p.query_basis, p.key_constant, *case.rotation, 0, p.scaling, None, text)
-    opcheck(operators._attend, attended, test_utils=checks)
+    library.opcheck(operators._attend, attended, test_utils=checks)
