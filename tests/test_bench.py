@@ -141,6 +141,7 @@ def test_requests_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch
         (["--batch", "1,0"], "--batch 1,0"),
         (["--engine", "vllm"], "vLLM is not installed"),
         (["--engine", "vllm", "--lengths", "64", "--device", "cpu"], "--lengths, --device: not with --engine vllm"),
+        (["--cache-mb", "4"], "with --engine vllm alone"),
         (["--engine", "vllm", "--layers", "2"], "--layers: not with --engine vllm"),
         (["--engine", "vllm", "--new-tokens", "0"], "at least 2 new tokens"),
         (["--engine", "other"], "'other' is not one of 'transformers', 'vllm'"),

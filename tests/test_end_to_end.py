@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DEMO_MODEL, FAST_EVALUATION, SHORT_TEXT, calibrated
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -81,7 +82,11 @@ def test_main_job(recipe: str, run_copy, tmp_path: Path) -> None:
     assert dtypes == ({"BF16", "F32"} if recipe == "rotor" else {"BF16"})  # constants of codes are float32
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"{report['accuracy']['report']:.4f}" in card
-    assert "base_model: demo-model" in card
+    metadata = ModelCard(card).data
+    assert (metadata.base_model, metadata.library_name) == ("demo-model", "transformers")
+    results = {result.metric_type: result.metric_value for result in metadata.eval_results}
+    assert results["default"] == report["accuracy"]["report"]
+    assert {"token_accuracy", "ppl_ratio", "lookup", "copy"} <= set(results)
 
 
 def test_the_search_split_alone_chooses_and_the_report_split_is_measured_once(run_copy, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from statistics import quantiles
 from time import perf_counter
 from typing import Any
 
@@ -28,6 +27,7 @@ from ..kernels.defaults import default_layer
 from ..kernels.dispatch import layer_served
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.rotary import Rotation, rotate, when_read
+from .records import quartiles
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 """Relative error that a row may have against float64, by dtype."""
@@ -263,8 +263,3 @@ def timed(
             call()
             times[name].append(perf_counter() - start)
     return {name: quartiles(of_call) for name, of_call in times.items()}
-
-
-def quartiles(times: list[float]) -> dict[str, float]:
-    low, median, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-    return {"median": median, "low": low, "high": high}

@@ -15,8 +15,8 @@ from ..models.hardware import pick_device, pick_dtype
 from ..models.loading import load_model
 from ..policies import stored_bytes
 from ..progress import Progress
-from .attention import bench_layer, quartiles
-from .records import describe_device, provenance
+from .attention import bench_layer
+from .records import describe_device, provenance, quartiles
 
 GPU_LOADS = (32768,), (8192,), (1, 8)
 CPU_LOADS = (2048,), (512,), (1,)

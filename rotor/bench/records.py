@@ -8,6 +8,7 @@ import subprocess
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -68,3 +69,8 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
         write_text(path, json_text(report) + "\n")
     except OSError as error:
         raise UsageError(f"{path}: {error}", "Give another file with -o.") from error
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    low, median, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": median, "low": low, "high": high}

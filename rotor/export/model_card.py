@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..evaluation.fidelity import Fidelity
 from ..format.channels import in_words
@@ -24,9 +24,12 @@ def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape) ->
     measured = "\n".join(rows)
     metadata = ModelCardData(
         base_model=base_model,
+        base_model_relation="quantized",
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["rotor", "kv-cache", "compression"],
+        model_name=report["source"]["name"],
+        eval_results=_results(report["accuracy"]) or None,
     )
     layouts = [LayerLayout.from_dict(layout, ROTOR_JSON) for layout in report["layouts"]]
     forms = sorted({_form(layout, shape) for layout in layouts})
@@ -68,6 +71,22 @@ or below `rotor run -- PROGRAM`. `rotor validate` checks its integrity and its n
 somebody whom you trust, `rotor validate PATH_OF_THIS_FOLDER --digest HEX` finds any change at all.
 """
     return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}"))
+
+
+def _results(accuracy: dict[str, Any]) -> list[EvalResult]:
+    """Of the report split, what the hub shows as `model-index`; the text is no data set there."""
+    if accuracy["report"] is None:
+        return []
+    values = accuracy["measurements"]["report"]["values"]
+    about = {"task_type": "text-generation", "dataset_type": "text", "dataset_name": accuracy["data"]}
+    infos = (metric_info(name) for name in dict.fromkeys((accuracy["metric"], *METRICS)))
+    return [
+        EvalResult(
+            **about, dataset_split="report", metric_type=i.name, metric_name=i.label, metric_value=values[i.name]
+        )
+        for i in infos
+        if i.name in values
+    ]
 
 
 def _cache_row(report: dict[str, Any]) -> str:

@@ -1,0 +1,93 @@
+"""What is beside the code: the notebook, the workflow, issue forms, Dockerfile and CITATION.cff."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+import yaml
+from conftest import DEMO_MODEL, ROOT
+from printed import parse
+
+from rotor.cli.commands import app
+from rotor.plugins.vllm.served import refusal
+
+NOTEBOOK = ROOT / "artifacts" / "demo.ipynb"
+README = ROOT / "README.md"
+
+
+def code_cells() -> list[str]:
+    cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
+    assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_has_readmes_commands_and_program() -> None:
+    """And settings that make them short, which the commands take."""
+    found = []
+    for cell in code_cells():
+        (small,) = [eval(text) for text in re.findall(r"^SMALL = (.*?)\n!", cell, re.DOTALL)] or [""]
+        for line in re.findall(r"^!(rotor .*)$", cell, re.MULTILINE):
+            parse(shlex.split(line.replace("$SMALL", small))[1:])
+            found.append(line.removesuffix(" $SMALL"))
+    text = README.read_text("utf-8")
+    example = re.search(r"^## Use it\n(.*?)^Give your own", text, re.MULTILINE | re.DOTALL)
+    assert found == re.findall(r"^    (rotor .*)$", example[1], re.MULTILINE)
+    assert code_cells()[-1] == re.search(r"^```python\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)[1]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "artifacts" / "demo-model").symlink_to(DEMO_MODEL)
+    copied = shutil.copy(NOTEBOOK, tmp_path / "artifacts")
+    notebook = nbformat.read(copied, as_version=4)
+    nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path / "artifacts")}}).execute()
+    printed = ["".join(o.get("text", "") for o in c.outputs) for c in notebook.cells if c.cell_type == "code"]
+    assert all("def main(" in text for text in printed[-2:]), printed
+    assert "pass" in printed[-3], printed
+    assert (tmp_path / "out" / "demo" / "manifest.json").is_file()
+
+
+def test_the_workflow_runs_what_checks_a_submission() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text("utf-8"))["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+@pytest.mark.parametrize("name", ["bug", "model-family", "method"])
+def test_a_form_asks_each_thing_once_and_names_commands_that_exist(name: str) -> None:
+    text = (ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text("utf-8")
+    form = yaml.safe_load(text)
+    assert set(form) == {"name", "description", "labels", "body"}
+    assert len({part["id"] for part in form["body"]}) == len(form["body"])
+    assert {part["type"] for part in form["body"]} <= {"textarea", "input", "dropdown"}
+    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert set(re.findall(r"(?:`|: )rotor ([a-z]+)", text)) <= known
+    for path in re.findall(r"rotor/[\w/]+\.py", text):
+        assert (ROOT / path).is_file()
+
+
+def test_citation_and_images_are_of_this_version() -> None:
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    for key in ("version", "license"):
+        assert f'\n{key} = "{cited[key]}"\n' in project
+    image = (ROOT / "Dockerfile").read_text("utf-8")
+    assert refusal(re.search(r"vllm/vllm-openai:v([\d.]+)", image)[1]) is None
+    kept = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text("utf-8"), re.MULTILINE)
+    assert {"pyproject.toml", "constraints.txt", "rotor", "kernels", "recipes"} <= set(kept)
+    assert all((ROOT / name).exists() for name in kept)
+    commands = re.findall(r"^#.*docker run .* rotor(?:-vllm)? (\w+ .*)$", image, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        parse(shlex.split(command))
