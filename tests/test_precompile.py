@@ -63,9 +63,9 @@ def test_named_layouts() -> None:
 
 @needs_triton
 @pytest.mark.parametrize(("name", "arch", "goal"), [("joint-64-fast", 90, 20.0), ("numbers-64", 80, 24.0)])
-def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, decoding_alone, tmp_path) -> None:
+def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, decoding_alone) -> None:
     """And as many as predictions look up."""
-    (layer,) = count_layers([subject(name)], [arch], DEVICES, STEP, dump=tmp_path)
+    (layer,) = count_layers([subject(name)], [arch], DEVICES, STEP)
     assert [kernel.error for kernel in layer.kernels] == [None] * len(layer.kernels)
     assert goal / 3 < layer.instructions_per_key < goal
     assert layer.spilled_bytes == 0
@@ -73,7 +73,6 @@ def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, deco
     assert layer.by_pipe["tensor"] > 0.4
     assert [kernel.name.partition(" ")[0] for kernel in layer.kernels] == ["absorb", "decode", "join"]
     assert all(16 <= kernel.registers <= 255 for kernel in layer.kernels)
-    assert {path.suffix for path in (tmp_path / f"sm_{arch}").iterdir()} == {".cubin", ".sass", ".ptx"}
     assert layer.issue_s == pytest.approx(DEVICES[arch].issue_seconds(STEP.keys * 8 * layer.instructions_per_key))
     assert layer.memory_s == DEVICES[arch].read_seconds(STEP.keys * 8 * layer.bytes_per_key)
     base = DEVICES[arch].read_seconds(STEP.keys * 8 * 512)

@@ -92,11 +92,6 @@ def opened(address: str, path: str, **body: Any) -> Any:
     return urllib.request.urlopen(request, timeout=300)
 
 
-def post(address: str, path: str, **body: Any) -> str:
-    with opened(address, path, **body) as response:
-        return response.read().decode()
-
-
 def open_completion(address: str, prompt: list[int], **options: Any) -> Any:
     greedy = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "return_token_ids": True}
     return opened(address, "/v1/completions", prompt=prompt, **greedy | options)
@@ -142,9 +137,13 @@ def test_a_server_answers_as_transformers_does(folder: Path, address: str) -> No
     chunks = [json.loads(event) for event in events if event.startswith("{")]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == whole
 
-    messages = [{"role": "user", "content": "def main(argv):"}]
-    chat = json.loads(post(address, "/v1/chat/completions", messages=messages, temperature=0, max_tokens=4))
-    assert chat["usage"]["completion_tokens"] == 4
+    from openai import OpenAI  # docs/serving.md's client
+
+    client, greedy = OpenAI(base_url=f"{address}/v1", api_key="none"), {"model": "tiny", "temperature": 0}
+    forced = {"extra_body": {"ignore_eos": True}, **greedy}
+    chat = client.chat.completions.create(messages=[{"role": "user", "content": "a"}], max_tokens=4, **greedy)
+    assert chat.usage.completion_tokens == 4
+    assert client.completions.create(prompt=PROMPTS[4], max_tokens=NEW_TOKENS, **forced).choices[0].text == whole
 
     assert metric(address, "vllm:kv_cache_usage_perc") == 0.0
     assert metric(address, "vllm:request_success_total") >= len(PROMPTS) + 3

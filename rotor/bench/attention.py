@@ -6,10 +6,10 @@ of full width; and, as Palu does without a kernel, keys of the same ranks that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from time import perf_counter
+from timeit import Timer
 from typing import Any
 
 import torch
@@ -233,8 +233,7 @@ def bench_layer(
                 "The row computes something wrong: a defect of rotor, of PyTorch or of the driver; report it.",
             )
         calls[name] = call
-    seconds = timed(calls, device, repetitions)
-    return {name: {**seconds[name], "error": errors[name]} for name in calls}
+    return {name: {**timed(call, device, repetitions), "error": errors[name]} for name, call in calls.items()}
 
 
 def relative_error(output: Tensor, exact: Tensor) -> float:
@@ -243,23 +242,12 @@ def relative_error(output: Tensor, exact: Tensor) -> float:
     return float((got - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
-def timed(
-    calls: Mapping[str, Callable[[], Any]], device: torch.device, repetitions: int
-) -> dict[str, dict[str, float]]:
-    """Median and quartiles of each call in seconds, with cold caches: on a GPU by triton.testing, on a CPU in turn."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+def timed(call: Call, device: torch.device, repetitions: int) -> dict[str, float]:
+    """Median and quartiles in seconds, with cold caches: on a GPU by triton.testing, on a CPU by timeit."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
-        times = {
-            name: [1e-3 * of for of in do_bench(call, rep=10 * repetitions, return_mode="all")]
-            for name, call in calls.items()
-        }
-    else:
-        flush = torch.ones(FLUSH_BYTES // 4)
-        for name, call in [*calls.items()] * repetitions:
-            flush.sum()
-            start = perf_counter()
-            call()
-            times[name].append(perf_counter() - start)
-    return {name: quartiles(of_call) for name, of_call in times.items()}
+        return quartiles([1e-3 * of for of in do_bench(call, rep=10 * repetitions, return_mode="all")])
+    flush = torch.ones(FLUSH_BYTES // 4)
+    call()
+    return quartiles(Timer(call, setup=flush.sum).repeat(repetitions, 1))

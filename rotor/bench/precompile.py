@@ -5,7 +5,6 @@ Of every kernel of a step the instructions in its machine code are counted (`sas
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,11 +95,11 @@ class Subject:
     page: int = PAGE
     softcap: bool = False
 
-    def compiled(self, arch: int, dump: Path | None = None, progress: Progress | None = None) -> tuple[Kernel, ...]:
+    def compiled(self, arch: int, progress: Progress | None = None) -> tuple[Kernel, ...]:
         """Every kernel that the layer needs.
 
         Raises:
-            UsageError: Triton is not installed; `dump` cannot be written.
+            UsageError: Triton is not installed.
         """
         if not triton_installed():
             raise UsageError("Triton, which compiles the kernels, is not installed.", pip_install("kernels"))
@@ -112,7 +111,7 @@ class Subject:
         with (progress or Progress()).task(f"compile {self.name}, sm_{arch}", len(variants), "kernels") as advance:
             found = []
             for variant in variants:
-                found.append(_kernel(variant, arch, self.shape.num_kv_heads, dump))
+                found.append(_kernel(variant, arch, self.shape.num_kv_heads))
                 advance(1)
         return tuple(found)
 
@@ -190,25 +189,23 @@ def count_layers(
     devices: Mapping[int, Device],
     step: DecodeStep,
     *,
-    dump: Path | None = None,
     progress: Progress | None = None,
 ) -> list[CountedLayer]:
     """Compile every kernel that layers need and count those of a decode step; Triton's cache keeps what comes out.
 
     Args:
         devices: by architecture, whose rates the limits are predicted by. step: the load.
-        dump: folder for cubin, SASS and PTX of every kernel.
     Raises:
         UsageError: Triton is not installed.
     """
     return [
-        _layer(subject, arch, subject.compiled(arch, dump, progress), devices.get(arch), step)
+        _layer(subject, arch, subject.compiled(arch, progress), devices.get(arch), step)
         for arch in archs
         for subject in subjects
     ]
 
 
-def _kernel(variant: Variant, arch: int, kv_heads: int, dump: Path | None) -> Kernel:
+def _kernel(variant: Variant, arch: int, kv_heads: int) -> Kernel:
     """Compile and count one; of a kernel that fails, why: others must not be hidden by it."""
     from .sass import CountError, Graph, disassemble, usage
 
@@ -218,21 +215,11 @@ def _kernel(variant: Variant, arch: int, kv_heads: int, dump: Path | None) -> Ke
     except Exception as error:  # the compiler has many
         return Kernel(*about, error=" ".join(f"{type(error).__name__}: {error}".split()))
     cubin = compiled.asm["cubin"]
-    sass = disassemble(cubin)
-    if dump is not None:
-        folder, name = dump / f"sm_{arch}", re.sub(r"[^\w.+-]+", "_", variant.name)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{name}.cubin").write_bytes(cubin)
-            (folder / f"{name}.sass").write_text(sass, "utf-8")
-            (folder / f"{name}.ptx").write_text(compiled.asm["ptx"], "utf-8")
-        except OSError as error:
-            raise UsageError(f"--dump {dump}: {error}", "Give a folder that can be written.") from error
     takes = *usage(cubin), int(compiled.metadata.shared)
     if not variant.keys:
         return Kernel(*about, *takes)
     try:
-        counted = Graph(sass).count(variant.loops)
+        counted = Graph(disassemble(cubin)).count(variant.loops)
     except CountError as error:
         return Kernel(*about, *takes, error=f"not counted: {error}")
     share = variant.warps * variant.groups / (variant.keys * kv_heads)
@@ -276,10 +263,9 @@ def count_specialisation(wanted: Specialisation, arch: int, progress: Progress |
     shape = AttentionShape(1, groups * wanted.rows, 8, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
     found = {"decode": 0.0, "absorb": 0.0}
     spilled = 0
-    for kernel in Subject(str(wanted), 1, layout, default_layer(layout), shape).compiled(arch, progress=progress):
+    for kernel in Subject(str(wanted), 1, layout, default_layer(layout), shape).compiled(arch, progress):
         if kernel.error is not None:
-            hint = "`rotor compile OUT --dump DIR` keeps its machine code."
-            raise UsageError(f"{wanted}, {kernel.name}: {kernel.error}", hint)
+            raise UsageError(f"{wanted}, {kernel.name}: {kernel.error}", "A kernel has to compile; see its change.")
         if kernel.instructions_per_key is not None:
             spilled = max(spilled, kernel.spilled_bytes or 0)
             part = "absorb" if kernel.name.startswith("absorb") else "decode"

@@ -36,7 +36,6 @@ def compile_kernels(
     length: Count = 32768,
     named: bool = False,
     table: Path | None = None,
-    dump: Path | None = None,
     target_device: str | None = None,
     device_file: Path | None = None,
     as_json: bool = False,
@@ -56,7 +55,6 @@ def compile_kernels(
         length: Cached tokens of each of them.
         named: Count layouts that have names, without a checkpoint.
         table: Count every size that predictions look up, and write this JSON file.
-        dump: Folder for cubin, SASS and PTX of every kernel.
     """
     from ..recipe.settings import Compute
 
@@ -79,7 +77,7 @@ def compile_kernels(
     devices = {number: find_device(name, device_file) for number, name in names.items() if name is not None}
     subjects = precompile.named_subjects() if folder is None else precompile.subjects_of(folder, dtype)
     step = DecodeStep(length, batch)
-    layers = precompile.count_layers(subjects, archs, devices, step, dump=dump, progress=progress)
+    layers = precompile.count_layers(subjects, archs, devices, step, progress=progress)
     kernels = [kernel for layer in layers for kernel in layer.kernels]
     failed = sum(kernel.error is not None for kernel in kernels)
     rates = {f"sm_{number}": names[number] for number in archs}

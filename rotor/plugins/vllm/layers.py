@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, UsageError
+from ...errors import UsageError
 from ...format.file_names import KERNEL_CONFIG
 from ...format.hashes import file_sha256
 from ...format.kernel_config import KernelConfig
 from ...format.layout import AttentionShape, LayerLayout
-from ...format.manifest import MANIFEST, Manifest
+from ...format.manifest import MANIFEST
 from ...format.section import CompressedSection
 from ...kernels.defaults import default_layer
 from ...kernels.dispatch import layer_served
@@ -78,16 +78,13 @@ class Plan:
 
     def file(self, name: str) -> Path | None:
         """A file of the checkpoint's folder; None where there is none, or the hub cannot be asked."""
-        folder = Path(self.model)
-        if folder.is_dir():
-            path = folder / name
-            return path if path.is_file() else None
-        from huggingface_hub import hf_hub_download
+        from transformers.utils import cached_file
 
         try:
-            return Path(hf_hub_download(self.model, name, revision=self.revision))
-        except (OSError, ValueError):  # what the hub's own errors are
+            found = cached_file(self.model, name, revision=self.revision)
+        except OSError:
             return None
+        return None if found is None else Path(found)
 
     def check(self, cache_dtype: str, lora: bool, context_parallel: int) -> None:
         """Raises UsageError for what vLLM is asked for and this checkpoint cannot do."""
@@ -121,7 +118,6 @@ class Plan:
             transfer: vLLM's KVTransferConfig, or None.
         Raises:
             UsageError: the checkpoint has no manifest, or see there.
-            CheckpointError: a file is not what its manifest says.
         """
         if transfer is None or transfer.kv_connector is None:
             return
@@ -131,9 +127,7 @@ class Plan:
                 f"--kv-transfer-config: {self.model} has no {MANIFEST}, by whose digest prefixes are kept apart.",
                 "Serve the folder as `rotor export` wrote it.",
             )
-        # The hub's own snapshots are links, and known by their hashes.
-        digest = checked_digest(path.parent) if Path(self.model).is_dir() else file_sha256(path)
-        keep_apart(transfer, prefix_mark(digest, str(self.dtype).removeprefix("torch.")))
+        keep_apart(transfer, prefix_mark(file_sha256(path), str(self.dtype).removeprefix("torch.")))
 
     def shard(self, index: int, rank: int) -> Shard:
         return shard_of(self.layouts[index], self.shape, self.section.biases, rank, self.ranks)
@@ -160,16 +154,6 @@ class Plan:
             window,
             kernels if layer_served(layout, shape, self.dtype, device) else None,
         )
-
-
-@lru_cache(maxsize=4)
-def checked_digest(folder: Path) -> str:
-    """The digest of a folder's manifest; raises CheckpointError where a file is not what it says. Once a process."""
-    manifest = Manifest.read(folder)
-    wrong = [f"{name} {problem}" for name in sorted(manifest.files) if (problem := manifest.problem(name))]
-    if wrong:
-        raise CheckpointError(f"{folder}: {'; '.join(wrong)}.", "Run `rotor validate`; export it again.")
-    return manifest.digest
 
 
 class Loading:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
+from packaging.specifiers import SpecifierSet
 
-TESTED = (0, 32), (0, 33)
-"""From the first of these versions up to, and without, the second; pyproject.toml and docs/serving.md say the same.
+TESTED = ">=0.32,<0.33"
+"""Versions; pyproject.toml and docs/serving.md say the same.
 
 Of what the plugin uses, vLLM promises entry points and the registries of models and quantisation methods. Attention
 backends, cache specs and the attention ops have no promise: a new version is added here once `make test-vllm` passes.
@@ -14,12 +14,9 @@ backends, cache specs and the attention ops have no promise: a new version is ad
 
 def refusal(version: str) -> str | None:
     """Why compressed checkpoints are not served with a version of vLLM; None if they are."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    first, end = TESTED
-    if numbers is not None and first <= (int(numbers[1]), int(numbers[2])) < end:
+    if SpecifierSet(TESTED).contains(version, prereleases=True):
         return None
-    tested = dict.fromkeys(f"{major}.{minor}" for major, minor in (first, (end[0], end[1] - 1)))
-    return f"vLLM {version} does not serve compressed checkpoints: rotor's plugin is tested with {' to '.join(tested)}."
+    return f"vLLM {version} does not serve compressed checkpoints: rotor's plugin is tested with {TESTED}."
 
 
 PREFIX = "Rotor"
