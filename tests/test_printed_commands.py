@@ -47,7 +47,8 @@ def test_settings_and_options_in_texts_exist() -> None:
     settings = load_recipe("rotor").to_dict()
     for file, texts in TEXTS.items():
         # Options of git, of an engine, and of pytest, a sanitizer and the processes that `rotor gpu` starts.
-        if file == "rotor/bench/records.py" or file.startswith(("rotor/plugins/", "rotor/bench/gpu")):
+        others = ("rotor/plugins/", "rotor/bench/gpu", "rotor/bench/records", "rotor/bench/serving")
+        if file.startswith(others):
             continue
         for text in texts:
             for section, field in re.findall(r"--set ([a-z]+)\.([a-z_]+)=", text):

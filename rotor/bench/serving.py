@@ -174,7 +174,7 @@ def _load(
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     preempted = [sample.value for sample in _samples(address, PREEMPTIONS)]
-    found = main(parser.parse_args([*_words(options), "--ignore-eos", "--disable-tqdm"]))
+    found = main(parser.parse_args([*_words(options), "--ignore-eos", "--disable-tqdm", "--save-detailed"]))
     if found["failed"]:
-        raise RuntimeError(f"{model}: {found['failed']} of {ROUNDS * concurrency} requests failed")
+        raise RuntimeError(f"{found['failed']} requests to {model} failed: {max(found['errors'])[-500:]}")
     return {**found, "preemptions": sum(sample.value for sample in _samples(address, PREEMPTIONS)) - sum(preempted)}
