@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..errors import UsageError
 from ..logs import is_first_process
-from .app import check_folder, command, print_json, resumable, split
+from .app import check_folder, command, numbers, print_json, resumable, split
 from .console import in_interval, print_seconds, print_table, say
 from .options import ComputeOptions, Count, MemoryOptions, Output
 from .plans import print_calibration_plan, print_export_plan
@@ -218,6 +218,9 @@ def validate(
     digest: str | None = None,
     cache: str | None = None,
     no_measure: bool = False,
+    tasks: str | None = None,
+    lengths: str = "4096",
+    results: Path | None = None,
 ) -> None:
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
@@ -231,9 +234,11 @@ def validate(
         recipe: Recipe whose section evaluation says how accuracy is measured.
         text: Text to measure accuracy on, as of `rotor calibrate`: a file or a folder.
         digest: What `rotor export` printed: the digest of every file.
+        results: New folder for the files of --tasks, which are those of lm-eval and kvpress; by default OUT-tasks.
     """
-    if digest is not None and len(folders) > 1:
-        raise UsageError("--digest belongs to one folder.", "Validate them one by one.")
+    for option, value in (("--digest", digest), ("--results", results)):
+        if value is not None and len(folders) > 1:
+            raise UsageError(f"{option} belongs to one folder.", "Validate them one by one.")
     compute.checked()
     for folder in folders:
         check_folder(folder)
@@ -242,7 +247,7 @@ def validate(
     from ..validation.validate import validate as run_validate
 
     shared, progress = SourceMeasurements(), output.progress()
-    results = [
+    validated = [
         run_validate(
             folder,
             model=model,
@@ -253,6 +258,9 @@ def validate(
             digest=digest,
             cache=cache,
             measure=not no_measure,
+            tasks=split(tasks or ""),
+            lengths=numbers("--lengths", lengths),
+            results=results,
             **vars(compute),
             shared=shared,
             progress=progress,
@@ -260,16 +268,18 @@ def validate(
         for folder in folders
     ]
     if output.as_json:
-        objects = [result.to_dict() for result in results]
+        objects = [result.to_dict() for result in validated]
         print_json(objects[0] if len(objects) == 1 else {"folders": objects})
     else:
-        for result in results:
+        for result in validated:
             _print_checks(result)
+            if asked := result.summary.get("tasks"):
+                _print_tasks(asked["results"], asked["folder"])
             print_seconds(result.seconds)
-        _print_summary(results)
-    if any(result.damaged for result in results):
+        _print_summary(validated)
+    if any(result.damaged for result in validated):
         raise typer.Exit(1)
-    if not all(result.target_met for result in results):
+    if not all(result.target_met for result in validated):
         raise typer.Exit(3)
 
 
@@ -277,6 +287,16 @@ def _print_checks(result: Any) -> None:
     colours = {"pass": "green", "fail": "red", "skipped": "yellow"}
     rows = [(check.name, Text(check.status, style=colours[check.status]), check.detail) for check in result.checks]
     print_table(str(result.folder), ("check", "result", "detail"), (), rows)
+
+
+def _print_tasks(rows: list[dict[str, Any]], folder: str) -> None:
+    cells = []
+    for row in rows:
+        bounds = "[{:+.3f}, {:+.3f}]".format(*row["interval"])
+        shown = *(f"{row[name]:.3f}" for name in ("before", "after")), f"{row['difference']:+.3f} {bounds}"
+        cells.append((row["task"], row["documents"], *shown))
+    right = "documents", "source", "compressed", "difference [95 % interval]"
+    print_table(f"Tasks, the same documents for both; files in {folder}", ("task",), right, cells)
 
 
 def _print_summary(results: list[Any]) -> None:
