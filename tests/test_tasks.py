@@ -91,7 +91,7 @@ def test_what_is_missing_is_said_with_what_to_do(demo, tmp_path: Path, monkeypat
         raise ValueError("half")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UsageError, match="vt: the lm-eval package cannot be imported") as error:
+    with pytest.raises(UsageError, match="--tasks vt: the lm-eval package cannot be imported") as error:
         TaskSuite(["vt"], checkpoint.tokenizer)
     assert error.value.hint == "pip install 'PATH/TO/rotor[eval]'"
 

@@ -63,7 +63,7 @@ class TaskSuite:
     Args:
         names: of all these. tokenizer: the model's.
         lengths: tokens of the documents of LONG_CONTEXT and of lm-eval's own tasks of RULER.
-        limit: documents of a task, at each length; None is all.
+        limit: documents of a task, at each length; None is all. what: asks for them, as an error says.
     Raises:
         UsageError: a package is not installed. DataError: a task cannot be loaded, or there is no tokenizer.
     """
@@ -75,8 +75,9 @@ class TaskSuite:
         lengths: Sequence[int] = (4096,),
         limit: int | None = None,
         seed: int = 0,
+        what: str = "--tasks ",
     ) -> None:
-        self.what, self._tokenizer, self._limit, self._seed = ", ".join(names), tokenizer, limit, seed
+        self.what, self._tokenizer, self._limit, self._seed = f"{what}{','.join(names)}", tokenizer, limit, seed
         if tokenizer is None:
             raise DataError(f"{self.what}: needs a tokenizer, and the model's folder has none.", "Add tokenizer.json.")
         self._questions = [Questions.read(Path(name), limit) for name in names if name.endswith(".parquet")]

@@ -49,15 +49,15 @@ def compare_tasks(
     with TaskSuite.results(out) as folder:
         suite = TaskSuite(names, source.tokenizer, lengths, spec.lm_eval_limit, spec.seed)
         for model, own, share in ((source, None, None), (checkpoint, policy, removed)):
-            about = {"pretrained": str(model.folder), "dtype": str(place.dtype).removeprefix("torch.")}
+            about = {"pretrained": str(model.folder.resolve()), "dtype": str(place.dtype).removeprefix("torch.")}
             about |= {} if own is None else {"cache": str(own)}
             network: Any = weights_of(model, place.device, place.dtype, place.streamed).model
             with progress.task(f"tasks of {model.folder.name}", None, ""), cache_policy(network, own):
                 found[model.folder] = suite.measure(network, about, folder, share)
         rows = paired(*found.values())
         comparison = {
-            "before": str(source.folder),
-            "after": str(checkpoint.folder),
+            "before": str(source.folder.resolve()),
+            "after": str(checkpoint.folder.resolve()),
             "compression": removed,
             "kv_bytes_per_token": report["kv_bytes_per_token"],
             "cache": None if policy is None else policy.as_dict(),

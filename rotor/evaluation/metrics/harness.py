@@ -31,7 +31,8 @@ class LMEval(Metric):
 
     def __init__(self, name: str, context: EvaluationContext) -> None:
         super().__init__(name, context)
-        self._suite = TaskSuite([name.removeprefix(LM_EVAL)], context.tokenizer, seed=context.spec.seed)
+        what, task = f"evaluation.metric {LM_EVAL}", name.removeprefix(LM_EVAL)
+        self._suite = TaskSuite([task], context.tokenizer, seed=context.spec.seed, what=what)
         self._base: dict[str, tuple[float, list[float]]] = {}
 
     def measure_base(self, outputs: Outputs, split: str) -> dict[str, Any]:
