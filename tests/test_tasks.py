@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import logging
+import os
+import runpy
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Optional
 
 import pytest
 import yaml
@@ -65,6 +71,16 @@ def test_an_answer_of_a_plain_cache_is_that_of_the_whole_text(demo) -> None:
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     whole = network.model.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
     assert kvpress.answer(network.model, tokenizer, asked) == tokenizer.decode(whole, skip_special_tokens=True)
+
+
+@pytest.mark.peer
+def test_answers_are_those_of_kvpress(demo) -> None:
+    kvpress_package = pytest.importorskip("kvpress", reason="kvpress is not installed")
+    checkpoint, network = demo
+    asked = SimpleNamespace(**row())
+    pipeline = kvpress_package.KVPressTextGenerationPipeline(model=network.model, tokenizer=checkpoint.tokenizer)
+    theirs = pipeline(asked.context, question=asked.question, answer_prefix=asked.answer_prefix, max_new_tokens=6)
+    assert kvpress.answer(network.model, checkpoint.tokenizer, asked) == theirs["answer"]
 
 
 def test_scores_of_kvpress_questions() -> None:
@@ -200,3 +216,36 @@ def test_the_kvpress_folder_is_as_kvpress_writes_it(run_copy, tmp_path: Path) ->
     data.write_bytes(b"no parquet")
     with pytest.raises(DataError, match="is no parquet file"):
         Questions.read(data)
+
+
+@pytest.mark.peer
+def test_kvpress_reads_the_folder(demo, tmp_path: Path) -> None:
+    """By its own scorer and configuration, which are in its source distribution alone."""
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed (the extra eval)")
+    if "KVPRESS_SOURCE" not in os.environ:
+        pytest.skip("KVPRESS_SOURCE is not set: `pip download --no-deps --no-binary kvpress kvpress`, unpacked")
+    evaluation = Path(os.environ["KVPRESS_SOURCE"]) / "evaluation"
+    checkpoint, network = demo
+    rows = [row(task=task, answer=answers) for task in ("niah", "qa_1") for answers in (("17",), ("17", "41"), ("86",))]
+    data = tmp_path / "4096.parquet"
+    pandas.DataFrame(rows).to_parquet(data)
+    questions = Questions.read(data)
+    for removed in (None, 0.9):
+        questions.ask(network.model, checkpoint.tokenizer, {"pretrained": "org/model"}, tmp_path / "out", removed)
+    scorer = runpy.run_path(str(evaluation / "benchmarks" / "ruler" / "calculate_metrics.py"))["calculate_metrics"]
+    (written,) = (
+        node
+        for node in ast.parse((evaluation / "evaluate.py").read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "EvaluationConfig"
+    )
+    presses = {"no_press": None, "rotor": None}
+    names: dict = {"DATASET_REGISTRY": ["ruler"], "SCORER_REGISTRY": ["ruler"], "PRESS_REGISTRY": presses}
+    names |= {"dataclass": dataclass, "Path": Path, "Optional": Optional, "Dict": dict, "Any": Any, "logger": logging}
+    exec(compile(ast.Module([written], []), "evaluate.py", "exec"), names)
+    for folder in (tmp_path / "out").iterdir():
+        config = names["EvaluationConfig"](**yaml.safe_load((folder / "config.yaml").read_text()))
+        assert config.get_results_dir(tmp_path / "theirs").name == folder.name
+        table = pandas.read_csv(folder / "predictions.csv", keep_default_na=False)
+        assert table["compression_ratio"].tolist() == [config.compression_ratio] * 6
+        table["answer"] = [own["answer"] for own in rows]
+        assert scorer(table) == json.loads((folder / "metrics.json").read_text())

@@ -27,10 +27,11 @@ COLUMNS = ("context", "question", "answer_prefix", "answer", "max_new_tokens", "
 
 @dataclass(frozen=True)
 class Questions:
-    """The rows of a parquet file, as a table of pandas."""
+    """Rows of a parquet file, a table of pandas; fraction: the share of its rows that was taken."""
 
     path: Path
     table: Any
+    fraction: float = 1.0
 
     @classmethod
     def read(cls, path: Path, limit: int | None = None) -> Questions:
@@ -49,7 +50,8 @@ class Questions:
         if missing or not len(table):
             what = f"has no column {', '.join(missing)}" if missing else "has no rows"
             raise DataError(f"{path}: {what}; expected {', '.join(COLUMNS)}.", "Give a data set as kvpress has them.")
-        return cls(path, table if limit is None else table.groupby("task").head(limit))
+        taken = table if limit is None else table.groupby("task").head(limit)
+        return cls(path, taken, len(taken) / len(table))
 
     def ask(
         self, model: Any, tokenizer: Any, about: Mapping[str, Any], out: Path, removed: float | None
@@ -71,13 +73,14 @@ class Questions:
             "dataset": "ruler",
             "data_dir": self.path.stem,
             "model": str(about["pretrained"]),
-            "press_name": "no_press" if removed is None else "rotor",
+            "press_name": "no_press" if removed is None else str(about.get("cache", "rotor")).replace(" ", "-"),
             "compression_ratio": removed or 0.0,
-            "fraction": len(table) / len(self.table),
+            "fraction": self.fraction,
             "press_init_command": json.dumps(dict(about), default=str),
         }
+        taken = [f"fraction{config['fraction']:.3f}"] if config["fraction"] < 1 else []
         parts = ("ruler", self.path.stem, config["model"].replace("/", "--"), config["press_name"])
-        folder = out / "__".join((*parts, f"{config['compression_ratio']:.2f}"))
+        folder = out / "__".join((*parts, f"{config['compression_ratio']:.2f}", *taken))
         folder.mkdir(parents=True)
         table.drop(columns="context").to_csv(folder / "predictions.csv", index=False)
         (folder / "metrics.json").write_text(json.dumps(metrics, indent=4))

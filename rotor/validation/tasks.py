@@ -50,7 +50,7 @@ def compare_tasks(
         suite = TaskSuite(names, source.tokenizer, lengths, spec.lm_eval_limit, spec.seed)
         for model, own, share in ((source, None, None), (checkpoint, policy, removed)):
             about = {"pretrained": str(model.folder.resolve()), "dtype": str(place.dtype).removeprefix("torch.")}
-            about |= {} if own is None else {"cache": str(own)}
+            about |= {} if own is None else {"cache": f"rotor-{own.method}"}
             network: Any = weights_of(model, place.device, place.dtype, place.streamed).model
             with progress.task(f"tasks of {model.folder.name}", None, ""), cache_policy(network, own):
                 found[model.folder] = suite.measure(network, about, folder, share)
