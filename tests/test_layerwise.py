@@ -25,10 +25,9 @@ from rotor.export.export import export
 from rotor.format.layout import Candidate, KeyForm
 from rotor.models import layerwise, memory
 from rotor.models.checkpoint import Checkpoint
-from rotor.models.estimate import Estimate, Estimates
 from rotor.models.layerwise import LayerwiseModel, new_states
 from rotor.models.loading import load_model
-from rotor.models.memory import WholeModel, available_host_bytes, stream_weights
+from rotor.models.memory import Estimate, Estimates, WholeModel, available_host_bytes, stream_weights
 from rotor.models.projections import read_attention
 from rotor.models.weights import StreamedWeights
 from rotor.planning.dry_run import plan_calibration
@@ -228,8 +227,8 @@ def test_available_memory_is_that_of_the_tightest_limit(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("family", CONFIGS)
 def test_sizes_count_every_tensor_once(family: str, tiny) -> None:
     checkpoint = Checkpoint(tiny(family))
-    config, sizes = checkpoint.config, ModelOutline.of(checkpoint).sizes
-    assert sizes.total == sum(checkpoint.tensor(name).numel() for name in checkpoint.names)
+    config, sizes = checkpoint.config, ModelOutline.of(checkpoint)
+    assert sizes.parameters == sum(checkpoint.tensor(name).numel() for name in checkpoint.names)
     assert min(sizes.layers) > 0
     assert len(sizes.vocabulary) == (1 if config.tie_word_embeddings else 2)
     assert sizes.rest < sizes.vocabulary[0]

@@ -12,16 +12,15 @@ from ..errors import UsageError
 from ..format.layout import AttentionShape
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
-from ..models.estimate import Estimates
 from ..models.hardware import pick_device, pick_dtype
 from ..models.hub import ModelSource
-from ..models.memory import stream_weights
+from ..models.memory import Estimates, stream_weights
 from ..models.source import find_source
 from ..recipe import Recipe
 from ..recipe.settings import CalibrationSettings
 from ..runtime.families import Family
 from .candidates import Candidates, wanted_moments
-from .outline import ModelOutline, needs_whole_model
+from .outline import ModelOutline, largest_group, needs_whole_model
 from .processes import ALONE, Processes
 
 
@@ -84,7 +83,7 @@ class CalibrationJob:
             recipe,
             candidates,
             wanted_moments(recipe, candidates),
-            max(candidate.group_size for candidate in candidates.values()),
+            largest_group(candidates),
             device,
             pick_dtype(settings.compute.dtype, outline.dtype, device),
             processes,

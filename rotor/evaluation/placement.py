@@ -36,7 +36,7 @@ class Placement:
         """
         outline, device = ModelOutline.of(checkpoint), pick_device(compute.device)
         compute.check()
-        fit_threads(outline.sizes.stored_bytes)
+        fit_threads(outline.stored_bytes)
         dtype = pick_dtype(compute.dtype, outline.dtype, device)
         whole = None
         if recipe.evaluation.metric.startswith(LM_EVAL):
