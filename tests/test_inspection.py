@@ -50,6 +50,8 @@ def test_a_config_alone_is_enough(tiny, tmp_path: Path) -> None:
         assert (alone.shape, alone.keys, alone.parameters) == (whole.shape, whole.keys, whole.parameters)
         assert alone.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.02)
         assert alone.calibrate.host_bytes == pytest.approx(whole.calibrate.host_bytes, rel=0.1)
+    with pytest.raises(CheckpointError, match=r"other\.json: is a file"):
+        inspect(shutil.copy(DEMO_MODEL / "config.json", tmp_path / "other.json"))
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     shutil.copy(DEMO_MODEL / "config.json", pickled)

@@ -169,8 +169,8 @@ def test_finished_layers_are_not_run_again(
     assert not partial.exists()
 
 
-def interrupted(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> Path:
-    """An unfinished run with `at` finished layers."""
+def interrupted(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, at: int, resume: bool = False) -> Path:
+    """The folder of an unfinished run with `at` finished layers."""
     run = LayerwiseModel.run
 
     def failing(self: LayerwiseModel, index: int, *rest: object) -> None:
@@ -181,7 +181,7 @@ def interrupted(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, at: int
     with monkeypatch.context() as patch:
         patch.setattr(LayerwiseModel, "run", failing)
         with pytest.raises(KeyboardInterrupt):
-            calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="always")
+            calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="always", resume=resume)
     return out.with_name(f"{out.name}.partial")
 
 
@@ -214,11 +214,16 @@ def test_an_unfinished_run_is_not_taken_for_granted(
     assert not partial.exists()
 
 
+@pytest.mark.parametrize("resume", [False, True])
 def test_a_run_that_fails_before_its_first_layer_leaves_nothing(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    resume: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupted(model, tmp_path / "run", monkeypatch, at=0)
+    """Nor one that was to be resumed where none was; an unfinished one stays, however early it fails again."""
+    partial = interrupted(model, tmp_path / "run", monkeypatch, at=0, resume=resume)
     assert list(tmp_path.iterdir()) == []
+    interrupted(model, tmp_path / "run", monkeypatch, at=1)
+    interrupted(model, tmp_path / "run", monkeypatch, at=1, resume=True)
+    assert list(tmp_path.iterdir()) == [partial]
 
 
 def test_two_at_a_time_are_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from ..data.documents import Document
 from ..data.readiness import describe_text
 from ..data.splits import calibration_share, digests
 from ..data.tokens import CalibrationTokens, calibration_tokens, ordinary_tokens, with_repeats
-from ..errors import DataError, NumericsError, system_errors
+from ..errors import DataError, system_errors
 from ..format.atomic import write_json, write_text
 from ..format.file_names import RECIPE
 from ..format.hashes import file_sha256
@@ -39,13 +39,12 @@ from ..recipe.settings import CalibrationSettings, Compute
 from ..versions import versions
 from .candidates import wanted_gradients
 from .capture import layer_statistics
-from .gradients import LayerFisher, fisher_information
+from .gradients import LayerFisher, fisher_information, weight_information
 from .job import CalibrationJob
 from .partial import PartialRun
 from .processes import Processes
 from .pruning import prune_rows
 from .run import FISHER, INFO, Run, candidate_info, write_bases, write_codes, write_fisher, write_statistics
-from .weight_information import weight_information
 
 TOKENS = "tokens.safetensors"
 """Calibration tokens of an unfinished run, so that those that the model writes need not be written again."""
@@ -112,6 +111,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
         job.check_out()  # again: who held it may have written
         partial.check(settings.resume, settings.overwrite)
         check_space(partial.folder, 0 if partial.exists else job.estimates()[streamed].disk_bytes)
+        held.push(partial.ended)
         partial.open(settings.resume)
         held.enter_context(log_file(partial.folder, "calibrate"))
         for line in (memory, describe_text(job.recipe, job.checkpoint.tokenizer), *_departures(job)):
@@ -119,16 +119,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
 
     with ExitStack() as held:
         processes.in_first(begin)
-        try:
-            Calibration(job, partial, streamed, progress).run()
-        except (NumericsError, DataError):
-            if processes.is_first:
-                partial.remove()
-            raise
-        except (Exception, KeyboardInterrupt):
-            if processes.is_first and not partial.finished_layers and not settings.resume:
-                partial.remove()
-            raise
+        Calibration(job, partial, streamed, progress).run()
     return Run.open(job.out.path)
 
 
@@ -265,6 +256,11 @@ class Calibration:
                 for layer, found in fisher_information(network, rows, job.group_size, wanted, advance=advance):
                     partial.keep(_gradients_of(layer), found.to_tensors())
 
+    def _top_shares(self) -> list[float]:
+        """Of each layer's Fisher information, what the tokens with most of it have."""
+        kept = [self.partial.kept(_gradients_of(layer)) for layer in range(self.job.shape.num_layers)]
+        return [float(load_file(path)["top_share"]) for path in kept if path is not None]
+
     def _layers(self, rows: Tensor) -> None:
         """Statistics and bases of every layer that has none yet."""
         job, processes, batch_tokens = self.job, self.processes, self.job.settings.batch_tokens
@@ -354,6 +350,8 @@ class Calibration:
             "versions": versions(),
             "stages": self.times.stages,
         }
+        if self.recipe.needs_gradients:
+            info["fisher_top_share"] = self._top_shares()
         write_text(folder / RECIPE, self.recipe.to_yaml())
         write_json(folder / INFO, info)
         self.partial.publish()

@@ -28,7 +28,7 @@ from .processes import ALONE, Processes
 class CalibrationJob:
     """A calibration request, with everything that is known before any work.
 
-    candidates: by key. wanted: names of the moments. group_size: the largest.
+    candidates: by key.
     """
 
     settings: CalibrationSettings
@@ -38,8 +38,6 @@ class CalibrationJob:
     outline: ModelOutline
     recipe: Recipe
     candidates: Candidates
-    wanted: frozenset[str]
-    group_size: int
     device: torch.device
     dtype: torch.dtype
     processes: Processes = ALONE
@@ -82,8 +80,6 @@ class CalibrationJob:
             outline,
             recipe,
             candidates,
-            wanted_moments(recipe, candidates),
-            largest_group(candidates),
             device,
             pick_dtype(settings.compute.dtype, outline.dtype, device),
             processes,
@@ -97,6 +93,16 @@ class CalibrationJob:
         """Raises UsageError where the run folder must not be written."""
         text = self.recipe.tokens.path
         self.out.check(self.settings.overwrite, [self.source.folder], [] if text is None else [Path(text)])
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Names of the moments."""
+        return wanted_moments(self.recipe, self.candidates)
+
+    @property
+    def group_size(self) -> int:
+        """Of the largest groups."""
+        return largest_group(self.candidates)
 
     @property
     def family(self) -> Family:

@@ -61,6 +61,7 @@ def calibrate(
     check_name(model, revision)
 
     from ..calibration.calibrate import run_calibration
+    from ..calibration.run import shares
     from ..models.checkpoint import Checkpoint
     from ..planning.dry_run import plan_calibration
 
@@ -81,6 +82,8 @@ def calibrate(
         f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (keys-group size) {candidates}, "
         f"{run.info['tokens']['count']} tokens"
     )
+    if "fisher_top_share" in run.info:
+        say(f"Share of each layer's Fisher information in the top 0.1 % of tokens: {shares(run.info)}")
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
     folder = shlex.quote(str(run.folder))
     if Checkpoint(run.model_folder).tokenizer is None:
