@@ -194,6 +194,11 @@ class Run:
         return frozenset(map(str, self.info.get("tokens", {}).get("documents_sha256", ())))
 
     @property
+    def top_shares(self) -> str:
+        """Of each layer's Fisher information, the share of the 0.1 % of tokens with most of it, as it is shown."""
+        return ", ".join(f"{share:.2f}" for share in self.info.get("fisher_top_share", ()))
+
+    @property
     def model_folder(self) -> Path:
         """Where the calibrated model was."""
         return Path(self.info["model"]["path"])
@@ -264,11 +269,6 @@ class Run:
         """Groups of a layer, and the columns of each of their latents."""
         size = candidate.group_size
         return self.shape.num_kv_heads // size, size * self.shape.head_dim * (2 if candidate.joint else 1)
-
-
-def shares(info: dict[str, Any]) -> str:
-    """What run.json says of each layer's Fisher information, as commands and reports show it."""
-    return ", ".join(f"{share:.2f}" for share in info["fisher_top_share"])
 
 
 def candidate_info(candidate: Candidate) -> CandidateInfo:

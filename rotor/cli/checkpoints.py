@@ -57,7 +57,6 @@ def calibrate(
     check_name(model, revision)
 
     from ..calibration.calibrate import run_calibration
-    from ..calibration.run import shares
     from ..models.checkpoint import Checkpoint
     from ..planning.dry_run import plan_calibration
 
@@ -79,8 +78,8 @@ def _print_run(run: Run, measurable: bool) -> None:
         f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (keys-group size) {candidates}, "
         f"{run.info['tokens']['count']} tokens"
     )
-    if "fisher_top_share" in run.info:
-        say(f"Share of each layer's Fisher information in the top 0.1 % of tokens: {shares(run.info)}")
+    if run.top_shares:
+        say(f"Share of each layer's Fisher information in the top 0.1 % of tokens: {run.top_shares}")
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
     goal = "--accuracy 0.99" if measurable else "--compression 0.8"
     say(f"Next: rotor export {shlex.quote(str(run.folder))} -o OUT {goal}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..calibration.run import Run, shares
+from ..calibration.run import Run
 from ..checked import Reader
 from ..codes.layer import channels_bytes
 from ..errors import CheckpointError, RotorError
@@ -143,8 +143,8 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         ("calibrated on", f"{info.get('device')} in {info.get('dtype')}"),
         ("versions", ", ".join(f"{k} {v}" for k, v in info.get("versions", {}).items())),
     ]
-    if "fisher_top_share" in info:
-        data.facts.append(("Fisher information in the top 0.1 % of tokens", f"by layer {shares(info)}"))
+    if run.top_shares:
+        data.facts.append(("Fisher information in the top 0.1 % of tokens", f"by layer {run.top_shares}"))
     if table and table.base:
         split = "report" if "report" in table.base else "search"
         base, context = table.base[split], table.context
