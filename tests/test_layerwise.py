@@ -20,7 +20,7 @@ from rotor.calibration.calibrate import calibrate
 from rotor.calibration.capture import layer_statistics
 from rotor.calibration.outline import ModelOutline
 from rotor.errors import CheckpointError, UsageError
-from rotor.evaluation.scoring import batch_logits, score
+from rotor.evaluation.scoring import score
 from rotor.export.export import export
 from rotor.format.layout import Candidate, KeyForm
 from rotor.models import layerwise, memory
@@ -257,20 +257,3 @@ def test_packed_output_moments_leave_the_refit_as_it_is() -> None:
     ]
     assert relative_error(written[1], written[0]) < 1e-4
     assert relative_error(written[2], written[0]) > 1e-2  # without the refit
-
-
-def test_device_map(tiny, tmp_path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rotor.models import loading
-
-    folder = tiny("mistral")
-    plain = LayerwiseModel.of(load_model(folder, CPU, torch.float32))
-    expected = batch_logits(plain, rows)
-    monkeypatch.setattr(loading, "is_accelerate_available", lambda: False)
-    with pytest.raises(UsageError, match="--device-map auto: the package accelerate is not installed"):
-        load_model(folder, CPU, torch.float32, device_map="auto")
-    monkeypatch.undo()
-    pytest.importorskip("accelerate")
-    mapped = CompressibleModel(Checkpoint(folder), CPU, torch.float32, device_map="cpu")
-    assert torch.equal(batch_logits(mapped, rows), expected)
-    with pytest.raises(UsageError, match=r"--device-map auto needs the whole model in memory, but --offload always"):
-        calibrate(folder, tmp_path / "x", "fdc", SMALL, device_map="auto", offload="always")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -18,10 +17,9 @@ import yaml
 from conftest import DEMO_MODEL, ROOT, calibrated, reseal
 from test_cli import expect_error, rotor
 
-from rotor.calibration.calibrate import calibrate
 from rotor.checked import options
 from rotor.data.tokens import calibration_tokens
-from rotor.errors import CheckpointError, DataError, RecipeError, UsageError
+from rotor.errors import CheckpointError, DataError, RecipeError
 from rotor.evaluation.scoring import logit_errors
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
@@ -149,25 +147,6 @@ def test_what_no_json_file_can_hold(text: str, model: Path, capsys) -> None:
     assert (code, "not readable as JSON" in error, error.count("\n")) == (1, True, 2), error
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"num_beams": 10**9},
-        {"temperature": "hot"},
-        {"max_length": -3},
-        {"eos_token_id": ["x"]},
-        {"output_attentions": True},
-        {"top_k": [1]},
-    ],
-)
-def test_garbage_in_generation_config(values: dict[str, Any], model: Path, capsys) -> None:
-    edit(model / "generation_config.json", **values)
-    code, _, error = rotor(capsys, "calibrate", model, "-o", model.parent / "run")
-    assert (code, error.count("\n")) == (1, 2), error
-    assert f"generation_config.json: {next(iter(values))}" in error
-    assert not (model.parent / "run").exists()
-
-
 def in_tokenizer(folder: Path, damage: str) -> None:
     path = folder / "tokenizer.json"
     data = json.loads(path.read_text())
@@ -179,6 +158,23 @@ def in_tokenizer(folder: Path, damage: str) -> None:
     elif damage == "merges":
         data["model"]["merges"].append(["no", "such"])
     path.write_text({"binary": "\0" * 100, "deep": "[" * 100_000}.get(damage) or json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_beams": 10**9},
+        {"temperature": "hot"},
+        {"max_length": -3},
+        {"eos_token_id": ["x"]},
+        {"output_attentions": True},
+        {"top_k": [1]},
+    ],
+)
+def test_garbage_in_generation_config(values: dict[str, Any], model: Path) -> None:
+    edit(model / "generation_config.json", **values)
+    with pytest.raises(CheckpointError, match=f"generation_config.json: {next(iter(values))}"):
+        _ = Checkpoint(model).config
 
 
 @pytest.mark.parametrize(
@@ -246,28 +242,6 @@ def test_counts_of_recipes_are_bounded() -> None:
         override(load_recipe("fdc"), ["tokens.count=10000000000"])
     with pytest.raises(RecipeError, match=r"ranks\.probe_shares: .*expected 1 to 256 shares"):
         override(load_recipe("rotor"), [f"ranks.probe_shares={[0.5] * 1000}"])
-
-
-def test_a_run_begun_with_other_threads_is_not_resumed(tiny, tmp_path: Path, monkeypatch) -> None:
-    """Sums of forward passes may differ in their last digits."""
-    module = importlib.import_module("rotor.calibration.calibrate")
-
-    def interrupted(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    overrides = ["tokens.count=512", "tokens.seq_len=64"]
-    with monkeypatch.context() as patch:
-        patch.setattr(module.Calibration, "_finish", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            calibrate(tiny("llama"), tmp_path / "run", "fdc", overrides)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        with pytest.raises(UsageError, match="threads"):
-            calibrate(tiny("llama"), tmp_path / "run", "fdc", overrides, resume=True)
-    finally:
-        torch.set_num_threads(threads)
-    calibrate(tiny("llama"), tmp_path / "run", "fdc", overrides, resume=True)
 
 
 def test_logits_that_are_exactly_zero_have_an_error() -> None:

@@ -63,7 +63,6 @@ def calibrate(
     dtype: str = "auto",
     batch_tokens: int = 2048,
     offload: str = "auto",
-    device_map: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
@@ -84,12 +83,11 @@ def calibrate(
             CPU. Statistics are float64 in any case.
         batch_tokens: tokens in one forward pass.
         offload: `always` reads one layer of weights at a time, `never` loads all, `auto` does what fits.
-        device_map: as in transformers' from_pretrained, e.g. `auto`: spread the model over several GPUs.
         resume: go on with an unfinished run, whose result is then the same as that of an uninterrupted one.
     Raises:
         RotorError: see rotor.errors. A run with a finished layer is kept for --resume, unless its numbers are bad.
     """
-    compute = Compute(device, dtype, offload, device_map)
+    compute = Compute(device, dtype, offload)
     settings = CalibrationSettings(
         model, out, recipe, (*text_overrides(text), *overrides), revision, compute, batch_tokens, overwrite, resume
     )
@@ -178,8 +176,7 @@ class Calibration:
         """The model, loaded when it is first needed: errors in tokens need not wait for it."""
         job = self.job
         with self.times.stage("load model"), self.progress.task("load model", None, ""):
-            device_map = job.settings.compute.device_map
-            return weights_of(job.checkpoint, job.device, job.dtype, self.streamed, device_map)
+            return weights_of(job.checkpoint, job.device, job.dtype, self.streamed)
 
     def _check_model(self) -> dict[str, dict[str, str]]:
         """SHA-256 of each shard and of the other files, having looked through all tensors."""

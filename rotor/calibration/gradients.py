@@ -28,9 +28,8 @@ from ..models.layerwise import LayerwiseModel, logit_batches
 from ..models.projections import kv_parameters
 from ..progress import Advance, Progress
 from ..runtime.families import Family
-from .capture import observed_attention
+from .capture import StoredKeys, observed_attention
 from .samples import GradientClip, SampleKeeper, TokenSamples
-from .stored_keys import StoredKeys
 
 TOP = 0.001
 """Of the tokens, whose share of the information is told."""

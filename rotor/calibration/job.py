@@ -57,11 +57,6 @@ class CalibrationJob:
                 f"prune.kmeans with {processes.count} processes: centroids of parts are not those of the whole.",
                 "Run it in one process, or give --set prune.kmeans=null.",
             )
-        if processes.count > 1 and settings.compute.device_map is not None:
-            raise UsageError(
-                f"--device-map with {processes.count} processes: each of them would spread the model over the GPUs.",
-                "Choose one of the two.",
-            )
         source = find_source(settings.model, settings.revision, weights=fetch)
         if not fetch and source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
             raise UsageError(
@@ -114,9 +109,8 @@ class CalibrationJob:
 
     def streams(self) -> tuple[bool, str]:
         """Whether weights are read layer by layer, and the estimate in words; raises UsageError if they cannot be."""
-        compute = self.settings.compute
-        whole = needs_whole_model(self.recipe, compute.device_map)
-        return stream_weights(compute.offload, self.estimates(), self.device, whole, self.processes.count)
+        offload, whole = self.settings.compute.offload, needs_whole_model(self.recipe)
+        return stream_weights(offload, self.estimates(), self.device, whole, self.processes.count)
 
     def estimates(self) -> Estimates:
         return self.outline.calibration(self.recipe, self.device, self.dtype, self.settings.batch_tokens)

@@ -229,12 +229,12 @@ def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
     return tuple(inverse.double().tolist())
 
 
-def needs_whole_model(recipe: Recipe, device_map: str | None = None) -> WholeModel | None:
+def needs_whole_model(recipe: Recipe) -> WholeModel | None:
     """What of a calibration needs all weights in memory, if anything does."""
-    if "gradients" in recipe.rank_needs:
-        request = f"ranks.method {recipe.ranks.method} (gradients)"
-        return WholeModel(request, "Choose another method, e.g. --set ranks.method=global.")
-    return None if device_map is None else WholeModel(f"--device-map {device_map}", "Leave it out.")
+    if "gradients" not in recipe.rank_needs:
+        return None
+    request = f"ranks.method {recipe.ranks.method} (gradients)"
+    return WholeModel(request, "Choose another method, e.g. --set ranks.method=global.")
 
 
 def _feed_forward_width(config: Any) -> int:
