@@ -158,9 +158,11 @@ def test_lm_eval_reads_what_validate_writes(run_copy, tmp_path: Path) -> None:
 
     run = run_copy("fdc")
     export(run.folder, tmp_path / "out", compression=0.3, measure=False)
-    asked = {"tasks": [TASK, "niah_single_1"], "lengths": [512], "overrides": ["evaluation.lm_eval_limit=3"]}
+    asked = {"tasks": [TASK, "niah_single_1"], "lengths": [512, 640], "overrides": ["evaluation.lm_eval_limit=2"]}
     found = validate(tmp_path / "out", measure=False, **asked).summary["tasks"]
-    assert [row["task"] for row in found["results"]] == [f"{TASK} 512", "niah_single_1 512"]
+    asked_at = [(name, length) for name in asked["tasks"] for length in asked["lengths"]]
+    assert [row["task"] for row in found["results"]] == [f"{name} {length}" for name, length in asked_at]
+    assert {row["documents"] for row in found["results"]} == {2}
     folder = tmp_path / "out-tasks"
     assert found["folder"] == str(folder)
     comparison = json.loads((folder / "comparison.json").read_text())
@@ -169,18 +171,19 @@ def test_lm_eval_reads_what_validate_writes(run_copy, tmp_path: Path) -> None:
     results, samples = get_results_filenames(files), get_sample_results_filenames(files)
     assert len(results) == 2
     assert sorted(get_file_task_name(Path(path).name) for path in samples) == ["niah_single_1"] * 2 + [TASK] * 2
-    suite = TaskSuite([TASK, "niah_single_1"], Checkpoint(DEMO_MODEL).tokenizer, [512], 3)
+    suite = TaskSuite([TASK, "niah_single_1"], Checkpoint(DEMO_MODEL).tokenizer, [512, 640], 2)
     for path in map(Path, results):
         data = json.loads(path.read_text())
         assert data["model_name"] == str(DEMO_MODEL if "demo-model" in path.parent.name else tmp_path / "out")
-        assert make_table(data).count("512") == 2
+        assert make_table(data).count("|512") == make_table(data).count("|640") == 2
         for name, task in suite.tasks.items():
             (lines,) = path.parent.glob(f"samples_{name}_*.jsonl")
             logged = [json.loads(line) for line in lines.read_text().splitlines()]
-            raw = {("512", "none"): [sample["512"] for sample in logged]}
+            assert len(logged) == 4
+            raw = {(n, "none"): [sample[n] for sample in logged if n in sample] for n in ("512", "640")}
             aggregated, count = _compute_task_aggregations(task, raw, 1000)
-            assert count == len(logged) == 3
-            assert data["results"][name]["512,none"] == aggregated["512,none"]
+            assert count == 2
+            assert {key: data["results"][name][key] for key in aggregated} == aggregated
     with pytest.raises(UsageError, match="out-tasks: exists"):
         validate(tmp_path / "out", measure=False, **asked)
 

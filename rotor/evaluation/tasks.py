@@ -63,7 +63,8 @@ class TaskSuite:
     Args:
         names: of all these. tokenizer: the model's.
         lengths: tokens of the documents of LONG_CONTEXT and of lm-eval's own tasks of RULER.
-        limit: documents of a task, at each length; None is all. what: asks for them, as an error says.
+        limit: documents of a task, those of LONG_CONTEXT at each length; None is all.
+        what: asks for them, as an error says.
     Raises:
         UsageError: a package is not installed. DataError: a task cannot be loaded, or there is no tokenizer.
     """
@@ -121,12 +122,14 @@ class TaskSuite:
 
         # A copy, because the wrapper sets a padding token.
         wrapped = HFLM(pretrained=model, tokenizer=copy.deepcopy(self._tokenizer), batch_size=BATCH_SIZE)
+        if self._limit and samples is None:  # those of LONG_CONTEXT were made in that number at each length
+            known = {name: task for name, task in self.tasks.items() if name not in LONG_CONTEXT}
+            samples = {name: list(range(min(self._limit, len(task.eval_docs)))) for name, task in known.items()}
         with _in_one_line(f"{self.what}: lm-eval cannot run the task"):
             return lm_eval.simple_evaluate(  # type: ignore[return-value]
                 wrapped,
                 model_args=dict(about),
                 tasks=self._asked,
-                limit=None if samples else self._limit,
                 samples=samples,
                 bootstrap_iters=1000,
                 fewshot_random_seed=self._seed,
