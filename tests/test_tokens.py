@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,26 +20,18 @@ from rotor.data.tokens import (
     synthetic_tokens,
     with_repeats,
 )
-from rotor.errors import DataError, MissingError, NumericsError
+from rotor.errors import DataError, MissingError
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import load_model, weights_of
 from rotor.models.weights import Weights
 from rotor.recipe import Tokens
 
 CPU = torch.device("cpu")
-HAS_DATASETS = importlib.util.find_spec("datasets") is not None
-needs_datasets = pytest.mark.skipif(not HAS_DATASETS, reason="the package `datasets` is not installed")
 
 
 @pytest.fixture(scope="module")
 def demo() -> Checkpoint:
     return Checkpoint(DEMO_MODEL)
-
-
-def mean_log_likelihood(model, rows: torch.Tensor) -> float:
-    with torch.inference_mode():
-        logits = model(rows, use_cache=False).logits[:, :-1]
-    return -float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
 
 
 def test_random_tokens_leave_special_tokens_out(demo) -> None:
@@ -53,17 +41,6 @@ def test_random_tokens_leave_special_tokens_out(demo) -> None:
     assert tokens.max() == 4095
     assert torch.equal(tokens, random_tokens(64, 512, demo.config, demo.tokenizer, seed=3))
     assert not torch.equal(tokens, random_tokens(64, 512, demo.config, demo.tokenizer, seed=4))
-
-
-def test_synthetic_rows_come_from_the_model(demo) -> None:
-    """Sampled at temperature 1, their mean log-likelihood is minus the entropy of the model, far above a random one."""
-    model = load_model(demo.folder, CPU, torch.float32)
-    rows = synthetic_tokens(Weights(model), 4, 96, demo.config, demo.tokenizer, seed=0)
-    assert rows.shape == (4, 96)
-    assert rows.dtype == torch.int64
-    random = random_tokens(4, 96, demo.config, demo.tokenizer, seed=0)
-    assert mean_log_likelihood(model, rows) > -5.5
-    assert mean_log_likelihood(model, random) < -9
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -76,6 +53,7 @@ def test_synthetic_tokens_are_those_of_sampling_without_a_cache(
     monkeypatch.setattr(tokens_module, "SAMPLING_TOKENS", 48)
     checkpoint, done = Checkpoint(tiny(family)), []
     weights = weights_of(checkpoint, CPU, torch.float32, streamed=False)
+    torch.manual_seed(9)  # the global generator does not matter
     rows = synthetic_tokens(weights, 5, 24, checkpoint.config, checkpoint.tokenizer, 5, done.append)
     assert sum(done) == rows.numel()
     allowed = ordinary_tokens(checkpoint.config, checkpoint.tokenizer)
@@ -94,17 +72,6 @@ def test_synthetic_tokens_are_those_of_sampling_without_a_cache(
     assert embedding.is_meta
 
 
-def test_synthetic_tokens_follow_the_seed_and_not_the_global_generator(tiny) -> None:
-    checkpoint = Checkpoint(tiny("llama"))
-    model = load_model(checkpoint.folder, CPU, torch.float32)
-    drawn = []
-    for seed, global_seed in ((0, 1), (0, 2), (1, 1)):
-        torch.manual_seed(global_seed)
-        drawn.append(synthetic_tokens(Weights(model), 2, 16, checkpoint.config, checkpoint.tokenizer, seed))
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-
-
 def test_synthetic_tokens_hold_a_special_one_only_first_in_every_second_row(tiny) -> None:
     """Even where the model gives nearly all its probability to the end of the text."""
     checkpoint = Checkpoint(tiny("gpt2"))
@@ -117,15 +84,6 @@ def test_synthetic_tokens_hold_a_special_one_only_first_in_every_second_row(tiny
     assert (rows[:, 0] == 0).tolist() == [True, False] * 4
     with torch.inference_mode():
         assert (model(rows).logits.argmax(-1) == 0).any()
-
-
-def test_a_model_that_overflows_cannot_write_its_text(tiny) -> None:
-    checkpoint = Checkpoint(tiny("llama"))
-    model = load_model(checkpoint.folder, CPU, torch.float32)
-    with torch.no_grad():
-        model.model.norm.weight.fill_(float("inf"))
-    with pytest.raises(NumericsError, match=r"not finite while it writes token 1(.|\n)*tokens.source=random"):
-        synthetic_tokens(Weights(model), 1, 4, checkpoint.config, checkpoint.tokenizer, 0)
 
 
 def test_the_documents_of_a_folder(tmp_path: Path, demo) -> None:
@@ -172,73 +130,6 @@ def test_text_that_is_missing_or_short(spec: Tokens, message: str, demo) -> None
 def test_text_without_a_tokenizer(demo) -> None:
     with pytest.raises(DataError, match=r"needs a tokenizer(.|\n)*tokenizer\.json"):
         calibration_tokens(Tokens("text", __file__), demo.config, None)
-
-
-def test_a_dataset_without_the_package_names_what_to_install(demo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"x: the package `datasets`(.|\n)*pip install 'PATH/TO/rotor\[eval\]'"):
-        calibration_tokens(Tokens("dataset", dataset="x"), demo.config, demo.tokenizer)
-
-
-@pytest.fixture
-def data_folder(tmp_path: Path) -> Path:
-    """A folder of JSON lines: 40 documents, one of them empty."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    lines = [{"text": f"{kind} number {i}. " * 40, "kind": kind} for i in range(20) for kind in ("story", "poem")]
-    lines[7]["text"] = " "
-    (folder / "train.jsonl").write_text("".join(json.dumps({**line, "n": i}) + "\n" for i, line in enumerate(lines)))
-    return folder
-
-
-@needs_datasets
-def test_local_datasets(data_folder: Path, demo, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(data_folder.parent / "cache"))
-    spec = Tokens("dataset", dataset=str(data_folder), count=2048, seq_len=64)
-    tokens = calibration_tokens(spec, demo.config, demo.tokenizer)
-    assert tokens.rows.shape == (32, 64)
-    assert torch.equal(tokens.rows, calibration_tokens(spec, demo.config, demo.tokenizer).rows)
-    assert tokens.topic_counts() == {"dataset": 32}
-    kinds = calibration_tokens(replace(spec, topic_column="kind"), demo.config, demo.tokenizer)
-    assert set(kinds.topics) == {"poem", "story"}
-    assert all(topic in demo.tokenizer.decode(row) for row, topic in zip(kinds.rows, kinds.topics, strict=True))
-    features = datasets.Features({"body": datasets.Value("string"), "kind": datasets.ClassLabel(names=["no", "yes"])})
-    saved = datasets.Dataset.from_dict({"body": ["some text " * 400] * 4, "kind": [0, 1, 0, 1]}, features=features)
-    saved.save_to_disk(str(data_folder.parent / "saved"))
-    spec = replace(spec, dataset=str(data_folder.parent / "saved"), column="body", topic_column="kind", seq_len=128)
-    found = calibration_tokens(spec, demo.config, demo.tokenizer)
-    assert found.rows.shape == (16, 128)
-    assert found.topic_counts().keys() == {"no", "yes"}
-
-
-@needs_datasets
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"dataset": "./nowhere"}, r"tokens.dataset ./nowhere: no such folder"),
-        ({"split": "tset"}, r"no split 'tset'; it has train"),
-        (
-            {"column": "txt"},
-            r"column 'txt' holds nothing, expected text(.|\n)*tokens.column=NAME; there are text",
-        ),
-        ({"topic_column": "topic"}, r"no column 'topic'(.|\n)*tokens.topic_column=NAME; there are text, kind, n"),
-        ({"column": "n"}, r"column 'n' holds int, expected text"),
-        ({"count": 10**6}, r"rows of 512 tokens, expected 1954"),
-    ],
-)
-def test_datasets_that_cannot_be_used(fields: dict, message: str, data_folder: Path, demo) -> None:
-    spec = Tokens(**{"source": "dataset", "dataset": str(data_folder), **fields})
-    with pytest.raises(DataError, match=message):
-        calibration_tokens(spec, demo.config, demo.tokenizer)
-
-
-@needs_datasets
-def test_a_damaged_dataset_is_one_error(data_folder: Path, demo) -> None:
-    (data_folder / "train.jsonl").write_text('{"text": ')
-    with pytest.raises(DataError, match=r"split train: cannot be read(.|\n)*folder with one"):
-        calibration_tokens(Tokens("dataset", dataset=str(data_folder)), demo.config, demo.tokenizer)
 
 
 def test_repeats_state_a_span_again_further_on():
