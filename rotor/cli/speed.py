@@ -221,14 +221,16 @@ def bench(
     new_tokens: Annotated[int, typer.Option(min=0)] = 32,
     model: Path | None = None,
     engine: Literal["transformers", "vllm"] = "transformers",
+    cache_mb: Annotated[float | None, typer.Option("--cache-mb", min=0.1)] = None,
 ) -> None:
     """Measure attention and generation of a checkpoint beside PyTorch's, a Palu-style baseline and the source model.
 
     Every row of attention is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what
     a CPU runs is measured, and the Triton kernels are listed as not measured.
 
-    With --engine vllm: tokens of cache, throughput and latency in vLLM, on the device that it is built for. --batch are
-    requests at once (1,4,16), --prefill tokens of a prompt (512); --lengths, --layers and --device do not apply.
+    With --engine vllm: tokens of cache in equal memory, throughput, latency and preemptions by `vllm bench serve`, on
+    the device that vLLM is built for. --batch are requests at once (1,4,16), --prefill tokens of a prompt (512);
+    --lengths, --layers and --device do not apply.
 
     Args:
         lengths: Cached tokens when decoding, as in 8192,32768. [32768; on a CPU 2048]
@@ -238,10 +240,13 @@ def bench(
         repetitions: Of every row of the attention; of a model a quarter.
         new_tokens: Tokens that whole models generate; 0 leaves them out.
         engine: transformers, or vllm: the checkpoint and its source served side by side.
+        cache_mb: Megabytes of cache of each server, with --engine vllm. [1074]
     """
     check_results(out)
     served = engine == "vllm"
     in_vain = {"--lengths": lengths, "--layers": layers != LAYERS, "--device": compute.device != "auto"}
+    if not served and cache_mb is not None:
+        raise UsageError("--cache-mb: with --engine vllm alone.", "Leave it out.")
     if served and any(in_vain.values()):
         given = ", ".join(option for option, value in in_vain.items() if value)
         raise UsageError(f"{given}: not with --engine vllm.", "Leave it out.")
@@ -262,7 +267,8 @@ def bench(
             message = "--engine vllm measures prompts of one length, and at least 2 new tokens."
             raise UsageError(message, "Give --prefill 512.")
         requests, runs = loads[2] or default.concurrency, max(1, repetitions // 4)
-        serving = ServingSettings(requests, prompts[0], new_tokens, repetitions=runs)
+        size = default.cache_bytes if cache_mb is None else int(1e6 * cache_mb)
+        serving = ServingSettings(requests, prompts[0], new_tokens, size, runs)
         result = bench_serving(folder, serving, model=model, dtype=compute.dtype, command=command_line())
     else:
         from ..bench.bench import CPU_LOADS, GPU_LOADS, BenchSettings
@@ -285,17 +291,18 @@ def _latency(record: dict[str, Any]) -> list[str]:
 
 def _print_serving(result: dict[str, Any]) -> None:
     cache, device = result["cache"], result["device"]
+    size, tokens = in_bytes(result["settings"]["cache_bytes"]), cache["tokens"]
     say(
-        f"Device: {device['name']} ({device['type']}), {result['dtype']}, vLLM {result['versions']['vllm']}; tokens in "
-        f"{in_bytes(result['settings']['cache_bytes'])} of cache: source {cache['tokens']['source']}, compressed "
-        f"{cache['tokens']['compressed']}, {cache['ratio_of_tokens']:.2f} times as many (bytes "
-        f"{cache['ratio_of_bytes']:.2f})"
+        f"Device: {device['name']} ({device['type']}), {result['server']['dtype']}, vLLM {result['versions']['vllm']}; "
+        f"tokens in {size} of cache: source {tokens['source']}, compressed {tokens['compressed']}, "
+        f"{cache['ratio_of_tokens']:.2f} times as many (bytes {cache['ratio_of_bytes']:.2f})"
     )
     rows = []
     for r in result["serving"]:
-        rates = f"{r['tokens_per_s']:.1f}", f"{r['throughput_over_source']:.2f}"
+        rates = f"{r['tokens_per_s']['median']:.1f}", f"{r['throughput_over_source']:.2f}"
         rows.append((r["row"], r["concurrency"], *rates, *_latency(r), r["preemptions"]))
-    title = "Prompts of {prompt_tokens} tokens, {new_tokens} new ones, medians".format(**result["settings"])
+    title = "Prompts of {prompt_tokens} tokens, {new_tokens} new ones; vllm bench serve, medians"
+    title = title.format(**result["settings"])
     right = ("requests", "tokens/s", "over source", "first token ms", "between tokens ms", "preemptions")
     print_table(title, ("row",), right, rows)
 
