@@ -1,11 +1,13 @@
 """Write a llama that computes what another one does, with other keys and values: what it tells of a cache's code.
 
     python artifacts/studies/transformed.py artifacts/demo-model runs/transformed --largest 100
+    python artifacts/studies/transformed.py artifacts/demo-model runs/plain --largest 1
 
 The pairs of channels that RoPE rotates together are multiplied by s in W_k and by 1/s in W_q; s lies between 1 and
 `--largest`, log-uniform, drawn for each pair and KV head. W_v of each KV head becomes A W_v and the slices of W_o that
 read it W_o A^-1, where A is a rotation, such an s for each channel, and a rotation. Logits stay what they were, up to
 float32's rounding; channels of keys and values get scales and directions that no norm or training keeps alike.
+`--largest 1` writes the model itself, in float32, to compare with.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def transform(tensors: dict[str, Tensor], config: dict, largest: float, seed: in
     for layer in range(config["num_hidden_layers"]):
         pairs = scales(dim // 2).repeat(1, 2)  # RoPE rotates channel i with i + dim / 2
         of_query_heads = pairs.repeat_interleave(heads // kv_heads, 0)
-        mixed = rotations() @ torch.diag_embed(scales(dim)) @ rotations()
+        mixed = torch.eye(dim, dtype=torch.float64).expand(kv_heads, -1, -1)
+        if largest > 1:
+            mixed = rotations() @ torch.diag_embed(scales(dim)) @ rotations()
         for kind in ("weight", "bias"):
             q, k, v = (f"model.layers.{layer}.self_attn.{name}_proj.{kind}" for name in "qkv")
             if k in found:
