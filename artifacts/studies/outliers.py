@@ -8,7 +8,8 @@ variance. Queries hardly see what makes a key long. Long rows:
 
 - none: there are none.
 - first: the first row of each sequence, always the same, as the first token's is.
-- shared, P %: drawn, in one direction but for P % of their energy, as sinks at other tokens are.
+- shared, P %: drawn, in one direction but for P % of their energy, as sinks at other tokens are; that part is spread
+  over all channels alike, also those that ordinary rows hardly use.
 - apart: drawn, each in a direction of its own.
 
 The joint latent gets rotor's basis, codes and bits, from the layer's own gradients on 16 K tokens, shortened and
@@ -40,7 +41,7 @@ NAME = stored_name(CANDIDATE.form, joint=True)
 WIDTHS = (0, 4, 8, 12, 16)
 BITS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)
 ALIKE = {4.0: Channels(n4=2 * HEADS * DIM), 8.0: Channels(n8=2 * HEADS * DIM)}
-KINDS = {"none": None, "first": 0.0, "shared, 1 %": 0.01, "shared, 10 %": 0.1, "apart": 1.0}
+KINDS = {"none": None, "first": 0.0, "shared, 0.1 %": 0.001, "shared, 1 %": 0.01, "shared, 10 %": 0.1, "apart": 1.0}
 """By name, the share of a long row's energy that is its own."""
 
 LONGEST, CALIBRATED, TESTED = (30.0, 100.0), 32, 16
