@@ -298,7 +298,6 @@ def test_the_longest_gradients_are_shortened_whatever_the_batches():
         for part in gradients.split(size):
             clip.add(part)
         assert relative_error(clip.shortened(gradients).flatten(1).double(), expected) < 1e-6
-        assert clip.part_of_few(squares.sum()) == pytest.approx(float(squares.max() / squares.sum()))  # one of 1000
         whole, excess = gradients.flatten(1).double(), clip.excess().flatten(1).double()
         assert relative_error(whole.T @ whole - excess.T @ excess, expected.T @ expected) < 1e-4
     few = GradientClip(99)

@@ -262,13 +262,8 @@ class Calibration:
             rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed, vocabulary)
             wanted = wanted_gradients(job.candidates)
             with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as advance:
-                parts: list[str] = []
                 for layer, found in fisher_information(network, rows, job.group_size, wanted, advance=advance):
                     partial.keep(_gradients_of(layer), found.to_tensors())
-                    parts.insert(0, f"{found.part_of_few:.2f}")
-            self.progress.message(
-                f"gradients: 0.1 % of the tokens bear {', '.join(parts)} of the layers' Fisher information"
-            )
 
     def _layers(self, rows: Tensor) -> None:
         """Statistics and bases of every layer that has none yet."""

@@ -37,13 +37,10 @@ class LayerFisher:
     information: second moments of the gradients by what was wanted of keys, values and both; the gradient of the summed
         loss, so that information / tokens is per token. Those of few tokens are shortened.
     samples: keys and values themselves, and the gradients by them, of some tokens, by the same names.
-    part_of_few: of the information before gradients were shortened, what the 0.1 % of tokens with most of it bear, of
-        what has most; not stored.
     """
 
     information: LayerStatistics
     samples: dict[str, TokenSamples]
-    part_of_few: float = 0.0
 
     def per_token(self, name: str, group_size: int) -> Tensor:
         """The Fisher information of one token's keys or values, [num_groups, n, n], float64."""
@@ -175,14 +172,10 @@ def _layer_backward(
                 kept[name].add(vectors[name], by_them)
                 clips[name].add(by_them)
             advance(2 * hidden.shape[0] * hidden.shape[1])
-    totals = {name: information.sums[name].diagonal(dim1=-2, dim2=-1).sum() for name in kept}
-    part_of_few = max(clip.part_of_few(totals[name]) for name, clip in clips.items())
     excess.add({name: clip.excess() for name, clip in clips.items()})
     information.sums = {name: (information.sums[name] - excess.sums[name]).cpu() for name in kept}
     found = {name: keeper.samples() for name, keeper in kept.items()}
     shortened = {name: clips[name].shortened(part.gradients) for name, part in found.items()}
     return LayerFisher(
-        information,
-        {name: TokenSamples(part.vectors, shortened[name], part.share) for name, part in found.items()},
-        part_of_few,
+        information, {name: TokenSamples(part.vectors, shortened[name], part.share) for name, part in found.items()}
     )

@@ -21,9 +21,6 @@ from torch import Tensor
 SHARE = 0.01
 """Of the tokens, whose gradients are shortened."""
 
-FEW = 0.001
-"""Of the tokens, whose part of the Fisher information is told."""
-
 
 @dataclass(frozen=True)
 class TokenSamples:
@@ -97,13 +94,6 @@ class GradientClip:
         """Add those of the next tokens, [tokens, num_kv_heads, n]."""
         both = gradients if self._longest is None else torch.cat([self._longest, gradients])
         self._longest = both[torch.topk(_squares(both), min(self._count, len(both))).indices]
-
-    def part_of_few(self, total: Tensor) -> float:
-        """Of all squared lengths, which sum to `total`, what the FEW longest bear."""
-        assert self._longest is not None
-        count = max(1, round(self._count * FEW / SHARE))
-        few = torch.topk(_squares(self._longest), min(count, len(self._longest))).values.sum()
-        return float(few / total.clamp(min=torch.finfo(torch.float64).tiny))
 
     def excess(self) -> Tensor:
         """Vectors whose second moment is what the shortened gradients' lacks, [at most count, num_kv_heads, n]."""
