@@ -15,8 +15,8 @@ from .options import ComputeOptions, Count, Output, Printed
 
 ABOUT_PARTS = (
     "Default: curves, and ablation where there are ablations. all: all that can run (front needs a recipe in focus "
-    "with ranks.method=global) but peers (quantised caches, and recipes at equal bytes) and the five after it (cache "
-    "policies). FILE.py:CLASS is a part of your own."
+    "with ranks.method=global) but methods (every cache policy, and recipes at equal bytes) and what stands behind it. "
+    "FILE.py:CLASS is a part of your own."
 )
 
 
@@ -51,14 +51,13 @@ def study(
     Args:
         out: Study folder; one with the same settings is continued.
         recipes: Names of bundled recipes or YAML files, with commas.
-        focus: Recipes for the parts other than curves, ablation, peers, quantise, evict, budgets and combine; by
-            default the first.
+        focus: Recipes for sources, tokens, degradation, pruning, front and tiers; by default the first.
         ablation: Overrides, with spaces, of the recipe --ablation-base; may be repeated.
         ablations: YAML file with the same: a mapping from names to lists of KEY=VALUE.
         ablation_base: Recipe that the ablations change.
         at: Compression at which the part tokens is measured.
         counts: Numbers of calibration tokens for the part tokens.
-        sizes: Bytes of cache per token at which peers measures recipes; by default ten, 3.75 % to 50 %.
+        sizes: Bytes of cache per token at which methods and shift measure recipes; by default ten, 3.75 % to 50 %.
     """
     from ..models.hub import check_name
     from ..recipe import load_recipe, text_overrides

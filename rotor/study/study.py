@@ -94,8 +94,7 @@ def study(
         model: folder of a transformers checkpoint, only read; or a hub id.
         out: the study's folder; one that holds a study with the same settings is continued.
         recipes: names of bundled recipes or paths of YAML files.
-        overrides: `section.field=value` for all recipes; `study.prompt_share=0.25` is the share of a row of text that
-            is the prompt where caches are read step by step.
+        overrides: `section.field=value` for all recipes, and settings of the study: rotor.study.request.StudySettings.
         text: calibrate on and measure accuracy on this file or folder, as for calibrate.
         parts: which to run, of rotor.study.parts.PARTS, of installed packages, or `FILE.py:CLASS`; by default `curves`,
             and `ablation` where there are ablations. `all` stands for all that can run but ON_REQUEST, which take
@@ -105,8 +104,8 @@ def study(
         ablations: overrides of the recipe `ablation_base` by name.
         at: compression at which `tokens` and `pruning` are measured.
         counts: numbers of calibration tokens for `tokens`.
-        sizes: bytes of cache per token at which `peers` measures the recipes; by default shares of the uncompressed
-            model's.
+        sizes: bytes of cache per token at which `methods` and `shift` measure the recipes; by default shares of the
+            uncompressed model's.
         device, dtype, batch_tokens, offload, device_map: as for calibrate.
         plots: draw them, which needs matplotlib.
     Raises:
@@ -209,5 +208,5 @@ def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Pla
         "search": dataclasses.asdict(first.search),
         "recipes": own(compared),
         "ablations": own(plan.variants),
-        **({} if plan.prompt_share == StudyPlan.prompt_share else {"prompt_share": plan.prompt_share}),
+        "prompt_share": plan.settings.prompt_share,
     }

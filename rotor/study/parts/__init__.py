@@ -1,13 +1,10 @@
 """The parts of a study that rotor has: each is a class in a file of its name."""
 
-PARTS = (
-    *("curves", "sources", "tokens", "degradation", "pruning", "ablation", "front"),
-    *("peers", "quantise", "evict", "budgets", "combine", "tiers"),
-)
-"""In the order in which a study measures them."""
-
-ON_REQUEST = ("peers", "quantise", "evict", "budgets", "combine", "tiers")
+ON_REQUEST = ("methods", "shift", "evict", "budgets", "combine", "gear", "tiers")
 """Parts that take longest, and only run when they are named."""
+
+PARTS = ("curves", "sources", "tokens", "degradation", "pruning", "ablation", "front", *ON_REQUEST)
+"""In the order in which a study measures them."""
 
 DEFAULT = ("curves", "ablation")
 """Without a request: one calibration a recipe. Each of the others calibrates many times, or searches many targets."""
