@@ -17,14 +17,17 @@ from rotor.errors import UsageError
 from rotor.evaluation.metrics.distance import Prompts
 from rotor.models.checkpoint import Checkpoint
 from rotor.policies import H2O, KCVT, PerToken
+from rotor.prediction.cost import DecodeStep, uncompressed_decode_seconds
+from rotor.prediction.devices import bundled_devices
 from rotor.progress import Progress
 from rotor.rewriting.compressible import CompressibleModel
+from rotor.runtime.families import attention_shape
 from rotor.search import tiers as tier_search
 from rotor.search.search import rank_path
 from rotor.study import caches
 from rotor.study.cache_part import StudiedCache, draw_fidelity, method_of, pareto_front
 from rotor.study.caches import CacheBench, CachedModel, CacheRecord
-from rotor.study.parts import budgets, combine, evict, gear, methods, shift
+from rotor.study.parts import budgets, combine, evict, gear, memory, methods, shift
 from rotor.study.parts import tiers as tiers_part
 from rotor.study.parts.combine import equal_contribution, strongest
 from rotor.study.parts.methods import at_equal_bytes, fewest_bytes
@@ -185,14 +188,14 @@ def measured(tmp_path_factory):
         patch.setattr(methods, "policies", lambda own: {FOUR: policies[FOUR]})
         overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=2", "tokens.count=1024", "tokens.seq_len=128"]
         overrides += ["codes.tokens=256", "tokens.source=random", "evaluation.report_tokens=512"]
-        arguments = {"parts": ["methods"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
+        arguments = {"parts": ["methods", "memory"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
         out = tmp_path_factory.mktemp("methods") / "study"
         yield study(DEMO_MODEL, out, RECIPES, **arguments), arguments
 
 
 def test_the_part_measures_quantisers_and_recipes_at_equal_bytes(measured) -> None:
     result, _ = measured
-    records = {key.removeprefix("methods/"): record for key, record in result.records.items()}
+    records = {key.removeprefix("methods/"): record for key, record in result.records.items() if "methods/" in key}
     assert list(records) == [*FEW, *(f"{recipe}, {size} bytes" for recipe in RECIPES for size in (1280, 640, 1))]
     exact, half, quarter = (records[name] for name in ("uncompressed", "palu, 1280 bytes", "palu, 640 bytes"))
     assert exact["kv_bytes_per_token"] == 2560  # bfloat16, though the study computes in float32
@@ -202,7 +205,13 @@ def test_the_part_measures_quantisers_and_recipes_at_equal_bytes(measured) -> No
     coded = records["rotor-plain, 640 bytes"]
     assert 600 < coded["kv_bytes_per_token"] == coded["long_kv_bytes_per_token"] <= 640
     assert exact["kl_div"] < coded["kl_div"] < quarter["kl_div"]
+    assert coded["time_share"] > 0
     assert exact["answers"] == exact["hits"] == {"lookup": 1, "copy": 1}
+    assert exact["time_share"] == 1
+    device, step = bundled_devices()["h200"], DecodeStep(32768, 8)
+    whole = uncompressed_decode_seconds(attention_shape(Checkpoint(DEMO_MODEL).config), device, step)
+    saved = device.read_seconds((2560 - records[FOUR]["long_kv_bytes_per_token"]) * step.keys)
+    assert records[FOUR]["time_share"] == pytest.approx(1 - saved / whole)
     assert records["palu, 1 bytes"]["skipped"].startswith("out of reach: the least is ")
     assert "You need to install optimum-quanto" in records[FEW[1]]["skipped"]
 
@@ -216,6 +225,9 @@ def test_the_part_writes_a_table_and_a_csv(measured) -> None:
     assert float(rows[FOUR]["lookup_answers"]) == coded["answers"]["lookup"]
     assert rows[FEW[1]]["kl_div"] == ""
     text = (result.folder / "summary.md").read_text()
+    assert "| uncompressed | 2560 | " in text[text.index("## What fits into 16 GB") :]
+    row = result.records[f"memory/{FOUR}"]["row_bytes"]
+    assert row == memory.TOKENS * coded["long_kv_bytes_per_token"]
     table = text[text.index("## All methods") :].partition("At equal bytes")[0].splitlines()
     lines = [line for line in table if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
@@ -238,6 +250,12 @@ def test_a_second_start_measures_nothing_but_what_was_skipped(measured, monkeypa
 def test_a_model_that_is_not_in_memory_is_refused(tmp_path) -> None:
     with pytest.raises(UsageError, match="about caches: they are read step by step, which needs all weights in memory"):
         study(DEMO_MODEL, tmp_path / "s", ["palu"], parts=["methods"], offload="always", plots=False)
+
+
+def test_what_fits_by_hand() -> None:
+    """Weights of 4 GiB and rows of 3 GiB: four fit, of which one step reads 16 GiB."""
+    gib = 1 << 30
+    assert memory.what_fits(3 * gib, 4 * gib, 16 * gib) == (4, 4 * memory.TOKENS, 4)
 
 
 def test_the_tables_of_all_methods_by_hand() -> None:
@@ -305,8 +323,16 @@ def test_the_parts_of_a_study(tmp_path, monkeypatch) -> None:
     arguments = {"parts": parts, "overrides": overrides, "sizes": [1280]}
     result = study(DEMO_MODEL, tmp_path / "study", ["fdc"], **arguments)
     names = list(result.records)
-    kinds = ("held-out text", "numbers", "C", "random tokens", "one token repeated", "no first token")
-    assert names[:12] == [
+    kinds = (
+        "text calibrated on",
+        "held-out text",
+        "numbers",
+        "C",
+        "random tokens",
+        "one token repeated",
+        "no first token",
+    )
+    assert names[:14] == [
         f"shift/{kind}: {name}" for name in ("per token, 4 bits", "fdc, 1280 bytes") for kind in kinds
     ]
     held, first = (result.records[f"shift/{kind}: fdc, 1280 bytes"] for kind in (kinds[0], kinds[-1]))

@@ -95,9 +95,7 @@ def test_a_dry_run_tells_what_each_part_takes(tmp_path: Path, capsys, monkeypatc
 
     code, out, _ = rotor(capsys, *arguments, "--parts", "all", "--ablation", "a:groups.size=1", "--dry-run", "--json")
     parts = {part["part"]: (part["calibrations"], part["points"]) for part in json.loads(out)["parts"]}
-    assert parts["sources"] == (5, 0)
-    assert parts["tokens"] == (3 * 2, 3 * 2)  # `other-text` is there from the sources
-    assert parts["degradation"] == (0, 2 * 2)
+    assert parts["tokens"] == (2 + 4 * 2, 4 * 2)  # two that are kept, and each source and number
     assert parts["ablation"] == (1, 2 + 3 * searched)
     code, out, _ = rotor(capsys, *arguments, "--dry-run")
     assert code == 0
@@ -123,10 +121,9 @@ def test_a_text_of_ones_own_is_for_all_recipes(tmp_path: Path, capsys, monkeypat
 
 def test_parts_that_cannot_run_are_refused_by_name(tmp_path: Path) -> None:
     for parts, message in (
-        (["curves", "tables"], "--parts tables: expected some of curves, sources, tokens"),
+        (["curves", "tables"], "--parts tables: expected some of curves, tokens, pruning"),
         ([], "--parts is empty"),
         (["ablation"], "--parts ablation: there are no ablations"),
-        (["front"], "--parts front: the ranks of fdc do not choose"),
     ):
         with pytest.raises(UsageError, match=message):
             study(DEMO_MODEL, tmp_path / "study", ["fdc"], SMALL, parts=parts, plots=False)

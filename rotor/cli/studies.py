@@ -14,9 +14,8 @@ from .console import print_table, say
 from .options import ComputeOptions, Count, Output, Printed
 
 ABOUT_PARTS = (
-    "Default: curves, and ablation where there are ablations. all: all that can run (front needs a recipe in focus "
-    "with ranks.method=global) but methods (every cache policy, and recipes at equal bytes) and what stands behind it. "
-    "FILE.py:CLASS is a part of your own."
+    "Default: curves, and ablation where there are ablations. all: all but methods (every cache policy, and "
+    "recipes at equal bytes) and those behind it, which take longest. FILE.py:CLASS is a part of your own."
 )
 
 
@@ -51,7 +50,7 @@ def study(
     Args:
         out: Study folder; one with the same settings is continued.
         recipes: Names of bundled recipes or YAML files, with commas.
-        focus: Recipes for sources, tokens, degradation, pruning, front and tiers; by default the first.
+        focus: Recipes for tokens, pruning and tiers; by default the first.
         ablation: Overrides, with spaces, of the recipe --ablation-base; may be repeated.
         ablations: YAML file with the same: a mapping from names to lists of KEY=VALUE.
         ablation_base: Recipe that the ablations change.

@@ -14,7 +14,11 @@ from typing import Any, ClassVar
 from transformers.cache_utils import Cache
 
 from ..policies import H2O, Eviction, Keyformer, PerToken, Policy, Random, Streaming, Window
+from ..prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
+from ..prediction.devices import find_device
 from ..recipe import Recipe
+from ..rewriting.shards import planned_layouts
+from ..runtime.families import attention_shape
 from .caches import CacheBench, CachedModel, CacheRecord
 from .context import StudyContext
 from .part import Part, Task
@@ -57,7 +61,25 @@ class StudiedCache:
             record = bench.of_policy(name, self.policy)
         else:
             record = _of_transformers(bench, name, partial(self.make, bench.network.config))
-        return replace(record, family=self.family)
+        share = None if record.skipped else self._time_share(study, record)
+        return replace(record, family=self.family, time_share=share)
+
+    def _time_share(self, study: StudyContext, record: CacheRecord) -> float | None:
+        """Predicted time of attention in a decode step over the uncompressed model's: of a recipe by bytes and
+        instructions, of a policy as if it read what it stores and did nothing else; of both together not predicted."""
+        settings, shape = study.plan.first.objective, attention_shape(study.checkpoint.config)
+        device = find_device(settings.device, settings.device_file)
+        step = DecodeStep(settings.context_tokens, settings.batch_size, study.cache_dtype.itemsize)
+        whole = uncompressed_decode_seconds(shape, device, step)
+        if self.recipe is None:
+            saved = study.whole_bytes - record.long_kv_bytes_per_token
+            return 1 - device.read_seconds(saved * step.keys) / whole
+        measurer, path = study.path(self.recipe, study.plan.recipes[self.recipe])
+        plan = path.at_compression(self.removed)
+        if self.policy is not None or plan is None:
+            return None
+        layouts = [layout for layout, _ in planned_layouts(plan.select(measurer.bases), plan.rounded)]
+        return decode_seconds(layouts, shape, device, step) / whole
 
 
 def _of_transformers(bench: CacheBench, name: str, make: Callable[[], Cache]) -> CacheRecord:
@@ -138,14 +160,26 @@ def cache_table(records: Sequence[CacheRecord], title: str, text: str = "") -> T
     """By falling mean bytes; what was skipped, with its reason, at the end."""
     tasks = _tasks_of(records)
     greedy = any(record.greedy_agreement is not None for record in records)
-    header = ["cache", "bytes", "mean", "at 32K tokens", "removed", "KL", "token accuracy", "perplexity", "top-1"]
+    header = [
+        "cache",
+        "bytes",
+        "mean",
+        "at 32K tokens",
+        "removed",
+        "predicted time",
+        "KL",
+        "token accuracy",
+        "perplexity",
+        "top-1",
+    ]
     header += [*(["greedy"] if greedy else []), *tasks]
     rows = []
     for r in sorted(records, key=lambda record: -record.mean_kv_bytes_per_token):
         if not r.skipped:
             sizes = (r.kv_bytes_per_token, r.mean_kv_bytes_per_token, r.long_kv_bytes_per_token)
             ratios = [r.token_accuracy, r.ppl_ratio, r.top1_agreement, *([r.greedy_agreement] if greedy else [])]
-            cells = [*(number(size, 1) for size in sizes), number(r.compression, 3), number(r.kl_div, 5)]
+            cells = [*(number(size, 1) for size in sizes), number(r.compression, 3)]
+            cells += [number(r.time_share, 3), number(r.kl_div, 5)]
             rows.append([r.name, *cells, *(number(v) for v in (*ratios, *(r.answers.get(task) for task in tasks)))])
     blank = [""] * (len(header) - 2)
     rows += [[record.name, f"not measured: {record.skipped}", *blank] for record in records if record.skipped]

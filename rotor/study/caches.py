@@ -50,7 +50,8 @@ class CacheRecord:
     answers: by task, the mean probability of the answers over the uncompressed model's. hits: the same of the answer
     tokens predicted right.
     kv_bytes_per_token: of a complete row, everything counted; mean_: its mean over the scored lengths; long_: of
-    LONG_TOKENS tokens. compression: the share of the uncompressed cache's bytes removed, of a complete row.
+    LONG_TOKENS tokens. time_share: predicted time of attention in a decode step over the uncompressed model's.
+    compression: the share of the uncompressed cache's bytes removed, of a complete row.
     """
 
     name: str
@@ -68,6 +69,7 @@ class CacheRecord:
     compression: float = 0.0
     kl_by_step: list[float] = field(default_factory=list)
     greedy_agreement: float | None = None
+    time_share: float | None = None
 
     @property
     def accuracy(self) -> float:

@@ -48,15 +48,14 @@ class StudySettings:
 class StudyPlan:
     """A study request, checked before anything is measured.
 
-    parts: names of those to run, in the order of PARTS; named: of them, the ones that were asked for by name.
-    recipes: by name, under the same conditions. focus: names of those that the parts are about which calibrate many
-    times, or search many targets. base: what the ablations change, or None without them; variants: its ablations by
-    name. at: compression at which `tokens` and `pruning` are measured. counts: numbers of calibration tokens.
+    parts: names of those to run, in the order of PARTS. recipes: by name, under the same conditions. focus: names of
+    those that the parts are about which calibrate many times. base: what the ablations change, or None without them;
+    variants: its ablations by name. at: compression at which `tokens` and `pruning` are measured. counts: numbers of
+    calibration tokens.
     sizes: bytes of cache per token, or None for the default.
     """
 
     parts: tuple[str, ...]
-    named: tuple[str, ...]
     recipes: dict[str, Recipe]
     focus: tuple[str, ...]
     base: Recipe | None
@@ -96,7 +95,7 @@ class StudyPlan:
         if ABLATION in chosen:
             ablated = _ablated(ablation_base, ablations, found, overrides)
         of_bytes = None if sizes is None else tuple(sizes)
-        return cls(chosen, tuple(named or ()), found, names, *ablated, at, tuple(counts), of_bytes, settings)
+        return cls(chosen, found, names, *ablated, at, tuple(counts), of_bytes, settings)
 
     @property
     def first(self) -> Recipe:

@@ -26,7 +26,7 @@ from ..recipe import Recipe, text_overrides
 from ..recipe.settings import Compute
 from .context import StudyContext
 from .output import SUMMARY, write_plots, write_tables
-from .part import find_part, find_parts
+from .part import find_part
 from .parts import PARTS
 from .plots import require_matplotlib
 from .request import TOKEN_COUNTS, StudyPlan
@@ -97,10 +97,9 @@ def study(
         overrides: `section.field=value` for all recipes, and settings of the study: rotor.study.request.StudySettings.
         text: calibrate on and measure accuracy on this file or folder, as for calibrate.
         parts: which to run, of rotor.study.parts.PARTS, of installed packages, or `FILE.py:CLASS`; by default `curves`,
-            and `ablation` where there are ablations. `all` stands for all that can run but ON_REQUEST, which take
-            longest. `ablation` needs `ablations`, `front` takes those recipes in focus whose ranks are by `global`.
-        focus: names of the recipes for `sources`, `tokens`, `degradation`, `front` and `tiers`; by default
-            the first.
+            and `ablation` where there are ablations. `all` stands for all but ON_REQUEST, which take
+            longest. `ablation` needs `ablations`.
+        focus: names of the recipes for `tokens`, `pruning` and `tiers`; by default the first.
         ablations: overrides of the recipe `ablation_base` by name.
         at: compression at which `tokens` and `pruning` are measured.
         counts: numbers of calibration tokens for `tokens`.
@@ -117,7 +116,7 @@ def study(
         require_matplotlib()
     asked: dict[str, Any] = {"parts": parts, "focus": focus, "ablations": ablations, "ablation_base": ablation_base}
     plan = StudyPlan.of(recipes, [*text_overrides(text), *overrides], **asked, at=at, counts=counts, sizes=sizes)
-    chosen, progress, out = find_parts(plan), progress or Progress(), Path(out)
+    chosen, progress, out = [find_part(name) for name in plan.parts], progress or Progress(), Path(out)
     with ExitStack() as held:
         context = _context(model, out, plan, Compute(device, dtype, offload, device_map), batch_tokens, progress, held)
         store = context.store
@@ -146,7 +145,7 @@ def plan_study(model: str | Path, out: str | Path, plan: StudyPlan, compute: Com
 
     Raises: as study would before it measures anything.
     """
-    chosen, known = find_parts(plan), set[str]()
+    chosen, known = [find_part(name) for name in plan.parts], set[str]()
     study = _context(model, Path(out), plan, compute, 0, Progress())
     found = []
     for part in chosen:

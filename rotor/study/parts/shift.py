@@ -27,17 +27,10 @@ from ..tables import Table, number
 SHARES = (0.125, 0.075)
 """Of the uncompressed cache's bytes, at which recipes are measured where no list of bytes is given."""
 
-HELD_OUT, NO_FIRST = "held-out text", "no first token"
+CALIBRATED, HELD_OUT, NO_FIRST = "text calibrated on", "held-out text", "no first token"
+RANDOM, REPEATED = "random tokens", "one token repeated"
 LONGEST = 400_000
 """Characters of a kind of text: more are not encoded."""
-
-DRAWN: dict[str, Callable[[torch.Generator, int, int, int], Tensor]] = {
-    "random tokens": lambda g, count, length, vocab: torch.randint(vocab, (count, length), generator=g),
-    "one token repeated": lambda g, count, length, vocab: torch.randint(vocab, (count, 1), generator=g).repeat(
-        1, length
-    ),
-}
-"""Kinds that need no text."""
 
 
 class Shift(CachePart):
@@ -51,28 +44,19 @@ class Shift(CachePart):
             for size in study.plan.sizes or [round(share * whole) for share in SHARES]:
                 cases[f"{name}, {size} bytes"] = StudiedCache(name, recipe=name, removed=1 - size / whole)
         for name, case in cases.items():
-            for kind in (HELD_OUT, *TEXTS, *DRAWN, NO_FIRST):
+            for kind in kinds():
                 measure = partial(_measure, study, kind, name, case)
                 yield Task(f"{self.name}/{kind}: {name}", measure, case.calibrations(study))
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
-        records = cache_records(store, self.name)
-        by_place = {tuple(record.name.split(": ", 1)): record for record in records}
+        records = {tuple(r.name.split(": ", 1)): r for r in cache_records(store, self.name)}
         control, rows = next(iter(CONTROL)), []
-        for (kind, name), r in by_place.items():
-            base = by_place.get((kind, control))
-            if r.skipped:
-                rows.append([kind, name, f"not measured: {r.skipped}", *[""] * 5])
-                continue
-            share = "" if base is None or not base.kl_div else number(r.kl_div / base.kl_div, 2)
-            cells = [
-                number(r.kl_div, 5),
-                share,
-                number(r.token_accuracy),
-                number(r.ppl_ratio),
-                number(r.top1_agreement),
-            ]
-            rows.append([kind, name, number(r.kv_bytes_per_token, 1), *cells])
+        for (kind, name), r in sorted(records.items(), key=lambda item: kinds().index(item[0][0])):
+            base = records.get((kind, control))
+            share = number(r.kl_div / base.kl_div, 2) if base and base.kl_div else ""
+            cells = [number(r.kv_bytes_per_token, 1), number(r.kl_div, 5), share]
+            cells += [number(value) for value in (r.token_accuracy, r.ppl_ratio, r.top1_agreement)]
+            rows.append([kind, name, *([f"not measured: {r.skipped}", *[""] * 5] if r.skipped else cells)])
         if rows:
             header = [
                 "text",
@@ -87,10 +71,9 @@ class Shift(CachePart):
             text = (
                 "Every row begins with the token that begins a text, where the model has one, but for the last kind: "
                 "held-out text without it. Prose is the documentation that Python ships, C its headers; JSON, numbers "
-                "and tokens are drawn."
+                "and tokens are drawn. `text calibrated on` is of the split that recipes may calibrate on."
             )
-            order = {kind: place for place, kind in enumerate((HELD_OUT, *TEXTS, *DRAWN, NO_FIRST))}
-            yield Table(header, sorted(rows, key=lambda row: order.get(row[0], 0)), self.title, text)
+            yield Table(header, rows, self.title, text)
 
     def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
         records = [record for record in cache_records(store, self.name) if not record.skipped]
@@ -118,6 +101,10 @@ def _measure(study: StudyContext, kind: str, name: str, case: StudiedCache) -> C
         return CacheRecord(f"{kind}: {name}", skipped=error.message, family=case.family)
 
 
+def kinds() -> list[str]:
+    return [CALIBRATED, HELD_OUT, *TEXTS, RANDOM, REPEATED, NO_FIRST]
+
+
 def rows_of(study: StudyContext, kind: str) -> Tensor:
     """As many rows of a kind, and as long, as the report split has.
 
@@ -125,19 +112,19 @@ def rows_of(study: StudyContext, kind: str) -> Tensor:
         DataError: there is too little text of it, or no tokenizer.
     """
     count, length = study.data.report.shape
-    config, tokenizer = study.checkpoint.config.get_text_config(), study.checkpoint.tokenizer
-    first = None if kind == NO_FIRST else separator_token(tokenizer)
-    if kind in DRAWN:
-        rows = DRAWN[kind](torch.Generator().manual_seed(0), count, length, config.vocab_size)
-    elif kind in TEXTS:
-        rows = text_rows([TEXTS[kind]()[:LONGEST]], tokenizer, length)[:count]
+    tokenizer, draw = study.checkpoint.tokenizer, torch.Generator().manual_seed(0)
+    if kind in (RANDOM, REPEATED):
+        width = length if kind == RANDOM else 1
+        vocab_size = study.checkpoint.config.get_text_config().vocab_size
+        rows = torch.randint(vocab_size, (count, width), generator=draw).expand(-1, length)
     else:
-        rows = text_rows(held_out_documents(study.evaluation).report, tokenizer, length)[:count]
+        held_out = held_out_documents(study.evaluation)
+        own = held_out.calibration if kind == CALIBRATED else held_out.report
+        rows = text_rows([TEXTS[kind]()[:LONGEST]] if kind in TEXTS else own, tokenizer, length)[:count]
     if len(rows) < count:
         raise DataError(f"{kind}: {len(rows)} rows of {length} tokens, expected {count}.")
-    if first is not None:
-        rows = torch.cat([torch.full((count, 1), first), rows[:, :-1]], dim=1)
-    return rows
+    first = None if kind == NO_FIRST else separator_token(tokenizer)
+    return rows if first is None else torch.cat([torch.full((count, 1), first), rows[:, :-1]], dim=1)
 
 
 def _prose() -> str:
@@ -152,18 +139,9 @@ def _headers() -> str:
 
 
 def _json() -> str:
-    """Records as services answer them."""
-    draw = random.Random(0)
-    names = ["alpha", "beta", "gamma", "delta", "omega"]
+    draw, names = random.Random(0), ("alpha", "beta", "gamma", "delta", "omega")
     items = [
-        {
-            "id": draw.randrange(10**6),
-            "name": f"{draw.choice(names)}-{draw.randrange(100)}",
-            "tags": draw.sample(names, 2),
-            "price": round(draw.uniform(0, 1000), 2),
-            "active": draw.random() < 0.5,
-            "parent": None,
-        }
+        {"id": draw.randrange(10**6), "name": draw.choice(names), "tags": draw.sample(names, 2), "price": draw.random()}
         for _ in range(3000)
     ]
     return json.dumps(items, indent=1)
