@@ -259,6 +259,17 @@ def test_csv_and_summary(small) -> None:
         assert len(widths) <= 1, line
 
 
+def test_overheads_are_predicted(small) -> None:
+    """Rebuilding writes and reads keys and values of full width: nearly twice the uncompressed model's time more."""
+    result, arguments = small
+    found = study(DEMO_MODEL, result.folder, **{**arguments, "parts": ["overhead"]}).records["overhead/fdc/p0.50"]
+    assert found["stored"] >= 0.5
+    assert 0.5 * (1 - found["stored"]) < found["time"] < 1
+    assert 1.5 < found["rebuilt"] - found["time"] < 2
+    assert found["unbalanced"] >= 0.99 * found["time"]
+    assert "| `fdc` | " in (result.folder / "summary.md").read_text().partition("## Overheads, predicted")[2]
+
+
 def test_plots_are_written(small) -> None:
     """Of a study that is complete: nothing is measured for them."""
     first, arguments = small

@@ -101,7 +101,7 @@ def study(
             longest. `ablation` needs `ablations`.
         focus: names of the recipes for `tokens`, `pruning` and `tiers`; by default the first.
         ablations: overrides of the recipe `ablation_base` by name.
-        at: compression at which `tokens` and `pruning` are measured.
+        at: compression at which `tokens`, `pruning` and `overhead` are measured.
         counts: numbers of calibration tokens for `tokens`.
         sizes: bytes of cache per token at which `methods` and `shift` measure the recipes; by default shares of the
             uncompressed model's.
