@@ -18,12 +18,11 @@ from ..part import Part, Task
 from ..store import StudyStore
 from ..tables import Table
 
-
 TEXT = (
     "Attention of a decode step on `objective.device` over the uncompressed model's, predicted from bytes and "
-    "instructions. /OE reads rows, and writes and reads keys and values of full width in every step; computing the bases "
-    "online is not in it. /KE gives tasks to SMs in order where the papers' schedule gives the longest first. /AC, one "
-    "rate for all heads, is `--parts combine --recipes fdc,fdc-uniform`."
+    "instructions. /OE reads rows, and writes and reads keys and values of full width in every step; computing the "
+    "bases online is not in it. /KE gives tasks to SMs in order where the papers' schedule gives the longest first. "
+    "/AC, one rate for all heads, is `--parts combine --recipes fdc,fdc-uniform`."
 )
 
 
