@@ -15,7 +15,8 @@ from .options import NONE, Count, MemoryOptions, Output, Printed
 
 ABOUT_PARTS = (
     "Default: curves, and ablation where there are ablations. all: all but methods (every cache policy, and "
-    "recipes at equal bytes) and those behind it, which take longest. FILE.py:CLASS is a part of your own."
+    "recipes at equal bytes) and those behind it, which take longest (of these tasks needs --tasks). FILE.py:CLASS is a "
+    "part of your own."
 )
 
 
@@ -34,6 +35,8 @@ def study(
     at: float = 0.5,
     counts: str = "512,1024,2048,4096,8192,16384,32768",
     sizes: str | None = None,
+    tasks: str | None = None,
+    lengths: str = "4096",
     text: Path | None = None,
     overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
@@ -79,6 +82,8 @@ def study(
         "at": at,
         "counts": parse_counts(split(counts)),
         "sizes": None if sizes is None else parse_counts(split(sizes), "--bytes", "bytes"),
+        "tasks": split(tasks or ""),
+        "lengths": parse_counts(split(lengths), "--lengths"),
     }
     if dry_run:
         output.progress(dry_run=True)
