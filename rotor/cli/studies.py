@@ -15,7 +15,7 @@ from .options import NONE, Count, MemoryOptions, Output, Printed
 
 ABOUT_PARTS = (
     "Default: curves, and ablation where there are ablations. all: all but methods (every cache policy, and "
-    "recipes at equal bytes) and those behind it, which take longest (of these tasks needs --tasks). FILE.py:CLASS is a "
+    "recipes at equal bytes) and those behind it, which take longest (tasks needs --tasks). FILE.py:CLASS is a "
     "part of your own."
 )
 
