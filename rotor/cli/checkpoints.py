@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..logs import is_first_process
 from .app import check_folder, command, print_json, resumable, split
 from .console import in_interval, print_seconds, print_table, say
-from .options import ComputeOptions, Count, MemoryOptions, Output
+from .options import ComputeOptions, Count, MemoryOptions, Output, Printed
 from .plans import print_calibration_plan, print_export_plan
 
 
@@ -117,6 +117,7 @@ def export(
     overrides: list[str] | None = None,
     no_measure: bool = False,
     cache: str | None = None,
+    without_weights: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> None:
@@ -137,6 +138,7 @@ def export(
         objective: memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between.
         cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), or a YAML
             file.
+        without_weights: Write bases in place of weights, which are rewritten from the source's on loading.
     """
     from ..recipe import device_overrides
     from ..recipe.settings import ExportSettings, Goal
@@ -152,6 +154,7 @@ def export(
         overwrite=overwrite,
         measure=not no_measure,
         cache=cache,
+        without_weights=without_weights,
     )
     settings.check()
 
@@ -205,6 +208,26 @@ def _print_export(out: Path, result: Any) -> None:
     say(f"Next: rotor validate {shlex.quote(str(out))}")
 
 
+@command(epilog="Example: rotor materialise out/demo -o out/full")
+def materialise(folder: Path, out: Path, output: Printed, source: str | None = None, overwrite: bool = False) -> None:
+    """Write a checkpoint without weights with them: the folder that an export with weights writes.
+
+    Args:
+        folder: What `rotor export --without-weights` wrote.
+        out: Checkpoint folder to write.
+    """
+    check_folder(folder)
+
+    from ..export.materialise import materialise as run_materialise
+
+    digest = run_materialise(folder, out, source=source, overwrite=overwrite, progress=output.progress())
+    if output.as_json:
+        print_json({"folder": str(out), "digest": digest})
+        return
+    say(f"{out}: written. Digest: {digest}")
+    say(f"Next: rotor validate {shlex.quote(str(out))}")
+
+
 @command(epilog="Example: rotor validate out/demo")
 def validate(
     folders: list[Path],
@@ -226,7 +249,7 @@ def validate(
 
     Args:
         folders: One or more folders that `rotor export` wrote.
-        model: Source model, if it is not where it was.
+        model: Source model, if it is not where it was; checkpoints without weights take them from it.
         run: Run folder, if it is not where it was.
         recipe: Recipe whose section evaluation says how accuracy is measured.
         text: Text to measure accuracy on, as of `rotor calibrate`: a file or a folder.

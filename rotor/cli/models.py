@@ -39,6 +39,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     seed: int = 0,
     cache: str | None = None,
+    source: str | None = None,
     parallel: Literal["sequence"] | None = None,
     parallel_timeout: Annotated[float, typer.Option(min=1.0)] = 300.0,
 ) -> None:
@@ -66,20 +67,22 @@ def generate(
     check_name(folder)
 
     from ..models.generation import continue_prompt
+    from ..runtime.rewritten import source_at
 
     first = is_first_process()
     sampling = (max_new_tokens, temperature, seed)
-    result = continue_prompt(
-        folder,
-        text,
-        *sampling,
-        **vars(compute),
-        cache=cache,
-        raw=raw,
-        progress=output.progress(),
-        on_text=_show if first and not output.as_json else None,
-        parallel_timeout_s=None if parallel is None else parallel_timeout,
-    )
+    with source_at(source):
+        result = continue_prompt(
+            folder,
+            text,
+            *sampling,
+            **vars(compute),
+            cache=cache,
+            raw=raw,
+            progress=output.progress(),
+            on_text=_show if first and not output.as_json else None,
+            parallel_timeout_s=None if parallel is None else parallel_timeout,
+        )
     if first:
         print_json(result) if output.as_json else print()
 

@@ -16,8 +16,12 @@ from ..recipe import Recipe
 from ..recipe.metric_registry import METRICS, base_note, chance_note, metric_info
 
 
-def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape) -> str:
-    """Markdown with a metadata block, from the content of rotor.json."""
+def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape, apart: bool = False) -> str:
+    """Markdown with a metadata block, from the content of rotor.json.
+
+    Args:
+        apart: the weights are not in the folder.
+    """
     size, name, share = report["kv_bytes_per_token"], report["source"]["name"], report["compression"]
     base_model, name = report["source"]["hub_id"] or name, markdown(name)
     rows, note = _accuracy(report["accuracy"])
@@ -28,6 +32,7 @@ def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape) ->
         pipeline_tag="text-generation",
         tags=["rotor", "kv-cache", "compression"],
     )
+    weights = _where_weights_are(report["source"]) if apart else ""
     layouts = [LayerLayout.from_dict(layout, ROTOR_JSON) for layout in report["layouts"]]
     forms = sorted({_form(layout, shape) for layout in layouts})
     sizes = sorted({layout.group_size for layout in layouts})
@@ -60,14 +65,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
 ```
 
-Without rotor transformers refuses this checkpoint. Programs that never import rotor load it where rotor is installed,
-or below `rotor run -- PROGRAM`. `rotor validate` checks its integrity and its numbers;
+{weights}Without rotor transformers refuses this checkpoint. Programs that never import rotor load it where rotor is
+installed, or below `rotor run -- PROGRAM`. `rotor validate` checks its integrity and its numbers;
 `rotor.json` lists every tensor with its SHA-256, the ranks and the measurements; the kernels read `kernel_config.json`.
 
 `manifest.json` has the SHA-256 of every file; its own is the digest that `rotor export` printed. With the digest from
 somebody whom you trust, `rotor validate PATH_OF_THIS_FOLDER --digest HEX` finds any change at all.
 """
     return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}"))
+
+
+def _where_weights_are(source: dict[str, Any]) -> str:
+    where = f"{source['hub_id']} at revision {source['revision']}" if source["hub_id"] else source["name"]
+    return (
+        f"This folder has no weights: they are those of {markdown(where)}, found, checked by their SHA-256 and "
+        "rewritten while they load.\nWhere they are elsewhere, set `ROTOR_SOURCE` to their folder or hub id. "
+        "`rotor materialise PATH_OF_THIS_FOLDER -o FULL` writes a\nfolder with weights.\n\n"
+    )
 
 
 def _cache_row(report: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from ..numerics import check_parameters
 from ..runtime.families import FAMILIES
 from ..runtime.integration import replace_attention
 from .checkpoint import Checkpoint, one_line
-from .compressed import CompressedCheckpoint
+from .compressed import CompressedCheckpoint, open_model
 from .weights import StreamedWeights, Weights, keep_softcap
 
 BELONGS = "Check that config.json belongs to these weights."
@@ -79,7 +79,7 @@ def load_model(
         UsageError: a device map without accelerate, or one that leaves weights outside of the GPUs.
         CheckpointError: the folder cannot be loaded.
     """
-    check_fit(Checkpoint(folder))
+    check_fit(open_model(folder))
     placed = {} if device_map is None else {"device_map": device_map}
     if device_map is not None and not is_accelerate_available():
         raise UsageError(

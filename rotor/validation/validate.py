@@ -33,6 +33,7 @@ from ..recipe import Recipe, load_recipe, text_overrides
 from ..recipe.metric_registry import METRICS
 from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
+from ..runtime.rewritten import source_at
 from ..search.probe import full_ranks
 from .integrity import Validation, check_integrity
 from .trusted import TrustedEvaluation, trusted_evaluation
@@ -79,7 +80,8 @@ def validate(
 
     Args:
         folder: what `rotor export` wrote.
-        model: the source model; by default where rotor.json says. run: likewise the run folder.
+        model: the source model, also for the weights of a checkpoint without; by default where rotor.json says.
+        run: likewise the run folder.
         recipe, overrides: how to measure accuracy, as for calibrate, where only `evaluation` counts; by default as
             the checkpoint's recipe.yaml says, but no text or task is opened that only the checkpoint names.
         text: the file or folder to measure it on.
@@ -99,14 +101,14 @@ def validate(
             f"`rotor export RUN -o OUT --accuracy 0.99 --cache {cache}` writes one; leave --cache out to "
             "validate what it stores.",
         )
-    with times.stage("integrity"):
+    with times.stage("integrity"), source_at(model):
         checkpoint = check_integrity(result, progress, digest)
     if not result.damaged:
         stored = load_recipe(str(checkpoint.folder / RECIPE))
         trusted = trusted_evaluation(stored, recipe, [*text_overrides(text, ("evaluation",)), *overrides])
         if not measure:
             trusted = replace(trusted, withheld="not measured (--no-measure)")
-        with times.stage("numerics and accuracy"):
+        with times.stage("numerics and accuracy"), source_at(model):
             _Numerics(
                 result,
                 checkpoint,

@@ -12,7 +12,7 @@ from ...format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ...prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from ...prediction.devices import find_device
 from ...recipe import Recipe, override
-from ...rewriting.shards import planned_layouts
+from ...rewriting.rewrite import planned_layouts
 from ...search.point import Point, as_lists
 from ...search.search import Measurer, most_points
 from ..context import TARGETS, StudyContext
