@@ -145,7 +145,7 @@ class _Opened:
 
     def unmapped_tensor(self, name: str) -> Tensor:
         """Likewise, from a map of its own, whose memory goes with the tensor."""
-        return _Opened(self.folder, [self.file_of[name]]).tensor(name)
+        return (_Opened(self.folder, [self.file_of[name]]) if name in self.file_of else self).tensor(name)
 
 
 def open_rewritten(bases: Path, config: Any, section: CompressedSection) -> RewrittenTensors:
@@ -164,7 +164,7 @@ def open_rewritten(bases: Path, config: Any, section: CompressedSection) -> Rewr
 
     def bases_of(layer: int) -> FoldedBases:
         where = f"{bases}, layer {layer}"
-        return FoldedBases.read(lambda name: stored.tensor(f"{layer}.{name}"), layouts[layer], shape, where)
+        return FoldedBases.read(lambda name: stored.unmapped_tensor(f"{layer}.{name}"), layouts[layer], shape, where)
 
     biases = frozenset(section.biases)
     return RewrittenTensors(
