@@ -127,7 +127,9 @@ def test_what_a_policy_cannot_serve_is_said(policy_models: PolicyModels, tiny, t
 def test_bundled_policies_are_there_under_every_method() -> None:
     found = bundled_policies()
     assert {policy.method for policy in found.values()} == set(method_names())
-    assert found["gear-l-2"] == GEAR(bits=2, sparsity=0.0)
+    assert found["gear-l-2"] == GEAR(2, "kivi", sparsity=0.0, buffer=64)
+    assert found["gear-l-4"] == GEAR(4, sparsity=0.0)  # section 4: KCVT at 4 bits
+    assert found["kivi-2"] == KIVI(2, group=32, residual=128)
     assert found["fp8"] == FP8("token")
     assert find_policy("none") is None
 

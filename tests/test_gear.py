@@ -7,15 +7,15 @@ import pytest
 import torch
 from cache_truth import affine_truth, states
 
-from rotor.policies import (
-    GEAR,
-    CodedLayer,
-)
+from rotor.policies import GEAR, CodedLayer, find_policy
 from rotor.policies.methods.gear import low_rank
 
 
-def gear_truth(numbers: np.ndarray, bits: int, sparsity: float, rank: int, keys: bool) -> np.ndarray:
-    """GEAR of one row in float64, [heads, tokens, width]: outliers, KCVT of the rest, low rank of what is left."""
+def gear_truth(
+    numbers: np.ndarray, bits: int, sparsity: float, rank: int, keys: bool, group: int | None = None
+) -> np.ndarray:
+    """GEAR of one run in float64, [heads, tokens, width]: outliers, KCVT of the rest (with `group` KIVI), low rank of
+    what is left."""
     heads, tokens, width = numbers.shape
     rest, outlier = numbers.copy(), np.zeros(numbers.shape, bool)
     together = numbers.transpose(1, 0, 2).reshape(tokens, heads * width)
@@ -34,7 +34,9 @@ def gear_truth(numbers: np.ndarray, bits: int, sparsity: float, rank: int, keys:
         filled = np.where(mask, vector[~mask].mean(), vector)
         rest[place], outlier[place] = filled.reshape(rest[place].shape), mask.reshape(rest[place].shape)
     if keys:
-        coded = np.stack([affine_truth(head, bits, tokens, 1) for head in rest])
+        coded = np.stack([affine_truth(head, bits, group or tokens, 1) for head in rest])
+    elif group:
+        coded = np.stack([affine_truth(head, bits, 1, group) for head in rest])
     else:
         together = rest.transpose(1, 0, 2).reshape(tokens, heads * width)
         coded = affine_truth(together, bits, 1, heads * width).reshape(tokens, heads, width).transpose(1, 0, 2)
@@ -59,6 +61,22 @@ def test_gear_is_that_of_float64(keys: bool, sparsity: float, rank: int) -> None
     expected = gear_truth(x[0].double().numpy(), 2, sparsity, rank, keys)
     assert np.abs(got - expected).max() < 5e-3  # factors and outliers are float16
     assert np.abs(got - x[0].double().numpy()).max() > 0.05
+
+
+@pytest.mark.parametrize("name, sparsity", [("gear-2", 0.02), ("gear-l-2", 0.0)])
+def test_gear_at_2_bits_is_on_kivi_run_by_run(name: str, sparsity: float) -> None:
+    """Section 4: g = n_b = 64 at 2 bits, rank 4 in the prompt, whose rest waits, and 2 in each later run."""
+    x = states(1, 2, 300, 64)
+    layer = CodedLayer(find_policy(name).streams())
+    for start, end in [(0, 150), *((t, t + 1) for t in range(150, 300))]:
+        seen = layer.update(x[:, :, start:end], x[:, :, start:end])
+    runs = [(0, 128, 4), (128, 192, 2), (192, 256, 2)]
+    for keys, got in zip((True, False), seen, strict=True):
+        assert torch.equal(got[:, :, 256:], x[:, :, 256:])
+        for start, end, rank in runs:
+            part = x[0, :, start:end].double().numpy()
+            expected = gear_truth(part, 2, sparsity, rank, keys, 64)
+            assert np.abs(got[0, :, start:end].double().numpy() - expected).max() < 1e-2
 
 
 def test_low_rank_comes_close_to_the_best_there_is() -> None:

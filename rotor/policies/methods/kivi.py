@@ -24,13 +24,13 @@ class KIVI(Quantiser):
     Bytes of a number: bits / 8 + 4 / g; and up to R keys and R values that are exact.
     Limits: exact as published when tokens come one at a time; the tokens of a longer step see each other exactly.
         Padding must be known (use_cache_policy).
-    Source: KIVI (arXiv 2402.02750), section 3.2, algorithm 1; settings of GEAR section 4: g = R = 64.
+    Source: KIVI (arXiv 2402.02750), section 3.2, algorithm 1; its settings; GEAR section 4 takes g = R = 64.
     """
 
     method: ClassVar[str] = "kivi"
     bits: Bits = 2
-    group: PositiveInt = 64
-    residual: PositiveInt = 64
+    group: PositiveInt = 32
+    residual: PositiveInt = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -52,9 +52,11 @@ def baselines() -> dict[str, Baseline]:
         for bits in (8, 4, 2):
             found[f"transformers {backend}, {bits} bits"] = partial(_quantised, backend, bits, axis)
     return found | {
-        **{f"KIVI-{bits}": KIVI(bits, GROUP, GROUP) for bits in (4, 3, 2)},
+        **{f"KIVI-{bits}": KIVI(bits) for bits in (4, 3, 2)},
+        **{f"KIVI as in GEAR-{bits}": KIVI(bits, GROUP, GROUP) for bits in (4, 3, 2)},
         "KCVT-4": KCVT(4),
-        **{f"GEAR-{bits}": GEAR(bits) for bits in (4, 2)},
+        "GEAR-4": GEAR(4),
+        "GEAR-2": GEAR(2, "kivi", buffer=GROUP),
         **{f"per token, {bits} bits": PerToken(bits, GROUP) for bits in (4, 2)},
         "fp8, scale a token": FP8("token"),
         "fp8, one scale": FP8("tensor"),
