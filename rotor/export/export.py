@@ -235,7 +235,7 @@ def write_shards(
     with progress.task("write", checkpoint.total_bytes(), "B") as advance, ThreadPoolExecutor() as pool:
         for file in checkpoint.files:
             unchanged = pool.submit(check, file)
-            tensors = contents.tensors(file)
+            tensors = dict(contents.items(file))
             digests = {name: pool.submit(tensor_sha256, tensor) for name, tensor in sorted(tensors.items())}
             if staging is not None:
                 write_tensors(staging / file, tensors)

@@ -34,7 +34,7 @@ def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape, ap
     )
     weights = _where_weights_are(report["source"]) if apart else ""
     layouts = [LayerLayout.from_dict(layout, ROTOR_JSON) for layout in report["layouts"]]
-    forms = sorted({_form(layout, shape) for layout in layouts})
+    forms = sorted({layout.form.in_words(shape) for layout in layouts})
     sizes = sorted({layout.group_size for layout in layouts})
     merged = ""
     if any(layout.joint and layout.folds_keys(shape) for layout in layouts):
@@ -48,7 +48,7 @@ The weights of {name} with value, output and (where folded) key projections rota
 | | |
 |---|---|
 | recipe | {markdown(recipe.name)}: {markdown(recipe.summary)} |
-| keys compressed | {" and ".join(forms)}, {" or ".join(map(str, sizes))} KV head(s) a group |
+| form of stored keys | {" and ".join(forms)}, {" or ".join(map(str, sizes))} KV head(s) a group |
 {_channels_row(layouts)}| compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
 {_cache_row(report)}{measured}
@@ -158,16 +158,3 @@ def _channels_row(layouts: list[LayerLayout]) -> str:
     values = in_words(group.value for group in groups if group.value is not None)
     rows = f"| channels of latents, each of keys and values together | {together} |\n" if together else ""
     return rows + (f"| channels of key latents, of value latents | {keys}; {values} |\n" if keys else "")
-
-
-def _form(layout: LayerLayout, shape: AttentionShape) -> str:
-    if not shape.rotary_dim:
-        return "in place (the model has no RoPE)"
-    if layout.rope_block is None:
-        return "after RoPE (never rebuilt)"
-    if layout.fast_planes == shape.rotary_planes:
-        return "before RoPE (rebuilt inside attention)"
-    return (
-        f"rotated within blocks of {layout.rope_block} positions but for the {layout.fast_planes} fastest planes of "
-        f"{shape.rotary_planes}, which attention rebuilds"
-    )

@@ -148,9 +148,6 @@ class LazyTensor:
         """As safetensors names it; transformers asks whether it is a float."""
         return "F32"
 
-    def get_shape(self) -> list[int]:
-        return self.tensors.shape_of(self.name)
-
 
 def with_rewritten(load: Callable[..., Any]) -> Callable[..., Any]:
     """transformers' `convert_and_load_state_dict_in_model`, which takes a model's rewritten tensors where it has them.

@@ -84,11 +84,6 @@ class RewrittenTensors:
                 self._layer_of[prefix + name], self.file_of[prefix + name] = layer, home
                 self._shapes[prefix + name] = spec.shape
 
-    @property
-    def files(self) -> list[str]:
-        """Names of the shards."""
-        return sorted(set(self.file_of.values()))
-
     def shape_of(self, name: str) -> list[int]:
         return list(self._shapes[name] if name in self._shapes else self._read(name).shape)
 
@@ -107,18 +102,10 @@ class RewrittenTensors:
                 del self._held[layer]
             return tensor
 
-    def tensors(self, file: str) -> dict[str, Tensor]:
-        """What is in a shard, by name; those that stay as they are come from the source's memory map."""
-        names = sorted(name for name, where in self.file_of.items() if where == file)
-        found = {name: self._read(name) for name in names if name not in self._layer_of}
-        for layer in sorted({self._layer_of[name] for name in names if name in self._layer_of}):
-            found |= self._layer(layer)
-        return found
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """All, layer by layer."""
-        for file in self.files:
-            for name in sorted(name for name, where in self.file_of.items() if where == file):
+    def items(self, file: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """All, or those of a shard, layer by layer; what stays as it is comes from the source's memory map."""
+        for name in sorted(self.file_of):
+            if file in (None, self.file_of[name]):
                 yield name, self.tensor(name)
 
     def _layer(self, index: int) -> dict[str, Tensor]:
