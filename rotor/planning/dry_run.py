@@ -20,7 +20,7 @@ from ..calibration.run import candidate_info
 from ..evaluation.placement import Placement
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.publishing import check_space
-from ..models.estimate import Estimate
+from ..models.memory import Estimate
 from ..progress import Progress, StageTimes
 from ..recipe.settings import CalibrationSettings, ExportSettings
 from ..rewriting.rewrite import folded_bases, planned_layouts, rewritten_tensors

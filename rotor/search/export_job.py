@@ -156,7 +156,7 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, settings:
             f"--no-measure: cache policy {policy.method} is found by running the compressed model over text.",
             "Leave --no-measure out, or take another --cache.",
         )
-    policy.check_rows(recipe.coded)
+    policy.check_rows(recipe.coded, recipe.groups.domain == "post")
     if recipe.evaluation.metric.startswith(LM_EVAL):
         raise UsageError(
             f"--cache {name}: {recipe.evaluation.metric} does not read what such a cache stores.",

@@ -130,7 +130,7 @@ class CachedModel:
         for place, (start, end) in enumerate(zip([0, *range(prompt, tokens)], range(prompt, tokens + 1), strict=True)):
             for index, (keys, values) in rows.items():
                 layer, states = layers[index], (keys[:, :, start:end], values[:, :, start:end])
-                if not apart:
+                if self.policy is None:
                     Cache(layers=[layer]).update(*states, 0)
                 elif start == 0 or not isinstance(layer, EvictingLayer):  # which keeps as many with each that comes
                     layer.fill(*states)
