@@ -20,7 +20,7 @@ from ..format.locks import exclusive
 from ..format.places import check_apart
 from ..logs import log_file
 from ..models.checkpoint import Checkpoint
-from ..models.source import find_source
+from ..models.hub import find_source
 from ..progress import Progress
 from ..recipe import Recipe, text_overrides
 from ..recipe.settings import Compute
