@@ -13,11 +13,10 @@ import huggingface_hub
 import pytest
 import torch
 from conftest import ROOT
-from large_checkpoint import make_checkpoint
 from safetensors.torch import load_file, save_file
 from test_cli import expect_error, rotor
 from test_end_to_end import contents
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from rotor import export, materialise, validate
 from rotor.calibration.calibrate import calibrate
@@ -221,7 +220,9 @@ print(next(line for line in Path("/proc/self/status").read_text().splitlines() i
 def test_loading_takes_the_memory_of_one_layer_more(tmp_path: Path) -> None:
     """Of 16 layers: what was read of the projections of all would take 0.13 GB, and in float64 0.5 GB."""
     sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
-    make_checkpoint(tmp_path / "model", layers=16, vocab_size=4096, **sizes)
+    config = LlamaConfig(**sizes, num_hidden_layers=16, vocab_size=4096, bos_token_id=0, eos_token_id=1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model", max_shard_size="20MB")
     folders = exported(tmp_path / "model", tmp_path, "fdc", ["ranks.multiple_of=64"])
 
     def load(folder: Path) -> tuple[str, int]:
