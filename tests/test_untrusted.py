@@ -15,6 +15,7 @@ import yaml
 from conftest import DEMO_MODEL, ROOT, calibrated, reseal
 from test_cli import expect_error, rotor
 
+import rotor.models.tokenizer as tokenizer_module
 from rotor.checked import options
 from rotor.data.tokens import calibration_tokens
 from rotor.errors import CheckpointError, DataError, RecipeError
