@@ -225,7 +225,8 @@ def validate(
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
 
     Args:
-        folders: One or more folders that `rotor export` wrote.
+        folders: One or more folders that `rotor export` wrote; with --cache also uncompressed models, whose accuracy
+            with that policy is measured against a plain cache.
         model: Source model, if it is not where it was.
         run: Run folder, if it is not where it was.
         recipe: Recipe whose section evaluation says how accuracy is measured.
@@ -264,7 +265,8 @@ def validate(
         print_json(objects[0] if len(objects) == 1 else {"folders": objects})
     else:
         for result in results:
-            _print_checks(result)
+            if result.checks:
+                _print_checks(result)
             print_seconds(result.seconds)
         _print_summary(results)
     if any(result.damaged for result in results):

@@ -139,7 +139,8 @@ def recipes(show: str | None = None, fields: bool = False, as_json: bool = False
     """List the bundled recipes, the bases and rank methods that a recipe may name, and cache policies; or show one.
 
     Args:
-        show: Print this recipe whole, every default filled in: YAML that --recipe takes.
+        show: Print this recipe whole, every default filled in: YAML that --recipe takes. Of a cache policy each field
+            with its meaning and default: YAML that --cache takes.
         fields: Print what each field of a recipe may be, its default and what it decides.
     """
     from ..format.yaml_files import read_yaml
@@ -152,6 +153,11 @@ def recipes(show: str | None = None, fields: bool = False, as_json: bool = False
     if fields:
         found = [asdict(field) for section in recipe_fields().values() for field in section]
         print_json(found) if as_json else print(reference_page())
+        return
+    if show in completion.bundled("cache") and show not in completion.bundled():
+        from ..policies import describe_policy, find_policy
+
+        print_json(find_policy(show).as_dict()) if as_json else print(describe_policy(show), end="")
         return
     if show is not None:
         recipe = load_recipe(show)
