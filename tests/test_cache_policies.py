@@ -229,6 +229,14 @@ def test_an_uncompressed_model_is_validated_with_a_policy(tiny, capsys) -> None:
         2 * 2 * 64 * (bits / 8 + 4 / 16) for bits in (4, 2)
     ]  # two layers, groups of a head's 16 numbers
     assert values[0]["kv_bytes_per_token"]["before"] == 2 * 2 * 64 * 4
+    code, out, error = command(
+        capsys, "bench", tiny("llama"), "--cache", "per-token-4", "--lengths", "20", "--prefill", "20", "--new-tokens", "2",
+        "--repetitions", "1", "--json", "-q",
+    )  # fmt: skip
+    assert code == 0, error
+    found = {record["row"]: record["kv_cache_bytes"] for record in json.loads(out)["model"]}
+    assert set(found) == {"model, source", "model, per-token-4"}
+    assert found["model, per-token-4"] < found["model, source"] / 2
 
 
 def test_the_policy_of_contributing_serves_from_anywhere(policy_models: PolicyModels, tmp_path, monkeypatch) -> None:

@@ -11,7 +11,7 @@ from conftest import calibrated
 from test_cli import expect_error, rotor
 
 from rotor.calibration.run import Run
-from rotor.cli.app import print_json
+from rotor.cli.console import print_json
 from rotor.errors import CheckpointError
 from rotor.export.export import export
 from rotor.format.atomic import write_json

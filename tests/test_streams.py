@@ -20,7 +20,7 @@ from rich.console import Console
 from test_cli import rotor
 
 from rotor.cli import console
-from rotor.cli.app import print_json
+from rotor.cli.console import print_json
 from rotor.errors import RotorError, from_system, system_errors
 from rotor.logs import log, log_file
 

@@ -18,7 +18,7 @@ from rotor.search.search import most_points
 from rotor.study.parts import curves
 from rotor.study.request import StudyPlan, parse_ablations, parse_counts, same_conditions
 from rotor.study.store import StudyStore
-from rotor.study.study import study
+from rotor.study.study import StudyEstimate, study
 
 
 def test_recipes_get_the_same_conditions(tmp_path: Path) -> None:
@@ -109,12 +109,12 @@ def test_a_text_of_ones_own_is_for_all_recipes(tmp_path: Path, capsys, monkeypat
     words = tmp_path / "words.txt"
     words.write_text("one word after another\n" * 50)
     asked = []
-    monkeypatch.setattr(
-        importlib.import_module("rotor.study.study"),
-        "plan_study",
-        lambda model, out, request, *rest: asked.append(request),
-    )
-    monkeypatch.setattr("rotor.cli.studies._print_estimate", lambda *arguments: None)
+
+    def estimate(model, out, request, *rest) -> StudyEstimate:
+        asked.append(request)
+        return StudyEstimate("model", [], 0)
+
+    monkeypatch.setattr(importlib.import_module("rotor.study.study"), "plan_study", estimate)
     code, _, error = rotor(capsys, "study", DEMO_MODEL, "-o", tmp_path / "s", "--text", words, "--dry-run")
     assert code == 0, error
     found = {(r.tokens.source, r.tokens.path, r.evaluation.path) for r in asked[0].recipes.values()}

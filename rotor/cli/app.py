@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ import typer
 import typer.core
 
 from ..errors import Interrupted, MissingError, UsageError
-from ..format.json_files import json_text
 from ..installing import documentation
 from ..versions import __version__
 from .console import stdout
@@ -111,10 +109,6 @@ def check_folder(folder: Path) -> None:
 def command_line() -> str:
     """What the user gave, for records."""
     return shlex.join(["rotor", *sys.argv[1:]])
-
-
-def print_json(data: Any) -> None:
-    print("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in json_text(data)))
 
 
 def split(names: str) -> list[str]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
 
 from ..errors import UsageError
 from ..logs import is_first_process
-from .app import check_folder, command, print_json, resumable, split
+from .app import check_folder, command, resumable, split
 from .console import in_interval, print_seconds, print_table, say
-from .options import ComputeOptions, Count, MemoryOptions, Output
+from .options import NONE, ComputeOptions, Count, MemoryOptions, Output
 from .plans import print_calibration_plan, print_export_plan
+
+if TYPE_CHECKING:
+    from ..calibration.run import Run
+    from ..export.export import ExportResult
 
 
 @command(
@@ -30,7 +35,7 @@ def calibrate(
     recipe: str = "rotor",
     text: Path | None = None,
     revision: str | None = None,
-    overrides: list[str] | None = None,
+    overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
     resume: bool = False,
     overwrite: bool = False,
@@ -46,17 +51,8 @@ def calibrate(
     from ..recipe import text_overrides
     from ..recipe.settings import CalibrationSettings
 
-    settings = CalibrationSettings(
-        model,
-        out,
-        recipe,
-        (*text_overrides(text), *(overrides or ())),
-        revision=revision,
-        compute=compute.checked(),
-        batch_tokens=batch_tokens,
-        overwrite=overwrite,
-        resume=resume,
-    )
+    changed, where = (*text_overrides(text), *overrides), compute.checked()
+    settings = CalibrationSettings(model, out, recipe, changed, revision, where, batch_tokens, overwrite, resume)
     settings.check()
     check_name(model, revision)
 
@@ -67,26 +63,24 @@ def calibrate(
     progress = output.progress(dry_run=dry_run)
     if dry_run:
         plan = plan_calibration(settings)
-        print_json(plan.to_dict()) if output.as_json else print_calibration_plan(plan)
+        output.show(plan.to_dict(), lambda: print_calibration_plan(plan))
         return
     with resumable(lambda: _how_to_resume(out)):
         run = run_calibration(settings, progress)
-    if not is_first_process():
-        return
-    if output.as_json:
-        print_json({"run": str(run.folder), "recipe": run.recipe.name, **run.info})
-        return
+    if is_first_process():
+        data = {"run": str(run.folder), "recipe": run.recipe.name, **run.info}
+        output.show(data, lambda: _print_run(run, Checkpoint(run.model_folder).tokenizer is not None))
+
+
+def _print_run(run: Run, measurable: bool) -> None:
     candidates = ", ".join(f"{key} joint" if found.joint else key for key, found in run.candidates.items())
     say(
         f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (keys-group size) {candidates}, "
         f"{run.info['tokens']['count']} tokens"
     )
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
-    folder = shlex.quote(str(run.folder))
-    if Checkpoint(run.model_folder).tokenizer is None:
-        say(f"Next: rotor export {folder} -o OUT --compression 0.8")
-    else:
-        say(f"Next: rotor export {folder} -o OUT --accuracy 0.99")
+    goal = "--accuracy 0.99" if measurable else "--compression 0.8"
+    say(f"Next: rotor export {shlex.quote(str(run.folder))} -o OUT {goal}")
 
 
 def _how_to_resume(out: Path) -> str:
@@ -114,7 +108,7 @@ def export(
     objective: str | None = None,
     target_device: str | None = None,
     device_file: Path | None = None,
-    overrides: list[str] | None = None,
+    overrides: list[str] = NONE,
     no_measure: bool = False,
     cache: str | None = None,
     overwrite: bool = False,
@@ -141,18 +135,10 @@ def export(
     from ..recipe import device_overrides
     from ..recipe.settings import ExportSettings, Goal
 
-    settings = ExportSettings(
-        run,
-        out,
-        Goal(accuracy, compression, removal_rate, confidence),
-        _shares(targets),
-        (*(overrides or ()), *device_overrides(target_device, device_file)),
-        objective=objective,
-        compute=compute.checked(),
-        overwrite=overwrite,
-        measure=not no_measure,
-        cache=cache,
-    )
+    goal = Goal(accuracy, compression, removal_rate, confidence)
+    changed = *overrides, *device_overrides(target_device, device_file)
+    how: dict[str, Any] = {"overwrite": overwrite, "measure": not no_measure, "cache": cache}
+    settings = ExportSettings(run, out, goal, _shares(targets), changed, objective, compute.checked(), **how)
     settings.check()
 
     from ..export.export import run_export
@@ -161,17 +147,14 @@ def export(
     progress = output.progress(dry_run=dry_run)
     if dry_run:
         plan = plan_export(settings)
-        print_json(plan.to_dict()) if output.as_json else print_export_plan(plan)
+        output.show(plan.to_dict(), lambda: print_export_plan(plan))
         return
     kept = f"Nothing was written to {out}; what was measured is kept in {run}: the same command goes on."
     with resumable(lambda: kept):
         result = run_export(settings, progress)
-    if output.as_json:
-        shown = {k: v for k, v in result.report.items() if k not in ("tensors", "layouts")}
-        more = {"digest": result.digest, "seconds": result.seconds, "measured_points": result.measured_points}
-        print_json({"folder": str(out), **shown, **more})
-        return
-    _print_export(out, result)
+    shown = {k: v for k, v in result.report.items() if k not in ("tensors", "layouts")}
+    more = {"digest": result.digest, "seconds": result.seconds, "measured_points": result.measured_points}
+    output.show({"folder": str(out), **shown, **more}, lambda: _print_export(out, result))
 
 
 def _shares(text: str | None) -> tuple[float, ...]:
@@ -182,7 +165,7 @@ def _shares(text: str | None) -> tuple[float, ...]:
         raise UsageError(f"--targets {text}: expected numbers.", "Example: --targets 0.99,0.95") from None
 
 
-def _print_export(out: Path, result: Any) -> None:
+def _print_export(out: Path, result: ExportResult) -> None:
     from ..export.model_card import below_target
 
     report = result.report
@@ -205,20 +188,21 @@ def _print_export(out: Path, result: Any) -> None:
     say(f"Next: rotor validate {shlex.quote(str(out))}")
 
 
+@dataclass
+class ValidateOptions(MemoryOptions):
+    """What a checkpoint is compared with, and how; by the names of `rotor.validate`."""
+
+    model: Path | None = None
+    run: Path | None = None
+    recipe: str | None = None
+    text: Path | None = None
+    overrides: list[str] = NONE
+    digest: str | None = None
+    cache: str | None = None
+
+
 @command(epilog="Example: rotor validate out/demo")
-def validate(
-    folders: list[Path],
-    compute: MemoryOptions,
-    output: Output,
-    model: Path | None = None,
-    run: Path | None = None,
-    recipe: str | None = None,
-    text: Path | None = None,
-    overrides: list[str] | None = None,
-    digest: str | None = None,
-    cache: str | None = None,
-    no_measure: bool = False,
-) -> None:
+def validate(folders: list[Path], options: ValidateOptions, output: Output, no_measure: bool = False) -> None:
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
     A text or an lm-eval task that only the checkpoint names is not opened: name it with --text, --set or --recipe.
@@ -233,42 +217,28 @@ def validate(
         text: Text to measure accuracy on, as of `rotor calibrate`: a file or a folder.
         digest: What `rotor export` printed: the digest of every file.
     """
-    if digest is not None and len(folders) > 1:
+    if options.digest is not None and len(folders) > 1:
         raise UsageError("--digest belongs to one folder.", "Validate them one by one.")
-    compute.checked()
+    options.checked()
     for folder in folders:
         check_folder(folder)
 
     from ..validation.validate import SourceMeasurements
     from ..validation.validate import validate as run_validate
 
-    shared, progress = SourceMeasurements(), output.progress()
-    results = [
-        run_validate(
-            folder,
-            model=model,
-            run=run,
-            recipe=recipe,
-            overrides=overrides or (),
-            text=text,
-            digest=digest,
-            cache=cache,
-            measure=not no_measure,
-            **vars(compute),
-            shared=shared,
-            progress=progress,
-        )
-        for folder in folders
-    ]
-    if output.as_json:
-        objects = [result.to_dict() for result in results]
-        print_json(objects[0] if len(objects) == 1 else {"folders": objects})
-    else:
+    how: dict[str, Any] = vars(options) | {"measure": not no_measure, "progress": output.progress()}
+    shared = SourceMeasurements()
+    results = [run_validate(folder, **how, shared=shared) for folder in folders]
+
+    def text() -> None:
         for result in results:
             if result.checks:
                 _print_checks(result)
             print_seconds(result.seconds)
         _print_summary(results)
+
+    objects = [result.to_dict() for result in results]
+    output.show(objects[0] if len(objects) == 1 else {"folders": objects}, text)
     if any(result.damaged for result in results):
         raise typer.Exit(1)
     if not all(result.target_met for result in results):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import checkpoints, models, speed, speed_measured, studies
+from . import checkpoints, models, speed, studies
 from .app import app
 
-__all__ = ["app", "checkpoints", "models", "speed", "speed_measured", "studies"]
+__all__ = ["app", "checkpoints", "models", "speed", "studies"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -15,6 +16,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from ..format.json_files import json_text
 from ..logs import is_first_process, log, printable
 from ..progress import Advance, Progress, in_time
 
@@ -104,6 +106,10 @@ def show_progress(quiet: bool, verbose: bool = False, *, dry_run: bool = False) 
 def say(text: str) -> None:
     """A line on stdout as it is, but for what a terminal would act on."""
     stdout.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+
+
+def print_json(data: Any) -> None:
+    print("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in json_text(data)))
 
 
 def print_seconds(seconds: dict[str, float]) -> None:

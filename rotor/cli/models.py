@@ -8,16 +8,19 @@ import sys
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..errors import UsageError
 from ..logs import is_first_process, printable
 from . import completion
-from .app import command, print_json
-from .options import Count, DeviceOptions, Printed
+from .app import command
+from .options import NONE, Count, DeviceOptions, Json, Printed
 from .plans import print_inspection
+
+if TYPE_CHECKING:
+    from ..recipe import Recipe
 
 BOOTSTRAP = Path(__file__).parent.parent / "bootstrap"
 """Its sitecustomize is found by every Python process that has this folder on PYTHONPATH."""
@@ -68,20 +71,12 @@ def generate(
     from ..models.generation import continue_prompt
 
     first = is_first_process()
-    sampling = (max_new_tokens, temperature, seed)
-    result = continue_prompt(
-        folder,
-        text,
-        *sampling,
-        **vars(compute),
-        cache=cache,
-        raw=raw,
-        progress=output.progress(),
-        on_text=_show if first and not output.as_json else None,
-        parallel_timeout_s=None if parallel is None else parallel_timeout,
-    )
+    how: dict[str, Any] = vars(compute) | {"cache": cache, "raw": raw, "progress": output.progress()}
+    how |= {"on_text": _show if first and not output.as_json else None}
+    how |= {"parallel_timeout_s": None if parallel is None else parallel_timeout}
+    result = continue_prompt(folder, text, max_new_tokens, temperature, seed, **how)
     if first:
-        print_json(result) if output.as_json else print()
+        output.show(result, print)
 
 
 def _show(text: str) -> None:
@@ -110,11 +105,11 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
 def inspect(
     model: str,
     compute: DeviceOptions,
+    output: Json,
     recipe: str = "rotor",
     revision: str | None = None,
-    overrides: list[str] | None = None,
+    overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
-    as_json: bool = False,
 ) -> None:
     """Describe a model: attention, cache, what a recipe does with it, the memory and disk that this takes.
 
@@ -124,18 +119,18 @@ def inspect(
     from ..models.hub import check_name
     from ..recipe import load_recipe
 
-    load_recipe(recipe, overrides or [])
+    load_recipe(recipe, overrides)
     compute.checked()
     check_name(model, revision)
 
     from ..planning.inspection import inspect as run_inspect
 
-    found = run_inspect(model, recipe, overrides or [], revision=revision, batch_tokens=batch_tokens, **vars(compute))
-    print_json(found.to_dict()) if as_json else print_inspection(found)
+    found = run_inspect(model, recipe, overrides, revision=revision, batch_tokens=batch_tokens, **vars(compute))
+    output.show(found.to_dict(), lambda: print_inspection(found))
 
 
 @command(epilog="Example: rotor recipes --show rotor")
-def recipes(show: str | None = None, fields: bool = False, as_json: bool = False) -> None:
+def recipes(output: Json, show: str | None = None, fields: bool = False) -> None:
     """List the bundled recipes, the bases and rank methods that a recipe may name, and cache policies; or show one.
 
     Args:
@@ -143,30 +138,30 @@ def recipes(show: str | None = None, fields: bool = False, as_json: bool = False
             with its meaning and default: YAML that --cache takes.
         fields: Print what each field of a recipe may be, its default and what it decides.
     """
-    from ..format.yaml_files import read_yaml
     from ..recipe import bundled_recipes, load_recipe
     from ..recipe.reference import recipe_fields, reference_page
-    from ..recipe.sections import NAMES
 
     if show is not None and fields:
         raise UsageError("--show and --fields: expected one of them.", "Example: rotor recipes --show rotor")
     if fields:
         found = [asdict(field) for section in recipe_fields().values() for field in section]
-        print_json(found) if as_json else print(reference_page())
-        return
-    if show in completion.bundled("cache") and show not in completion.bundled():
-        from ..policies import describe_policy, find_policy
+        output.show(found, lambda: print(reference_page()))
+    elif show in completion.bundled("cache") and show not in completion.bundled():
+        from ..policies import bundled_policies, describe_policy
 
-        print_json(find_policy(show).as_dict()) if as_json else print(describe_policy(show), end="")
-        return
-    if show is not None:
+        output.show(bundled_policies()[show].as_dict(), lambda: print(describe_policy(show), end=""))
+    elif show is not None:
         recipe = load_recipe(show)
-        print_json(recipe.to_dict()) if as_json else print(recipe.to_yaml(), end="")
-        return
-    bundled = bundled_recipes()
-    if as_json:
-        print_json({name: recipe.to_dict() for name, recipe in bundled.items()})
-        return
+        output.show(recipe.to_dict(), lambda: print(recipe.to_yaml(), end=""))
+    else:
+        bundled = bundled_recipes()
+        output.show({name: recipe.to_dict() for name, recipe in bundled.items()}, lambda: _print_recipes(bundled))
+
+
+def _print_recipes(bundled: dict[str, Recipe]) -> None:
+    from ..format.yaml_files import read_yaml
+    from ..recipe.sections import NAMES
+
     for name, recipe in bundled.items():
         print(f"{name:15} {recipe.summary}")
     for setting, methods in NAMES.items():

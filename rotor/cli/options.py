@@ -9,19 +9,23 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from ..progress import Progress
 from . import completion
-from .console import show_progress
+from .console import print_json, show_progress
 
 if TYPE_CHECKING:
+    from ..prediction.devices import Device
     from ..recipe.settings import Compute
 
 MAX_NUMBER = 1 << 30
 Count = Annotated[int, typer.Option(min=1, max=MAX_NUMBER)]
+NONE: Any = ()
+"""The default of options that may be repeated."""
 
 HELP = {
     "model": "Folder of the model (config.json and safetensors), or a hub id.",
@@ -38,6 +42,7 @@ HELP = {
     "no_measure": "Leave accuracy unmeasured; of an export, with --compression or --removal-rate.",
     "cache": "How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of "
     "your own; default: the checkpoint's own.",
+    "out": "JSON file to write.",
     "target_device": "Device whose decode time is predicted, e.g. h200 (rotor/prediction/devices.yaml).",
     "device_file": "YAML with further devices.",
     "device": "auto (the GPU if there is one), cpu, cuda or cuda:N.",
@@ -82,7 +87,7 @@ class DeviceOptions:
         """Raises UsageError for a name that is none."""
         from ..recipe.settings import Compute
 
-        compute = Compute(**vars(self))
+        compute = Compute(**{name: value for name, value in vars(self).items() if name in Compute.__dataclass_fields__})
         compute.check()
         return compute
 
@@ -102,10 +107,39 @@ class ComputeOptions(MemoryOptions):
 
 
 @dataclass
-class Printed:
-    """What is printed."""
+class TargetOptions:
+    """The device that is predicted for, where it is another one than that of forward passes."""
+
+    target_device: str = "h200"
+    device_file: Path | None = None
+
+    def device(self) -> Device:
+        """Raises RecipeError for a name that is none."""
+        return find_device(self.target_device, self.device_file)
+
+
+def find_device(name: str, file: Path | None) -> Device:
+    """Raises RecipeError for a name that is none."""
+    from ..prediction import devices
+
+    return devices.find_device(name, None if file is None else str(file))
+
+
+@dataclass
+class Json:
+    """How results are printed."""
 
     as_json: bool = False
+
+    def show(self, data: Any, text: Callable[[], None]) -> None:
+        """Print the data, or what `text` prints."""
+        print_json(data) if self.as_json else text()
+
+
+@dataclass
+class Printed(Json):
+    """And what beside them."""
+
     quiet: bool = False
 
     def progress(self, *, dry_run: bool = False) -> Progress:

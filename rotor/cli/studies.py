@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from ..study.parts import PARTS
-from .app import command, print_json, resumable, split
+from .app import command, resumable, split
 from .console import print_table, say
-from .options import ComputeOptions, Count, Output, Printed
+from .options import NONE, ComputeOptions, Count, Output, Printed
 
 ABOUT_PARTS = (
     "Default: curves, and ablation where there are ablations. all: all that can run (front needs a recipe in focus "
@@ -29,14 +29,14 @@ def study(
     recipes: str = "fdc,rotor",
     parts: Annotated[str | None, typer.Option(help=f"Some of {', '.join(PARTS)}, with commas. {ABOUT_PARTS}")] = None,
     focus: str | None = None,
-    ablation: list[str] | None = None,
+    ablation: list[str] = NONE,
     ablations: Path | None = None,
     ablation_base: str = "rotor",
     at: float = 0.5,
     counts: str = "512,1024,2048,4096,8192,16384,32768",
     sizes: str | None = None,
     text: Path | None = None,
-    overrides: list[str] | None = None,
+    overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
     plots: Annotated[bool, typer.Option(help="Draw the results, which needs matplotlib.")] = True,
     dry_run: bool = False,
@@ -64,8 +64,9 @@ def study(
     from ..recipe import load_recipe, text_overrides
     from ..study.request import StudyPlan, parse_ablations, parse_counts, split_overrides
 
-    for recipe in split(recipes):
-        load_recipe(recipe, split_overrides(overrides or [])[1])
+    names = split(recipes)
+    for recipe in names:
+        load_recipe(recipe, split_overrides(overrides)[1])
     where = compute.checked()
     check_name(model)
 
@@ -75,7 +76,7 @@ def study(
     request: dict[str, Any] = {
         "parts": None if parts is None else split(parts),
         "focus": None if focus is None else split(focus),
-        "ablations": parse_ablations(ablation or [], ablations),
+        "ablations": parse_ablations(ablation, ablations),
         "ablation_base": ablation_base,
         "at": at,
         "counts": parse_counts(split(counts)),
@@ -83,22 +84,16 @@ def study(
     }
     if dry_run:
         output.progress(dry_run=True)
-        plan = StudyPlan.of(split(recipes), [*text_overrides(text), *(overrides or ())], **request)
+        plan = StudyPlan.of(names, [*text_overrides(text), *overrides], **request)
         estimate = plan_study(model, out, plan, where)
-        print_json(dataclasses.asdict(estimate)) if output.as_json else _print_estimate(estimate, out)
+        output.show(dataclasses.asdict(estimate), lambda: _print_estimate(estimate, out))
         return
     with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
         request |= {"text": text, "batch_tokens": batch_tokens, "plots": plots} | vars(compute)
-        progress = output.progress()
-        result = run_study(model, out, split(recipes), overrides or [], **request, progress=progress)
-    if output.as_json:
-        shown: dict[str, Any] = {"study": str(out), "settings": result.settings, "records": result.records}
-        shown |= {"files": [*map(str, result.files)], "measured_records": result.added, "seconds": result.seconds}
-        print_json(shown)
-        return
-    _print_targets(result.records)
-    names = ", ".join(path.name for path in result.files)
-    say(f"{out}: {len(result.records)} records, {result.added} of them new, {result.seconds:.1f} s; see {names}")
+        result = run_study(model, out, names, overrides, **request, progress=output.progress())
+    shown: dict[str, Any] = {"study": str(out), "settings": result.settings, "records": result.records}
+    shown |= {"files": [*map(str, result.files)], "measured_records": result.added, "seconds": result.seconds}
+    output.show(shown, lambda: _print_study(out, result))
 
 
 def _print_estimate(plan: Any, out: Path) -> None:
@@ -109,15 +104,16 @@ def _print_estimate(plan: Any, out: Path) -> None:
     say(f"{plan.known_records} record(s) are there already; nothing is written in a dry run.")
 
 
-def _print_targets(records: dict[str, dict[str, Any]]) -> None:
-    """What every recipe and ablation of a study removes at the target accuracies."""
-    found = {key.split("/")[1]: record for key, record in records.items() if key.endswith("/targets")}
-    if not found:
-        return
+def _print_study(out: Path, result: Any) -> None:
+    """What every recipe and ablation removes at the target accuracies, and where all of it is."""
+    found = {key.split("/")[1]: record for key, record in result.records.items() if key.endswith("/targets")}
     targets = sorted({target for record in found.values() for target in record}, reverse=True)
     rows = [(name, *(_reached(record.get(target, {})) for target in targets)) for name, record in found.items()]
     title = "Compression at a target accuracy, chosen by the search split; in brackets the accuracy on the report split"
-    print_table(title, ("recipe",), targets, rows)
+    if found:
+        print_table(title, ("recipe",), targets, rows)
+    names = ", ".join(path.name for path in result.files)
+    say(f"{out}: {len(result.records)} records, {result.added} of them new, {result.seconds:.1f} s; see {names}")
 
 
 def _reached(point: dict[str, Any]) -> str:
@@ -138,9 +134,7 @@ def report(folder: Path, output: Printed, out: Path | None = None) -> None:
 
     with output.progress().task("report", None, ""):
         result = write_report(folder, out)
-    if output.as_json:
-        print_json({"report": str(result.path), "figures": result.figures, "absent": result.absent})
-        return
-    say(f"{result.path}: {len(result.figures)} figures")
-    for section, why in result.absent.items():
-        say(f"  {section}: {why}")
+    lines = [f"{result.path}: {len(result.figures)} figures"]
+    lines += [f"  {section}: {why}" for section, why in result.absent.items()]
+    data = {"report": str(result.path), "figures": result.figures, "absent": result.absent}
+    output.show(data, lambda: say("\n".join(lines)))

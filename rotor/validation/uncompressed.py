@@ -50,13 +50,14 @@ def validate_uncompressed(
         meter.measure_base(network, "report")
         fitted = meter.fitted_policy(network)
         found = meter.compare(meter.outputs(network, "report"), "report")
+    network.model.to(checkpoint.config.dtype or torch.float32)
     rows = data.report[:1].to(place.device)
     before, after = (_bytes_per_token(network, rows, used) for used in (None, fitted))
     stored = round(1 - after / before, 6)
     result.summary = {
         "recipe": cache,
         "compression": {"stored": stored},
-        "kv_bytes_per_token": {"before": before, "after": after, "tokens": rows.shape[1]},
+        "kv_bytes_per_token": {"before": round(before), "after": after, "tokens": rows.shape[1]},
         "accuracy": {
             "metric": meter.metric,
             "value": found.accuracy,

@@ -92,10 +92,10 @@ class KVTC(Quantiser):
             least = torch.stack(errors).min(0)
             steps.append(tried.gather(0, least.indices[None])[0])
             losses.append(least.values)
-        bits = allocate(torch.stack(losses, 1), int(self.bits * len(mean)))
-        order = bits.argsort(descending=True, stable=True)
-        step = torch.stack(steps, 1).gather(1, torch.searchsorted(torch.tensor(WIDTHS), bits)[:, None])[:, 0]
-        return TransformCode(mean.float(), basis[:, order].float(), step[order].float(), bits[order])
+        found = allocate(torch.stack(losses, 1), int(self.bits * len(mean)))
+        order = found.argsort(descending=True, stable=True)
+        step = torch.stack(steps, 1).gather(1, torch.searchsorted(torch.tensor(WIDTHS), found)[:, None])[:, 0]
+        return TransformCode(mean.float(), basis[:, order].float(), step[order].float(), found[order])
 
 
 def allocate(losses: Tensor, budget: int) -> Tensor:
