@@ -225,13 +225,12 @@ def test_an_uncompressed_model_is_validated_with_a_policy(tiny, capsys) -> None:
         lambda value: value["accuracy"]["kl_div"], lambda value: value["kv_bytes_per_token"]["after"]
     ))  # fmt: skip
     assert 0 < losses[0] < losses[1]
-    assert sizes[:2] == [
-        2 * 2 * 64 * (bits / 8 + 4 / 16) for bits in (4, 2)
-    ]  # two layers, groups of a head's 16 numbers
+    numbers = 2 * 2 * 64  # two layers, keys and values, four heads of 16
+    assert sizes[:2] == [numbers * (bits / 8 + 4 / 16) for bits in (4, 2)]
     assert values[0]["kv_bytes_per_token"]["before"] == 2 * 2 * 64 * 4
     code, out, error = command(
-        capsys, "bench", tiny("llama"), "--cache", "per-token-4", "--lengths", "20", "--prefill", "20", "--new-tokens", "2",
-        "--repetitions", "1", "--json", "-q",
+        capsys, "bench", tiny("llama"), "--cache", "per-token-4", "--lengths", "20", "--prefill", "20",
+        "--new-tokens", "2", "--repetitions", "1", "--json", "-q",
     )  # fmt: skip
     assert code == 0, error
     found = {record["row"]: record["kv_cache_bytes"] for record in json.loads(out)["model"]}
