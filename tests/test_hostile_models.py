@@ -184,7 +184,3 @@ def test_files_that_are_not_what_their_names_say(tmp_path: Path) -> None:
         file.truncate(1 << 30)
     with pytest.raises(CheckpointError, match="1073741824 bytes, more than"):
         Checkpoint(tmp_path)
-
-
-def test_the_demo_model_is_not_refused() -> None:
-    read_model(DEMO_MODEL)

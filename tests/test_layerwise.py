@@ -20,15 +20,14 @@ from rotor.calibration.calibrate import calibrate
 from rotor.calibration.capture import layer_statistics
 from rotor.calibration.outline import ModelOutline
 from rotor.errors import CheckpointError, UsageError
-from rotor.evaluation.scoring import batch_logits, score
+from rotor.evaluation.scoring import score
 from rotor.export.export import export
 from rotor.format.layout import Candidate, KeyForm
 from rotor.models import layerwise, memory
 from rotor.models.checkpoint import Checkpoint
-from rotor.models.estimate import Estimate, Estimates
 from rotor.models.layerwise import LayerwiseModel, new_states
 from rotor.models.loading import load_model
-from rotor.models.memory import WholeModel, available_host_bytes, stream_weights
+from rotor.models.memory import Estimate, Estimates, WholeModel, available_host_bytes, stream_weights
 from rotor.models.projections import read_attention
 from rotor.models.weights import StreamedWeights
 from rotor.planning.dry_run import plan_calibration
@@ -228,8 +227,8 @@ def test_available_memory_is_that_of_the_tightest_limit(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("family", CONFIGS)
 def test_sizes_count_every_tensor_once(family: str, tiny) -> None:
     checkpoint = Checkpoint(tiny(family))
-    config, sizes = checkpoint.config, ModelOutline.of(checkpoint).sizes
-    assert sizes.total == sum(checkpoint.tensor(name).numel() for name in checkpoint.names)
+    config, sizes = checkpoint.config, ModelOutline.of(checkpoint)
+    assert sizes.parameters == sum(checkpoint.tensor(name).numel() for name in checkpoint.names)
     assert min(sizes.layers) > 0
     assert len(sizes.vocabulary) == (1 if config.tie_word_embeddings else 2)
     assert sizes.rest < sizes.vocabulary[0]
@@ -258,20 +257,3 @@ def test_packed_output_moments_leave_the_refit_as_it_is() -> None:
     ]
     assert relative_error(written[1], written[0]) < 1e-4
     assert relative_error(written[2], written[0]) > 1e-2  # without the refit
-
-
-def test_device_map(tiny, tmp_path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rotor.models import loading
-
-    folder = tiny("mistral")
-    plain = LayerwiseModel.of(load_model(folder, CPU, torch.float32))
-    expected = batch_logits(plain, rows)
-    monkeypatch.setattr(loading, "is_accelerate_available", lambda: False)
-    with pytest.raises(UsageError, match="--device-map auto: the package accelerate is not installed"):
-        load_model(folder, CPU, torch.float32, device_map="auto")
-    monkeypatch.undo()
-    pytest.importorskip("accelerate")
-    mapped = CompressibleModel(Checkpoint(folder), CPU, torch.float32, device_map="cpu")
-    assert torch.equal(batch_logits(mapped, rows), expected)
-    with pytest.raises(UsageError, match=r"--device-map auto needs the whole model in memory, but --offload always"):
-        calibrate(folder, tmp_path / "x", "fdc", SMALL, device_map="auto", offload="always")

@@ -183,16 +183,10 @@ def test_on_the_cast_of_compressed_modules_to_the_dtype_of_the_forward_passes(ru
 
 
 def test_in_logits(model: Path) -> None:
-    edit(model / "model.safetensors", "model.layers.1.mlp.down_proj.weight", 3e38, every=True)
-    network = LayerwiseModel.of(load_model(model, CPU, torch.float32))
-    rows = torch.arange(32).reshape(2, 16)
-    text = r"layer 1: its output is not finite; the first is the output of mlp\.down_proj\."
-    with pytest.raises(NumericsError, match=text):
-        batch_logits(network, rows)
-    edit(model / "model.safetensors", "model.layers.1.mlp.down_proj.weight", 0.0, every=True)
     edit(model / "model.safetensors", "model.norm.weight", 3e38, every=True)
+    network = LayerwiseModel.of(load_model(model, CPU, torch.float32))
     with pytest.raises(NumericsError, match="logits are not finite"):
-        batch_logits(LayerwiseModel.of(load_model(model, CPU, torch.float32)), rows)
+        batch_logits(network, torch.arange(32).reshape(2, 16))
 
 
 def test_where_all_is_finite_nothing_is_named(model: Path) -> None:

@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..logs import is_first_process
 from .app import check_folder, command, resumable, split
 from .console import in_interval, print_seconds, print_table, say
-from .options import NONE, ComputeOptions, Count, MemoryOptions, Output
+from .options import NONE, Count, MemoryOptions, Output
 from .plans import print_calibration_plan, print_export_plan
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def calibrate(
     model: str,
     out: Path,
-    compute: ComputeOptions,
+    compute: MemoryOptions,
     output: Output,
     recipe: str = "rotor",
     text: Path | None = None,
@@ -78,6 +78,8 @@ def _print_run(run: Run, measurable: bool) -> None:
         f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (keys-group size) {candidates}, "
         f"{run.info['tokens']['count']} tokens"
     )
+    if run.top_shares:
+        say(f"Share of each layer's Fisher information in the top 0.1 % of tokens: {run.top_shares}")
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
     goal = "--accuracy 0.99" if measurable else "--compression 0.8"
     say(f"Next: rotor export {shlex.quote(str(run.folder))} -o OUT {goal}")
@@ -98,7 +100,7 @@ def _how_to_resume(out: Path) -> str:
 def export(
     run: Path,
     out: Path,
-    compute: ComputeOptions,
+    compute: MemoryOptions,
     output: Output,
     accuracy: float | None = None,
     confidence: float | None = None,

@@ -48,7 +48,6 @@ HELP = {
     "device": "auto (the GPU if there is one), cpu, cuda or cuda:N.",
     "dtype": "auto (float32 on a CPU), float32, bfloat16 or float16.",
     "offload": "Read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",
-    "device_map": "auto spreads the model over several GPUs; needs the package accelerate.",
     "as_json": "Print one JSON object on stdout.",
     "quiet": "Print nothing but errors, and what --json or generate prints.",
     "verbose": "Also say how long each stage takes.",
@@ -97,13 +96,6 @@ class MemoryOptions(DeviceOptions):
     """And how weights are held there."""
 
     offload: str = "auto"
-
-
-@dataclass
-class ComputeOptions(MemoryOptions):
-    """And over which GPUs they are spread."""
-
-    device_map: str | None = None
 
 
 @dataclass

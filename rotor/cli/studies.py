@@ -11,7 +11,7 @@ import typer
 from ..study.parts import PARTS
 from .app import command, resumable, split
 from .console import print_table, say
-from .options import NONE, ComputeOptions, Count, Output, Printed
+from .options import NONE, Count, MemoryOptions, Output, Printed
 
 ABOUT_PARTS = (
     "Default: curves, and ablation where there are ablations. all: all that can run (front needs a recipe in focus "
@@ -24,7 +24,7 @@ ABOUT_PARTS = (
 def study(
     model: str,
     out: Path,
-    compute: ComputeOptions,
+    compute: MemoryOptions,
     output: Output,
     recipes: str = "fdc,rotor",
     parts: Annotated[str | None, typer.Option(help=f"Some of {', '.join(PARTS)}, with commas. {ABOUT_PARTS}")] = None,

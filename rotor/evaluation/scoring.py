@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, NumericsError
-from ..models.estimate import LOGIT_BYTES
-from ..models.layerwise import LayerwiseModel, logit_batches
+from ..models.layerwise import LOGIT_BYTES, LayerwiseModel, logit_batches
 from ..progress import Advance
 
 KL_POSITIONS_BYTES = 1 << 24
@@ -183,7 +182,7 @@ def answer_scores(network: LayerwiseModel, rows: Tensor, answers: Tensor, states
     """
     row, position = answers[:, 1:].nonzero(as_tuple=True)
     labels, chosen = rows[:, 1:][row, position], states[row, position]
-    step = max(1, LOGIT_BYTES.get(network.device.type, LOGIT_BYTES["cuda"]) // (4 * network.config.vocab_size))
+    step = max(1, LOGIT_BYTES[network.device.type] // (4 * network.config.vocab_size))
     hits, probability = [], []
     with network.head() as head:
         for part, wanted in zip(chosen.split(step), labels.split(step), strict=True):

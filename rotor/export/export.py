@@ -75,7 +75,6 @@ def export(
     device: str = "auto",
     dtype: str = "auto",
     offload: str = "auto",
-    device_map: str | None = None,
     overwrite: bool = False,
     measure: bool = True,
     cache: str | None = None,
@@ -95,7 +94,7 @@ def export(
         removal_rate: singular-value removal rate, in [0, 1).
         overrides: `section.field=value` for the recipe's ranks, codes, evaluation, search, objective and cache;
             `cache.tiers=0.1` chooses ratios per token on top of the ranks (see rotor.policies.tiers).
-        device, dtype, offload, device_map: where the model runs when something is measured; see calibrate.
+        device, dtype, offload: where the model runs when something is measured; see calibrate.
         measure: False writes a compression or removal rate without loading the model or reading text; its accuracy is
             then not known, and rotor.json and the card say so. Likewise where the model has no tokenizer.
         cache: the policy by which the cache is kept from then on, and with which accuracy is measured: a bundled name
@@ -112,7 +111,7 @@ def export(
         tuple(targets),
         (*overrides, *device_overrides(target_device, device_file)),
         objective,
-        Compute(device, dtype, offload, device_map),
+        Compute(device, dtype, offload),
         overwrite,
         measure,
         cache,

@@ -65,7 +65,7 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer in the folder, or None; tried in a child process before."""
+        """The tokenizer in the folder, or None."""
         return load_tokenizer(self.folder, self.config.vocab_size)
 
     def tensor(self, name: str) -> Tensor:
@@ -187,7 +187,21 @@ class Checkpoint:
 
     def _open(self, file: str) -> Any:
         if file not in self._handles:
-            self._handles[file] = _safetensors(self.folder / file)
+            path = self.folder / file
+            try:
+                path.open("rb").close()  # what the system says of it is clearer than what safetensors makes of that
+                self._handles[file] = safe_open(path, framework="pt")
+            except OSError as error:
+                why = f"cannot be read ({error.strerror or one_line(error)})."
+                raise CheckpointError(
+                    f"{path}: {why}", "Check its permissions and the disk that it lies on."
+                ) from error
+            except SafetensorError as error:
+                size = path.stat().st_size
+                raise CheckpointError(
+                    f"{path}: truncated or not a safetensors file ({size} bytes): {one_line(error)}",
+                    "Download it again; in a clone of a repository run `git lfs pull`.",
+                ) from error
         return self._handles[file]
 
 
@@ -222,22 +236,6 @@ def _check_files(folder: Path) -> None:
         raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", ORIGINAL)
     for path in sorted(folder.iterdir()):
         check_regular(path, "Replace it by the model's own file.")
-
-
-def _safetensors(path: Path) -> Any:
-    try:
-        path.open("rb").close()  # what the system says of it is clearer than what safetensors makes of that
-        return safe_open(path, framework="pt")
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror or one_line(error)}).",
-            "Check its permissions and the disk that it lies on.",
-        ) from error
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path}: truncated or not a safetensors file ({path.stat().st_size} bytes): {one_line(error)}",
-            "Download it again; in a clone of a repository run `git lfs pull`.",
-        ) from error
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -78,17 +78,16 @@ def find_model(model: str | Path, revision: str | None = None, *, weights: bool 
 
 
 def _explained(error: Exception, name: str, offline: bool) -> RotorError:
-    """Why a repository is not to be had; what huggingface_hub says of it goes on with advice."""
+    """Why a repository is not to be had."""
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    where, reason = f"{name}: no such folder, and", " ".join(str(error).split())[:300] or type(error).__name__
+    where, check = f"{name}: no such folder, and", "Check the name and the connection, or give a model's folder."
     if isinstance(error, GatedRepoError):
         return CheckpointError(f"{where} a gated model on the hub.", "Ask for access on its page, and set HF_TOKEN.")
     if isinstance(error, RepositoryNotFoundError):
         return MissingError(f"{where} not on the hub, or private.", "Check the name; a private model needs HF_TOKEN.")
     if isinstance(error, LocalEntryNotFoundError):
         why = "HF_HUB_OFFLINE forbids to fetch it" if offline else "the hub cannot be reached"
-        return MissingError(
-            f"{where} not in the hub's cache; {why}.", "Check the name and the connection, or give a model's folder."
-        )
-    return CheckpointError(f"{where} not to be had from the hub: {reason}", "Check the name and the revision.")
+        return MissingError(f"{where} not in the hub's cache; {why}.", check)
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    return CheckpointError(f"{where} not to be had from the hub: {reason}", check)

@@ -7,7 +7,7 @@ rows that it keeps; what they find is joined by its log-sum-exp.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention, join, partial_attention
 from ..kernels.rotary import Rotation
 from ..runtime.steps import Step
-from .plan import LayerPlan, Part
-from .wire import Wire
+from .plan import LayerPlan, Part, token_runs
+from .wire import Kind, Shape, Wire
 
 
 def visible(
@@ -72,24 +72,20 @@ def attend_by_heads(
     lengths, order = [len(indices) for indices in owned], torch.argsort(torch.cat(owned))
     own = lengths[wire.rank]
 
-    found = wire.exchange(
-        f"queries of {layer}",
-        "queries",
-        [[queries[part.group][:, :, part.heads(hpk)] for part in plan.parts[process]] for process in processes],
-        [[(batch_size, n, part.num_heads, plan.query_width(part.group)) for part in mine] for n in lengths],
-        dtype,
-    )
-    whole = [torch.cat(of_part, dim=1)[:, order] for of_part in zip(*found, strict=True)]
-    queries_of = dict(zip(mine, whole, strict=True))
-    found = wire.exchange(
-        f"rows of {layer}",
-        "rows",
-        [[side for group in plan.groups(process) for side in rows[group]] for process in processes],
-        [[(batch_size, n, side.shape[-1]) for group in groups for side in rows[group]] for n in lengths],
-        key.dtype,
-    )
-    whole = [torch.cat(of_side, dim=1)[:, order] for of_side in zip(*found, strict=True)]
-    rows_of = dict(zip(groups, zip(whole[::2], whole[1::2], strict=True), strict=True))
+    def whole(
+        kind: Kind, outgoing: list[list[Tensor]], shapes: Sequence[Sequence[Shape]], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Tensors over all tokens, in their order, from those that the processes send over theirs."""
+        found = wire.exchange(f"{kind} of {layer}", kind, outgoing, shapes, dtype)
+        return [torch.cat(parts, dim=1)[:, order] for parts in zip(*found, strict=True)]
+
+    sent = [[queries[part.group][:, :, part.heads(hpk)] for part in plan.parts[process]] for process in processes]
+    shapes = [[(batch_size, n, part.num_heads, plan.query_width(part.group)) for part in mine] for n in lengths]
+    queries_of = dict(zip(mine, whole("queries", sent, shapes, dtype), strict=True))
+    sent = [[side for group in plan.groups(process) for side in rows[group]] for process in processes]
+    sizes = [[(batch_size, n, side.shape[-1]) for group in groups for side in rows[group]] for n in lengths]
+    found = iter(whole("rows", sent, sizes, key.dtype))
+    rows_of = dict(zip(groups, zip(found, found, strict=True), strict=True))
     outputs: dict[Part, Tensor] = {}
     for call, shape, parts in plan.calls(wire.rank):
         outputs |= _call(parameters, call, shape, parts, queries_of, rows_of, step.rotations.read, mask)
@@ -112,14 +108,13 @@ def attend_by_rows(
     step: Step,
     wire: Wire,
     owned: list[Tensor],
-    runs: list[range],
-    mask_of: Callable[[range], Tensor],
+    mask_of: Callable[[range], Tensor | None],
 ) -> Tensor:
     """Attention of a whole prompt whose tokens are spread: rows go to all processes, queries stay where they are.
 
     Args:
-        step, owned: as in `attend_by_heads`. runs: of this process's tokens, in order.
-        mask_of: of a run, over all tokens up to its last; as `visible` gives it.
+        step, owned: as in `attend_by_heads`.
+        mask_of: of a run of tokens, over all tokens up to its last; as `visible` gives it.
     Returns:
         As `attend_by_heads`.
     """
@@ -135,7 +130,7 @@ def attend_by_rows(
     keys, values = (torch.cat(parts, dim=2)[:, :, order] for parts in zip(*found, strict=True))
     dim = 1 if query.dim() == 3 else 2
     outputs, begin = [], 0
-    for run in runs:
+    for run in token_runs(len(order), wire.count)[wire.rank]:
         end = run.stop
         rotation = None if key_rotation is None else (key_rotation[0][:end], key_rotation[1][:end])
         outputs.append(

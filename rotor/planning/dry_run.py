@@ -22,7 +22,7 @@ from ..codes.layer import CodedBases
 from ..evaluation.placement import Placement
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.publishing import check_space
-from ..models.estimate import Estimate
+from ..models.memory import Estimate
 from ..progress import Progress, StageTimes
 from ..recipe.settings import CalibrationSettings, ExportSettings
 from ..rewriting.shards import ShardContents, planned_layouts

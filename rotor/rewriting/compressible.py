@@ -35,7 +35,7 @@ class CompressibleModel(LayerwiseModel):
 
     Args:
         rewrite_dtype: rewrite in this dtype instead of the checkpoint's.
-        streamed, device_map: see rotor.models.memory and load_model.
+        streamed: see rotor.models.memory.
         workspace: see LayerwiseModel.
     """
 
@@ -47,11 +47,10 @@ class CompressibleModel(LayerwiseModel):
         rewrite_dtype: torch.dtype | None = None,
         *,
         streamed: bool = False,
-        device_map: str | None = None,
         workspace: Path | None = None,
     ) -> None:
         find_family(checkpoint.config)  # raises on what is not supported
-        source = weights_of(checkpoint, device, dtype, streamed, device_map)
+        source = weights_of(checkpoint, device, dtype, streamed)
         super().__init__(source, EVALUATION_TOKENS[device.type == "cuda"], workspace)
         self.checkpoint, self._rewrite_dtype = checkpoint, rewrite_dtype
         self._attention_implementation = self.config._attn_implementation

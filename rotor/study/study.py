@@ -81,7 +81,6 @@ def study(
     dtype: str = "auto",
     batch_tokens: int = 2048,
     offload: str = "auto",
-    device_map: str | None = None,
     plots: bool = True,
     progress: Progress | None = None,
 ) -> Study:
@@ -107,7 +106,7 @@ def study(
         counts: numbers of calibration tokens for `tokens`.
         sizes: bytes of cache per token at which `peers` measures the recipes; by default shares of the uncompressed
             model's.
-        device, dtype, batch_tokens, offload, device_map: as for calibrate.
+        device, dtype, batch_tokens, offload: as for calibrate.
         plots: draw them, which needs matplotlib.
     Raises:
         UsageError: contradicting requests, other settings than in `out`, or no matplotlib.
@@ -120,7 +119,7 @@ def study(
     plan = StudyPlan.of(recipes, [*text_overrides(text), *overrides], **asked, at=at, counts=counts, sizes=sizes)
     chosen, progress, out = find_parts(plan), progress or Progress(), Path(out)
     with ExitStack() as held:
-        context = _context(model, out, plan, Compute(device, dtype, offload, device_map), batch_tokens, progress, held)
+        context = _context(model, out, plan, Compute(device, dtype, offload), batch_tokens, progress, held)
         store = context.store
         store.save()
         held.enter_context(log_file(out, "study"))

@@ -216,7 +216,7 @@ class _Numerics:
             return Placement.choose(self.source, self.recipe, self.compute, self.progress)
         device = pick_device(self.compute.device)
         dtype = pick_dtype(self.compute.dtype, self.checkpoint.dtype, device)
-        return Placement(device, dtype, self.compute.offload == "always", None)
+        return Placement(device, dtype, self.compute.offload == "always")
 
     def _check_source(self, source: Checkpoint) -> None:
         """The source's files are those that were calibrated."""
