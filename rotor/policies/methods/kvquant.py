@@ -213,17 +213,12 @@ def range_of(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_ranges(rows: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows [..., width]: indices of the `share` of numbers that is farthest from the mean, and middle and half of
-    the range of the others."""
-    index = _largest(rows - rows.mean(-1, keepdim=True), share)
+    """Of rows [..., width]: indices of the `share` of numbers that is farthest from the mean, at least one where there
+    is to be any, and middle and half of the range of the others."""
+    count = max(1, round(share * rows.shape[-1])) if share > 0 else 0
+    index = (rows - rows.mean(-1, keepdim=True)).abs().topk(count, dim=-1).indices
     rest = filled(rows, index, -1)[2]
     return index, *range_of(rest.amin(-1, keepdim=True), rest.amax(-1, keepdim=True))
-
-
-def _largest(numbers: Tensor, share: float) -> Tensor:
-    """Indices of the largest by amount: to the nearest number of them, and one where there are to be any."""
-    count = max(1, round(share * numbers.shape[-1])) if share > 0 else 0
-    return numbers.abs().topk(count, dim=-1).indices
 
 
 def _short(numbers: Tensor) -> tuple[float, ...]:
