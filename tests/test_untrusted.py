@@ -6,9 +6,7 @@ import json
 import os
 import re
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from test_cli import expect_error, rotor
 from rotor.checked import options
 from rotor.data.tokens import calibration_tokens
 from rotor.errors import CheckpointError, DataError, RecipeError
-from rotor.evaluation.scoring import logit_errors
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.tokenizer import check_ids
@@ -242,22 +239,6 @@ def test_counts_of_recipes_are_bounded() -> None:
         override(load_recipe("fdc"), ["tokens.count=10000000000"])
     with pytest.raises(RecipeError, match=r"ranks\.probe_shares: .*expected 1 to 256 shares"):
         override(load_recipe("rotor"), [f"ranks.probe_shares={[0.5] * 1000}"])
-
-
-def test_logits_that_are_exactly_zero_have_an_error() -> None:
-    """0 / 0 would fail a sound checkpoint, and be no JSON."""
-
-    class Network:
-        device = torch.device("cpu")
-        config = SimpleNamespace(vocab_size=4)
-
-        @contextmanager
-        def head(self) -> Any:
-            yield lambda states: states
-
-    reference, states = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4)
-    states[0, 1] = 1.0
-    assert logit_errors(Network(), torch.zeros(1, 3), reference, states).tolist() == [0.0, 2.0]  # type: ignore[arg-type]
 
 
 def test_no_model_is_fetched_that_only_a_checkpoint_leads_to(

@@ -201,8 +201,13 @@ class Calibration:
             sample = CalibrationTokens.of_one_topic(load_file(kept)["rows"], spec.source)
         else:
             weights = self.weights if spec.source == "synthetic" else None
-            config, tokenizer = job.checkpoint.config, job.checkpoint.tokenizer
-            sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, self._not_held_out)
+            config, tokenizer, held_out = job.checkpoint.config, job.checkpoint.tokenizer, self.recipe.evaluation
+
+            def select(documents: list[Document]) -> list[Document]:
+                """Without those that search and report."""
+                return calibration_share(documents, held_out) if held_out.source == "text" else documents
+
+            sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, select)
         pruned, least = prune_rows(sample, self.recipe.prune), job.group_size * job.shape.head_dim
         rows = pruned.rows
         if rows.numel() < least:
@@ -220,12 +225,6 @@ class Calibration:
             "pruned_rows": len(sample.rows) - len(rows),
             "documents_sha256": digests(sample.documents),
         }
-
-    def _not_held_out(self, documents: list[Document]) -> list[Document]:
-        """Without the documents that search and report."""
-        if self.recipe.evaluation.source != "text":
-            return documents
-        return calibration_share(documents, self.recipe.evaluation)
 
     def _fisher(self, rows: Tensor) -> None:
         """Information of the projections' weights, for ranks.method fisher."""

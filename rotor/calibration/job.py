@@ -13,9 +13,8 @@ from ..format.layout import AttentionShape
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
 from ..models.hardware import pick_device, pick_dtype
-from ..models.hub import ModelSource
+from ..models.hub import ModelSource, find_source
 from ..models.memory import Estimates, stream_weights
-from ..models.source import find_source
 from ..recipe import Recipe
 from ..recipe.settings import CalibrationSettings
 from ..runtime.families import Family

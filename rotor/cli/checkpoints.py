@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..errors import UsageError
 from ..logs import is_first_process
-from .app import check_folder, command, resumable, split
+from .app import check_folder, command, numbers, resumable, split
 from .console import in_interval, print_seconds, print_table, say
 from .options import NONE, Count, MemoryOptions, Output
 from .plans import print_calibration_plan, print_export_plan
@@ -201,6 +201,9 @@ class ValidateOptions(MemoryOptions):
     overrides: list[str] = NONE
     digest: str | None = None
     cache: str | None = None
+    tasks: str | None = None
+    lengths: str = "4096"
+    results: Path | None = None
 
 
 @command(epilog="Example: rotor validate out/demo")
@@ -218,9 +221,11 @@ def validate(folders: list[Path], options: ValidateOptions, output: Output, no_m
         recipe: Recipe whose section evaluation says how accuracy is measured.
         text: Text to measure accuracy on, as of `rotor calibrate`: a file or a folder.
         digest: What `rotor export` printed: the digest of every file.
+        results: New folder for the files of --tasks, which are those of lm-eval and kvpress; by default OUT-tasks.
     """
-    if options.digest is not None and len(folders) > 1:
-        raise UsageError("--digest belongs to one folder.", "Validate them one by one.")
+    for option in ("digest", "results"):
+        if getattr(options, option) is not None and len(folders) > 1:
+            raise UsageError(f"--{option} belongs to one folder.", "Validate them one by one.")
     options.checked()
     for folder in folders:
         check_folder(folder)
@@ -229,6 +234,7 @@ def validate(folders: list[Path], options: ValidateOptions, output: Output, no_m
     from ..validation.validate import validate as run_validate
 
     how: dict[str, Any] = vars(options) | {"measure": not no_measure, "progress": output.progress()}
+    how |= {"tasks": split(options.tasks or ""), "lengths": numbers("--lengths", options.lengths)}
     shared = SourceMeasurements()
     results = [run_validate(folder, **how, shared=shared) for folder in folders]
 
@@ -236,6 +242,8 @@ def validate(folders: list[Path], options: ValidateOptions, output: Output, no_m
         for result in results:
             if result.checks:
                 _print_checks(result)
+            if asked := result.summary.get("tasks"):
+                _print_tasks(asked["results"], asked["folder"])
             print_seconds(result.seconds)
         _print_summary(results)
 
@@ -251,6 +259,16 @@ def _print_checks(result: Any) -> None:
     colours = {"pass": "green", "fail": "red", "skipped": "yellow"}
     rows = [(check.name, Text(check.status, style=colours[check.status]), check.detail) for check in result.checks]
     print_table(str(result.folder), ("check", "result", "detail"), (), rows)
+
+
+def _print_tasks(rows: list[dict[str, Any]], folder: str) -> None:
+    cells = []
+    for row in rows:
+        bounds = "[{:+.3f}, {:+.3f}]".format(*row["interval"])
+        shown = *(f"{row[name]:.3f}" for name in ("before", "after")), f"{row['difference']:+.3f} {bounds}"
+        cells.append((row["task"], row["documents"], *shown))
+    right = "documents", "source", "compressed", "difference [95 % interval]"
+    print_table(f"Tasks, the same documents for both; files in {folder}", ("task",), right, cells)
 
 
 def _print_summary(results: list[Any]) -> None:

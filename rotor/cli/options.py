@@ -48,6 +48,10 @@ HELP = {
     "device": "auto (the GPU if there is one), cpu, cuda or cuda:N.",
     "dtype": "auto (float32 on a CPU), float32, bfloat16 or float16.",
     "offload": "Read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",
+    "tasks": "Benchmarks that the uncompressed model and the compressed ones are asked, with commas: tasks of lm-eval, "
+    "several_needles, ordered_needles, parquet files of kvpress' columns; of each the first evaluation.lm_eval_limit "
+    "documents (docs/accuracy.md).",
+    "lengths": "Tokens of the documents of RULER's tasks and of the needles, with the answer.",
     "as_json": "Print one JSON object on stdout.",
     "quiet": "Print nothing but errors, and what --json or generate prints.",
     "verbose": "Also say how long each stage takes.",
@@ -69,6 +73,8 @@ METAVARS = {
     "ablation": "NAME:KEY=VALUE ...",
     "program": "COMMAND [ARGS]...",
     "targets": "A,B",
+    "tasks": "A,B",
+    "lengths": "A,B",
     "text": "FILE",
     "prompt_file": "FILE",
     "digest": "HEX",

@@ -16,7 +16,7 @@ from .options import NONE, Count, MemoryOptions, Output, Printed
 ABOUT_PARTS = (
     "Default: curves, and ablation where there are ablations. all: all that can run (front needs a recipe in focus "
     "with ranks.method=global) but peers (quantised caches, and recipes at equal bytes) and the five after it (cache "
-    "policies). FILE.py:CLASS is a part of your own."
+    "policies), and tasks (see --tasks). FILE.py:CLASS is a part of your own."
 )
 
 
@@ -35,6 +35,8 @@ def study(
     at: float = 0.5,
     counts: str = "512,1024,2048,4096,8192,16384,32768",
     sizes: str | None = None,
+    tasks: str | None = None,
+    lengths: str = "4096",
     text: Path | None = None,
     overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
@@ -81,6 +83,8 @@ def study(
         "at": at,
         "counts": parse_counts(split(counts)),
         "sizes": None if sizes is None else parse_counts(split(sizes), "--bytes", "bytes"),
+        "tasks": split(tasks or ""),
+        "lengths": parse_counts(split(lengths), "--lengths"),
     }
     if dry_run:
         output.progress(dry_run=True)

@@ -138,20 +138,6 @@ def score(
     return Scores.of(parts, len(rows))
 
 
-def logit_errors(network: LayerwiseModel, rows: Tensor, reference: Tensor, states: Tensor) -> Tensor:
-    """Relative error of the logits of each position, [n], by final hidden states of two models with one head.
-
-    Where all of the reference's logits are exactly 0 (behind a zero embedding of padding), the error is absolute.
-    """
-    errors = []
-    with network.head() as head:
-        for batch, positions in logit_batches(network, rows):
-            expected, got = (head(s[batch, positions]).float().flatten(0, 1) for s in (reference, states))
-            size = expected.norm(dim=-1)
-            errors.append(((got - expected).norm(dim=-1) / torch.where(size == 0, 1.0, size)).cpu())
-    return torch.cat(errors)
-
-
 @dataclass(frozen=True)
 class AnswerScores:
     """What a model makes of the marked tokens of rows, each [rows].

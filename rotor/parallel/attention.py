@@ -19,7 +19,9 @@ from ..kernels.logits import absorbed_queries
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention, join, partial_attention
 from ..kernels.rotary import Rotation
+from ..runtime.rope import rows_of
 from ..runtime.steps import Step
+from .cache import Rows
 from .plan import LayerPlan, Part, token_runs
 from .wire import Kind, Shape, Wire
 
@@ -46,13 +48,7 @@ def visible(
     return mask[None, None] if attended is None else mask & attended[:, None, None, keys]
 
 
-def attend_by_heads(
-    step: Step,
-    plan: LayerPlan,
-    wire: Wire,
-    owned: list[Tensor],
-    mask: Tensor | None,
-) -> Tensor:
+def attend_by_heads(step: Step, plan: LayerPlan, wire: Wire, owned: list[Tensor], mask: Tensor | None) -> Tensor:
     """Attention of a whole prompt whose tokens are spread: queries and rows go to where their heads are, outputs back.
 
     Args:
@@ -85,10 +81,10 @@ def attend_by_heads(
     sent = [[side for group in plan.groups(process) for side in rows[group]] for process in processes]
     sizes = [[(batch_size, n, side.shape[-1]) for group in groups for side in rows[group]] for n in lengths]
     found = iter(whole("rows", sent, sizes, key.dtype))
-    rows_of = dict(zip(groups, zip(found, found, strict=True), strict=True))
+    rows_by_group = dict(zip(groups, zip(found, found, strict=True), strict=True))
     outputs: dict[Part, Tensor] = {}
     for call, shape, parts in plan.calls(wire.rank):
-        outputs |= _call(parameters, call, shape, parts, queries_of, rows_of, step.rotations.read, mask)
+        outputs |= _call(parameters, call, shape, parts, queries_of, rows_by_group, step.rotations.read, mask)
     widths = [group.values.width for group in layout.groups]
     returned = wire.exchange(
         f"outputs of {layer}",
@@ -104,12 +100,7 @@ def attend_by_heads(
     return torch.cat([output.flatten(2) for output in result], dim=-1)
 
 
-def attend_by_rows(
-    step: Step,
-    wire: Wire,
-    owned: list[Tensor],
-    mask_of: Callable[[range], Tensor | None],
-) -> Tensor:
+def attend_by_rows(step: Step, wire: Wire, owned: list[Tensor], mask_of: Callable[[range], Tensor | None]) -> Tensor:
     """Attention of a whole prompt whose tokens are spread: rows go to all processes, queries stay where they are.
 
     Args:
@@ -131,34 +122,20 @@ def attend_by_rows(
     dim = 1 if query.dim() == 3 else 2
     outputs, begin = [], 0
     for run in token_runs(len(order), wire.count)[wire.rank]:
-        end = run.stop
-        rotation = None if key_rotation is None else (key_rotation[0][:end], key_rotation[1][:end])
-        outputs.append(
-            attention(
-                query.narrow(dim, begin, len(run)),
-                keys[:, :, :end],
-                values[:, :, :end],
-                step.parameters,
-                rotation,
-                mask_of(run),
-            )
-        )
+        rotation = None if key_rotation is None else rows_of(key_rotation, slice(run.stop))
+        own, seen = query.narrow(dim, begin, len(run)), (keys[:, :, : run.stop], values[:, :, : run.stop])
+        outputs.append(attention(own, *seen, step.parameters, rotation, mask_of(run)))
         begin += len(run)
     return torch.cat(outputs, dim=1)
 
 
 def attend_to_spread_rows(
-    step: Step,
-    key: Tensor,
-    value: Tensor,
-    key_rotation: Rotation | None,
-    wire: Wire,
-    mask: Tensor | None,
+    step: Step, rows: Rows, key_rotation: Rotation | None, wire: Wire, mask: Tensor | None
 ) -> Tensor:
     """Attention of tokens that all processes have, to rows that are spread over them.
 
     Args:
-        step: queries of the new tokens. key, value: the rows that this process keeps.
+        step: queries of the new tokens. rows: those that this process keeps.
         key_rotation: in blocks, of these rows. mask: over these rows; None: all are visible.
     Returns:
         [batch_size, new tokens, sum over query heads of value width], the same numbers in every process.
@@ -166,8 +143,8 @@ def attend_to_spread_rows(
     parameters, query, seq_len = step.parameters, step.query, seq_len_of(step.query)
     widths = [group.values.width for group in parameters.layout.groups for _ in range(parameters.heads_per_group)]
     batch_size, wide = query.shape[0], torch.promote_types(query.dtype, torch.float32)
-    if key.shape[2]:
-        output, log_sum = partial_attention(query, key, value, parameters, key_rotation, mask)
+    if len(rows.indices):
+        output, log_sum = partial_attention(query, rows.key, rows.value, parameters, key_rotation, mask)
     else:
         output = query.new_zeros(batch_size, seq_len, sum(widths), dtype=wide)
         log_sum = query.new_full((batch_size, seq_len, len(widths)), -torch.inf, dtype=wide)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from ..errors import UsageError
 
@@ -77,9 +77,3 @@ class SpreadLayer(DynamicLayer):
             "assisted decoding takes tokens back, which a cache that is spread over processes does not.",
             "Generate without an assistant or prompt look-up.",
         )
-
-
-def windows_of(config: Any, count: int) -> list[int | None]:
-    """The sliding window of each of a model's layers, None where there is none."""
-    layers = DynamicCache(config=config).layers
-    return [getattr(layers[i], "sliding_window", None) if i < len(layers) else None for i in range(count)]

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from ..errors import UsageError
 from ..runtime.attention import RotorAttention
@@ -17,7 +18,7 @@ from ..runtime.families import FAMILIES
 from ..runtime.rope import Place
 from ..runtime.steps import InCache, RowStore, Step
 from .attention import attend_by_heads, attend_by_rows, attend_to_spread_rows, visible
-from .cache import Rows, SpreadLayer, windows_of
+from .cache import Rows, SpreadLayer
 from .forward import Pass, begin_pass
 from .plan import own_indices, plan_layer
 from .wire import Wire
@@ -36,7 +37,9 @@ class SequenceParallel(RowStore):
     def __init__(self, model: Any, wire: Wire, exchange: Exchange = "auto") -> None:
         self.wire, self.exchange = wire, exchange
         self.layers = [module for module in model.modules() if isinstance(module, RotorAttention)]
-        self.windows = windows_of(model.config, len(self.layers))
+        cached = DynamicCache(config=model.config).layers
+        windows: list[int | None] = [getattr(layer, "sliding_window", None) for layer in cached]
+        self.windows = (windows + [None] * len(self.layers))[: len(self.layers)]
         self.before_rope = any(layer.layout.in_blocks for layer in self.layers)
         self._pass: Pass | None = None
         self._masks: dict[tuple[Any, ...], Tensor | None] = {}
@@ -112,8 +115,7 @@ class SequenceParallel(RowStore):
         rotation = step.rotations.read
         if rotation is not None:  # of places that differ
             rotation = rotation[0][None, None, rows.indices], rotation[1][None, None, rows.indices]
-        mask = self._mask(now, now.indices, rows.indices, window)
-        return attend_to_spread_rows(step, rows.key, rows.value, rotation, wire, mask)
+        return attend_to_spread_rows(step, rows, rotation, wire, self._mask(now, now.indices, rows.indices, window))
 
     def _mask(self, now: Pass, queries: Tensor, keys: Tensor, window: int | None) -> Tensor | None:
         """Of a pass, made once for all layers with the same window: they keep the same tokens."""

@@ -13,7 +13,7 @@ from ..format.yaml_files import read_text, read_yaml
 from ..recipe import Recipe, load_recipe, override
 from .parts import ALL, DEFAULT, ON_REQUEST, PARTS
 
-ABLATION = "ablation"
+ABLATION, TASKS = "ablation", "tasks"
 TOKEN_COUNTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 PROMPT_SHARE = "study.prompt_share"
@@ -29,6 +29,7 @@ class StudyPlan:
     times, or search many targets. base: what the ablations change, or None without them; variants: its ablations by
     name. at: compression at which `tokens` and `pruning` are measured. counts: numbers of calibration tokens.
     sizes: bytes of cache per token, or None for the default.
+    tasks: benchmarks of the part `tasks`; lengths: tokens of the documents of those that have any length.
     prompt_share: of a row of text, that is the prompt where caches are read step by step.
     """
 
@@ -42,6 +43,8 @@ class StudyPlan:
     counts: tuple[int, ...] = TOKEN_COUNTS
     sizes: tuple[int, ...] | None = None
     prompt_share: float = 0.25
+    tasks: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = (4096,)
 
     @classmethod
     def of(
@@ -56,13 +59,17 @@ class StudyPlan:
         at: float = 0.5,
         counts: Iterable[int] = TOKEN_COUNTS,
         sizes: Iterable[int] | None = None,
+        tasks: Iterable[str] = (),
+        lengths: Iterable[int] = (4096,),
     ) -> StudyPlan:
         """Raises UsageError where the requests contradict each other; the arguments are those of `study`."""
         if not 0 < at < 1:
             raise UsageError(f"--at {at}: expected a compression between 0 and 1.")
         prompt_share, overrides = split_overrides(overrides)
         named, ablations = None if parts is None else list(parts), ablations or {}
+        tasks = tuple(tasks)
         chosen = _chosen_parts(named, ablations)
+        chosen += (TASKS,) if tasks and TASKS not in chosen else ()
         found = same_conditions([load_recipe(name, overrides) for name in recipes], overrides)
         names = tuple(focus) if focus is not None else tuple(found)[:1]
         for name in names:
@@ -73,7 +80,9 @@ class StudyPlan:
         if ABLATION in chosen:
             ablated = _ablated(ablation_base, ablations, found, overrides)
         of_bytes = None if sizes is None else tuple(sizes)
-        return cls(chosen, tuple(named or ()), found, names, *ablated, at, tuple(counts), of_bytes, prompt_share)
+        benchmarks = tasks, tuple(lengths)
+        own = tuple(named or ())
+        return cls(chosen, own, found, names, *ablated, at, tuple(counts), of_bytes, prompt_share, *benchmarks)
 
     @property
     def first(self) -> Recipe:

@@ -20,7 +20,7 @@ from ..format.locks import exclusive
 from ..format.places import check_apart
 from ..logs import log_file
 from ..models.checkpoint import Checkpoint
-from ..models.source import find_source
+from ..models.hub import find_source
 from ..progress import Progress
 from ..recipe import Recipe, text_overrides
 from ..recipe.settings import Compute
@@ -77,6 +77,8 @@ def study(
     at: float = 0.5,
     counts: Iterable[int] = TOKEN_COUNTS,
     sizes: Iterable[int] | None = None,
+    tasks: Iterable[str] = (),
+    lengths: Iterable[int] = (4096,),
     device: str = "auto",
     dtype: str = "auto",
     batch_tokens: int = 2048,
@@ -106,6 +108,7 @@ def study(
         counts: numbers of calibration tokens for `tokens`.
         sizes: bytes of cache per token at which `peers` measures the recipes; by default shares of the uncompressed
             model's.
+        tasks, lengths: benchmarks of the part `tasks`, which they add, and tokens of their documents, as of validate.
         device, dtype, batch_tokens, offload: as for calibrate.
         plots: draw them, which needs matplotlib.
     Raises:
@@ -116,7 +119,8 @@ def study(
     if plots:
         require_matplotlib()
     asked: dict[str, Any] = {"parts": parts, "focus": focus, "ablations": ablations, "ablation_base": ablation_base}
-    plan = StudyPlan.of(recipes, [*text_overrides(text), *overrides], **asked, at=at, counts=counts, sizes=sizes)
+    asked |= {"at": at, "counts": counts, "sizes": sizes, "tasks": tasks, "lengths": lengths}
+    plan = StudyPlan.of(recipes, [*text_overrides(text), *overrides], **asked)
     chosen, progress, out = find_parts(plan), progress or Progress(), Path(out)
     with ExitStack() as held:
         context = _context(model, out, plan, Compute(device, dtype, offload), batch_tokens, progress, held)
@@ -200,7 +204,9 @@ def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Pla
         return {name: {key: value for key, value in of.items() if key not in shared} for name, of in found.items()}
 
     compared = plan.recipes | ({plan.base.name: plan.base} if plan.base else {})
+    benchmarks = {"tasks": {"names": list(plan.tasks), "lengths": list(plan.lengths)}} if plan.tasks else {}
     return {
+        **benchmarks,
         "model": {"name": name, "shards": {f: file_sha256(checkpoint.folder / f) for f in checkpoint.files}},
         "dtype": str(placement.dtype).removeprefix("torch."),
         "tokens": {key: getattr(first.tokens, key) for key in ("count", "seq_len", "seed")},

@@ -2,11 +2,11 @@
 
 PARTS = (
     *("curves", "sources", "tokens", "degradation", "pruning", "ablation", "front"),
-    *("peers", "quantise", "evict", "budgets", "combine", "tiers"),
+    *("peers", "quantise", "evict", "budgets", "combine", "tiers", "tasks"),
 )
 """In the order in which a study measures them."""
 
-ON_REQUEST = ("peers", "quantise", "evict", "budgets", "combine", "tiers")
+ON_REQUEST = ("peers", "quantise", "evict", "budgets", "combine", "tiers", "tasks")
 """Parts that take longest, and only run when they are named."""
 
 DEFAULT = ("curves", "ablation")
