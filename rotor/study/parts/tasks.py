@@ -7,7 +7,6 @@ from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 
-from ...errors import UsageError
 from ...evaluation.tasks import TaskSuite, paired
 from ...policies import cache_policy, find_policy
 from ...recipe import Recipe
@@ -15,7 +14,6 @@ from ...search.search import search_target
 from ..caches import CachedModel
 from ..context import TARGETS, StudyContext
 from ..part import Part, Task
-from ..request import StudyPlan
 from ..store import StudyStore
 from ..tables import Table
 
@@ -25,10 +23,6 @@ SOURCE, CONTROL = "uncompressed", "kivi-4"
 class Tasks(Part):
     name = "tasks"
     csv = "tasks.csv"
-
-    def check(self, plan: StudyPlan) -> None:
-        if not plan.tasks:
-            raise UsageError("--parts tasks: there are no tasks.", "Name some with --tasks.")
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         @cache
@@ -44,7 +38,7 @@ class Tasks(Part):
                 return asked(label, network.compress(plan.select(measurer.bases), plan.rounded), plan.stored)
             policy = find_policy(CONTROL) if label == CONTROL else None
             held = (
-                CachedModel(study.caches.network, policy).layer_bytes(length, length)[0] / length if policy else whole
+                CachedModel(study.bench().network, policy).layer_bytes(length, length)[0] / length if policy else whole
             )
             with network.uncompressed() as model, cache_policy(model, policy):
                 return asked(label, model, 1 - held / whole if policy else None)
