@@ -33,7 +33,7 @@ from rotor.recipe import load_recipe, override
 from rotor.recipe.settings import Compute, ExportSettings, Goal
 from rotor.report.collect import collect
 from rotor.rewriting.compressible import CompressibleModel
-from rotor.rewriting.shards import planned_layouts
+from rotor.rewriting.rewrite import planned_layouts
 from rotor.search.point import Point, channels_json
 from rotor.search.search import rank_path
 from rotor.search.table import RankTable

@@ -17,7 +17,7 @@ from rotor.bases.pair import BasisPair
 from rotor.calibration.gradients import LayerFisher, fisher_information
 from rotor.calibration.samples import GradientClip, SampleKeeper
 from rotor.codes.allocation import bit_curve, bit_path
-from rotor.codes.fold import FoldedCode, fold_code
+from rotor.codes.fold import fold_code
 from rotor.codes.layer import layer_codes
 from rotor.codes.quantiser import ChannelCode, ChannelFit, measure_channels
 from rotor.errors import NumericsError
@@ -29,6 +29,7 @@ from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model, weights_of
 from rotor.runtime.families import find_family
+from rotor.runtime.rewrite import FoldedBasis
 
 WIDTHS = (0, 4, 8, 12, 16)
 
@@ -209,7 +210,7 @@ def fitted(seed: int, dim: int = 16, samples: int = 256) -> tuple[Tensor, Tensor
     return x, encode, decode, code
 
 
-def rows_of(folded: FoldedCode, projected: Tensor) -> Tensor:
+def rows_of(folded: FoldedBasis, projected: Tensor) -> Tensor:
     """What attention reads of what a projection puts out: through the bytes of a row."""
     return unpack(pack(projected, CHANNELS), torch.float64)
 

@@ -23,8 +23,9 @@ from rotor.kernels.reference import attend
 from rotor.kernels.rotary import rotate
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import load_model
-from rotor.models.projections import kv_parameters, read_attention
+from rotor.models.projections import kv_parameters
 from rotor.runtime.families import FAMILIES, attention_shape, find_family
+from rotor.runtime.projections import read_attention
 from rotor.validation.validate import validate
 
 PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))

@@ -28,8 +28,8 @@ from rotor.errors import CheckpointError, NumericsError
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import check_fit
-from rotor.models.projections import read_attention
 from rotor.runtime.families import attention_shape, find_family
+from rotor.runtime.projections import read_attention
 
 pytestmark = pytest.mark.usefixtures("bounded_memory")
 

@@ -27,13 +27,13 @@ from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel, new_states
 from rotor.models.loading import load_model
 from rotor.models.memory import Estimate, Estimates, WholeModel, available_host_bytes, stream_weights
-from rotor.models.projections import read_attention
 from rotor.models.weights import StreamedWeights
 from rotor.planning.dry_run import plan_calibration
 from rotor.planning.inspection import inspect
 from rotor.recipe.settings import CalibrationSettings
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.rewriting.rewrite import layer_layout, rewrite_layer
+from rotor.runtime.projections import read_attention
 from rotor.search.table import RankTable
 
 CPU = torch.device("cpu")

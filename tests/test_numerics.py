@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from rotor.bases import kq
 from rotor.bases.moments import LayerStatistics
-from rotor.bases.weights import AttentionWeights
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run, read_fisher, read_statistics, write_fisher
 from rotor.data.tokens import synthetic_tokens
@@ -29,6 +28,7 @@ from rotor.models.loading import load_model
 from rotor.models.weights import Weights
 from rotor.numerics import check_parameters, first_not_finite
 from rotor.rewriting.compressible import CompressibleModel
+from rotor.runtime.projections import AttentionWeights
 
 CPU = torch.device("cpu")
 

@@ -32,11 +32,11 @@ from ..logs import log_file
 from ..models.hardware import fit_threads
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
-from ..models.projections import read_attention
 from ..models.weights import Weights
 from ..progress import Advance, Progress, StageTimes
 from ..recipe import Recipe, text_overrides
 from ..recipe.settings import CalibrationSettings, Compute
+from ..runtime.projections import read_attention
 from ..versions import versions
 from .candidates import wanted_gradients
 from .capture import layer_statistics

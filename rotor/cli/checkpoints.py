@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..logs import is_first_process
 from .app import check_folder, command, numbers, resumable, split
 from .console import in_interval, print_seconds, print_table, say
-from .options import NONE, Count, MemoryOptions, Output
+from .options import NONE, Count, MemoryOptions, Output, Printed
 from .plans import print_calibration_plan, print_export_plan
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def export(
     overrides: list[str] = NONE,
     no_measure: bool = False,
     cache: str | None = None,
+    without_weights: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> None:
@@ -133,6 +134,7 @@ def export(
         objective: memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between.
         cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), or a YAML
             file.
+        without_weights: Write bases in place of weights, which are rewritten from the source's on loading.
     """
     from ..recipe import device_overrides
     from ..recipe.settings import ExportSettings, Goal
@@ -140,6 +142,7 @@ def export(
     goal = Goal(accuracy, compression, removal_rate, confidence)
     changed = *overrides, *device_overrides(target_device, device_file)
     how: dict[str, Any] = {"overwrite": overwrite, "measure": not no_measure, "cache": cache}
+    how["without_weights"] = without_weights
     settings = ExportSettings(run, out, goal, _shares(targets), changed, objective, compute.checked(), **how)
     settings.check()
 
@@ -190,6 +193,27 @@ def _print_export(out: Path, result: ExportResult) -> None:
     say(f"Next: rotor validate {shlex.quote(str(out))}")
 
 
+@command(epilog="Example: rotor materialise out/demo -o out/full")
+def materialise(folder: Path, out: Path, output: Printed, source: str | None = None, overwrite: bool = False) -> None:
+    """Write a checkpoint without weights with them: the folder that an export with weights writes.
+
+    Args:
+        folder: What `rotor export --without-weights` wrote.
+        out: Checkpoint folder to write.
+    """
+    check_folder(folder)
+
+    from ..export.materialise import materialise as run_materialise
+
+    digest = run_materialise(folder, out, source=source, overwrite=overwrite, progress=output.progress())
+
+    def text() -> None:
+        say(f"{out}: written. Digest: {digest}")
+        say(f"Next: rotor validate {shlex.quote(str(out))}")
+
+    output.show({"folder": str(out), "digest": digest}, text)
+
+
 @dataclass
 class ValidateOptions(MemoryOptions):
     """What a checkpoint is compared with, and how; by the names of `rotor.validate`."""
@@ -216,7 +240,7 @@ def validate(folders: list[Path], options: ValidateOptions, output: Output, no_m
     Args:
         folders: One or more folders that `rotor export` wrote; with --cache also uncompressed models, whose accuracy
             with that policy is measured against a plain cache.
-        model: Source model, if it is not where it was.
+        model: Source model, if it is not where it was; checkpoints without weights take them from it.
         run: Run folder, if it is not where it was.
         recipe: Recipe whose section evaluation says how accuracy is measured.
         text: Text to measure accuracy on, as of `rotor calibrate`: a file or a folder.

@@ -30,6 +30,7 @@ NONE: Any = ()
 HELP = {
     "model": "Folder of the model (config.json and safetensors), or a hub id.",
     "folder": "A checkpoint that `rotor export` wrote.",
+    "source": "Source model of a checkpoint without weights, if it is not where it was: a folder or a hub id.",
     "revision": "Branch, tag or commit of a hub id.",
     "recipe": "Name of a bundled recipe (see `rotor recipes`) or a YAML file.",
     "overrides": "Override a recipe field (`rotor recipes --fields` has all of them); may be repeated.",

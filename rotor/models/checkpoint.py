@@ -55,8 +55,19 @@ class Checkpoint:
         self.config_dict = read_json(self.folder / "config.json", hint)
         check_config(self.folder / "config.json", self.config_dict)
         self._handles: dict[str, Any] = {}
-        self.file_of = self._locate()
-        self.names, self.files = frozenset(self.file_of), sorted(set(self.file_of.values()))
+        self._located = self._locate()
+
+    @property
+    def file_of(self) -> dict[str, str]:
+        return self._located
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.file_of)
+
+    @cached_property
+    def files(self) -> list[str]:
+        return sorted(set(self.file_of.values()))
 
     @cached_property
     def config(self) -> Any:
@@ -139,8 +150,12 @@ class Checkpoint:
                 found.append(f"{path} changed since calibration")
         return found
 
+    def bytes_of(self, file: str) -> int:
+        """Of a shard."""
+        return (self.folder / file).stat().st_size
+
     def total_bytes(self) -> int:
-        return sum((self.folder / file).stat().st_size for file in self.files)
+        return sum(map(self.bytes_of, self.files))
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> shard file name; the index names what the shards hold, no more and no less."""

@@ -13,7 +13,7 @@ from ..numerics import check_parameters
 from ..runtime.families import FAMILIES
 from ..runtime.integration import replace_attention
 from .checkpoint import Checkpoint, one_line
-from .compressed import CompressedCheckpoint
+from .compressed import CompressedCheckpoint, open_model
 from .weights import StreamedWeights, Weights, keep_softcap
 
 BELONGS = "Check that config.json belongs to these weights."
@@ -70,7 +70,7 @@ def load_model(folder: Any, device: torch.device, dtype: torch.dtype) -> Any:
     Raises:
         CheckpointError: the folder cannot be loaded.
     """
-    check_fit(Checkpoint(folder))
+    check_fit(open_model(folder))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True

@@ -110,6 +110,7 @@ class ExportSettings:
     overwrite: bool = False
     measure: bool = True
     cache: str | None = None
+    without_weights: bool = False
 
     def check(self) -> None:
         """Raises UsageError for what is wrong whatever the run holds but for its recipe. Needs no torch.

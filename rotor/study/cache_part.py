@@ -17,7 +17,7 @@ from ..policies import H2O, Eviction, Keyformer, PerToken, Policy, Random, Strea
 from ..prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from ..prediction.devices import find_device
 from ..recipe import Recipe
-from ..rewriting.shards import planned_layouts
+from ..rewriting.rewrite import planned_layouts
 from ..runtime.families import attention_shape
 from .caches import CacheBench, CachedModel, CacheRecord
 from .context import StudyContext

@@ -31,6 +31,7 @@ from ..recipe import Recipe, load_recipe, override, text_overrides
 from ..recipe.metric_registry import METRICS
 from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
+from ..runtime.rewritten import source_at
 from ..search.probe import full_ranks
 from .integrity import Validation, check_integrity
 from .tasks import compare_tasks
@@ -82,7 +83,8 @@ def validate(
 
     Args:
         folder: what `rotor export` wrote, or with `cache` an uncompressed model.
-        model: the source model; by default where rotor.json says. run: likewise the run folder.
+        model: the source model, also for the weights of a checkpoint without; by default where rotor.json says.
+        run: likewise the run folder.
         recipe, overrides: how to measure accuracy, as for calibrate, where only `evaluation` counts; by default as
             the checkpoint's recipe.yaml says, but no text or task is opened that only the checkpoint names.
         text: the file or folder to measure it on.
@@ -112,30 +114,31 @@ def validate(
             f"`rotor export RUN -o OUT --accuracy 0.99 --cache {cache}` writes one; leave --cache out to "
             "validate what it stores.",
         )
-    with times.stage("integrity"):
+    with times.stage("integrity"), source_at(model):
         checkpoint = check_integrity(result, progress, digest)
     if not result.damaged:
         stored = load_recipe(str(checkpoint.folder / RECIPE))
         trusted = trusted_evaluation(stored, recipe, [*text_overrides(text, ("evaluation",)), *overrides])
         if not measure:
             trusted = replace(trusted, withheld="not measured (--no-measure)")
-        numerics = _Numerics(
-            result,
-            checkpoint,
-            _find(model, checkpoint.source_folder, Checkpoint),
-            _find(run, checkpoint.run_folder, Run.open),
-            stored,
-            trusted,
-            Compute(device, dtype, offload),
-            read_stored(getattr(checkpoint.section, "cache", None)) if cache is None else asked,
-            shared or SourceMeasurements(),
-            progress,
-        )
-        if tasks:
-            with times.stage("tasks"):
-                numerics.compare_tasks(tasks, lengths, Path(results or f"{folder}-tasks"))
-        with times.stage("numerics and accuracy"):
-            numerics.check()
+        with source_at(model):
+            numerics = _Numerics(
+                result,
+                checkpoint,
+                _find(model, checkpoint.source_folder, Checkpoint),
+                _find(run, checkpoint.run_folder, Run.open),
+                stored,
+                trusted,
+                Compute(device, dtype, offload),
+                read_stored(getattr(checkpoint.section, "cache", None)) if cache is None else asked,
+                shared or SourceMeasurements(),
+                progress,
+            )
+            if tasks:
+                with times.stage("tasks"):
+                    numerics.compare_tasks(tasks, lengths, Path(results or f"{folder}-tasks"))
+            with times.stage("numerics and accuracy"):
+                numerics.check()
     report = checkpoint.report
     about = {name: report.get(name) for name in ("recipe", "compression", "kv_bytes_per_token")}
     result.summary, result.seconds = about | result.summary, times.seconds

@@ -11,7 +11,7 @@ from ...prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_s
 from ...prediction.devices import find_device
 from ...prediction.simulation import simulate
 from ...recipe import Recipe
-from ...rewriting.shards import planned_layouts
+from ...rewriting.rewrite import planned_layouts
 from ...runtime.families import attention_shape
 from ..context import StudyContext
 from ..part import Part, Task
