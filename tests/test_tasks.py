@@ -25,7 +25,9 @@ from rotor.evaluation.long_context import LONG_CONTEXT, needles_score, ruler_sco
 from rotor.evaluation.tasks import TaskSuite, document_scores, paired
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
+from rotor.study.part import find_part
 from rotor.study.request import StudyPlan
+from rotor.study.store import StudyStore
 from rotor.study.study import study
 from rotor.validation.validate import validate
 
@@ -45,6 +47,23 @@ def test_differences_are_paired_by_document() -> None:
     (half,) = paired({"t": [1.0] * 100}, {"t": [1.0, 0.0] * 50})
     assert half.difference == -0.5
     assert -0.62 < half.interval[0] < -0.5 < half.interval[1] < -0.38  # 1.96 sqrt(0.25 / 100)
+
+
+def test_a_study_sets_caches_beside_the_source(tmp_path: Path) -> None:
+    records = {"uncompressed": (0.0, [1.0, 1.0]), "rotor at 0.99": (0.9, [1.0, 1.0]), "kivi-4": (0.7, [0.0, 0.0])}
+    store = StudyStore(tmp_path, {})
+    for label, (removed, scores) in records.items():
+        store.put(f"tasks/{label}", {"compression": removed, "scores": {"vt 512": scores}})
+    (table,) = find_part("tasks").tables(store)
+    assert table.header == [
+        "task",
+        "documents",
+        "uncompressed",
+        "rotor at 0.99, 0.900 removed",
+        "kivi-4, 0.700 removed",
+    ]
+    differences = "1.000 (+0.000 [+0.000, +0.000])", "0.000 (-1.000 [-1.000, -1.000])"
+    assert table.rows == [["vt 512", "2", "1.000", *differences]]
 
 
 def test_scores_of_answers() -> None:

@@ -70,13 +70,17 @@ class Tasks(Part):
         others = [label for label in records if label != SOURCE]
         if not rows:
             return
-        cells: dict[str, list[str]] = {}
+        cells: dict[str, dict[str, str]] = {}
         for row in rows:
-            if row["cache"] == SOURCE:
-                cells[row["task"]] = [row["task"], str(row["documents"]), f"{row['after']:.3f}"]
-            else:
-                bounds = "[{:+.3f}, {:+.3f}]".format(*row["interval"])
-                cells[row["task"]].append(f"{row['after']:.3f} ({row['difference']:+.3f} {bounds})")
+            bounds = "" if row["cache"] == SOURCE else " ({:+.3f} [{:+.3f}, {:+.3f}])"
+            shown = f"{row['after']:.3f}" + bounds.format(row["difference"], *row["interval"])
+            cells.setdefault(row["task"], {"documents": str(row["documents"])})[row["cache"]] = shown
+        order = ["documents", SOURCE, *others]
         heads = [f"{label}, {records[label]['compression']:.3f} removed" for label in others]
         text = "Mean scores; in brackets the difference to the source and its paired 95 % interval over documents."
-        yield Table(["task", "documents", SOURCE, *heads], list(cells.values()), "Tasks", text)
+        yield Table(
+            ["task", "documents", SOURCE, *heads],
+            [[task, *(own.get(name, "") for name in order)] for task, own in cells.items()],
+            "Tasks",
+            text,
+        )
