@@ -222,8 +222,11 @@ def bench(
     model: Path | None = None,
     engine: Literal["transformers", "vllm"] = "transformers",
     cache_mb: Annotated[float | None, typer.Option("--cache-mb", min=0.1)] = None,
+    cache: str | None = None,
 ) -> None:
     """Measure attention and generation of a checkpoint beside PyTorch's, a Palu-style baseline and the source model.
+
+    With --cache generation with that policy is measured, too; so an uncompressed model can be, beside its plain cache.
 
     Every row of attention is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what
     a CPU runs is measured, and the Triton kernels are listed as not measured.
@@ -244,7 +247,12 @@ def bench(
     """
     check_results(out)
     served = engine == "vllm"
-    in_vain = {"--lengths": lengths, "--layers": layers != LAYERS, "--device": compute.device != "auto"}
+    in_vain = {
+        "--lengths": lengths,
+        "--layers": layers != LAYERS,
+        "--device": compute.device != "auto",
+        "--cache": cache,
+    }
     if not served and cache_mb is not None:
         raise UsageError("--cache-mb: with --engine vllm alone.", "Leave it out.")
     if served and any(in_vain.values()):
@@ -278,7 +286,8 @@ def bench(
         usual = GPU_LOADS if pick_device(compute.device).type == "cuda" else CPU_LOADS
         decode, prompts, batches = (given or default for given, default in zip(loads, usual, strict=True))
         settings = BenchSettings(decode, prompts, batches, layers, repetitions, new_tokens)
-        result = run_bench(folder, settings, model=model, **vars(compute), command=command_line(), progress=progress)
+        how: dict[str, Any] = {**vars(compute), "cache": cache, "command": command_line()}
+        result = run_bench(folder, settings, model=model, **how, progress=progress)
     if out is not None:
         write_report(out, result)
     output.show(result, lambda: (_print_serving if served else _print_bench)(result))
@@ -316,7 +325,8 @@ def _print_bench(result: dict[str, Any]) -> None:
         load = f"{r['batch_size']} x {r['length']}"
         rows.append((r["row"], r["phase"], load, middle, f"{low} - {high}", f"{r['over_stock']:.2f}"))
     title = f"Attention of layers {result['layers']}, medians, cold caches"
-    print_table(title, ("row", "phase", "batch x tokens"), ("ms", "quartiles", "over the fastest SDPA"), rows)
+    if rows:
+        print_table(title, ("row", "phase", "batch x tokens"), ("ms", "quartiles", "over the fastest SDPA"), rows)
     rows = []
     for r in result["model"]:
         load = f"{r['batch_size']} x {r['length']}"
