@@ -20,7 +20,7 @@ from rotor.policies import GEAR, KCVT, KVQuant, PerToken
 from rotor.progress import Progress
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.search import tiers as tier_search
-from rotor.search.search import rank_path
+from rotor.search.measurer import rank_path
 from rotor.study import caches, context
 from rotor.study.cache_part import draw_fidelity, family, pareto_front
 from rotor.study.caches import CacheBench, CachedModel, CacheRecord

@@ -13,8 +13,9 @@ from ...prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_s
 from ...prediction.devices import find_device
 from ...recipe import Recipe, override
 from ...rewriting.shards import planned_layouts
+from ...search.measurer import Measurer
 from ...search.point import Point, as_lists
-from ...search.search import Measurer, most_points
+from ...search.search import most_points
 from ..context import TARGETS, StudyContext
 from ..part import Part, Task
 from ..plots import draw_legend, draw_line
@@ -113,7 +114,7 @@ def _measure(study: StudyContext, name: str, recipe: Recipe, weight: float) -> d
         "device": weighted.objective.device,
         "context_tokens": weighted.objective.context_tokens,
         "batch_size": weighted.objective.batch_size,
-        "targets": study.at_targets(measurer, measurer.path(weighted), weighted, chosen),
+        "targets": study.at_targets(measurer, measurer.path_of(weighted), weighted, chosen),
     }
 
 
