@@ -213,7 +213,7 @@ def test_dry_run_report_and_card_say_channels_by_bits(coded_run, tmp_path: Path)
     card = (result.folder / "README.md").read_text()
     assert "at 8 bits" in card
     for page in (collect(result.folder), collect(run.folder)):
-        assert all(cell.keys.coded for layer in page.ranks for cell in layer)
+        assert all(group.key.coded for layer in page.ranks for group in layer)
 
 
 def test_the_card_counts_a_joint_latent_once() -> None:
