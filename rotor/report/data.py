@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..calibration.run import Run
-from ..format.channels import Channels, Numbers
+from ..format.channels import Channels, Latent, Numbers
 from ..format.layout import GroupLayout
 from ..recipe import Recipe
 from ..search.point import Point
@@ -47,8 +48,10 @@ def groups_of_point(run: Run, point: Point) -> list[list[GroupLayout]]:
     """Of each layer of a measured point."""
     layers = []
     for index, key in enumerate(point.choice):
-        size, latents = run.candidates[key].group_size, point.channels[index] if point.channels else None
-        pairs = latents or [(Numbers(qk), Numbers(v)) for qk, v in point.ranks[index]]
+        size = run.candidates[key].group_size
+        pairs: Sequence[tuple[Latent, Latent | None]] = [(Numbers(qk), Numbers(v)) for qk, v in point.ranks[index]]
+        if point.channels:
+            pairs = point.channels[index]
         heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(pairs))]
         layers.append([GroupLayout(own, *pair) for own, pair in zip(heads, pairs, strict=True)])
     return layers

@@ -90,8 +90,9 @@ def _draw_points(data: ReportData, figure: Any) -> None:
             losses += y
     axes.plot([0], [shown_loss(1)], "s", color=INK, markersize=5, label="uncompressed")
     shown = data.chosen
-    fidelity = shown and (shown.report or shown.search)
-    assert shown is not None and fidelity is not None  # noqa: PT018
+    assert shown is not None
+    fidelity = shown.report or shown.search
+    assert fidelity is not None
     here = [shown.stored], [shown_loss(fidelity.accuracy)]
     axes.plot(*here, "o", markersize=11, mfc="none", mew=2, color=ACCENT, label="shown")
     asked = {target.partition(" ")[0]: point for target, point in data.reached}
