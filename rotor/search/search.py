@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 
 from ..allocation.plan import SLACK, RankPath, RankPlan
 from ..allocation.removal_rate import RemovalRatePath
@@ -24,7 +24,7 @@ from .point import Point
 from .table import RankTable, Request
 
 TRIES = 3
-"""Plans above one that reaches the target, or beside it, of which one has to reach it, too, or it is final."""
+"""Gaps above a plan that reaches the target, or plans beside it, of which one has to reach it, too, or it is final."""
 
 
 def find_plan(
@@ -38,9 +38,10 @@ def find_plan(
 
     The first plan is in the middle of the path; each next one halves what lies between the last that reached the target
     and the last that did not, until they are `resolution` apart or neighbours. Accuracy need not fall from plan to
-    plan: a layer may break at a width at which the predicted loss does not. So plans above the refused one follow, and,
-    where a unit is more than `resolution`, plans beside the path, which take units from one layer after another. Both
-    go on as long as one of TRIES reaches the target.
+    plan: a layer may break at a width at which the predicted loss does not, and prompts are a sample. So what lies
+    between plans that were refused is tried, too, in the middle, and halved likewise from a plan that reaches the
+    target. Where a unit is more than `resolution`, plans beside the path follow, which take units from one layer after
+    another. Both go on as long as one of the next TRIES reaches the target.
 
     Args:
         fidelity: of a plan on the search split, measured or known.
@@ -50,6 +51,7 @@ def find_plan(
         UsageError: a confidence of a metric that has no interval.
     """
     steps, tried = path.steps(), list[tuple[float, RankPlan]]()
+    refused = {len(steps)}
 
     def reaches(plan: RankPlan) -> bool:
         found = fidelity(plan)
@@ -59,34 +61,38 @@ def find_plan(
         tried.append((value, plan))
         return value >= target
 
-    low, high = -1, len(steps)  # the last that reaches the target, and the first that does not: none yet
-    while high - low > 1:
+    def room(low: int, high: int) -> bool:
+        """Whether there are plans between two, and the two more than the resolution apart."""
+        if high - low < 2 or low < 0:
+            return high - low > 1
+        return steps[min(high, len(steps) - 1)].saving - steps[low].saving > resolution + SLACK
+
+    def middle_reaches(low: int, high: int) -> int | None:
+        """The plan halfway between two, or the mildest of few that are left; None where it is refused."""
         begin, end = steps[max(low, 0)].saving, steps[min(high, len(steps) - 1)].saving
-        near = end - begin <= resolution + SLACK
-        if near and low >= 0:
-            break
-        halfway = begin if near else (begin + end) / 2
+        halfway = begin if end - begin <= resolution + SLACK else (begin + end) / 2
         middle = min(range(low + 1, high), key=lambda i: abs(steps[i].saving - halfway))
-        low, high = (middle, high) if reaches(steps[middle]) else (low, middle)
+        if reaches(steps[middle]):
+            return middle
+        refused.add(middle)
+        return None
 
-    def above(plan: RankPlan) -> Iterator[RankPlan]:
-        """Plans of the path above the refused one next to it, `resolution` apart."""
-        last = next((step.saving for step in steps[high:] if step.saving > plan.saving + SLACK), math.inf)
-        for step in steps[high:]:
-            if step.saving >= last + max(resolution, SLACK) - SLACK:
-                last = step.saving
-                yield step
-
-    def beside(plan: RankPlan) -> Iterator[RankPlan]:
-        """Plans with a unit less in one layer."""
-        return (other for other in path.lighter(plan) if other.saving - plan.saving > resolution)
-
-    if low >= 0:
-        reached = steps[low]
-        for following in (above, beside):
-            while chosen := next(filter(reaches, islice(following(reached), TRIES)), None):
-                reached = chosen
-        return reached
+    low: int | None = -1
+    reached: RankPlan | None = None
+    while low is not None:
+        while room(low, high := min(i for i in refused if i > low)):
+            found = middle_reaches(low, high)
+            low = low if found is None else found
+        if low < 0:
+            break
+        reached, gaps = steps[low], (pair for pair in pairwise(sorted(i for i in refused if i > low)) if room(*pair))
+        low = next((m for m in (middle_reaches(*pair) for pair in islice(gaps, TRIES)) if m is not None), None)
+    while reached is not None:
+        beside = (other for other in path.lighter(reached)[:TRIES] if other.saving - reached.saving > resolution)
+        chosen = next(filter(reaches, beside), None)
+        if chosen is None:
+            return reached
+        reached = chosen
     best, plan = max(tried, key=lambda found: (found[0], found[1].saving), default=(math.nan, None))
     of = "" if confidence is None else f" at the lower end of its {100 * confidence:g} % interval"
     raise AccuracyError(
