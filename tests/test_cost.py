@@ -154,14 +154,9 @@ def test_groups_of_a_layer_cost_what_the_layer_costs(weight: float, table) -> No
     memory = 64 * 4 / (8 * 2 * 128 * 2)
     cost = objective.group_cost(JOINT._replace(group_size=2), Channels(n4=128), None)
     assert 4 * cost == pytest.approx((1 - weight) * memory + weight * latency)
-
-
-def test_costs_rise_with_ranks(table) -> None:
     apart = Candidate(POST_ROPE, 1)
-    for weight in (0.0, 1.0):
-        objective = Objective(weight, H200, LLAMA, STEP)
-        costs = [objective.group_cost(apart, Numbers(rank), Numbers(rank)) for rank in (16, 64, 96, 128)]
-        assert costs == sorted(costs)
+    costs = [objective.group_cost(apart, Numbers(rank), Numbers(rank)) for rank in (16, 64, 96, 128)]
+    assert costs == sorted(costs)
 
 
 def test_sizes_of_groups_by_time(table) -> None:
@@ -261,13 +256,10 @@ def test_a_device_file_adds_and_replaces(tmp_path) -> None:
         ("x: {source: measured}", "missing key 'x.bandwidth_bytes_per_s'"),
         (f"x: {{{FIELDS.replace('4.4e12', 'fast')}}}", "x.bandwidth_bytes_per_s: got 'fast', expected a finite number"),
         (f"x: {{{FIELDS.replace('4.4e12', '0')}}}", "x.bandwidth_bytes_per_s: got 0, expected a finite number above 0"),
-        (
-            f"x: {{{FIELDS.replace('4.4e12', '.inf')}}}",
-            "x.bandwidth_bytes_per_s: got 'Infinity', expected a",
-        ),
+        (f"x: {{{FIELDS.replace('4.4e12', '.inf')}}}", "x.bandwidth_bytes_per_s: got 'Infinity', expected a"),
         (
             f"x: {{{FIELDS}, instructions_per_cycle: 5}}",
-            "instructions_per_cycle: got 5, expected a finite number above 0 and at most 4",
+            "instructions_per_cycle: got 5, expected a finite number above 0",
         ),
         (f"x: {{{FIELDS.replace('measured', 'guessed')}}}", "x.source: got 'guessed', expected one of data-sheet"),
     ],

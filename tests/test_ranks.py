@@ -172,13 +172,10 @@ def test_water_filling_chooses_the_candidate_that_pays() -> None:
         assert chosen == {(expected,)}
 
 
-def test_uniform_keeps_the_same_share_everywhere() -> None:
+def test_uniform_ranks_are_alike_and_fishers_in_proportion_to_the_information() -> None:
     steps = UniformPath(RankInputs(spectra(), SHAPE, 16)).steps()
     assert [plan.stored for plan in steps] == [0.0, 0.25, 0.5, 0.75]
     assert steps[2].rounded == [[(32, 32)] * 2] * 2
-
-
-def test_fisher_ranks_are_in_proportion_to_the_information() -> None:
     information = [
         (torch.tensor([4.0, 2.0]), torch.tensor([1.0, 1.0])),
         (torch.tensor([2.0, 1.0]), torch.tensor([4.0, 4.0])),
