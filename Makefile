@@ -1,6 +1,7 @@
 # make demo      set up .venv, then calibrate, export and validate the bundled model in short: the recipe `rotor`, one
 #                target, small measurements; ends with a table
 # make demo-full two recipes and three targets as their recipes stand
+# make reference MODEL=folder  what recipes remove at 0.99 from a model, and KL beside quantised caches: a table
 # make test      set up .venv, then lint, types, the layers of the packages, and tests
 # make test-fast those that take seconds
 # make test-slow the tests marked slow: more kills, more mutations
@@ -27,7 +28,7 @@ FAST := $(wildcard $(foreach name,bases codes forms json recipe recipe_reference
 
 PAGES = README.md CONTRIBUTING.md LICENSE docs artifacts/NOTES.md artifacts/studies
 
-.PHONY: docs demo demo-full gpu test test-fast test-slow test-vllm fuzz test-min lint setup clean
+.PHONY: docs demo demo-full reference gpu test test-fast test-slow test-vllm fuzz test-min lint setup clean
 
 setup: $(VENV)/.done
 
@@ -51,6 +52,16 @@ demo-full: setup
 	done
 	$(BIN)/rotor generate out/demo-rotor-0.99 "def main(" --max-new-tokens 40
 	$(BIN)/rotor validate $(foreach recipe,fdc rotor,$(foreach target,$(TARGETS),out/demo-$(recipe)-$(target)))
+
+MODEL ?= artifacts/demo-model
+REFERENCE := rotor rotor-post palu fdc
+reference: setup
+	@for recipe in $(REFERENCE); do \
+		$(BIN)/rotor calibrate $(MODEL) -o runs/reference-$$recipe --recipe $$recipe $(SETTINGS) --overwrite || exit; \
+		$(BIN)/rotor export runs/reference-$$recipe -o out/reference-$$recipe --accuracy 0.99 --overwrite || [ $$? = 3 ] || exit; \
+	done
+	$(BIN)/rotor study $(MODEL) --recipes rotor --parts artifacts/studies/fair.py:Fair $(SETTINGS) --no-plots -o runs/reference-study
+	$(BIN)/python artifacts/reference.py $(REFERENCE:%=out/reference-%) --study runs/reference-study
 
 lint: setup
 	$(BIN)/ruff format --check .

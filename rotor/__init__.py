@@ -6,6 +6,7 @@ do, with the same options as keyword arguments:
     rotor.inspect("MODEL")                  what a model is to rotor, and what a recipe takes
     rotor.calibrate("MODEL", "RUN")         find bases and write a run
     rotor.export("RUN", "OUT", accuracy=0.99)   write a compressed checkpoint
+    rotor.materialise("OUT", "FULL")        write one that was exported without weights with them
     rotor.validate("OUT")                   check one
     rotor.study("MODEL", "STUDY")           compare recipes
     rotor.use_cache_policy(model, "gear-2")     keep the cache of a loaded model by a policy
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from .evaluation.fitting import fit_cache_policy as fit_cache_policy
     from .export.export import ExportResult as ExportResult
     from .export.export import export as export
+    from .export.materialise import materialise as materialise
     from .planning.inspection import Inspection as Inspection
     from .planning.inspection import inspect as inspect
     from .policies import use_cache_policy as use_cache_policy
@@ -73,6 +75,7 @@ _MODULES = {
     "export": "export.export",
     "fit_cache_policy": "evaluation.fitting",
     "inspect": "planning.inspection",
+    "materialise": "export.materialise",
     "study": "study.study",
     "use_cache_policy": "policies",
     "validate": "validation.validate",

@@ -20,14 +20,13 @@ from random_layers import write_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotor.bases.weights import AttentionWeights
 from rotor.format.channels import SIGNED, WIDTHS, Channels, Latent, Numbers
 from rotor.format.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout
-from rotor.models.projections import split_projections
 from rotor.runtime import attention
 from rotor.runtime.attention import RotorAttention
 from rotor.runtime.families import attention_shape, find_family
 from rotor.runtime.integration import replace_attention
+from rotor.runtime.projections import AttentionWeights, split_projections
 
 Bits = Sequence[tuple[int, ...]]
 """Of each group in turn, of its channels in turn, over and over."""

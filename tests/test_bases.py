@@ -9,10 +9,10 @@ from rotor.bases import identity, kq, palu, svd
 from rotor.bases.layer import LayerBases
 from rotor.bases.method import Inputs, block_diagonal, output_moments, rotary_average
 from rotor.bases.moments import LayerStatistics
-from rotor.bases.weights import AttentionWeights
 from rotor.format.layout import POST_ROPE, AttentionShape
 from rotor.kernels.rotary import rotate
 from rotor.rewriting.rewrite import layer_layout, rewrite_layer
+from rotor.runtime.projections import AttentionWeights
 
 DOUBLE = torch.float64
 

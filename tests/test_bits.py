@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from rotor.allocation.bits import BitsPath
 from rotor.bases.pair import BasisPair
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run, codes_path
+from rotor.calibration.run import Run, layer_path
 from rotor.checked import Reader
 from rotor.codes.layer import CodedBases
 from rotor.codes.quantiser import ChannelCode
@@ -33,7 +33,7 @@ from rotor.recipe import load_recipe, override
 from rotor.recipe.settings import Compute, ExportSettings, Goal
 from rotor.report.collect import collect
 from rotor.rewriting.compressible import CompressibleModel
-from rotor.rewriting.shards import planned_layouts
+from rotor.rewriting.rewrite import planned_layouts
 from rotor.search.measurer import rank_path
 from rotor.search.point import Point, channels_json
 from rotor.search.table import RankTable
@@ -314,7 +314,7 @@ def test_damaged_codes_of_a_run_are_refused(coded_run, tmp_path: Path):
     run = coded_run("llama", "rotor")
     copy = Path(shutil.copytree(run.folder, tmp_path / "run"))
     export(copy, tmp_path / "whole", compression=COMPRESSION)  # measures a point, which the run's table keeps
-    path = codes_path(copy, 0)
+    path = layer_path(copy, "codes", 0)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match="layer-0000"):
         export(copy, tmp_path / "out", compression=COMPRESSION)

@@ -65,6 +65,8 @@ def serves(policy: Policy, kind: str) -> bool:
     """Quantisers want rows of numbers, tiers rows of any kind."""
     if isinstance(policy, Tiers):
         return kind != "plain"
+    if policy.turns_keys and kind == "post":
+        return False
     return kind != "codes" or (policy.evicts and getattr(policy, "bits", 16) == 16)
 
 
@@ -197,7 +199,9 @@ def test_transformers_offloaded_cache_gives_the_same_tokens(policy: Policy, poli
 
 
 @pytest.mark.parametrize(
-    "policy", [PerToken(4, 8), KCVT(4, buffer=5), Streaming(tokens=8), H2O(tokens=8), Tiers()], **NAMES
+    "policy",
+    [PerToken(4, 8), KCVT(4, buffer=5), Streaming(tokens=8, positions="sequence"), H2O(tokens=8), Tiers()],
+    **NAMES,
 )
 def test_a_prompt_in_chunks_goes_on(policy: Policy, models) -> None:
     model, rows = models("post"), prompts(2, 18)

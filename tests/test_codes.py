@@ -17,7 +17,7 @@ from rotor.bases.pair import BasisPair
 from rotor.calibration.gradients import LayerFisher, fisher_information
 from rotor.calibration.samples import GradientClip, SampleKeeper
 from rotor.codes.allocation import bit_curve, bit_path
-from rotor.codes.fold import FoldedCode, fold_code
+from rotor.codes.fold import fold_code
 from rotor.codes.layer import layer_codes
 from rotor.codes.quantiser import ChannelCode, ChannelFit, measure_channels
 from rotor.errors import NumericsError
@@ -29,6 +29,7 @@ from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model, weights_of
 from rotor.runtime.families import find_family
+from rotor.runtime.rewrite import FoldedBasis
 
 WIDTHS = (0, 4, 8, 12, 16)
 
@@ -126,7 +127,7 @@ def test_loss_of_a_channel_counts_each_tokens_own_gradient():
     information.add({"value": g, "key_post": g})
     keeper = SampleKeeper(512, 1024, seed=0)
     keeper.add(x, g)
-    fisher = LayerFisher(information, dict.fromkeys(("value", "key_post"), keeper.samples()))
+    fisher = LayerFisher(information, dict.fromkeys(("value", "key_post"), keeper.samples()), 1.0)
     pair = BasisPair(*(torch.eye(4, dtype=torch.float64)[None],) * 2, torch.ones(1, 4, dtype=torch.float64))
     codes = layer_codes(LayerBases(POST_ROPE, 1, pair, pair), fisher)
     for bits in (4, 8):
@@ -209,7 +210,7 @@ def fitted(seed: int, dim: int = 16, samples: int = 256) -> tuple[Tensor, Tensor
     return x, encode, decode, code
 
 
-def rows_of(folded: FoldedCode, projected: Tensor) -> Tensor:
+def rows_of(folded: FoldedBasis, projected: Tensor) -> Tensor:
     """What attention reads of what a projection puts out: through the bytes of a row."""
     return unpack(pack(projected, CHANNELS), torch.float64)
 
@@ -339,7 +340,8 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     AttentionInterface.register("rotor_test_fisher", attention)
     model.config._attn_implementation = "rotor_test_fisher"
     totals: dict[tuple[int, str], Tensor] = {}
-    for row in rows.split(1):
+    of_tokens: dict[int, dict[tuple[int, int], float]] = {layer: {} for layer in found}
+    for index, row in enumerate(rows.split(1)):
         logits = model(
             inputs_embeds=model.get_input_embeddings()(row).detach().requires_grad_(), use_cache=False
         ).logits
@@ -347,6 +349,10 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
         for key, g in zip(moved, torch.autograd.grad(loss, list(moved.values())), strict=True):
             stacked = g[0].transpose(0, 1).flatten(1).double()
             totals[key] = totals.get(key, 0) + stacked.T @ stacked
+            for token, square in enumerate(stacked.square().sum(1).tolist()):
+                of_tokens[key[0]][index, token] = of_tokens[key[0]].get((index, token), 0.0) + square
+    for layer, squares in of_tokens.items():  # 0.1 % of so few tokens is one
+        assert found[layer].top_share == pytest.approx(max(squares.values()) / sum(squares.values()), rel=1e-3)
     for (layer, name), expected in totals.items():
         got = found[layer].information.moment(name, shape.num_kv_heads)[0]
         assert relative_error(got, expected) < 1e-3, (layer, name)

@@ -39,6 +39,7 @@ QUICKER = {
 """Options put after those of the page; the last one counts."""
 
 PARSED_ALONE = {
+    "--tasks": "test_tasks.py",
     "bench": "test_bench.py",
     "cache.tiers=0.1": "test_tier_choice.py",
     "compile": "test_precompile.py",

@@ -7,12 +7,28 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import calibrated, in_memory
+from tiny_models import CONFIGS
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
 
-from rotor.errors import UsageError
-from rotor.policies import H2O, EvictingLayer, Eviction, Keyformer, Random, Streaming, Window
+from rotor.errors import UnsupportedModelError, UsageError
+from rotor.evaluation.cached import final_states_through_cache
+from rotor.policies import (
+    H2O,
+    EvictingLayer,
+    Eviction,
+    Keyformer,
+    Random,
+    Streaming,
+    Window,
+    cache_policy,
+    use_cache_policy,
+)
 from rotor.policies.affine import AffineCode
 from rotor.policies.budgets import squeeze_shares, three_means
 from rotor.policies.layer import noise_of
+from rotor.search.probe import full_ranks
 from rotor.study.parts.budgets import sensitivity_shares
 
 GROUPS, HEADS, PROMPT, TOKENS = 2, 3, 12, 20
@@ -198,6 +214,58 @@ def test_a_layers_budget_is_its_share() -> None:
         policy.layers(3)
     with pytest.raises(UsageError, match="none beside squeeze"):
         H2O(layer_shares=(1.0,), squeeze=0.3)
+
+
+@pytest.mark.parametrize("family, pads", [("llama", 0), ("llama", 3), ("gpt_neox", 0), ("falcon", 0)])
+def test_positions_within_the_cache_are_those_of_the_paper(family: str, pads: int) -> None:
+    """StreamingLLM section 3.2: in a model of one layer, logits are the model's own behind the kept tokens alone."""
+    torch.manual_seed(0)
+    config = CONFIGS[family]()
+    config.num_hidden_layers = 1
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    rows, budget, prompt = torch.randint(1, 4096, (2, 60), generator=torch.Generator().manual_seed(1)), 9, 20
+    mask = torch.ones_like(rows)
+    mask[0, :pads] = 0
+    places = mask.cumsum(-1).sub(1).clamp(min=0)
+    with cache_policy(model, Streaming(tokens=budget)), torch.no_grad():
+        cache = DynamicCache(config=config)
+        for start, end in [(0, prompt), *((t, t + 1) for t in range(prompt, 60))]:
+            found = {"attention_mask": mask[:, :end], "position_ids": places[:, start:end]}
+            logits = model(rows[:, start:end], past_key_values=cache, **found).logits[:, -1]
+    for row, first in enumerate((pads, 0)):
+        kept = torch.cat([rows[row, first : first + 4], rows[row, 60 - (budget - 4) - 1 :]])
+        with torch.no_grad(), cache_policy(model, None):
+            expected = model(kept[None]).logits[0, -1]
+        torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("domain", ["pre", "block"])
+def test_positions_within_the_cache_of_compressed_rows(domain: str, tiny, tmp_path) -> None:
+    """At full rank they are those of the uncompressed model, whose keys RoPE turns."""
+    run = calibrated(tiny("llama"), tmp_path / "run", domain, 2)
+    network, states = in_memory(run), []
+    rows = torch.randint(1, 4096, (2, 80), generator=torch.Generator().manual_seed(0))
+    for compressed in (False, True):
+        if compressed:
+            bases = run.bases()
+            chosen = bases.select([next(iter(bases[0]))] * len(bases))
+            network.compress(chosen, [[full_ranks(b)] * len(b.qk.encode) for b in chosen])
+        for positions in ("cache", "sequence"):
+            policy = H2O(tokens=12, scope="layer", positions=positions)
+            states.append(final_states_through_cache(network, rows, policy, 20))
+    for before, after in zip(states[:2], states[2:], strict=True):
+        assert float((after - before).norm() / before.norm()) < 1e-4
+    assert float((states[1] - states[0]).norm() / states[0].norm()) > 0.05
+
+
+def test_positions_within_the_cache_are_refused_where_keys_cannot_turn(policy_models) -> None:
+    for kind, text in (("gpt2", "has no RoPE"), ("phi3", "depend on the length"), ("post", "after RoPE")):
+        with pytest.raises(UnsupportedModelError, match=text):
+            use_cache_policy(policy_models.model(kind), Streaming())
+        use_cache_policy(policy_models.model(kind), Streaming(positions="sequence"))
+        use_cache_policy(policy_models.model(kind), None)
 
 
 @pytest.mark.peer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, NO_ROPE, build_tiny, calibrated, in_memory, relative_error
+from conftest import CONFIGS, NO_ROPE, calibrated, in_memory, relative_error
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
@@ -23,8 +23,9 @@ from rotor.kernels.reference import attend
 from rotor.kernels.rotary import rotate
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import load_model
-from rotor.models.projections import kv_parameters, read_attention
+from rotor.models.projections import kv_parameters
 from rotor.runtime.families import FAMILIES, attention_shape, find_family
+from rotor.runtime.projections import read_attention
 from rotor.validation.validate import validate
 
 PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
@@ -233,15 +234,3 @@ def test_what_is_not_supported_is_refused_by_name(name: str, change: dict, messa
 def test_every_supported_family_is_tested() -> None:
     assert {config().model_type for config in CONFIGS.values()} == set(FAMILIES)
     assert {name for name in CONFIGS if find_family(CONFIGS[name]()).rotary is None} == NO_ROPE
-
-
-def test_bfloat16_checkpoint_of_a_soft_capped_model(tmp_path: Path) -> None:
-    """Rewritten and run in the checkpoint's dtype."""
-    folder = build_tiny("gemma2", tmp_path / "model", torch.bfloat16)
-    run = calibrated(folder, tmp_path / "run", "pre", "all")
-    export(run.folder, tmp_path / "out", compression=0.4)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
-    assert model.dtype == torch.bfloat16
-    with torch.inference_mode():
-        expected = load_tiny(tmp_path / "out")(PROMPT).logits
-        assert relative_error(model(PROMPT).logits.float(), expected) < 0.1

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rotor.bases.layer import LayerBases
 from rotor.bases.pair import BasisPair
-from rotor.bases.weights import AttentionWeights
 from rotor.codes.layer import CodedBases
 from rotor.codes.quantiser import ChannelCode, measure_channels
 from rotor.format.channels import Channels, Numbers
@@ -21,7 +20,8 @@ from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import attention, project_keys
 from rotor.kernels.rotary import rotate, when_read, within_blocks
 from rotor.kernels.rows import pack_layer
-from rotor.rewriting.rewrite import bias_names, layer_layout, rewrite_layer
+from rotor.rewriting.rewrite import layer_layout, rewrite_layer
+from rotor.runtime.projections import AttentionWeights
 
 SHAPE = AttentionShape(1, num_heads=6, num_kv_heads=2, head_dim=16, hidden_size=40, rotary_dim=12)
 """Partial rotary: 6 planes, and 4 dimensions that RoPE does not rotate."""
@@ -101,7 +101,7 @@ def compressed(hidden: Tensor, weights: AttentionWeights, bases: LayerBases, sha
     size = bases.qk.encode.shape[-1]
     layout, order = layer_layout(bases, [(size, size)])
     t = rewrite_layer(weights, bases, layout, order, shape)
-    assert list(t) == list(layer_tensors(layout, shape, bias_names(weights)))
+    assert list(t) == list(layer_tensors(layout, shape, weights.bias_names))
 
     def project(name: str) -> Tensor:
         return hidden @ t[f"{name}_proj.weight"].T + t.get(f"{name}_proj.bias", 0)

@@ -28,8 +28,8 @@ from rotor.errors import CheckpointError, NumericsError
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import check_fit
-from rotor.models.projections import read_attention
 from rotor.runtime.families import attention_shape, find_family
+from rotor.runtime.projections import read_attention
 
 pytestmark = pytest.mark.usefixtures("bounded_memory")
 
@@ -184,7 +184,3 @@ def test_files_that_are_not_what_their_names_say(tmp_path: Path) -> None:
         file.truncate(1 << 30)
     with pytest.raises(CheckpointError, match="1073741824 bytes, more than"):
         Checkpoint(tmp_path)
-
-
-def test_the_demo_model_is_not_refused() -> None:
-    read_model(DEMO_MODEL)

@@ -50,6 +50,8 @@ def test_a_config_alone_is_enough(tiny, tmp_path: Path) -> None:
         assert (alone.shape, alone.keys, alone.parameters) == (whole.shape, whole.keys, whole.parameters)
         assert alone.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.02)
         assert alone.calibrate.host_bytes == pytest.approx(whole.calibrate.host_bytes, rel=0.1)
+    with pytest.raises(CheckpointError, match=r"other\.json: is a file"):
+        inspect(shutil.copy(DEMO_MODEL / "config.json", tmp_path / "other.json"))
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     shutil.copy(DEMO_MODEL / "config.json", pickled)
@@ -93,10 +95,6 @@ def test_more_tokens_and_wider_groups_need_more() -> None:
 
 
 def test_command_line() -> None:
-    text = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL)])
-    assert text.exit_code == 0, text.output
-    assert "5 layers, 6 query and 2 KV heads of 64, RoPE" in text.output
-    assert "2,560 bytes per token" in text.output
     data = json.loads(CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), "--json"]).stdout)
     assert data["shape"]["num_layers"] == 5
     assert data["kv_bytes_per_token"] == 2560
@@ -146,7 +144,11 @@ def test_as_many_heads_share_a_latent_as_cost_no_time(heads: int, head_dim: int)
 
 
 def test_decode_times_are_shown_as_a_prediction_with_the_recipes_marked(tiny) -> None:
-    text = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL)]).output
+    shown = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL)])
+    text = shown.output
+    assert shown.exit_code == 0, text
+    assert "5 layers, 6 query and 2 KV heads of 64, RoPE" in text
+    assert "2,560 bytes per token" in text
     marked = [line for line in text.splitlines() if "* " in line and "│" in line]
     assert len(marked) == 1
     assert "* joint, blocks of 64, 13 fast planes, 2 heads" in marked[0]

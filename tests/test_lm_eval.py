@@ -73,12 +73,8 @@ def test_lm_eval_task_of_local_files(lookup_task: Path, demo, run_copy, tmp_path
     assert base["score"] >= 0.8  # four choices: 0.25 by chance
     found = metric.measure(outputs(scores(BASE), model), "report")
     assert found.value == 1
-    assert found.fields == {
-        "compressed_score": base["score"],
-        "compressed_score_stderr": base["score_stderr"],
-    }
-    assert found.interval is not None
-    assert found.interval[0] <= 1 <= found.interval[1]
+    assert found.fields == {"compressed_score": base["score"]}
+    assert found.interval == (1, 1)  # paired: every document alike
 
     settings = [f"evaluation.metric={metric.name}", "evaluation.lm_eval_limit=10"]
     report = export(run.folder, tmp_path / "out", compression=0.7, overrides=settings).report
@@ -102,7 +98,11 @@ def test_lm_eval_errors_name_the_task(lookup_task: Path, demo) -> None:
     metric = make_metric(f"lm-eval:{lookup_task}", context(None, checkpoint))
     result = {"alias": "t", "loss,none": 4.0, "loss_stderr,none": 0.8, "acc,none": 0.5}
     output = {"results": {"t": result}, "higher_is_better": {"t": {"loss": False}}}
-    assert metric._read(output) == (0.25, pytest.approx(0.05))
+    assert metric._read(output) == (0.25, [])
+    samples = {"t": [{"metrics": ["acc"], "acc": hit} for hit in (1.0, 0.0)]}
+    output = {"results": {"t": {"acc,none": 0.5}}, "higher_is_better": {}, "samples": samples}
+    assert metric._read(output) == (0.5, [1.0, 0.0])
+    assert metric._read(output | {"results": {"t": {"acc,none": 0.7}}}) == (0.7, [])  # no mean of documents
     with pytest.raises(DataError, match="several tasks and no score over all of them") as error:
         metric._read({"results": {"t": result, "u": result}, "higher_is_better": {}})
     assert error.value.hint == "Name one of t, u."

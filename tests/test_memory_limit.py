@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from large_checkpoint import make_checkpoint
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rotor.data.tokens import synthetic_tokens
 from rotor.models.checkpoint import Checkpoint
@@ -39,7 +39,9 @@ print(synthetic_tokens(weights, 3, 6, checkpoint.config, None, 0).tolist())
 def test_a_model_writes_text_in_less_memory_than_its_weights_take(tmp_path: Path) -> None:
     """0.9 GB of weights in 0.4 GB: the tokens are those of the model in memory, which does not fit under the limit."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}
-    make_checkpoint(tmp_path / "model", layers=14, vocab_size=8192, **sizes)
+    config = LlamaConfig(**sizes, num_hidden_layers=14, vocab_size=8192, bos_token_id=0, eos_token_id=1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model", max_shard_size="40MB")
 
     def write(how: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

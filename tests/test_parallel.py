@@ -193,7 +193,7 @@ def test_what_cannot_be_spread_is_refused(checkpoint: Any, alone: None) -> None:
         ({"labels": ids}, "labels: a process has the logits of its own tokens only"),
         ({"attention_mask": torch.ones(1, 1, 8, 8)}, r"attention_mask: got \[1, 1, 8, 8\], expected \[2, 8\]"),
         ({"attention_mask": torch.ones(2, 7)}, r"attention_mask: got \[2, 7\], expected \[2, 8\]"),
-        ({"position_ids": holes}, "row 0: position_ids skip or repeat"),
+        ({"position_ids": holes}, "sequence 0: the tokens at .* but not by position_ids"),
         ({"logits_to_keep": torch.tensor([1])}, "logits_to_keep: expected a number of tokens"),
         ({"past_key_values": filled}, "was filled outside of sequence_parallel"),
         ({"past_key_values": StaticCache(model.config, max_cache_len=16)}, "a StaticCache cannot be spread"),
@@ -230,7 +230,7 @@ def test_positions_that_skip_later_are_refused(checkpoint: Any, alone: None) -> 
     with sequence_parallel(model):
         given = {"attention_mask": mask, "position_ids": positions_of(mask)}
         cache = model(ids, use_cache=True, **given).past_key_values
-        with pytest.raises(UsageError, match="row 0: position_ids skip"):
+        with pytest.raises(UsageError, match=r"sequence 0: the tokens at .* but not by position_ids"):
             model(ids[:, :1], attention_mask=longer, position_ids=torch.tensor([[8], [8]]), past_key_values=cache)
 
 

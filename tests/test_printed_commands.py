@@ -15,6 +15,7 @@ from rotor.calibration.run import Run
 from rotor.cli.app import app
 from rotor.export.export import export
 from rotor.recipe import load_recipe
+from rotor.study.request import StudySettings
 
 METRIC = ["evaluation.metric=kl_div"]
 """One that a random model has an accuracy in."""
@@ -44,7 +45,7 @@ def test_settings_and_options_in_texts_exist() -> None:
 
     commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
     known = {option for command in commands for p in command.params for option in (*p.opts, *p.secondary_opts)}
-    settings = load_recipe("rotor").to_dict()
+    settings = load_recipe("rotor").to_dict() | {"study": vars(StudySettings())}
     for file, texts in TEXTS.items():
         # Options of git, of an engine, and of pytest, a sanitizer and the processes that `rotor gpu` starts.
         if file == "rotor/bench/records.py" or file.startswith(("rotor/plugins/", "rotor/bench/gpu")):

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from pathlib import Path
 
 import pytest
-from conftest import DEMO_MODEL, FAST_EVALUATION
+from conftest import DEMO_MODEL
 
 from rotor.calibration.run import Run
 from rotor.errors import DataError, UsageError
-from rotor.format.channels import Numbers
-from rotor.format.layout import GroupLayout, kv_bytes_per_token, ordered_by_class
-from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
-from rotor.prediction.devices import bundled_devices
 from rotor.recipe import load_recipe
 from rotor.recipe.settings import Compute
 from rotor.report.style import shown_loss
 from rotor.search.measurer import rank_path
 from rotor.study import context as study_context
 from rotor.study.part import find_part
-from rotor.study.parts import curves, degradation, front, pruning, sources
+from rotor.study.parts import curves, pruning, tokens
 from rotor.study.records import METRIC_LABELS
 from rotor.study.request import StudyPlan
 from rotor.study.store import StudyStore
@@ -47,7 +42,6 @@ def small(tmp_path_factory: pytest.TempPathFactory):
     pytest.importorskip("matplotlib")
     patch = pytest.MonkeyPatch()
     patch.setattr(curves, "COMPRESSIONS", (0.3, 0.6))
-    patch.setattr(degradation, "HELD_OUT_TOKENS", 64)
     patch.setattr(pruning, "SHARES", (0.0, 0.5))
     patch.setattr(pruning, "CENTROIDS", (16, 4096))
     out = tmp_path_factory.mktemp("study") / "study"
@@ -88,19 +82,12 @@ def test_small_study_measures_every_part(small) -> None:
             assert "out_of_reach" in point or point["search"]["accuracy"] >= float(target)
     assert records["curves/rotor/p0.60"]["report"]["kl_div"] < records["curves/fdc/p0.60"]["report"]["kl_div"]
 
-    source = records["sources/fdc"]
-    assert {"random", "random-1", "text", "other-text"} <= set(source["variants"])
-    assert len(source["pairs"]) == math.comb(len(source["variants"]), 2)
-    seeds = next(p for p in source["pairs"] if (p["a"], p["b"]) == ("random", "random-1"))
-    assert 0 < seeds["qk"]["ratio"] < 2
-    assert seeds["vo"]["delta"] == 0  # from the weights alone
-    assert 0 < seeds["qk"]["angles_degrees"]["0.5"]["mean"] <= seeds["qk"]["angles_degrees"]["0.5"]["largest"] <= 90
-
     assert records["tokens/fdc/random/1024/p0.50"]["count"] == 1024
     assert records["tokens/fdc/text/256/p0.50"]["report"]["kl_div"] > 0
-    degraded = [records[f"degradation/fdc/qk/p{p:.2f}"] for p in (0.3, 0.6)]
-    assert 0 < degraded[0]["calibration"] < degraded[1]["calibration"]
-    assert all(len(record["held_out"]) == 2 for record in degraded)
+    same, seeds = (records[f"tokens/fdc/{source}/1024/p0.50"]["bases"]["random"] for source in ("random", "random-1"))
+    assert same["qk"]["ratio"] == 0 < seeds["qk"]["ratio"] < 2
+    assert seeds["vo"]["delta"] == 0  # from the weights alone
+    assert 0 < seeds["qk"]["angles_degrees"]["0.5"]["mean"] <= seeds["qk"]["angles_degrees"]["0.5"]["largest"] <= 90
     found = {key: record for key, record in records.items() if key.startswith("pruning/")}
     assert [(r["share"], r["kmeans"]) for r in found.values()] == [(0.0, None), (0.5, None), (0.5, 16), (0.5, 4096)]
     assert "4096 centroids for 512 tokens" in records["pruning/fdc/kmeans-4096/p0.50"].get("skipped", "")
@@ -133,7 +120,6 @@ def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(study_context, "calibrate", refuse)
     monkeypatch.setattr("rotor.search.measurer.Measurer.measure", refuse)
-    monkeypatch.setattr(degradation, "degradation", refuse)
     before = (result.folder / "results.json").read_text()
     again = study(DEMO_MODEL, result.folder, **arguments)
     assert again.added == 0
@@ -195,9 +181,9 @@ def test_tables_and_plots_appear_as_parts_complete(tmp_path: Path, monkeypatch) 
         seen.append(sorted(path.name for path in [*out.glob("*.md"), *(out / "plots").glob("*.png")]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sources.Sources, "tasks", tasks)
+    monkeypatch.setattr(tokens.Tokens, "tasks", tasks)
     with pytest.raises(KeyboardInterrupt):
-        study(DEMO_MODEL, out, ["fdc"], SMALL, parts=["curves", "sources"])
+        study(DEMO_MODEL, out, ["fdc"], SMALL, parts=["curves", "tokens"])
     assert seen == [["recipes.png", "summary.md"]]
 
 
@@ -206,7 +192,7 @@ def test_a_recipe_that_no_tokens_change_is_left_out(tmp_path: Path) -> None:
     assert reads_tokens(load_recipe("fdc"))
     assert reads_tokens(load_recipe("rotor-plain"))
     assert not reads_tokens(load_recipe("fdc-prerope"))
-    alone = study(DEMO_MODEL, tmp_path / "study", ["fdc-prerope"], SMALL, parts=["sources", "tokens"], plots=False)
+    alone = study(DEMO_MODEL, tmp_path / "study", ["fdc-prerope"], SMALL, parts=["tokens", "pruning"], plots=False)
     assert alone.records == {}
 
 
@@ -261,7 +247,7 @@ def test_csv_and_summary(small) -> None:
 
     summary = (result.folder / "summary.md").read_text()
     assert summary.startswith("# Study of demo-model\n")
-    for title in ("Recipes", "Ablation", "Bases by source", "Error by number of calibration tokens", "Degradation"):
+    for title in ("Recipes", "Ablation", "Error and bases by source", "Pruning and K-means"):
         assert f"\n## {title}" in summary
     assert "| recipe | at 0.99 | at 0.95 | at 0.9 |" in summary
     assert f"| {point['report']['kl_div']:.5f} |" in summary
@@ -273,52 +259,28 @@ def test_csv_and_summary(small) -> None:
         assert len(widths) <= 1, line
 
 
+def test_overheads_are_predicted(small) -> None:
+    """Rebuilding writes and reads keys and values of full width: nearly twice the uncompressed model's time more."""
+    result, arguments = small
+    found = study(DEMO_MODEL, result.folder, **{**arguments, "parts": ["overhead"]}).records["overhead/fdc/p0.50"]
+    assert found["stored"] >= 0.5
+    assert 0.5 * (1 - found["stored"]) < found["time"] < 1
+    assert 1.5 < found["rebuilt"] - found["time"] < 2
+    assert found["unbalanced"] >= 0.99 * found["time"]
+    assert "| `fdc` | " in (result.folder / "summary.md").read_text().partition("## Overheads, predicted")[2]
+
+
 def test_plots_are_written(small) -> None:
     """Of a study that is complete: nothing is measured for them."""
     first, arguments = small
     assert not any(path.suffix == ".png" for path in first.files)
     result = study(DEMO_MODEL, first.folder, **{**arguments, "plots": True})
     assert result.added == 0
-    for name in ("recipes", "ablation", "tokens", "degradation", "pruning", "pruning-spectra"):
+    for name in ("recipes", "ablation", "tokens", "pruning"):
         png = result.folder / "plots" / f"{name}.png"
         assert png in result.files
         assert png.read_bytes().startswith(b"\x89PNG")
         assert b"<svg" in png.with_suffix(".svg").read_bytes()
-
-
-def test_front_of_bytes_against_predicted_time(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(front, "WEIGHTS", (0.0, 1.0))
-    overrides = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "ranks.multiple_of=4"]
-    overrides += [*FAST_EVALUATION, "ranks.probe_tokens=128", "objective.context_tokens=1024", "objective.device=l40s"]
-    overrides += ["evaluation.metric=kl_div"]  # the tiny model gets no token right
-    arguments = {"parts": ["front"], "focus": ["rotor-16"], "overrides": overrides}
-    with pytest.raises(UsageError, match="--parts front: the ranks of fdc do not choose"):
-        study(tiny("llama"), tmp_path / "study", ["fdc", "rotor-16"], **{**arguments, "focus": ["fdc"]})
-    result = study(tiny("llama"), tmp_path / "study", ["fdc", "rotor-16"], **arguments)
-    assert list(result.records) == ["front/rotor-16/w0.00", "front/rotor-16/w1.00"]
-    run = Run.open(result.folder / "runs" / "front" / "rotor-16")
-    device, step = bundled_devices()["l40s"], DecodeStep(1024, 8, 4)
-    for record in result.records.values():
-        assert (record["device"], record["context_tokens"], record["batch_size"]) == ("l40s", 1024, 8)
-        assert list(record["targets"]) == ["0.99", "0.95", "0.90"]
-        for target, point in record["targets"].items():
-            assert point["search"]["accuracy"] >= float(target)
-            assert point["bytes_share"] == pytest.approx(1 - point["stored"], abs=1e-6)
-            layouts = [
-                ordered_by_class(
-                    [GroupLayout(tuple(range(4 // len(ranks))), Numbers(qk), Numbers(v)) for qk, v in ranks],
-                    run.candidates[key].form,
-                )[0]
-                for key, ranks in zip(point["choice"], point["ranks"], strict=True)
-            ]
-            assert point["kv_bytes_per_token"] == kv_bytes_per_token(layouts, 4)
-            assert point["predicted_seconds"] == pytest.approx(decode_seconds(layouts, run.shape, device, step))
-            expected = point["predicted_seconds"] / uncompressed_decode_seconds(run.shape, device, step)
-            assert point["time_share"] == pytest.approx(expected, abs=1e-6)
-    assert (result.folder / "plots" / "front.png").is_file()
-    assert "rates of l40s, at 1024 tokens of context and a batch of 8" in (result.folder / "summary.md").read_text()
-    assert study(tiny("llama"), result.folder, ["fdc", "rotor-16"], **arguments).added == 0
 
 
 def test_a_part_of_ones_own_is_a_class_in_a_file(tiny, tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ import torch
 
 from rotor.bases.layer import LayerBases
 from rotor.bases.pair import BasisPair
-from rotor.study.bases import basis_difference, compare_bases, first_value_variation, mean_spectra
-from rotor.study.part import find_parts
-from rotor.study.parts.degradation import relative_difference, uniform_ranks
+from rotor.study.bases import basis_difference, compare_bases, first_value_variation
+from rotor.study.part import find_part
 from rotor.study.request import StudyPlan
 
 
@@ -61,23 +60,17 @@ def test_rotated_subspace_has_the_angle_of_its_rotation(angle: float) -> None:
     assert found["0.25"]["largest"] < 1e-4
 
 
-def test_spectra_variation_and_uniform_ranks_by_hand() -> None:
+def test_variation_by_hand() -> None:
     layers = [layer([2.0], [4.0], [4.0], [4.0]), layer([5.0], [5.0], [7.0], [9.0])]
     assert first_value_variation(layers, "qk") == pytest.approx(2 / 5)
     assert first_value_variation([layer([0.0, 0.0])], "vo") == 0
-    layers = [layer([4.0, 2.0], [0.0, 0.0]), layer([1.0, 1.0], [8.0, 2.0])]
-    assert mean_spectra(layers)["qk"] == pytest.approx([3 / 4, (0.5 + 0 + 1 + 0.25) / 4])
-    wide = [layer([1.0] * 10)] * 2
-    assert uniform_ranks(wide, 0.3, "qk") == [[(7, 10)]] * 2
-    assert uniform_ranks(wide, 0.99, "vo") == [[(10, 1)]] * 2
-    assert relative_difference(torch.tensor([1.0, -3.0]), torch.tensor([2.0, -3.0])) == 0.25
 
 
 def test_parts_that_look_at_one_side_take_two_latents(tmp_path) -> None:
     """A joint basis has no channels of one side: cutting or comparing them ended in an error of shapes."""
-    plan = StudyPlan.of(["rotor"], parts=["sources", "tokens", "degradation"])
+    plan = StudyPlan.of(["rotor"], parts=["tokens", "pruning"])
     assert plan.recipes["rotor"].joins_latents
     study: Any = SimpleNamespace(plan=plan, store=SimpleNamespace(folder=tmp_path))
-    recipes = [r for part in find_parts(plan) for task in part.tasks(study) for r in task.calibrations.values()]
+    recipes = [r for name in plan.parts for task in find_part(name).tasks(study) for r in task.calibrations.values()]
     assert len(recipes) > 15
     assert not any(recipe.joins_latents for recipe in recipes)

@@ -16,17 +16,21 @@ from conftest import DEMO_MODEL, FAST_EVALUATION, SHORT_TEXT, calibrated
 from rotor.errors import UsageError
 from rotor.evaluation.metrics.distance import Prompts
 from rotor.models.checkpoint import Checkpoint
-from rotor.policies import GEAR, KCVT, KVQuant, PerToken
+from rotor.policies import H2O, KCVT, PerToken
+from rotor.prediction.cost import DecodeStep, uncompressed_decode_seconds
+from rotor.prediction.devices import bundled_devices
 from rotor.progress import Progress
 from rotor.rewriting.compressible import CompressibleModel
+from rotor.runtime.families import attention_shape
 from rotor.search import tiers as tier_search
 from rotor.search.measurer import rank_path
-from rotor.study import caches, context
-from rotor.study.cache_part import draw_fidelity, family, pareto_front
+from rotor.study import caches
+from rotor.study.cache_part import StudiedCache, draw_fidelity, method_of, pareto_front
 from rotor.study.caches import CacheBench, CachedModel, CacheRecord
-from rotor.study.parts import budgets, combine, evict, peers, quantise
+from rotor.study.parts import budgets, combine, evict, gear, memory, methods, shift
 from rotor.study.parts import tiers as tiers_part
-from rotor.study.parts.combine import best_mixtures, equal_contribution
+from rotor.study.parts.combine import equal_contribution, strongest
+from rotor.study.parts.methods import at_equal_bytes, fewest_bytes
 from rotor.study.study import study
 
 
@@ -98,7 +102,7 @@ def test_a_compressed_model_is_measured_like_a_baseline(bench, run) -> None:
 @pytest.mark.parametrize("name, package", [("quanto", "optimum.quanto"), ("hqq", "hqq.core.quantize")])
 def test_transformers_quantised_caches_are_counted_whole(name: str, package: str, bench) -> None:
     pytest.importorskip(package)
-    make = partial(peers.baselines()[f"transformers {name}, 4 bits"], bench.network.config)
+    make = partial(methods.of_transformers()[f"transformers {name}, 4 bits"].make, bench.network.config)
     record = bench.record(name, CachedModel(bench.network, make=make, step=64))
     assert record.kl_div > 0
     # Codes of half a byte; groups of 64 numbers with scale and zero in the model's dtype.
@@ -112,19 +116,24 @@ def drawn(records: list[CacheRecord], size: str = "mean_kv_bytes_per_token") -> 
 
 
 def test_the_plot_shows_the_front() -> None:
-    one = CacheRecord("KIVI-4", kl_div=0.01, token_accuracy=0.99, ppl_ratio=0.98, answers={"copy": 0.9})
+    one = CacheRecord("KIVI-4", family="KIVI", kl_div=0.01, token_accuracy=0.99, ppl_ratio=0.98, answers={"copy": 0.9})
     records = [
         replace(one, mean_kv_bytes_per_token=700.0),
         replace(one, name="KIVI-2", kl_div=0.1, mean_kv_bytes_per_token=400.0),
-        replace(one, name="rotor", kl_div=0.001, mean_kv_bytes_per_token=320.0),
+        replace(one, name="GEAR-2", family="KIVI", kl_div=0.2, mean_kv_bytes_per_token=800.0),
+        replace(one, name="rotor", family="rotor", kl_div=0.001, mean_kv_bytes_per_token=320.0),
     ]
     figure = drawn(records)
     divergence = figure.axes[0]
-    assert {line.get_label() for line in divergence.lines} == {"KIVI", "rotor", "Pareto front"}
+    colours = {line.get_label(): line.get_color() for line in divergence.lines}
+    assert set(colours) == {"KIVI", "GEAR", "rotor", "Pareto front"}
+    assert colours["KIVI"] == colours["GEAR"] != colours["rotor"]  # one a family
     assert divergence.lines[-1].get_xydata().tolist() == [[320, 0.001]]
     assert divergence.get_yscale() == divergence.get_xscale() == "log"
     assert [axis.get_ylabel().split(":")[0] for axis in figure.axes[1:4]][-1] == "copy"
-    many = drawn([replace(one, name=f"method {i:c}", mean_kv_bytes_per_token=99.0 + i) for i in range(65, 85)])
+    many = drawn(
+        [replace(one, name=f"method {i:c}", family=f"{i}", mean_kv_bytes_per_token=99.0 + i) for i in range(65, 85)]
+    )
     looks = {(line.get_color(), line.get_marker()) for line in many.axes[0].lines[:-1]}
     assert len(looks) == 20
     long = drawn([replace(one, mean_kv_bytes_per_token=9.0, long_kv_bytes_per_token=50.0)], "long_kv_bytes_per_token")
@@ -135,12 +144,12 @@ def test_the_front_has_what_nothing_else_beats() -> None:
     points = [(1.0, 5.0), (2.0, 3.0), (2.0, 4.0), (3.0, 3.0), (4.0, 1.0)]
     assert pareto_front(points, higher=False) == [(1, 5), (2, 3), (4, 1)]
     assert pareto_front(points, higher=True) == [(1, 5)]
-    assert family("KIVI-2") == family("KIVI-4") == "KIVI"
-    assert family("GEAR-L-4") == "GEAR-L"
-    assert family("rotor-post") == family("rotor-post, 96 bytes") == "rotor-post"
-    assert family("rotor-16, 320 bytes") == "rotor-16"
-    assert family("H2O, alike, 0.2 of the tokens") == family("H2O, alike, 0.4 of the tokens") == "H2O, alike"
-    assert family("per token, 2 bits") == "per token"
+    for name, method in (
+        *(("KIVI-2", "KIVI"), ("GEAR-L-4", "GEAR-L"), ("h2o-50-4", "h2o"), ("per token, 2 bits", "per token")),
+        *(("rotor-post", "rotor-post"), ("rotor-post, 96 bytes", "rotor-post"), ("rotor-16, 320 bytes", "rotor-16")),
+        ("H2O, alike, 0.2 of the tokens", "H2O, alike"),
+    ):
+        assert method_of(name) == method
     assert CacheRecord(**asdict(CacheRecord("a", answers={"copy": 1.0}))).answers == {"copy": 1.0}
 
 
@@ -165,7 +174,8 @@ def test_a_task_that_the_uncompressed_model_cannot_do_is_left_out(bench, monkeyp
 
 
 RECIPES = ["palu", "rotor-plain"]
-FEW = ("uncompressed", "transformers quanto, 4 bits", "per token, 4 bits")
+QUANTO, FOUR = "transformers quanto, 4 bits", "per-token-4"
+FEW = ("uncompressed", QUANTO, FOUR)
 
 
 @pytest.fixture(scope="module")
@@ -173,18 +183,19 @@ def measured(tmp_path_factory):
     """A study of few baselines, of ranks and of codes: (result, keyword arguments that give it)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
-        every = peers.baselines()
-        patch.setattr(peers, "baselines", lambda: {name: every[name] for name in FEW})
+        every, policies = methods.of_transformers(), methods.policies()
+        patch.setattr(methods, "of_transformers", lambda: {QUANTO: every[QUANTO]})
+        patch.setattr(methods, "policies", lambda own: {FOUR: policies[FOUR]})
         overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=2", "tokens.count=1024", "tokens.seq_len=128"]
         overrides += ["codes.tokens=256", "tokens.source=random", "evaluation.report_tokens=512"]
-        arguments = {"parts": ["peers"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
-        out = tmp_path_factory.mktemp("peers") / "study"
+        arguments = {"parts": ["methods", "memory"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
+        out = tmp_path_factory.mktemp("methods") / "study"
         yield study(DEMO_MODEL, out, RECIPES, **arguments), arguments
 
 
 def test_the_part_measures_quantisers_and_recipes_at_equal_bytes(measured) -> None:
     result, _ = measured
-    records = {key.removeprefix("peers/"): record for key, record in result.records.items()}
+    records = {key.removeprefix("methods/"): record for key, record in result.records.items() if "methods/" in key}
     assert list(records) == [*FEW, *(f"{recipe}, {size} bytes" for recipe in RECIPES for size in (1280, 640, 1))]
     exact, half, quarter = (records[name] for name in ("uncompressed", "palu, 1280 bytes", "palu, 640 bytes"))
     assert exact["kv_bytes_per_token"] == 2560  # bfloat16, though the study computes in float32
@@ -194,21 +205,30 @@ def test_the_part_measures_quantisers_and_recipes_at_equal_bytes(measured) -> No
     coded = records["rotor-plain, 640 bytes"]
     assert 600 < coded["kv_bytes_per_token"] == coded["long_kv_bytes_per_token"] <= 640
     assert exact["kl_div"] < coded["kl_div"] < quarter["kl_div"]
+    assert coded["time_share"] > 0
     assert exact["answers"] == exact["hits"] == {"lookup": 1, "copy": 1}
+    assert exact["time_share"] == 1
+    device, step = bundled_devices()["h200"], DecodeStep(32768, 8)
+    whole = uncompressed_decode_seconds(attention_shape(Checkpoint(DEMO_MODEL).config), device, step)
+    saved = device.read_seconds((2560 - records[FOUR]["long_kv_bytes_per_token"]) * step.keys)
+    assert records[FOUR]["time_share"] == pytest.approx(1 - saved / whole)
     assert records["palu, 1 bytes"]["skipped"].startswith("out of reach: the least is ")
     assert "You need to install optimum-quanto" in records[FEW[1]]["skipped"]
 
 
 def test_the_part_writes_a_table_and_a_csv(measured) -> None:
     result, _ = measured
-    rows = {row["name"]: row for row in csv.DictReader((result.folder / "peers.csv").open())}
-    assert result.folder / "peers.csv" in result.files
-    coded = result.records["peers/per token, 4 bits"]
-    assert float(rows["per token, 4 bits"]["kl_div"]) == coded["kl_div"]
-    assert float(rows["per token, 4 bits"]["lookup_answers"]) == coded["answers"]["lookup"]
+    rows = {row["name"]: row for row in csv.DictReader((result.folder / "methods.csv").open())}
+    assert result.folder / "methods.csv" in result.files
+    coded = result.records[f"methods/{FOUR}"]
+    assert float(rows[FOUR]["kl_div"]) == coded["kl_div"]
+    assert float(rows[FOUR]["lookup_answers"]) == coded["answers"]["lookup"]
     assert rows[FEW[1]]["kl_div"] == ""
     text = (result.folder / "summary.md").read_text()
-    table = text[text.index("## Caches against quantisers") :].splitlines()
+    assert "| uncompressed | 2560 | " in text[text.index("## What fits into 16 GB") :]
+    row = result.records[f"memory/{FOUR}"]["row_bytes"]
+    assert row == memory.TOKENS * coded["long_kv_bytes_per_token"]
+    table = text[text.index("## All methods") :].partition("At equal bytes")[0].splitlines()
     lines = [line for line in table if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| uncompressed", "| palu, 1280 bytes"]
@@ -221,14 +241,29 @@ def test_a_second_start_measures_nothing_but_what_was_skipped(measured, monkeypa
     monkeypatch.setattr(CacheBench, "record", lambda self, name, *rest: scored.append(name) or CacheRecord(name))
     assert study(DEMO_MODEL, result.folder, RECIPES, **arguments).added == 0
     assert scored == []
-    monkeypatch.setattr(peers, "baselines", lambda: {FEW[1]: lambda config: None})  # now it is installed
+    installed = {QUANTO: StudiedCache("transformers", make=lambda config: None)}
+    monkeypatch.setattr(methods, "of_transformers", lambda: installed)
     assert study(DEMO_MODEL, result.folder, RECIPES, **arguments).added == 1
     assert scored == [FEW[1]]
 
 
 def test_a_model_that_is_not_in_memory_is_refused(tmp_path) -> None:
-    with pytest.raises(UsageError, match="caches are read step by step, which needs all weights in memory"):
-        study(DEMO_MODEL, tmp_path / "s", ["palu"], parts=["peers"], offload="always", plots=False)
+    with pytest.raises(UsageError, match="about caches: they are read step by step, which needs all weights in memory"):
+        study(DEMO_MODEL, tmp_path / "s", ["palu"], parts=["methods"], offload="always", plots=False)
+
+
+def test_what_fits_by_hand() -> None:
+    """Weights of 4 GiB and rows of 3 GiB: four fit, of which one step reads 16 GiB."""
+    gib = 1 << 30
+    assert memory.what_fits(3 * gib, 4 * gib, 16 * gib) == (4, 4 * memory.TOKENS, 4)
+
+
+def test_the_tables_of_all_methods_by_hand() -> None:
+    one = CacheRecord("KIVI-4", family="kivi", kl_div=0.01, mean_kv_bytes_per_token=720.0)
+    two = replace(one, name="KIVI-2", kl_div=0.1, mean_kv_bytes_per_token=400.0)
+    own = CacheRecord("rotor", family="rotor", kl_div=0.002, mean_kv_bytes_per_token=200.0)
+    rows = at_equal_bytes([one, two, own], [1280, 512, 128])
+    assert rows == [["kivi", "0.01000 (KIVI-4)", "0.10000 (KIVI-2)", ""], ["rotor", "0.00200", "0.00200", ""]]
 
 
 def test_the_best_mixture_is_the_smallest_that_is_good_enough() -> None:
@@ -237,57 +272,95 @@ def test_the_best_mixture_is_the_smallest_that_is_good_enough() -> None:
         return CacheRecord(name, token_accuracy=value, ppl_ratio=1.0, answers={"copy": 1.0}, **sizes)
 
     records = [record("a", 0.995, 900, 100), record("b", 0.96, 300, 250), record("c", 0.96, 400, 50)]
-    rows = best_mixtures([*records, CacheRecord("d", skipped="not there")])
+    rows = fewest_bytes([*records, CacheRecord("d", skipped="not there")])
     assert rows[0] == ["0.99", "a", "900.0", "a", "100.0"]
     assert rows[1] == ["0.95", "b", "300.0", "c", "50.0"]
     assert equal_contribution(0.75) == pytest.approx(0.5)
-    assert best_mixtures(records[1:])[0] == ["0.99", "none measured", "", "none measured", ""]
+    assert fewest_bytes(records[1:])[0] == ["0.99", "none measured", "", "none measured", ""]
+
+
+def test_budgets_are_shares_of_the_whole_row(bench) -> None:
+    """A prompt of 8 tokens in rows of 24: half is 12 tokens, the prompt's all and 4 more."""
+    half = bench.of_policy("half", H2O(0.5))
+    at_twelve = bench.of_policy("half", H2O(tokens=12))
+    assert (half.kl_div, half.kv_bytes_per_token) == (at_twelve.kl_div, at_twelve.kv_bytes_per_token)
+    assert half.long_kv_bytes_per_token == pytest.approx(512 / 2 + 0.5 * 2 * 4 * 8)  # places and scores
+
+
+def test_the_strongest_is_found_by_bisection(monkeypatch) -> None:
+    asked = []
+
+    def measure(case: StudiedCache, study: Any, name: str, bench: Any = None) -> CacheRecord:
+        asked.append(case.removed)
+        fits = case.removed <= 0.7
+        values = {"token_accuracy": 1.0 if fits else 0.9, "ppl_ratio": 1.0, "answers": {"copy": 1.0}}
+        return CacheRecord(name, compression=case.removed, **values)
+
+    monkeypatch.setattr(StudiedCache, "measure", measure)
+    record = strongest(None, "x", lambda removed: StudiedCache("x", None, "fdc", removed), 0.99)
+    assert (record.name, record.compression) == ("x", 0.7)
+    assert len(asked) <= 6
+    assert strongest(None, "x", lambda removed: StudiedCache("x", removed=0.8), 0.99).skipped == "nothing keeps 0.99"
+    assert equal_contribution(0.75) == pytest.approx(0.5)
 
 
 def test_the_parts_of_a_study(tmp_path, monkeypatch) -> None:
     few, evictions = ("Keyformer", "random"), evict.evictions
-    monkeypatch.setattr(context, "TASKS", ())  # their prompts are long
-    monkeypatch.setattr(evict, "SHARES", (0.5,))
-    monkeypatch.setattr(combine, "TOTALS", (0.5,))
-    monkeypatch.setattr(combine, "ON_TOP", few)
-    monkeypatch.setattr(combine, "KVQuant", PerToken)
+    monkeypatch.setattr(combine, "STEPS", 2)
+    monkeypatch.setattr(combine, "EVICTING", few)
+    monkeypatch.setattr(combine, "CODES", {"KIVI-4": combine.CODES["KIVI-4"]})
     monkeypatch.setattr(budgets, "PROBE_SHARES", (0.8,))
     monkeypatch.setattr(budgets, "METHODS", ("window",))
-    monkeypatch.setattr(budgets, "SHARES", (0.2,))
     monkeypatch.setattr(caches, "LONG_TOKENS", 256)
-    monkeypatch.setattr(quantise, "quantisers", lambda: {"GEAR KCVT-2": GEAR(2), "KVQuant-2": KVQuant(2)})
+    gears = gear.gears()
+    monkeypatch.setattr(gear, "gears", lambda: {"GEAR-L": gears["GEAR-L"]})
     monkeypatch.setattr(evict, "evictions", lambda share: {name: evictions(share)[name] for name in few})
-    overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=1", "evaluation.copy_prompts=1", "tokens.count=512"]
+    monkeypatch.setattr(shift, "TEXTS", {"numbers": shift.TEXTS["numbers"], "C": lambda: "int"})
+    overrides = [*FAST_EVALUATION, "tokens.count=512", "study.budgets=[0.5]", "study.accuracy=0.1"]
     overrides += ["tokens.seq_len=64", "evaluation.report_tokens=64", "evaluation.search_tokens=64"]
     overrides += ["tokens.source=random", "evaluation.seq_len=64", "evaluation.metric=text"]
-    arguments = {"parts": ["quantise", "evict", "budgets", "combine"], "overrides": overrides}
+    parts = ["shift", "evict", "budgets", "combine", "gear"]
+    arguments = {"parts": parts, "overrides": overrides, "sizes": [1280]}
     result = study(DEMO_MODEL, tmp_path / "study", ["fdc"], **arguments)
     names = list(result.records)
-    assert names[:3] == ["quantise/GEAR KCVT-2", "quantise/KVQuant-2", "evict/per token, 4 bits"]
+    kinds = (
+        "text calibrated on",
+        "held-out text",
+        "numbers",
+        "C",
+        "random tokens",
+        "one token repeated",
+        "no first token",
+    )
+    assert names[:14] == [
+        f"shift/{kind}: {name}" for name in ("per token, 4 bits", "fdc, 1280 bytes") for kind in kinds
+    ]
+    held, first = (result.records[f"shift/{kind}: fdc, 1280 bytes"] for kind in (kinds[0], kinds[-1]))
+    assert held["kl_div"] != first["kl_div"] > 0
+    assert result.records["shift/C: fdc, 1280 bytes"]["skipped"].startswith("C: 0 rows of 64 tokens")
     assert "evict/random, 0.5 of the tokens" in names
     assert [name for name in names if name.startswith("budgets/")] == [
         "budgets/per token, 4 bits",
-        "budgets/window, alike, 0.2 of the tokens",
-        "budgets/window, SqueezeAttention, 0.2 of the tokens",
+        "budgets/window, alike, 0.5 of the tokens",
+        "budgets/window, SqueezeAttention 0.85, 0.5 of the tokens",
+        "budgets/window, SqueezeAttention 0.15, 0.5 of the tokens",
         "budgets/sensitivities/window",
         "budgets/window, by sensitivity, 0.2 of the tokens",
     ]
-    for name in ("fdc alone", "fdc and Keyformer", "fdc and random", "Keyformer alone"):
-        assert f"combine/{name}, 0.5 removed" in names
-    assert "combine/fdc at 0.29 and KIVI-4" in names
-    half = result.records["evict/Keyformer, 0.5 of the tokens"]
-    assert half["kl_div"] > 0
-    assert half["long_kv_bytes_per_token"] == pytest.approx(2560 / 2 + 0.5 * 5 * 2 * 8)  # places and scores
+    found = [name.removeprefix("combine/") for name in names if name.startswith("combine/")]
+    alone = ["KIVI-4 alone", *(f"{name} alone, at 0.1" for name in (*few, "fdc"))]
+    assert found == [*alone, *(f"fdc and {name}, at 0.1" for name in (*few, "KIVI-4"))]
+    half = result.records["combine/Keyformer alone, at 0.1"]
+    assert half["compression"] == pytest.approx(1 - (2560 / 2 + 0.5 * 5 * 2 * 8) / 2560, abs=0.02)  # places and scores
+    assert half["kl_div"] == result.records["evict/Keyformer, 0.5 of the tokens"]["kl_div"] > 0
     assert len(half["kl_by_step"]) == 8
     assert sum(half["kl_by_step"]) / 8 == pytest.approx(half["kl_div"], rel=0.2)
     assert 0 <= half["greedy_agreement"] <= 1
-    csv = (tmp_path / "study" / "caches.csv").read_text().splitlines()
-    assert len(csv) == 1 + sum(not name.startswith("budgets/sensitivities") for name in names)
     summary = (tmp_path / "study" / "summary.md").read_text()
-    assert "## Compressed rows and a policy on top" in summary
-    assert "the fewest bytes at an accuracy" in summary
-    assert "## Budgets by measured sensitivity" in summary
-    assert {path.stem for path in result.files if path.suffix == ".png"} == {"quantise", "evict", "budgets", "combine"}
+    for title in ("Other text than", "Evicted tokens", "Budgets by measured", "The most removed", "GEAR's parts"):
+        assert f"## {title}" in summary
+    assert "| C | fdc, 1280 bytes | not measured: C: 0 rows" in summary
+    assert {path.stem for path in result.files if path.suffix == ".png"} == set(parts)
     again = study(DEMO_MODEL, tmp_path / "study", ["fdc"], **arguments)
     assert again.added == 0
 

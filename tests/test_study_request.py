@@ -53,13 +53,13 @@ def test_ablations_and_counts_are_read(tmp_path: Path) -> None:
         parse_counts(["320", "few"], "--bytes", "bytes")
 
 
-def test_the_share_of_a_row_that_is_the_prompt_is_a_setting_of_the_study() -> None:
-    plan = StudyPlan.of(["fdc"], ["study.prompt_share=0.75", "tokens.seed=3"])
-    assert (plan.prompt_share, plan.first.tokens.seed) == (0.75, 3)
-    assert StudyPlan.of(["fdc"]).prompt_share == 0.25
-    for share in ("0", "1", "1.5", "some"):
-        with pytest.raises(UsageError, match="expected a share between 0 and 1"):
-            StudyPlan.of(["fdc"], [f"study.prompt_share={share}"])
+def test_a_study_has_settings_of_its_own() -> None:
+    plan = StudyPlan.of(["fdc"], ["study.prompt_share=0.5", "tokens.seed=3", "study.budgets=[0.2, 0.9]"])
+    assert (plan.settings.prompt_share, plan.settings.budgets, plan.first.tokens.seed) == (0.5, (0.2, 0.9), 3)
+    assert StudyPlan.of(["fdc"]).settings.squeeze == (0.85, 0.15)
+    for setting in ("prompt_share=0", "prompt_share=1", "prompt_share=some", "budgets=[1.5]", "squeeze=0.3", "p=0.3"):
+        with pytest.raises(UsageError, match=r"--set study: .*(expected|unknown key)"):
+            StudyPlan.of(["fdc"], [f"study.{setting}"])
 
 
 def test_store_keeps_every_record_and_names_what_differs(tmp_path: Path) -> None:
@@ -95,9 +95,7 @@ def test_a_dry_run_tells_what_each_part_takes(tmp_path: Path, capsys, monkeypatc
 
     code, out, _ = rotor(capsys, *arguments, "--parts", "all", "--ablation", "a:groups.size=1", "--dry-run", "--json")
     parts = {part["part"]: (part["calibrations"], part["points"]) for part in json.loads(out)["parts"]}
-    assert parts["sources"] == (5, 0)
-    assert parts["tokens"] == (3 * 2, 3 * 2)  # `other-text` is there from the sources
-    assert parts["degradation"] == (0, 2 * 2)
+    assert parts["tokens"] == (2 + 4 * 2, 4 * 2)  # two that are kept, and each source and number
     assert parts["ablation"] == (1, 2 + 3 * searched)
     code, out, _ = rotor(capsys, *arguments, "--dry-run")
     assert code == 0
@@ -123,10 +121,9 @@ def test_a_text_of_ones_own_is_for_all_recipes(tmp_path: Path, capsys, monkeypat
 
 def test_parts_that_cannot_run_are_refused_by_name(tmp_path: Path) -> None:
     for parts, message in (
-        (["curves", "tables"], "--parts tables: expected some of curves, sources, tokens"),
+        (["curves", "tables"], "--parts tables: expected some of curves, tokens, pruning"),
         ([], "--parts is empty"),
         (["ablation"], "--parts ablation: there are no ablations"),
-        (["front"], "--parts front: the ranks of fdc do not choose"),
     ):
         with pytest.raises(UsageError, match=message):
             study(DEMO_MODEL, tmp_path / "study", ["fdc"], SMALL, parts=parts, plots=False)

@@ -325,3 +325,15 @@ def test_a_benchmark_serves_source_and_compressed_side_by_side(tmp_path: Path) -
     assert all(r["tokens_per_s"] > 0 and r["time_to_first_token_s"]["median"] > 0 for r in report["serving"])
     assert report["serving"][0]["throughput_over_source"] == 1.0
     json.dumps(report, default=list)
+
+
+def test_a_checkpoint_without_weights_is_served_as_with_them(tmp_path: Path) -> None:
+    model = build_tiny("llama", tmp_path / "model")
+    settings = ["tokens.count=512", "tokens.seq_len=64", "tokens.source=random", "codes.tokens=256"]
+    run = calibrate(model, tmp_path / "run", "rotor", settings)
+    whole, apart = (
+        export(run.folder, tmp_path / name, compression=0.4, measure=False, without_weights=name == "apart").folder
+        for name in ("whole", "apart")
+    )
+    with engine(apart) as llm:
+        assert served_tokens(llm) == expected_tokens(whole)

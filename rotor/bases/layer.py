@@ -10,12 +10,12 @@ from torch import Tensor
 from ..errors import CheckpointError, NumericsError
 from ..format.layout import AttentionShape, Candidate, KeyForm
 from ..numerics import one_thread
+from ..runtime.projections import AttentionWeights
 from . import fisher
 from .method import Gradients, Inputs
 from .moments import LayerStatistics, stored_name
 from .pair import BasisPair, stacked_pair
 from .registry import QK_METHODS, VO_METHODS
-from .weights import AttentionWeights
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..format.layout import AttentionShape, KeyForm
+from ..runtime.projections import AttentionWeights
 from .moments import LayerStatistics, stored_name
-from .weights import AttentionWeights
 
 
 class Gradients(Protocol):

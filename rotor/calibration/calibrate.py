@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from ..data.documents import Document
 from ..data.readiness import describe_text
 from ..data.splits import calibration_share, digests
 from ..data.tokens import CalibrationTokens, calibration_tokens, ordinary_tokens, with_repeats
-from ..errors import DataError, NumericsError, system_errors
+from ..errors import DataError, system_errors
 from ..format.atomic import write_json, write_text
 from ..format.file_names import RECIPE
 from ..format.hashes import file_sha256
@@ -31,21 +32,20 @@ from ..logs import log_file
 from ..models.hardware import fit_threads
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
-from ..models.projections import read_attention
 from ..models.weights import Weights
 from ..progress import Advance, Progress, StageTimes
 from ..recipe import Recipe, text_overrides
 from ..recipe.settings import CalibrationSettings, Compute
+from ..runtime.projections import read_attention
 from ..versions import versions
 from .candidates import wanted_gradients
 from .capture import layer_statistics
-from .gradients import LayerFisher, fisher_information
+from .gradients import LayerFisher, fisher_information, weight_information
 from .job import CalibrationJob
 from .partial import PartialRun
 from .processes import Processes
 from .pruning import prune_rows
 from .run import FISHER, INFO, Run, candidate_info, write_bases, write_codes, write_fisher, write_statistics
-from .weight_information import weight_information
 
 TOKENS = "tokens.safetensors"
 """Calibration tokens of an unfinished run, so that those that the model writes need not be written again."""
@@ -63,7 +63,6 @@ def calibrate(
     dtype: str = "auto",
     batch_tokens: int = 2048,
     offload: str = "auto",
-    device_map: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
@@ -84,12 +83,11 @@ def calibrate(
             CPU. Statistics are float64 in any case.
         batch_tokens: tokens in one forward pass.
         offload: `always` reads one layer of weights at a time, `never` loads all, `auto` does what fits.
-        device_map: as in transformers' from_pretrained, e.g. `auto`: spread the model over several GPUs.
         resume: go on with an unfinished run, whose result is then the same as that of an uninterrupted one.
     Raises:
         RotorError: see rotor.errors. A run with a finished layer is kept for --resume, unless its numbers are bad.
     """
-    compute = Compute(device, dtype, offload, device_map)
+    compute = Compute(device, dtype, offload)
     settings = CalibrationSettings(
         model, out, recipe, (*text_overrides(text), *overrides), revision, compute, batch_tokens, overwrite, resume
     )
@@ -112,6 +110,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
         job.check_out()  # again: who held it may have written
         partial.check(settings.resume, settings.overwrite)
         check_space(partial.folder, 0 if partial.exists else job.estimates()[streamed].disk_bytes)
+        held.push(partial.ended)
         partial.open(settings.resume)
         held.enter_context(log_file(partial.folder, "calibrate"))
         for line in (memory, describe_text(job.recipe, job.checkpoint.tokenizer), *_departures(job)):
@@ -119,16 +118,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
 
     with ExitStack() as held:
         processes.in_first(begin)
-        try:
-            Calibration(job, partial, streamed, progress).run()
-        except (NumericsError, DataError):
-            if processes.is_first:
-                partial.remove()
-            raise
-        except (Exception, KeyboardInterrupt):
-            if processes.is_first and not partial.finished_layers and not settings.resume:
-                partial.remove()
-            raise
+        Calibration(job, partial, streamed, progress).run()
     return Run.open(job.out.path)
 
 
@@ -186,8 +176,7 @@ class Calibration:
         """The model, loaded when it is first needed: errors in tokens need not wait for it."""
         job = self.job
         with self.times.stage("load model"), self.progress.task("load model", None, ""):
-            device_map = job.settings.compute.device_map
-            return weights_of(job.checkpoint, job.device, job.dtype, self.streamed, device_map)
+            return weights_of(job.checkpoint, job.device, job.dtype, self.streamed)
 
     def _check_model(self) -> dict[str, dict[str, str]]:
         """SHA-256 of each shard and of the other files, having looked through all tensors."""
@@ -212,8 +201,13 @@ class Calibration:
             sample = CalibrationTokens.of_one_topic(load_file(kept)["rows"], spec.source)
         else:
             weights = self.weights if spec.source == "synthetic" else None
-            config, tokenizer = job.checkpoint.config, job.checkpoint.tokenizer
-            sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, self._not_held_out)
+            config, tokenizer, held_out = job.checkpoint.config, job.checkpoint.tokenizer, self.recipe.evaluation
+
+            def select(documents: list[Document]) -> list[Document]:
+                """Without those that search and report."""
+                return calibration_share(documents, held_out) if held_out.source == "text" else documents
+
+            sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, select)
         pruned, least = prune_rows(sample, self.recipe.prune), job.group_size * job.shape.head_dim
         rows = pruned.rows
         if rows.numel() < least:
@@ -231,12 +225,6 @@ class Calibration:
             "pruned_rows": len(sample.rows) - len(rows),
             "documents_sha256": digests(sample.documents),
         }
-
-    def _not_held_out(self, documents: list[Document]) -> list[Document]:
-        """Without the documents that search and report."""
-        if self.recipe.evaluation.source != "text":
-            return documents
-        return calibration_share(documents, self.recipe.evaluation)
 
     def _fisher(self, rows: Tensor) -> None:
         """Information of the projections' weights, for ranks.method fisher."""
@@ -264,6 +252,14 @@ class Calibration:
             with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as advance:
                 for layer, found in fisher_information(network, rows, job.group_size, wanted, advance=advance):
                     partial.keep(_gradients_of(layer), found.to_tensors())
+
+    def _top_shares(self) -> list[float]:
+        """Of each layer's Fisher information, what the tokens with most of it have."""
+        found = []
+        for layer in range(self.job.shape.num_layers):
+            with safe_open(self.partial.work / _gradients_of(layer), framework="pt") as file:  # not all that is in it
+                found.append(float(file.get_tensor("top_share")))
+        return found
 
     def _layers(self, rows: Tensor) -> None:
         """Statistics and bases of every layer that has none yet."""
@@ -354,6 +350,8 @@ class Calibration:
             "versions": versions(),
             "stages": self.times.stages,
         }
+        if self.recipe.needs_gradients:
+            info["fisher_top_share"] = self._top_shares()
         write_text(folder / RECIPE, self.recipe.to_yaml())
         write_json(folder / INFO, info)
         self.partial.publish()

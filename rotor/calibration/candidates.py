@@ -54,11 +54,6 @@ def wanted_gradients(candidates: Candidates) -> frozenset[str]:
     return frozenset(apart | {stored_name(candidate.form, candidate.joint) for candidate in candidates.values()})
 
 
-def quarter_planes(frequencies: Frequencies, rope_block: int) -> int:
-    """Planes that turn by a quarter turn or more within a block, in the kind of layer that has most of them."""
-    return max(sum(step * rope_block >= math.pi / 2 for step in of_kind) for of_kind in frequencies)
-
-
 def _form_key(form: KeyForm, shape: AttentionShape) -> str:
     if not shape.rotary_dim:
         return "none"
@@ -80,7 +75,8 @@ def _forms(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies | Non
     if groups.fast_planes == "auto":
         counts = [*range(0, planes, FAST_PLANES_STEP), planes][::-1]
     elif groups.fast_planes == "quarter":
-        counts = [quarter_planes(frequencies, groups.rope_block)]
+        # Those that turn by a quarter turn or more within a block, in the kind of layer that has most of them.
+        counts = [max(sum(step * groups.rope_block >= math.pi / 2 for step in of_kind) for of_kind in frequencies)]
     else:
         counts = [groups.fast_planes]
     if max(counts) > planes:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +25,14 @@ from ..codes.quantiser import SAMPLES
 from ..errors import NumericsError
 from ..format.layout import AttentionShape
 from ..models.layerwise import LayerwiseModel, logit_batches
-from ..progress import Advance
-from .capture import observed_attention
+from ..models.projections import kv_parameters
+from ..progress import Advance, Progress
+from ..runtime.families import Family
+from .capture import StoredKeys, observed_attention
 from .samples import GradientClip, SampleKeeper, TokenSamples
-from .stored_keys import StoredKeys
+
+TOP = 0.001
+"""Of the tokens, whose share of the information is told."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,13 @@ class LayerFisher:
     information: second moments of the gradients by what was wanted of keys, values and both; the gradient of the summed
         loss, so that information / tokens is per token. Those of few tokens are shortened.
     samples: keys and values themselves, and the gradients by them, of some tokens, by the same names.
+    top_share: of the trace of the information of keys and values, before any gradient is shortened, what the TOP of the
+        tokens have whose gradients are longest.
     """
 
     information: LayerStatistics
     samples: dict[str, TokenSamples]
+    top_share: float
 
     def per_token(self, name: str, group_size: int) -> Tensor:
         """The Fisher information of one token's keys or values, [num_groups, n, n], float64."""
@@ -52,19 +60,21 @@ class LayerFisher:
         samples = {
             f"{part}.{name}": tensor for name, found in self.samples.items() for part, tensor in vars(found).items()
         }
-        return moments | samples | {"tokens": torch.tensor(self.information.tokens)}
+        counts = {"tokens": torch.tensor(self.information.tokens), "top_share": torch.tensor(self.top_share)}
+        return moments | samples | counts
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], shape: AttentionShape, group_size: int) -> LayerFisher:
         """Read what `to_tensors` gave, for groups of `group_size` KV heads."""
         parts: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            if name != "tokens":
-                kind, _, of = name.partition(".")
+            kind, _, of = name.partition(".")
+            if of:
                 parts.setdefault(kind, {})[of] = unpack_symmetric(tensor) if kind == "information" else tensor
         statistics = LayerStatistics(shape, group_size, parts.pop("information"), int(tensors["tokens"]))
         names = next(iter(parts.values()))
-        return cls(statistics, {name: TokenSamples(**{kind: parts[kind][name] for kind in parts}) for name in names})
+        samples = {name: TokenSamples(**{kind: parts[kind][name] for kind in parts}) for name in names}
+        return cls(statistics, samples, float(tensors["top_share"]))
 
     def sampled(self, name: str, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """The samples of each group side by side and the gradients by them, [num_groups, samples, n], and their shares,
@@ -146,6 +156,7 @@ def _layer_backward(
     clips = {name: GradientClip(tokens) for name in kept}
     stored = StoredKeys(network.model, network.family, network.shape)
     seen: dict[str, Tensor] = {}
+    squares: list[Tensor] = []  # of the gradients by the keys and values of each token
 
     def observe(layer: int, tensors: dict[str, Tensor], output: Tensor) -> None:
         seen.update({name: tensor for name, tensor in tensors.items() if name != "query"})
@@ -168,6 +179,9 @@ def _layer_backward(
             gradients = stored.of(kept, index, seq_len, dict(zip(names, by_all[1:], strict=True)))
             vectors = stored.of(kept, index, seq_len, {name: tensor.detach() for name, tensor in seen.items()})
             information.add(gradients)
+            by_name = dict(zip(names, by_all[1:], strict=True))
+            of_both = (by_name[name].double().square().sum((1, 3)) for name in ("key_post", "value"))
+            squares.append((next(of_both) + next(of_both)).flatten())
             for name, by_them in gradients.items():
                 kept[name].add(vectors[name], by_them)
                 clips[name].add(by_them)
@@ -176,6 +190,38 @@ def _layer_backward(
     information.sums = {name: (information.sums[name] - excess.sums[name]).cpu() for name in kept}
     found = {name: keeper.samples() for name, keeper in kept.items()}
     shortened = {name: clips[name].shortened(part.gradients) for name, part in found.items()}
+    by_token = torch.cat(squares)
+    longest = by_token.topk(max(1, round(TOP * tokens))).values
     return LayerFisher(
-        information, {name: TokenSamples(part.vectors, shortened[name], part.share) for name, part in found.items()}
+        information,
+        {name: TokenSamples(part.vectors, shortened[name], part.share) for name, part in found.items()},
+        float(longest.sum() / by_token.sum()),
     )
+
+
+def weight_information(
+    model: Any, family: Family, shape: AttentionShape, tokens: Tensor, count: int, progress: Progress
+) -> Tensor:
+    """Sum of squared gradients of the next-token loss with respect to W_k and W_v of each KV head.
+
+    The gradient is taken row by row of tokens and squared before it is summed.
+
+    Returns:
+        [num_layers, 2, num_kv_heads], float64: for keys and for values.
+    Source: Palu, arXiv 2407.21118, section 3.2.
+    """
+    rows = tokens[: max(1, count // tokens.shape[1])]
+    totals = torch.zeros(shape.num_layers, 2, shape.num_kv_heads, dtype=torch.float64)
+    parameters = [kv_parameters(family, model, layer) for layer in range(shape.num_layers)]
+    distinct = {id(parameter): parameter for pair in parameters for parameter, _ in pair}
+    with progress.task("gradients", rows.numel(), "tokens") as advance:
+        for row in rows.split(1):
+            ids = row.to(model.device)
+            loss = model(ids, labels=ids, use_cache=False).loss
+            gradients = dict(zip(distinct, torch.autograd.grad(loss, list(distinct.values())), strict=True))
+            for layer, pair in enumerate(parameters):
+                for side, (parameter, part) in enumerate(pair):
+                    squared = part(gradients[id(parameter)]).double().square()
+                    totals[layer, side] += squared.reshape(shape.num_kv_heads, -1).sum(-1).cpu()
+            advance(row.numel())
+    return totals

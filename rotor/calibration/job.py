@@ -12,16 +12,14 @@ from ..errors import UsageError
 from ..format.layout import AttentionShape
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
-from ..models.estimate import Estimates
 from ..models.hardware import pick_device, pick_dtype
-from ..models.hub import ModelSource
-from ..models.memory import stream_weights
-from ..models.source import find_source
+from ..models.hub import ModelSource, find_source
+from ..models.memory import Estimates, stream_weights
 from ..recipe import Recipe
 from ..recipe.settings import CalibrationSettings
 from ..runtime.families import Family
 from .candidates import Candidates, wanted_moments
-from .outline import ModelOutline, needs_whole_model
+from .outline import ModelOutline, largest_group, needs_whole_model
 from .processes import ALONE, Processes
 
 
@@ -29,7 +27,7 @@ from .processes import ALONE, Processes
 class CalibrationJob:
     """A calibration request, with everything that is known before any work.
 
-    candidates: by key. wanted: names of the moments. group_size: the largest.
+    candidates: by key.
     """
 
     settings: CalibrationSettings
@@ -39,8 +37,6 @@ class CalibrationJob:
     outline: ModelOutline
     recipe: Recipe
     candidates: Candidates
-    wanted: frozenset[str]
-    group_size: int
     device: torch.device
     dtype: torch.dtype
     processes: Processes = ALONE
@@ -60,11 +56,6 @@ class CalibrationJob:
                 f"prune.kmeans with {processes.count} processes: centroids of parts are not those of the whole.",
                 "Run it in one process, or give --set prune.kmeans=null.",
             )
-        if processes.count > 1 and settings.compute.device_map is not None:
-            raise UsageError(
-                f"--device-map with {processes.count} processes: each of them would spread the model over the GPUs.",
-                "Choose one of the two.",
-            )
         source = find_source(settings.model, settings.revision, weights=fetch)
         if not fetch and source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
             raise UsageError(
@@ -83,8 +74,6 @@ class CalibrationJob:
             outline,
             recipe,
             candidates,
-            wanted_moments(recipe, candidates),
-            max(candidate.group_size for candidate in candidates.values()),
             device,
             pick_dtype(settings.compute.dtype, outline.dtype, device),
             processes,
@@ -100,6 +89,16 @@ class CalibrationJob:
         self.out.check(self.settings.overwrite, [self.source.folder], [] if text is None else [Path(text)])
 
     @property
+    def wanted(self) -> frozenset[str]:
+        """Names of the moments."""
+        return wanted_moments(self.recipe, self.candidates)
+
+    @property
+    def group_size(self) -> int:
+        """Of the largest groups."""
+        return largest_group(self.candidates)
+
+    @property
     def family(self) -> Family:
         return self.outline.family
 
@@ -109,9 +108,8 @@ class CalibrationJob:
 
     def streams(self) -> tuple[bool, str]:
         """Whether weights are read layer by layer, and the estimate in words; raises UsageError if they cannot be."""
-        compute = self.settings.compute
-        whole = needs_whole_model(self.recipe, compute.device_map)
-        return stream_weights(compute.offload, self.estimates(), self.device, whole, self.processes.count)
+        offload, whole = self.settings.compute.offload, needs_whole_model(self.recipe)
+        return stream_weights(offload, self.estimates(), self.device, whole, self.processes.count)
 
     def estimates(self) -> Estimates:
         return self.outline.calibration(self.recipe, self.device, self.dtype, self.settings.batch_tokens)

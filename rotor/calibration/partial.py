@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, DataError, NumericsError, UsageError
 from ..format.atomic import replacing, sync, write_json
 from ..format.hashes import file_sha256
 from ..format.json_differences import differences, shorten_json
@@ -41,7 +41,7 @@ class PartialRun:
 
     def __init__(self, out: OutputFolder, rank: int = 0) -> None:
         self.out, self.folder, self.rank = out, out.partial, rank
-        self.work = self.folder / WORK
+        self.work, self.resumed = self.folder / WORK, False
 
     @property
     def exists(self) -> bool:
@@ -65,8 +65,9 @@ class PartialRun:
         Raises:
             CheckpointError: it cannot be written, or what is done is not what was written then.
         """
-        if self.exists and not resume:
-            remove(self.folder, "run")
+        self.resumed = self.exists and resume
+        if not self.resumed:
+            self.remove()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not is_ours(self.folder):
@@ -176,6 +177,14 @@ class PartialRun:
     def remove(self) -> None:
         if self.exists:
             remove(self.folder, "run")
+
+    def ended(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Remove it where work on it has failed, unless --resume can go on with it: its numbers are not bad, and a
+        layer is finished or it was there before.
+        """
+        bad = isinstance(error, (NumericsError, DataError))
+        if bad or (error is not None and not self.resumed and not self.finished_layers):
+            self.remove()
 
 
 def _check(path: Path, digest: Any, when: str) -> None:

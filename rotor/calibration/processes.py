@@ -22,12 +22,13 @@ TIMEOUT = timedelta(days=1)
 
 
 @dataclass(frozen=True)
-class Processes:
-    """This process among those that torchrun started on this machine. rank: 0 is the one that writes and prints."""
+class Processes(Launched):
+    """This process among those that torchrun started on this machine; rank 0 is the one that writes and prints."""
 
     rank: int = 0
     count: int = 1
-    started: Launched | None = None
+    local_rank: int = 0
+    local_count: int = 1
 
     @classmethod
     def from_environment(cls) -> Processes:
@@ -46,15 +47,11 @@ class Processes:
                 "Start them with `torchrun --nproc-per-node N` on one machine.",
             )
         started.join(TIMEOUT)
-        return cls(started.rank, started.count, started)
+        return cls(**vars(started))
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
-
-    def device(self, name: str) -> str:
-        """Name the device: `auto` and `cuda` are this process's own GPU."""
-        return name if self.started is None else self.started.device(name)
 
     def in_each(self, work: Callable[[], T]) -> T:
         """Work in every process, each with its own result; an error in one is raised in all."""

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -41,16 +39,9 @@ SIDES = ("qk", "vo")
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
 
-def statistics_path(folder: Path, layer: int) -> Path:
-    return folder / "statistics" / f"layer-{layer:04d}.safetensors"
-
-
-def bases_path(folder: Path, layer: int) -> Path:
-    return folder / "bases" / f"layer-{layer:04d}.safetensors"
-
-
-def codes_path(folder: Path, layer: int) -> Path:
-    return folder / "codes" / f"layer-{layer:04d}.safetensors"
+def layer_path(folder: Path, kind: str, layer: int) -> Path:
+    """The file of a layer's `statistics`, `bases` or `codes`."""
+    return folder / kind / f"layer-{layer:04d}.safetensors"
 
 
 def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> None:
@@ -58,7 +49,7 @@ def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> N
     # One key, since safetensors writes several in any order, and equal runs are to have equal files.
     metadata = {"rotor": json.dumps({"tokens": statistics.tokens, "group_size": statistics.group_size})}
     tensors = {n: pack_symmetric(t) if n == "output" else t.contiguous() for n, t in sorted(statistics.sums.items())}
-    _write(statistics_path(folder, layer), tensors, metadata)
+    _write(layer_path(folder, "statistics", layer), tensors, metadata)
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -69,10 +60,10 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | No
 
 def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerStatistics:
     """Raises CheckpointError if the layer's file is missing or damaged."""
-    path = statistics_path(folder, layer)
-    tensors, metadata = _load(path)
+    path = layer_path(folder, "statistics", layer)
+    tensors = _Stored(path)
     try:
-        counts = json.loads(metadata["rotor"][:1000])
+        counts = json.loads(tensors.metadata["rotor"][:1000])
         tokens, group_size = int(counts["tokens"]), int(counts["group_size"])
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable ({error!r}).", CALIBRATE_AGAIN) from error
@@ -83,15 +74,25 @@ def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerSta
     return statistics
 
 
-def _load(path: Path, names: list[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of those names, or all, of a safetensors file of the run, and its metadata."""
-    check_regular(path, CALIBRATE_AGAIN)
-    try:
-        with safe_open(path, framework="pt") as handle:
-            wanted = handle.keys() if names is None else names
-            return {name: handle.get_tensor(name) for name in wanted}, handle.metadata() or {}
-    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
+class _Stored(dict[str, Tensor]):
+    """The tensors of those names, or all, of a safetensors file of the run; asking for others is an error.
+
+    Raises:
+        CheckpointError: it cannot be read, or lacks a tensor.
+    """
+
+    def __init__(self, path: Path, names: list[str] | None = None) -> None:
+        check_regular(path, CALIBRATE_AGAIN)
+        self.path = path
+        try:
+            with safe_open(path, framework="pt") as handle:
+                self.update({name: handle.get_tensor(name) for name in (handle.keys() if names is None else names)})
+                self.metadata: dict[str, str] = handle.metadata() or {}
+        except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
+
+    def __missing__(self, name: str) -> Tensor:
+        raise CheckpointError(f"{self.path}: tensor {name!r} is missing.", CALIBRATE_AGAIN)
 
 
 def write_fisher(folder: Path, information: Tensor) -> None:
@@ -107,7 +108,7 @@ def read_fisher(folder: Path, shape: AttentionShape) -> Tensor:
         raise UsageError(
             f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
         )
-    found = _load(path)[0].get("information", torch.empty(0))
+    found = _Stored(path)["information"]
     check_stored(found, (shape.num_layers, 2, shape.num_kv_heads), f"{path}: information")
     return found
 
@@ -121,7 +122,7 @@ def write_bases(folder: Path, layer: int, bases: dict[str, LayerBases]) -> None:
             if not pair.is_orthonormal:
                 tensors[f"{key}.{side}.decode"] = pair.decode.contiguous()
             tensors[f"{key}.{side}.singular_values"] = pair.singular_values.contiguous()
-    _write(bases_path(folder, layer), tensors)
+    _write(layer_path(folder, "bases", layer), tensors)
 
 
 def write_codes(folder: Path, layer: int, codes: dict[str, LayerCodes]) -> None:
@@ -132,7 +133,7 @@ def write_codes(folder: Path, layer: int, codes: dict[str, LayerCodes]) -> None:
         for side, codes in zip(SIDES, candidate.sides, strict=False)  # values may share the latent of keys
         for name, tensor in vars(codes).items()
     }
-    _write(codes_path(folder, layer), tensors)
+    _write(layer_path(folder, "codes", layer), tensors)
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class Run:
     @property
     def has_codes(self) -> bool:
         """Whether calibration took what bits are allocated by."""
-        return codes_path(self.folder, 0).relative_to(self.folder).as_posix() in self.manifest.files
+        return layer_path(Path(), "codes", 0).as_posix() in self.manifest.files
 
     @property
     def shape(self) -> AttentionShape:
@@ -191,6 +192,11 @@ class Run:
     def calibrated_documents(self) -> frozenset[str]:
         """Digests of the documents that were calibrated on; empty where that was no text."""
         return frozenset(map(str, self.info.get("tokens", {}).get("documents_sha256", ())))
+
+    @property
+    def top_shares(self) -> str:
+        """Of each layer's Fisher information, the share of the 0.1 % of tokens with most of it, as it is shown."""
+        return ", ".join(f"{share:.2f}" for share in self.info.get("fisher_top_share", ()))
 
     @property
     def model_folder(self) -> Path:
@@ -218,46 +224,38 @@ class Run:
         Raises:
             CheckpointError: the layer's file is missing, damaged or does not fit run.json.
         """
-        path = bases_path(self.folder, layer)
-        tensors, _ = _load(path)
+        path = layer_path(self.folder, "bases", layer)
+        tensors = _Stored(path)
         statistics = read_statistics(self.folder, layer, self.shape) if self.recipe.bases.refit else None
         found = {}
-        with _complete(path):
-            for key, candidate in self.candidates.items():
-                pairs = []
-                for side in SIDES:
-                    encode, values = tensors[f"{key}.{side}.encode"], tensors[f"{key}.{side}.singular_values"]
-                    pairs.append(BasisPair(encode, tensors.get(f"{key}.{side}.decode", encode), values))
-                outputs = None if statistics is None else statistics.moment("output", candidate.group_size)
-                bases = LayerBases(candidate.form, candidate.group_size, pairs[0], pairs[1], outputs, candidate.joint)
-                bases.check(self.shape, f"{path}: {key}")
-                found[key] = bases
+        for key, candidate in self.candidates.items():
+            pairs = []
+            for side in SIDES:
+                encode, values = tensors[f"{key}.{side}.encode"], tensors[f"{key}.{side}.singular_values"]
+                pairs.append(BasisPair(encode, tensors.get(f"{key}.{side}.decode", encode), values))
+            outputs = None if statistics is None else statistics.moment("output", candidate.group_size)
+            found[key] = LayerBases(candidate.form, candidate.group_size, pairs[0], pairs[1], outputs, candidate.joint)
+            found[key].check(self.shape, f"{path}: {key}")
         self.verify(path)
         if statistics is not None:
-            self.verify(statistics_path(self.folder, layer))
+            self.verify(layer_path(self.folder, "statistics", layer))
         return found
 
     def layer_codes(self, layer: int) -> dict[str, LayerCodes]:
         """What is known of the codes of one layer's candidates, by key; raises likewise."""
-        path = codes_path(self.folder, layer)
-        tensors, _ = _load(path)
-        found = {}
-        with _complete(path):
-            for key, candidate in self.candidates.items():
-                sides = [
-                    self._side_codes(tensors, f"{key}.{side}", candidate, path) for side in SIDES[: 2 - candidate.joint]
-                ]
-                found[key] = LayerCodes(sides[0], None if candidate.joint else sides[1])
+        path = layer_path(self.folder, "codes", layer)
+        tensors, found = _Stored(path), {}
+        for key, candidate in self.candidates.items():
+            sides = []
+            for side in SIDES[: 2 - candidate.joint]:
+                parts = {part.name: tensors[f"{key}.{side}.{part.name}"] for part in fields(SideCodes)}
+                for part, tensor in parts.items():
+                    widths = () if part in ("weight", "variance") else (len(MEASURED),)
+                    check_stored(tensor, (*widths, *self.columns(candidate)), f"{path}: {key}.{side}.{part}")
+                sides.append(SideCodes(**parts))
+            found[key] = LayerCodes(sides[0], None if candidate.joint else sides[1])
         self.verify(path)
         return found
-
-    def _side_codes(self, tensors: dict[str, Tensor], name: str, candidate: Candidate, path: Path) -> SideCodes:
-        groups, columns = self.columns(candidate)
-        parts = {part.name: tensors[f"{name}.{part.name}"] for part in fields(SideCodes)}
-        for part, tensor in parts.items():
-            widths = () if part in ("weight", "variance") else (len(MEASURED),)
-            check_stored(tensor, (*widths, groups, columns), f"{path}: {name}.{part}")
-        return SideCodes(**parts)
 
     @property
     def candidates(self) -> dict[str, Candidate]:
@@ -271,15 +269,6 @@ class Run:
         """Groups of a layer, and the columns of each of their latents."""
         size = candidate.group_size
         return self.shape.num_kv_heads // size, size * self.shape.head_dim * (2 if candidate.joint else 1)
-
-
-@contextmanager
-def _complete(path: Path) -> Iterator[None]:
-    """Raises CheckpointError where a tensor is looked for that a file has not."""
-    try:
-        yield
-    except KeyError as error:
-        raise CheckpointError(f"{path}: tensor {error} is missing.", CALIBRATE_AGAIN) from error
 
 
 def candidate_info(candidate: Candidate) -> CandidateInfo:
@@ -302,9 +291,9 @@ class RunBases(Sequence[dict[str, LayerBases]]):
 
     def spectra(self, layer: int) -> dict[str, tuple[Tensor, Tensor]]:
         """Singular values of qk and of vo of one layer's candidates, each [num_groups, columns]; raises likewise."""
-        path = bases_path(self.run.folder, layer)
+        path = layer_path(self.run.folder, "bases", layer)
         expected = {key: self.run.columns(candidate) for key, candidate in self.run.candidates.items()}
-        tensors, _ = _load(path, [f"{key}.{side}.singular_values" for key in expected for side in SIDES])
+        tensors = _Stored(path, [f"{key}.{side}.singular_values" for key in expected for side in SIDES])
 
         def read(key: str, side: str) -> Tensor:
             values = tensors[f"{key}.{side}.singular_values"]

@@ -1,14 +1,9 @@
 """Which tokens' keys and values are kept for fitting codes, with the gradients by them.
 
-What the codes of a layer cost is carried by few tokens: those whose keys or values lie far out and whose error the
-model minds, such as the first token of a row. On the bundled model one token in a hundred has up to 0.9 of what a side
-costs. Drawn alike, samples miss most of them. So half of the samples are the tokens of the largest product of the
-squared norms of vector and gradient, each standing for itself; the others are drawn without a pattern, and stand for
-all that are left.
-
-Lengths of gradients have a heavy tail, too: on the bundled model ten tokens of 32,768 bear 0.2 to 0.9 of the first
-layer's Fisher information, so that its basis was that of a few drawn tokens. Cut to the length that one token in a
-hundred exceeds, no token decides alone, and two draws of tokens agree better (artifacts/NOTES.md).
+Few tokens carry what the codes of a layer cost: their keys or values lie far out, and the model minds their error. So
+half of the samples are the tokens of the largest product of the squared norms of vector and gradient, each standing for
+itself; the others are drawn, and stand for all that are left. Gradients are cut to the length that one token in a
+hundred exceeds, so that no token decides alone: two draws of tokens agree better (artifacts/NOTES.md).
 """
 
 from __future__ import annotations

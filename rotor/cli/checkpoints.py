@@ -12,9 +12,9 @@ from rich.text import Text
 
 from ..errors import UsageError
 from ..logs import is_first_process
-from .app import check_folder, command, resumable, split
+from .app import check_folder, command, numbers, resumable, split
 from .console import in_interval, print_seconds, print_table, say
-from .options import NONE, ComputeOptions, Count, MemoryOptions, Output
+from .options import NONE, Count, MemoryOptions, Output, Printed
 from .plans import print_calibration_plan, print_export_plan
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def calibrate(
     model: str,
     out: Path,
-    compute: ComputeOptions,
+    compute: MemoryOptions,
     output: Output,
     recipe: str = "rotor",
     text: Path | None = None,
@@ -78,6 +78,8 @@ def _print_run(run: Run, measurable: bool) -> None:
         f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (keys-group size) {candidates}, "
         f"{run.info['tokens']['count']} tokens"
     )
+    if run.top_shares:
+        say(f"Share of each layer's Fisher information in the top 0.1 % of tokens: {run.top_shares}")
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
     goal = "--accuracy 0.99" if measurable else "--compression 0.8"
     say(f"Next: rotor export {shlex.quote(str(run.folder))} -o OUT {goal}")
@@ -98,7 +100,7 @@ def _how_to_resume(out: Path) -> str:
 def export(
     run: Path,
     out: Path,
-    compute: ComputeOptions,
+    compute: MemoryOptions,
     output: Output,
     accuracy: float | None = None,
     confidence: float | None = None,
@@ -111,6 +113,7 @@ def export(
     overrides: list[str] = NONE,
     no_measure: bool = False,
     cache: str | None = None,
+    without_weights: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> None:
@@ -131,6 +134,7 @@ def export(
         objective: memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between.
         cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), or a YAML
             file.
+        without_weights: Write bases in place of weights, which are rewritten from the source's on loading.
     """
     from ..recipe import device_overrides
     from ..recipe.settings import ExportSettings, Goal
@@ -138,6 +142,7 @@ def export(
     goal = Goal(accuracy, compression, removal_rate, confidence)
     changed = *overrides, *device_overrides(target_device, device_file)
     how: dict[str, Any] = {"overwrite": overwrite, "measure": not no_measure, "cache": cache}
+    how["without_weights"] = without_weights
     settings = ExportSettings(run, out, goal, _shares(targets), changed, objective, compute.checked(), **how)
     settings.check()
 
@@ -188,6 +193,27 @@ def _print_export(out: Path, result: ExportResult) -> None:
     say(f"Next: rotor validate {shlex.quote(str(out))}")
 
 
+@command(epilog="Example: rotor materialise out/demo -o out/full")
+def materialise(folder: Path, out: Path, output: Printed, source: str | None = None, overwrite: bool = False) -> None:
+    """Write a checkpoint without weights with them: the folder that an export with weights writes.
+
+    Args:
+        folder: What `rotor export --without-weights` wrote.
+        out: Checkpoint folder to write.
+    """
+    check_folder(folder)
+
+    from ..export.materialise import materialise as run_materialise
+
+    digest = run_materialise(folder, out, source=source, overwrite=overwrite, progress=output.progress())
+
+    def text() -> None:
+        say(f"{out}: written. Digest: {digest}")
+        say(f"Next: rotor validate {shlex.quote(str(out))}")
+
+    output.show({"folder": str(out), "digest": digest}, text)
+
+
 @dataclass
 class ValidateOptions(MemoryOptions):
     """What a checkpoint is compared with, and how; by the names of `rotor.validate`."""
@@ -199,6 +225,9 @@ class ValidateOptions(MemoryOptions):
     overrides: list[str] = NONE
     digest: str | None = None
     cache: str | None = None
+    tasks: str | None = None
+    lengths: str = "4096"
+    results: Path | None = None
 
 
 @command(epilog="Example: rotor validate out/demo")
@@ -210,14 +239,16 @@ def validate(folders: list[Path], options: ValidateOptions, output: Output, no_m
 
     Args:
         folders: One or more folders that `rotor export` wrote.
-        model: Source model, if it is not where it was.
+        model: Source model, if it is not where it was; checkpoints without weights take them from it.
         run: Run folder, if it is not where it was.
         recipe: Recipe whose section evaluation says how accuracy is measured.
         text: Text to measure accuracy on, as of `rotor calibrate`: a file or a folder.
         digest: What `rotor export` printed: the digest of every file.
+        results: New folder for the files of --tasks, which are those of lm-eval and kvpress; by default OUT-tasks.
     """
-    if options.digest is not None and len(folders) > 1:
-        raise UsageError("--digest belongs to one folder.", "Validate them one by one.")
+    for option in ("digest", "results"):
+        if getattr(options, option) is not None and len(folders) > 1:
+            raise UsageError(f"--{option} belongs to one folder.", "Validate them one by one.")
     options.checked()
     for folder in folders:
         check_folder(folder)
@@ -226,12 +257,15 @@ def validate(folders: list[Path], options: ValidateOptions, output: Output, no_m
     from ..validation.validate import validate as run_validate
 
     how: dict[str, Any] = vars(options) | {"measure": not no_measure, "progress": output.progress()}
+    how |= {"tasks": split(options.tasks or ""), "lengths": numbers("--lengths", options.lengths)}
     shared = SourceMeasurements()
     results = [run_validate(folder, **how, shared=shared) for folder in folders]
 
     def text() -> None:
         for result in results:
             _print_checks(result)
+            if asked := result.summary.get("tasks"):
+                _print_tasks(asked["results"], asked["folder"])
             print_seconds(result.seconds)
         _print_summary(results)
 
@@ -247,6 +281,16 @@ def _print_checks(result: Any) -> None:
     colours = {"pass": "green", "fail": "red", "skipped": "yellow"}
     rows = [(check.name, Text(check.status, style=colours[check.status]), check.detail) for check in result.checks]
     print_table(str(result.folder), ("check", "result", "detail"), (), rows)
+
+
+def _print_tasks(rows: list[dict[str, Any]], folder: str) -> None:
+    cells = []
+    for row in rows:
+        bounds = "[{:+.3f}, {:+.3f}]".format(*row["interval"])
+        shown = *(f"{row[name]:.3f}" for name in ("before", "after")), f"{row['difference']:+.3f} {bounds}"
+        cells.append((row["task"], row["documents"], *shown))
+    right = "documents", "source", "compressed", "difference [95 % interval]"
+    print_table(f"Tasks, the same documents for both; files in {folder}", ("task",), right, cells)
 
 
 def _print_summary(results: list[Any]) -> None:

@@ -42,6 +42,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     seed: int = 0,
     cache: str | None = None,
+    source: str | None = None,
     parallel: Literal["sequence"] | None = None,
     parallel_timeout: Annotated[float, typer.Option(min=1.0)] = 300.0,
 ) -> None:
@@ -69,12 +70,14 @@ def generate(
     check_name(folder)
 
     from ..models.generation import continue_prompt
+    from ..runtime.rewritten import source_at
 
     first = is_first_process()
     how: dict[str, Any] = vars(compute) | {"cache": cache, "raw": raw, "progress": output.progress()}
     how |= {"on_text": _show if first and not output.as_json else None}
     how |= {"parallel_timeout_s": None if parallel is None else parallel_timeout}
-    result = continue_prompt(folder, text, max_new_tokens, temperature, seed, **how)
+    with source_at(source):
+        result = continue_prompt(folder, text, max_new_tokens, temperature, seed, **how)
     if first:
         output.show(result, print)
 

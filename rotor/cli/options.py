@@ -30,6 +30,7 @@ NONE: Any = ()
 HELP = {
     "model": "Folder of the model (config.json and safetensors), or a hub id.",
     "folder": "A checkpoint that `rotor export` wrote.",
+    "source": "Source model of a checkpoint without weights, if it is not where it was: a folder or a hub id.",
     "revision": "Branch, tag or commit of a hub id.",
     "recipe": "Name of a bundled recipe (see `rotor recipes`) or a YAML file.",
     "overrides": "Override a recipe field (`rotor recipes --fields` has all of them); may be repeated.",
@@ -48,7 +49,10 @@ HELP = {
     "device": "auto (the GPU if there is one), cpu, cuda or cuda:N.",
     "dtype": "auto (float32 on a CPU), float32, bfloat16 or float16.",
     "offload": "Read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",
-    "device_map": "auto spreads the model over several GPUs; needs the package accelerate.",
+    "tasks": "Benchmarks that the uncompressed model and the compressed ones are asked, with commas: tasks of lm-eval, "
+    "several_needles, ordered_needles, parquet files of kvpress' columns; of each the first evaluation.lm_eval_limit "
+    "documents (docs/accuracy.md).",
+    "lengths": "Tokens of the documents of RULER's tasks and of the needles, with the answer.",
     "as_json": "Print one JSON object on stdout.",
     "quiet": "Print nothing but errors, and what --json or generate prints.",
     "verbose": "Also say how long each stage takes.",
@@ -70,6 +74,8 @@ METAVARS = {
     "ablation": "NAME:KEY=VALUE ...",
     "program": "COMMAND [ARGS]...",
     "targets": "A,B",
+    "tasks": "A,B",
+    "lengths": "A,B",
     "text": "FILE",
     "prompt_file": "FILE",
     "digest": "HEX",
@@ -97,13 +103,6 @@ class MemoryOptions(DeviceOptions):
     """And how weights are held there."""
 
     offload: str = "auto"
-
-
-@dataclass
-class ComputeOptions(MemoryOptions):
-    """And over which GPUs they are spread."""
-
-    device_map: str | None = None
 
 
 @dataclass

@@ -11,12 +11,12 @@ import typer
 from ..study.parts import PARTS
 from .app import command, resumable, split
 from .console import print_table, say
-from .options import NONE, ComputeOptions, Count, Output, Printed
+from .options import NONE, Count, MemoryOptions, Output, Printed
 
 ABOUT_PARTS = (
-    "Default: curves, and ablation where there are ablations. all: all that can run (front needs a recipe in focus "
-    "with ranks.method=global) but peers (quantised caches, and recipes at equal bytes) and the five after it (cache "
-    "policies). FILE.py:CLASS is a part of your own."
+    "Default: curves, and ablation where there are ablations. all: all but methods (every cache policy, and "
+    "recipes at equal bytes) and those behind it, which take longest (tasks needs --tasks). FILE.py:CLASS is a "
+    "part of your own."
 )
 
 
@@ -24,7 +24,7 @@ ABOUT_PARTS = (
 def study(
     model: str,
     out: Path,
-    compute: ComputeOptions,
+    compute: MemoryOptions,
     output: Output,
     recipes: str = "fdc,rotor",
     parts: Annotated[str | None, typer.Option(help=f"Some of {', '.join(PARTS)}, with commas. {ABOUT_PARTS}")] = None,
@@ -35,6 +35,8 @@ def study(
     at: float = 0.5,
     counts: str = "512,1024,2048,4096,8192,16384,32768",
     sizes: str | None = None,
+    tasks: str | None = None,
+    lengths: str = "4096",
     text: Path | None = None,
     overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
@@ -51,14 +53,13 @@ def study(
     Args:
         out: Study folder; one with the same settings is continued.
         recipes: Names of bundled recipes or YAML files, with commas.
-        focus: Recipes for the parts other than curves, ablation, peers, quantise, evict, budgets and combine; by
-            default the first.
+        focus: Recipes for tokens, pruning and tiers; by default the first.
         ablation: Overrides, with spaces, of the recipe --ablation-base; may be repeated.
         ablations: YAML file with the same: a mapping from names to lists of KEY=VALUE.
         ablation_base: Recipe that the ablations change.
         at: Compression at which the part tokens is measured.
         counts: Numbers of calibration tokens for the part tokens.
-        sizes: Bytes of cache per token at which peers measures recipes; by default ten, 3.75 % to 50 %.
+        sizes: Bytes of cache per token at which methods and shift measure recipes; by default ten, 3.75 % to 50 %.
     """
     from ..models.hub import check_name
     from ..recipe import load_recipe, text_overrides
@@ -81,6 +82,8 @@ def study(
         "at": at,
         "counts": parse_counts(split(counts)),
         "sizes": None if sizes is None else parse_counts(split(sizes), "--bytes", "bytes"),
+        "tasks": split(tasks or ""),
+        "lengths": parse_counts(split(lengths), "--lengths"),
     }
     if dry_run:
         output.progress(dry_run=True)

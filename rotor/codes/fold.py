@@ -14,55 +14,16 @@ Source: docs/design.md, Mathematics, Codes: "Steps and means are folded".
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-
 import torch
 from torch import Tensor
 
 from ..errors import NumericsError
-from ..format.channels import SIGNED, Channels
+from ..format.channels import NIBBLE_BITS, SIGNED, Channels
+from ..runtime.rewrite import FoldedBasis
 from .quantiser import ChannelCode
 
 
-@dataclass(frozen=True)
-class FoldedCode:
-    """The channels of one group's latent that are stored, most bits first, and what is around them.
-
-    encode: [n, rank]; keys or values x of the group, side by side, give x @ encode + shift, which is floored and
-        packed. shift: [rank].
-    read: [n, rank], columns of the channels, times their scales. nibbles: [rank, width], the power of 16 that a
-        channel's nibble at a place counts, zero elsewhere.
-    offset: [rank], what the signed nibbles of a channel lack of the middle of a level and of the mean, in scales.
-        dropped: [n], the mean of the channels that are not stored.
-    """
-
-    encode: Tensor
-    shift: Tensor
-    read: Tensor
-    nibbles: Tensor
-    offset: Tensor
-    dropped: Tensor
-
-    @property
-    def decode(self) -> Tensor:
-        """[n, width]; the signed nibbles of a row @ decode^T + constant is x as it is read."""
-        return self.read @ self.nibbles
-
-    @property
-    def constant(self) -> Tensor:
-        """What is added to the nibbles' part of x, [n]."""
-        return self.read @ self.offset + self.dropped
-
-    def shifted(self, steps: Tensor) -> FoldedCode:
-        """Of a projection whose shift is larger by `steps`, [rank], than what was asked for."""
-        return replace(self, shift=self.shift + steps, offset=self.offset - steps)
-
-    def to(self, device: torch.device) -> FoldedCode:
-        """Itself on another device."""
-        return FoldedCode(*(getattr(self, part.name).to(device) for part in fields(self)))
-
-
-def fold_code(encode: Tensor, decode: Tensor, code: ChannelCode, channels: Channels) -> FoldedCode:
+def fold_code(encode: Tensor, decode: Tensor, code: ChannelCode, channels: Channels) -> FoldedBasis:
     """Fold a code into the bases of one group.
 
     Args:
@@ -76,14 +37,13 @@ def fold_code(encode: Tensor, decode: Tensor, code: ChannelCode, channels: Chann
     scale, mean = code.scale[:rank], code.mean[:rank]
     if not (scale > 0).all():
         raise NumericsError("a code has a scale that is not positive.", "Calibrate again.")
-    nibbles = torch.zeros(rank, channels.width, dtype=torch.float64)
-    for place, nibble in enumerate(channels.nibbles):
-        if nibble is not None:
-            nibbles[nibble[0], place] = 16.0 ** nibble[1]
-    offset = mean / scale + 0.5 - code.levels[:rank] / 2 + SIGNED * nibbles.sum(-1)
+    powers = torch.tensor(
+        [sum(16.0**i for i in range(bits // NIBBLE_BITS)) for bits in channels.bits], dtype=torch.float64
+    )
+    offset = mean / scale + 0.5 - code.levels[:rank] / 2 + SIGNED * powers
     dropped = decode[:, rank:] @ code.mean[rank:]
-    folded = FoldedCode(encode[:, :rank] / scale, -mean / scale, decode[:, :rank] * scale, nibbles, offset, dropped)
-    for name in ("encode", "shift", "read", "offset", "dropped"):
-        if not torch.isfinite(getattr(folded, name)).all():
+    folded = FoldedBasis(channels, encode[:, :rank] / scale, decode[:, :rank] * scale, -mean / scale, offset, dropped)
+    for name, tensor in folded.tensors().items():
+        if not torch.isfinite(tensor).all():
             raise NumericsError(f"{name} is not finite with the code folded in.", "Calibrate with --dtype float32.")
     return folded

@@ -133,15 +133,6 @@ class FidelityMeter:
     def _prefill(self, split: str) -> int:
         return 0 if self.policy is None else max(1, self.context.rows[split].shape[1] // PREFILL_SHARE)
 
-    def reference(self, split: str) -> Tensor:
-        """The uncompressed model's final hidden states of the text."""
-        return self._references[split]
-
-    def outputs(self, network: LayerwiseModel, split: str) -> Outputs:
-        """Run a compressed model over a split's text and prompts."""
-        rows = {name: self._made(name).rows(split) for name in self.measured(split)}
-        return self._run(network, split, rows, self._references.get(split), self.fitted_policy(network))
-
     def fitted_policy(self, network: LayerwiseModel) -> Policy | None:
         """The policy, with what it has to know of the network as it is found on the search split, where it needs that.
 
@@ -153,8 +144,10 @@ class FidelityMeter:
         check_in_memory(network, self.policy)
         return fit_cache_policy(network.model, self.policy, self.context.rows["search"])
 
-    def compare(self, outputs: Outputs, split: str) -> Fidelity:
-        """Compare what a compressed model put out on a split with the uncompressed one."""
+    def measure(self, network: LayerwiseModel, split: str) -> Fidelity:
+        """Run a compressed model over a split's text and prompts, and compare it with the uncompressed one."""
+        rows = {name: self._made(name).rows(split) for name in self.measured(split)}
+        outputs = self._run(network, split, rows, self._references.get(split), self.fitted_policy(network))
         found = {name: self._made(name).measure(outputs, split) for name in self.measured(split)}
         values: dict[str, float | None] = {}
         for name, one in found.items():
@@ -166,10 +159,6 @@ class FidelityMeter:
         result = found[self.metric] if self.metric in found else smallest(self._parts(self.metric, found))
         values |= {f"compressed_{name}": value for name, value in outputs.text.as_dict().items()}
         return Fidelity(result.value, result.interval, values)
-
-    def measure(self, network: LayerwiseModel, split: str) -> Fidelity:
-        """`outputs`, then `compare`."""
-        return self.compare(self.outputs(network, split), split)
 
     def _parts(self, name: str, found: dict[str, Measurement]) -> list[Measurement]:
         return [found[part] for part in metric_info(name).parts if part in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -34,16 +35,18 @@ def fit_cache_policy(model: Any, policy: Policy, rows: Tensor) -> Policy:
             f"cache policy {policy.method}: rows of shape {list(rows.shape)}, expected rows of two tokens or more.",
             "Give text of the model's own tokens, [rows, seq_len].",
         )
-    return policy.fitted(layer_samples(model, rows[: max(1, FIT_TOKENS // rows.shape[1])]))
+    return policy.fitted(layer_samples(model, rows[: max(1, FIT_TOKENS // rows.shape[1])], policy.turns_keys))
 
 
-def layer_samples(model: Any, rows: Tensor) -> list[LayerSample]:
+def layer_samples(model: Any, rows: Tensor, pre_rope: bool = False) -> list[LayerSample]:
     """What each layer's cache is given for `rows`, [n, seq_len], and the gradients of the summed loss by it.
 
+    Args:
+        pre_rope: keys of an uncompressed model as before RoPE.
     Raises:
         NumericsError: something is not finite; names the layer.
     """
-    with cache_policy(model, _Recording()):
+    with cache_policy(model, _Recording(pre_rope)):
         found = [_row_samples(model, row.to(model.device)) for row in rows.split(1)]
     samples = []
     for index, of_layer in enumerate(zip(*found, strict=True)):
@@ -71,10 +74,16 @@ def _row_samples(model: Any, row: Tensor) -> list[list[Tensor]]:
     return [[side.detach().float().cpu().transpose(1, 2).flatten(2) for side in of_layer] for of_layer in sides]
 
 
+@dataclass(frozen=True)
 class _Recording(Policy):
     """Keeps everything, and what gradients are taken by."""
 
     method: ClassVar[str] = "recording"
+    pre_rope: bool
+
+    @property
+    def turns_keys(self) -> bool:
+        return self.pre_rope
 
     def layers(self, count: int) -> list[PolicyLayer]:
         return [_RecordingLayer() for _ in range(count)]
@@ -92,8 +101,9 @@ class _RecordingLayer(PolicyLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         key, value = (torch.zeros_like(states).requires_grad_() for states in (key_states, value_states))
         self.added, self.num_tokens = (key, value), key_states.shape[2]
-        self.keys, self.values = key_states + key, value_states + value
-        return self.keys, self.values
+        index = torch.arange(self.num_tokens, device=key_states.device).expand(1, 1, -1)
+        self.keys, self.values = self.turned(key_states, -index) + key, value_states + value
+        return self.turned(self.keys, index), self.values
 
     def stored_bytes(self) -> int:
         return 0

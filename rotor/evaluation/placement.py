@@ -25,36 +25,26 @@ class Placement:
     device: torch.device
     dtype: torch.dtype
     streamed: bool
-    device_map: str | None
 
     @classmethod
     def choose(cls, checkpoint: Checkpoint, recipe: Recipe, compute: Compute, progress: Progress) -> Placement:
         """Decide by an estimate of memory, which `progress` shows.
 
         Raises:
-            UsageError: the metric or the device map needs the whole model in memory, and it is not to be there.
+            UsageError: the metric needs the whole model in memory, and it is not to be there.
         """
         outline, device = ModelOutline.of(checkpoint), pick_device(compute.device)
         compute.check()
-        fit_threads(outline.sizes.stored_bytes)
+        fit_threads(outline.stored_bytes)
         dtype = pick_dtype(compute.dtype, outline.dtype, device)
         whole = None
         if recipe.evaluation.metric.startswith(LM_EVAL):
             whole = WholeModel(f"evaluation.metric {recipe.evaluation.metric}", "Choose another metric, e.g. kl_div.")
-        elif compute.device_map is not None:
-            whole = WholeModel(f"--device-map {compute.device_map}", "Leave it out.")
         estimates = outline.evaluation(recipe, device, dtype)
         stream, line = stream_weights(compute.offload, estimates, device, whole)
         progress.message(line)
-        return cls(device, dtype, stream, compute.device_map)
+        return cls(device, dtype, stream)
 
     def model(self, checkpoint: Checkpoint, workspace: Path) -> CompressibleModel:
         """The model, loaded. `workspace`: a folder on a disk that can hold its hidden states."""
-        return CompressibleModel(
-            checkpoint,
-            self.device,
-            self.dtype,
-            streamed=self.streamed,
-            device_map=self.device_map,
-            workspace=workspace,
-        )
+        return CompressibleModel(checkpoint, self.device, self.dtype, streamed=self.streamed, workspace=workspace)

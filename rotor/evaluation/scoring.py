@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, NumericsError
-from ..models.estimate import LOGIT_BYTES
-from ..models.layerwise import LayerwiseModel, logit_batches
+from ..models.layerwise import LOGIT_BYTES, LayerwiseModel, logit_batches
 from ..progress import Advance
 
 KL_POSITIONS_BYTES = 1 << 24
@@ -139,20 +138,6 @@ def score(
     return Scores.of(parts, len(rows))
 
 
-def logit_errors(network: LayerwiseModel, rows: Tensor, reference: Tensor, states: Tensor) -> Tensor:
-    """Relative error of the logits of each position, [n], by final hidden states of two models with one head.
-
-    Where all of the reference's logits are exactly 0 (behind a zero embedding of padding), the error is absolute.
-    """
-    errors = []
-    with network.head() as head:
-        for batch, positions in logit_batches(network, rows):
-            expected, got = (head(s[batch, positions]).float().flatten(0, 1) for s in (reference, states))
-            size = expected.norm(dim=-1)
-            errors.append(((got - expected).norm(dim=-1) / torch.where(size == 0, 1.0, size)).cpu())
-    return torch.cat(errors)
-
-
 @dataclass(frozen=True)
 class AnswerScores:
     """What a model makes of the marked tokens of rows, each [rows].
@@ -183,7 +168,7 @@ def answer_scores(network: LayerwiseModel, rows: Tensor, answers: Tensor, states
     """
     row, position = answers[:, 1:].nonzero(as_tuple=True)
     labels, chosen = rows[:, 1:][row, position], states[row, position]
-    step = max(1, LOGIT_BYTES.get(network.device.type, LOGIT_BYTES["cuda"]) // (4 * network.config.vocab_size))
+    step = max(1, LOGIT_BYTES[network.device.type] // (4 * network.config.vocab_size))
     hits, probability = [], []
     with network.head() as head:
         for part, wanted in zip(chosen.split(step), labels.split(step), strict=True):

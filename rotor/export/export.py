@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os.path
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,20 +22,19 @@ from ..format.layout import LayerLayout, kv_bytes_per_token, uncompressed_kv_byt
 from ..format.locks import exclusive
 from ..format.manifest import write_manifest
 from ..format.publishing import staged_folder, write_tensors
-from ..format.schemas import CheckpointInfo
+from ..format.schemas import CheckpointInfo, SourceInfo
 from ..format.section import FORMAT_VERSION, MARK
 from ..kernels.defaults import default_config
 from ..logs import log_file
-from ..models.checkpoint import INDEX_FILE
-from ..models.projections import read_attention
+from ..models.checkpoint import INDEX_FILE, Checkpoint
 from ..models.sidecars import sidecars
 from ..policies import LONG_TOKENS, Policy, packed_bytes_per_token
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe, device_overrides
 from ..recipe.settings import Compute, ExportSettings, Goal
 from ..report.report import write_with_checkpoint
-from ..rewriting.rewrite import bias_names
-from ..rewriting.shards import ShardContents, planned_layouts
+from ..rewriting.rewrite import planned_layouts, rewritten_tensors
+from ..runtime.rewritten import BASES, RewrittenTensors
 from ..search.export_job import ExportJob
 from ..search.point import Point
 from ..search.rank_search import RankSearch
@@ -75,10 +74,10 @@ def export(
     device: str = "auto",
     dtype: str = "auto",
     offload: str = "auto",
-    device_map: str | None = None,
     overwrite: bool = False,
     measure: bool = True,
     cache: str | None = None,
+    without_weights: bool = False,
     progress: Progress | None = None,
 ) -> ExportResult:
     """Write the compressed checkpoint of a run at exactly one of accuracy, compression or removal rate.
@@ -95,11 +94,13 @@ def export(
         removal_rate: singular-value removal rate, in [0, 1).
         overrides: `section.field=value` for the recipe's ranks, codes, evaluation, search, objective and cache;
             `cache.tiers=0.1` chooses ratios per token on top of the ranks (see rotor.policies.tiers).
-        device, dtype, offload, device_map: where the model runs when something is measured; see calibrate.
+        device, dtype, offload: where the model runs when something is measured; see calibrate.
         measure: False writes a compression or removal rate without loading the model or reading text; its accuracy is
             then not known, and rotor.json and the card say so. Likewise where the model has no tokenizer.
         cache: the policy by which the cache is kept from then on, and with which accuracy is measured: a bundled name
             (`gear-2`), or the path of a YAML file; needs all weights in memory to be measured.
+        without_weights: leaves the weights to the source, from which they are rewritten when the folder is loaded, or
+            written by `materialise`.
         objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
         target_device, device_file: the device whose decode time is predicted, and a YAML file with further ones.
     Raises:
@@ -112,10 +113,11 @@ def export(
         tuple(targets),
         (*overrides, *device_overrides(target_device, device_file)),
         objective,
-        Compute(device, dtype, offload, device_map),
+        Compute(device, dtype, offload),
         overwrite,
         measure,
         cache,
+        without_weights,
     )
     return run_export(settings, progress)
 
@@ -160,10 +162,15 @@ def _write(
 ) -> tuple[dict[str, Any], str]:
     """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json, and the digest."""
     run, recipe, checkpoint, family = job.run, job.recipe, job.checkpoint, job.family
-    planned = planned_layouts(bases, point.ranks)
+    planned, apart = planned_layouts(bases, point.ranks), job.settings.without_weights
     layouts = [layout for layout, _ in planned]
-    contents = ShardContents(checkpoint, family, run.shape, bases, planned, checkpoint.tensor)
-    tensors = write_shards(staging, job, contents, progress)
+    contents = rewritten_tensors(checkpoint, run.shape, bases.__getitem__, planned, checkpoint.tensor)
+    tensors = write_shards(None if apart else staging, checkpoint, contents, job.check_unchanged, progress)
+    if apart:
+        folded = {
+            f"{layer}.{n}": t for layer in range(len(layouts)) for n, t in contents.bases(layer).tensors().items()
+        }
+        write_tensors(staging / BASES, folded)
     for file in run.info["model"].get("files", {}):
         job.check_unchanged(file)
     for name in sidecars(checkpoint.folder):
@@ -171,23 +178,26 @@ def _write(
         shutil.copyfile(checkpoint.folder / name, staging / name)
 
     config = dict(checkpoint.config_dict)
-    first = read_attention(family, 0, checkpoint.names, checkpoint.tensor, run.shape)
+    dtype = checkpoint.meta_tensor(f"{family.stored_prefix(0, checkpoint.names)}{family.value_weight}").dtype
     config["attn_implementation"] = MARK
     config["quantization_config"] = {
         "quant_method": MARK,
         "format_version": FORMAT_VERSION,
-        "biases": sorted(bias_names(first)),
+        "biases": sorted(contents.biases),
         "layers": {str(i): layout.to_dict() for i, layout in enumerate(layouts)},
     }
     cache = None if policy is None else policy.as_dict()
     if cache is not None:
         config["quantization_config"]["cache"] = cache
+    report = _report(job, layouts, point, _accuracy(job, point, table), tensors, dtype.itemsize)
+    if apart:
+        config["quantization_config"]["source"] = {key: report["source"].get(key) for key in SourceInfo.__annotations__}
+        if not {"dtype", "torch_dtype"} & config.keys():  # the bases' own would be taken for the model's
+            config["dtype"] = str(dtype).removeprefix("torch.")
     write_json(staging / "config.json", config)
     write_json(staging / KERNEL_CONFIG, replace(default_config(layouts), cache=cache).to_dict())
     write_text(staging / RECIPE, recipe.to_yaml())
-    report = _report(job, layouts, point, _accuracy(job, point, table), tensors, first.v_weight.element_size())
     if policy is not None:
-        dtype = first.v_weight.dtype
         report["cache"] = {
             "policy": cache,
             "kv_bytes_per_token": {
@@ -196,33 +206,38 @@ def _write(
             },
         }
     write_json(staging / ROTOR_JSON, report)
-    write_text(staging / CARD, model_card(report, recipe, run.shape))
+    write_text(staging / CARD, model_card(report, recipe, run.shape, apart))
     with progress.task("report", None, ""):
         write_with_checkpoint(staging, Path(job.settings.out), cast(CheckpointInfo, report), recipe, run)
     return report, write_manifest(staging, "checkpoint")
 
 
 def write_shards(
-    staging: Path, job: ExportJob, contents: ShardContents, progress: Progress
+    staging: Path | None,
+    checkpoint: Checkpoint,
+    contents: RewrittenTensors,
+    check: Callable[[str], object],
+    progress: Progress,
 ) -> dict[str, dict[str, Any]]:
-    """Write the checkpoint shard by shard.
+    """Write what a source becomes shard by shard.
 
     Tensors that stay as they are pass from the source's memory map to the file: only a shard's rewritten ones take
     memory. Hashes are computed while the shard is written: those of the new tensors, and that of the source's shard.
 
+    Args:
+        staging: the folder; None only says what would be written.
+        checkpoint: the source. check: raises CheckpointError where one of its shards is not what it was.
     Returns:
-        For each tensor written its file, shape, dtype and SHA-256.
-    Raises:
-        CheckpointError: a shard is not the one that was calibrated.
+        For each tensor its file, shape, dtype and SHA-256.
     """
-    checkpoint = job.checkpoint
     written: dict[str, dict[str, Any]] = {}
     with progress.task("write", checkpoint.total_bytes(), "B") as advance, ThreadPoolExecutor() as pool:
         for file in checkpoint.files:
-            unchanged = pool.submit(job.check_unchanged, file)
-            tensors = contents.tensors(file)
+            unchanged = pool.submit(check, file)
+            tensors = dict(contents.items(file))
             digests = {name: pool.submit(tensor_sha256, tensor) for name, tensor in sorted(tensors.items())}
-            write_tensors(staging / file, tensors)
+            if staging is not None:
+                write_tensors(staging / file, tensors)
             for name, digest in digests.items():
                 written[name] = {
                     "file": file,
@@ -232,7 +247,7 @@ def write_shards(
                 }
             unchanged.result()
             advance((checkpoint.folder / file).stat().st_size)
-    if (checkpoint.folder / INDEX_FILE).is_file():
+    if staging is not None and (checkpoint.folder / INDEX_FILE).is_file():
         total = sum((staging / file).stat().st_size for file in checkpoint.files)
         weight_map = {name: entry["file"] for name, entry in sorted(written.items())}
         write_json(staging / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -16,8 +16,12 @@ from ..recipe import Recipe
 from ..recipe.metric_registry import METRICS, base_note, chance_note, metric_info
 
 
-def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape) -> str:
-    """Markdown with a metadata block, from the content of rotor.json."""
+def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape, apart: bool = False) -> str:
+    """Markdown with a metadata block, from the content of rotor.json.
+
+    Args:
+        apart: the weights are not in the folder.
+    """
     size, name, share = report["kv_bytes_per_token"], report["source"]["name"], report["compression"]
     base_model, name = report["source"]["hub_id"] or name, markdown(name)
     rows, note = _accuracy(report["accuracy"])
@@ -28,8 +32,9 @@ def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape) ->
         pipeline_tag="text-generation",
         tags=["rotor", "kv-cache", "compression"],
     )
+    weights = _where_weights_are(report["source"]) if apart else ""
     layouts = [LayerLayout.from_dict(layout, ROTOR_JSON) for layout in report["layouts"]]
-    forms = sorted({_form(layout, shape) for layout in layouts})
+    forms = sorted({layout.form.in_words(shape) for layout in layouts})
     sizes = sorted({layout.group_size for layout in layouts})
     merged = ""
     if any(layout.joint and layout.folds_keys(shape) for layout in layouts):
@@ -43,7 +48,7 @@ The weights of {name} with value, output and (where folded) key projections rota
 | | |
 |---|---|
 | recipe | {markdown(recipe.name)}: {markdown(recipe.summary)} |
-| keys compressed | {" and ".join(forms)}, {" or ".join(map(str, sizes))} KV head(s) a group |
+| form of stored keys | {" and ".join(forms)}, {" or ".join(map(str, sizes))} KV head(s) a group |
 {_channels_row(layouts)}| compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
 {_cache_row(report)}{measured}
@@ -60,14 +65,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
 ```
 
-Without rotor transformers refuses this checkpoint. Programs that never import rotor load it where rotor is installed,
-or below `rotor run -- PROGRAM`. `rotor validate` checks its integrity and its numbers;
+{weights}Without rotor transformers refuses this checkpoint. Programs that never import rotor load it where rotor is
+installed, or below `rotor run -- PROGRAM`. `rotor validate` checks its integrity and its numbers;
 `rotor.json` lists every tensor with its SHA-256, the ranks and the measurements; the kernels read `kernel_config.json`.
 
 `manifest.json` has the SHA-256 of every file; its own is the digest that `rotor export` printed. With the digest from
 somebody whom you trust, `rotor validate PATH_OF_THIS_FOLDER --digest HEX` finds any change at all.
 """
     return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}"))
+
+
+def _where_weights_are(source: dict[str, Any]) -> str:
+    where = f"{source['hub_id']} at revision {source['revision']}" if source["hub_id"] else source["name"]
+    return (
+        f"This folder has no weights: they are those of {markdown(where)}, found, checked by their SHA-256 and "
+        "rewritten while they load.\nWhere they are elsewhere, set `ROTOR_SOURCE` to their folder or hub id. "
+        "`rotor materialise PATH_OF_THIS_FOLDER -o FULL` writes a\nfolder with weights.\n\n"
+    )
 
 
 def _cache_row(report: dict[str, Any]) -> str:
@@ -144,16 +158,3 @@ def _channels_row(layouts: list[LayerLayout]) -> str:
     values = in_words(group.value for group in groups if group.value is not None)
     rows = f"| channels of latents, each of keys and values together | {together} |\n" if together else ""
     return rows + (f"| channels of key latents, of value latents | {keys}; {values} |\n" if keys else "")
-
-
-def _form(layout: LayerLayout, shape: AttentionShape) -> str:
-    if not shape.rotary_dim:
-        return "in place (the model has no RoPE)"
-    if layout.rope_block is None:
-        return "after RoPE (never rebuilt)"
-    if layout.fast_planes == shape.rotary_planes:
-        return "before RoPE (rebuilt inside attention)"
-    return (
-        f"rotated within blocks of {layout.rope_block} positions but for the {layout.fast_planes} fastest planes of "
-        f"{shape.rotary_planes}, which attention rebuilds"
-    )

@@ -31,6 +31,16 @@ class ModelInfo(TypedDict):
     files: dict[str, str]
 
 
+class SourceInfo(TypedDict):
+    """Where a checkpoint without weights has them from: a folder, from its own, or a commit on the hub."""
+
+    name: str
+    path: str
+    hub_id: str | None
+    revision: str | None
+    shards: dict[str, str]
+
+
 class CandidateInfo(TypedDict):
     """A candidate of a run; see rotor.format.layout.Candidate."""
 
@@ -57,6 +67,7 @@ class RunInfo(TypedDict):
     tokens: NotRequired[dict[str, Any]]
     versions: NotRequired[dict[str, Any]]
     stages: NotRequired[dict[str, StageInfo]]
+    fisher_top_share: NotRequired[list[float]]
 
 
 class CompressionInfo(TypedDict):

@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from ..installing import PACKAGE
 from .channels import EDITED
 from .layout import AttentionShape, LayerLayout, check_layouts
+from .schemas import SourceInfo
 
 METHOD = "rotor"
 MARK = f"{METHOD} (needs the Python package {PACKAGE}, from its source folder or repository; then import rotor)"
@@ -43,7 +44,10 @@ class CompressedSection:
         layers: layer index (a string in JSON) -> LayerLayout as a dict.
         biases: the projections, of q, k, v, o, that have a bias.
         cache: the policy by which the cache is kept, as plain data; read by rotor.policies.
+        source: of a checkpoint without weights, where these are.
     """
+
+    source: SourceInfo | None = None
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class CompressedSection:
         layers: Any = None,
         biases: Any = (),
         cache: Any = None,
+        source: Any = None,
         **kwargs: Any,
     ) -> None:
         self.quant_method: Any = METHOD  # transformers' own type knows its own methods only
@@ -60,6 +65,8 @@ class CompressedSection:
         self.biases = sorted(reader.read(list[Literal["q", "k", "v", "o"]], biases, "biases"))
         if cache is not None:
             self.cache = reader.read(dict[str, Any], cache, "cache")
+        if source is not None:
+            self.source = reader.read(SourceInfo, source, "source")
 
     @property
     def coded(self) -> bool:

@@ -55,8 +55,19 @@ class Checkpoint:
         self.config_dict = read_json(self.folder / "config.json", hint)
         check_config(self.folder / "config.json", self.config_dict)
         self._handles: dict[str, Any] = {}
-        self.file_of = self._locate()
-        self.names, self.files = frozenset(self.file_of), sorted(set(self.file_of.values()))
+        self._located = self._locate()
+
+    @property
+    def file_of(self) -> dict[str, str]:
+        return self._located
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.file_of)
+
+    @cached_property
+    def files(self) -> list[str]:
+        return sorted(set(self.file_of.values()))
 
     @cached_property
     def config(self) -> Any:
@@ -65,7 +76,7 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer in the folder, or None; tried in a child process before."""
+        """The tokenizer in the folder, or None."""
         return load_tokenizer(self.folder, self.config.vocab_size)
 
     def tensor(self, name: str) -> Tensor:
@@ -139,8 +150,12 @@ class Checkpoint:
                 found.append(f"{path} changed since calibration")
         return found
 
+    def bytes_of(self, file: str) -> int:
+        """Of a shard."""
+        return (self.folder / file).stat().st_size
+
     def total_bytes(self) -> int:
-        return sum((self.folder / file).stat().st_size for file in self.files)
+        return sum(map(self.bytes_of, self.files))
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> shard file name; the index names what the shards hold, no more and no less."""
@@ -187,7 +202,21 @@ class Checkpoint:
 
     def _open(self, file: str) -> Any:
         if file not in self._handles:
-            self._handles[file] = _safetensors(self.folder / file)
+            path = self.folder / file
+            try:
+                path.open("rb").close()  # what the system says of it is clearer than what safetensors makes of that
+                self._handles[file] = safe_open(path, framework="pt")
+            except OSError as error:
+                why = f"cannot be read ({error.strerror or one_line(error)})."
+                raise CheckpointError(
+                    f"{path}: {why}", "Check its permissions and the disk that it lies on."
+                ) from error
+            except SafetensorError as error:
+                size = path.stat().st_size
+                raise CheckpointError(
+                    f"{path}: truncated or not a safetensors file ({size} bytes): {one_line(error)}",
+                    "Download it again; in a clone of a repository run `git lfs pull`.",
+                ) from error
         return self._handles[file]
 
 
@@ -222,22 +251,6 @@ def _check_files(folder: Path) -> None:
         raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", ORIGINAL)
     for path in sorted(folder.iterdir()):
         check_regular(path, "Replace it by the model's own file.")
-
-
-def _safetensors(path: Path) -> Any:
-    try:
-        path.open("rb").close()  # what the system says of it is clearer than what safetensors makes of that
-        return safe_open(path, framework="pt")
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror or one_line(error)}).",
-            "Check its permissions and the disk that it lies on.",
-        ) from error
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path}: truncated or not a safetensors file ({path.stat().st_size} bytes): {one_line(error)}",
-            "Download it again; in a clone of a repository run `git lfs pull`.",
-        ) from error
 
 
 def is_finite(tensor: Tensor) -> bool:

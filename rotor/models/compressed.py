@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..errors import CheckpointError
 from ..format.file_names import KERNEL_CONFIG, ROTOR_JSON
@@ -14,6 +15,7 @@ from ..format.layout import AttentionShape, LayerLayout
 from ..format.schemas import CheckpointInfo, read_file
 from ..format.section import CompressedSection, is_compressed
 from ..runtime.families import attention_shape
+from ..runtime.rewritten import BASES, RewrittenTensors, find_source, open_rewritten
 from .checkpoint import Checkpoint
 
 HINT = "Give a folder that `rotor export` wrote."
@@ -31,6 +33,33 @@ class CompressedCheckpoint(Checkpoint):
         super().__init__(folder)
         if not is_compressed(self.config_dict):
             raise CheckpointError(f"{folder}: not a compressed checkpoint.", HINT)
+
+    @cached_property
+    def rewritten(self) -> RewrittenTensors | None:
+        """Its tensors, of a checkpoint without weights; raises MissingError where the source is not to be had."""
+        if self.section.source is None:
+            return None
+        return open_rewritten(self.folder / BASES, self.config, self.section)
+
+    @property
+    def file_of(self) -> dict[str, str]:
+        return super().file_of if self.rewritten is None else self.rewritten.file_of
+
+    def unchecked_tensor(self, name: str) -> Tensor:
+        return super().unchecked_tensor(name) if self.rewritten is None else self.rewritten.tensor(name)
+
+    def shape_of(self, name: str) -> list[int]:
+        return super().shape_of(name) if self.rewritten is None else self.rewritten.shape_of(name)
+
+    def bytes_of(self, file: str) -> int:
+        """Of a shard; of one that is not there, the bytes of its tensors."""
+        if self.rewritten is None:
+            return super().bytes_of(file)
+        return self.dtype.itemsize * sum(torch.Size(self.shape_of(name)).numel() for name in self.names_in(file))
+
+    def release(self) -> None:
+        super().release()
+        self.__dict__.pop("rewritten", None)  # is opened anew
 
     @cached_property
     def section(self) -> CompressedSection:
@@ -64,7 +93,9 @@ class CompressedCheckpoint(Checkpoint):
 
     @property
     def source_folder(self) -> Path:
-        """Folder of the source model by rotor.json; it may be gone."""
+        """Folder of the source model by rotor.json; it may be gone. Without weights, where these were found."""
+        if self.section.source is not None:
+            return find_source(self.section.source, self.folder)
         return self.folder.resolve() / self.report["source"]["path"]
 
     @property

@@ -1,4 +1,7 @@
-"""Find a model: a local folder, or a hub id that huggingface_hub fetches into its cache, pinned to a commit."""
+"""Find a model: a local folder, or a hub id that huggingface_hub fetches into its cache, pinned to a commit.
+
+What one that is to be compressed is, is looked at before its weights are fetched.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..errors import CheckpointError, MissingError, RotorError, UsageError
+from ..errors import CheckpointError, MissingError, RotorError, UnsupportedModelError, UsageError
+from ..format.json_files import read_json
+from ..format.section import is_compressed
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 """What can be the id of a hub repository: `name` or `owner/name`."""
@@ -18,6 +23,16 @@ LEFT_ALONE = ["*/*", "consolidated*"]
 
 TEMPLATES = ["additional_chat_templates/*.jinja"]
 """Fetched apart, since no pattern leaves all folders alone but one."""
+
+ORIGINAL = "Give the checkpoint that it was made from; its README.md usually names it as base_model"
+DEQUANTISE = "; or load it with transformers in bfloat16 ({}), save_pretrained, and give that folder"
+QUANTISED = {
+    "awq": ("integers of AWQ", ""),
+    "gptq": ("integers of GPTQ", ""),
+    "fp8": ("numbers of 8 bits (FP8)", DEQUANTISE.format("quantization_config=FineGrainedFP8Config(dequantize=True)")),
+    "bitsandbytes": ("quantised by bitsandbytes", DEQUANTISE.format("then model.dequantize()")),
+}
+"""What weights are by `quant_method`, and what else to do."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +92,49 @@ def find_model(model: str | Path, revision: str | None = None, *, weights: bool 
     return ModelSource(Path(found), hub_id, commit)
 
 
+def find_source(model: str | Path, revision: str | None = None, *, weights: bool = True) -> ModelSource:
+    """The folder of a model that rotor can compress; one from the hub is fetched once that is known.
+
+    Args: as for find_model.
+    Raises:
+        UnsupportedModelError: its family, or the form of its weights, is not supported. Otherwise as find_model.
+    """
+    source = find_model(model, revision, weights=False)
+    if (source.folder / "config.json").is_file():  # without, what it is instead is said where it is opened
+        _check(source.folder)
+    return source if source.hub_id is None or not weights else find_model(model, source.revision)
+
+
+def _check(folder: Path) -> None:
+    """Raises UnsupportedModelError for what rotor cannot compress."""
+    from ..runtime.families import find_family  # these import torch, which checking a name does not need
+    from .checkpoint import config_of
+
+    config = read_json(folder / "config.json")
+    section = config.get("quantization_config")
+    if is_compressed(config):
+        raise UnsupportedModelError(
+            f"{folder}: `rotor export` wrote it: it is compressed already.",
+            "Give the run or the model that it was made from (rotor.json names both), or use it as it is.",
+        )
+    if isinstance(section, dict):
+        method = str(section.get("quant_method"))
+        what, else_ = QUANTISED.get(method, (f"quantised ({method[:40]})", ""))
+        raise UnsupportedModelError(f"{folder}: already quantised: its weights are {what}.", f"{ORIGINAL}{else_}.")
+    find_family(config_of(folder))
+
+
 def _explained(error: Exception, name: str, offline: bool) -> RotorError:
-    """Why a repository is not to be had; what huggingface_hub says of it goes on with advice."""
+    """Why a repository is not to be had."""
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    where, reason = f"{name}: no such folder, and", " ".join(str(error).split())[:300] or type(error).__name__
+    where, check = f"{name}: no such folder, and", "Check the name and the connection, or give a model's folder."
     if isinstance(error, GatedRepoError):
         return CheckpointError(f"{where} a gated model on the hub.", "Ask for access on its page, and set HF_TOKEN.")
     if isinstance(error, RepositoryNotFoundError):
         return MissingError(f"{where} not on the hub, or private.", "Check the name; a private model needs HF_TOKEN.")
     if isinstance(error, LocalEntryNotFoundError):
         why = "HF_HUB_OFFLINE forbids to fetch it" if offline else "the hub cannot be reached"
-        return MissingError(
-            f"{where} not in the hub's cache; {why}.", "Check the name and the connection, or give a model's folder."
-        )
-    return CheckpointError(f"{where} not to be had from the hub: {reason}", "Check the name and the revision.")
+        return MissingError(f"{where} not in the hub's cache; {why}.", check)
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    return CheckpointError(f"{where} not to be had from the hub: {reason}", check)

@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import is_accelerate_available
 
-from ..errors import CheckpointError, RotorError, UsageError
+from ..errors import CheckpointError, RotorError
 from ..format.section import is_compressed
 from ..numerics import check_parameters
 from ..runtime.families import FAMILIES
 from ..runtime.integration import replace_attention
 from .checkpoint import Checkpoint, one_line
-from .compressed import CompressedCheckpoint
+from .compressed import CompressedCheckpoint, open_model
 from .weights import StreamedWeights, Weights, keep_softcap
 
 BELONGS = "Check that config.json belongs to these weights."
@@ -65,30 +64,16 @@ def check_fit(checkpoint: Checkpoint) -> None:
             )
 
 
-def load_model(
-    folder: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-    device_map: str | None = None,
-) -> Any:
+def load_model(folder: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Load a causal model for evaluation, from a local folder, without running code from it.
 
-    Args:
-        device_map: as in transformers' from_pretrained; it then decides in place of `device`.
     Raises:
-        UsageError: a device map without accelerate, or one that leaves weights outside of the GPUs.
         CheckpointError: the folder cannot be loaded.
     """
-    check_fit(Checkpoint(folder))
-    placed = {} if device_map is None else {"device_map": device_map}
-    if device_map is not None and not is_accelerate_available():
-        raise UsageError(
-            f"--device-map {device_map}: the package accelerate is not installed.",
-            "Install it: pip install accelerate",
-        )
+    check_fit(open_model(folder))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True, **placed
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except RotorError:
         raise
@@ -101,23 +86,13 @@ def load_model(
             raise CheckpointError(f"{folder}: {kind.replace('_', ' ')} on loading: {shown}.", BELONGS)
     check_parameters(model, str(folder))
     keep_softcap(model)
-    if device_map is None:
-        return model.eval().to(device)
-    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
-    if "disk" in places or ("cpu" in places and len(places) > 1):
-        raise UsageError(
-            f"--device-map {device_map}: the GPUs do not hold the model (it would lie on {', '.join(sorted(places))}).",
-            "Leave --device-map out: rotor then reads one layer of weights at a time.",
-        )
-    return model.eval()
+    return model.eval().to(device)
 
 
-def weights_of(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, streamed: bool, device_map: str | None = None
-) -> Weights:
+def weights_of(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, streamed: bool) -> Weights:
     """Open a checkpoint's weights, of a source or of what rotor wrote, all in memory or one layer at a time."""
     if not streamed:
-        return Weights(load_model(checkpoint.folder, device, dtype, device_map=device_map))
+        return Weights(load_model(checkpoint.folder, device, dtype))
     check_fit(checkpoint)
 
     def prepare(model: Any) -> None:

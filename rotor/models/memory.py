@@ -4,18 +4,47 @@ from __future__ import annotations
 
 import os
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ..errors import UsageError
-from .estimate import Estimate, Estimates
 
 HOST_SHARE, DEVICE_SHARE = 0.8, 0.9
 """Shares of the free memory that `auto` fills: estimates are not exact, and other programs need some."""
 
 CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes by what they are for.
+
+    host: memory of each process on the machine. device: memory of the GPU, empty on a CPU. disk_bytes: in the run
+    folder while it is written, of which kept_disk_bytes stay.
+    """
+
+    host: dict[str, int]
+    device: dict[str, int]
+    disk_bytes: int = 0
+    kept_disk_bytes: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+
+class Estimates(NamedTuple):
+    """Estimates of a command with all weights in memory, and with one part of them at a time."""
+
+    resident: Estimate
+    streamed: Estimate
 
 
 class WholeModel(NamedTuple):

@@ -40,10 +40,7 @@ def sidecars(folder: Path) -> list[str]:
     allowed |= {above / ".git" / "annex" / "objects" for above in (here, *here.parents)}
     for path in (folder / name for name in names):
         target = Path(os.path.realpath(path))
-        if not target.is_file():
-            problem = f"{path}: is a link to {target}, where there is no file."
-            raise CheckpointError(problem, "Fetch it (git annex get), or remove the link.")
-        if not allowed & set(target.parents):
-            problem = f"{path}: is a link to {target}, outside of the model."
-            raise CheckpointError(problem, "Put a copy of the file in its place.")
+        if not target.is_file() or not allowed & set(target.parents):
+            problem = "outside of the model" if target.is_file() else "where there is no file"
+            raise CheckpointError(f"{path}: is a link to {target}, {problem}.", "Put a copy of the file in its place.")
     return names

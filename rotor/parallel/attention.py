@@ -7,7 +7,7 @@ rows that it keeps; what they find is joined by its log-sum-exp.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from ..kernels.logits import absorbed_queries
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention, join, partial_attention
 from ..kernels.rotary import Rotation
+from ..runtime.rope import rows_of
 from ..runtime.steps import Step
-from .plan import LayerPlan, Part
-from .wire import Wire
+from .cache import Rows
+from .plan import LayerPlan, Part, token_runs
+from .wire import Kind, Shape, Wire
 
 
 def visible(
@@ -46,13 +48,7 @@ def visible(
     return mask[None, None] if attended is None else mask & attended[:, None, None, keys]
 
 
-def attend_by_heads(
-    step: Step,
-    plan: LayerPlan,
-    wire: Wire,
-    owned: list[Tensor],
-    mask: Tensor | None,
-) -> Tensor:
+def attend_by_heads(step: Step, plan: LayerPlan, wire: Wire, owned: list[Tensor], mask: Tensor | None) -> Tensor:
     """Attention of a whole prompt whose tokens are spread: queries and rows go to where their heads are, outputs back.
 
     Args:
@@ -72,27 +68,23 @@ def attend_by_heads(
     lengths, order = [len(indices) for indices in owned], torch.argsort(torch.cat(owned))
     own = lengths[wire.rank]
 
-    found = wire.exchange(
-        f"queries of {layer}",
-        "queries",
-        [[queries[part.group][:, :, part.heads(hpk)] for part in plan.parts[process]] for process in processes],
-        [[(batch_size, n, part.num_heads, plan.query_width(part.group)) for part in mine] for n in lengths],
-        dtype,
-    )
-    whole = [torch.cat(of_part, dim=1)[:, order] for of_part in zip(*found, strict=True)]
-    queries_of = dict(zip(mine, whole, strict=True))
-    found = wire.exchange(
-        f"rows of {layer}",
-        "rows",
-        [[side for group in plan.groups(process) for side in rows[group]] for process in processes],
-        [[(batch_size, n, side.shape[-1]) for group in groups for side in rows[group]] for n in lengths],
-        key.dtype,
-    )
-    whole = [torch.cat(of_side, dim=1)[:, order] for of_side in zip(*found, strict=True)]
-    rows_of = dict(zip(groups, zip(whole[::2], whole[1::2], strict=True), strict=True))
+    def whole(
+        kind: Kind, outgoing: list[list[Tensor]], shapes: Sequence[Sequence[Shape]], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Tensors over all tokens, in their order, from those that the processes send over theirs."""
+        found = wire.exchange(f"{kind} of {layer}", kind, outgoing, shapes, dtype)
+        return [torch.cat(parts, dim=1)[:, order] for parts in zip(*found, strict=True)]
+
+    sent = [[queries[part.group][:, :, part.heads(hpk)] for part in plan.parts[process]] for process in processes]
+    shapes = [[(batch_size, n, part.num_heads, plan.query_width(part.group)) for part in mine] for n in lengths]
+    queries_of = dict(zip(mine, whole("queries", sent, shapes, dtype), strict=True))
+    sent = [[side for group in plan.groups(process) for side in rows[group]] for process in processes]
+    sizes = [[(batch_size, n, side.shape[-1]) for group in groups for side in rows[group]] for n in lengths]
+    found = iter(whole("rows", sent, sizes, key.dtype))
+    rows_by_group = dict(zip(groups, zip(found, found, strict=True), strict=True))
     outputs: dict[Part, Tensor] = {}
     for call, shape, parts in plan.calls(wire.rank):
-        outputs |= _call(parameters, call, shape, parts, queries_of, rows_of, step.rotations.read, mask)
+        outputs |= _call(parameters, call, shape, parts, queries_of, rows_by_group, step.rotations.read, mask)
     widths = [group.values.width for group in layout.groups]
     returned = wire.exchange(
         f"outputs of {layer}",
@@ -108,18 +100,12 @@ def attend_by_heads(
     return torch.cat([output.flatten(2) for output in result], dim=-1)
 
 
-def attend_by_rows(
-    step: Step,
-    wire: Wire,
-    owned: list[Tensor],
-    runs: list[range],
-    mask_of: Callable[[range], Tensor],
-) -> Tensor:
+def attend_by_rows(step: Step, wire: Wire, owned: list[Tensor], mask_of: Callable[[range], Tensor | None]) -> Tensor:
     """Attention of a whole prompt whose tokens are spread: rows go to all processes, queries stay where they are.
 
     Args:
-        step, owned: as in `attend_by_heads`. runs: of this process's tokens, in order.
-        mask_of: of a run, over all tokens up to its last; as `visible` gives it.
+        step, owned: as in `attend_by_heads`.
+        mask_of: of a run of tokens, over all tokens up to its last; as `visible` gives it.
     Returns:
         As `attend_by_heads`.
     """
@@ -135,35 +121,21 @@ def attend_by_rows(
     keys, values = (torch.cat(parts, dim=2)[:, :, order] for parts in zip(*found, strict=True))
     dim = 1 if query.dim() == 3 else 2
     outputs, begin = [], 0
-    for run in runs:
-        end = run.stop
-        rotation = None if key_rotation is None else (key_rotation[0][:end], key_rotation[1][:end])
-        outputs.append(
-            attention(
-                query.narrow(dim, begin, len(run)),
-                keys[:, :, :end],
-                values[:, :, :end],
-                step.parameters,
-                rotation,
-                mask_of(run),
-            )
-        )
+    for run in token_runs(len(order), wire.count)[wire.rank]:
+        rotation = None if key_rotation is None else rows_of(key_rotation, slice(run.stop))
+        own, seen = query.narrow(dim, begin, len(run)), (keys[:, :, : run.stop], values[:, :, : run.stop])
+        outputs.append(attention(own, *seen, step.parameters, rotation, mask_of(run)))
         begin += len(run)
     return torch.cat(outputs, dim=1)
 
 
 def attend_to_spread_rows(
-    step: Step,
-    key: Tensor,
-    value: Tensor,
-    key_rotation: Rotation | None,
-    wire: Wire,
-    mask: Tensor | None,
+    step: Step, rows: Rows, key_rotation: Rotation | None, wire: Wire, mask: Tensor | None
 ) -> Tensor:
     """Attention of tokens that all processes have, to rows that are spread over them.
 
     Args:
-        step: queries of the new tokens. key, value: the rows that this process keeps.
+        step: queries of the new tokens. rows: those that this process keeps.
         key_rotation: in blocks, of these rows. mask: over these rows; None: all are visible.
     Returns:
         [batch_size, new tokens, sum over query heads of value width], the same numbers in every process.
@@ -171,8 +143,8 @@ def attend_to_spread_rows(
     parameters, query, seq_len = step.parameters, step.query, seq_len_of(step.query)
     widths = [group.values.width for group in parameters.layout.groups for _ in range(parameters.heads_per_group)]
     batch_size, wide = query.shape[0], torch.promote_types(query.dtype, torch.float32)
-    if key.shape[2]:
-        output, log_sum = partial_attention(query, key, value, parameters, key_rotation, mask)
+    if len(rows.indices):
+        output, log_sum = partial_attention(query, rows.key, rows.value, parameters, key_rotation, mask)
     else:
         output = query.new_zeros(batch_size, seq_len, sum(widths), dtype=wide)
         log_sum = query.new_full((batch_size, seq_len, len(widths)), -torch.inf, dtype=wide)

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from ..errors import UsageError
-
-
-@dataclass
-class Stored:
-    """What all processes know of a cache, the same in each; shared by its layers.
-
-    counts: tokens that each process has stored. shifts: of each sequence, position less index of its tokens, where
-    positions matter and one is known.
-    """
-
-    counts: list[int]
-    shifts: Tensor | None = None
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.counts)
 
 
 class Rows(NamedTuple):
@@ -40,14 +23,15 @@ class SpreadLayer(DynamicLayer):
     """This process's rows of one layer, and the indices of their tokens. Its length is that of the whole sequence.
 
     Args:
-        stored: shared by the layers of the cache. window: of a layer with a sliding window, which older rows leave.
+        counts: tokens that each process has stored; shared by the layers of the cache.
+        window: of a layer with a sliding window, which older rows leave.
     """
 
     is_croppable = False
 
-    def __init__(self, stored: Stored, window: int | None) -> None:
+    def __init__(self, counts: list[int], window: int | None) -> None:
         super().__init__()
-        self.stored, self.window = stored, window
+        self.counts, self.window = counts, window
         self.indices = torch.empty(0, dtype=torch.long)
 
     def store(self, rows: Rows, newest: int) -> Rows:
@@ -78,25 +62,18 @@ class SpreadLayer(DynamicLayer):
         )
 
     def get_seq_length(self) -> int:
-        return self.stored.tokens
+        return sum(self.counts)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.stored.tokens + query_length, 0
+        return sum(self.counts) + query_length, 0
 
     def reset(self) -> None:
         super().reset()
         self.indices = self.indices[:0]
-        self.stored.counts[:] = [0] * len(self.stored.counts)
-        self.stored.shifts = None
+        self.counts[:] = [0] * len(self.counts)
 
     def crop(self, tokens_to_remove: int) -> None:
         raise UsageError(
             "assisted decoding takes tokens back, which a cache that is spread over processes does not.",
             "Generate without an assistant or prompt look-up.",
         )
-
-
-def windows_of(config: Any, count: int) -> list[int | None]:
-    """The sliding window of each of a model's layers, None where there is none."""
-    layers = DynamicCache(config=config).layers
-    return [getattr(layers[i], "sliding_window", None) if i < len(layers) else None for i in range(count)]

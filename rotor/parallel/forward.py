@@ -11,15 +11,14 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from ..errors import UsageError
-from .cache import Rows, SpreadLayer, Stored
-from .plan import own_indices, token_runs
+from ..runtime.positions import PositionCheck
+from .attention import visible
+from .cache import SpreadLayer
+from .plan import own_indices
 from .wire import Wire
 
 POSITIONS_FROM_MASK = frozenset({"opt"})
 """Families that count positions by the attention mask where they are given none."""
-
-UNKNOWN = torch.iinfo(torch.int64).min
-"""The shift of a sequence that has had nothing but padding."""
 
 
 @dataclass
@@ -27,39 +26,26 @@ class Pass:
     """A forward pass.
 
     first, length: index of its first token in the whole sequence, and the tokens of that up to its last.
-    runs: the tokens of each process; None where every process has all tokens of the pass. owner: then, the process that
-        stores their rows.
-    owned: indices of each process's tokens, where there are runs. indices: of this process's. stores: whether this
-        process stores their rows.
+    spread: each process has some of its tokens; otherwise every process has all of them.
+    indices: of the tokens that this process has. stored: of those whose rows each process stores.
     attended: of every index whether it is no padding, [batch_size, length]; None: all are not.
-    stored: of the cache, None without one. tokens_to_keep: of which logits are wanted; 0 for all.
+    counts: tokens that each process has of the cache, None without one. tokens_to_keep: of which logits are wanted; 0
+        for all.
     """
 
     first: int
     length: int
-    runs: list[list[range]] | None
-    owner: int
-    owned: list[Tensor]
+    spread: bool
     indices: Tensor
-    stores: bool
+    stored: list[Tensor]
     attended: Tensor | None
-    stored: Stored | None
+    counts: list[int] | None
     tokens_to_keep: int
-
-    def rows(self, key: Tensor, value: Tensor) -> Rows:
-        """What this process stores of rows [batch_size, 1, seq_len, width] of its tokens."""
-        count = len(self.indices) if self.stores else 0
-        return Rows(key[:, :, :count], value[:, :, :count], self.indices[:count])
 
     def count_stored(self) -> None:
         """At the end of the pass: add its tokens to what the cache knows of its processes."""
-        if self.stored is None:
-            return
-        if self.runs is None:
-            self.stored.counts[self.owner] += self.length - self.first
-            return
-        for process, indices in enumerate(self.owned):
-            self.stored.counts[process] += len(indices)
+        for process, indices in enumerate(self.stored if self.counts is not None else ()):
+            self.counts[process] += len(indices)  # type: ignore[index]
 
 
 def begin_pass(
@@ -86,8 +72,8 @@ def begin_pass(
     if not isinstance(keep, int):
         raise UsageError("logits_to_keep: expected a number of tokens.", "Give 1 for the last token, 0 for all.")
     cache = _spread_cache(arguments, config, windows, wire.count)
-    stored = None if cache is None else cache.layers[0].stored
-    first, tokens = 0 if stored is None else stored.tokens, inputs.shape[1]
+    counts = None if cache is None else cache.layers[0].counts
+    first, tokens = sum(counts or ()), inputs.shape[1]
     mask = _check_mask(arguments.get("attention_mask"), inputs, first + tokens)
     _agree(wire, inputs, mask, first)
     attended = None if mask is None or bool(mask.all()) else mask
@@ -97,14 +83,18 @@ def begin_pass(
         if config.model_type in POSITIONS_FROM_MASK and attended is not None:
             positions = (attended.long().cumsum(1) * attended - 1)[:, first:]
     if before_rope:
-        _check_shifts(positions, first, attended, stored)
-    runs, owned, owner = None, own_indices(tokens, wire.count, inputs.device), wire.rank
-    if first == 0 and tokens >= 2 * wire.count:
-        runs, own = token_runs(tokens, wire.count), owned[wire.rank]
+        every = torch.arange(first + tokens, device=inputs.device)
+        seen = None if attended is None else visible(every[first:], every, attended, None)
+        PositionCheck()(positions, seen, cache, 0, len(inputs), first, 0)
+    spread = first == 0 and tokens >= 2 * wire.count
+    if spread:
+        stored = own_indices(tokens, wire.count, inputs.device)
+        own = stored[wire.rank]
     else:
         own = torch.arange(tokens, device=inputs.device)
-        owner = 0 if stored is None else stored.counts.index(min(stored.counts))
-    now = Pass(first, first + tokens, runs, owner, owned, first + own, owner == wire.rank, attended, stored, keep)
+        fewest = counts.index(min(counts)) if counts else 0
+        stored = [first + own if process == fewest else own[:0] for process in range(wire.count)]
+    now = Pass(first, first + tokens, spread, first + own, stored, attended, counts, keep)
     changed = arguments | {
         name: inputs.index_select(1, own),
         "position_ids": positions.index_select(1, own),
@@ -136,8 +126,8 @@ def _spread_cache(arguments: dict[str, Any], config: Any, windows: list[int | No
                 "a cache that is offloaded, or was filled outside of sequence_parallel(), cannot be spread.",
                 "Begin with an empty DynamicCache inside of it.",
             )
-        stored = Stored([0] * processes)
-        cache.layers[:] = [SpreadLayer(stored, window) for window in windows]
+        counts = [0] * processes
+        cache.layers[:] = [SpreadLayer(counts, window) for window in windows]
     return cache
 
 
@@ -171,32 +161,3 @@ def _agree(wire: Wire, inputs: Tensor, mask: Tensor | None, first: int) -> None:
                 "same mask in every process.",
                 "Give every process the whole prompt; when sampling, set the same seed in all of them.",
             )
-
-
-def _check_shifts(positions: Tensor, first: int, attended: Tensor | None, stored: Stored | None) -> None:
-    """Raises UsageError where positions skip or repeat within a sequence: keys before RoPE are rotated by indices.
-
-    Only differences count, so that a sequence may be shifted by its padding.
-    """
-    tokens = positions.shape[1]
-    shifts = positions - torch.arange(first, first + tokens, device=positions.device)
-    batch_size = len(shifts) if attended is None else len(attended)
-    shifts = shifts.expand(batch_size, -1)
-    counted = torch.ones_like(shifts, dtype=torch.bool) if attended is None else attended[:, first:]
-    if stored is not None and stored.shifts is not None and len(stored.shifts) == batch_size:
-        known = stored.shifts[:, None]
-        shifts, counted = torch.cat([known, shifts], 1), torch.cat([known != UNKNOWN, counted], 1)
-    large = torch.iinfo(torch.int64).max
-    least = shifts.masked_fill(~counted, large).amin(1)
-    most = shifts.masked_fill(~counted, -large).amax(1)
-    wrong = counted.any(1) & (least != most)
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise UsageError(
-            f"row {row}: position_ids skip or repeat between tokens of one sequence, and this checkpoint stores keys "
-            "before RoPE, which it rotates by their place in the cache.",
-            "Leave no holes inside a row (pad on the left), or use a checkpoint with keys compressed after RoPE (rotor "
-            "calibrate --set groups.domain=post).",
-        )
-    if stored is not None:
-        stored.shifts = torch.where(counted.any(1), least, UNKNOWN)

@@ -25,8 +25,8 @@ class Launched:
     local_count: int
 
     def device(self, name: str) -> str:
-        """Name the device: `auto` and `cuda` are this process's own GPU."""
-        if name in ("auto", "cuda") and torch.cuda.is_available():
+        """Name the device: of several processes `auto` and `cuda` are this one's own GPU."""
+        if self.count > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
             return f"cuda:{self.local_rank % torch.cuda.device_count()}"
         return name
 

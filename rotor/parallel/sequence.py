@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from ..errors import UsageError
 from ..runtime.attention import RotorAttention
@@ -17,7 +18,7 @@ from ..runtime.families import FAMILIES
 from ..runtime.rope import Place
 from ..runtime.steps import InCache, RowStore, Step
 from .attention import attend_by_heads, attend_by_rows, attend_to_spread_rows, visible
-from .cache import SpreadLayer, windows_of
+from .cache import Rows, SpreadLayer
 from .forward import Pass, begin_pass
 from .plan import own_indices, plan_layer
 from .wire import Wire
@@ -36,7 +37,9 @@ class SequenceParallel(RowStore):
     def __init__(self, model: Any, wire: Wire, exchange: Exchange = "auto") -> None:
         self.wire, self.exchange = wire, exchange
         self.layers = [module for module in model.modules() if isinstance(module, RotorAttention)]
-        self.windows = windows_of(model.config, len(self.layers))
+        cached = DynamicCache(config=model.config).layers
+        windows: list[int | None] = [getattr(layer, "sliding_window", None) for layer in cached]
+        self.windows = (windows + [None] * len(self.layers))[: len(self.layers)]
         self.before_rope = any(layer.layout.in_blocks for layer in self.layers)
         self._pass: Pass | None = None
         self._masks: dict[tuple[Any, ...], Tensor | None] = {}
@@ -88,39 +91,38 @@ class SequenceParallel(RowStore):
 
     def attend(self, step: Step) -> Tensor:
         now, wire, window = self.now, self.wire, self.windows[step.layer_idx]
-        rows = now.rows(step.key, step.value)
+        kept = now.stored[wire.rank]
+        rows = Rows(step.key[:, :, : len(kept)], step.value[:, :, : len(kept)], kept)
         if step.cache is not None:
             layer: SpreadLayer = step.cache.layers[step.layer_idx]
             rows = layer.store(rows, now.length - 1)
-        if now.runs is not None:
+        if now.spread:
             parameters = step.parameters
             size, capped = step.query.element_size(), parameters.softcap is not None
             plan = plan_layer(parameters.layout, parameters.shape, size, wire.count, capped)
             every = torch.arange(now.length, device=step.key.device)
             if self.exchange == "rows" or (self.exchange == "auto" and plan.rows_alone):
-
-                def mask_of(run: range) -> Tensor:
-                    mask = self._mask(now, every[run.start : run.stop], every[: run.stop], window)
-                    assert mask is not None
-                    return mask
-
-                return attend_by_rows(step, wire, now.owned, now.runs[wire.rank], mask_of)
+                return attend_by_rows(
+                    step,
+                    wire,
+                    now.stored,
+                    lambda run: self._mask(now, every[run.start : run.stop], every[: run.stop], window),
+                )
             mask = None
             if now.attended is not None or window is not None:
                 mask = self._mask(now, every, every, window)
-            return attend_by_heads(step, plan, wire, now.owned, mask)
+            return attend_by_heads(step, plan, wire, now.stored, mask)
         rotation = step.rotations.read
         if rotation is not None:  # of places that differ
             rotation = rotation[0][None, None, rows.indices], rotation[1][None, None, rows.indices]
-        mask = self._mask(now, now.indices, rows.indices, window)
-        return attend_to_spread_rows(step, rows.key, rows.value, rotation, wire, mask)
+        return attend_to_spread_rows(step, rows, rotation, wire, self._mask(now, now.indices, rows.indices, window))
 
     def _mask(self, now: Pass, queries: Tensor, keys: Tensor, window: int | None) -> Tensor | None:
         """Of a pass, made once for all layers with the same window: they keep the same tokens."""
         known = window, len(queries), len(keys)
         if known not in self._masks:
             attended = None if now.attended is None else now.attended.to(keys.device)
-            causal = now.runs is not None or len(queries) > 1
+            causal = now.spread or len(queries) > 1
             self._masks[known] = visible(queries, keys, attended, window, causal)
         return self._masks[known]
 
@@ -136,14 +138,14 @@ class SequenceParallel(RowStore):
         """Bring together the hidden states that logits are wanted of, and count what was stored."""
         now, self._pass, self._masks = self.now, None, {}
         hidden = output[0]
-        if now.runs is None:
+        if not now.spread:
             # The first process's, so that rounding does not part them.
             shapes = [[tuple(hidden.shape)], *[[]] * (self.wire.count - 1)]
             outgoing = [[hidden][self.rank :][:1]] * self.wire.count
             hidden = self.wire.exchange("hidden states", "hidden", outgoing, shapes, hidden.dtype)[0][0]
         elif now.tokens_to_keep:
             begin = max(now.length - now.tokens_to_keep, 0)
-            hidden = self._gather(hidden[:, now.indices >= begin], [kept[kept >= begin] for kept in now.owned])
+            hidden = self._gather(hidden[:, now.indices >= begin], [kept[kept >= begin] for kept in now.stored])
         now.count_stored()
         if isinstance(output, tuple):
             return hidden, *output[1:]

@@ -12,20 +12,18 @@ from torch import Tensor
 
 from ..allocation.plan import RankPlan
 from ..bases.layer import LayerBases
-from ..bases.pair import BasisPair
 from ..calibration.candidates import Candidates
 from ..calibration.job import CalibrationJob
 from ..calibration.outline import ModelOutline
 from ..calibration.partial import PartialRun
 from ..calibration.run import candidate_info
-from ..codes.layer import CodedBases
 from ..evaluation.placement import Placement
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.publishing import check_space
-from ..models.estimate import Estimate
+from ..models.memory import Estimate
 from ..progress import Progress, StageTimes
 from ..recipe.settings import CalibrationSettings, ExportSettings
-from ..rewriting.shards import ShardContents, planned_layouts
+from ..rewriting.rewrite import folded_bases, planned_layouts, rewritten_tensors
 from ..search.export_job import ExportJob
 from ..search.point import channels_json
 from ..search.rank_search import RankSearch
@@ -172,31 +170,28 @@ def _sizes(
     job: ExportJob, search: RankSearch, plan: RankPlan, element_bytes: int
 ) -> tuple[dict[str, dict[str, int]], int, int]:
     """Bytes of each tensor that changes, of all tensors together, and of the cache per token."""
-    checkpoint, family, shape = job.checkpoint, job.family, job.run.shape
+    checkpoint = job.checkpoint
     chosen = search.bases.select(plan.choice, plan.channels)
     planned = planned_layouts(chosen, plan.rounded)
-    on_meta = [_on_meta(layer) for layer in chosen]
-    contents = ShardContents(checkpoint, family, shape, on_meta, planned, checkpoint.meta_tensor)
-    after = {name: t for file in checkpoint.files for name, t in contents.tensors(file).items()}
+
+    def plain(layer: int) -> LayerBases:
+        return replace(chosen[layer], outputs=None)  # these are for the refit of W_o, which changes no shape
+
+    after = dict(rewritten_tensors(checkpoint, job.run.shape, plain, planned, checkpoint.meta_tensor).items())
     before = {name: checkpoint.meta_tensor(name) for name in checkpoint.names}
     changed = {
         name: {"before": _bytes(before.get(name)), "after": _bytes(after.get(name))}
         for name in sorted({*before, *after})
         if name not in before or name not in after or before[name].shape != after[name].shape
     }
-    cache = kv_bytes_per_token([layout for layout, _ in planned], element_bytes)
-    return changed, sum(map(_bytes, after.values())), cache
-
-
-def _on_meta(bases: LayerBases) -> LayerBases:
-    """Shapes alone, but where codes have to be folded; the refit of W_o, which the outputs are for, changes none."""
-    if isinstance(bases, CodedBases):
-        return replace(bases, outputs=None)
-
-    def pair(found: BasisPair) -> BasisPair:
-        return BasisPair(found.encode.to("meta"), found.decode.to("meta"), found.singular_values.to("meta"))
-
-    return replace(bases, qk=pair(bases.qk), vo=pair(bases.vo), outputs=None)
+    cache, size_bytes = (
+        kv_bytes_per_token([layout for layout, _ in planned], element_bytes),
+        sum(map(_bytes, after.values())),
+    )
+    if job.settings.without_weights:
+        folded = (folded_bases(plain(i), *planned[i], job.run.shape) for i in range(len(planned)))
+        size_bytes = sum(_bytes(tensor) for layer in folded for tensor in layer.tensors().values())
+    return changed, size_bytes, cache
 
 
 def _bytes(tensor: Tensor | None) -> int:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from ..calibration.outline import ModelOutline, needs_whole_model
+from ..errors import MissingError
 from ..format.layout import AttentionShape, Candidate, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
 from ..models.hardware import pick_device, pick_dtype
+from ..models.hub import find_source
 from ..models.memory import available_device_bytes, stream_weights
-from ..models.source import find_source
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import DecodeTime, decode_times
 from ..prediction.devices import find_device
@@ -83,7 +84,9 @@ def inspect(
     Raises:
         UnsupportedModelError: rotor cannot compress it. RotorError: see rotor.errors.
     """
-    if Path(model).name == "config.json" and Path(model).is_file():
+    if Path(model).is_file():
+        if Path(model).name != "config.json":
+            raise MissingError(f"{model}: is a file.", "Give a model's folder, its config.json, or a hub id.")
         model = Path(model).parent
     spec, source = load_recipe(recipe, overrides), find_source(model, revision, weights=False)
     if source.hub_id is None and any(WEIGHTS.search(path.name) for path in source.folder.iterdir()):
@@ -96,7 +99,7 @@ def inspect(
         shapes = {name: list(parameter.shape) for name, parameter in implied.named_parameters()}
         elements = sum(parameter.numel() for parameter in implied.parameters())
         outline = ModelOutline.of_headers(config, shapes, elements * (config.dtype or torch.float32).itemsize)
-    shape, stored = outline.shape, outline.sizes.stored_bytes
+    shape, stored = outline.shape, outline.stored_bytes
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, outline.dtype, target)
     per_token = uncompressed_kv_bytes_per_token(shape, outline.dtype.itemsize)
@@ -114,7 +117,7 @@ def inspect(
         model_type=outline.config.model_type,
         dtype=str(outline.dtype).removeprefix("torch."),
         weight_bytes=stored,
-        parameters=outline.sizes.total,
+        parameters=outline.parameters,
         shape=shape,
         kv_bytes_per_token=per_token,
         kv_cache_bytes={tokens: kv_cache_bytes(outline.config, shape, per_token, tokens) for tokens in CONTEXTS},

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import torch
 
-from ..calibration.candidates import wanted_moments
 from ..calibration.outline import ModelOutline
-from ..models.estimate import Estimate, calibration_flops
 from ..models.hardware import matmul_rate
-from ..models.memory import available_host_bytes, usable_host_bytes
+from ..models.memory import Estimate, available_host_bytes, usable_host_bytes
 from ..recipe import Recipe
 
 
@@ -55,12 +53,9 @@ class Needs:
         left: float = 1.0,
     ) -> Needs:
         """Args: left: share of the layers that is not calibrated yet."""
-        candidates = outline.candidates(recipe)
-        size = max(candidate.group_size for candidate in candidates.values())
-        flops = calibration_flops(outline.sizes, outline.shape, recipe, size, wanted_moments(recipe, candidates))
         rate, rate64 = matmul_rate(device, dtype), matmul_rate(torch.device("cpu"), torch.float64)
         seconds = {
             name: round(count / (rate64 if name == "statistics" else rate) * (1.0 if name == "text" else left), 1)
-            for name, count in flops.items()
+            for name, count in outline.calibration_flops(recipe).items()
         }
         return cls.of(estimate, streamed, out, estimate.disk_bytes, estimate.kept_disk_bytes, seconds)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..runtime.families import FAMILIES, Family, attention_shape, find_family
+from ..runtime.rope import RotaryTable
 from ..runtime.steps import InCache
 from .layer import PolicyLayer
 from .policy import Policy
@@ -91,9 +92,14 @@ class _Attachment:
                 "Use a checkpoint that `rotor export` wrote, or another policy.",
             )
         for module in self._compressed:
-            policy.check_rows(module.layout.coded)
+            policy.check_rows(module.layout.coded, module.layout.rope_block is None)
+        tables: dict[str | None, RotaryTable] = {}
         for index, module in enumerate(modules):
-            hooks = _Hooks(policy, index, module in self._compressed)
+            turned = policy.turns_keys and family.rotary is not None and module not in self._compressed
+            kind = family.rotary_type(model.config, index)
+            if turned and kind not in tables:
+                tables[kind] = RotaryTable(network.get_submodule(family.rotary or ""), kind)
+            hooks = _Hooks(policy, index, module in self._compressed, tables[kind] if turned else None)
             if hooks.compressed:
                 module.store = InCache(policy, model.config)
             else:
@@ -121,8 +127,8 @@ class _Hooks:
     """Around a layer's attention: of an uncompressed model the cache's layer learns of the step, and the mask is its.
     Where the policy needs states, it gets what enters the decoder layer, and that with what attention adds to it."""
 
-    def __init__(self, policy: Policy, index: int, compressed: bool) -> None:
-        self.policy, self.index, self.compressed = policy, index, compressed
+    def __init__(self, policy: Policy, index: int, compressed: bool, table: RotaryTable | None) -> None:
+        self.policy, self.index, self.compressed, self.table = policy, index, compressed, table
         self._entered: Tensor | None = None
 
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,6 +138,7 @@ class _Hooks:
         layer = InCache(self.policy, module.config).keeper(_cache_of(kwargs), self.index)
         if not isinstance(layer, PolicyLayer):
             return None
+        layer.table = self.table
         mask, states = kwargs.get("attention_mask"), _states_of(args, kwargs)
         layer.begin(mask, states.shape[0], states.shape[1], states.device)
         shape = attention_shape(module.config)
@@ -144,6 +151,7 @@ class _Hooks:
         layer = None if cache is None else cache.layers[self.index]
         if not isinstance(layer, PolicyLayer):
             return
+        layer.table = None
         if not self.compressed:
             layer.observe_weights(output[1] if self.policy.needs_weights else None)
         if entered is not None:

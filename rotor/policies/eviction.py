@@ -11,14 +11,16 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.nn import functional
 
+from ..errors import UnsupportedModelError
 from ..format.layout import LayerLayout
 from ..kernels.parameters import AttentionParameters, seq_len_of
+from ..runtime.families import FAMILIES
 from ..runtime.rope import rows_of
 from ..runtime.steps import Step, attend_to_rows
 from .affine import AffineCode
 from .budgets import SqueezeBudgets
 from .column_sums import ScoreSoftmax, column_sums
-from .layer import PolicyLayer, mask_of_places, noise_of, real_tokens
+from .layer import PolicyLayer, between, mask_of_places, noise_of, real_tokens
 from .policy import Bits, Policy, Share
 from .store import Codec, Exact, Side, Stream, spans_of
 
@@ -56,8 +58,11 @@ class Eviction(Policy):
         squeeze: p of SqueezeAttention, by which budgets differ between layers; see rotor.policies.budgets.
         bits, group: codes of the rows that are kept, as the policy `per-token` has them: 16 (none), 8, 4, 3 or 2, in
             groups of so many columns. A token is exact in its own step.
+        positions: of kept keys, by which RoPE turns them: `sequence`, as they came; `cache`, counted anew among those
+            that are kept, so that distances stay within what the model was trained on (StreamingLLM section 3.2).
         layer_shares: of the budget, for each layer, in place of `squeeze`; their mean should be 1.
 
+    Keys of rows that are compressed after RoPE cannot be turned, nor those of a model without RoPE.
     The prompt, the first step, sees itself whole and is then cut. Bytes: those of the kept rows (of codes
     bits / 8 + 4 / group a number), and an int32 place (and where there are scores a float32) for each kept token and
     group.
@@ -73,6 +78,7 @@ class Eviction(Policy):
     layer_shares: tuple[PositiveFloat, ...] = ()
     bits: Bits = 16
     group: PositiveInt = 64
+    positions: Literal["sequence", "cache"] = "sequence"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,6 +91,30 @@ class Eviction(Policy):
     @property
     def needs_states(self) -> bool:
         return self.squeeze is not None
+
+    @property
+    def turns_keys(self) -> bool:
+        return self.positions == "cache"
+
+    @property
+    def tolerance(self) -> float:
+        return 0.0 if self.squeeze is None else 0.02
+
+    def check_rows(self, coded: bool, post_rope: bool) -> None:
+        super().check_rows(coded, post_rope)
+        if self.turns_keys and post_rope:
+            raise self._cannot_turn("this checkpoint's keys are compressed after RoPE, which is in their latents")
+
+    def check_config(self, config: Any) -> int:
+        if self.turns_keys and FAMILIES[config.model_type].rotary is None:
+            raise self._cannot_turn("this model has no RoPE")
+        return super().check_config(config)
+
+    def _cannot_turn(self, why: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"cache policy {self.method}: positions within the cache: {why}.",
+            "Use `positions: sequence` in a YAML file of the policy, or a recipe with keys before RoPE (rotor).",
+        )
 
     def layers(self, count: int) -> list[PolicyLayer]:
         fits = len(self.layer_shares) in (0, count)
@@ -178,7 +208,12 @@ class EvictingLayer(PolicyLayer):
         self.follow(parameters.layout, query.dtype)
         mask = self.visible(step.mask, _groups_of_heads(parameters))
         if rotations.read is not None:
-            rotations = rotations._replace(read=rows_of(rotations.read, self.places.clamp(min=0).long()))
+            assert rotations.table is not None
+            cos, sin = rows_of(rotations.read, self.places.clamp(min=0).long())
+            if self.policy.turns_keys:
+                more_cos, more_sin = between(rotations.table, self.moved)
+                cos, sin = cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin
+            rotations = rotations._replace(read=(cos, sin))
         key, value = step.cache.update(step.key, step.value, step.layer_idx)
         output = attend_to_rows(step._replace(mask=mask, rotations=rotations), key, value)
         sums = None
@@ -197,6 +232,14 @@ class EvictingLayer(PolicyLayer):
     def held(self) -> Held:
         index = torch.where(self.places >= 0, self.places - self.start[:, None, None], -1)
         return Held(index, self.scores, self.index, self.num_tokens - self._prompt)
+
+    @property
+    def moved(self) -> Tensor:
+        """By how many positions each kept key moves towards the newest token, so that nothing lies between neighbours,
+        [batch_size, 1 or groups, slots] int64."""
+        there = self.places >= 0
+        gaps = self.places - there.cumsum(-1)
+        return (gaps[..., -1:] - gaps).masked_fill(~there, 0)
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         shown = real_tokens(mask, batch_size, length, device)
@@ -236,7 +279,7 @@ class EvictingLayer(PolicyLayer):
             torch.cat([side.update(states[..., span]) for side, span in zip(sides, spans, strict=True)], -1)
             for states, sides, spans in zip((key_states, value_states), self.sides, self.spans, strict=True)
         )
-        return key, value
+        return self.turned(key, self.moved) if self.policy.turns_keys else key, value
 
     def observe_weights(self, weights: Tensor | None) -> None:
         if weights is None:

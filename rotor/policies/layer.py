@@ -25,6 +25,8 @@ from transformers.cache_utils import DynamicLayer
 from ..errors import UsageError
 from ..format.layout import LayerLayout
 from ..kernels.parameters import seq_len_of
+from ..kernels.rotary import Rotation, rotate
+from ..runtime.rope import RotaryTable
 from ..runtime.steps import Keeper, Step, attend_to_rows
 from .store import Side, tensor_bytes
 
@@ -36,7 +38,8 @@ class PolicyLayer(DynamicLayer, Keeper):
     """One layer of a cache that follows a policy.
 
     num_tokens: so far, padding included. stored: names of the attributes whose tensors are the cache, batch first;
-    beside: of further tensors, batch first, that are too small to count.
+    beside: of further tensors, batch first, that are too small to count. table: RoPE of a model that rotates keys
+    before they come here, while a step lasts; only for policies that turn keys.
     """
 
     is_compileable = False
@@ -45,6 +48,7 @@ class PolicyLayer(DynamicLayer, Keeper):
     is_sliding = False
     stored: ClassVar[tuple[str, ...]]
     beside: ClassVar[tuple[str, ...]] = ()
+    table: RotaryTable | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,6 +94,19 @@ class PolicyLayer(DynamicLayer, Keeper):
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
         """Store tokens whose attention is not known, for counting bytes."""
         self.update(key_states, value_states)
+
+    def turned(self, keys: Tensor, by: Tensor) -> Tensor:
+        """Keys of an uncompressed model as RoPE would have them `by` positions later; as they are without a table.
+
+        Args:
+            keys: [batch_size, num_heads, tokens, head_dim]. by: [batch_size, 1 or num_heads, tokens], below 0: earlier.
+        """
+        if self.table is None or not bool(by.any()):
+            return keys
+        longest = int(by.abs().max()) + 1
+        dtype = torch.promote_types(keys.dtype, torch.float32)
+        cos, sin = between(self.table(0, longest, longest, keys.device, dtype), by.abs())
+        return rotate(keys.to(dtype), cos, sin * by.sign().unsqueeze(-1)).to(keys.dtype)
 
     def stored_bytes(self) -> int:
         """Bytes of all tensors that the layer holds."""
@@ -138,6 +155,11 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Side):
         return value.map(function)
     return function(value) if isinstance(value, Tensor) else value
+
+
+def between(table: Rotation, positions: Tensor) -> Rotation:
+    """cos and sin of the rotation by so many positions, [*positions, rotary_dim], without RoPE's attention factor."""
+    return table[0][positions] / table[0][0], table[1][positions] / table[0][0]
 
 
 def mask_of_places(mask: Tensor | None, places: Tensor, num_tokens: int, length: int) -> Tensor:

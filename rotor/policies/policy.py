@@ -72,6 +72,16 @@ class Policy(ABC):
         return False
 
     @property
+    def turns_keys(self) -> bool:
+        """Whether keys are stored or read at other positions than they came with, for which layers get a `table`."""
+        return False
+
+    @property
+    def tolerance(self) -> float:
+        """By how much bytes may exceed those of a prompt of random numbers, as a share of these."""
+        return 0.0
+
+    @property
     def needs_samples(self) -> bool:
         """Whether something in it is found on calibration text, and has not been."""
         return False
@@ -89,8 +99,12 @@ class Policy(ABC):
     def layers(self, count: int) -> list[PolicyLayer]:
         """Empty layers of one cache, for a model of so many."""
 
-    def check_rows(self, coded: bool) -> None:
-        """Raises UsageError unless the policy can hold rows of a compressed model: of codes, or of 16-bit columns."""
+    def check_rows(self, coded: bool, post_rope: bool) -> None:
+        """Raises UsageError unless the policy can hold rows of a compressed model.
+
+        Args:
+            coded: of codes, or of 16-bit columns. post_rope: of keys after RoPE, which is in their latents.
+        """
         if coded and self.quantises:
             raise UsageError(
                 f"cache policy {self.method}: it quantises, and this checkpoint's rows are codes already.",
@@ -101,8 +115,15 @@ class Policy(ABC):
         """The number of layers of a model that the policy can serve.
 
         Raises:
-            UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention).
+            UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention), or RoPE's
+                frequencies depend on the length and the policy turns keys.
         """
+        if self.turns_keys and depends_on_length(config):
+            raise UnsupportedModelError(
+                f"cache policy {self.method}: turns keys to other positions, and the frequencies of this model's RoPE "
+                "depend on the length.",
+                "Use `positions: sequence` (of kvquant `pre_rope: false`) in a YAML file of the policy.",
+            )
         layers = DynamicCache(config=config).layers
         for index, layer in enumerate(layers):
             if type(layer) is not DynamicLayer:
@@ -174,3 +195,10 @@ def random_rows(heads: int, tokens: int, width: int, dtype: torch.dtype) -> Tens
     if dtype == torch.uint8:
         return torch.randint(256, (1, heads, tokens, width), generator=generator, dtype=dtype)
     return torch.randn(1, heads, tokens, width, generator=generator).to(dtype)
+
+
+def depends_on_length(config: Any) -> bool:
+    """Whether the frequencies of a model's RoPE depend on how long a sequence is."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
+    return any(kind in ("longrope", "dynamic") for kind in kinds)

@@ -40,9 +40,9 @@ class CodedLayer(PolicyLayer):
     Args:
         streams: of keys and of values.
 
-    sides: of keys and of values, for all rows alike; where there is padding for each row by itself, without
-    its padding, so that what is stored of a row does not depend on the others. Attention decodes the whole cache at
-    each step.
+    sides: of keys and of values, for all rows alike; where there is padding or a codec is ragged for each row by
+    itself, without its padding, so that what is stored of a row does not depend on the others. Attention decodes the
+    whole cache at each step. Where there is a `table`, keys are stored as before RoPE.
     """
 
     stored = ("sides",)
@@ -51,6 +51,7 @@ class CodedLayer(PolicyLayer):
         super().__init__()
         self.streams = streams
         self.sides: list[tuple[Side, Side]] | None = None
+        self._apart = any(stream.codec.ragged for stream in streams)
         self._pads: list[int] | None = None
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
@@ -61,6 +62,8 @@ class CodedLayer(PolicyLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        if self._pads is None and self._apart:
+            self._pads = [0] * len(key_states)
         if self._pads:
             key_states, value_states = key_states[:1], value_states[:1]
         key, value = self.streams
@@ -70,9 +73,13 @@ class CodedLayer(PolicyLayer):
         """Store the new tokens; returns the keys and values of all tokens, as this step's attention is to see them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        total = self.num_tokens + key_states.shape[-2]
+        first = torch.tensor(self._pads or [0], device=key_states.device)[:, None, None]
+        index = (torch.arange(total, device=key_states.device) - first).clamp(min=0)
+        key_states = self.turned(key_states, -index[..., self.num_tokens :])
         key, value = self._update_side(0, key_states), self._update_side(1, value_states)
-        self.num_tokens += key_states.shape[-2]
-        return key, value
+        self.num_tokens = total
+        return self.turned(key, index), value
 
     def _update_side(self, side: int, states: Tensor) -> Tensor:
         assert self.sides is not None

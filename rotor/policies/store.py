@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,12 @@ dimension 2 something that grows with the tokens: the tokens themselves, or grou
 
 
 class Codec(ABC):
-    """Codes the keys or the values of tokens."""
+    """Codes the keys or the values of tokens.
+
+    ragged: what it stores of equally many tokens differs in size, so that rows of a batch are coded one by one.
+    """
+
+    ragged: ClassVar[bool] = False
 
     @abstractmethod
     def encode(self, states: Tensor) -> Parts:

@@ -39,13 +39,11 @@ class Compute:
 
     device, dtype: `auto` is the GPU if there is one, and float32 on a CPU. Statistics are float64 in any case.
     offload: `always` reads one layer of weights at a time, `never` loads all, `auto` does what fits.
-    device_map: as in transformers' from_pretrained, e.g. `auto`: distribute the model over several GPUs.
     """
 
     device: Annotated[str, Expect(_is_device, "auto, cpu, cuda or cuda:N")] = "auto"
     dtype: Annotated[str, OneOf(("auto", "float32", "bfloat16", "float16"))] = "auto"
     offload: Annotated[str, OneOf(("auto", "never", "always"))] = "auto"
-    device_map: str | None = None
 
     def check(self) -> None:
         """Raises UsageError for a name that is none; whether the device is there is found when it is used."""
@@ -112,6 +110,7 @@ class ExportSettings:
     overwrite: bool = False
     measure: bool = True
     cache: str | None = None
+    without_weights: bool = False
 
     def check(self) -> None:
         """Raises UsageError for what is wrong whatever the run holds but for its recipe. Needs no torch.

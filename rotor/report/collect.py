@@ -144,6 +144,8 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         ("calibrated on", f"{info.get('device')} in {info.get('dtype')}"),
         ("versions", ", ".join(f"{k} {v}" for k, v in info.get("versions", {}).items())),
     ]
+    if run.top_shares:
+        data.facts.append(("Fisher information in the top 0.1 % of tokens", f"by layer {run.top_shares}"))
     if table and table.base:
         split = "report" if "report" in table.base else "search"
         base, context = table.base[split], table.context

@@ -11,17 +11,16 @@ import torch
 from torch import nn
 
 from ..bases.layer import LayerBases
-from ..bases.weights import AttentionWeights
 from ..format.layout import LayerRanks
 from ..format.tensors import FLOAT32
 from ..models.checkpoint import Checkpoint
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
-from ..models.projections import read_attention
 from ..numerics import check_parameters
 from ..runtime.families import find_family
 from ..runtime.integration import replace_attention
-from .rewrite import bias_names, layer_layout, rewrite_layer
+from ..runtime.projections import AttentionWeights, read_attention
+from .rewrite import layer_layout, rewrite_layer
 
 EVALUATION_TOKENS = (2048, 16384)
 """Tokens that go through a layer together when accuracy is measured, on a CPU and on a GPU."""
@@ -35,7 +34,7 @@ class CompressibleModel(LayerwiseModel):
 
     Args:
         rewrite_dtype: rewrite in this dtype instead of the checkpoint's.
-        streamed, device_map: see rotor.models.memory and load_model.
+        streamed: see rotor.models.memory.
         workspace: see LayerwiseModel.
     """
 
@@ -47,11 +46,10 @@ class CompressibleModel(LayerwiseModel):
         rewrite_dtype: torch.dtype | None = None,
         *,
         streamed: bool = False,
-        device_map: str | None = None,
         workspace: Path | None = None,
     ) -> None:
         find_family(checkpoint.config)  # raises on what is not supported
-        source = weights_of(checkpoint, device, dtype, streamed, device_map)
+        source = weights_of(checkpoint, device, dtype, streamed)
         super().__init__(source, EVALUATION_TOKENS[device.type == "cuda"], workspace)
         self.checkpoint, self._rewrite_dtype = checkpoint, rewrite_dtype
         self._attention_implementation = self.config._attn_implementation
@@ -124,7 +122,7 @@ class CompressibleModel(LayerwiseModel):
         rewritten = rewrite_layer(weights, bases, layout, order, self.shape)
         with torch.device("meta"):
             layouts = {index: layout}
-            (module,) = replace_attention(self.model, self.family, self.shape, layouts, bias_names(weights))
+            (module,) = replace_attention(self.model, self.family, self.shape, layouts, weights.bias_names)
         on_device = {
             name: tensor.to(device, tensor.dtype if name in FLOAT32 else self.dtype)
             for name, tensor in rewritten.items()

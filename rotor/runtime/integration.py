@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
 from transformers.masking_utils import sdpa_mask
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -27,6 +29,7 @@ from ..format.section import MARK, METHOD, CompressedSection, is_ours
 from .attention import RotorAttention, refuse_others
 from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
+from .rewritten import RewrittenTensors, open_rewritten
 from .rope import RotaryTable
 from .steps import NO_GRADIENTS, NO_GRADIENTS_HINT
 
@@ -70,11 +73,16 @@ class RotorQuantizer(HfQuantizer):
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
         path = find_kernel_config(model.config, checkpoint_files)
         self.kernel_config = kernels_of(config, path, shape)
+        if config.source is not None and checkpoint_files:
+            found = open_rewritten(Path(checkpoint_files[0]), model.config, config)
+            model.__dict__[REWRITTEN] = {name: LazyTensor(found, name) for name in found.file_of}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Give the layers their kernels and their cache policy; mark the config."""
         network = with_head(model)
+        for config in (self.quantization_config, model.config.quantization_config):
+            vars(config).pop("source", None)  # what save_pretrained writes has the weights
         model.config.attn_implementation = MARK  # transformers forgets it, and save_pretrained is to write it again
         family = FAMILIES[model.config.model_type]
         for index, kernels in enumerate(self.kernel_config.layers):
@@ -121,6 +129,37 @@ class RotorQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+REWRITTEN = "rotor_rewritten"
+"""Attribute of a model that is loaded without weights of its own: its tensors by name, until they are loaded."""
+
+
+class LazyTensor:
+    """A rewritten tensor in place of one in a file: transformers takes `[...]` of it once it loads it."""
+
+    def __init__(self, tensors: RewrittenTensors, name: str) -> None:
+        self.tensors, self.name = tensors, name
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensors.tensor(self.name)[index]
+
+    def get_dtype(self) -> str:
+        """As safetensors names it; transformers asks whether it is a float."""
+        return "F32"
+
+
+def with_rewritten(load: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' `convert_and_load_state_dict_in_model`, which takes a model's rewritten tensors where it has them.
+
+    All else that transformers does with weights (names, experts, dtypes, devices) is done with them too.
+    """
+
+    @wraps(load)
+    def loading(model: Any, state_dict: Any, *rest: Any, **named: Any) -> Any:
+        return load(model, model.__dict__.pop(REWRITTEN, state_dict), *rest, **named)
+
+    return loading
 
 
 def refuse_training(model: Any, *_: Any) -> None:
@@ -214,6 +253,8 @@ def register() -> None:
         register_quantizer(name)(RotorQuantizer)
         AttentionInterface.register(name, refuse_others)
         AttentionMaskInterface.register(name, sdpa_mask)
+    loading: Any = modeling_utils
+    loading.convert_and_load_state_dict_in_model = with_rewritten(loading.convert_and_load_state_dict_in_model)
 
 
 register()

@@ -34,8 +34,8 @@ class Rotations(NamedTuple):
 
     query: of new queries. stored: of new keys as the cache keeps them. read: of all keys when they are read.
     Kernels have these made, from `table` [positions, rotary_dim]: in blocks by place from the beginning of the first
-    key's block on, else of the new tokens one after the other. places: in blocks, of new tokens, [seq_len]. first: in
-    blocks, the place of the first key.
+    key's block on (also without kernels), else of the new tokens one after the other. places: in blocks, of new
+    tokens, [seq_len]. first: in blocks, the place of the first key.
     """
 
     query: Rotation | None = None
@@ -150,7 +150,7 @@ class InBlocks(NoRope):
             return Rotations(table=table, places=index, first=first)
         read = table if self.all_fast else self.table.when_read(self.form)
         stored = None if self.all_fast else within_blocks(table, index, self.form)
-        return Rotations(rows_of(table, index), stored, rows_of(read, slice(first, first + place.kv_len)))
+        return Rotations(rows_of(table, index), stored, rows_of(read, slice(first, first + place.kv_len)), table)
 
     def check(
         self, positions: Tensor | None, mask: Tensor | None, cache: Any, layer_idx: int, batch_size: int, place: Place

@@ -69,7 +69,12 @@ class ExportJob:
 
     @property
     def needed_bytes(self) -> int:
-        """Disk that is asked for before anything is written: a compressed one is about as large as its source."""
+        """Disk that is asked for before anything is written: a compressed one is about as large as its source.
+
+        Without weights it is no larger than the bases of the run.
+        """
+        if self.settings.without_weights:
+            return sum(path.stat().st_size for path in self.run.folder.glob("bases/*")) + (1 << 20)
         return int(self.checkpoint.total_bytes() * 1.1) + (1 << 20)
 
     @property
@@ -151,7 +156,7 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, settings:
             f"--no-measure: cache policy {policy.method} is found by running the compressed model over text.",
             "Leave --no-measure out, or take another --cache.",
         )
-    policy.check_rows(recipe.coded)
+    policy.check_rows(recipe.coded, recipe.groups.domain == "post")
     if recipe.evaluation.metric.startswith(LM_EVAL):
         raise UsageError(
             f"--cache {name}: {recipe.evaluation.metric} does not read what such a cache stores.",

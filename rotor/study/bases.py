@@ -69,18 +69,3 @@ def first_value_variation(bases: Sequence[LayerBases], side: str) -> float:
     """
     values = torch.cat([getattr(layer, side).singular_values[:, 0] for layer in bases]).double()
     return float(np.nan_to_num(variation(values.numpy())))
-
-
-def mean_spectra(bases: Sequence[LayerBases]) -> dict[str, list[float]]:
-    """By side, singular values over the group's largest, averaged over groups and layers, starting at 1.
-
-    Layers with fewer channels than the widest count as zero beyond their last.
-    """
-    found = {}
-    for side in SIDE_LABELS:
-        spectra = [getattr(layer, side).singular_values for layer in bases]
-        widest = max(s.shape[-1] for s in spectra)
-        scaled = [s / torch.where(s[:, :1] > 0, s[:, :1], 1.0) for s in spectra]
-        mean = torch.cat([functional.pad(s, (0, widest - s.shape[-1])) for s in scaled]).mean(0)
-        found[side] = [round(value, 8) for value in mean.tolist()]
-    return found

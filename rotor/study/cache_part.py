@@ -1,16 +1,25 @@
-"""What the parts about caches share: methods, tables, and plots of fidelity against bytes."""
+"""What the parts about caches share: what is measured, tables, and plots of fidelity against bytes.
+
+A part names its caches (`CachePart.caches`); records, table, CSV and plot follow.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+from transformers.cache_utils import Cache
+
 from ..policies import H2O, Eviction, Keyformer, PerToken, Policy, Random, Streaming, Window
+from ..prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
+from ..prediction.devices import find_device
 from ..recipe import Recipe
-from .caches import CacheRecord
+from ..rewriting.rewrite import planned_layouts
+from ..runtime.families import attention_shape
+from .caches import CacheBench, CachedModel, CacheRecord
 from .context import StudyContext
 from .part import Part, Task
 from .plots import KL_LABEL, double_x, draw_line
@@ -20,12 +29,74 @@ from .tables import Table, number
 GROUP = 64
 """Numbers in a group, and tokens in the exact residual, of every method that has them (GEAR section 4)."""
 
-CONTROL: dict[str, Policy] = {"per token, 4 bits": PerToken(4, GROUP)}
+
+@dataclass(frozen=True)
+class StudiedCache:
+    """One cache that a part measures: of the uncompressed model, or of a recipe's mildest plan that removes a share.
+
+    family: what has one colour in plots. policy: by which the cache is kept, if any. make: what makes a cache of
+    transformers' own from the model's config, in place of a policy.
+    """
+
+    family: str
+    policy: Policy | None = None
+    recipe: str | None = None
+    removed: float = 0.0
+    make: Callable[[Any], Cache] | None = None
+
+    def task(self, study: StudyContext, key: str, name: str) -> Task:
+        """On the report split and its tasks."""
+        measure = partial(self.measure, study, name)
+        return Task(key, measure, self.calibrations(study), retried=self.make is not None)
+
+    def calibrations(self, study: StudyContext) -> dict[str, Recipe]:
+        return {self.recipe: study.plan.recipes[self.recipe]} if self.recipe else {}
+
+    def measure(self, study: StudyContext, name: str, bench: CacheBench | None = None) -> CacheRecord:
+        bench = bench or study.bench()
+        if self.recipe:
+            path = study.path(self.recipe, study.plan.recipes[self.recipe])
+            record = bench.of_plan(name, *path, self.removed, self.policy)
+        elif self.make is None:
+            record = bench.of_policy(name, self.policy)
+        else:
+            record = _of_transformers(bench, name, partial(self.make, bench.network.config))
+        share = None if record.skipped else self._time_share(study, record)
+        return replace(record, family=self.family, time_share=share)
+
+    def _time_share(self, study: StudyContext, record: CacheRecord) -> float | None:
+        """Predicted time of attention in a decode step over the uncompressed model's: of a recipe by bytes and
+        instructions, of a policy as if it read what it stores and did nothing else; of both together not predicted."""
+        settings, shape = study.plan.first.objective, attention_shape(study.checkpoint.config)
+        device = find_device(settings.device, settings.device_file)
+        step = DecodeStep(settings.context_tokens, settings.batch_size, study.cache_dtype.itemsize)
+        whole = uncompressed_decode_seconds(shape, device, step)
+        if self.recipe is None:
+            saved = study.whole_bytes - record.long_kv_bytes_per_token
+            return 1 - device.read_seconds(saved * step.keys) / whole
+        measurer, path = study.path(self.recipe, study.plan.recipes[self.recipe])
+        plan = path.at_compression(self.removed)
+        if self.policy is not None or plan is None:
+            return None
+        layouts = [layout for layout, _ in planned_layouts(plan.select(measurer.bases), plan.rounded)]
+        return decode_seconds(layouts, shape, device, step) / whole
+
+
+def _of_transformers(bench: CacheBench, name: str, make: Callable[[], Cache]) -> CacheRecord:
+    try:
+        make()
+    except (ImportError, ValueError) as error:  # not installed, or not for this model
+        return CacheRecord(name, skipped=" ".join(str(error).split()))
+    # The prompt leaves no residual, and GROUP tokens later all is coded again.
+    return bench.record(name, CachedModel(bench.network, make=make, step=GROUP))
+
+
+CONTROL = {"per token, 4 bits": StudiedCache("per token", PerToken(4, GROUP))}
 """What every part measures beside its own: plain codes of four bits, the control for bytes."""
 
 
 def evictions(share: float, bits: int = 16) -> dict[str, Eviction]:
-    """Every evicting method at a share of the prompt's tokens, kept in so many bits; the control is among them."""
+    """Every evicting method at a share of a whole row's tokens, kept in so many bits; the control is among them."""
     return {
         "window": Window(share, bits=bits),
         "StreamingLLM": Streaming(share, bits=bits),
@@ -48,20 +119,14 @@ class CachePart(Part):
     text: ClassVar[str] = ""
     size: ClassVar[str] = "kv_bytes_per_token"
 
-    def of_policies(self, study: StudyContext, policies: Mapping[str, Policy]) -> Iterator[Task]:
-        """Of the uncompressed model."""
-        for name, policy in policies.items():
-            yield Task(f"{self.name}/{name}", partial(self.of_policy, study, name, policy))
+    def caches(self, study: StudyContext) -> Mapping[str, StudiedCache]:
+        """By the name of their records."""
+        del study
+        return {}
 
-    def of_policy(self, study: StudyContext, name: str, policy: Policy | None) -> CacheRecord:
-        """A record of the uncompressed model with a policy."""
-        return study.caches.of_policy(name, policy)
-
-    def of_recipe(
-        self, study: StudyContext, name: str, recipe: Recipe, removed: float, policy: Policy | None = None
-    ) -> CacheRecord:
-        """A record of a recipe's mildest plan that removes a share of the cache, with a policy on top."""
-        return study.caches.of_plan(name, *study.path(recipe.name, recipe), removed, policy)
+    def tasks(self, study: StudyContext) -> Iterator[Task]:
+        for name, cache in self.caches(study).items():
+            yield cache.task(study, f"{self.name}/{name}", name)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
         records = cache_records(store, self.name)
@@ -85,7 +150,7 @@ def _csv_row(record: CacheRecord) -> dict[str, Any]:
     """By column; without numbers where it was skipped."""
     plain = {key: value for key, value in asdict(record).items() if not isinstance(value, (dict, list))}
     if record.skipped:
-        plain |= {key: "" for key in plain if key not in ("name", "skipped")}
+        plain |= {key: "" for key in plain if key not in ("name", "family", "skipped")}
     return plain | {
         f"{task}_{what}": getattr(record, what)[task] for task in record.answers for what in ("answers", "hits")
     }
@@ -95,14 +160,26 @@ def cache_table(records: Sequence[CacheRecord], title: str, text: str = "") -> T
     """By falling mean bytes; what was skipped, with its reason, at the end."""
     tasks = _tasks_of(records)
     greedy = any(record.greedy_agreement is not None for record in records)
-    header = ["cache", "bytes", "mean", "at 32K tokens", "removed", "KL", "token accuracy", "perplexity", "top-1"]
+    header = [
+        "cache",
+        "bytes",
+        "mean",
+        "at 32K tokens",
+        "removed",
+        "predicted time",
+        "KL",
+        "token accuracy",
+        "perplexity",
+        "top-1",
+    ]
     header += [*(["greedy"] if greedy else []), *tasks]
     rows = []
     for r in sorted(records, key=lambda record: -record.mean_kv_bytes_per_token):
         if not r.skipped:
             sizes = (r.kv_bytes_per_token, r.mean_kv_bytes_per_token, r.long_kv_bytes_per_token)
             ratios = [r.token_accuracy, r.ppl_ratio, r.top1_agreement, *([r.greedy_agreement] if greedy else [])]
-            cells = [*(number(size, 1) for size in sizes), number(r.compression, 3), number(r.kl_div, 5)]
+            cells = [*(number(size, 1) for size in sizes), number(r.compression, 3)]
+            cells += [number(r.time_share, 3), number(r.kl_div, 5)]
             rows.append([r.name, *cells, *(number(v) for v in (*ratios, *(r.answers.get(task) for task in tasks)))])
     blank = [""] * (len(header) - 2)
     rows += [[record.name, f"not measured: {record.skipped}", *blank] for record in records if record.skipped]
@@ -110,7 +187,7 @@ def cache_table(records: Sequence[CacheRecord], title: str, text: str = "") -> T
 
 
 def draw_fidelity(records: Sequence[CacheRecord], title: str, size: str, figure: Any) -> None:
-    """KL and each ratio against bytes, a colour a family of names, with the Pareto front."""
+    """KL and each ratio against bytes, a line a method, a colour a family, with the Pareto front."""
     values: dict[str, Callable[[CacheRecord], float | None]] = {
         KL_LABEL: lambda r: max(r.kl_div, 1e-5),
         "next-token accuracy (ratio)": lambda r: r.token_accuracy,
@@ -121,12 +198,13 @@ def draw_fidelity(records: Sequence[CacheRecord], title: str, size: str, figure:
     figure.suptitle(title)
     figure.set_size_inches(max(11.0, 5.5 * columns), 4.5 * -(-len(values) // columns))
     grid = figure.subplots(-(-len(values) // columns), columns, squeeze=False).flatten()
-    families = list(dict.fromkeys(family(record.name) for record in records))
+    families = list(dict.fromkeys(record.family for record in records))
+    methods = dict.fromkeys((families.index(record.family), method_of(record.name)) for record in records)
     for axes, (label, value) in zip(grid, values.items(), strict=False):
-        points = [(family(r.name), getattr(r, size), y) for r in records if (y := value(r)) is not None]
-        for index, name in enumerate(families):
-            own = sorted((x, y) for of, x, y in points if of == name)
-            draw_line(axes, index, own, name, linestyle=":")
+        points = [(r, getattr(r, size), y) for r in records if (y := value(r)) is not None]
+        for marker, (family, method) in enumerate(sorted(methods)):
+            own = sorted((x, y) for r, x, y in points if (r.family, method_of(r.name)) == (families[family], method))
+            draw_line(axes, marker, own, method, linestyle=":", color=_colour(family, len(families)))
         front = pareto_front([(x, y) for _, x, y in points], label != KL_LABEL)
         axes.step(*zip(*front, strict=True), where="post", color="0.3", linewidth=1, label="Pareto front", zorder=0)
         axes.set(xlabel="bytes of cache per token", ylabel=label, yscale="log" if label == KL_LABEL else "linear")
@@ -136,13 +214,19 @@ def draw_fidelity(records: Sequence[CacheRecord], title: str, size: str, figure:
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
 
 
-def family(name: str) -> str:
+def _colour(index: int, count: int) -> Any:
+    from matplotlib import colormaps
+
+    return colormaps["tab10" if count <= 10 else "tab20"](index % 20)
+
+
+def method_of(name: str) -> str:
     """What records of one method have in common in their names: `KIVI-2` and `KIVI-4` are KIVI, at every budget.
 
     A recipe's own number stays: `rotor-16, 320 bytes` is rotor-16.
     """
     short = re.sub(r", [\d.]+ (bits|bytes|of the tokens|removed)", "", name)
-    return short if short != name else re.sub(r"-\d+$", "", name)
+    return short if short != name else re.sub(r"(-\d+)+$", "", name)
 
 
 def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[tuple[float, float]]:

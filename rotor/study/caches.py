@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..evaluation.cached import (
 from ..evaluation.fitting import fit_cache_policy
 from ..evaluation.metrics.distance import Prompts, check_base
 from ..evaluation.scoring import AnswerScores, Scores
-from ..policies import LONG_TOKENS, EvictingLayer, Policy, cache_policy, random_rows, stored_bytes
+from ..policies import LONG_TOKENS, EvictingLayer, Eviction, Policy, cache_policy, random_rows, stored_bytes
 from ..progress import Progress
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.attention import RotorAttention
@@ -42,6 +42,7 @@ GREEDY_TOKENS = 32
 class CacheRecord:
     """What was measured of one cache; `skipped` says why nothing was.
 
+    family: what has one colour in plots.
     kl_div: nats a token against the uncompressed model. token_accuracy, ppl_ratio: ratios to it. top1_agreement: share.
     kl_by_step: the mean of KL over rows, in KL_STEPS blocks of scored tokens one behind the other (GEAR figure 1b).
     greedy_agreement: of GREEDY_TOKENS that are written greedily, the share before the first that differs from the
@@ -49,11 +50,13 @@ class CacheRecord:
     answers: by task, the mean probability of the answers over the uncompressed model's. hits: the same of the answer
     tokens predicted right.
     kv_bytes_per_token: of a complete row, everything counted; mean_: its mean over the scored lengths; long_: of
-    LONG_TOKENS tokens. compression: the share of the uncompressed cache's bytes removed, of a complete row.
+    LONG_TOKENS tokens. time_share: predicted time of attention in a decode step over the uncompressed model's.
+    compression: the share of the uncompressed cache's bytes removed, of a complete row.
     """
 
     name: str
     skipped: str = ""
+    family: str = ""
     kl_div: float = 0.0
     token_accuracy: float = 0.0
     ppl_ratio: float = 0.0
@@ -66,6 +69,7 @@ class CacheRecord:
     compression: float = 0.0
     kl_by_step: list[float] = field(default_factory=list)
     greedy_agreement: float | None = None
+    time_share: float | None = None
 
     @property
     def accuracy(self) -> float:
@@ -98,24 +102,31 @@ class CachedModel:
             held.enter_context(cache_policy(model, self.policy))
             return model(**arguments)
 
+    def for_rows(self, tokens: int) -> CachedModel:
+        """With the share of a policy that evicts taken of a whole row of so many tokens, in place of its prompt."""
+        if not isinstance(self.policy, Eviction) or self.policy.tokens is not None:
+            return self
+        return replace(self, policy=replace(self.policy, tokens=max(1, round(self.policy.share * tokens))))
+
     def empty_cache(self) -> Cache:
         return self.make() if self.make else DynamicCache(config=self.config)
 
     @torch.no_grad()
     def layer_bytes(self, prompt: int, tokens: int) -> list[int]:
-        """Bytes of all layers after a prompt of random keys and values, and after each token that follows it.
+        """Bytes of all layers after a prompt of random keys and values, and after each token that follows it, in a row
+        of so many.
 
         Budgets that depend on the prompt (`squeeze`) are taken as equal, which they are in the mean.
         """
-        plain = DynamicCache(config=self.config)
+        policy, plain = self.for_rows(tokens).policy, DynamicCache(config=self.config)
         CachedModel(self.network, None, self.compressed)(
             input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self.device), past_key_values=plain
         )
         likes: list[Any] = list(plain.layers)
         shapes = [(like.keys.shape, like.values.shape) for like in likes]
-        layers: list[Any] = self.policy.layers(len(likes)) if self.policy else list(self.empty_cache().layers)
+        layers: list[Any] = policy.layers(len(likes)) if policy else list(self.empty_cache().layers)
         # Of layers that store alike, one of each shape is counted.
-        apart = self.policy is not None and (self.policy.evicts or self.policy.rows_only)
+        apart = policy is not None and (policy.evicts or policy.rows_only)
         counted = list(range(len(likes))) if apart else [shapes.index(shape) for shape in shapes]
         totals = [0] * (tokens - prompt + 1)
         rows = {
@@ -130,7 +141,7 @@ class CachedModel:
         for place, (start, end) in enumerate(zip([0, *range(prompt, tokens)], range(prompt, tokens + 1), strict=True)):
             for index, (keys, values) in rows.items():
                 layer, states = layers[index], (keys[:, :, start:end], values[:, :, start:end])
-                if not apart:
+                if self.policy is None:
                     Cache(layers=[layer]).update(*states, 0)
                 elif start == 0 or not isinstance(layer, EvictingLayer):  # which keeps as many with each that comes
                     layer.fill(*states)
@@ -182,6 +193,7 @@ class CacheBench:
         return self._greedy(self.reference)
 
     def _greedy(self, model: CachedModel) -> Tensor:
+        model = model.for_rows(self.text.shape[1])
         return greedy_through_cache(model, self.text, model.empty_cache, self.prefill, GREEDY_TOKENS, self.batch_size)
 
     def record(self, name: str, model: CachedModel) -> CacheRecord:
@@ -244,8 +256,9 @@ class CacheBench:
         total = self.text.numel() + sum(prompts.rows.numel() for prompts in tasks.values())
 
         def score(rows: Tensor, prefill: int, reference: Any) -> Scores:
-            options: Any = {"reference": reference, "batch_size": self.batch_size, "advance": advance}
-            return score_through_cache(model, rows, model.empty_cache, prefill, model.step, **options)
+            own, size = model.for_rows(rows.shape[1]), self.batch_size
+            options: Any = {"reference": reference, "batch_size": size, "advance": advance}
+            return score_through_cache(own, rows, own.empty_cache, prefill, own.step, **options)
 
         with self.progress.task(name, total, "tokens") as advance:
             text = score(self.text, self.prefill, reference)

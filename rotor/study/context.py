@@ -21,13 +21,14 @@ from ..errors import AccuracyError, DataError, UsageError
 from ..evaluation.fidelity import FidelityMeter
 from ..evaluation.fitting import FIT_TOKENS
 from ..evaluation.metrics import EvaluationContext, make_metric
-from ..evaluation.metrics.distance import Distance
+from ..evaluation.metrics.distance import Distance, Prompts
 from ..evaluation.placement import Placement
 from ..format.layout import uncompressed_kv_bytes_per_token
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
 from ..progress import Progress
 from ..recipe import Recipe
+from ..recipe.metric_registry import primitive_metrics
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.families import attention_shape
 from ..search.measurer import Measurer
@@ -62,6 +63,7 @@ class StudyContext:
         self.plan, self.store, self.checkpoint, self.placement = plan, store, checkpoint, placement
         self.progress, self.options, self.evaluation = progress, options, plan.first.evaluation
         self._open: tuple[str, Measurer, RankPath] | None = None
+        self._benches: dict[str, CacheBench] = {}
 
     @cached_property
     def network(self) -> CompressibleModel:
@@ -93,29 +95,47 @@ class StudyContext:
         """
         if self.placement.streamed:
             raise UsageError(
-                "--parts peers and those of cache policies: caches are read step by step, which needs all weights in "
+                "--parts methods and others about caches: they are read step by step, which needs all weights in "
                 "memory.",
                 "Give --offload never on a machine that can hold them, or leave these parts out.",
             )
         return uncompressed_kv_bytes_per_token(attention_shape(self.checkpoint.config), self.cache_dtype.itemsize)
 
+    def bench(self, name: str = "", rows: Callable[[], Tensor] | None = None) -> CacheBench:
+        """The model and the data of the parts that read a cache step by step.
+
+        Args:
+            name, rows: a text by name, and what makes it when it is first asked for; else the report split and its
+                tasks.
+        """
+        if name not in self._benches:
+            texts = (self.data.report, self.cache_tasks) if rows is None else (rows(), {})
+            self._benches[name] = self._bench(*texts)
+        return self._benches[name]
+
+    def _bench(self, text: Tensor, tasks: dict[str, Prompts]) -> CacheBench:
+        whole, length = self.whole_bytes, text.shape[1]
+        prefill = max(1, min(int(length * self.plan.settings.prompt_share), length - 2))
+        samples = partial(self.calibration_rows, max(1, FIT_TOKENS // length))
+        return CacheBench(self._cache_network, text, prefill, tasks, whole, samples, progress=self.progress)
+
     @cached_property
-    def caches(self) -> CacheBench:
-        """The model and the data of the parts that read a cache step by step: the report split, and its tasks."""
-        whole, place = self.whole_bytes, replace(self.placement, dtype=self.cache_dtype)
-        network = self.network if place == self.placement else place.model(self.checkpoint, self.store.folder)
-        text, tasks = self.data.report, {}
-        for name in TASKS:
+    def _cache_network(self) -> CompressibleModel:
+        place = replace(self.placement, dtype=self.cache_dtype)
+        return self.network if place == self.placement else place.model(self.checkpoint, self.store.folder)
+
+    @property
+    def cache_tasks(self) -> dict[str, Prompts]:
+        """Look-up and copy prompts, as far as the metric has them and the text is long enough."""
+        tasks = {}
+        for name in (task for task in TASKS if task in primitive_metrics(self.evaluation.metric)):
             metric = make_metric(name, self.meter.context)
             assert isinstance(metric, Distance)
             try:
                 tasks[name] = metric.prompts("report")
             except DataError as error:
                 self.progress.message(f"caches are not measured by `{name}`: {error.message}")
-        length = text.shape[1]
-        prefill = max(1, min(int(length * self.plan.prompt_share), length - 2))
-        samples = partial(self.calibration_rows, max(1, FIT_TOKENS // length))
-        return CacheBench(network, text, prefill, tasks, whole, samples, progress=self.progress)
+        return tasks
 
     def calibration_rows(self, count: int) -> Tensor:
         """Rows [count, seq_len] of the text that is kept for calibrations."""

@@ -19,7 +19,6 @@ from ..errors import UsageError
 from ..recipe import Recipe
 from .context import StudyContext
 from .parts import ALL, PARTS
-from .request import StudyPlan
 from .store import StudyStore
 from .tables import Table
 
@@ -55,10 +54,6 @@ class Part(ABC):
     name: ClassVar[str]
     csv: ClassVar[str] = ""
 
-    def check(self, plan: StudyPlan) -> None:
-        """Raises UsageError if the part was named and cannot measure what is asked for."""
-        del plan
-
     @abstractmethod
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         """All records of the part, in the order in which they are measured; a dry run counts them, so nothing is read
@@ -78,19 +73,6 @@ class Part(ABC):
         """What draws on an empty figure of matplotlib, by file name; nothing without records."""
         del store
         return {}
-
-
-def find_parts(plan: StudyPlan) -> list[Part]:
-    """The parts that a study is to run.
-
-    Raises:
-        UsageError: one is unknown, or was named and cannot measure what is asked for.
-    """
-    parts = [find_part(name) for name in plan.parts]
-    for name, part in zip(plan.parts, parts, strict=True):
-        if name in plan.named:
-            part.check(plan)
-    return parts
 
 
 def find_part(name: str) -> Part:

@@ -20,13 +20,13 @@ from ..format.locks import exclusive
 from ..format.places import check_apart
 from ..logs import log_file
 from ..models.checkpoint import Checkpoint
-from ..models.source import find_source
+from ..models.hub import find_source
 from ..progress import Progress
 from ..recipe import Recipe, text_overrides
 from ..recipe.settings import Compute
 from .context import StudyContext
 from .output import SUMMARY, write_plots, write_tables
-from .part import find_part, find_parts
+from .part import find_part
 from .parts import PARTS
 from .plots import require_matplotlib
 from .request import TOKEN_COUNTS, StudyPlan
@@ -77,11 +77,12 @@ def study(
     at: float = 0.5,
     counts: Iterable[int] = TOKEN_COUNTS,
     sizes: Iterable[int] | None = None,
+    tasks: Iterable[str] = (),
+    lengths: Iterable[int] = (4096,),
     device: str = "auto",
     dtype: str = "auto",
     batch_tokens: int = 2048,
     offload: str = "auto",
-    device_map: str | None = None,
     plots: bool = True,
     progress: Progress | None = None,
 ) -> Study:
@@ -94,20 +95,19 @@ def study(
         model: folder of a transformers checkpoint, only read; or a hub id.
         out: the study's folder; one that holds a study with the same settings is continued.
         recipes: names of bundled recipes or paths of YAML files.
-        overrides: `section.field=value` for all recipes; `study.prompt_share=0.25` is the share of a row of text that
-            is the prompt where caches are read step by step.
+        overrides: `section.field=value` for all recipes, and settings of the study: rotor.study.request.StudySettings.
         text: calibrate on and measure accuracy on this file or folder, as for calibrate.
         parts: which to run, of rotor.study.parts.PARTS, of installed packages, or `FILE.py:CLASS`; by default `curves`,
-            and `ablation` where there are ablations. `all` stands for all that can run but ON_REQUEST, which take
-            longest. `ablation` needs `ablations`, `front` takes those recipes in focus whose ranks are by `global`.
-        focus: names of the recipes for `sources`, `tokens`, `degradation`, `front` and `tiers`; by default
-            the first.
+            and `ablation` where there are ablations. `all` stands for all but ON_REQUEST, which take
+            longest. `ablation` needs `ablations`.
+        focus: names of the recipes for `tokens`, `pruning` and `tiers`; by default the first.
         ablations: overrides of the recipe `ablation_base` by name.
-        at: compression at which `tokens` and `pruning` are measured.
+        at: compression at which `tokens`, `pruning` and `overhead` are measured.
         counts: numbers of calibration tokens for `tokens`.
-        sizes: bytes of cache per token at which `peers` measures the recipes; by default shares of the uncompressed
-            model's.
-        device, dtype, batch_tokens, offload, device_map: as for calibrate.
+        sizes: bytes of cache per token at which `methods` and `shift` measure the recipes; by default shares of the
+            uncompressed model's.
+        tasks, lengths: benchmarks of the part `tasks`, which they add, and tokens of their documents, as of validate.
+        device, dtype, batch_tokens, offload: as for calibrate.
         plots: draw them, which needs matplotlib.
     Raises:
         UsageError: contradicting requests, other settings than in `out`, or no matplotlib.
@@ -117,10 +117,11 @@ def study(
     if plots:
         require_matplotlib()
     asked: dict[str, Any] = {"parts": parts, "focus": focus, "ablations": ablations, "ablation_base": ablation_base}
-    plan = StudyPlan.of(recipes, [*text_overrides(text), *overrides], **asked, at=at, counts=counts, sizes=sizes)
-    chosen, progress, out = find_parts(plan), progress or Progress(), Path(out)
+    asked |= {"at": at, "counts": counts, "sizes": sizes, "tasks": tasks, "lengths": lengths}
+    plan = StudyPlan.of(recipes, [*text_overrides(text), *overrides], **asked)
+    chosen, progress, out = [find_part(name) for name in plan.parts], progress or Progress(), Path(out)
     with ExitStack() as held:
-        context = _context(model, out, plan, Compute(device, dtype, offload, device_map), batch_tokens, progress, held)
+        context = _context(model, out, plan, Compute(device, dtype, offload), batch_tokens, progress, held)
         store = context.store
         store.save()
         held.enter_context(log_file(out, "study"))
@@ -147,7 +148,7 @@ def plan_study(model: str | Path, out: str | Path, plan: StudyPlan, compute: Com
 
     Raises: as study would before it measures anything.
     """
-    chosen, known = find_parts(plan), set[str]()
+    chosen, known = [find_part(name) for name in plan.parts], set[str]()
     study = _context(model, Path(out), plan, compute, 0, Progress())
     found = []
     for part in chosen:
@@ -201,7 +202,9 @@ def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Pla
         return {name: {key: value for key, value in of.items() if key not in shared} for name, of in found.items()}
 
     compared = plan.recipes | ({plan.base.name: plan.base} if plan.base else {})
+    benchmarks = {"tasks": {"names": list(plan.tasks), "lengths": list(plan.lengths)}} if plan.tasks else {}
     return {
+        **benchmarks,
         "model": {"name": name, "shards": {f: file_sha256(checkpoint.folder / f) for f in checkpoint.files}},
         "dtype": str(placement.dtype).removeprefix("torch."),
         "tokens": {key: getattr(first.tokens, key) for key in ("count", "seq_len", "seed")},
@@ -209,5 +212,5 @@ def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Pla
         "search": dataclasses.asdict(first.search),
         "recipes": own(compared),
         "ablations": own(plan.variants),
-        **({} if plan.prompt_share == StudyPlan.prompt_share else {"prompt_share": plan.prompt_share}),
+        "prompt_share": plan.settings.prompt_share,
     }

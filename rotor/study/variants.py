@@ -1,22 +1,27 @@
-"""Recipes by their calibration tokens."""
+"""Recipes by their calibration tokens, and parts that calibrate many variants of one."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..bases.layer import LayerBases
 from ..bases.registry import sides_that_read_tokens
-from ..calibration.run import Run
 from ..data.splits import held_out_documents
 from ..errors import DataError
 from ..format.places import remove
 from ..recipe import Evaluation, Recipe
 from .context import StudyContext
+from .part import Part
+from .plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
 from .records import first_candidates, point_record, stage_seconds
+from .store import StudyStore
+from .tables import Table, point_cells
 
 SOURCES: dict[str, dict[str, Any]] = {
     "random": {"source": "random", "seed": 0},
@@ -42,16 +47,6 @@ def from_source(study: StudyContext, recipe: Recipe, source: str) -> Recipe:
     tokens = replace(recipe.tokens, path=path, **SOURCES[source])
     # The folders hold one split each: with other held-out text, nothing is left out of them.
     return replace(of_two_latents(recipe), tokens=tokens, evaluation=Evaluation())
-
-
-def variant_folder(name: str, source: str) -> str:
-    """Of the run that `variant_run` keeps."""
-    return f"sources/{name}/{source}"
-
-
-def variant_run(study: StudyContext, name: str, recipe: Recipe, source: str) -> Run:
-    write_text(study, recipe, source)
-    return study.run(variant_folder(name, source), from_source(study, recipe, source))
 
 
 def write_text(study: StudyContext, recipe: Recipe, source: str) -> None:
@@ -104,6 +99,65 @@ def compared_by_tokens(study: StudyContext, part: str) -> dict[str, Recipe]:
         else:
             study.progress.message(f"{part}: {name} takes bases and ranks from the weights alone; no tokens change it")
     return found
+
+
+class VariantPart(Part):
+    """A part that calibrates variants of the recipes in focus and measures each at the study's fixed compression.
+
+    facts: of its records, what tells variants apart, with the heads of their columns. more: the heads of what `cells`
+    gives. x: the fact that its plot goes by, with the axis' label; second: the label of the plot beside that of KL.
+    """
+
+    title: ClassVar[str]
+    text: ClassVar[str] = "Report split."
+    facts: ClassVar[dict[str, str]]
+    more: ClassVar[tuple[str, ...]]
+    x: ClassVar[tuple[str, str]]
+    second: ClassVar[str]
+
+    @abstractmethod
+    def cells(self, record: dict[str, Any]) -> list[str]:
+        """What a record has beside accuracy and KL."""
+
+    @abstractmethod
+    def line(self, record: dict[str, Any]) -> tuple[str, float]:
+        """The line of the plot that a record belongs to, and its value in the second plot."""
+
+    def tables(self, store: StudyStore) -> Iterator[Table]:
+        rows = []
+        for key, record in store.part(self.name).items():
+            start = [
+                f"`{record['recipe']}`",
+                *(f"{record[fact]}" for fact in self.facts),
+                f"p = {key.rpartition('/p')[2]}",
+            ]
+            if "skipped" in record:
+                rows.append([*start, f"not measured: {record['skipped']}", "", *("" for _ in self.more)])
+            else:
+                rows.append([*start, *point_cells(record), *self.cells(record)])
+        if rows:
+            header = ["recipe", *self.facts.values(), "compression", "accuracy", "KL", *self.more]
+            yield Table(header, rows, self.title, self.text)
+
+    def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
+        found = [record for record in store.part(self.name).values() if "skipped" not in record]
+        return {self.name: partial(self.draw, found)} if found else {}
+
+    def draw(self, records: Iterable[dict[str, Any]], figure: Any) -> None:
+        """KL and the second value, by x."""
+        figure.suptitle(self.title)
+        fact, label = self.x
+        series: dict[str, list[tuple[float, float, float]]] = {}
+        for record in sorted(records, key=lambda record: record[fact]):
+            name, value = self.line(record)
+            series.setdefault(name, []).append((record[fact], max(record["report"]["kl_div"], LEAST_KL), value))
+        divergence, second = figure.subplots(1, 2)
+        for index, (name, points) in enumerate(series.items()):
+            draw_line(divergence, index, [(x, kl) for x, kl, _ in points], name)
+            draw_line(second, index, [(x, value) for x, _, value in points], name)
+        divergence.set(xlabel=label, ylabel=KL_LABEL, yscale="log")
+        second.set(xlabel=label, ylabel=self.second)
+        draw_legend(divergence)
 
 
 def _text_folder(study: StudyContext, source: str) -> Path:

@@ -119,7 +119,7 @@ def _check_tensors(result: Validation, checkpoint: CompressedCheckpoint, advance
                 wrong["tensor shapes and dtypes"].append(f"{name} is {text}")
             elif tensor_sha256(tensor) != entry["sha256"]:
                 wrong["tensor hashes"].append(f"{name} in {file} differs from its SHA-256")
-        advance((checkpoint.folder / file).stat().st_size)
+        advance(checkpoint.bytes_of(file))
     for check, found in wrong.items():
         result.add_problems(check, found, f"{len(recorded)} tensors")
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...data.rows import separator_token
 from ...data.tokens import ordinary_tokens
 from ...errors import DataError
 from ..cached import prefill_of
@@ -101,10 +102,7 @@ class Distance(Metric):
 
     def _start(self) -> list[int]:
         """The token that a row begins with, if the model has one."""
-        tokenizer = self.context.tokenizer
-        first = None
-        if tokenizer is not None:
-            first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        first = separator_token(self.context.tokenizer)
         return [] if first is None else [first]
 
     def _ordinary_text(self, split: str) -> Tensor:

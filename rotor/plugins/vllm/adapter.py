@@ -97,7 +97,7 @@ class Compressed:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         loading: Loading = self.__dict__["_rotor"]
-        loaded = super().load_weights(loading.others(weights))  # type: ignore[misc]
+        loaded = super().load_weights(loading.others(loading.plan.tensors(weights)))  # type: ignore[misc]
         names = loading.finish()
         return None if loaded is None else loaded | names
 

@@ -26,6 +26,7 @@ from ...kernels.dispatch import layer_served
 from ...kernels.parameters import AttentionParameters
 from ...runtime.families import FAMILIES, Family, attention_shape
 from ...runtime.kernel_choice import kernels_of
+from ...runtime.rewritten import BASES, open_rewritten
 from .attention import RotorSelfAttention
 from .pages import PagedLayer
 from .shards import Shard, check_size, padded_rows, row_bytes, shard_of
@@ -114,6 +115,19 @@ class Plan:
                 "--decode-context-parallel-size: not supported for compressed checkpoints.", "Use tensor parallelism."
             )
 
+    def tensors(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """The checkpoint's, rewritten from the source's where it has none; see runtime.rewritten.
+
+        Args:
+            weights: what its safetensors files hold.
+        """
+        if self.section.source is None:
+            return weights
+        path = self.file(BASES)
+        if path is None:
+            raise CheckpointError(f"{self.model}: {BASES} is missing.", "Get the checkpoint again.")
+        return open_rewritten(path, self.config, self.section).items()
+
     def separate_stores(self, transfer: Any) -> None:
         """Keep prefixes in external stores apart by checkpoint and dtype; see stores.keep_apart.
 
@@ -176,7 +190,7 @@ class Loading:
     """Tensors of attention on their way from the checkpoint to the modules of this process."""
 
     def __init__(self, plan: Plan) -> None:
-        self.family = plan.family
+        self.plan, self.family = plan, plan.family
         full = {self.family.attention_prefix(index): index for index in range(plan.shape.num_layers)}
         self.prefixes = {name.partition(".")[2]: index for name, index in full.items()} | full  # the original GPT-2's
         self.modules: dict[int, RotorSelfAttention] = {}

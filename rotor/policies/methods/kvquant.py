@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field, NonNegativeInt
@@ -48,16 +48,17 @@ class KVQuant(Quantiser):
 
     Levels minimise sum g^2 (x - its level)^2 over calibration text, g the gradient of the model's loss by x.
 
-    Args:
-        bits: 4, 3 or 2. outliers: share of a token's numbers that are kept as they are. first: tokens of a row that are
-            kept whole. levels: of each layer; empty until calibration has found them (rotor.fit_cache_policy, or
-            `rotor export --cache`).
+    Outliers are kept as they are: of keys every number beyond its channel's range, which leaves out a share of those of
+    calibration; of values that share of each token's numbers.
 
-    Bytes of a number: bits / 8 + 4 outliers (a float16 and an int16 index), of values + 4 / width over all heads.
-    Levels and ranges belong to the checkpoint and are not counted with the cache.
-    Limits: KVQuant takes out every key beyond its channel's range; here each token has as many places, for those
-        farthest beyond it, so that rows are of equal size. Keys are coded as the cache gets them: before RoPE, as
-        KVQuant wants it, on compressed rows of domain `pre`.
+    Args:
+        bits: 4, 3 or 2. outliers: their share. first: tokens of a row that are kept whole. pre_rope: keys of an
+            uncompressed model are turned back and coded before RoPE (compressed rows as they are). levels: of each
+            layer; empty until calibration has found them (rotor.fit_cache_policy, or `rotor export --cache`).
+
+    Bytes of a number: bits / 8 + 4 outliers (a float16 and an int16 index), and a token's and side's 2 / width over all
+    heads (how many outliers), of values + 4 / width (its range). Levels and ranges belong to the checkpoint and are not
+    counted with the cache.
     Source: Hooper et al., KVQuant (arXiv 2401.18079), sections 3.1 to 3.5, equation 2.
     """
 
@@ -65,6 +66,7 @@ class KVQuant(Quantiser):
     bits: Annotated[int, Expect((4, 3, 2).__contains__, "one of 4, 3, 2")] = 4
     outliers: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     first: NonNegativeInt = 1
+    pre_rope: bool = True
     levels: tuple[LayerLevels, ...] = ()
 
     def __post_init__(self) -> None:
@@ -77,6 +79,15 @@ class KVQuant(Quantiser):
     @property
     def needs_samples(self) -> bool:
         return not self.levels
+
+    @property
+    def turns_keys(self) -> bool:
+        return self.pre_rope
+
+    @property
+    def tolerance(self) -> float:
+        """For texts with more outliers than the one that it was fitted to."""
+        return 8 * self.outliers
 
     def fitted(self, samples: Sequence[LayerSample]) -> KVQuant:
         return replace(self, levels=tuple(self._levels(sample) for sample in samples))
@@ -92,7 +103,7 @@ class KVQuant(Quantiser):
                 "They are found on calibration text: `rotor export RUN -o OUT --accuracy 0.99 --cache kvquant-4` "
                 "stores them, and rotor.fit_cache_policy(model, policy, rows) gives a policy that has them.",
             )
-        return [CodedLayer(self._streams(levels)) for levels in self.levels]
+        return [KVQuantLayer(self._streams(levels)) for levels in self.levels]
 
     def _streams(self, found: LayerLevels) -> tuple[Stream, Stream]:
         alike = self.bits, self.outliers, self.first
@@ -116,17 +127,32 @@ class KVQuant(Quantiser):
         return LayerLevels(*(_short(part) for part in (low, high, key_levels, value_levels)))
 
 
+class KVQuantLayer(CodedLayer):
+    """A layer whose bytes depend on how many keys lie beyond their ranges."""
+
+    def fill(self, key_states: Tensor, value_states: Tensor) -> None:
+        """As many of normal numbers lie beyond as of the text that ranges were found on."""
+        code: Any = self.streams[0].codec
+        middle, half = code.key_range
+        farthest = torch.tensor(1 - code.outliers / 2, dtype=torch.float64)
+        spread = half / float(torch.special.ndtri(farthest)) if code.outliers else half
+        rows = heads_together(key_states.float()) * spread + middle
+        super().fill(heads_apart(rows, key_states.shape[1]).to(key_states.dtype), value_states)
+
+
 @dataclass(frozen=True)
 class RangedCode(Codec):
-    """Codes of numbers by fixed levels inside a range, with the numbers farthest beyond it kept as they are.
+    """Codes of numbers by fixed levels inside a range, with outliers kept as they are.
 
     Args:
         ends: the lower and upper ends of each channel's range; empty: each token has the range of its own numbers.
 
-    Parts: codes [batch_size, 1, tokens, bytes] uint8, outliers and their indices [batch_size, 1, tokens, outliers]
-    float16 and int16, and a token's own range: middle and half, float16; of the `first` tokens the numbers alone.
+    Parts, of one row: codes [1, 1, tokens, bytes] uint8; how many outliers each token has [1, 1, tokens, 1] int16;
+    these and their indices, token by token, [1, 1, outliers, 1] float16 and int16; and a token's own range: middle and
+    half, float16. Of the `first` tokens the numbers alone.
     """
 
+    ragged: ClassVar[bool] = True
     bits: int
     outliers: float
     first: int
@@ -143,16 +169,19 @@ class RangedCode(Codec):
                     f"cache policy kvquant: {sizes}.",
                     "They are of one checkpoint: export it with --cache, or fit the policy to it.",
                 )
-            middle, half = (part.to(rows.device) for part in self._range)
+            middle, half = (part.to(rows.device) for part in self.key_range)
             numbers = (rows - middle) / half
-            index = _largest(numbers, self.outliers)
+            taken = numbers.abs() > 1 if self.outliers else torch.zeros_like(rows, dtype=torch.bool)
         else:
             index, *found = token_ranges(rows, self.outliers)
+            taken = torch.zeros_like(rows, dtype=torch.bool).scatter(-1, index, True)
             stored = tuple(part.half() for part in found)
-            # Outliers have codes too, which nothing reads.
             numbers = (rows - stored[0].float()) / stored[1].float()
+        # Outliers have codes too, which nothing reads.
         codes = pack(torch.bucketize(numbers, self._middles.to(rows.device)), self.bits)
-        return codes, rows.gather(-1, index).half(), stored_index(index, rows.shape[-1]), *stored
+        counts, index = taken.sum(-1, keepdim=True).to(torch.int16), taken.nonzero()[:, -1]
+        sparse = rows[taken].half(), stored_index(index, rows.shape[-1])
+        return codes, counts, *(part[None, None, :, None] for part in sparse), *stored
 
     def append(self, segments: list[Parts], states: Tensor) -> None:
         held = segments[0][0].shape[2] if segments else 0
@@ -161,15 +190,20 @@ class RangedCode(Codec):
             exact = states[:, :, :whole].clone()
             segments[:1] = [(torch.cat([segments[0][0], exact], dim=2) if segments else exact,)]
         if whole < states.shape[2]:
-            super().append(segments, states[:, :, whole:])
+            parts = self.encode(states[:, :, whole:])
+            if segments and len(segments[-1]) > 1:
+                parts = tuple(torch.cat(pair, dim=2) for pair in zip(segments.pop(), parts, strict=True))
+            segments.append(parts)
 
     def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
         if len(parts) == 1:
             return parts[0]
-        codes, outliers, index, *stored = parts
-        middle, half = (part.to(codes.device).float() for part in (stored or self._range))
+        codes, counts, outliers, index, *stored = parts
+        middle, half = (part.to(codes.device).float() for part in (stored or self.key_range))
         numbers = self._levels.to(codes.device)[unpack(codes, self.bits, num_heads * width).long()]
-        rows = (numbers * half + middle).scatter(-1, index.long(), outliers.float())
+        rows = numbers * half + middle
+        token = torch.arange(rows.shape[2], device=rows.device).repeat_interleave(counts.flatten().long())
+        rows[0, 0, token, index.flatten().long()] = outliers.flatten().float()
         return heads_apart(rows, num_heads)
 
     @cached_property
@@ -182,7 +216,8 @@ class RangedCode(Codec):
         return (self._levels[1:] + self._levels[:-1]) / 2
 
     @cached_property
-    def _range(self) -> tuple[Tensor, Tensor]:
+    def key_range(self) -> tuple[Tensor, Tensor]:
+        """Middle and half of each channel's."""
         low, high = (torch.tensor(ends) for ends in self.ends)
         return range_of(low, high)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import NonNegativeInt
@@ -16,13 +16,13 @@ from ..eviction import Eviction
 class Streaming(Eviction):
     """The first `sinks` tokens and the newest b - sinks; of a budget of no more than that, the newest takes one place.
 
-    Limits: tokens keep their places in the sequence, as in kvpress; the paper counts them anew inside the cache, which
-    matters only beyond the lengths that the model was trained on.
+    Positions are those within the cache. The paper evicts while it reads; here the prompt, the first step, sees itself.
     Source: Xiao et al., StreamingLLM (arXiv 2309.17453), section 3.2.
     """
 
     method: ClassVar[str] = "streaming"
     sinks: NonNegativeInt = 4
+    positions: Literal["sequence", "cache"] = "cache"
 
     def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
         sinks = torch.minimum(torch.full_like(budget, self.sinks), budget - 1)

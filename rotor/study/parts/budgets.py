@@ -7,25 +7,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...policies import Eviction, Policy
-from ..cache_part import CONTROL, CachePart, evictions
+from ...policies import Eviction
+from ..cache_part import CONTROL, CachePart, StudiedCache, evictions
 from ..caches import CacheRecord
 from ..context import StudyContext
 from ..part import Task
 from ..store import StudyStore
 from ..tables import Table
 
-SHARES = (0.2, 0.4, 0.7)
-"""Of a prompt's tokens (SqueezeAttention figure 3)."""
-
 SHARE = 0.2
-"""Of a prompt's tokens, where budgets by measured sensitivity are tried (SqueezeAttention section 4, 20 %)."""
-
-SQUEEZE = 0.3
-"""p of SqueezeAttention."""
+"""Of a row's tokens, where budgets by measured sensitivity are tried (SqueezeAttention section 4, 20 %)."""
 
 PROBE_SHARES = (0.05, 0.2, 0.6)
-"""Of a prompt's tokens that one layer keeps, the others all, where its sensitivity is measured."""
+"""Of a row's tokens that one layer keeps, the others all, where its sensitivity is measured."""
 
 METHODS = ("window", "StreamingLLM", "H2O", "random")
 """Those of SqueezeAttention's table 2, and the control, whose layers are not probed."""
@@ -36,21 +30,31 @@ SENSITIVITY = "sensitivities"
 
 class Budgets(CachePart):
     name = "budgets"
-    title = "Budgets of layers"
+    title = "Budgets of layers (SqueezeAttention figure 3)"
+    text = (
+        "Shares of all tokens of a row. SqueezeAttention's number is what the layers of its third group keep of their "
+        "budget: 0.8 to 0.9 by its text, which removes 0.1 to 0.2; 0.1 to 0.2 by its Algorithm 1, which multiplies by "
+        "p (`--set study.squeeze=[0.85,0.15]`)."
+    )
+
+    def caches(self, study: StudyContext) -> dict[str, StudiedCache]:
+        found = dict(CONTROL)
+        for share in study.plan.settings.budgets:
+            for name, policy in _methods(share).items():
+                found[of_budget(name, "alike", share)] = StudiedCache(name, policy)
+                for p in study.plan.settings.squeeze:
+                    how = f"SqueezeAttention {p:g}"
+                    found[of_budget(name, how, share)] = StudiedCache(name, replace(policy, squeeze=p))
+        return found
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
-        found: dict[str, Policy] = dict(CONTROL)
-        for share in SHARES:
-            for name, policy in _methods(share).items():
-                found[of_budget(name, "alike", share)] = policy
-                found[of_budget(name, "SqueezeAttention", share)] = replace(policy, squeeze=SQUEEZE)
-        yield from self.of_policies(study, found)
+        yield from super().tasks(study)
         for name, policy in _methods(SHARE).items():
             if name != "random":
                 key, label = f"{self.name}/{SENSITIVITY}/{name}", of_budget(name, "by sensitivity", SHARE)
                 points = study.checkpoint.config.get_text_config().num_hidden_layers * len(PROBE_SHARES)
                 yield Task(key, partial(_sensitivities, study, name, policy), points=points)
-                yield Task(f"{self.name}/{label}", partial(_by_sensitivity, study, key, label, policy))
+                yield Task(f"{self.name}/{label}", partial(_by_sensitivity, study, key, label, name, policy))
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
         yield from super().tables(store)
@@ -103,17 +107,16 @@ def _methods(share: float) -> dict[str, Eviction]:
 
 def _sensitivities(study: StudyContext, name: str, policy: Eviction) -> dict[str, Any]:
     """KL of each layer cut alone at PROBE_SHARES of the tokens, nats a token: [layers][shares]."""
-    layers = study.caches.network.shape.num_layers
-    everything = 1 / study.plan.prompt_share / SHARE  # of a budget: a row has as many tokens
+    layers = study.bench().network.shape.num_layers
 
     def loss(layer: int, share: float) -> float:
-        shares = [everything] * layers
+        shares = [1 / SHARE] * layers
         shares[layer] = share / SHARE
-        return study.caches.divergence(f"{name}, layer {layer}", replace(policy, layer_shares=tuple(shares)))
+        return study.bench().divergence(f"{name}, layer {layer}", replace(policy, layer_shares=tuple(shares)))
 
     return {"shares": list(PROBE_SHARES), "kl_div": [[loss(layer, s) for s in PROBE_SHARES] for layer in range(layers)]}
 
 
-def _by_sensitivity(study: StudyContext, key: str, label: str, policy: Eviction) -> CacheRecord:
+def _by_sensitivity(study: StudyContext, key: str, label: str, family: str, policy: Eviction) -> CacheRecord:
     shares = shares_of_layers(study.store.records[key]["kl_div"])
-    return study.caches.of_policy(label, replace(policy, layer_shares=shares))
+    return StudiedCache(family, replace(policy, layer_shares=shares)).measure(study, label)

@@ -1,52 +1,77 @@
-"""`combine`: a recipe's rows with a policy on top, both removing as much, and each alone."""
+"""`combine`: the most that a recipe, a policy, and both together remove at an accuracy (FDC and ZACK, tables of rates).
+
+Of both together each removes as much where that can be chosen: 1 - p = (1 - p_dim)(1 - p_tok). Codes have the bits
+that they have. As in the papers the rate is searched on the data that it is reported on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
-from ...policies import GEAR, KIVI, Eviction, KVQuant, Policy
-from ..cache_part import CONTROL, GROUP, CachePart, cache_records, evictions
+from ...policies import KIVI, KVQuant, Policy
+from ...recipe import Recipe
+from ..cache_part import GROUP, CachePart, StudiedCache, evictions
 from ..caches import CacheRecord
-from ..context import TARGETS, StudyContext
+from ..context import StudyContext
 from ..part import Task
-from ..store import StudyStore
-from ..tables import Table
 
-ON_TOP = ("Keyformer", "H2O", "random")
-"""What evicts on top of compressed rows."""
+STEPS = 50
+"""Of the share removed, among which the strongest is found by bisection."""
 
-TOTALS = (0.5, 0.75)
-"""Shares of the cache removed by two ways together."""
+EVICTING = ("Keyformer", "H2O", "random")
 
-CACHE_PARTS = ("quantise", "evict", "budgets", "combine")
+CODES: dict[str, Policy] = {"KVQuant-4": KVQuant(4), "KIVI-4": KIVI(4, GROUP, GROUP)}
+"""4 bits, with which the papers keep 99 %."""
+
+Found = Callable[[float], StudiedCache]
+"""The cache that removes a share by what can be chosen of it."""
 
 
 class Combine(CachePart):
     name = "combine"
-    title = "Compressed rows and a policy on top (FDC and ZACK: 1 - p = (1 - p_dim)(1 - p_tok))"
+    title = "The most removed at an accuracy (FDC tables 7 to 11, ZACK tables 8 to 11)"
+    text = (
+        "By bisection over the share removed, in steps of 0.02, on the text and tasks of this table, as the papers do. "
+        "`--set study.accuracy=0.95` asks for another accuracy, `--set evaluation.metric=text` leaves tasks out."
+    )
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
-        alone: dict[str, Policy] = dict(CONTROL)
-        for total in TOTALS:
-            kept = evictions(1 - total)
-            alone |= {f"{name} alone, {total:g} removed": kept[name] for name in ON_TOP}
-        yield from self.of_policies(study, alone)
+        target = study.plan.settings.accuracy
+        for name, cache in CODES.items():
+            yield StudiedCache(name, cache).task(study, f"{self.name}/{name} alone", f"{name} alone")
+        searched = {f"{name} alone": (alone(name), dict[str, Recipe]()) for name in EVICTING}
         for name, recipe in study.plan.recipes.items():
-            for label, (removed, policy) in combinations(name, recipe.coded).items():
-                measure = partial(self.of_recipe, study, label, recipe, removed, policy)
-                yield Task(f"{self.name}/{label}", measure, {name: recipe})
+            searched |= {label: (found, {name: recipe}) for label, found in with_recipe(name, recipe.coded).items()}
+        for label, (found, needs) in searched.items():
+            name = f"{label}, at {target:g}"
+            yield Task(f"{self.name}/{name}", partial(strongest, study, name, found, target), needs, STEPS.bit_length())
 
-    def tables(self, store: StudyStore) -> Iterator[Table]:
-        """Of all parts about policies, too, what takes the fewest bytes."""
-        yield from super().tables(store)
-        every = [record for part in CACHE_PARTS for record in cache_records(store, part)]
-        if every:
-            yield Table(
-                ["accuracy", "fewest bytes, complete row", "bytes", "fewest bytes, 32K tokens", "bytes at 32K tokens"],
-                best_mixtures(every),
-                "Of all these, the fewest bytes at an accuracy: the smallest of a row's ratios",
-            )
+
+def alone(name: str) -> Found:
+    """A method that drops tokens, of the uncompressed model."""
+    return lambda removed: StudiedCache(name, evictions(1 - removed)[name])
+
+
+def with_recipe(name: str, coded: bool) -> dict[str, Found]:
+    """A recipe alone, with what evicts, both equally, and where rows are numbers with codes."""
+    found: dict[str, Found] = {f"{name} alone": lambda removed: StudiedCache(name, None, name, removed)}
+    for method in EVICTING:
+        found[f"{name} and {method}"] = partial(_both, name, method)
+    if not coded:
+        for label, policy in CODES.items():
+            found[f"{name} and {label}"] = partial(_coded, name, policy)
+    return found
+
+
+def _both(name: str, method: str, removed: float) -> StudiedCache:
+    each = equal_contribution(removed)
+    return StudiedCache(f"{name} and {method}", evictions(1 - each)[method], name, each)
+
+
+def _coded(name: str, policy: Policy, removed: float) -> StudiedCache:
+    return StudiedCache(f"{name} and {policy.method}", policy, name, removed)
 
 
 def equal_contribution(total: float) -> float:
@@ -57,38 +82,15 @@ def equal_contribution(total: float) -> float:
     return 1 - (1 - total) ** 0.5
 
 
-def combinations(name: str, coded: bool) -> dict[str, tuple[float, Policy | None]]:
-    """By label, the share that a recipe's rows remove, and the policy on top: tokens kept by a share, and where rows
-    are numbers, codes, or both at once.
-
-    Args:
-        coded: whether the recipe's rows are codes, of which no more are made.
-    """
-    found: dict[str, tuple[float, Policy | None]] = {}
-    for total in TOTALS:
-        each = equal_contribution(total)
-        kept, coded_kept = evictions(1 - each), evictions(1 - each, bits=4)
-        on_top: dict[str, Policy] = {method: kept[method] for method in ON_TOP}
-        if not coded:
-            on_top |= {f"{method} at {each:.2f} with 4 bits": coded_kept[method] for method in ON_TOP} | CONTROL
-            on_top |= {"KIVI-4": KIVI(4, GROUP, GROUP), "GEAR KCVT-4": GEAR(4), "KVQuant-4": KVQuant(4)}
-        found[f"{name} alone, {total:g} removed"] = total, None
-        for label, policy in on_top.items():
-            # What is coded removes more than the total.
-            alike = isinstance(policy, Eviction) and policy.bits == 16
-            together = f"{name} and {label}, {total:g} removed"
-            found[together if alike else f"{name} at {each:.2f} and {label}"] = each, policy
-    return found
-
-
-def best_mixtures(records: Sequence[CacheRecord]) -> list[list[str]]:
-    """At each accuracy what takes fewest bytes a token, of a complete row and of a long context."""
-    rows = []
-    for target in TARGETS:
-        fitting = [record for record in records if not record.skipped and record.accuracy >= target]
-        cells = [f"{target:g}"]
-        for size in ("kv_bytes_per_token", "long_kv_bytes_per_token"):
-            best = min(fitting, key=lambda record: getattr(record, size), default=None)
-            cells += ["none measured", ""] if best is None else [best.name, f"{getattr(best, size):.1f}"]
-        rows.append(cells)
-    return rows
+def strongest(study: StudyContext, name: str, found: Found, target: float) -> CacheRecord:
+    """The record of the largest share removed whose accuracy is at least `target`, by bisection; accuracy is taken to
+    fall with it."""
+    low, high, best = 0, STEPS, None
+    while high - low > 1:
+        middle = (low + high) // 2
+        record = found(middle / STEPS).measure(study, name)
+        if record.skipped or record.accuracy < target:
+            high = middle
+        else:
+            low, best = middle, record
+    return replace(best, name=name) if best else CacheRecord(name, skipped=f"nothing keeps {target:g}")

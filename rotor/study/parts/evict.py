@@ -1,24 +1,19 @@
-"""`evict`: methods that drop tokens, at shares of a prompt's tokens."""
+"""`evict`: methods that drop tokens, at shares of a whole row's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ...policies import Policy
-from ..cache_part import CONTROL, CachePart, evictions
+from ..cache_part import CONTROL, CachePart, StudiedCache, evictions
 from ..context import StudyContext
-from ..part import Task
-
-SHARES = (0.5, 0.25, 0.125)
-"""Of a prompt's tokens that are kept."""
 
 
 class Evict(CachePart):
     name = "evict"
     title = "Evicted tokens"
+    text = "Budgets are shares of all tokens of a row, prompt and what follows it (`--set study.budgets=[0.2,0.5]`)."
 
-    def tasks(self, study: StudyContext) -> Iterator[Task]:
-        found: dict[str, Policy] = dict(CONTROL)
-        for share in SHARES:
-            found |= {f"{name}, {share:g} of the tokens": policy for name, policy in evictions(share).items()}
-        return self.of_policies(study, found)
+    def caches(self, study: StudyContext) -> dict[str, StudiedCache]:
+        return CONTROL | {
+            f"{name}, {share:g} of the tokens": StudiedCache(name, policy)
+            for share in study.plan.settings.budgets
+            for name, policy in evictions(share).items()
+        }

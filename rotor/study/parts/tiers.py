@@ -83,7 +83,7 @@ def _choice(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
 def _record(study: StudyContext, name: str, recipe: Recipe, kind: str) -> CacheRecord:
     """The chosen tiers, others for tokens by chance, one ratio for all tokens at as many bytes, and the recipe's ranks
     at as many: of the report split, through a cache in the checkpoint's dtype."""
-    label, caches, records = f"{name}: {kind}", study.caches, study.store.records
+    label, caches, records = f"{name}: {kind}", study.bench(), study.store.records
     chosen = records[f"{Tiers.name}/choices/{name}"]["policy"]
     if chosen is None:
         return CacheRecord(label, skipped=f"no ratios cost at most {LIMIT:g} of the perplexity")

@@ -1,39 +1,49 @@
-"""`tokens`: error at one compression, and distance of the bases to those from other text, by number of tokens."""
+"""`tokens`: error at one compression, and how far bases are from those of other text, by source and number of tokens.
+
+Source: FDC section 3.2 (tables 2 to 4, figure 14), ZACK section 4.3 (tables 4 to 7, figure 18).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+from ...bases.layer import LayerBases
 from ...recipe import Recipe
-from ..bases import SIDE_LABELS, compare_bases
+from ..bases import SIDE_LABELS, compare_bases, first_value_variation
 from ..context import StudyContext
-from ..part import Part, Task
-from ..plots import KL_LABEL, LEAST_KL, double_x, draw_legend, draw_line
+from ..part import Task
 from ..records import first_candidates
-from ..store import StudyStore
-from ..tables import Table, point_cells
-from ..variants import (
-    compared_by_tokens,
-    from_source,
-    measure_variant,
-    variant_folder,
-    variant_run,
-    write_text,
-)
+from ..variants import VariantPart, compared_by_tokens, from_source, measure_variant, write_text
 
-COUNTED = ("random", "text", "synthetic")
-REFERENCE = "other-text"
+COUNTED = ("random", "random-1", "text", "synthetic")
+REFERENCES = ("other-text", "random")
+"""Calibrations that are kept, with whose bases all are compared."""
 
 
-class Tokens(Part):
+class Tokens(VariantPart):
     name = "tokens"
+    title = "Error and bases by source and number of calibration tokens"
+    text = (
+        "Report split. Distances are to the bases from other text, and from random tokens of the first seed: the mean "
+        "absolute difference of entries over their mean size (signs aligned, vectors of norm 1), and the mean "
+        "principal angle in degrees between the subspaces of half of the channels. CV: coefficient of variation of the "
+        "largest singular value over all groups."
+    )
+    facts: ClassVar = {"source": "source", "count": "tokens"}
+    more = tuple(
+        f"{label}: {what}"
+        for label in SIDE_LABELS.values()
+        for what in ("to other text", "angle", "to random tokens", "angle", "CV")
+    )
+    x = ("count", "calibration tokens")
+    second = "delta / epsilon of QK against other text (%)"
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         for name, recipe in compared_by_tokens(study, self.name).items():
-            kept = {variant_folder(name, REFERENCE): from_source(study, recipe, REFERENCE)}
+            kept = {_folder(name, source): from_source(study, recipe, source) for source in REFERENCES}
             for source in COUNTED:
                 for count in study.plan.counts:
                     key = f"{self.name}/{name}/{source}/{count}/p{study.plan.at:.2f}"
@@ -41,51 +51,33 @@ class Tokens(Part):
                     variant = replace(variant, tokens=replace(variant.tokens, count=count))
                     yield Task(key, partial(_measure, study, name, source, variant), {**kept, key: variant})
 
-    def tables(self, store: StudyStore) -> Iterator[Table]:
-        rows, records = [], store.part(self.name)
-        for key, record in sorted(records.items(), key=lambda i: (i[1]["recipe"], i[1]["source"], i[1]["count"])):
-            start = [f"`{record['recipe']}`", record["source"], str(record["count"]), f"p = {key.rpartition('/p')[2]}"]
-            if "skipped" in record:
-                rows.append([*start, "", "", "", "", f"not measured: {record['skipped']}"])
-                continue
-            ratios = [f"{100 * record['bases'][side]['ratio']:.2f} %" for side in SIDE_LABELS]
-            rows.append([*start, *point_cells(record), *ratios, ""])
-        if rows:
-            header = ["recipe", "source", "tokens", "compression", "accuracy", "KL"]
-            header += [*(f"delta/epsilon {label}" for label in SIDE_LABELS.values()), ""]
-            text = (
-                "Report split. Delta over epsilon is against the bases from other text (FDC figure 14, ZACK figure 18)."
-            )
-            yield Table(header, rows, "Error by number of calibration tokens", text)
+    def cells(self, record: dict[str, Any]) -> list[str]:
+        cells = []
+        for side in SIDE_LABELS:
+            for found in (record["bases"][source][side] for source in REFERENCES):
+                cells += [f"{100 * found['ratio']:.2f} %", f"{found['angles_degrees']['0.5']['mean']:.2f}"]
+            cells.append(f"{100 * record['bases']['cv'][side]:.2f} %")
+        return cells
 
-    def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
-        found = {key: record for key, record in store.part(self.name).items() if "skipped" not in record}
-        return {self.name: partial(_draw, found)} if found else {}
+    def line(self, record: dict[str, Any]) -> tuple[str, float]:
+        return f"{record['recipe']}, {record['source']}", 100 * record["bases"][REFERENCES[0]]["qk"]["ratio"]
 
 
-def _draw(records: dict[str, dict[str, Any]], figure: Any) -> None:
-    figure.suptitle("error against the number of calibration tokens")
-    series: dict[str, list[tuple[int, float, float]]] = {}
-    for key, record in sorted(records.items(), key=lambda item: item[1]["count"]):
-        name = f"{record['recipe']}, {record['source']}, p = {float(key.rpartition('/p')[2]):g}"
-        kl, ratio = max(record["report"]["kl_div"], LEAST_KL), 100 * record["bases"]["qk"]["ratio"]
-        series.setdefault(name, []).append((record["count"], kl, ratio))
-    divergence, distance = figure.subplots(1, 2)
-    for index, (name, places) in enumerate(series.items()):
-        draw_line(divergence, index, [(count, kl) for count, kl, _ in places], name)
-        draw_line(distance, index, [(count, ratio) for count, _, ratio in places], name)
-    for axes in (divergence, distance):
-        double_x(axes)
-        axes.set_xlabel("calibration tokens")
-    divergence.set(ylabel=KL_LABEL, yscale="log")
-    distance.set_ylabel("delta / epsilon of QK against other text (%)")
-    distance.set_ylim(bottom=0)
-    draw_legend(divergence)
+def _folder(name: str, source: str) -> str:
+    return f"sources/{name}/{source}"
 
 
 def _measure(study: StudyContext, name: str, source: str, variant: Recipe) -> dict[str, Any]:
-    recipe = study.plan.recipes[name]
-    reference = first_candidates(variant_run(study, name, recipe, REFERENCE))
+    recipe, references = study.plan.recipes[name], {}
+    for reference in REFERENCES:
+        write_text(study, recipe, reference)
+        run = study.run(_folder(name, reference), from_source(study, recipe, reference))
+        references[reference] = first_candidates(run)
     write_text(study, recipe, source)
+
+    def describe(bases: Sequence[LayerBases]) -> dict[str, Any]:
+        compared = {reference: compare_bases(other, bases) for reference, other in references.items()}
+        return {**compared, "cv": {side: first_value_variation(bases, side) for side in SIDE_LABELS}}
+
     facts = {"recipe": name, "source": source, "count": variant.tokens.count}
-    return measure_variant(study, variant, facts, partial(compare_bases, reference))
+    return measure_variant(study, variant, facts, describe)

@@ -1,0 +1,77 @@
+"""`overhead`: what compressing without overhead and even schedules are worth, in predicted time (ZACK section 6.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from ...errors import UsageError
+from ...prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
+from ...prediction.devices import find_device
+from ...prediction.simulation import simulate
+from ...recipe import Recipe
+from ...rewriting.rewrite import planned_layouts
+from ...runtime.families import attention_shape
+from ..context import StudyContext
+from ..part import Part, Task
+from ..store import StudyStore
+from ..tables import Table
+
+TEXT = (
+    "Attention of a decode step on `objective.device` over the uncompressed model's, predicted from bytes and "
+    "instructions. /OE reads rows, and writes and reads keys and values of full width in every step; computing the "
+    "bases online is not in it. /KE gives tasks to SMs in order where the papers' schedule gives the longest first. "
+    "/AC, one rate for all heads, is `--parts combine --recipes fdc,fdc-uniform`."
+)
+
+
+class Overhead(Part):
+    name = "overhead"
+
+    def tasks(self, study: StudyContext) -> Iterator[Task]:
+        for name, recipe in study.plan.recipes.items():
+            key = f"{self.name}/{name}/p{study.plan.at:.2f}"
+            yield Task(key, partial(_measure, study, name, recipe), {name: recipe}, points=0)
+
+    def tables(self, store: StudyStore) -> Iterator[Table]:
+        rows = [
+            [
+                f"`{key.split('/')[0]}`",
+                *(f"{record[column]:.3f}" for column in ("stored", "time", "rebuilt", "unbalanced")),
+            ]
+            for key, record in store.part(self.name).items()
+        ]
+        if rows:
+            yield Table(
+                ["recipe", "removed", "time", "/OE: keys and values rebuilt", "/KE: no schedule"],
+                rows,
+                "Overheads, predicted (ZACK figures 16 and 17 in shape)",
+                TEXT,
+            )
+
+
+def _measure(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
+    measurer, path = study.path(name, recipe)
+    plan, settings = path.at_compression(study.plan.at), recipe.objective
+    if plan is None:
+        raise UsageError(f"--at {study.plan.at:g}: {name} cannot remove as much.", "Give a smaller share.")
+    shape, element_bytes = attention_shape(study.checkpoint.config), study.cache_dtype.itemsize
+    device = find_device(settings.device, settings.device_file)
+    if device.sms is None:
+        raise UsageError(f"device {settings.device}: its number of SMs is not known.", "Name another objective.device.")
+    step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)
+    layouts = [layout for layout, _ in planned_layouts(plan.select(measurer.bases), plan.rounded)]
+    lengths = [settings.context_tokens] * settings.batch_size
+    balances = {
+        b.schedule: b.largest_over_mean for b in simulate(layouts, shape, lengths, device, device.sms, element_bytes)
+    }
+    whole = uncompressed_decode_seconds(shape, device, step)
+    share = decode_seconds(layouts, shape, device, step) / whole
+    rebuilt = device.read_seconds(2 * study.whole_bytes * step.keys) / whole
+    return {
+        "stored": plan.stored,
+        "time": share,
+        "rebuilt": share + rebuilt,
+        "unbalanced": share * balances["none"] / balances["lpt"],
+    }

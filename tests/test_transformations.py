@@ -1,0 +1,61 @@
+"""What leaves a model's function alone leaves rotor's loss alone: scales of keys, mixtures of values."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from rotor.calibration.calibrate import calibrate
+from rotor.evaluation.cached import score_through_cache
+from rotor.export.export import export
+from rotor.policies import PerToken, use_cache_policy
+
+LARGEST = 100.0
+"""Ratio of the scales of channels."""
+
+# Of so few tokens no gradient is shortened: the clip goes by lengths, which a transformation changes.
+SETTINGS = ["tokens.source=random", "tokens.count=2048", "tokens.seq_len=64", "codes.tokens=128"]
+ROWS = torch.randint(5, 4000, (4, 64), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def models(tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny llama with biases, and one that computes the same from other keys and values."""
+    spec = importlib.util.spec_from_file_location("transformed", ROOT / "artifacts" / "studies" / "transformed.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    out = tmp_path_factory.mktemp("transformed") / "model"
+    module.write_transformed(tiny("llama"), out, LARGEST)
+    return {"plain": tiny("llama"), "transformed": out}
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.inference_mode():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ROWS).logits.log_softmax(-1)
+
+
+def divergence(base: torch.Tensor, other: torch.Tensor) -> float:
+    return float((base.exp() * (base - other)).sum(-1).mean())
+
+
+def test_a_transformed_model_loses_as_much_by_rotor_and_more_by_a_quantiser(models, tmp_path: Path) -> None:
+    base = logits(models["plain"])
+    assert divergence(base, logits(models["transformed"])) < 1e-6
+    rotor, per_token = {}, {}
+    for name, folder in models.items():
+        run = calibrate(folder, tmp_path / name / "run", "rotor", SETTINGS)
+        export(run.folder, tmp_path / name / "out", compression=0.85, measure=False)
+        rotor[name] = divergence(base, logits(tmp_path / name / "out"))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        use_cache_policy(model, PerToken(4, 16))
+        scores = score_through_cache(model, ROWS, DynamicCache, 16, reference=reference)
+        per_token[name] = float(scores.kl_div.mean())
+    assert rotor["transformed"] == pytest.approx(rotor["plain"], rel=0.05)
+    assert per_token["transformed"] > 10 * per_token["plain"]
