@@ -216,6 +216,15 @@ def test_answers_are_read_behind_the_prefill(model) -> None:
         ({"method": "tiers", "important": 1.5}, "important: got 1.5, expected a finite number from 0 to 1"),
         ({"method": "tiers", "qk_important": 0.6}, r"qk_unimportant: got 0.5, expected at least qk_important \(0.6\)"),
         ({"method": "tiers", "v_unimportant": 1.0}, "v_unimportant: got 1.0"),
+        (
+            {"method": "tiers", "v_unimportant": 0.6},
+            r"qk_unimportant: got 0.5, expected at least v_unimportant \(0.6\)",
+        ),
+        ({"method": "tiers", "v_important": 0.1}, r"qk_important: got 0.0, expected at least v_important \(0.1\)"),
+        (
+            {"method": "tiers", "layer_important": [0.4, 0.2]},
+            "layer_important: .* expected shares that fall with no layer",
+        ),
         ({"method": "tiers", "layer_important": [0.5, -1.0]}, "layer_important"),
     ],
 )

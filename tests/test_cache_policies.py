@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import calibrated, reseal
+from conftest import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 from policy_models import PolicyModels, prompts
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
@@ -27,6 +28,7 @@ from rotor.policies import (
     Window,
     bundled_policies,
     cache_policy,
+    describe_policy,
     find_policy,
     methods,
     policy_of,
@@ -155,6 +157,85 @@ def test_commands_take_a_policy_by_name(policy_models: PolicyModels, tiny, capsy
     code, out, _ = command(capsys, "recipes")
     assert code == 0
     assert "streaming-50" in out
+
+
+def test_a_bundled_policy_is_shown_with_what_its_fields_mean(capsys, tmp_path) -> None:
+    from test_cli import rotor as command
+
+    for name, policy in bundled_policies().items():
+        shown = describe_policy(name)  # KeyError where a field has no meaning
+        (tmp_path / "shown.yaml").write_text(shown)
+        assert find_policy(str(tmp_path / "shown.yaml")) == policy
+    code, out, _ = command(capsys, "recipes", "--show", "gear-2")
+    assert code == 0
+    assert "# s, the share of outliers; 0 is GEAR-L (default: 0.02)\nsparsity: 0.02\n" in out
+    assert "method: gear\n" in out
+    for recipe, said in (("kivi-4", "Give --cache kivi-4 to"), ("h2o", "there are h2o-20, h2o-50, h2o-50-4.")):
+        code, _, error = command(
+            capsys, "calibrate", "artifacts/demo-model", "-o", tmp_path / "run", "--recipe", recipe
+        )
+        assert code == 2
+        assert f"{recipe!r} is a cache policy" in error
+        assert said in error
+
+
+def test_a_class_in_a_file_of_ones_own_is_a_policy(tiny, tmp_path, capsys, monkeypatch) -> None:
+    """Exported, generated with and validated from the command line, without anything installed."""
+    from test_cli import rotor as command
+
+    mine = tmp_path / "my_policy.py"
+    mine.write_text(
+        "from dataclasses import dataclass\nfrom rotor.policies import Window\n\n\n"
+        "@dataclass(frozen=True)\nclass Newest(Window):\n    method = 'newest'\n    tokens: int | None = 7\n"
+    )
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    run, out = calibrated(tiny("llama"), tmp_path / "run", "pre", 2), tmp_path / "out"
+    name = f"{mine}:Newest"
+    code, _, error = command(
+        capsys, "export", run.folder, "-o", out, "--compression", "0.3", "--cache", name, "--no-measure", "-q"
+    )
+    assert code == 0, error
+    stored = json.loads((out / "config.json").read_text())["quantization_config"]["cache"]
+    assert stored["method"] == "my_policy:Newest"
+    del sys.modules["my_policy"]
+    assert (
+        command(capsys, "generate", out, "def main(self): return a, b, c", "-q")[0] == 1
+    )  # a checkpoint imports nothing
+    for folder in (out, tiny("llama")):
+        arguments = ("generate", folder, "def main(self): return a, b, c", "--cache", name, "--max-new-tokens", "3")
+        code, said, error = command(capsys, *arguments, "--json", "-q")
+        assert code == 0, error
+    assert json.loads(said)["kv_cache_bytes"] == 2 * (2 * 7 * 64 * 4 + 7 * 4 * 4)  # 7 tokens and their places
+    code, _, error = command(capsys, "generate", out, "def", "--cache", f"{tmp_path / 'no.py'}:Newest", "-q")
+    assert code == 2
+    assert "or FILE.py:Class" in error
+
+
+def test_an_uncompressed_model_is_validated_with_a_policy(tiny, capsys) -> None:
+    from test_cli import rotor as command
+
+    values = []
+    for name in ("per-token-4", "per-token-2", "kvtc-2"):
+        changed = [item for item in (*FAST_EVALUATION, *SHORT_TEXT) if item.startswith("evaluation.")]
+        settings = [part for item in changed for part in ("--set", item)]
+        code, out, error = command(capsys, "validate", tiny("llama"), "--cache", name, *settings, "--json", "-q")
+        assert code == 0, error
+        values.append(json.loads(out)["summary"])
+    losses, sizes = ([of(value) for value in values] for of in (
+        lambda value: value["accuracy"]["kl_div"], lambda value: value["kv_bytes_per_token"]["after"]
+    ))  # fmt: skip
+    assert 0 < losses[0] < losses[1]
+    numbers = 2 * 2 * 64  # two layers, keys and values, four heads of 16
+    assert sizes[:2] == [numbers * (bits / 8 + 4 / 16) for bits in (4, 2)]
+    assert values[0]["kv_bytes_per_token"]["before"] == 2 * 2 * 64 * 4
+    code, out, error = command(
+        capsys, "bench", tiny("llama"), "--cache", "per-token-4", "--lengths", "20", "--prefill", "20",
+        "--new-tokens", "2", "--repetitions", "1", "--json", "-q",
+    )  # fmt: skip
+    assert code == 0, error
+    found = {record["row"]: record["kv_cache_bytes"] for record in json.loads(out)["model"]}
+    assert set(found) == {"model, source", "model, per-token-4"}
+    assert found["model, per-token-4"] < found["model, source"] / 2
 
 
 def test_the_policy_of_contributing_serves_from_anywhere(policy_models: PolicyModels, tmp_path, monkeypatch) -> None:

@@ -15,6 +15,7 @@ from rotor.cli.console import print_json
 from rotor.errors import CheckpointError
 from rotor.export.export import export
 from rotor.format.atomic import write_json
+from rotor.format.json_files import read_json
 from rotor.search.table import RankTable, read_probes
 from rotor.study.store import StudyStore
 
@@ -41,6 +42,15 @@ def run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
     found = calibrated(tiny("llama"), tmp_path_factory.mktemp("json") / "run", "post", 1)
     export(found.folder, found.folder.parent / "out", compression=0.3, overrides=["ranks.method=global"])
     return found
+
+
+def test_what_is_nested_deeply_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"a": ' + "[" * 60 + "]" * 60 + "}")
+    assert read_json(path)["a"]
+    path.write_text('{"a": ' + "[" * 400 + "]" * 400 + "}")
+    with pytest.raises(CheckpointError, match="more than 64 levels"):
+        read_json(path)
 
 
 @pytest.mark.parametrize("folder", ["tables", "probes"])

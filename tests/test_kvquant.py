@@ -202,7 +202,7 @@ def test_keys_of_an_uncompressed_model_are_coded_before_rope(tiny) -> None:
     for row, pads in enumerate((7, 0)):
         heads = keys[row : row + 1, pads:].unflatten(-1, (-1, model.config.head_dim)).transpose(1, 2)
         expected: list[tuple[Tensor, ...]] = []
-        code.append(expected, heads)
+        code.append(expected, heads[:, :, 1:])
         for kept, again in zip(cache.layers[0].sides[row][0].segments[-1], expected[-1], strict=True):
             torch.testing.assert_close(kept, again)
     after = replace(policy, pre_rope=False)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import DEMO_MODEL, ROOT
+from test_cli import rotor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
@@ -47,15 +48,26 @@ def divergence(base: torch.Tensor, other: torch.Tensor) -> float:
 def test_a_transformed_model_loses_as_much_by_rotor_and_more_by_a_quantiser(models, tmp_path: Path) -> None:
     base = logits(models["plain"])
     assert divergence(base, logits(models["transformed"])) < 1e-6
-    rotor, per_token = {}, {}
+    of_rotor, per_token = {}, {}
     for name, folder in models.items():
         run = calibrate(folder, tmp_path / name / "run", "rotor", SETTINGS)
         export(run.folder, tmp_path / name / "out", compression=0.85, measure=False)
-        rotor[name] = divergence(base, logits(tmp_path / name / "out"))
+        of_rotor[name] = divergence(base, logits(tmp_path / name / "out"))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         use_cache_policy(model, PerToken(4, 16))
         scores = score_through_cache(model, ROWS, DynamicCache, 16, reference=reference)
         per_token[name] = float(scores.kl_div.mean())
-    assert rotor["transformed"] == pytest.approx(rotor["plain"], rel=0.05)
+    assert of_rotor["transformed"] == pytest.approx(of_rotor["plain"], rel=0.05)
     assert per_token["transformed"] > 10 * per_token["plain"]
+
+
+def test_the_table_of_quantisers_and_recipes_can_be_made(capsys, tmp_path: Path) -> None:
+    """Of the part and the recipes that README's and docs' numbers are of; nothing is measured here."""
+    folder = ROOT / "artifacts" / "studies"
+    recipes = ",".join(["rotor", *map(str, sorted((folder / "shape").glob("*.yaml")))])
+    arguments = ["study", DEMO_MODEL, "--recipes", recipes, "--parts", f"{folder / 'fair.py'}:Fair", "--dry-run"]
+    code, out, _ = rotor(capsys, *arguments, "-o", tmp_path / "study")
+    assert code == 0
+    assert "fair" in out
+    assert "17" in out  # five quantisers, and three sizes of four recipes

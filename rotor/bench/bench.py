@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from ..models.compressed import CompressedCheckpoint
+from ..models.compressed import CompressedCheckpoint, open_model
 from ..models.hardware import pick_device, pick_dtype
 from ..models.loading import load_model
-from ..policies import stored_bytes
+from ..policies import find_policy, stored_bytes, use_cache_policy
 from ..progress import Progress
 from .attention import bench_layer, quartiles
 from .records import describe_device, provenance
@@ -46,13 +46,15 @@ def bench(
     model: Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    cache: str | None = None,
     command: str = "",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure a compressed checkpoint beside the alternatives, in one run.
+    """Measure a compressed checkpoint beside the alternatives, in one run; with `cache` also an uncompressed model.
 
     Args:
-        folder: what `rotor export` wrote. model: the source model; by default where rotor.json says.
+        folder: what `rotor export` wrote, or with `cache` an uncompressed model. cache: a policy, as --cache names it,
+            with which generation is measured, too. model: the source model; by default where rotor.json says.
         command: recorded.
     Returns:
         What is written as JSON.
@@ -61,15 +63,23 @@ def bench(
         CheckpointError: not a compressed checkpoint.
         UsageError: the device has not enough memory for it.
     """
-    checkpoint = CompressedCheckpoint(folder)
+    policy = None if cache is None else find_policy(cache)
+    checkpoint = CompressedCheckpoint(folder) if policy is None else open_model(folder)
     target = pick_device(device)
-    chosen = pick_dtype(dtype, checkpoint.dtype, target)
-    layers = spread_layers(len(checkpoint.layouts), settings.layers)
+    chosen = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
     left_out: dict[str, str] = {}
+    attention, layers, folders = [], [], {"model, source": checkpoint.folder}
     try:
-        attention = _attention(checkpoint, settings, layers, target, chosen, progress or Progress(), left_out)
-        folders = {"model, compressed": checkpoint.folder, "model, source": model or checkpoint.source_folder}
-        models = _models(folders, settings, target, chosen, left_out) if settings.new_tokens else []
+        if isinstance(checkpoint, CompressedCheckpoint):
+            layers = spread_layers(len(checkpoint.layouts), settings.layers)
+            attention = _attention(checkpoint, settings, layers, target, chosen, progress or Progress(), left_out)
+            folders = {"model, compressed": checkpoint.folder, "model, source": model or checkpoint.source_folder}
+        loaded = _loaded(folders, target, chosen, left_out) if settings.new_tokens else {}
+        if policy is not None and loaded:
+            name = f"model, {cache}"
+            loaded[name] = load_model(checkpoint.folder, target, chosen)
+            use_cache_policy(loaded[name], policy)
+        models = _models(loaded, settings, target, left_out)
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"the device has too little memory: {error}", "Give a smaller --batch, --lengths or --layers."
@@ -128,20 +138,23 @@ def _attention(
     return records
 
 
-def _models(
-    folders: dict[str, Path],
-    settings: BenchSettings,
-    device: torch.device,
-    dtype: torch.dtype,
-    left_out: dict[str, str],
-) -> list[dict[str, Any]]:
-    """The compressed model and its source in turn: transformers' generate at every load."""
+def _loaded(
+    folders: dict[str, Path], device: torch.device, dtype: torch.dtype, left_out: dict[str, str]
+) -> dict[str, Any]:
     if not folders["model, source"].is_dir():
         left_out["model, source"] = "the source model is not where rotor.json says; give --model"
         del folders["model, source"]
-    models = {name: load_model(path, device, dtype) for name, path in folders.items()}
-    longest = getattr(models["model, compressed"].config, "max_position_embeddings", None) or 1 << 30
-    records = []
+    return {name: load_model(path, device, dtype) for name, path in folders.items()}
+
+
+def _models(
+    models: dict[str, Any], settings: BenchSettings, device: torch.device, left_out: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Models in turn: transformers' generate at every load."""
+    longest = min((getattr(m.config, "max_position_embeddings", None) or 1 << 30 for m in models.values()), default=0)
+    records: list[dict[str, Any]] = []
+    if not models:
+        return records
     for length in sorted({*settings.decode_lengths, *settings.prefill_lengths}):
         if length + settings.new_tokens + 1 > longest:
             left_out[f"model, {length} tokens"] = f"longer than the model's {longest} positions"

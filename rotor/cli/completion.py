@@ -45,7 +45,7 @@ def target_devices() -> list[str]:
 OF_OPTION: dict[str, Callable[..., list[str]]] = {
     "recipe": lambda: bundled(),
     "recipes": after_commas,
-    "show": lambda: bundled(),
+    "show": lambda: [*bundled(), *bundled("cache")],
     "overrides": settings,
     "cache": lambda: ["none", *bundled("cache")],
     "device": lambda: ["auto", "cpu", "cuda", "cuda:0"],

@@ -137,7 +137,8 @@ def recipes(output: Json, show: str | None = None, fields: bool = False) -> None
     """List the bundled recipes, the bases and rank methods that a recipe may name, and cache policies; or show one.
 
     Args:
-        show: Print this recipe whole, every default filled in: YAML that --recipe takes.
+        show: Print this recipe whole, every default filled in: YAML that --recipe takes. Of a cache policy each field
+            with its meaning and default: YAML that --cache takes.
         fields: Print what each field of a recipe may be, its default and what it decides.
     """
     from ..recipe import bundled_recipes, load_recipe
@@ -148,6 +149,10 @@ def recipes(output: Json, show: str | None = None, fields: bool = False) -> None
     if fields:
         found = [asdict(field) for section in recipe_fields().values() for field in section]
         output.show(found, lambda: print(reference_page()))
+    elif show in completion.bundled("cache") and show not in completion.bundled():
+        from ..policies import bundled_policies, describe_policy
+
+        output.show(bundled_policies()[show].as_dict(), lambda: print(describe_policy(show), end=""))
     elif show is not None:
         recipe = load_recipe(show)
         output.show(recipe.to_dict(), lambda: print(recipe.to_yaml(), end=""))

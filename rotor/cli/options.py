@@ -41,8 +41,8 @@ HELP = {
     "overwrite": "Replace a non-empty output folder.",
     "dry_run": "Print what would be done and what it takes; write nothing.",
     "no_measure": "Leave accuracy unmeasured; of an export, with --compression or --removal-rate.",
-    "cache": "How the cache is kept: none, a bundled policy (see `rotor recipes`), or a YAML file; default: the "
-    "checkpoint's own.",
+    "cache": "How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of "
+    "your own; default: the checkpoint's own.",
     "out": "JSON file to write.",
     "target_device": "Device whose decode time is predicted, e.g. h200 (rotor/prediction/devices.yaml).",
     "device_file": "YAML with further devices.",

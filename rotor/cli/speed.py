@@ -223,8 +223,11 @@ def bench(
     new_tokens: Annotated[int, typer.Option(min=0)] = 32,
     model: Path | None = None,
     engine: Literal["transformers", "vllm"] = "transformers",
+    cache: str | None = None,
 ) -> None:
     """Measure attention and generation of a checkpoint beside PyTorch's, a Palu-style baseline and the source model.
+
+    With --cache generation with that policy is measured, too; so an uncompressed model can be, beside its plain cache.
 
     Every row of attention is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what
     a CPU runs is measured, and the Triton kernels are listed as not measured.
@@ -243,7 +246,12 @@ def bench(
     """
     check_results(out)
     served = engine == "vllm"
-    in_vain = {"--lengths": lengths, "--layers": layers != LAYERS, "--device": compute.device != "auto"}
+    in_vain = {
+        "--lengths": lengths,
+        "--layers": layers != LAYERS,
+        "--device": compute.device != "auto",
+        "--cache": cache,
+    }
     if served and any(in_vain.values()):
         given = ", ".join(option for option, value in in_vain.items() if value)
         raise UsageError(f"{given}: not with --engine vllm.", "Leave it out.")
@@ -274,7 +282,8 @@ def bench(
         usual = GPU_LOADS if pick_device(compute.device).type == "cuda" else CPU_LOADS
         decode, prompts, batches = (given or default for given, default in zip(loads, usual, strict=True))
         settings = BenchSettings(decode, prompts, batches, layers, repetitions, new_tokens)
-        result = run_bench(folder, settings, model=model, **vars(compute), command=command_line(), progress=progress)
+        how: dict[str, Any] = {**vars(compute), "cache": cache, "command": command_line()}
+        result = run_bench(folder, settings, model=model, **how, progress=progress)
     if out is not None:
         write_report(out, result)
     output.show(result, lambda: (_print_serving if served else _print_bench)(result))
@@ -311,7 +320,8 @@ def _print_bench(result: dict[str, Any]) -> None:
         load = f"{r['batch_size']} x {r['length']}"
         rows.append((r["row"], r["phase"], load, middle, f"{low} - {high}", f"{r['over_stock']:.2f}"))
     title = f"Attention of layers {result['layers']}, medians, cold caches"
-    print_table(title, ("row", "phase", "batch x tokens"), ("ms", "quartiles", "over the fastest SDPA"), rows)
+    if rows:
+        print_table(title, ("row", "phase", "batch x tokens"), ("ms", "quartiles", "over the fastest SDPA"), rows)
     rows = []
     for r in result["model"]:
         load = f"{r['batch_size']} x {r['length']}"

@@ -11,6 +11,8 @@ from ..errors import CheckpointError
 
 MAX_JSON_BYTES = 1 << 27
 """The index of a model of a million tensors is smaller."""
+MAX_JSON_LEVELS = 64
+"""Lists and objects within one another: what is deeper would end functions that call themselves on a level each."""
 
 
 def json_text(data: Any, ensure_ascii: bool = False) -> str:
@@ -49,6 +51,8 @@ def read_json(path: Path, hint: str = "", *, any_names: bool = False) -> dict[st
         data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
         if not any_names and "\\ud" in text.lower():  # escaped halves of characters, which no file in UTF-8 can hold
             json.dumps(data, ensure_ascii=False).encode()
+        if isinstance(data, dict):
+            _check_levels(data)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file.", hint) from error
     except (OSError, ValueError, RecursionError) as error:
@@ -57,6 +61,16 @@ def read_json(path: Path, hint: str = "", *, any_names: bool = False) -> dict[st
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}.", hint)
     return data
+
+
+def _check_levels(data: Any) -> None:
+    level = [data]
+    for _ in range(MAX_JSON_LEVELS):
+        level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
+        level = [item for item in level if isinstance(item, (dict, list))]
+        if not level:
+            return
+    raise ValueError(f"more than {MAX_JSON_LEVELS} levels of lists and objects")
 
 
 def _refuse_constant(name: str) -> Any:

@@ -14,7 +14,7 @@ from transformers import TextStreamer
 from ..errors import CheckpointError, DataError, UsageError
 from ..parallel import sequence_parallel
 from ..parallel.launch import launched
-from ..policies import stored_bytes, use_cache_policy
+from ..policies import find_policy, stored_bytes, use_cache_policy
 from ..progress import Progress
 from .compressed import open_model
 from .hardware import fit_threads, pick_device, pick_dtype
@@ -77,15 +77,16 @@ def continue_prompt(
     target = pick_device(device if processes is None else processes.device(device))
     compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
     chat = bool(tokenizer.chat_template) and not raw
-    text = as_chat(tokenizer, prompt) if chat else prompt
+    text = as_chat(folder, prompt) if chat else prompt
     inputs = tokenizer(text, add_special_tokens=not chat, return_tensors="pt").to(target)
     if inputs["input_ids"].shape[1] == 0:
         raise DataError("the prompt is empty.", "Give some text to continue.")
     check_ids(inputs["input_ids"], checkpoint.config.get_text_config().vocab_size)
+    policy = None if cache is None else find_policy(cache)  # whose module a checkpoint may name
     with progress.task("load model", None, ""):
         model = load_model(folder, target, compute_dtype)
     if cache is not None:
-        use_cache_policy(model, cache)
+        use_cache_policy(model, policy)
     torch.manual_seed(seed)  # transformers samples from the global generator
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     streamer = None if on_text is None else _Streamer(tokenizer, on_text, skip_prompt=chat)

@@ -20,6 +20,7 @@ from .methods.kcvt import KCVT
 from .methods.keyformer import Keyformer
 from .methods.kivi import KIVI
 from .methods.kvquant import KVQuant
+from .methods.kvtc import KVTC
 from .methods.per_token import PerToken
 from .methods.random import Random
 from .methods.streaming import Streaming
@@ -27,7 +28,7 @@ from .methods.tiers import Tiers
 from .methods.window import Window
 from .policy import LONG_TOKENS, LayerSample, Policy, packed_bytes_per_token, random_rows, stored_bytes
 from .quantiser import CodedLayer, Quantiser
-from .registry import bundled_policies, find_policy, read_stored
+from .registry import bundled_policies, describe_policy, find_policy, read_stored
 
 __all__ = [
     "FP8",
@@ -35,6 +36,7 @@ __all__ = [
     "H2O",
     "KCVT",
     "KIVI",
+    "KVTC",
     "LONG_TOKENS",
     "CodedLayer",
     "EvictingLayer",
@@ -53,6 +55,7 @@ __all__ = [
     "attach_stored",
     "bundled_policies",
     "cache_policy",
+    "describe_policy",
     "find_policy",
     "packed_bytes_per_token",
     "policy_of",

@@ -12,7 +12,7 @@ from .store import Codec, Parts, heads_apart, heads_together
 
 LARGEST = torch.finfo(torch.float16).max
 
-UNITS = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1)}
+UNITS = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1), 1: (8, 1)}
 """By bits: the fewest codes that fill whole bytes, and how many bytes those are."""
 
 

@@ -199,9 +199,8 @@ def real_tokens(mask: Tensor | None, batch_size: int, length: int, device: torch
 def noise_of(index: Tensor, seed: int, layer: int) -> Tensor:
     """Numbers from (0, 1), for tokens at the places `index` of their rows, [batch_size, groups, slots]; of negative
     ones any."""
-    groups = index.shape[1]
-    blocks = [_block(seed, layer, block, groups) for block in range(int(index.max()) // NOISE_BLOCK + 1)]
-    table = torch.cat(blocks or [_block(seed, layer, 0, groups)], dim=1).to(index.device)
+    count = max(0, int(index.max())) // NOISE_BLOCK + 1
+    table = torch.cat([_block(seed, layer, block, index.shape[1]) for block in range(count)], dim=1).to(index.device)
     return table.expand(len(index), -1, -1).gather(-1, index.clamp(min=0).long())
 
 

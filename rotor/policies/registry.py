@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cache
 from importlib import import_module, resources
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import get_annotations
 from pathlib import Path
 from pkgutil import iter_modules
+from textwrap import wrap
 from typing import Any
 
 from ..checked import Reader, nearest_name
@@ -27,23 +33,40 @@ def method_names() -> list[str]:
 
 
 def find_method(name: str, trusted: bool) -> type[Policy] | None:
-    """The class of a method: rotor's by its name, anybody's as `module:Class`; None if there is none.
+    """The class of a method: rotor's by its name, anybody's as `module:Class`, `FILE.py:Class`; None if there is none.
 
     Args:
         trusted: a module may be imported for it. What a checkpoint names is not: the user's program has to have
             imported it.
     """
-    module, _, wanted = name.partition(":")
+    module, _, wanted = name.rpartition(":")
     if name in method_names():
         found = vars(import_module(f"{methods.__name__}.{name.replace('-', '_')}")).values()
         return next(c for c in found if isinstance(c, type) and getattr(c, "method", "") == name)
     if not wanted or not (trusted or module in sys.modules):
         return None
     try:
-        kind = getattr(import_module(module), wanted, None)
-    except ImportError:
+        kind = getattr(_of_file(Path(module)) if module.endswith(".py") else import_module(module), wanted, None)
+    except (ImportError, FileNotFoundError):
         return None
     return kind if isinstance(kind, type) and issubclass(kind, Policy) else None
+
+
+def _of_file(path: Path) -> Any:
+    """The module of a file, which is imported once, under the file's name: so a checkpoint names it."""
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
+        return known
+    spec = spec_from_file_location(path.stem, path.resolve())
+    if known is not None or spec is None or spec.loader is None:
+        raise RecipeError(f"{path}: a module {path.stem!r} is there already.", "Give the file another name.")
+    module = sys.modules[path.stem] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+    return module
 
 
 def read_policy(section: Any, reader: Reader, trusted: bool = False) -> Policy:
@@ -59,7 +82,8 @@ def read_policy(section: Any, reader: Reader, trusted: bool = False) -> Policy:
     method = section.get("method")
     kind = find_method(method, trusted) if isinstance(method, str) else None
     if kind is None:
-        known = ", ".join([*method_names(), "module:Class" if trusted else "module:Class of a module that is imported"])
+        own = "module:Class or FILE.py:Class" if trusted else "module:Class of a module that is imported"
+        known = ", ".join([*method_names(), own])
         raise reader.fail("cache.method", method, f"one of {known}{nearest_name(method, method_names()).rstrip('.')}")
     try:
         policy: Policy = reader.read(kind, {key: value for key, value in section.items() if key != "method"}, "cache")
@@ -74,8 +98,10 @@ def bundled_policies() -> dict[str, Policy]:
 
 
 def find_policy(name: str) -> Policy | None:
-    """A bundled policy by name, or one in a YAML file by its path; None for `none`.
+    """A policy as --cache names it; None for `none`.
 
+    Args:
+        name: bundled, the path of a YAML file, or `FILE.py:Class` (`module:Class`), a class with its defaults.
     Raises:
         RecipeError: no such policy, or not one.
     """
@@ -84,13 +110,52 @@ def find_policy(name: str) -> Policy | None:
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         return _parse(read_text(path, f"cache policy {name}"), name)
+    if ":" in name:
+        return read_policy({"method": name}, Reader(f"cache policy {name}", RecipeError), trusted=True)
+    return _parse(_text_of(name), name)
+
+
+def describe_policy(name: str) -> str:
+    """A bundled policy as YAML that --cache takes: what it is, and each field with its meaning and default.
+
+    Raises:
+        RecipeError: no such policy.
+    """
+    text, policy = _text_of(name), find_policy(name)
+    about = [line for line in text.splitlines() if line.startswith("#")]
+    lines = [*about, f"method: {policy.method}"]  # type: ignore[union-attr]
+    meanings = _meanings(type(policy))
+    for field in fields(policy):  # type: ignore[arg-type]
+        default = json.dumps(field.default)
+        lines += [
+            "",
+            *wrap(f"{meanings[field.name]} (default: {default})", 118, initial_indent="# ", subsequent_indent="# "),
+        ]
+        lines.append(f"{field.name}: {json.dumps(getattr(policy, field.name))}")
+    return "\n".join(lines) + "\n"
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """What each field is, from the Args of the docstrings of a class and of those that it inherits from."""
+    found: dict[str, str] = {}
+    for base in kind.__mro__:
+        _, _, listed = (base.__doc__ or "").partition("Args:\n")
+        listed = " ".join(listed.partition("\n\n")[0].split())
+        names = "|".join(get_annotations(base)) or "-"
+        parts = re.split(rf"(?:^|(?<=\. ))((?:{names})(?:, (?:{names}))*): ", listed)
+        for heads, meaning in zip(parts[1::2], parts[2::2], strict=True):
+            found = dict.fromkeys(heads.split(", "), meaning.strip().rstrip(".")) | found
+    return found
+
+
+def _text_of(name: str) -> str:
     files = _bundled()
     if name not in files:
         raise RecipeError(
             f"cache policy {name!r} is neither bundled nor a YAML file{nearest_name(name, [NONE, *files])}",
-            f"Bundled policies: {NONE}, {', '.join(files)}; or give the path of a YAML file.",
+            f"Bundled policies: {NONE}, {', '.join(files)}; or give the path of a YAML file, or FILE.py:Class.",
         )
-    return _parse(files[name].read_text("utf-8"), name)
+    return str(files[name].read_text("utf-8"))
 
 
 def read_stored(section: Any, where: str = "config.json, quantization_config") -> Policy | None:

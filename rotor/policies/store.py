@@ -37,7 +37,7 @@ class Codec(ABC):
     def append(self, segments: list[Parts], states: Tensor) -> None:
         """Code tokens and store them behind what is stored: in one piece with it where the groups are alike."""
         parts = self.encode(states)
-        if segments and _grouping(segments[-1]) == _grouping(parts):
+        if segments and (self.ragged or _grouping(segments[-1]) == _grouping(parts)):
             segments[-1] = tuple(torch.cat(pair, dim=2) for pair in zip(segments[-1], parts, strict=True))
         else:
             segments.append(parts)
@@ -94,7 +94,7 @@ class Stream:
     codec: codes them. block: tokens that are coded together; fewer wait, exactly, until there are so many.
     window: newest tokens that stay exact. whole_prompt: the first tokens are coded at once, whatever their number.
     prompt_codec: codes the first tokens, if that differs; `codec` reads what it stores.
-    exact_step: attention reads a token exactly in the step that brings it.
+    exact_step: attention reads a token exactly in the step that brings it. first: tokens of a row that stay exact.
     """
 
     codec: Codec
@@ -103,6 +103,7 @@ class Stream:
     whole_prompt: bool = False
     prompt_codec: Codec | None = None
     exact_step: bool = False
+    first: int = 0
 
     @property
     def waits(self) -> bool:
@@ -134,11 +135,11 @@ class Side:
         self.stream = stream
         self.num_heads, self.width = like.shape[1], like.shape[3]
         self.segments: list[Parts] = []
-        self.waiting = like[:, :, :0].clone()
+        self.first = self.waiting = like[:, :, :0].clone()
 
     @property
     def tokens(self) -> int:
-        return sum(parts[0].shape[2] for parts in self.segments) + self.waiting.shape[2]
+        return self.first.shape[2] + sum(parts[0].shape[2] for parts in self.segments) + self.waiting.shape[2]
 
     def update(self, states: Tensor) -> Tensor:
         """Store tokens; returns what this step's attention sees of all tokens, [batch_size, num_heads, tokens, width].
@@ -154,12 +155,15 @@ class Side:
         """All tokens, in the dtype in which they came."""
         codec, dtype = self.stream.codec, self.waiting.dtype
         decoded = [codec.decode(parts, self.num_heads, self.width).to(dtype) for parts in self.segments]
-        if self.waiting.shape[2] or not decoded:
-            decoded.append(self.waiting)
-        return decoded[0] if len(decoded) == 1 else torch.cat(decoded, dim=2)
+        decoded += [self.waiting] if self.waiting.shape[2] or not decoded else []
+        whole = [self.first, *decoded] if self.first.shape[2] else decoded
+        return whole[0] if len(whole) == 1 else torch.cat(whole, dim=2)
 
     def _push(self, states: Tensor, prompt: bool) -> None:
         stream = self.stream
+        exact = min(stream.first - self.first.shape[2], states.shape[2])
+        if exact:
+            self.first, states = torch.cat([self.first, states[:, :, :exact]], dim=2), states[:, :, exact:]
         waiting = torch.cat([self.waiting, states], dim=2) if self.waiting.shape[2] else states
         count = stream.ready(waiting.shape[2], prompt)
         if count and prompt:
@@ -177,14 +181,14 @@ class Side:
         """The same with each tensor replaced."""
         other = copy(self)
         other.segments = [tuple(function(part) for part in parts) for parts in self.segments]
-        other.waiting = function(self.waiting)
+        other.first, other.waiting = function(self.first), function(self.waiting)
         return other
 
 
 def stored_tensors(value: Any) -> Iterator[Tensor]:
     """The plain tensors in sides, nested lists, tuples, dicts and tensor subclasses (as quanto's)."""
     if isinstance(value, Side):
-        value = [value.segments, value.waiting]
+        value = [value.first, value.segments, value.waiting]
     if isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:

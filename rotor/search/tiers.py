@@ -1,11 +1,12 @@
 """Ratios per token that cost at most so much quality, found by measuring.
 
-Source: ZDC section 5.2, whose constraint on ratios is p^u >= p^i by its text. Which side loses more is left to what is
-measured.
+Source: ZDC section 5.2, whose constraints on ratios are, by its text, p^u >= p^i and p_QK >= p_VW, and g that rises
+with the layers.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from math import expm1
 
@@ -13,7 +14,7 @@ import numpy as np
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from ..errors import AccuracyError
+from ..errors import AccuracyError, UsageError
 from ..evaluation.cached import PREFILL_SHARE, score_through_cache
 from ..policies import Policy, Tiers, cache_policy
 from ..progress import Progress
@@ -30,7 +31,7 @@ PROBE_TOKENS = 32
 """Tokens of a step while ratios are compared: they see each other's whole rows, which hardly changes the order."""
 
 KNOBS = (("qk_unimportant", "qk_important"), ("v_unimportant", "v_important"))
-"""Ratios of keys and of values: of unimportant tokens, which is never the smaller, and of important ones."""
+"""Ratios of keys and of values: of unimportant tokens, and of important ones."""
 
 
 def choose_tiers(network: CompressibleModel, rows: Tensor, limit: float, progress: Progress) -> tuple[Tiers, float]:
@@ -79,11 +80,10 @@ def choose_tiers(network: CompressibleModel, rows: Tensor, limit: float, progres
 def _raised(policy: Tiers) -> list[Tiers]:
     """The policies with one ratio more."""
     found = []
-    for outer, inner in KNOBS:
-        for name, most in ((outer, MOST), (inner, getattr(policy, outer))):
-            value = round(getattr(policy, name) + STEP, 6)
-            if value <= most:
-                found.append(replace(policy, **{name: value}))
+    for name in (name for pair in KNOBS for name in pair):
+        value = round(getattr(policy, name) + STEP, 6)
+        with suppress(UsageError):  # not of ZDC's order
+            found += [replace(policy, **{name: value})] if value <= MOST else []
     return found
 
 

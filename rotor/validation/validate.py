@@ -20,14 +20,14 @@ from ..evaluation.placement import Placement
 from ..evaluation.scoring import batch_logits
 from ..format.file_names import RECIPE
 from ..models.checkpoint import Checkpoint
-from ..models.compressed import CompressedCheckpoint
+from ..models.compressed import CompressedCheckpoint, open_model
 from ..models.hardware import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.projections import longest_row
 from ..policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ..progress import Progress, StageTimes
-from ..recipe import Recipe, load_recipe, text_overrides
+from ..recipe import Recipe, load_recipe, override, text_overrides
 from ..recipe.metric_registry import METRICS
 from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
@@ -36,6 +36,7 @@ from ..search.probe import full_ranks
 from .integrity import Validation, check_integrity
 from .tasks import compare_tasks
 from .trusted import TrustedEvaluation, trusted_evaluation
+from .uncompressed import validate_uncompressed
 
 FULL_RANK_TOLERANCE = 1e-5
 """Relative error that a full-rank rewrite may have in float32 logits."""
@@ -78,10 +79,10 @@ def validate(
     shared: SourceMeasurements | None = None,
     progress: Progress | None = None,
 ) -> Validation:
-    """Check a compressed checkpoint.
+    """Check a compressed checkpoint, or measure an uncompressed model with `cache`.
 
     Args:
-        folder: what `rotor export` wrote.
+        folder: what `rotor export` wrote, or with `cache` an uncompressed model.
         model: the source model, also for the weights of a checkpoint without; by default where rotor.json says.
         run: likewise the run folder.
         recipe, overrides: how to measure accuracy, as for calibrate, where only `evaluation` counts; by default as
@@ -99,6 +100,14 @@ def validate(
     """
     progress, times, result = progress or Progress(), StageTimes(), Validation(Path(folder))
     asked = None if cache is None else find_policy(cache)
+    if asked is not None and not isinstance(open_model(folder), CompressedCheckpoint):
+        if tasks or not measure:
+            option = "--tasks" if tasks else "--no-measure"
+            raise UsageError(f"{option}: not of an uncompressed model with --cache {cache}.", f"Leave {option} out.")
+        own = [*text_overrides(text, ("evaluation",)), *overrides]
+        measured_by = override(load_recipe(recipe or "rotor"), own, ("evaluation",))
+        compute = Compute(device, dtype, offload)
+        return validate_uncompressed(Path(folder), str(cache), asked, measured_by, compute, progress)
     if asked is not None and asked.needs_samples:
         raise UsageError(
             f"--cache {cache}: cache policy {asked.method} is fitted when a checkpoint is exported, and stored in it.",

@@ -27,7 +27,8 @@ class GEAR(Quantiser):
     backbone's code of the rest; L = A B^T: of what is then left of each head, the first singular vectors.
 
     Args:
-        bits: 8, 4, 3 or 2. backbone: `kcvt`, or `kivi` with groups of `group`.
+        bits: 8, 4, 3 or 2. backbone: `kcvt`, or `kivi` with groups. group: of kivi, tokens of a channel of keys and
+            channels of a token's values.
         sparsity: s, the share of outliers; 0 is GEAR-L. rank, new_rank: of L in the prompt and in a later run.
         buffer: tokens that wait, exactly, and are then a run (n_b); a multiple of `group` for kivi. loops: of the power
             iteration.

@@ -19,6 +19,7 @@ class Keyformer(ScoringEviction):
     mean over the query heads that share it. tau grows from tau_first in the prompt to tau_last after `steps` tokens.
 
     Args:
+        tau_first, tau_last: temperature in the prompt, and at the end of its growth. steps: tokens over which it grows.
         seed: of the noise, which depends on layer, group and the token's place in its row alone.
 
     An uncompressed model's logits are taken from the attention weights, from which they differ by a number a query,

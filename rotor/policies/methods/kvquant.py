@@ -106,9 +106,9 @@ class KVQuant(Quantiser):
         return [KVQuantLayer(self._streams(levels)) for levels in self.levels]
 
     def _streams(self, found: LayerLevels) -> tuple[Stream, Stream]:
-        alike = self.bits, self.outliers, self.first
-        keys = RangedCode(*alike, found.key_levels, (found.key_low, found.key_high))
-        return Stream(keys), Stream(RangedCode(*alike, found.value_levels))
+        keys = RangedCode(self.bits, self.outliers, found.key_levels, (found.key_low, found.key_high))
+        values = RangedCode(self.bits, self.outliers, found.value_levels)
+        return Stream(keys, first=self.first), Stream(values, first=self.first)
 
     def _levels(self, sample: LayerSample) -> LayerLevels:
         sides = sample.keys, sample.values, sample.key_gradients, sample.value_gradients
@@ -149,13 +149,12 @@ class RangedCode(Codec):
 
     Parts, of one row: codes [1, 1, tokens, bytes] uint8; how many outliers each token has [1, 1, tokens, 1] int16;
     these and their indices, token by token, [1, 1, outliers, 1] float16 and int16; and a token's own range: middle and
-    half, float16. Of the `first` tokens the numbers alone.
+    half, float16.
     """
 
     ragged: ClassVar[bool] = True
     bits: int
     outliers: float
-    first: int
     levels: tuple[float, ...]
     ends: tuple[tuple[float, ...], ...] = ()
 
@@ -183,21 +182,7 @@ class RangedCode(Codec):
         sparse = rows[taken].half(), stored_index(index, rows.shape[-1])
         return codes, counts, *(part[None, None, :, None] for part in sparse), *stored
 
-    def append(self, segments: list[Parts], states: Tensor) -> None:
-        held = segments[0][0].shape[2] if segments else 0
-        whole = min(max(0, self.first - held), states.shape[2])
-        if whole:
-            exact = states[:, :, :whole].clone()
-            segments[:1] = [(torch.cat([segments[0][0], exact], dim=2) if segments else exact,)]
-        if whole < states.shape[2]:
-            parts = self.encode(states[:, :, whole:])
-            if segments and len(segments[-1]) > 1:
-                parts = tuple(torch.cat(pair, dim=2) for pair in zip(segments.pop(), parts, strict=True))
-            segments.append(parts)
-
     def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
-        if len(parts) == 1:
-            return parts[0]
         codes, counts, outliers, index, *stored = parts
         middle, half = (part.to(codes.device).float() for part in (stored or self.key_range))
         numbers = self._levels.to(codes.device)[unpack(codes, self.bits, num_heads * width).long()]
@@ -228,17 +213,12 @@ def range_of(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_ranges(rows: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows [..., width]: indices of the `share` of numbers that is farthest from the mean, and middle and half of
-    the range of the others."""
-    index = _largest(rows - rows.mean(-1, keepdim=True), share)
+    """Of rows [..., width]: indices of the `share` of numbers that is farthest from the mean, at least one where there
+    is to be any, and middle and half of the range of the others."""
+    count = max(1, round(share * rows.shape[-1])) if share > 0 else 0
+    index = (rows - rows.mean(-1, keepdim=True)).abs().topk(count, dim=-1).indices
     rest = filled(rows, index, -1)[2]
     return index, *range_of(rest.amin(-1, keepdim=True), rest.amax(-1, keepdim=True))
-
-
-def _largest(numbers: Tensor, share: float) -> Tensor:
-    """Indices of the largest by amount: to the nearest number of them, and one where there are to be any."""
-    count = max(1, round(share * numbers.shape[-1])) if share > 0 else 0
-    return numbers.abs().topk(count, dim=-1).indices
 
 
 def _short(numbers: Tensor) -> tuple[float, ...]:

@@ -16,6 +16,9 @@ from ..eviction import Eviction
 class Streaming(Eviction):
     """The first `sinks` tokens and the newest b - sinks; of a budget of no more than that, the newest takes one place.
 
+    Args:
+        sinks: first tokens that stay.
+
     Positions are those within the cache. The paper evicts while it reads; here the prompt, the first step, sees itself.
     Source: Xiao et al., StreamingLLM (arXiv 2309.17453), section 3.2.
     """

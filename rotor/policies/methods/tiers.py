@@ -27,6 +27,12 @@ Rows = tuple[Tensor, Tensor]
 
 Removed = Annotated[float, Field(ge=0, lt=1)]
 
+ORDER = (
+    *(("qk_important", "qk_unimportant"), ("v_important", "v_unimportant")),
+    *(("v_important", "qk_important"), ("v_unimportant", "qk_unimportant")),
+)
+"""Pairs of ratios of which the first is never the larger."""
+
 PADDING, LOW, HIGH = 0, 1, 2
 """What a token is: nothing, unimportant, important."""
 
@@ -56,8 +62,8 @@ class Tiers(Policy):
     arithmetic and no cache. Post-RoPE codes give denominators without what the channels' means add to every logit of a
     query. Attention runs in plain PyTorch.
     Source: ZDC section 5.2. Its equation 6 asks for p^u < p^i and p_QK <= p_VW, its text for the opposite ("unimportant
-    tokens have a higher p; the QK pair has more dimensions to drop"): the text, of which p^u >= p^i is required here.
-    That layers repeat each other's choice did not hold of any model here, and is left out.
+    tokens have a higher p; the QK pair has more dimensions to drop"): the text is required here, and g that never falls
+    with the layers, in both. That layers repeat each other's choice did not hold of any model here, and is left out.
     """
 
     method: ClassVar[str] = "tiers"
@@ -73,9 +79,13 @@ class Tiers(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for side in ("qk", "v"):
-            least, name = getattr(self, f"{side}_important"), f"{side}_unimportant"
-            self.require(least <= getattr(self, name), name, f"at least {side}_important ({least:g})")
+        for small, large in ORDER:
+            least = getattr(self, small)
+            self.require(least <= getattr(self, large), large, f"at least {small} ({least:g})")
+        rises = list(self.layer_important) == sorted(self.layer_important)
+        self.require(
+            rises, "layer_important", "shares that fall with no layer, as deeper ones have more important tokens"
+        )
 
     def layers(self, count: int) -> list[PolicyLayer]:
         fits = len(self.layer_important) in (0, count)

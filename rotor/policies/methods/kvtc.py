@@ -1,0 +1,161 @@
+"""KVTC: principal components of a layer, bits by dynamic programming, the first and the newest tokens exact."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field, NonNegativeInt
+from torch import Tensor
+
+from ...errors import UsageError
+from ..affine import pack, unpack
+from ..layer import PolicyLayer
+from ..policy import LayerSample
+from ..quantiser import CodedLayer, Quantiser
+from ..store import Codec, Parts, Stream, heads_apart, heads_together
+
+WIDTHS = (0, 1, 2, 3, 4, 8)
+"""Bits of a component."""
+
+CLIPS = torch.linspace(0.5, 6, 45, dtype=torch.float64)
+"""Half ranges that are tried, in standard deviations."""
+
+
+@dataclass(frozen=True)
+class KVTC(Quantiser):
+    """x ~ mean + V c(z), z = V^T (x - mean), over all KV heads of a layer; V: principal components of keys, and of
+    values, on calibration text; c: uniform codes of fixed ranges, whose bits make the squared error on that text least.
+
+    Args:
+        bits: of a number, in the mean. first, window: tokens of a row that stay exact, the first and the newest.
+        pre_rope: keys are turned back and coded before RoPE.
+
+    Bytes of a number: bits / 8, in whole bytes for the components of equal bits. Limits: KVTC's components reach over
+    all layers, and its codes are DEFLATEd. For uncompressed models; not stored in checkpoints, but found when measured.
+    Source: Staniszewski and Lancucki, KVTC (arXiv 2511.01815), section 3.
+    """
+
+    method: ClassVar[str] = "kvtc"
+    transforms: ClassVar[tuple[tuple[TransformCode, TransformCode], ...]] = ()
+    bits: Annotated[float, Field(gt=0, le=8)] = 2.0
+    first: NonNegativeInt = 4
+    window: NonNegativeInt = 128
+    pre_rope: bool = True
+
+    @property
+    def needs_samples(self) -> bool:
+        return not self.transforms
+
+    @property
+    def turns_keys(self) -> bool:
+        return self.pre_rope
+
+    def check_rows(self, coded: bool, post_rope: bool) -> None:
+        hint = "Use a recipe with bases over all heads (rotor, palu), or kvquant on top of rows of 16-bit columns."
+        raise UsageError("cache policy kvtc: is for uncompressed models, and finds components of its own.", hint)
+
+    def fitted(self, samples: Sequence[LayerSample]) -> KVTC:
+        found = copy.copy(self)
+        codes = tuple((self._code(sample.keys), self._code(sample.values)) for sample in samples)
+        object.__setattr__(found, "transforms", codes)
+        return found
+
+    def streams(self) -> tuple[Stream, Stream]:
+        return self._streams(self.transforms[0])
+
+    def layers(self, count: int) -> list[PolicyLayer]:
+        if len(self.transforms) != count:
+            raise UsageError(
+                f"cache policy kvtc: components of {len(self.transforms)} layers, the model has {count}.",
+                "`rotor validate MODEL --cache kvtc-2` and `rotor study` find them on text; so does "
+                "rotor.fit_cache_policy(model, policy, rows).",
+            )
+        return [CodedLayer(self._streams(pair)) for pair in self.transforms]
+
+    def _streams(self, pair: tuple[Codec, Codec]) -> tuple[Stream, Stream]:
+        key, value = (Stream(code, window=self.window, first=self.first) for code in pair)
+        return key, value
+
+    def _code(self, side: Tensor) -> TransformCode:
+        numbers = side[:, self.first :].flatten(0, 1).double()
+        mean = numbers.mean(0)
+        energy, basis = torch.linalg.eigh((numbers - mean).mT @ (numbers - mean) / len(numbers))
+        latents, deviation = (numbers - mean) @ basis, energy.clamp(min=1e-30).sqrt()
+        steps, losses = [torch.ones_like(deviation)], [latents.square().mean(0)]
+        for bits in WIDTHS[1:]:
+            tried = CLIPS[:, None] * deviation * 2 / 2**bits  # [clips, components]
+            errors = [(decoded(encoded(latents, s, bits), s, bits) - latents).square().mean(0) for s in tried]
+            least = torch.stack(errors).min(0)
+            steps.append(tried.gather(0, least.indices[None])[0])
+            losses.append(least.values)
+        found = allocate(torch.stack(losses, 1), int(self.bits * len(mean)))
+        order = found.argsort(descending=True, stable=True)
+        step = torch.stack(steps, 1).gather(1, torch.searchsorted(torch.tensor(WIDTHS), found)[:, None])[:, 0]
+        return TransformCode(mean.float(), basis[:, order].float(), step[order].float(), found[order])
+
+
+def allocate(losses: Tensor, budget: int) -> Tensor:
+    """Bits of each component, [n] of WIDTHS, at most `budget` together, with the least sum of losses [n, widths]."""
+    best, choices = torch.zeros(budget + 1, dtype=torch.float64), []
+    for loss in losses:
+        options = torch.full((len(WIDTHS), budget + 1), torch.inf, dtype=torch.float64)
+        for row, bits in enumerate(WIDTHS):
+            if bits <= budget:
+                options[row, bits:] = best[: budget + 1 - bits] + loss[row]
+        best, choice = options.min(0)
+        choices.append(choice)
+    found: list[int] = []
+    for choice in reversed(choices):
+        found.insert(0, WIDTHS[int(choice[budget - sum(found)])])
+    return torch.tensor(found)
+
+
+def encoded(latents: Tensor, step: Tensor, bits: int) -> Tensor:
+    return (latents / step + 2 ** (bits - 1)).floor().clamp(0, 2**bits - 1)
+
+
+def decoded(codes: Tensor, step: Tensor, bits: int) -> Tensor:
+    return (codes + 0.5 - 2 ** (bits - 1)) * step
+
+
+@dataclass(frozen=True, eq=False)
+class TransformCode(Codec):
+    """mean [width over all heads]; basis [width, width], components of most bits first; step, bits [width].
+
+    Parts: codes [batch_size, 1, tokens, bytes] uint8.
+    """
+
+    mean: Tensor
+    basis: Tensor
+    step: Tensor
+    bits: Tensor
+
+    def encode(self, states: Tensor) -> Parts:
+        rows = heads_together(states.float())
+        mean, basis, step = (part.to(rows.device) for part in (self.mean, self.basis, self.step))
+        latents = (rows - mean) @ basis
+        codes = [pack(encoded(latents[..., at], step[at], bits), bits) for at, bits, _ in self._runs()]
+        return (torch.cat([rows[..., :0].to(torch.uint8), *codes], -1),)
+
+    def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
+        (stored,) = parts
+        mean, basis, step = (part.to(stored.device) for part in (self.mean, self.basis, self.step))
+        rows = mean.expand(*stored.shape[:3], -1)
+        for at, bits, own in self._runs():
+            codes = unpack(stored[..., own], bits, at.stop - at.start).float()
+            rows = rows + decoded(codes, step[at], bits) @ basis[:, at].mT
+        return heads_apart(rows, num_heads)
+
+    def _runs(self) -> list[tuple[slice, int, slice]]:
+        """The components of each number of bits, but none; the bits; and their bytes."""
+        found, start, byte = [], 0, 0
+        for bits in reversed(WIDTHS[1:]):
+            count = int((self.bits == bits).sum())
+            size = -(-count * bits // 8)
+            found += [(slice(start, start + count), bits, slice(byte, byte + size))] if count else []
+            start, byte = start + count, byte + size
+        return found
