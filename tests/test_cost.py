@@ -154,16 +154,9 @@ def test_groups_of_a_layer_cost_what_the_layer_costs(weight: float, table) -> No
     memory = 64 * 4 / (8 * 2 * 128 * 2)
     cost = objective.group_cost(JOINT._replace(group_size=2), Channels(n4=128), None)
     assert 4 * cost == pytest.approx((1 - weight) * memory + weight * latency)
-
-
-def test_sides_add_up_and_rise(table) -> None:
     apart = Candidate(POST_ROPE, 1)
-    for weight in (0.0, 1.0):
-        objective = Objective(weight, H200, LLAMA, STEP)
-        keys = [objective.key_cost(apart, Numbers(rank)) for rank in (16, 64, 96, 128)]
-        assert keys == sorted(keys)
-        both = objective.key_cost(apart, Numbers(64)) + objective.value_cost(apart, Numbers(64))
-        assert both == pytest.approx(objective.group_cost(apart, Numbers(64), Numbers(64)))
+    costs = [objective.group_cost(apart, Numbers(rank), Numbers(rank)) for rank in (16, 64, 96, 128)]
+    assert costs == sorted(costs)
 
 
 def test_sizes_of_groups_by_time(table) -> None:
@@ -189,12 +182,12 @@ def test_times_of_an_8b(table) -> None:
 
 def test_an_objective_from_a_recipe() -> None:
     settings = load_recipe("rotor-16", ["objective.kind=0.25", "objective.batch_size=2"]).objective
-    objective = Objective.from_settings(settings, find_device(settings.device), LLAMA, 4)
+    objective = Objective.of(settings, LLAMA, 4)
     assert objective.latency_weight == 0.25
     assert objective.step == DecodeStep(context_tokens=32768, batch_size=2, element_bytes=4)
     assert objective.device == bundled_devices()["h200"]
     for kind, weight in (("memory", 0.0), ("latency", 1.0)):
-        assert Objective.from_settings(ObjectiveSettings(kind), H200, LLAMA, 2).latency_weight == weight
+        assert Objective.of(ObjectiveSettings(kind), LLAMA, 2).latency_weight == weight
 
 
 def test_the_objective_can_be_changed_on_export_and_survives_yaml() -> None:
@@ -263,13 +256,10 @@ def test_a_device_file_adds_and_replaces(tmp_path) -> None:
         ("x: {source: measured}", "missing key 'x.bandwidth_bytes_per_s'"),
         (f"x: {{{FIELDS.replace('4.4e12', 'fast')}}}", "x.bandwidth_bytes_per_s: got 'fast', expected a finite number"),
         (f"x: {{{FIELDS.replace('4.4e12', '0')}}}", "x.bandwidth_bytes_per_s: got 0, expected a finite number above 0"),
-        (
-            f"x: {{{FIELDS.replace('4.4e12', '.inf')}}}",
-            "x.bandwidth_bytes_per_s: got 'Infinity', expected a",
-        ),
+        (f"x: {{{FIELDS.replace('4.4e12', '.inf')}}}", "x.bandwidth_bytes_per_s: got 'Infinity', expected a"),
         (
             f"x: {{{FIELDS}, instructions_per_cycle: 5}}",
-            "instructions_per_cycle: got 5, expected a finite number above 0 and at most 4",
+            "instructions_per_cycle: got 5, expected a finite number above 0",
         ),
         (f"x: {{{FIELDS.replace('measured', 'guessed')}}}", "x.source: got 'guessed', expected one of data-sheet"),
     ],

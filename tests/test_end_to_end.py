@@ -29,8 +29,8 @@ from rotor.evaluation.fidelity import FidelityMeter
 from rotor.export.export import export
 from rotor.format.section import MARK
 from rotor.recipe import override
+from rotor.search.measurer import rank_path
 from rotor.search.point import as_lists
-from rotor.search.search import rank_path
 from rotor.search.table import RankTable, read_probes
 from rotor.validation.validate import SourceMeasurements, validate
 

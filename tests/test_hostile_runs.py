@@ -29,7 +29,7 @@ from rotor.recipe import override
 from rotor.report.collect import collect
 from rotor.runtime.families import attention_shape
 from rotor.runtime.integration import RotorConfig
-from rotor.search.search import rank_path
+from rotor.search.measurer import rank_path
 from rotor.search.table import RankTable, probes_json, read_probes
 from rotor.validation.integrity import Validation, check_integrity
 
@@ -130,7 +130,7 @@ def test_rank_tables(places_for, share: float) -> None:
 
     def use() -> None:
         table = RankTable.open(run, latest.context)
-        table.find(rank_path(bases, run, override(run.recipe, ["ranks.method=uniform"])).full())
+        table.find(rank_path(bases, run, override(run.recipe, ["ranks.method=uniform"])).steps()[0])
         for point in table.points:
             point.to_json()
 
@@ -200,7 +200,7 @@ def test_bases_and_statistics(places_for, share: float) -> None:
             text = json.dumps(changed(json.loads(data[8 : 8 + length]), changes)).encode()
             head = struct.pack("<Q", len(text)) + text
         path.write_bytes(head + data[8 + length :])
-        clean(lambda: rank_path(run.bases(), run, run.recipe).full())
+        clean(lambda: rank_path(run.bases(), run, run.recipe).steps()[0])
         clean(lambda: run.bases()[0])
         clean(lambda: read_statistics(folder, 0, run.shape).moment("value", 1))
         path.write_bytes(data)

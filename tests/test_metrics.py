@@ -21,7 +21,7 @@ from rotor.export.export import export
 from rotor.progress import Progress
 from rotor.recipe import Evaluation, load_recipe
 from rotor.recipe.metric_registry import METRICS, metric_info
-from rotor.search.search import rank_path
+from rotor.search.measurer import rank_path
 from rotor.search.table import RankTable
 from rotor.validation.validate import validate
 

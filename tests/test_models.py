@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 from rotor.errors import UsageError
 from rotor.export.export import export
-from rotor.search.search import rank_path
+from rotor.search.measurer import rank_path
 from rotor.validation.validate import validate
 
 EVERY_CASE = [
@@ -60,7 +60,7 @@ def test_rewriting_in_memory_and_on_disk(case, compressed) -> None:
     run, out = compressed(*case)
     network, bases = in_memory(run), run.bases()
     path = rank_path(bases, run, run.recipe)
-    full, plan = path.full(), path.at_compression(COMPRESSION)
+    full, plan = path.steps()[0], path.at_compression(COMPRESSION)
     assert plan is not None
     with torch.inference_mode():
         original = network.model(PROMPT).logits

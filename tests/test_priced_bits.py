@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from rotor.allocation.bits import BitsPath, layer_curves
-from rotor.allocation.plan import RankPlan
+from rotor.allocation.plan import GroupCost, RankPlan
 from rotor.allocation.priced_bits import PricedBitsPath, lower_hull
 from rotor.codes.layer import MEASURED, LayerCodes, SideCodes, channels_bytes
 from rotor.format.layout import POST_ROPE, AttentionShape, Candidate, pre_rope
 from rotor.prediction.cost import DecodeStep
 from rotor.prediction.devices import Device
 from rotor.prediction.objective import Objective
-from rotor.search.costs import RunCosts
 
 SHAPE = AttentionShape(num_layers=2, num_heads=16, num_kv_heads=4, head_dim=32, hidden_size=512, rotary_dim=32)
 BITS = (0, 4, 8)
@@ -55,7 +54,11 @@ def path_of(
     layers: list[dict[str, LayerCodes]], device: Device, weight: float = 1.0, step: DecodeStep | None = None
 ) -> PricedBitsPath:
     objective = Objective(weight, device, SHAPE, step or DecodeStep(32768, 8))
-    return PricedBitsPath(layers, SHAPE, BITS, 2, RunCosts(objective, KINDS, len(layers)).group)
+    return PricedBitsPath(layers, SHAPE, BITS, 2, cost_of(objective, len(layers)))
+
+
+def cost_of(objective: Objective, layers: int) -> GroupCost:
+    return lambda key, keys, values: objective.group_cost(KINDS[key], keys, values) / layers
 
 
 def predicted_loss(layers: list[dict[str, LayerCodes]], plan: RankPlan) -> float:
@@ -127,17 +130,15 @@ def test_a_device_on_which_instructions_are_free_saves_bytes_and_another_rebuild
 def test_at_a_price_every_group_takes_the_best_of_all_rows() -> None:
     layers = [layer_of({"pre-4": 1.0}, seed) for seed in range(2)]
     priced = path_of(layers, ALIKE)
-    costs = RunCosts(Objective(1.0, ALIKE, SHAPE, DecodeStep(32768, 8)), KINDS, 2)
+    cost = cost_of(Objective(1.0, ALIKE, SHAPE, DecodeStep(32768, 8)), 2)
     keys, values = layer_curves(layers[0]["pre-4"], BITS)
     for plan in priced.steps()[:: len(priced.steps()) // 8]:
         (chosen,) = (plan.channels or [])[0]
         best = min(
-            keys.loss[p] + values.loss[q] + plan.parameter * costs.group("pre-4", keys.channels(p), values.channels(q))
+            keys.loss[p] + values.loss[q] + plan.parameter * cost("pre-4", keys.channels(p), values.channels(q))
             for p, q in itertools.product(range(1, len(keys.loss)), range(1, len(values.loss)))
         )
         assert chosen[1] is not None
         at = keys.loss[chosen[0].width // 16] + values.loss[chosen[1].width // 16]
-        assert at + plan.parameter * costs.group("pre-4", *chosen) == pytest.approx(best, rel=1e-9)
-        assert plan.saving == pytest.approx(
-            1 - sum(costs.group("pre-4", *own) for (own,) in plan.channels or []), rel=1e-4
-        )
+        assert at + plan.parameter * cost("pre-4", *chosen) == pytest.approx(best, rel=1e-9)
+        assert plan.saving == pytest.approx(1 - sum(cost("pre-4", *own) for (own,) in plan.channels or []), rel=1e-4)

@@ -1,17 +1,17 @@
 """Equation 1 on spectra computed by hand, rounding, and the path of rank plans."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from itertools import pairwise
+from types import MappingProxyType
 
 import pytest
 import torch
 
 from rotor.allocation.fisher import FisherPath
-from rotor.allocation.plan import Spectra, round_rank
+from rotor.allocation.plan import GroupCost, RankInputs, Spectra, round_rank
 from rotor.allocation.removal_rate import RemovalRatePath, removal_rate_ranks
 from rotor.allocation.uniform import UniformPath
 from rotor.allocation.water_filling import WaterFillingPath, interpolated
-from rotor.format.channels import Numbers
 from rotor.format.layout import AttentionShape, compression
 
 
@@ -74,7 +74,7 @@ def spectra(layers: int = 2) -> list[dict[str, Spectra]]:
 
 
 def path(squares: bool = False) -> RemovalRatePath:
-    return RemovalRatePath(spectra(), SHAPE, 16, squares)
+    return RemovalRatePath(RankInputs(spectra(), SHAPE, 16, squares))
 
 
 def test_steps_are_all_distinct_plans_in_order() -> None:
@@ -110,24 +110,15 @@ def constant(qk: float, vo: float) -> tuple[list[tuple[int, float]], list[tuple[
     return [(16, qk)], [(16, vo)]
 
 
-@dataclass
-class ColumnCosts:
+def column_cost(whole: int, factors: Mapping[str, float] = MappingProxyType({})) -> Callable[[], GroupCost]:
     """A column costs one part in `whole`, times a candidate's factor."""
-
-    whole: int
-    factors: dict[str, float] = field(default_factory=dict)
-
-    def sides(self, key: str, ranks: list[int]) -> tuple[list[float], list[float]]:
-        costs = [self.factors.get(key, 1.0) * rank / self.whole for rank in ranks]
-        return costs, costs
-
-    def group(self, key: str, keys: Numbers, values: Numbers) -> float:
-        return self.factors.get(key, 1.0) * (keys.rank + values.rank) / self.whole
+    return lambda: lambda key, keys, values: factors.get(key, 1.0) * (keys.rank + values.rank) / whole
 
 
 def water_filling(multiple_of: int = 16, sensitivities=((3.0, 1.0), (0.5, 2.0))) -> WaterFillingPath:
     probed = [{"post-1": constant(*pair)} for pair in sensitivities]
-    return WaterFillingPath(spectra(), SHAPE, multiple_of, probed, ColumnCosts(2 * 2 * 2 * 64))
+    cost = column_cost(2 * 2 * 2 * 64)
+    return WaterFillingPath(RankInputs(spectra(), SHAPE, multiple_of, sensitivities=probed, cost=cost))
 
 
 def predicted_loss(ranks: list[list[tuple[int, int]]], sensitivities=((3.0, 1.0), (0.5, 2.0))) -> float:
@@ -175,23 +166,21 @@ def test_water_filling_chooses_the_candidate_that_pays() -> None:
     candidates = [{"post-1": Spectra(flat, flat), "pre-1": Spectra(sharp, sharp)}]
     sensitivities = [{"post-1": constant(1.0, 1.0), "pre-1": constant(1.0, 1.0)}]
     for dear, expected in ((1.0, "pre-1"), (100.0, "post-1")):
-        path = WaterFillingPath(candidates, shape, 8, sensitivities, ColumnCosts(64, {"pre-1": dear}))
+        cost = column_cost(64, {"pre-1": dear})
+        path = WaterFillingPath(RankInputs(candidates, shape, 8, sensitivities=sensitivities, cost=cost))
         chosen = {plan.choice for plan in path._plans() if plan.stored > 0.5}
         assert chosen == {(expected,)}
 
 
-def test_uniform_keeps_the_same_share_everywhere() -> None:
-    steps = UniformPath(spectra(), SHAPE, 16).steps()
+def test_uniform_ranks_are_alike_and_fishers_in_proportion_to_the_information() -> None:
+    steps = UniformPath(RankInputs(spectra(), SHAPE, 16)).steps()
     assert [plan.stored for plan in steps] == [0.0, 0.25, 0.5, 0.75]
     assert steps[2].rounded == [[(32, 32)] * 2] * 2
-
-
-def test_fisher_ranks_are_in_proportion_to_the_information() -> None:
     information = [
         (torch.tensor([4.0, 2.0]), torch.tensor([1.0, 1.0])),
         (torch.tensor([2.0, 1.0]), torch.tensor([4.0, 4.0])),
     ]
-    steps = FisherPath(spectra(), SHAPE, 1, information).steps()
+    steps = FisherPath(RankInputs(spectra(), SHAPE, 1, gradients=lambda: information)).steps()
     assert steps[0].rounded == [[(64, 64)] * 2] * 2
     quarter = next(plan for plan in steps if plan.exact[0][0][0] == 32)
     assert quarter.exact == [[(32, 8), (16, 8)], [(16, 32), (8, 32)]]
@@ -202,13 +191,9 @@ def test_water_filling_leaves_no_plan_out_that_one_change_gives() -> None:
     """Two ranks whose gains differ by less than a step of the sweep still fall one after the other."""
     values = torch.tensor([[1.0, 1.0, 0.5, 0.5]], dtype=torch.float64)
     shape = AttentionShape(num_layers=2, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4)
-    path = WaterFillingPath(
-        [{"post-1": Spectra(values, values)}] * 2,
-        shape,
-        2,
-        [{"post-1": constant(1.0, 1.0001)}, {"post-1": constant(1.0002, 1.0003)}],
-        ColumnCosts(16),
-    )
+    probed = [{"post-1": constant(1.0, 1.0001)}, {"post-1": constant(1.0002, 1.0003)}]
+    both = [{"post-1": Spectra(values, values)}] * 2
+    path = WaterFillingPath(RankInputs(both, shape, 2, sensitivities=probed, cost=column_cost(16)))
     assert [plan.stored for plan in path.steps()] == [0.0, 0.125, 0.25, 0.375, 0.5]
 
 
@@ -222,13 +207,8 @@ def test_sensitivity_between_probes_is_a_power_of_the_rank() -> None:
 def test_water_filling_heeds_a_layer_that_breaks_at_a_low_rank() -> None:
     """Two layers alike at a moderate rank; the one that a second probe finds fragile keeps more."""
     steep, flat = [(16, 50.0), (48, 1.0)], [(16, 1.0), (48, 1.0)]
-    path = WaterFillingPath(
-        [spectra(1)[0]] * 2,
-        SHAPE,
-        8,
-        [{"post-1": (steep, flat)}, {"post-1": (flat, flat)}],
-        ColumnCosts(512),
-    )
+    probed = [{"post-1": (steep, flat)}, {"post-1": (flat, flat)}]
+    path = WaterFillingPath(RankInputs(spectra(1) * 2, SHAPE, 8, sensitivities=probed, cost=column_cost(512)))
     plan = path.at_compression(0.7)
     assert plan is not None
     (fragile, _), (robust, _) = plan.rounded

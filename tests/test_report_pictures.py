@@ -16,25 +16,31 @@ from rotor.evaluation.fidelity import Fidelity
 from rotor.format.channels import Channels, Numbers
 from rotor.format.layout import GroupLayout
 from rotor.recipe import load_recipe
-from rotor.report.data import Cell, ReportData, ShownPoint
+from rotor.report.data import ReportData
 from rotor.report.figures import _drawings, figures
 from rotor.report.report import render
 from rotor.report.style import LOSS_FLOOR, layer_colours, shown_loss
+from rotor.search.point import Point
+
+
+def shown(stored: float, search: Fidelity, report: Fidelity | None = None) -> Point:
+    return Point(0.0, stored, stored, (), [], [], search, report)
 
 
 def made(layers: int = 5, groups: int = 2, coded: bool = False, mixed: bool = False) -> ReportData:
     """A report of numbers made up."""
     data = ReportData("run", "made", "model", load_recipe("rotor-16"))
     data.points = [
-        ShownPoint(0.2, Fidelity(0.999, (0.997, 1.0005), {})),
-        ShownPoint(0.4, Fidelity(0.991, (0.98, 0.995), {}), Fidelity(0.992, (0.985, 0.996), {}), True),
-        ShownPoint(0.7, Fidelity(0.93, (0.9, 0.95), {})),
+        shown(0.2, Fidelity(0.999, (0.997, 1.0005), {})),
+        shown(0.4, Fidelity(0.991, (0.98, 0.995), {}), Fidelity(0.992, (0.985, 0.996), {})),
+        shown(0.7, Fidelity(0.93, (0.9, 0.95), {})),
     ]
+    data.chosen = data.points[1]
     data.target, data.metric = 0.99, "some ratio"
     data.reached = [("0.995", None), ("0.99", data.points[1]), ("0.9", data.points[2])]
     channels = Channels(4, 0, 8, 16)
     group = GroupLayout((0, 1), *((channels, channels) if coded else (Numbers(24), Numbers(8))))
-    data.ranks = [[Cell.of(group, 32)] * groups for _ in range(layers)]
+    data.ranks, data.head_dim = [[group] * groups for _ in range(layers)], 32
     data.ranks_of = "of this point"
     data.spectra = [{"qk": [1.0, 0.1, 0.01], "vo": [1.0, 0.2, 0.05]} for _ in range(layers)]
     names = ["after RoPE, 1 head a group", "before RoPE, 1 head a group"]
@@ -66,7 +72,7 @@ def test_accuracy_is_logarithmic_in_what_is_lost() -> None:
 def test_compression_is_logarithmic_in_what_is_kept() -> None:
     """Otherwise the points of a good recipe crowd from 0.9 to 0.95."""
     data = made()
-    data.points = [*data.points, *(ShownPoint(c, Fidelity(0.9, (0.89, 0.91), {})) for c in (0.9, 0.95))]
+    data.points = [*data.points, *(shown(c, Fidelity(0.9, (0.89, 0.91), {})) for c in (0.9, 0.95))]
     axes = drawn(data, "points").axes[0]
     places = {c: axes.transData.transform((c, 0.1))[0] for c in (0.0, 0.5, 0.9, 0.95)}
     assert places[0.95] - places[0.9] == pytest.approx(places[0.5] - places[0.0])
@@ -138,7 +144,7 @@ def test_a_joint_latent_is_shown_once() -> None:
     """Also where only some layers have one: no spectrum, rank or column of it stands under keys and under values."""
     data, channels = made(4, coded=True), Channels(4, 0, 8, 16)
     for layer in (1, 3):
-        data.ranks[layer] = [Cell.of(GroupLayout((0, 1), channels, None), 32)]
+        data.ranks[layer] = [GroupLayout((0, 1), channels, None)]
         data.spectra[layer] = {"joint": [1.0, 0.1]}
         data.spectra_of[layer] = {"joint": "before RoPE, 2 heads a group"}
     spectra = [name for name in _drawings(data) if name.startswith("spectra")]

@@ -12,12 +12,17 @@ from rotor.search.search import find_plan, most_points
 STEPS = [i * 0.00625 for i in range(150)]
 
 
+def path_of(savings: list[float], lighter: Any = lambda plan: []) -> Any:
+    steps = [SimpleNamespace(saving=s, stored=s) for s in savings]
+    return SimpleNamespace(steps=lambda: steps, lighter=lighter)
+
+
 class Fake:
     """Measures nothing: a plan's accuracy is a function of its saving; its interval is 0.01 to either side."""
 
     def __init__(self, curve: Any, steps: list[float]) -> None:
         self.curve, self.asked = curve, []
-        self.steps: Any = [SimpleNamespace(saving=s, stored=s) for s in steps]
+        self.path = path_of(steps)
 
     def __call__(self, plan: Any) -> Fidelity:
         self.asked.append(plan.saving)
@@ -25,7 +30,7 @@ class Fake:
         return Fidelity(value, (value - 0.01, value + 0.01), {})
 
     def find(self, target: float, resolution: float = 0.01, confidence: float | None = None) -> float:
-        return find_plan(self.steps, resolution, target, self, confidence).saving
+        return find_plan(self.path, resolution, target, self, confidence).saving
 
 
 def cliff(edge: float, beyond: float) -> Any:
@@ -42,6 +47,19 @@ def test_the_chosen_plan_and_the_next_refused_one_are_at_most_the_resolution_apa
     assert edge - resolution <= chosen < edge
     assert min((s for s in fake.asked if s > chosen), default=STEPS[-1]) - chosen <= resolution + 1e-9
     assert len(fake.asked) <= most_points(resolution)
+
+
+def test_a_dip_of_accuracy_does_not_end_the_search() -> None:
+    """What lies between refused plans is tried, and halved from one that reaches the target; three gaps at a time."""
+
+    def dipping(saving: float) -> float:
+        return 0.9 if 0.5 < saving < 0.53 or saving > 0.575 else 1.0
+
+    fake = Fake(dipping, STEPS)
+    assert 0.565 <= fake.find(0.95) <= 0.575
+    assert len(fake.asked) == len(set(fake.asked)) <= 2 * most_points(0.01)
+    far = Fake(lambda saving: 0.9 if 0.2 < saving < 0.9 else 1.0, STEPS)
+    assert 0.19 <= far.find(0.95) <= 0.2
 
 
 def test_paths_of_few_or_of_equal_plans() -> None:
@@ -70,7 +88,7 @@ def test_confidence_asks_for_the_lower_end_of_the_interval() -> None:
     assert 0.49 <= value <= 0.5
     assert 0.39 <= lower <= 0.4
     with pytest.raises(UsageError, match="no interval, which --confidence asks for"):
-        find_plan(slope.steps, 0.01, 0.95, lambda plan: Fidelity(1.0, None, {}), 0.95)
+        find_plan(slope.path, 0.01, 0.95, lambda plan: Fidelity(1.0, None, {}), 0.95)
 
 
 def test_beside_the_path_units_are_taken_while_the_target_is_reached() -> None:
@@ -86,8 +104,8 @@ def test_beside_the_path_units_are_taken_while_the_target_is_reached() -> None:
         return Fidelity(1.0 if reached else 0.9, None, {})
 
     tried: list[tuple[float, str]] = []
-    steps: Any = [SimpleNamespace(saving=saving, stored=saving) for saving in (0.2, 0.4, 0.6)]
-    chosen: Any = find_plan(steps, 0.01, 0.95, fidelity, lighter=lighter)
+    path = path_of([0.2, 0.4, 0.6], lighter)
+    chosen: Any = find_plan(path, 0.01, 0.95, fidelity)
     assert (round(chosen.saving, 2), chosen.taken) == (0.5, "b")
     assert tried[-3:] == [(0.55, "a"), (0.55, "b"), (0.55, "c")]
-    assert find_plan(steps, 0.1, 0.95, fidelity, lighter=lighter).saving == 0.4  # units below the resolution
+    assert find_plan(path, 0.1, 0.95, fidelity).saving == 0.4  # units below the resolution

@@ -66,17 +66,16 @@ def test_schedules_assign_every_tile_once_and_evenly(workers: int) -> None:
     assert max(abs(load - whole) for load in of_each_sm(slices, tasks)) <= max(tasks.tile_seconds) + 1e-9
 
 
-def test_tiles_cost_the_longer_of_reading_and_issuing() -> None:
-    layout = ragged_layout()
-    tasks = layer_tasks(layout, SHAPE, [100], H200, 132, 2)
+CODED = LayerLayout(tuple(GroupLayout((h,), Channels(n4=64), None) for h in range(8)), *KeyForm(64, 16))
+
+
+@pytest.mark.parametrize("layout", [ragged_layout(), CODED], ids=["numbers", "codes"])
+def test_tiles_cost_the_longer_of_reading_and_issuing(layout: LayerLayout) -> None:
+    tasks, group = layer_tasks(layout, SHAPE, [100], H200, 132, 2), layout.groups[0]
     assert tasks.tiles == (2,) * 8
-    group = layout.groups[0]
-    read = KEYS * (group.key.rank + group.values.rank) * 2 / H200.bandwidth_bytes_per_s
+    read = KEYS * sum(latent.row_bytes(2) for latent in group.latents) / H200.bandwidth_bytes_per_s
     issued = KEYS * H200.issue_seconds(group_instructions(layout, group, SHAPE))
     assert tasks.tile_seconds[0] == pytest.approx(132 * max(read, issued))
-    coded = LayerLayout(tuple(GroupLayout((h,), Channels(n4=64), None) for h in range(8)), *KeyForm(64, 16))
-    issued = KEYS * H200.issue_seconds(group_instructions(coded, coded.groups[0], SHAPE))
-    assert layer_tasks(coded, SHAPE, [100], H200, 132, 2).tile_seconds[0] == pytest.approx(132 * issued)
 
 
 @pytest.mark.parametrize("lengths", [[32768], [200, 16000, 7, 1], [4096] * 64])

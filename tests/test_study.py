@@ -14,7 +14,7 @@ from rotor.errors import DataError, UsageError
 from rotor.recipe import load_recipe
 from rotor.recipe.settings import Compute
 from rotor.report.style import shown_loss
-from rotor.search.search import rank_path
+from rotor.search.measurer import rank_path
 from rotor.study import context as study_context
 from rotor.study.part import find_part
 from rotor.study.parts import curves, pruning, tokens
@@ -119,7 +119,7 @@ def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("measured again")
 
     monkeypatch.setattr(study_context, "calibrate", refuse)
-    monkeypatch.setattr("rotor.search.search.Measurer.measure", refuse)
+    monkeypatch.setattr("rotor.search.measurer.Measurer.measure", refuse)
     before = (result.folder / "results.json").read_text()
     again = study(DEMO_MODEL, result.folder, **arguments)
     assert again.added == 0

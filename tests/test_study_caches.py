@@ -23,7 +23,7 @@ from rotor.progress import Progress
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.runtime.families import attention_shape
 from rotor.search import tiers as tier_search
-from rotor.search.search import rank_path
+from rotor.search.measurer import rank_path
 from rotor.study import caches
 from rotor.study.cache_part import StudiedCache, draw_fidelity, method_of, pareto_front
 from rotor.study.caches import CacheBench, CachedModel, CacheRecord

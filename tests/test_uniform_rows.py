@@ -18,7 +18,7 @@ from rotor.export.export import export
 from rotor.format.layout import AttentionShape
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.recipe import load_recipe, override
-from rotor.search.search import rank_path
+from rotor.search.measurer import rank_path
 
 UNIFORM = "ranks.rows=uniform"
 SHAPE = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64)

@@ -84,6 +84,8 @@ class BitsPath(RankPath):
     Source: docs/design.md, Mathematics, Codes; reverse water-filling (Cover and Thomas, section 10.3.3).
     """
 
+    step = STEP
+
     def __init__(
         self,
         codes: Sequence[dict[str, LayerCodes]],
@@ -92,8 +94,7 @@ class BitsPath(RankPath):
         element_bytes: int,
         uniform_rows: bool = False,
     ) -> None:
-        super().__init__((), shape, 1)
-        self.element_bytes, self.uniform_rows = element_bytes, uniform_rows
+        self.shape, self.element_bytes, self.uniform_rows = shape, element_bytes, uniform_rows
         self._layers = [
             {
                 key: _Candidate(layer_curves(found, widths), len(found.sides), exact=uniform_rows)
@@ -107,14 +108,6 @@ class BitsPath(RankPath):
         ]
         self._path = (equal_path if uniform_rows else bit_path)([loss for loss, _ in self._best])
         self._least_units = int(np.isfinite(self._path.loss).argmax())
-
-    @property
-    def step(self) -> tuple[str, str]:
-        return STEP
-
-    def full(self) -> RankPlan:
-        """The plan of most bytes."""
-        return self._plan(len(self._path.loss) - 1)
 
     def at_compression(self, target: float) -> RankPlan | None:
         """The plan of the most bytes that removes at least `target` of them, or None if there is none."""

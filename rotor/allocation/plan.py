@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -21,19 +22,8 @@ Sensitivity = dict[str, tuple[SideSensitivity, SideSensitivity]]
 """Of qk and of vo, for each candidate of a layer."""
 
 GroupCost = Callable[[str, Latent, Latent | None], float]
-"""(candidate, keys, values or None where these are in the key latent) -> what one group costs, as a share of the
-uncompressed model."""
-
-
-class Costs(Protocol):
-    """What groups cost under an objective."""
-
-    def sides(self, key: str, ranks: list[int]) -> tuple[list[float], list[float]]:
-        """Of one group of a candidate, its key side and its value side at these ranks of numbers."""
-
-    def group(self, key: str, keys: Latent, values: Latent | None) -> float:
-        """A GroupCost."""
-
+"""(candidate, keys, values or None where these are in the key latent) -> what one group costs under an objective, as a
+share of the uncompressed model."""
 
 T = TypeVar("T", covariant=True)
 
@@ -90,16 +80,16 @@ class RankInputs:
     multiple_of: stored ranks are multiples of this (or all columns).
     squares: a removal rate is a share of squared singular values.
     gradients: per layer the summed squared gradients of W_k and W_v of each group, each [num_groups].
-    sensitivities: per layer, by candidate.
+    sensitivities: per layer, by candidate. cost: what is saved.
     """
 
     spectra: Sequence[dict[str, Spectra]]
     shape: AttentionShape
     multiple_of: int
-    squares: bool
-    gradients: Callable[[], Sequence[tuple[Tensor, Tensor]]]
-    sensitivities: Sequence[Sensitivity] | None
-    costs: Callable[[], Costs]
+    squares: bool = False
+    gradients: Callable[[], Sequence[tuple[Tensor, Tensor]]] = tuple
+    sensitivities: Sequence[Sensitivity] = ()
+    cost: Callable[[], GroupCost] | None = None
 
 
 def round_rank(rank: int, multiple_of: int, columns: int) -> int:
@@ -108,45 +98,25 @@ def round_rank(rank: int, multiple_of: int, columns: int) -> int:
 
 
 class RankPath(ABC):
-    """Path of all rank plans that a method can give for a model, ordered by stored compression.
+    """Path of all plans that a method can give for a model, ordered by stored compression."""
 
-    Args:
-        spectra: per layer its candidates' spectra by key; methods that do not choose take the only one.
-        multiple_of: stored ranks are multiples of this (or all columns).
-    """
-
-    def __init__(self, spectra: Sequence[dict[str, Spectra]], shape: AttentionShape, multiple_of: int) -> None:
-        self.spectra = list(spectra)
-        self.shape = shape
-        self.multiple_of = multiple_of
-        self._steps: list[RankPlan] | None = None
+    step: tuple[str, str]
+    """What plans are made of, and what makes that finer: for a message."""
 
     @abstractmethod
     def _plans(self) -> list[RankPlan]:
         """List every plan of the method, mildest first; duplicates allowed."""
 
+    @cached_property
+    def _steps(self) -> list[RankPlan]:
+        distinct: dict[float, RankPlan] = {}
+        for plan in self._plans():
+            distinct.setdefault(round(plan.saving, 9), plan)
+        return [distinct[key] for key in sorted(distinct)]
+
     def steps(self) -> list[RankPlan]:
         """List one plan for each distinct saving, rising; the mildest parameter of each."""
-        if self._steps is None:
-            distinct: dict[float, RankPlan] = {}
-            for plan in self._plans():
-                distinct.setdefault(round(plan.saving, 9), plan)
-            self._steps = [distinct[key] for key in sorted(distinct)]
         return self._steps
-
-    def full(self) -> RankPlan:
-        """Make the plan that changes nothing: all columns of every group of the first candidates."""
-        choice = tuple(next(iter(layer)) for layer in self.spectra)
-        ranks = [
-            [(s.qk.shape[-1], s.vo.shape[-1])] * s.qk.shape[0]
-            for s in (layer[key] for layer, key in zip(self.spectra, choice, strict=True))
-        ]
-        return RankPlan(0.0, choice, ranks, ranks, 0.0, 0.0, 0.0)
-
-    @property
-    def step(self) -> tuple[str, str]:
-        """What plans are made of, and what makes that finer: for a message."""
-        return f"ranks in multiples of {self.multiple_of}", "lower it with --set ranks.multiple_of=8"
 
     def at_compression(self, target: float) -> RankPlan | None:
         """The mildest step that removes at least `target` of the cache, or None if none does."""
@@ -156,6 +126,15 @@ class RankPath(ABC):
         """Plans beside the path that store one unit less than `plan`, the most promising first; none by default."""
         del plan
         return []
+
+
+class SpectraPath(RankPath):
+    """Path of plans of ranks, from singular values; methods that do not choose take each layer's only candidate."""
+
+    def __init__(self, inputs: RankInputs) -> None:
+        self.inputs, self.spectra, self.shape = inputs, list(inputs.spectra), inputs.shape
+        self.multiple_of = inputs.multiple_of
+        self.step = f"ranks in multiples of {self.multiple_of}", "lower it with --set ranks.multiple_of=8"
 
     def _make(self, parameter: float, choice: tuple[str, ...], exact: list[LayerRanks]) -> RankPlan:
         """A plan with its ranks rounded and its compressions counted."""

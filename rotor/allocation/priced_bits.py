@@ -29,6 +29,8 @@ class PricedBitsPath(PricedPath):
         group_cost: of a candidate's groups; every layer alike.
     """
 
+    step = STEP
+
     def __init__(
         self,
         codes: Sequence[dict[str, LayerCodes]],
@@ -37,17 +39,9 @@ class PricedBitsPath(PricedPath):
         element_bytes: int,
         group_cost: GroupCost,
     ) -> None:
-        super().__init__((), shape, 1)
-        self.codes, self.element_bytes, self.widths, self._group_cost = codes, element_bytes, widths, group_cost
+        self.codes, self.shape, self.element_bytes, self.widths = codes, shape, element_bytes, widths
+        self._group_cost = group_cost
         self._costs: dict[tuple[str, int, int | None], float] = {}
-
-    @property
-    def step(self) -> tuple[str, str]:
-        return STEP
-
-    def full(self) -> RankPlan:
-        """The plan of most cost."""
-        return self.steps()[0]
 
     def _choices(self) -> list[dict[str, list[Choice]]]:
         return [{key: self._groups(key, found) for key, found in layer.items()} for layer in self.codes]

@@ -1,12 +1,11 @@
 """The methods that turn spectra into ranks, as data: what recipes, help and tables say of them.
 
-A new method is a function in a file of this package and one entry here; neither needs torch to be named.
+A new method is a class in a file of this package and one entry here; neither needs torch to be named.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -22,7 +21,7 @@ class RankMethod:
     """A way from singular values to ranks, under the name that `ranks.method` gives it.
 
     summary: one line, for help and tables; papers by their short names (see rotor).
-    module: the file in this package whose function `path` makes the RankPath of RankInputs.
+    implementation: file in this package, and the SpectraPath in it.
     needs: what has to be measured beside the spectra.
     chooses: takes form of keys and group size of each layer too, where the recipe leaves them open, and weighs costs
         other than bytes.
@@ -31,16 +30,16 @@ class RankMethod:
 
     name: str
     summary: str
-    module: str
+    implementation: str
     needs: frozenset[Need] = frozenset()
     chooses: bool = False
     uniform_rows: bool = False
 
-    @property
-    def path(self) -> Callable[[RankInputs], RankPath]:
-        """The function, imported when it is asked for."""
-        found: Callable[[RankInputs], RankPath] = importlib.import_module(f".{self.module}", __package__).path
-        return found
+    def path(self, inputs: RankInputs) -> RankPath:
+        """All its plans; the module is imported when they are asked for."""
+        module, _, kind = self.implementation.partition(":")
+        made: RankPath = getattr(importlib.import_module(f".{module}", __package__), kind)(inputs)
+        return made
 
 
 _METHODS = (
@@ -48,19 +47,24 @@ _METHODS = (
         "removal-rate",
         "one rate for all groups, both sides: the largest tail of at most that share of the spectrum goes (FDC "
         "equation 1)",
-        "removal_rate",
+        "removal_rate:RemovalRatePath",
     ),
-    RankMethod("uniform", "the same share of columns everywhere (FDC section 6.6, /AC)", "uniform", uniform_rows=True),
+    RankMethod(
+        "uniform",
+        "the same share of columns everywhere (FDC section 6.6, /AC)",
+        "uniform:UniformPath",
+        uniform_rows=True,
+    ),
     RankMethod(
         "fisher",
         "in proportion to squared gradients of W_k and W_v (Palu section 3.2)",
-        "fisher",
+        "fisher:FisherPath",
         frozenset({"gradients"}),
     ),
     RankMethod(
         "global",
         "water-filling over all layers by probed sensitivities; also weighs decode time, form of keys and group size",
-        "water_filling",
+        "water_filling:WaterFillingPath",
         frozenset({"sensitivities"}),
         chooses=True,
     ),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ..format.layout import AttentionShape
-from .plan import RankInputs, RankPath, RankPlan, Spectra
+from .plan import RankInputs, RankPlan, SpectraPath
 
 TIE = 1e-12
 """Slack in comparing a tail with the removal rate, so that rounding errors do not decide ties."""
@@ -38,18 +35,12 @@ def ranks_from_shares(shares: Tensor, removal_rate: float) -> list[int]:
     return (shares > removal_rate + TIE).sum(-1).clamp(min=1).tolist()
 
 
-class RemovalRatePath(RankPath):
-    """Path of all plans of a shared removal rate.
+class RemovalRatePath(SpectraPath):
+    """Path of all plans of a shared removal rate."""
 
-    Args:
-        squares: apply the rate to squared singular values.
-    """
-
-    def __init__(
-        self, spectra: Sequence[dict[str, Spectra]], shape: AttentionShape, multiple_of: int, squares: bool
-    ) -> None:
-        super().__init__(spectra, shape, multiple_of)
-        power = 2 if squares else 1
+    def __init__(self, inputs: RankInputs) -> None:
+        super().__init__(inputs)
+        power = 2 if inputs.squares else 1
         self._choice, only = self._only()
         self._shares = [(tail_shares(s.qk**power), tail_shares(s.vo**power)) for s in only]
 
@@ -66,7 +57,3 @@ class RemovalRatePath(RankPath):
         starts = slice(self.multiple_of, None, self.multiple_of)
         rates = {0.0}.union(*(s[:, starts].flatten().tolist() for pair in self._shares for s in pair))
         return [self.plan(rate) for rate in sorted(rates)]
-
-
-def path(inputs: RankInputs) -> RemovalRatePath:
-    return RemovalRatePath(inputs.spectra, inputs.shape, inputs.multiple_of, inputs.squares)

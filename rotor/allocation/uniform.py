@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .plan import RankInputs, RankPath, RankPlan
+from .plan import RankPlan, SpectraPath
 
 
-class UniformPath(RankPath):
+class UniformPath(SpectraPath):
     """Path on which every group of every layer keeps the same share of its columns, on both sides.
 
     Source: FDC section 6.6 (/AC).
@@ -19,7 +19,3 @@ class UniformPath(RankPath):
             exact = [[(rank, rank)] * s.qk.shape[0] for s in only]
             plans.append(self._make(rank / columns, choice, exact))
         return plans
-
-
-def path(inputs: RankInputs) -> UniformPath:
-    return UniformPath(inputs.spectra, inputs.shape, inputs.multiple_of)

@@ -7,7 +7,6 @@ works with, and interpolated between them. Rounding is inside the optimisation: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,35 +14,26 @@ import torch
 from torch import Tensor
 
 from ..format.channels import Numbers
-from ..format.layout import AttentionShape, LayerRanks
-from .plan import Costs, RankInputs, RankPlan, Sensitivity, SideSensitivity, Spectra
+from ..format.layout import LayerRanks
+from .plan import RankInputs, RankPlan, SideSensitivity, Spectra, SpectraPath
 from .priced import Choice, PricedPath
 
 
-class WaterFillingPath(PricedPath):
-    """Path of all plans that the sweep over prices gives.
+class WaterFillingPath(PricedPath, SpectraPath):
+    """Path of all plans that the sweep over prices gives; a side costs half of a group whose other side is as wide.
 
-    Args:
-        sensitivities: per layer, by candidate.
-        costs: by sides what ranks are allocated by; of whole groups what the saving of a plan is counted in.
     Source: docs/design.md.
     """
 
-    def __init__(
-        self,
-        spectra: Sequence[dict[str, Spectra]],
-        shape: AttentionShape,
-        multiple_of: int,
-        sensitivities: Sequence[Sensitivity],
-        costs: Costs,
-    ) -> None:
-        super().__init__(spectra, shape, multiple_of)
-        self.sensitivities, self.costs = list(sensitivities), costs
+    def __init__(self, inputs: RankInputs) -> None:
+        super().__init__(inputs)
+        assert inputs.cost is not None
+        self._cost = inputs.cost()
 
     def _choices(self) -> list[dict[str, list[Choice]]]:
         return [
             {key: self._sides(key, found, sensitivity[key]) for key, found in layer.items()}
-            for layer, sensitivity in zip(self.spectra, self.sensitivities, strict=True)
+            for layer, sensitivity in zip(self.spectra, self.inputs.sensitivities, strict=True)
         ]
 
     def _sides(self, key: str, spectra: Spectra, sensitivity: tuple[SideSensitivity, SideSensitivity]) -> list[Choice]:
@@ -59,8 +49,8 @@ class WaterFillingPath(PricedPath):
             tails = torch.cat([tails, tails.new_zeros(len(tails), 1)], dim=-1)
             losses = interpolated(sensitivity[side], ranks) * tails[:, ranks]
             losses = losses.flip(-1).cummax(-1).values  # fewer columns never cost less
-            cost = np.array(self.costs.sides(key, ranks.tolist())[side])[::-1]
             options = ranks.tolist()[::-1]
+            cost = np.array([self._cost(key, Numbers(rank), Numbers(rank)) / 2 for rank in options])
             found += [Choice(options, loss, cost, float(loss.max() / cost.max())) for loss in losses.numpy()]
         return found
 
@@ -72,7 +62,7 @@ class WaterFillingPath(PricedPath):
 
     def _saving(self, choice: tuple[str, ...], rounded: list[LayerRanks]) -> float:
         pairs = ((key, pair) for key, layer in zip(choice, rounded, strict=True) for pair in layer)
-        return 1.0 - sum(self.costs.group(key, Numbers(qk), Numbers(v)) for key, (qk, v) in pairs)
+        return 1.0 - sum(self._cost(key, Numbers(qk), Numbers(v)) for key, (qk, v) in pairs)
 
 
 def interpolated(sensitivity: SideSensitivity, ranks: Tensor) -> Tensor:
@@ -81,9 +71,3 @@ def interpolated(sensitivity: SideSensitivity, ranks: Tensor) -> Tensor:
         return torch.zeros(len(ranks), dtype=torch.float64)
     known, values = np.log(np.array(sensitivity, dtype=float)).T
     return torch.from_numpy(np.exp(np.interp(np.log(ranks.numpy()), known, values)))
-
-
-def path(inputs: RankInputs) -> WaterFillingPath:
-    """The path over probed sensitivities."""
-    assert inputs.sensitivities is not None  # who makes the inputs has probed
-    return WaterFillingPath(inputs.spectra, inputs.shape, inputs.multiple_of, inputs.sensitivities, inputs.costs())

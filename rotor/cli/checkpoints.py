@@ -81,8 +81,11 @@ def _print_run(run: Run, measurable: bool) -> None:
     if run.top_shares:
         say(f"Share of each layer's Fisher information in the top 0.1 % of tokens: {run.top_shares}")
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
-    goal = "--accuracy 0.99" if measurable else "--compression 0.8"
-    say(f"Next: rotor export {shlex.quote(str(run.folder))} -o OUT {goal}")
+    folder = shlex.quote(str(run.folder))
+    if measurable:
+        say(f"Next: rotor export {folder} -o OUT --accuracy 0.99")
+    else:
+        say(f"Next: rotor export {folder} -o OUT --compression 0.8")
 
 
 def _how_to_resume(out: Path) -> str:

@@ -138,7 +138,7 @@ def run_export(settings: ExportSettings, progress: Progress | None = None) -> Ex
 
 def _export(search: RankSearch) -> ExportResult:
     job, point = search.job, search.point()
-    policy = search.policy(point)
+    policy = search.stored_policy(point)
     search.search_targets()
     search.close()
     table, times = None if job.unmeasured else search.table, search.times

@@ -162,7 +162,7 @@ def _to_measure(search: RankSearch, found: RankPlan | None) -> tuple[int, int]:
         return int(not measured), probed
     if job.goal.accuracy is None:
         return 1, probed
-    about, path = most_points(job.recipe.search.resolution), search.path()
+    about, path = most_points(job.recipe.search.resolution), None if search.needs_probes else search.path
     return (about if path is None else min(about, len(path.steps()))), probed
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..format.channels import Latent
 from ..format.layout import AttentionShape, Candidate, GroupLayout, LayerLayout
 from .cost import DecodeStep, layer_time, uncompressed_layer_bytes, uncompressed_layer_time
-from .devices import Device
+from .devices import Device, find_device
 
 if TYPE_CHECKING:
     from ..recipe import ObjectiveSettings
@@ -33,12 +33,12 @@ class Objective:
     step: DecodeStep
 
     @classmethod
-    def from_settings(
-        cls, settings: ObjectiveSettings, device: Device, shape: AttentionShape, element_bytes: int
-    ) -> Objective:
-        """The objective that a recipe asks for; `device` is what `find_device` gives for its names."""
-        step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)
-        return cls(settings.weight, device, shape, step)
+    def of(cls, settings: ObjectiveSettings, shape: AttentionShape, element_bytes: int) -> Objective:
+        """The objective that a recipe asks for; raises RecipeError if its device is not known."""
+        device = find_device(settings.device, settings.device_file)
+        return cls(
+            settings.weight, device, shape, DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)
+        )
 
     def group_cost(self, candidate: Candidate, keys: Latent, values: Latent | None) -> float:
         """The cost of one group; for comparing candidates. values is None where they are in the key latent."""
@@ -58,14 +58,3 @@ class Objective:
             base = uncompressed_layer_time(self.shape, self.device, self.step).seconds
             latency = layer_time(layout, self.shape, self.device, self.step).seconds / base
         return ((1 - self.latency_weight) * memory + self.latency_weight * latency) / groups
-
-    def key_cost(self, candidate: Candidate, keys: Latent) -> float:
-        """The key side of a group's cost, for allocating side by side: half of a group whose values are as wide.
-
-        For memory, key_cost + value_cost is group_cost exactly.
-        """
-        return self.group_cost(candidate, keys, keys) / 2
-
-    def value_cost(self, candidate: Candidate, values: Latent) -> float:
-        """The value side of a group's cost; see `key_cost`."""
-        return self.group_cost(candidate, values, values) / 2

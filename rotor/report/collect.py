@@ -23,7 +23,7 @@ from ..recipe.metric_registry import METRICS, base_note, chance_note, metric_inf
 from ..runtime.families import attention_shape
 from ..search.point import Point
 from ..search.table import TABLES, RankTable, Request
-from .data import JOINT, SIDES, Cell, ReportData, ShownPoint, cells_of_point, format_bytes
+from .data import JOINT, SIDES, ReportData, format_bytes, groups_of_point
 
 
 def collect(folder: Path) -> ReportData:
@@ -55,13 +55,13 @@ def collect_run(run: Run) -> ReportData:
         point = table.point(best.point) if best else max(table.points, key=_shown_accuracy)
         assert point is not None
         data.target = best.target if best else None
-        data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
+        data.points, data.chosen = table.points, point
         at = "the best accuracy" if data.target is None else f"accuracy {data.target:g}"
         data.ranks_of = f"of the point that keeps {at}: compression {point.stored:.3f}"
         split = "report" if point.report else "search"
         data.ratios_of = split
         data.ratios = _ratios(point.fidelity(split), table.base.get(split) or {}, table.left_out)
-        _headline(data, next(p for p in data.points if p.chosen), _run_bytes(run, point))
+        _headline(data, point, _run_bytes(run, point))
     else:
         why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` measures."
         data.absent.update({"points": why, "ranks": why})
@@ -85,18 +85,19 @@ def collect_checkpoint(
         split: reader.read(Fidelity, found, f"accuracy.measurements.{split}")
         for split, found in accuracy["measurements"].items()
     }
-    chosen = ShownPoint(report["compression"]["stored"], fidelity.get("search"), fidelity.get("report"), True)
+    shares = report["compression"]
+    chosen = Point(0.0, shares["planned"], shares["stored"], (), [], [], fidelity.get("search"), fidelity.get("report"))
     data.ratios = _ratios(
         fidelity.get("report"), accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {})
     )
     if accuracy["report"] is None:
         data.absent["points"] = f"Accuracy was not measured: {accuracy.get('not_measured', 'nobody says why')}."
     else:
-        data.points = [chosen]
-    head_dim = (run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)).head_dim
+        data.points, data.chosen = [chosen], chosen
+    data.head_dim = (run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)).head_dim
     for layout in report["layouts"]:
-        cells = [Cell.of(group, head_dim) for group in LayerLayout.from_dict(layout, ROTOR_JSON).groups]
-        data.ranks.append(sorted(cells, key=lambda cell: cell.kv_heads))
+        groups = LayerLayout.from_dict(layout, ROTOR_JSON).groups
+        data.ranks.append(sorted(groups, key=lambda group: group.kv_heads))
     data.ranks_of = "of this checkpoint"
     _headline(data, chosen, (size["before"], size["after"]))
     if isinstance(run, Run):
@@ -122,7 +123,7 @@ def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: Accu
     table = None if key is None else RankTable.named(run, key)
     point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
     if table and point:
-        data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
+        data.points, data.chosen = table.points, point
         data.reached = _reached(table)
     _add_run(data, run, table, point)
 
@@ -175,7 +176,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         for names, layer in zip(data.spectra_of, chosen, strict=True)
     ]
     if point and not data.ranks:
-        data.ranks = cells_of_point(run, point)
+        data.ranks, data.head_dim = groups_of_point(run, point), shape.head_dim
 
 
 def _spectrum_names(run: Run, key: str) -> dict[str, str]:
@@ -200,13 +201,12 @@ def _by_target(table: RankTable) -> list[Request]:
     return sorted(table.requests, key=lambda request: (-request.target, request.confidence or 0))
 
 
-def _reached(table: RankTable) -> list[tuple[str, ShownPoint | None]]:
+def _reached(table: RankTable) -> list[tuple[str, Point | None]]:
     """What each request of the table got."""
-    reached: dict[str, ShownPoint | None] = {}
+    reached: dict[str, Point | None] = {}
     for request in _by_target(table):
         name = f"{request.target:g}" + ("" if request.confidence is None else f" at {100 * request.confidence:g} %")
-        point = table.point(request.point)
-        reached.setdefault(name, None if point is None else ShownPoint.of(point))
+        reached.setdefault(name, table.point(request.point))
     return list(reached.items())
 
 
@@ -238,7 +238,7 @@ def _run_bytes(run: Run, point: Point) -> tuple[int, int]:
     return before, element * sum(qk + v for layer in point.ranks for qk, v in layer)
 
 
-def _headline(data: ReportData, point: ShownPoint, size: tuple[int, int]) -> None:
+def _headline(data: ReportData, point: Point, size: tuple[int, int]) -> None:
     before, after = size
     found, split = point.report or point.search, "search" if point.report is None else "report"
     target = "no target was set" if data.target is None else f"target {data.target:g}"

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..calibration.run import Run
-from ..evaluation.fidelity import Fidelity
-from ..format.channels import Latent, Numbers
+from ..format.channels import Channels, Latent, Numbers
 from ..format.layout import GroupLayout
 from ..recipe import Recipe
 from ..search.point import Point
@@ -20,76 +19,42 @@ WHOLE_BITS = 16
 
 
 @dataclass(frozen=True)
-class ShownPoint:
-    """A measured point: stored compression, and accuracy on each split that it was measured on."""
-
-    stored: float
-    search: Fidelity | None = None
-    report: Fidelity | None = None
-    chosen: bool = False
-
-    @classmethod
-    def of(cls, point: Point, chosen: bool = False) -> ShownPoint:
-        return cls(point.stored, point.search, point.report, chosen)
-
-
-@dataclass(frozen=True)
 class Cell:
-    """The latents of one group of KV heads, in the map of ranks.
+    """A latent in the map of ranks: channels that are kept of those that there are, and their bits of those at 16.
 
-    channels: that each side has before any is dropped. values: None where both sides are the same latent.
+    widths: `28x8 76x4` are 28 channels of 8 bits and 76 of 4; nothing for channels that are numbers.
     """
 
     kv_heads: tuple[int, ...]
-    keys: Latent
-    values: Latent | None
+    rank: int
     channels: int
+    bits: int
+    whole_bits: int
+    widths: str = ""
 
     @classmethod
-    def of(cls, group: GroupLayout, head_dim: int) -> Cell:
+    def of(cls, group: GroupLayout, side: str, head_dim: int) -> Cell:
+        """side: `keys`, which stands for a joint latent too, or `values`."""
+        latent = group.key if side == "keys" else group.values
         channels = len(group.kv_heads) * head_dim * (2 if group.joint else 1)
-        return cls(group.kv_heads, group.key, group.value, channels)
-
-    @property
-    def joint(self) -> bool:
-        return self.values is None
-
-    def side(self, name: str) -> Latent:
-        """`keys` or `values`."""
-        return self.keys if name == "keys" or self.values is None else self.values
-
-    def widths(self, name: str) -> str:
-        """`28x8 76x4` are 28 channels of 8 bits and 76 of 4; nothing for channels that are numbers."""
-        latent = self.side(name)
-        if isinstance(latent, Numbers):
-            return ""
-        return " ".join(f"{count}x{width}" for width, count in latent.to_dict().items())
-
-    def bits(self, name: str) -> int:
-        """Of all channels that are kept."""
-        latent = self.side(name)
-        return WHOLE_BITS * latent.rank if isinstance(latent, Numbers) else sum(latent.bits)
-
-    @property
-    def whole_bits(self) -> int:
-        """Of all channels at WHOLE_BITS each."""
-        return self.channels * WHOLE_BITS
+        bits, widths = WHOLE_BITS * latent.rank, ""
+        if isinstance(latent, Channels):
+            bits = sum(latent.bits)
+            widths = " ".join(f"{count}x{width}" for width, count in latent.to_dict().items())
+        return cls(group.kv_heads, latent.rank, channels, bits, WHOLE_BITS * channels, widths)
 
 
-def cells_of_point(run: Run, point: Point) -> list[list[Cell]]:
+def groups_of_point(run: Run, point: Point) -> list[list[GroupLayout]]:
     """Of each layer of a measured point."""
-    cells = []
+    layers = []
     for index, key in enumerate(point.choice):
-        size, latents = run.candidates[key].group_size, _latents(point, index)
-        groups = [GroupLayout(tuple(range(i * size, (i + 1) * size)), *pair) for i, pair in enumerate(latents)]
-        cells.append([Cell.of(group, run.shape.head_dim) for group in groups])
-    return cells
-
-
-def _latents(point: Point, layer: int) -> Sequence[tuple[Latent, Latent | None]]:
-    if point.channels:
-        return point.channels[layer]
-    return [(Numbers(qk), Numbers(v)) for qk, v in point.ranks[layer]]
+        size = run.candidates[key].group_size
+        pairs: Sequence[tuple[Latent, Latent | None]] = [(Numbers(qk), Numbers(v)) for qk, v in point.ranks[index]]
+        if point.channels:
+            pairs = point.channels[index]
+        heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(pairs))]
+        layers.append([GroupLayout(own, *pair) for own, pair in zip(heads, pairs, strict=True)])
+    return layers
 
 
 @dataclass
@@ -100,7 +65,8 @@ class ReportData:
     headline: (label, value, note). spectra: per layer and side (or JOINT) singular values over the largest, averaged
     over the groups; spectra_of: by side, what those of a layer are of. ratios: (name, value or why there is none) of
     the point that is shown; ratios_of: the split that they are on. reached: what each target that was asked for led to.
-    ranks: per layer its groups by KV heads. absent: section -> why there is nothing to show.
+    ranks: per layer its groups by KV heads, of latents of `head_dim` channels a head. chosen: of points, that which is
+    shown. absent: section -> why there is nothing to show.
     """
 
     kind: str
@@ -111,14 +77,16 @@ class ReportData:
     headline: list[tuple[str, str, str]] = field(default_factory=list)
     spectra: list[dict[str, list[float]]] = field(default_factory=list)
     spectra_of: list[dict[str, str]] = field(default_factory=list)
-    ranks: list[list[Cell]] = field(default_factory=list)
+    ranks: list[list[GroupLayout]] = field(default_factory=list)
+    head_dim: int = 0
     ranks_of: str = ""
-    points: list[ShownPoint] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
+    chosen: Point | None = None
     ratios: list[tuple[str, str]] = field(default_factory=list)
     ratios_of: str = "report"
     target: float | None = None
     metric: str = ""
-    reached: list[tuple[str, ShownPoint | None]] = field(default_factory=list)
+    reached: list[tuple[str, Point | None]] = field(default_factory=list)
     sizes: list[tuple[str, str, str]] = field(default_factory=list)
     timings: list[tuple[str, float, int]] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)

@@ -89,7 +89,8 @@ def _draw_points(data: ReportData, figure: Any) -> None:
             axes.plot(x, y, "o", color=colour, markersize=4, label=f"{split} split, 95 % interval")
             losses += y
     axes.plot([0], [shown_loss(1)], "s", color=INK, markersize=5, label="uncompressed")
-    shown = next(p for p in points if p.chosen)
+    shown = data.chosen
+    assert shown is not None
     fidelity = shown.report or shown.search
     assert fidelity is not None
     here = [shown.stored], [shown_loss(fidelity.accuracy)]
@@ -120,7 +121,7 @@ def _draw_spectra(figure: Any, *, data: ReportData, side: str, layers: list[int]
         share = [(i + 1) / len(values) for i in range(len(values))]
         axes.plot(share, values, color=colours[index], linewidth=1.2)
         if data.ranks:
-            ranks = [cell.side("values" if side == "vo" else "keys").rank for cell in data.ranks[index]]
+            ranks = [(group.values if side == "vo" else group.key).rank for group in data.ranks[index]]
             kept = min(max(round(sum(ranks) / len(ranks)), 1), len(values))
             axes.plot([share[kept - 1]], [values[kept - 1]], "o", color=colours[index], markersize=4)
     axes.set_yscale("log")

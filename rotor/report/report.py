@@ -22,7 +22,7 @@ from ..format.schemas import CheckpointInfo
 from ..installing import pip_install
 from ..recipe import Recipe
 from .collect import collect, collect_checkpoint, collect_run
-from .data import ReportData, format_bytes
+from .data import Cell, ReportData, format_bytes
 from .figures import SIDE_NAMES, figures
 
 NAME = "report.html"
@@ -121,5 +121,5 @@ def _code(text: str) -> Markup:
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"bytes": format_bytes, "code": _code}
-    environment.globals["pip_install"] = pip_install
+    environment.globals |= {"pip_install": pip_install, "cell_of": Cell.of}
     return environment.from_string((resources.files("rotor.report") / TEMPLATE).read_text("utf-8"))

@@ -71,10 +71,7 @@ def _halvings(compression: Any) -> Any:
 
 def layer_colours(layers: int) -> list[Any]:
     """A colour for each layer, from the first to the last of LAYER_COLOURS."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    scale = LinearSegmentedColormap.from_list("layers", LAYER_COLOURS)
-    return [scale(index / max(layers - 1, 1)) for index in range(layers)]
+    return [_layer_scale(256)(index / max(layers - 1, 1)) for index in range(layers)]
 
 
 def layer_legend(figure: Any, axes: Any, layers: int) -> None:
@@ -82,13 +79,14 @@ def layer_legend(figure: Any, axes: Any, layers: int) -> None:
     if layers < 2:
         return
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LinearSegmentedColormap, Normalize
+    from matplotlib.colors import Normalize
     from matplotlib.ticker import MaxNLocator
 
-    steps = LinearSegmentedColormap.from_list("layers", LAYER_COLOURS, N=min(layers, 40))
-    shown = ScalarMappable(Normalize(-0.5, layers - 0.5), steps)
-    bar = figure.colorbar(shown, ax=axes, pad=0.02, aspect=30, ticks=MaxNLocator(8, integer=True))
-    bar.ax.minorticks_off()
-    bar.ax.tick_params(length=0, labelsize=8)
-    bar.set_label("layer", fontsize=8)  # not above, where the title of the axes is
-    bar.outline.set_visible(False)
+    shown = ScalarMappable(Normalize(-0.5, layers - 0.5), _layer_scale(min(layers, 40)))
+    figure.colorbar(shown, ax=axes, ticks=MaxNLocator(8, integer=True), label="layer")
+
+
+def _layer_scale(steps: int) -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("layers", LAYER_COLOURS, N=steps)

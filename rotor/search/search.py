@@ -11,164 +11,47 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice, pairwise
 
-from torch import Tensor
-
-from ..allocation.bits import BitsPath
-from ..allocation.plan import SLACK, RankInputs, RankPath, RankPlan, Sensitivity, Spectra
-from ..allocation.priced_bits import PricedBitsPath
+from ..allocation.plan import SLACK, RankPath, RankPlan
 from ..allocation.removal_rate import RemovalRatePath
-from ..calibration.run import Run, RunBases, read_fisher
-from ..data.splits import SPLITS
 from ..errors import AccuracyError, UsageError
-from ..evaluation.fidelity import Fidelity, FidelityMeter
-from ..progress import Progress
-from ..recipe import Ranks, Recipe
-from ..rewriting.compressible import CompressibleModel
-from .costs import RunCosts
+from ..evaluation.fidelity import Fidelity
+from ..recipe import Recipe
 from .point import Point
-from .probe import probe
-from .table import ProbeTable, RankTable, Request
+from .table import RankTable, Request
 
 TRIES = 3
-"""Layers from which a unit is taken, at most, before a plan is final."""
-
-
-def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sensitivity] | None = None) -> RankPath:
-    """All rank plans that the recipe's rank method can give for these bases.
-
-    Args:
-        sensitivities: what `probe` measured; needed by methods that ask for it only.
-    Raises:
-        UsageError: ranks are asked for, of latents that keys and values share: these have singular values of no side.
-    """
-    if recipe.coded:
-        codes = [run.layer_codes(layer) for layer in range(len(bases))]
-        sizes = run.shape, recipe.codes.bits, int(run.info["element_bytes"])
-        if recipe.objective.weight == 0:
-            return BitsPath(codes, *sizes, uniform_rows=recipe.ranks.uniform_rows)
-        return PricedBitsPath(codes, *sizes, RunCosts.of(run, recipe).group)
-    if any(candidate.joint for candidate in run.candidates.values()):
-        raise UsageError(
-            f"codes.bits {list(recipe.codes.bits)}: in this run keys and values share latents, whose channels are "
-            "chosen by bits of codes alone.",
-            "Give codes.bits 12, 8 or 4 too, or calibrate again with --set groups.joint=false.",
-        )
-    layers = [bases.spectra(layer) for layer in range(len(bases))]
-    spectra, ranks = [{key: Spectra(qk, vo) for key, (qk, vo) in layer.items()} for layer in layers], recipe.ranks
-    inputs = RankInputs(
-        spectra,
-        run.shape,
-        ranks.multiple_of,
-        squares=ranks.spectrum == "squares",
-        gradients=lambda: _gradients(run),
-        sensitivities=sensitivities,
-        costs=lambda: RunCosts.of(run, recipe),
-    )
-    return ranks.rule.path(inputs)
-
-
-def _gradients(run: Run) -> list[tuple[Tensor, Tensor]]:
-    """Summed squared gradients of W_k and W_v of each layer's groups; see FisherPath."""
-    size = next(iter(run.info["candidates"].values()))["group_size"]
-    groups = read_fisher(run.folder, run.shape).unflatten(-1, (-1, size)).sum(-1)
-    return [(keys, values) for keys, values in groups]
-
-
-class Measurer:
-    """Measures rank plans against the uncompressed model, and adds them to a table; probes likewise."""
-
-    def __init__(
-        self,
-        table: RankTable,
-        probes: ProbeTable,
-        network: CompressibleModel,
-        bases: RunBases,
-        meter: FidelityMeter,
-        progress: Progress,
-    ) -> None:
-        self.table, self.probes, self.network, self.bases = table, probes, network, bases
-        self.meter, self.progress = meter, progress
-
-    def path(self, recipe: Recipe) -> RankPath:
-        """All rank plans of the recipe's method, after measuring what it needs."""
-        if "sensitivities" in recipe.rank_needs:
-            self.probe(recipe)
-        return rank_path(self.bases, self.table.run, recipe, self.probes.sensitivities)
-
-    def probe(self, recipe: Recipe) -> None:
-        """Measure the sensitivity of every layer, side and candidate that has none yet, and keep it.
-
-        Compresses that side of that layer alone, at each of the probed ranks; the sensitivity there is the KL
-        divergence of the final logits, in nats per token, per unit of dropped energy (squared singular values).
-        """
-        known, layers = self.probes.sensitivities, self.table.run.shape.num_layers
-        if self.probes.complete:
-            return
-        rows = probe_rows(recipe.ranks, self.meter.context.rows["search"])
-        with self.progress.task("probe", layers - len(known), "layers") as advance:
-            for found in probe(self.network, self.bases, recipe.ranks, rows, len(known), advance):
-                known += found
-                self.probes.save()
-
-    def search(self, plan: RankPlan) -> Fidelity:
-        """Fidelity of a plan on the search split."""
-        return self.measure(plan, ["search"]).fidelity("search")
-
-    def measure(self, plan: RankPlan, splits: Sequence[str] = SPLITS) -> Point:
-        """The table's point for a plan, measured on those splits where it is not yet, with one rewrite of the model."""
-        point = self.table.find(plan) or Point.of(plan)
-        missing = [split for split in splits if not point.has(split)]
-        if not missing:
-            return point
-        for split in missing:
-            if split not in self.meter.base:
-                self.network.restore()
-                self.meter.measure_base(self.network, split)
-            self.table.base[split] = self.meter.base[split]
-            self.table.left_out[split] = self.meter.left_out[split]
-        self.network.compress(plan.select(self.bases), plan.rounded)
-        for split in missing:
-            point = point.with_fidelity(split, self.meter.measure(self.network, split))
-        self.table.put(point)
-        if "search" in missing:
-            value = point.fidelity("search").accuracy
-            self.progress.message(f"compression {point.stored:.3f}: accuracy {value:.4f} (search split)")
-        return point
-
-
-def probe_rows(ranks: Ranks, search: Tensor) -> Tensor:
-    """The rows of the search split [rows, seq_len] that probes run on."""
-    return search[: max(1, ranks.probe_tokens // search.shape[1])]
+"""Gaps above a plan that reaches the target, or plans beside it, of which one has to reach it, too, or it is final."""
 
 
 def find_plan(
-    steps: Sequence[RankPlan],
+    path: RankPath,
     resolution: float,
     target: float,
     fidelity: Callable[[RankPlan], Fidelity],
     confidence: float | None = None,
-    lighter: Callable[[RankPlan], list[RankPlan]] = lambda plan: [],
 ) -> RankPlan:
     """The plan that a target leads to, by bisection over what plans save.
 
     The first plan is in the middle of the path; each next one halves what lies between the last that reached the target
-    and the last that did not, until they are `resolution` apart or neighbours. Where a unit is more than `resolution`,
-    plans beside the path follow: units are taken from one layer after another as long as the target is reached, since
-    a layer may break at a width at which the predicted loss does not.
+    and the last that did not, until they are `resolution` apart or neighbours. Accuracy need not fall from plan to
+    plan: a layer may break at a width at which the predicted loss does not, and prompts are a sample. So what lies
+    between plans that were refused is tried, too, in the middle, and halved likewise from a plan that reaches the
+    target. Where a unit is more than `resolution`, plans beside the path follow, which take units from one layer after
+    another. Both go on as long as one of the next TRIES reaches the target.
 
     Args:
-        steps: of a path, by rising saving.
         fidelity: of a plan on the search split, measured or known.
         confidence: None compares the value with the target; 0.95 the lower end of its 95 % interval.
-        lighter: see RankPath; the first TRIES are measured.
     Raises:
         AccuracyError: no plan reaches the target; names the best that was measured.
         UsageError: a confidence of a metric that has no interval.
     """
-    tried: list[tuple[float, RankPlan]] = []
+    steps, tried = path.steps(), list[tuple[float, RankPlan]]()
+    refused = {len(steps)}
 
     def reaches(plan: RankPlan) -> bool:
         found = fidelity(plan)
@@ -178,22 +61,38 @@ def find_plan(
         tried.append((value, plan))
         return value >= target
 
-    low, high = -1, len(steps)  # the last that reaches the target, and the first that does not: none yet
-    while high - low > 1:
+    def room(low: int, high: int) -> bool:
+        """Whether there are plans between two, and the two more than the resolution apart."""
+        if high - low < 2 or low < 0:
+            return high - low > 1
+        return steps[min(high, len(steps) - 1)].saving - steps[low].saving > resolution + SLACK
+
+    def middle_reaches(low: int, high: int) -> int | None:
+        """The plan halfway between two, or the mildest of few that are left; None where it is refused."""
         begin, end = steps[max(low, 0)].saving, steps[min(high, len(steps) - 1)].saving
-        near = end - begin <= resolution + SLACK
-        if near and low >= 0:
-            break
-        halfway = begin if near else (begin + end) / 2
+        halfway = begin if end - begin <= resolution + SLACK else (begin + end) / 2
         middle = min(range(low + 1, high), key=lambda i: abs(steps[i].saving - halfway))
-        low, high = (middle, high) if reaches(steps[middle]) else (low, middle)
-    if low >= 0:
-        chosen: RankPlan | None = steps[low]
-        while chosen is not None:
-            reached = chosen
-            coarse = (plan for plan in lighter(reached)[:TRIES] if plan.saving - reached.saving > resolution)
-            chosen = next((plan for plan in coarse if reaches(plan)), None)
-        return reached
+        if reaches(steps[middle]):
+            return middle
+        refused.add(middle)
+        return None
+
+    low: int | None = -1
+    reached: RankPlan | None = None
+    while low is not None:
+        while room(low, high := min(i for i in refused if i > low)):
+            found = middle_reaches(low, high)
+            low = low if found is None else found
+        if low < 0:
+            break
+        reached, gaps = steps[low], (pair for pair in pairwise(sorted(i for i in refused if i > low)) if room(*pair))
+        low = next((m for m in (middle_reaches(*pair) for pair in islice(gaps, TRIES)) if m is not None), None)
+    while reached is not None:
+        beside = (other for other in path.lighter(reached)[:TRIES] if other.saving - reached.saving > resolution)
+        chosen = next(filter(reaches, beside), None)
+        if chosen is None:
+            return reached
+        reached = chosen
     best, plan = max(tried, key=lambda found: (found[0], found[1].saving), default=(math.nan, None))
     of = "" if confidence is None else f" at the lower end of its {100 * confidence:g} % interval"
     raise AccuracyError(
@@ -215,7 +114,7 @@ def search_target(
     """`find_plan` on a path of a recipe, raising the same; the table notes what the request led to."""
     request = Request(target, confidence, method_key(recipe), None)
     try:
-        plan = find_plan(path.steps(), recipe.search.resolution, target, fidelity, confidence, path.lighter)
+        plan = find_plan(path, recipe.search.resolution, target, fidelity, confidence)
     except AccuracyError:
         table.note(request)
         raise
@@ -224,8 +123,8 @@ def search_target(
 
 
 def most_points(resolution: float) -> int:
-    """The most points that the search for one target measures, where plans lie close together."""
-    return max(1, math.ceil(math.log2(1 / resolution)) + 1)
+    """The most points that the search for one target measures, where plans lie close together and accuracy falls."""
+    return max(1, math.ceil(math.log2(1 / resolution)) + 1 + TRIES)
 
 
 def method_key(recipe: Recipe) -> str:

@@ -206,6 +206,7 @@ class ProbeTable:
 
     run: Run
     key: str
+    rows: Tensor
     sensitivities: list[Sensitivity]
 
     @classmethod
@@ -213,13 +214,13 @@ class ProbeTable:
         """The probes of these rows and settings, or none.
 
         Args:
-            rows: [n, seq_len], the tokens that probes run on.
+            rows: [n, seq_len], the tokens of the search split that probes run on.
         Raises:
             CheckpointError: damaged, or of another run.
         """
         tokens = hashlib.sha256(rows.numpy().tobytes()).hexdigest()
         key = _hash([tokens, list(rows.shape), str(dtype), device.type, ranks.multiple_of, list(ranks.probe_shares)])
-        return cls(run, key, read_probes(run, key) or [])
+        return cls(run, key, rows, read_probes(run, key) or [])
 
     @property
     def complete(self) -> bool:

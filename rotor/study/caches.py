@@ -29,7 +29,7 @@ from ..policies import LONG_TOKENS, EvictingLayer, Eviction, Policy, cache_polic
 from ..progress import Progress
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.attention import RotorAttention
-from ..search.search import Measurer
+from ..search.measurer import Measurer
 
 KL_STEPS = 8
 """Blocks of scored tokens whose KL is kept apart."""

@@ -31,9 +31,9 @@ from ..recipe import Recipe
 from ..recipe.metric_registry import primitive_metrics
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.families import attention_shape
+from ..search.measurer import Measurer
 from ..search.point import Point
-from ..search.search import Measurer, probe_rows, search_target
-from ..search.table import Context, ProbeTable, RankTable
+from ..search.search import search_target
 from .caches import CacheBench
 from .request import StudyPlan
 from .store import StudyStore
@@ -170,17 +170,19 @@ class StudyContext:
 
     def measurer(self, run: Run, recipe: Recipe) -> Measurer:
         """What measures points of a run into its tables."""
-        place = self.placement
-        table = RankTable.open(run, Context.of(self.evaluation, self.data, place.dtype, place.device))
-        rows = probe_rows(recipe.ranks, self.data.search)
-        probes = ProbeTable.open(run, recipe.ranks, rows, place.dtype, place.device)
-        return Measurer(table, probes, self.network, run.bases(), self.meter, self.progress)
+        place, recipe = self.placement, replace(recipe, evaluation=self.evaluation)
+        sources: dict[str, Any] = {
+            "data": lambda: self.data,
+            "network": lambda: self.network,
+            "meter": lambda: self.meter,
+        }
+        return Measurer(run, recipe, place.dtype, place.device, self.progress, **sources)
 
     def path(self, name: str, recipe: Recipe) -> tuple[Measurer, RankPath]:
         """What measures points of a recipe's run, and all its rank plans; the last that were asked for are kept."""
         if self._open is None or self._open[0] != name:
             measurer = self.measurer(self.run(name, recipe), recipe)
-            self._open = name, measurer, measurer.path(recipe)
+            self._open = name, measurer, measurer.path
         return self._open[1:]
 
     def at_targets(

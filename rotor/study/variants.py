@@ -73,7 +73,7 @@ def measure_variant(
         run = study.calibrate(folder, recipe, overwrite=True)
         record = {**facts, "seconds": stage_seconds(run)}
         measurer = study.measurer(run, recipe)
-        plan = measurer.path(recipe).at_compression(at)
+        plan = measurer.path_of(recipe).at_compression(at)
         if plan is None:
             return {**record, "skipped": f"compression {at:g} is out of reach"}
         return {**record, **point_record(measurer.measure(plan)), "bases": describe(first_candidates(run))}

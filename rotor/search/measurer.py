@@ -1,0 +1,176 @@
+"""Measures plans of a run and writes what it found into the run's tables; the model is loaded when it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+
+from ..allocation.bits import BitsPath
+from ..allocation.plan import GroupCost, RankInputs, RankPath, RankPlan, Sensitivity, Spectra
+from ..allocation.priced_bits import PricedBitsPath
+from ..calibration.run import Run, RunBases, read_fisher
+from ..data.splits import SPLITS, EvaluationData
+from ..errors import UsageError
+from ..evaluation.fidelity import Fidelity, FidelityMeter
+from ..policies import Policy
+from ..prediction.objective import Objective
+from ..progress import Progress
+from ..recipe import Recipe
+from ..rewriting.compressible import CompressibleModel
+from .point import Point
+from .probe import probe
+from .table import Context, ProbeTable, RankTable
+
+
+class Measurer:
+    """Measures rank plans of a run against the uncompressed model, and adds them to a table; probes likewise.
+
+    Args:
+        recipe: the run's, with what was overridden. dtype, device: of forward passes.
+        data, network, meter: held-out text, the model, and what compares it; called when they are needed.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        recipe: Recipe,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        *,
+        data: Callable[[], EvaluationData],
+        network: Callable[[], CompressibleModel],
+        meter: Callable[[], FidelityMeter],
+        policy: Policy | None = None,
+    ) -> None:
+        self.run, self.recipe, self.progress, self.policy = run, recipe, progress, policy
+        self.bases = run.bases()
+        self._place, self._data, self._network, self._meter = (dtype, device), data, network, meter
+
+    @cached_property
+    def data(self) -> EvaluationData:
+        """Held-out text without what was calibrated on."""
+        return self._data()
+
+    @cached_property
+    def network(self) -> CompressibleModel:
+        return self._network()
+
+    @cached_property
+    def meter(self) -> FidelityMeter:
+        return self._meter()
+
+    @cached_property
+    def table(self) -> RankTable:
+        """Of the context that is measured in."""
+        return RankTable.open(self.run, Context.of(self.recipe.evaluation, self.data, *self._place, self.policy))
+
+    @cached_property
+    def probes(self) -> ProbeTable:
+        """Of the settings that are probed with."""
+        ranks, search = self.recipe.ranks, self.data.search
+        rows = search[: max(1, ranks.probe_tokens // search.shape[1])]
+        return ProbeTable.open(self.run, ranks, rows, *self._place)
+
+    @property
+    def needs_probes(self) -> bool:
+        return "sensitivities" in self.recipe.rank_needs and not self.probes.complete
+
+    @cached_property
+    def path(self) -> RankPath:
+        """All plans of the recipe, after measuring what its method needs."""
+        return self.path_of(self.recipe)
+
+    def path_of(self, recipe: Recipe) -> RankPath:
+        """Likewise of one that differs in what plans are chosen by."""
+        found = None
+        if "sensitivities" in recipe.rank_needs:
+            self.probe()
+            found = self.probes.sensitivities
+        return rank_path(self.bases, self.run, recipe, found)
+
+    def probe(self) -> None:
+        """Measure the sensitivity of every layer, side and candidate that has none yet, and keep it.
+
+        Compresses that side of that layer alone, at each of the probed ranks; the sensitivity there is the KL
+        divergence of the final logits, in nats per token, per unit of dropped energy (squared singular values).
+        """
+        probes = self.probes
+        if probes.complete:
+            return
+        known, layers = probes.sensitivities, self.run.shape.num_layers
+        with self.progress.task("probe", layers - len(known), "layers") as advance:
+            for found in probe(self.network, self.bases, self.recipe.ranks, probes.rows, len(known), advance):
+                known += found
+                probes.save()
+
+    def search(self, plan: RankPlan) -> Fidelity:
+        """Fidelity of a plan on the search split."""
+        return self.measure(plan, ["search"]).fidelity("search")
+
+    def missing(self, plan: RankPlan, splits: Sequence[str] = SPLITS) -> list[str]:
+        """The splits that a plan was not measured on yet."""
+        point = self.table.find(plan)
+        return [split for split in splits if point is None or not point.has(split)]
+
+    def measure(self, plan: RankPlan, splits: Sequence[str] = SPLITS) -> Point:
+        """The table's point for a plan, measured on those splits where it is not yet, with one rewrite of the model."""
+        point, missing = self.table.find(plan) or Point.of(plan), self.missing(plan, splits)
+        if not missing:
+            return point
+        for split in missing:
+            if split not in self.meter.base:
+                self.network.restore()
+                self.meter.measure_base(self.network, split)
+            self.table.base[split] = self.meter.base[split]
+            self.table.left_out[split] = self.meter.left_out[split]
+        self.network.compress(plan.select(self.bases), plan.rounded)
+        for split in missing:
+            point = point.with_fidelity(split, self.meter.measure(self.network, split))
+        self.table.put(point)
+        if "search" in missing:
+            value = point.fidelity("search").accuracy
+            self.progress.message(f"compression {point.stored:.3f}: accuracy {value:.4f} (search split)")
+        return point
+
+
+def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sensitivity] | None = None) -> RankPath:
+    """All rank plans that the recipe's rank method can give for these bases.
+
+    Args:
+        sensitivities: what `probe` measured; needed by methods that ask for it only.
+    Raises:
+        UsageError: ranks are asked for, of latents that keys and values share: these have singular values of no side.
+    """
+    if recipe.coded:
+        codes = [run.layer_codes(layer) for layer in range(len(bases))]
+        sizes = run.shape, recipe.codes.bits, int(run.info["element_bytes"])
+        if recipe.objective.weight == 0:
+            return BitsPath(codes, *sizes, uniform_rows=recipe.ranks.uniform_rows)
+        return PricedBitsPath(codes, *sizes, group_cost(run, recipe))
+    if any(candidate.joint for candidate in run.candidates.values()):
+        raise UsageError(
+            f"codes.bits {list(recipe.codes.bits)}: in this run keys and values share latents, whose channels are "
+            "chosen by bits of codes alone.",
+            "Give codes.bits 12, 8 or 4 too, or calibrate again with --set groups.joint=false.",
+        )
+    layers = [bases.spectra(layer) for layer in range(len(bases))]
+    spectra, ranks = [{key: Spectra(qk, vo) for key, (qk, vo) in layer.items()} for layer in layers], recipe.ranks
+
+    def gradients() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        size = next(iter(run.info["candidates"].values()))["group_size"]
+        groups = read_fisher(run.folder, run.shape).unflatten(-1, (-1, size)).sum(-1)
+        return [(keys, values) for keys, values in groups]
+
+    squares, cost = ranks.spectrum == "squares", lambda: group_cost(run, recipe)
+    found = RankInputs(spectra, run.shape, ranks.multiple_of, squares, gradients, sensitivities or (), cost)
+    return ranks.rule.path(found)
+
+
+def group_cost(run: Run, recipe: Recipe) -> GroupCost:
+    """What a group costs under the recipe's objective; raises RecipeError if its device is not known."""
+    objective = Objective.of(recipe.objective, run.shape, int(run.info["element_bytes"]))
+    layers = run.shape.num_layers
+    return lambda key, keys, values: objective.group_cost(run.candidates[key], keys, values) / layers
