@@ -16,11 +16,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..bases.moments import CHUNK_BYTES, JOINT
 from ..codes.quantiser import SAMPLES
-from ..data.tokens import SAMPLING_TOKENS
 from ..format.layout import AttentionShape, Candidate
 from ..models.checkpoint import Checkpoint
-from ..models.layerwise import HEAD_POSITIONS, LOGIT_BYTES
-from ..models.memory import Estimate, Estimates, WholeModel
+from ..models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates, WholeModel
 from ..models.projections import longest_row
 from ..recipe import Evaluation, Recipe
 from ..recipe.metric_registry import primitive_metrics

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from ..errors import DataError, NumericsError
+from ..models.memory import SAMPLING_TOKENS
 from ..models.projections import longest_row
 from ..models.tokenizer import check_ids
 from ..models.weights import Weights
@@ -24,9 +25,6 @@ from .rows import separator_token, spread_indices, spread_rows, topic_rows
 
 SPAN, TIMES = 32, 2
 """Tokens that are stated again in some rows, and how often."""
-
-SAMPLING_TOKENS = 32768
-"""Tokens in the cache at once while the model writes text; a constant, so that the text depends on no flag."""
 
 
 @dataclass(frozen=True)

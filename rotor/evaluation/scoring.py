@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, NumericsError
-from ..models.layerwise import LOGIT_BYTES, LayerwiseModel, logit_batches
+from ..models.layerwise import LayerwiseModel, logit_batches
+from ..models.memory import LOGIT_BYTES
 from ..progress import Advance
 
 KL_POSITIONS_BYTES = 1 << 24

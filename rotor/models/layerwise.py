@@ -24,16 +24,11 @@ from ..numerics import first_not_finite
 from ..progress import Advance
 from ..runtime.families import FAMILIES, Family, attention_shape
 from .checkpoint import is_finite
+from .memory import HEAD_POSITIONS, LOGIT_BYTES
 from .weights import Weights
 
 STATES_IN_MEMORY_BYTES = 256 << 20
 """Hidden states up to this size are kept in memory; larger ones in a file that is mapped."""
-
-LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 29}
-"""Memory that the float32 logits of one evaluation batch may take; on a CPU what its caches hold runs twice as fast."""
-
-HEAD_POSITIONS = 128
-"""Least positions that go through the head together, so that reading its weights is worth it."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a decoder layer, without the hidden states."""

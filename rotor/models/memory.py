@@ -15,6 +15,15 @@ from ..errors import UsageError
 HOST_SHARE, DEVICE_SHARE = 0.8, 0.9
 """Shares of the free memory that `auto` fills: estimates are not exact, and other programs need some."""
 
+LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 29}
+"""Memory that the float32 logits of one evaluation batch may take; on a CPU what its caches hold runs twice as fast."""
+
+HEAD_POSITIONS = 128
+"""Least positions that go through the head together, so that reading its weights is worth it."""
+
+SAMPLING_TOKENS = 32768
+"""Tokens in the cache at once while the model writes text; a constant, so that the text depends on no flag."""
+
 CGROUPS = Path("/sys/fs/cgroup")
 
 
