@@ -106,8 +106,11 @@ def _served(
     folders: dict[str, Path], options: dict[str, Any], eager: bool, settings: ServingSettings
 ) -> tuple[str, dict[str, int], list[dict[str, Any]]]:
     """vLLM's version, the tokens that each cache has room for, and what was measured."""
+    # The client keeps connections for 60 s and sends nothing again, a server 5: where the machine stands still between, a request fails.
     os.environ.update(
-        VLLM_LOGGING_STREAM="ext://sys.stderr", VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
+        VLLM_LOGGING_STREAM="ext://sys.stderr",
+        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        VLLM_HTTP_TIMEOUT_KEEP_ALIVE="600",
     )
     import vllm
     from vllm.benchmarks.sweep.server import ServerProcess
