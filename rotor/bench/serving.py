@@ -106,7 +106,7 @@ def _served(
     folders: dict[str, Path], options: dict[str, Any], eager: bool, settings: ServingSettings
 ) -> tuple[str, dict[str, int], list[dict[str, Any]]]:
     """vLLM's version, the tokens that each cache has room for, and what was measured."""
-    # The client keeps connections for 60 s and sends nothing again, a server 5: where the machine stands still between, a request fails.
+    # vLLM's client keeps connections for 60 s, its server for 5: a request on one that was closed would fail.
     os.environ.update(
         VLLM_LOGGING_STREAM="ext://sys.stderr",
         VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
