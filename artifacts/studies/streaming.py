@@ -1,0 +1,63 @@
+"""Loss far beyond the training length where StreamingLLM keeps its tokens' places, and where it counts them anew.
+
+    python artifacts/studies/streaming.py artifacts/demo-model --length 2048 --tokens 256
+
+Each row is held-out text (the report split, documents one behind the other). The prompt has as many tokens as the
+budget; every token behind it is read by itself through the cache. `positions: cache` counts positions among the tokens
+that are kept, as the paper does; `sequence` leaves each key at the place where it came; `full` drops nothing. Printed
+is the mean loss in nats by blocks of tokens, and how far apart the two ways are in each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from rotor import use_cache_policy
+from rotor.data.rows import spread_rows, text_rows
+from rotor.data.splits import held_out_documents
+from rotor.evaluation.cached import LONGEST_CHUNK, score_through_cache
+from rotor.policies import find_policy
+from rotor.recipe.sections import Evaluation
+
+EDGES = (256, 512, 1024, 1536, 2048, 3072, 4096, 5120, 6144)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
+    parser.add_argument("--tokens", type=int, default=256, help="budget, and tokens of the prompt")
+    parser.add_argument("--rows", type=int, default=8)
+    given = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    held_out = held_out_documents(Evaluation())
+    rows = spread_rows(text_rows(held_out.report, tokenizer, given.length), given.rows, held_out.description)
+    streaming = replace(find_policy("streaming-50"), tokens=given.tokens)
+    losses = {}
+    for name, policy in {
+        "full": None,
+        "sequence": replace(streaming, positions="sequence"),
+        "cache": replace(streaming, positions="cache"),
+    }.items():
+        use_cache_policy(model, policy)
+        chunk = 1 if policy else LONGEST_CHUNK
+        scores = score_through_cache(model, rows, lambda: DynamicCache(config=model.config), given.tokens, chunk)
+        losses[name] = scores.nll
+        first = scores.first
+        print(f"{name:>8}: done", flush=True)
+    print(f"{'tokens':>14}" + "".join(f"{name:>10}" for name in losses) + "   sequence - cache, rows")
+    for start, end in pairwise(edge for edge in EDGES if edge <= given.length):
+        block = {name: loss[:, max(0, start - first) : end - first].double() for name, loss in losses.items()}
+        apart = (block["sequence"] - block["cache"]).mean(1)
+        means = "".join(f"{loss.mean():>10.3f}" for loss in block.values())
+        print(f"{f'{start} to {end}':>14}{means}   " + " ".join(f"{value:+.3f}" for value in apart))
+
+
+if __name__ == "__main__":
+    main()
