@@ -303,7 +303,10 @@ def test_a_part_of_ones_own_is_a_class_in_a_file(tiny, tmp_path: Path) -> None:
 
 def test_zdcs_job_times_are_those_of_bytes(tmp_path: Path, monkeypatch) -> None:
     """Against sums by hand: Ulysses over two processes, and steps that each read weights and cache once."""
-    monkeypatch.setattr(combine, "STEPS", 4)
+    monkeypatch.setattr(combine, "STEPS", 2)
+    monkeypatch.setattr(caches, "GREEDY_TOKENS", 1)
+    fixed = ("uncompressed", "4 bits", "GEAR-4")
+    monkeypatch.setattr(zdc, "FIXED", {name: zdc.FIXED[name] for name in fixed})
     for module in (tiers, zdc):
         monkeypatch.setattr(module, "LIMIT", 4.0)
     monkeypatch.setattr(tier_search, "STEP", 0.8)

@@ -101,11 +101,17 @@ class Zdc(Part):
         if rates is None or not found:
             return
         rows = [
-            [name, *cells(jobs(rates, record, *TRACES[trace])), trace] for trace in TRACES for name, record in found
+            [name, number(record["q_d"]), *cells(jobs(rates, record, *request)), trace]
+            for trace, request in TRACES.items()
+            for name, record in found
         ]
-        header = ["cache", "time", *PARTS, "trace"]
+        header = ["cache", "Q_d", "time", *PARTS, "trace"]
         title = "Predicted job times at equal quality (ZDC figures 19 and 22, in shape)"
-        yield Table(header, rows, title, f"{TEXT}Milliseconds, at a Q_d of at most {LIMIT:g}; /ZO rebuilds.")
+        text = (
+            f"{TEXT}Milliseconds. What can be chosen costs a Q_d of at most {LIMIT:g}, of tiers on other text; "
+            "GEAR and 4 bits are as they are. /ZO rebuilds."
+        )
+        yield Table(header, rows, title, text)
         rows = [
             [name, str(length), *cells(jobs(rates, record, length, TRACES["The Pile"][1]))]
             for length in LENGTHS
