@@ -20,7 +20,7 @@ from ..cache_part import CONTROL, CachePart, StudiedCache, cache_records
 from ..caches import CacheRecord
 from ..context import StudyContext
 from ..part import Task
-from ..plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
+from ..plots import KL_LABEL, LEAST_KL, draw_line
 from ..store import StudyStore
 from ..tables import Table, number
 
@@ -85,13 +85,13 @@ def _draw(records: list[CacheRecord], figure: Any) -> None:
     axes, series = figure.subplots(), dict[str, list[tuple[Any, float]]]()
     for record in records:
         kind, name = record.name.split(": ", 1)
-        series.setdefault(f"{name} ({record.kv_bytes_per_token:.0f} bytes)", []).append(
-            (kind, max(record.kl_div, LEAST_KL))
-        )
+        label = name if "bytes" in name else f"{name}, {record.kv_bytes_per_token:.0f} bytes"
+        series.setdefault(label, []).append((kind, max(record.kl_div, LEAST_KL)))
     for index, (name, points) in enumerate(series.items()):
         draw_line(axes, index, points, name, linestyle="")
     axes.set(ylabel=KL_LABEL, yscale="log")
-    draw_legend(axes)
+    axes.tick_params(axis="x", labelrotation=20)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
 
 
 def _measure(study: StudyContext, kind: str, name: str, case: StudiedCache) -> CacheRecord:
