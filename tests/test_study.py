@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,16 @@ from conftest import DEMO_MODEL
 
 from rotor.calibration.run import Run
 from rotor.errors import DataError, UsageError
+from rotor.prediction.devices import bundled_devices
 from rotor.recipe import load_recipe
 from rotor.recipe.settings import Compute
 from rotor.report.style import shown_loss
+from rotor.search import tiers as tier_search
 from rotor.search.measurer import rank_path
+from rotor.study import caches
 from rotor.study import context as study_context
 from rotor.study.part import find_part
-from rotor.study.parts import curves, pruning, tokens
+from rotor.study.parts import combine, curves, pruning, tiers, tokens, zdc
 from rotor.study.records import METRIC_LABELS
 from rotor.study.request import StudyPlan
 from rotor.study.store import StudyStore
@@ -295,3 +299,47 @@ def test_a_part_of_ones_own_is_a_class_in_a_file(tiny, tmp_path: Path) -> None:
     for name, message in ((f"{path}:Nothing", "is no subclass"), ("none.py:Layers", "no such file")):
         with pytest.raises(UsageError, match=message):
             study(tiny("llama"), tmp_path / "study", ["fdc"], **{**arguments, "parts": [name]})
+
+
+def test_zdcs_job_times_are_those_of_bytes(tmp_path: Path, monkeypatch) -> None:
+    """Against sums by hand: Ulysses over two processes, and steps that each read weights and cache once."""
+    monkeypatch.setattr(combine, "STEPS", 2)
+    monkeypatch.setattr(caches, "GREEDY_TOKENS", 1)
+    fixed = ("uncompressed", "4 bits", "GEAR-4")
+    monkeypatch.setattr(zdc, "FIXED", {name: zdc.FIXED[name] for name in fixed})
+    for module in (tiers, zdc):
+        monkeypatch.setattr(module, "LIMIT", 4.0)
+    monkeypatch.setattr(tier_search, "STEP", 0.8)
+    monkeypatch.setattr(caches, "LONG_TOKENS", 256)
+    overrides = [*SMALL, "evaluation.metric=text", "evaluation.report_tokens=64", "evaluation.search_tokens=64"]
+    overrides += ["cache.tiers_tokens=64", "prune.kmeans=null"]
+    overrides += ["tokens.source=random", "tokens.count=512"]
+    arguments = {"overrides": overrides, "parts": ["zdc"], "plots": find_spec("matplotlib") is not None}
+    found = study(DEMO_MODEL, tmp_path / "study", ["zdc"], **arguments).records
+    rates, whole = zdc.Rates(**found["zdc/rates"]), found["zdc/caches/uncompressed"]
+    # A process sends half of the heads of its 1250 tokens, and half of the outputs of the others', in 5 layers.
+    assert whole["sent"]["2500"] == 5 * 1250 * (3 * 64 + 2 * 64 + 3 * 64) * 2
+    assert (whole["sent"]["161"], whole["bytes"], whole["q_d"]) == (0, 2560, pytest.approx(0, abs=0.01))
+    size = (DEMO_MODEL / "model.safetensors").stat().st_size
+    seconds = zdc.jobs(rates, whole, 2500, 2)
+    read = {"weights": 2 * size, "cache": (2501 + 2502) * 2560, "rebuilt": 0}
+    device = bundled_devices()[StudyPlan.of(["zdc"], []).first.objective.device]
+    assert seconds == pytest.approx(
+        {"sent": 5 * 1250 * 1024 / device.link_bytes_per_s}
+        | {part: of / device.bandwidth_bytes_per_s for part, of in read.items()}
+    )
+    four = found["zdc/caches/4 bits"]
+    rebuilding = zdc.jobs(rates, four, 2500, 2)["rebuilt"] * device.bandwidth_bytes_per_s
+    assert rebuilding == pytest.approx(2 * (2501 + 2502) * 2560)
+    assert four["bytes"] == 720
+    # Half of the channels halve what is sent, where rows and queries are cut alike.
+    half = found["zdc/at equal Q_d/zdc"]
+    assert half["sent"]["2500"] < 0.9 * whole["sent"]["2500"]
+    assert half["q_d"] <= 4
+    batches = [batch for *_, batch in zdc.rate_curve(rates, whole)]
+    assert batches[-1] == (zdc.GPU_BYTES - size) // (2560 * 2946)
+    summary = (tmp_path / "study" / "summary.md").read_text()
+    for figures in ("19 and 22", "3b, 4, 5 and 9", "20 and 23", "21"):
+        assert f"(ZDC figure{'s' * (figures != '21')} {figures}, in shape)" in summary
+    for row in ("| zdc/ZO | ", "| weights in 4 bits | 2500 | "):
+        assert row in summary

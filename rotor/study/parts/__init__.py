@@ -1,6 +1,6 @@
 """The parts of a study that rotor has: each is a class in a file of its name."""
 
-ON_REQUEST = ("methods", "memory", "shift", "evict", "budgets", "combine", "gear", "tiers", "overhead", "tasks")
+ON_REQUEST = ("methods", "memory", "shift", "evict", "budgets", "combine", "gear", "tiers", "zdc", "overhead", "tasks")
 """Parts that take longest, and only run when they are named."""
 
 PARTS = ("curves", "tokens", "pruning", "ablation", *ON_REQUEST)

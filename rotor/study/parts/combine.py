@@ -58,14 +58,14 @@ def with_recipe(name: str, coded: bool) -> dict[str, Found]:
     """A recipe alone, with what evicts, both equally, and where rows are numbers with codes."""
     found: dict[str, Found] = {f"{name} alone": lambda removed: StudiedCache(name, None, name, removed)}
     for method in EVICTING:
-        found[f"{name} and {method}"] = partial(_both, name, method)
+        found[f"{name} and {method}"] = partial(both, name, method)
     if not coded:
         for label, policy in CODES.items():
             found[f"{name} and {label}"] = partial(_coded, name, policy)
     return found
 
 
-def _both(name: str, method: str, removed: float) -> StudiedCache:
+def both(name: str, method: str, removed: float) -> StudiedCache:
     each = equal_contribution(removed)
     return StudiedCache(f"{name} and {method}", evictions(1 - each)[method], name, each)
 
@@ -83,14 +83,21 @@ def equal_contribution(total: float) -> float:
 
 
 def strongest(study: StudyContext, name: str, found: Found, target: float) -> CacheRecord:
-    """The record of the largest share removed whose accuracy is at least `target`, by bisection; accuracy is taken to
-    fall with it."""
+    """The record of the largest share removed whose accuracy is at least `target`."""
+    best = most_removed(lambda removed: found(removed).measure(study, name), lambda r: r.accuracy >= target)
+    return replace(best[1], name=name) if best else CacheRecord(name, skipped=f"nothing keeps {target:g}")
+
+
+def most_removed(
+    measure: Callable[[float], CacheRecord], fits: Callable[[CacheRecord], bool]
+) -> tuple[float, CacheRecord] | None:
+    """The largest share removed whose record fits, and that record, by bisection; what fits is taken to end once."""
     low, high, best = 0, STEPS, None
     while high - low > 1:
         middle = (low + high) // 2
-        record = found(middle / STEPS).measure(study, name)
-        if record.skipped or record.accuracy < target:
+        record = measure(middle / STEPS)
+        if record.skipped or not fits(record):
             high = middle
         else:
-            low, best = middle, record
-    return replace(best, name=name) if best else CacheRecord(name, skipped=f"nothing keeps {target:g}")
+            low, best = middle, (middle / STEPS, record)
+    return best

@@ -72,7 +72,7 @@ def _choice(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
     """The ratios that `rotor export --set cache.tiers=LIMIT` would choose, on the search split."""
     search = study.data.search
     rows = search[: max(1, recipe.cache.tiers_tokens // search.shape[1])]
-    _compress(study, name, recipe, study.network)
+    compress(study, name, recipe, study.network)
     try:
         policy, loss = choose_tiers(study.network, rows, LIMIT, study.progress)
     except AccuracyError:
@@ -90,17 +90,17 @@ def _record(study: StudyContext, name: str, recipe: Recipe, kind: str) -> CacheR
     if kind in BY:
         stored = read_stored(chosen, RESULTS)
         assert isinstance(stored, TiersPolicy)
-        _compress(study, name, recipe, caches.network)
+        compress(study, name, recipe, caches.network)
         policy = replace(stored, importance=BY[kind])
         return caches.record(label, CachedModel(caches.network, policy, compressed=True))
     removed = 1 - records[f"{Tiers.name}/{name}: tiers"]["mean_kv_bytes_per_token"] / caches.whole
     if kind == OWN_RANKS:
         return caches.of_plan(label, *study.path(name, recipe), removed)
-    _compress(study, name, recipe, caches.network, removed)
+    compress(study, name, recipe, caches.network, removed)
     return caches.record(label, CachedModel(caches.network, compressed=True))
 
 
-def _compress(study: StudyContext, name: str, recipe: Recipe, network: CompressibleModel, removed: float = 0.0) -> None:
+def compress(study: StudyContext, name: str, recipe: Recipe, network: CompressibleModel, removed: float = 0.0) -> None:
     """To all channels of the bases, or all but a share of each group's."""
     bases, ranks = first_candidates(study.run(name, recipe)), []
     for layer in bases:
