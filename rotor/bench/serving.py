@@ -106,11 +106,8 @@ def _served(
     folders: dict[str, Path], options: dict[str, Any], eager: bool, settings: ServingSettings
 ) -> tuple[str, dict[str, int], list[dict[str, Any]]]:
     """vLLM's version, the tokens that each cache has room for, and what was measured."""
-    # vLLM's client keeps connections for 60 s, its server for 5: a request on one that was closed would fail.
     os.environ.update(
-        VLLM_LOGGING_STREAM="ext://sys.stderr",
-        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        VLLM_HTTP_TIMEOUT_KEEP_ALIVE="600",
+        VLLM_LOGGING_STREAM="ext://sys.stderr", VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
     )
     import vllm
     from vllm.benchmarks.sweep.server import ServerProcess
