@@ -14,7 +14,7 @@ from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.errors import UsageError
 from rotor.export.export import export
-from rotor.format.places import OutputFolder, check_apart, check_removable, mark_unfinished, remove
+from rotor.format.places import OutputFolder, check_apart, mark_unfinished
 
 SETTINGS = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "groups.size=1", "ranks.multiple_of=4"]
 
@@ -182,20 +182,3 @@ def test_places_are_compared_by_what_they_are(tmp_path: Path) -> None:
             check_apart(out, [source])
     check_apart(tmp_path / "ab", [a, a / "b", tmp_path / "nowhere"])
     assert OutputFolder.at(link / "x", "run").path == a / "x"
-
-
-def test_removal(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (tmp_path / "link").symlink_to(folder)
-    with pytest.raises(UsageError, match="is not a folder"):
-        check_removable(tmp_path / "link", "run")
-    mark_unfinished(folder, "run")
-    notes(folder / "bases")
-    outside = notes(tmp_path / "outside")
-    (folder / "out").symlink_to(outside)
-    with pytest.raises(UsageError, match="nothing in it says that it is a checkpoint folder"):
-        remove(folder, "checkpoint")
-    remove(folder, "run")
-    assert not folder.exists()
-    assert (outside / "diary.txt").is_file()

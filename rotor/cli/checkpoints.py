@@ -192,7 +192,7 @@ def _print_export(out: Path, result: ExportResult) -> None:
         name = report["cache"]["policy"]["method"]
         say(f"Cache policy {name}: {found:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
     print_seconds(result.seconds)
-    say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
+    say(f"Digest: {result.digest} (of every file: what `sha256sum {shlex.quote(str(out))}/manifest.json` prints)")
     say(f"Next: rotor validate {shlex.quote(str(out))}")
 
 
@@ -226,7 +226,6 @@ class ValidateOptions(MemoryOptions):
     recipe: str | None = None
     text: Path | None = None
     overrides: list[str] = NONE
-    digest: str | None = None
     cache: str | None = None
     tasks: str | None = None
     lengths: str = "4096"
@@ -241,29 +240,24 @@ def validate(folders: list[Path], options: ValidateOptions, output: Output, no_m
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
 
     Args:
-        folders: One or more folders that `rotor export` wrote; with --cache also uncompressed models, whose accuracy
-            with that policy is measured against a plain cache.
+        folders: One or more folders that `rotor export` wrote.
         model: Source model, if it is not where it was; checkpoints without weights take them from it.
         run: Run folder, if it is not where it was.
         recipe: Recipe whose section evaluation says how accuracy is measured.
         text: Text to measure accuracy on, as of `rotor calibrate`: a file or a folder.
-        digest: What `rotor export` printed: the digest of every file.
         results: New folder for the files of --tasks, which are those of lm-eval and kvpress; by default OUT-tasks.
     """
-    for option in ("digest", "results"):
-        if getattr(options, option) is not None and len(folders) > 1:
-            raise UsageError(f"--{option} belongs to one folder.", "Validate them one by one.")
+    if options.results is not None and len(folders) > 1:
+        raise UsageError("--results belongs to one folder.", "Validate them one by one.")
     options.checked()
     for folder in folders:
         check_folder(folder)
 
-    from ..validation.validate import SourceMeasurements
     from ..validation.validate import validate as run_validate
 
     how: dict[str, Any] = vars(options) | {"measure": not no_measure, "progress": output.progress()}
     how |= {"tasks": split(options.tasks or ""), "lengths": numbers("--lengths", options.lengths)}
-    shared = SourceMeasurements()
-    results = [run_validate(folder, **how, shared=shared) for folder in folders]
+    results = [run_validate(folder, **how) for folder in folders]
 
     def text() -> None:
         for result in results:

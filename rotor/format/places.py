@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import CheckpointError, UsageError
 from .atomic import sync, write_json
 from .json_files import read_json
-from .manifest import CHANGING, MANIFEST, MARKERS, UNFINISHED, Kind, Manifest
+from .manifest import MARKERS, UNFINISHED, Kind, Manifest
 
 MINE = "Choose another folder, or remove it yourself."
 
@@ -36,16 +36,10 @@ class OutputFolder:
 
     @classmethod
     def at(cls, given: str | Path, kind: Kind) -> OutputFolder:
-        """Raises UsageError for the root of the file system, and a name that safetensors cannot open."""
+        """Raises UsageError for the root of the file system."""
         path = Path(os.path.realpath(given))
         if not path.name:
             raise UsageError(f"{given}: is the root of the file system.", "Choose a folder in it.")
-        try:
-            str(path).encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                f"{path}: is not UTF-8.", "safetensors opens no other names; choose one in UTF-8."
-            ) from error
         return cls(path, kind)
 
     @property
@@ -109,24 +103,10 @@ def _is_in(path: Path, folder: Path) -> bool:
 
 
 def check_file(path: Path) -> None:
-    """Raises UsageError where a result cannot become this file, before it is worked for.
-
-    A folder has its name, nothing can be written above it, or it would be foreign to a run or a checkpoint.
-    """
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder.", "Give the name of a file.")
-    place = path.resolve()
-    above = next(folder for folder in place.parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise UsageError(f"{path}: {above} is no folder that can be written to.", "Choose another place.")
-    for folder in place.parents:
-        with suppress(CheckpointError):
-            kind = Manifest.read(folder).kind
-            if not CHANGING[kind].fullmatch(place.relative_to(folder).as_posix()):
-                raise UsageError(
-                    f"{path}: lies in the {kind} {folder}, whose {MANIFEST} has every file that belongs there.",
-                    "Choose a place outside of it.",
-                )
+    """Raises UsageError where a result cannot become this file, before it is worked for."""
+    above = next(folder for folder in path.resolve().parents if folder.exists())
+    if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
+        raise UsageError(f"{path}: no file can be written there.", "Choose another place.")
 
 
 def mark_unfinished(folder: Path, kind: Kind) -> None:

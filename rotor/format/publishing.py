@@ -5,11 +5,10 @@ Whoever publishes a folder holds its lock (rotor.format.locks): whatever else ha
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -19,9 +18,6 @@ from torch import Tensor
 from ..errors import CheckpointError, UsageError
 from .atomic import sync
 from .places import OutputFolder, mark_unfinished, remove, unmark
-
-REMOVING = 4
-"""Descriptors that removing a folder takes at once, kept for it where the limit on open files has been reached."""
 
 
 @contextmanager
@@ -44,19 +40,16 @@ def staged_folder(out: OutputFolder, overwrite: bool, sources: list[Path], neede
         ) from error
     out.check(overwrite, sources)  # again: an old folder may have been put back
     check_space(out.path, needed_bytes)
-    staging, spare = out.new_name(), ExitStack()
+    staging = out.new_name()
     try:
         staging.mkdir()
         mark_unfinished(staging, out.kind)
-        for _ in range(REMOVING):
-            spare.callback(os.close, os.open(staging, os.O_RDONLY))
         yield staging
         publish_folder(staging, out)
     except (OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{out.path}: writing failed: {reason}", "Nothing was changed there.") from error
     finally:
-        spare.close()
         with suppress(OSError, UsageError):  # it is not there any more
             remove(staging, out.kind)
 
@@ -100,16 +93,12 @@ def _exchange(folder: Path, out: OutputFolder) -> None:
     try:
         os.rename(out.path, old)
         os.rename(folder, out.path)
-    except BaseException as error:  # also an interruption between the two
+    except BaseException:  # also an interruption between the two
         if old.exists() and not out.path.exists():
             os.rename(old, out.path)
-        if isinstance(error, OSError) and error.errno in (errno.EBUSY, errno.EXDEV):
-            raise CheckpointError(f"{out.path}: cannot be renamed ({error.strerror}).", "Choose another.") from error
         raise
-    gone = out.new_name()  # a name that nobody restores, since from here on it may be there in part
-    os.rename(old, gone)
     with suppress(OSError):
-        remove(gone, out.kind)
+        remove(old, out.kind)
 
 
 def recover(out: OutputFolder, but: Path | None = None) -> None:

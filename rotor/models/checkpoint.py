@@ -46,8 +46,6 @@ class Checkpoint:
         if not self.folder.is_dir():
             said = "is a file" if self.folder.exists() else "no such folder"
             raise MissingError(f"{folder}: {said}.", "Give the folder of a downloaded model.")
-        if any("\udc80" <= character <= "\udcff" for character in str(folder)):
-            raise CheckpointError(f"{folder}: is not UTF-8.", "safetensors opens no other names; rename the folder.")
         _check_files(self.folder)
         hint = "Give a folder that save_pretrained wrote."
         if (self.folder / "run.json").is_file():

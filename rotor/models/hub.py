@@ -24,15 +24,7 @@ LEFT_ALONE = ["*/*", "consolidated*"]
 TEMPLATES = ["additional_chat_templates/*.jinja"]
 """Fetched apart, since no pattern leaves all folders alone but one."""
 
-ORIGINAL = "Give the checkpoint that it was made from; its README.md usually names it as base_model"
-DEQUANTISE = "; or load it with transformers in bfloat16 ({}), save_pretrained, and give that folder"
-QUANTISED = {
-    "awq": ("integers of AWQ", ""),
-    "gptq": ("integers of GPTQ", ""),
-    "fp8": ("numbers of 8 bits (FP8)", DEQUANTISE.format("quantization_config=FineGrainedFP8Config(dequantize=True)")),
-    "bitsandbytes": ("quantised by bitsandbytes", DEQUANTISE.format("then model.dequantize()")),
-}
-"""What weights are by `quant_method`, and what else to do."""
+ORIGINAL = "Give the checkpoint that it was made from; its README.md usually names it as base_model."
 
 
 @dataclass(frozen=True)
@@ -119,8 +111,7 @@ def _check(folder: Path) -> None:
         )
     if isinstance(section, dict):
         method = str(section.get("quant_method"))
-        what, else_ = QUANTISED.get(method, (f"quantised ({method[:40]})", ""))
-        raise UnsupportedModelError(f"{folder}: already quantised: its weights are {what}.", f"{ORIGINAL}{else_}.")
+        raise UnsupportedModelError(f"{folder}: already quantised ({method[:40]}).", ORIGINAL)
     find_family(config_of(folder))
 
 

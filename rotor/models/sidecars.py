@@ -27,7 +27,7 @@ BELONGS = re.compile(
 def sidecars(folder: Path) -> list[str]:
     """Names of a model's files to take along unchanged, relative to its folder, sorted.
 
-    Links within the folder, to where config.json lies (the hub's cache) and into git-annex are followed.
+    Links within the folder, and to where config.json lies (the hub's cache), are followed.
 
     Raises:
         CheckpointError: one of them is a link that leads to nothing, or out of the model.
@@ -37,7 +37,6 @@ def sidecars(folder: Path) -> list[str]:
     names = sorted(name for name in names if BELONGS.fullmatch(name))
     here = folder.resolve()
     allowed = {here, (folder / "config.json").resolve().parent}
-    allowed |= {above / ".git" / "annex" / "objects" for above in (here, *here.parents)}
     for path in (folder / name for name in names):
         target = Path(os.path.realpath(path))
         if not target.is_file() or not allowed & set(target.parents):
