@@ -169,10 +169,11 @@ def test_configs(tiny, tmp_path: Path) -> None:
 
 def test_files_that_are_not_what_their_names_say(tmp_path: Path) -> None:
     model = shutil.copytree(DEMO_MODEL, tmp_path / "model")
-    (model / "tokenizer.json").unlink()
-    os.mkfifo(model / "tokenizer.json")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: is no regular file"):
-        Checkpoint(model)
+    for name, text in (("model.safetensors", "no model.safetensors"), ("config.json", "is no regular file")):
+        (model / name).unlink()
+        os.mkfifo(model / name)  # which is not waited for
+        with pytest.raises(CheckpointError, match=text):
+            Checkpoint(model)
     (tmp_path / "config.json").write_text("{}")
     save_file({"a": torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with pytest.raises(NumericsError, match="tensor a has 1 elements"):

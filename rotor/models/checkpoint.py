@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from ..checked import shorten
 from ..errors import CheckpointError, MissingError, NumericsError, RotorError, UnsupportedModelError
 from ..format.hashes import file_sha256
-from ..format.json_files import check_regular, read_json
+from ..format.json_files import read_json
 from .sidecars import sidecars
 from .source_config import check_config, check_generation_config
 from .tokenizer import load_tokenizer
@@ -241,14 +241,12 @@ def config_of(folder: Path) -> Any:
 
 
 def _check_files(folder: Path) -> None:
-    """Raises UnsupportedModelError for other formats, CheckpointError for pipes."""
+    """Raises UnsupportedModelError for other formats."""
     for name, (what, hint) in OTHER_FORMATS.items():
         if (folder / name).is_file():
             raise UnsupportedModelError(f"{folder / name}: {what}, which rotor cannot compress.", hint)
     if not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
         raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", ORIGINAL)
-    for path in sorted(folder.iterdir()):
-        check_regular(path, "Replace it by the model's own file.")
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -50,12 +50,10 @@ class Needs:
         estimate: Estimate,
         streamed: bool,
         out: Path,
-        left: float = 1.0,
     ) -> Needs:
-        """Args: left: share of the layers that is not calibrated yet."""
         rate, rate64 = matmul_rate(device, dtype), matmul_rate(torch.device("cpu"), torch.float64)
         seconds = {
-            name: round(count / (rate64 if name == "statistics" else rate) * (1.0 if name == "text" else left), 1)
+            name: round(count / (rate64 if name == "statistics" else rate), 1)
             for name, count in outline.calibration_flops(recipe).items()
         }
         return cls.of(estimate, streamed, out, estimate.disk_bytes, estimate.kept_disk_bytes, seconds)

@@ -42,7 +42,7 @@ def trusted_evaluation(stored: Recipe, given: str | Recipe | None, overrides: It
     if given is not None:
         return TrustedEvaluation(spec)
     named = {item.partition("=")[0].strip() for item in overrides}
-    withheld = {}
+    withheld: dict[str, str | None] = {}
     if spec.metric.startswith(LM_EVAL):
         withheld["evaluation.metric"] = spec.metric
     if spec.source == "text":
