@@ -120,15 +120,6 @@ def test_help_begins_with_what_a_user_calls() -> None:
     assert [name for name in called if f"rotor.{name}(" not in shown] == []
 
 
-def test_a_traceback_is_offered_only_where_it_tells_something(capsys: pytest.CaptureFixture[str]) -> None:
-    caused = CheckpointError("x: transformers cannot load it.")
-    caused.__cause__ = ValueError("y")
-    for error, offered in ((UsageError("x."), False), (MissingError("x."), False), (caused, True)):
-        with pytest.raises(SystemExit):
-            cli._fail(error)
-        assert ("ROTOR_DEBUG" in capsys.readouterr().err) == offered
-
-
 def test_help_has_whole_summaries_at_the_width_of_the_terminal(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     _, shown, _ = rotor(capsys, "--help")
