@@ -19,9 +19,7 @@ from conftest import ROOT, calibrated
 from test_cli import rotor
 
 import rotor as rotor_package
-from rotor import cli
 from rotor.cli import console
-from rotor.errors import CheckpointError, MissingError, UsageError
 
 REFUSED = {
     ("--help",): (0, ""),

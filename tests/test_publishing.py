@@ -143,7 +143,7 @@ def test_sidecars_are_those_of_a_model(tmp_path: Path) -> None:
 
 def test_a_removal_that_was_stopped_half_way_is_finished_by_the_next(whole: Run, tmp_path: Path) -> None:
     """A folder that is emptied but not yet gone is no file of the user's."""
-    old = shutil.copytree(whole.folder, tmp_path / ".out.rotor-0123456789abcdef")
+    old = shutil.copytree(whole.folder, tmp_path / ".out.rotor-old")
     for path in (old / "bases").iterdir():
         path.unlink()
     assert (old / "manifest.json").is_file()

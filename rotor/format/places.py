@@ -8,8 +8,6 @@ Links in paths are resolved before anything is compared or written.
 from __future__ import annotations
 
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
@@ -47,14 +45,15 @@ class OutputFolder:
         """Where an unfinished run lies."""
         return self.path.with_name(f"{self.path.name}.partial")
 
-    def new_name(self, end: str = "") -> Path:
-        """A name beside it that nobody has."""
-        return self.path.with_name(f".{self.path.name}.rotor-{secrets.token_hex(8)}{end}")
+    @property
+    def staging(self) -> Path:
+        """Where it is made."""
+        return self.path.with_name(f".{self.path.name}.rotor-new")
 
-    def leftovers(self) -> list[Path]:
-        """What killed processes left of it, under names that `new_name` gave."""
-        parent, known = self.path.parent, re.compile(re.escape(f".{self.path.name}.rotor-") + "[0-9a-f]{16}(-old)?")
-        return [path for path in sorted(parent.iterdir()) if known.fullmatch(path.name)] if parent.is_dir() else []
+    @property
+    def replaced(self) -> Path:
+        """Where the folder that it takes the place of lies until it has."""
+        return self.path.with_name(f".{self.path.name}.rotor-old")
 
     def check(self, overwrite: bool, sources: Iterable[Path], kept: Iterable[Path] = ()) -> None:
         """Raises UsageError where the folder must not be written.
@@ -64,7 +63,7 @@ class OutputFolder:
             sources: folders that are read: the output must not lie in them, nor they in what may be removed.
             kept: files and folders that must only not be removed.
         """
-        check_apart(self.path, sources, kept, [self.path, self.partial, *self.leftovers()])
+        check_apart(self.path, sources, kept, [self.path, self.partial, self.staging, self.replaced])
         if not self.path.exists():
             return
         if not self.path.is_dir():

@@ -40,7 +40,7 @@ def staged_folder(out: OutputFolder, overwrite: bool, sources: list[Path], neede
         ) from error
     out.check(overwrite, sources)  # again: an old folder may have been put back
     check_space(out.path, needed_bytes)
-    staging = out.new_name()
+    staging = out.staging
     try:
         staging.mkdir()
         mark_unfinished(staging, out.kind)
@@ -72,12 +72,12 @@ def publish_folder(folder: Path, out: OutputFolder) -> None:
     Raises:
         UsageError: what is there is not rotor's to remove. OSError: the disk fails.
     """
-    recover(out, but=folder)
     for place, _, files in os.walk(folder):
         for name in files:
             sync(Path(place) / name)
         sync(Path(place))
     if out.path.is_dir() and any(out.path.iterdir()):
+        recover(out, but=folder)
         _exchange(folder, out)
     else:
         unmark(folder)
@@ -88,7 +88,7 @@ def publish_folder(folder: Path, out: OutputFolder) -> None:
 def _exchange(folder: Path, out: OutputFolder) -> None:
     """Put a folder in the place of another one, which is kept until the new one is there."""
     out.check(overwrite=True, sources=())  # again: what has come into it since
-    old = out.new_name("-old")
+    old = out.replaced
     unmark(folder)
     try:
         os.rename(out.path, old)
@@ -103,11 +103,11 @@ def _exchange(folder: Path, out: OutputFolder) -> None:
 
 def recover(out: OutputFolder, but: Path | None = None) -> None:
     """Remove what a killed process left of a folder; put the old one back if it was killed between two renames."""
-    for path in (found for found in out.leftovers() if found != but):
-        if path.name.endswith("-old") and not out.path.exists():
-            os.rename(path, out.path)
-            sync(out.path.parent)
-        else:
+    if out.replaced.exists() and not out.path.exists():
+        os.rename(out.replaced, out.path)
+        sync(out.path.parent)
+    for path in (out.replaced, out.staging):
+        if path.exists() and path != but:
             with suppress(UsageError):  # not rotor's: stays
                 remove(path, out.kind)
 
