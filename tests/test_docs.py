@@ -54,7 +54,7 @@ PARSED_ALONE = {
 def commands(page: Path) -> list[list[str]]:
     """The indented commands of a page that are rotor's, without comments, as lists of words."""
     lines = re.findall(r"^    ((?:rotor|torchrun) .*)$", page.read_text("utf-8"), flags=re.MULTILINE)
-    found = [shlex.split(line, comments=True) for line in lines]
+    found = [shlex.split(line.partition(" > ")[0], comments=True) for line in lines]
     return [
         [PLACES.get(word, word.replace("path=FILE", f"path={PLACES['FILE']}")) for word in words] for words in found
     ]

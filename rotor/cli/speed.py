@@ -168,7 +168,7 @@ def traffic(
     output.show(result, text)
 
 
-@command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 --json > bench.json")
+@command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 --json")
 def bench(
     folder: Path,
     compute: DeviceOptions,
