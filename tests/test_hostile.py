@@ -133,7 +133,9 @@ def test_safetensors_headers_and_indexes(tmp_path: Path) -> None:
         index.write_bytes(content)
         clean(lambda: read_tensors(tmp_path))
 
-    mutate({"metadata": {"total_size": 16}, "weight_map": {"a": weights.name, "b.weight": weights.name}}, check_index)
+    weights.rename(tmp_path / "other.safetensors")
+    named = dict.fromkeys(("a", "b.weight"), "other.safetensors")
+    mutate({"metadata": {"total_size": 16}, "weight_map": named}, check_index)
     for entry in ("../model.safetensors", "/abs/model.safetensors", "sub/model.safetensors", ".."):
         index.write_text(json.dumps({"weight_map": {"a": entry}}))
         with pytest.raises(CheckpointError, match=r"a is in .*expected a file name in this folder"):

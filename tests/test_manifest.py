@@ -28,8 +28,6 @@ def made(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """model, run and out in one folder; do not write to them."""
     folder = tmp_path_factory.mktemp("manifest")
     model = shutil.copytree(tiny("llama"), folder / "model")
-    (model / "additional_chat_templates").mkdir()
-    (model / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
     (model / "LICENSE").write_text("do what you like")
     run = calibrated(model, folder / "run", "post", 1)
     export(run.folder, folder / "out", compression=0.4)
@@ -51,7 +49,6 @@ def found(folder: Path) -> dict[str, str]:
 def test_any_file_that_is_edited_added_or_gone_is_named(out: Path) -> None:
     manifest = Manifest.read(out)
     assert manifest.problems() == {}
-    assert "additional_chat_templates/tool.jinja" in manifest.files
     names = [path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()]
     assert set(names) == {*manifest.files, "manifest.json"}
     for name in manifest.files:

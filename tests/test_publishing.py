@@ -123,10 +123,10 @@ def test_what_a_power_loss_tore_is_not_gone_on_with(model: Path, tmp_path: Path,
 def test_sidecars_are_those_of_a_model(tmp_path: Path) -> None:
     """Never a key, a backup, or other weights; links that lead out are refused."""
     model = tmp_path / "dataset" / "model"
-    (model / "additional_chat_templates").mkdir(parents=True)
+    model.mkdir(parents=True)
     wanted = [
         *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "LICENSE", "generation_config.json"),
-        *("chat_template.jinja", "NOTICE", "additional_chat_templates/rag.jinja", "qwen.tiktoken"),
+        *("chat_template.jinja", "NOTICE", "qwen.tiktoken"),
     ]
     other = [
         *("config.json", "id_rsa", ".env", "tf_model.h5", "model.gguf", "tokenizer.json.bak", "merges.txt.orig"),

@@ -96,13 +96,6 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> 
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def in_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    change(index["weight_map"])
-    path.write_text(json.dumps(index))
-
-
 O_PROJ = LAYER + "o_proj.weight"
 
 
@@ -124,24 +117,9 @@ add = in_tensors(O_PROJ, lambda t: t.update({"extra.weight": torch.ones(2)}))
 rename = in_tensors(O_PROJ, lambda t: t.update({"other.weight": t.pop(O_PROJ)}))
 NORMS = [f"model.layers.{i}.input_layernorm.weight" for i in (0, 1)]
 DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "dropped": (drop, "error", f"{O_PROJ} is missing"),
-    "dropped twice": (
-        lambda f: (drop(f), in_index(f, lambda m: m.pop(O_PROJ))),
-        "tensor names",
-        f"{O_PROJ} is missing",
-    ),
-    "not in the index": (lambda f: in_index(f, lambda m: m.pop(O_PROJ)), "error", f"{O_PROJ} is not in the index"),
-    "added": (add, "error", "tensor extra.weight is not in the index"),
-    "added twice": (
-        lambda f: (add(f), in_index(f, lambda m: m.update({"extra.weight": m[O_PROJ]}))),
-        "tensor names",
-        "extra.weight in model-0000",
-    ),
-    "renamed": (
-        lambda f: (rename(f), in_index(f, lambda m: m.update({"other.weight": m.pop(O_PROJ)}))),
-        "tensor names",
-        f"{O_PROJ} is missing; other.weight in model-0000",
-    ),
+    "dropped": (drop, "tensor names", f"{O_PROJ} is missing"),
+    "added": (add, "tensor names", "extra.weight in model-0000"),
+    "renamed": (rename, "tensor names", f"{O_PROJ} is missing; other.weight in model-0000"),
     "shape": (
         in_tensors(O_PROJ, lambda t: t.update({O_PROJ: t[O_PROJ].T.contiguous()})),
         "tensor shapes and dtypes",

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..errors import UsageError
-from .app import check_folder, check_results, command, command_line, numbers
+from ..format.places import check_file
+from .app import check_folder, command, command_line, numbers
 from .console import in_bytes, print_table, say
 from .options import Count, DeviceOptions, Json, Printed
 
@@ -47,7 +48,8 @@ def compile_kernels(
         raise UsageError("expected one of OUT, --named and --table.", "Example: rotor compile out/demo")
     if folder is not None:
         check_folder(folder)
-    check_results(table)
+    if table is not None:
+        check_file(table)
 
     from ..bench import precompile
     from ..bench.records import provenance
@@ -290,7 +292,7 @@ def gpu(
         tune: A checkpoint whose tiles are measured and written into its kernel_config.json, and no more.
         dry: Toy sizes in Triton's interpreter, on a CPU: everything but the numbers.
     """
-    check_results(out)
+    check_file(out)
     from ..bench import gpu as measured
 
     if tune is not None:

@@ -156,47 +156,34 @@ class Checkpoint:
         return sum(map(self.bytes_of, self.files))
 
     def _locate(self) -> dict[str, str]:
-        """Tensor name -> shard file name; the index names what the shards hold, no more and no less."""
-        index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
-        if index.is_file():
-            named = self._read_index(index)
-        elif single.is_file():
-            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
-        else:
-            for path in sorted(self.folder.iterdir()):
-                if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
+        """Tensor name -> shard file name: what is in the files that transformers reads."""
+        index, files = self.folder / INDEX_FILE, [SINGLE_FILE]
+        if not (self.folder / SINGLE_FILE).is_file():
+            if not index.is_file():
+                raise self._no_weights()
+            weight_map = read_json(index, AGAIN).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{index}: no weight_map in it.", AGAIN)
+            for name, file in weight_map.items():
+                if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
                     raise CheckpointError(
-                        f"{path}: a pickle checkpoint, which can run code when loaded; rotor refuses it.",
-                        "Convert it with transformers' save_pretrained, which writes safetensors.",
+                        f"{index}: {name} is in {shorten(file)}, expected a file name in this folder, *.safetensors."
                     )
-            raise CheckpointError(
-                f"{self.folder}: no {SINGLE_FILE} and no {INDEX_FILE}.", "Give a folder that save_pretrained wrote."
-            )
-        held = {(name, file) for file in sorted(set(named.values())) for name in self._open(file).keys()}  # noqa: SIM118
-        for name, file in sorted(held ^ set(named.items())):  # transformers reads all that is in a shard
-            problem = "is not in the index" if (name, file) in held else "is missing, but named in the index"
-            raise CheckpointError(f"{self.folder / file}: tensor {name} {problem} ({INDEX_FILE}).", AGAIN)
-        return named
+                if not (self.folder / file).is_file():
+                    raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", AGAIN)
+            files = sorted(set(weight_map.values()))
+        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
 
-    def _read_index(self, index: Path) -> dict[str, str]:
-        """What the index names: files of this folder alone, and all of a numbered series."""
-        weight_map = read_json(index, AGAIN).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index}: no weight_map in it.", AGAIN)
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-                raise CheckpointError(
-                    f"{index}: {name} is in {shorten(file)}, expected a file name in this folder, *.safetensors."
+    def _no_weights(self) -> CheckpointError:
+        for path in sorted(self.folder.iterdir()):
+            if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
+                return CheckpointError(
+                    f"{path}: a pickle checkpoint, which can run code when loaded; rotor refuses it.",
+                    "Convert it with transformers' save_pretrained, which writes safetensors.",
                 )
-            if not (self.folder / file).is_file():
-                raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", AGAIN)
-        files = set(weight_map.values())
-        if (self.folder / SINGLE_FILE).is_file() and files != {SINGLE_FILE}:
-            raise CheckpointError(
-                f"{self.folder}: {SINGLE_FILE}, which transformers would read, beside an index of other files.",
-                f"Remove the one that is not meant: {SINGLE_FILE}, or {INDEX_FILE} with its shards.",
-            )
-        return dict(weight_map)
+        return CheckpointError(
+            f"{self.folder}: no {SINGLE_FILE} and no {INDEX_FILE}.", "Give a folder that save_pretrained wrote."
+        )
 
     def _open(self, file: str) -> Any:
         if file not in self._handles:
