@@ -11,7 +11,7 @@ import typer
 from ..study.parts import PARTS
 from .app import command, resumable, split
 from .console import print_table, say
-from .options import NONE, Count, MemoryOptions, Output, Printed
+from .options import NONE, Count, MemoryOptions, Printed
 
 ABOUT_PARTS = (
     "Default: curves, and ablation where there are ablations. all: all but methods (every cache policy, and "
@@ -25,7 +25,7 @@ def study(
     model: str,
     out: Path,
     compute: MemoryOptions,
-    output: Output,
+    output: Printed,
     recipes: str = "fdc,rotor",
     parts: Annotated[str | None, typer.Option(help=f"Some of {', '.join(PARTS)}, with commas. {ABOUT_PARTS}")] = None,
     focus: str | None = None,
