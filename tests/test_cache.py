@@ -28,8 +28,7 @@ CODED = [
     PerToken(bits=3, group=16),
     KCVT(bits=4, buffer=5),
     KIVI(bits=2, group=4, residual=8),
-    FP8("token"),
-    FP8("tensor"),
+    FP8(),
     GEAR(bits=2, sparsity=0.2, buffer=6),
     GEAR(bits=2, backbone="kivi", sparsity=0.2, buffer=8, group=4),
 ]
@@ -55,7 +54,7 @@ def test_bytes_are_those_of_the_formulas() -> None:
     assert per_token(PerToken(bits=16), 128) == 2 * numbers
     assert per_token(PerToken(bits=4, group=64), 128) == numbers * (0.5 + 4 / 64)
     assert per_token(PerToken(bits=3, group=32), 128) == numbers * (3 / 8 + 4 / 32)
-    assert per_token(FP8("token"), 128) == numbers * (1 + 2 / 64)
+    assert per_token(FP8(), 128) == numbers * (1 + 2 / 64)
     assert per_token(KCVT(bits=4), 128) == numbers * 0.5 + numbers / 2 * 4 / 128 + 4
     residual = numbers / 2 * 2 * 64 / 256  # of values; 256 keys are whole groups
     assert (
@@ -96,7 +95,6 @@ def test_rows_can_be_chosen_repeated_and_reset(policy, padded: bool) -> None:
     "policy",
     [
         PerToken(bits=2, group=8),
-        FP8("tensor"),
         KCVT(bits=2, buffer=6),
         GEAR(bits=2, buffer=6),
         KIVI(group=4, residual=4),
@@ -106,7 +104,7 @@ def test_rows_can_be_chosen_repeated_and_reset(policy, padded: bool) -> None:
 def test_the_longest_step_sees_what_steps_of_one_token_see(policy, model) -> None:
     rows = prompts(2, 40)
     step = policy.longest_step
-    assert step == {"per-token": None, "fp8": None, "kcvt": 6, "gear": 6, "kivi": 1}[policy.method]
+    assert step == {"per-token": None, "kcvt": 6, "gear": 6, "kivi": 1}[policy.method]
     one, many = (
         score_through_cache(model, rows, lambda: cache_of(policy, model.config), 22, chunk) for chunk in (1, step or 9)
     )
@@ -204,7 +202,6 @@ def test_answers_are_read_behind_the_prefill(model) -> None:
         ({"method": "kivi", "bits": "2"}, "cache.bits"),
         ({"method": "kivi", "residual": 65}, "a multiple of the group, 32"),
         ({"method": "kivi", "grop": 64}, "cache.grop"),
-        ({"method": "fp8", "scale": "row"}, "one of token, tensor"),
         ({"method": "gear", "backbone": "kivi"}, "buffer: got 20, expected a multiple of the group, 64"),
         ({"method": "gear", "sparsity": 1.5}, "sparsity: got 1.5, expected a finite number of at least 0"),
         ({"method": "gear", "bits": 16}, "bits: got 16"),

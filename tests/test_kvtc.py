@@ -71,7 +71,7 @@ def test_first_and_newest_tokens_are_exact_and_bytes_those_of_bits() -> None:
     bits = policy.transforms[0][0].bits
     coded = sum(-(-int((bits == width).sum()) * width // 8) for width in WIDTHS)
     assert layer.stored_bytes() == 2 * (46 * coded + 14 * 16 * 4)
-    with pytest.raises(UsageError, match="components of 0 layers, the model has 3"):
+    with pytest.raises(UsageError, match="fitted to 0 layers, the model has 3"):
         KVTC().layers(3)
     with pytest.raises(UsageError, match="is for uncompressed models"):
         policy.check_rows(False, False)

@@ -79,8 +79,9 @@ class SqueezeBudgets:
         if len(self._cosines) < len(self._layers):
             return
         rows = torch.stack([cosine.cpu() for cosine in self._cosines], dim=1).tolist()
-        shares = torch.tensor([squeeze_shares(row, self._p) for row in rows], dtype=torch.float64)
+        shares = [squeeze_shares(row, self._p) for row in rows]
         self.done = True
-        for layer, share in zip(self._layers, shares.unbind(1), strict=True):
-            layer.budget = (layer.budget * share.to(layer.budget.device)).round().long().clamp(min=1)
+        for layer, own in zip(self._layers, zip(*shares, strict=True), strict=True):
+            for sequence, share in zip(layer.sequences, own, strict=True):
+                sequence.budget = sequence.budget and max(1, round(sequence.budget * share))
             layer.evict()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor
@@ -36,25 +35,11 @@ def check_pass(layout: LayerLayout, layer_idx: int, asked: dict[str, Any], mask:
         )
     layers = getattr(cache, "layers", ())
     layer = layers[layer_idx] if layer_idx < len(layers) else None
-    if isinstance(layer, QUANTISING):
-        what = f"layer {layer_idx}: a quantised cache ({type(layer).__name__})"
-        _check_quantised(what, getattr(layer, "q_group_size", None), layout)
-
-
-def _check_quantised(what: str, group_size: int | None, layout: LayerLayout) -> None:
-    """Codes are bytes, no numbers. Numbers are quantised in groups, into which those of a row have to divide."""
-    if layout.coded:
+    if layout.coded and isinstance(layer, QUANTISING):
         raise UsageError(
-            f"{what} was given rows of codes: this checkpoint's cache is coded already.",
+            f"layer {layer_idx}: a quantised cache ({type(layer).__name__}) was given rows of codes: this checkpoint's "
+            "cache is coded already.",
             "Leave cache_implementation out, or use 'static' or 'offloaded'.",
-        )
-    widths = [part // 2 for part in layout.row_bytes(2)]
-    common = math.gcd(*widths)
-    if group_size and common % group_size:
-        raise UsageError(
-            f"{what} in groups of {group_size} was given rows of {widths[0]} and {widths[1]} numbers, which do "
-            "not divide into them.",
-            f"Give generate() cache_config={{'q_group_size': {common & -common}, ...}}.",
         )
 
 

@@ -4,13 +4,10 @@ Keys that are stored before RoPE are rotated by their index in the cache. Only d
 between a query and the keys that it sees: padding on the left shifts a whole sequence, documents packed with a mask of
 their own each have their own shift. Where a query sees a key of another shift (a hole in the middle of a sequence with
 positions that skip it, documents packed without such a mask), the result would be wrong without a word.
-
-A cache keeps the shifts of what it holds, so that its copies have them too (`ShiftedCache`).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 from weakref import ref
 
@@ -19,58 +16,12 @@ from torch import Tensor
 
 from ..errors import UsageError
 
+SHIFTS = "rotor_shifts"
+"""Attribute of a cache that a model with keys before RoPE has filled, which its copies have too: position less index of
+its tokens, [batch_size, n]; tokens behind these have the last one's."""
+
 QUERIES = 512
 """Queries that are compared with all keys at a time."""
-
-
-class ShiftedCache:
-    """Mixed into the class of a cache that a model with keys before RoPE has filled.
-
-    shifts: position less index of its tokens, [batch_size, n]; tokens behind these have the last one's.
-    """
-
-    base: Any
-    shifts: Tensor
-
-    def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
-        self.shifts = self.shifts[:, :0]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)  # type: ignore[misc]
-        self.shifts = self.shifts[:, : int(self.get_seq_length())]  # type: ignore[attr-defined]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self.shifts = self.shifts[beam_idx.to(self.shifts.device)]
-
-    def batch_select_indices(self, indices: Any) -> None:
-        super().batch_select_indices(indices)  # type: ignore[misc]
-        self.shifts = self.shifts[indices]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        self.shifts = self.shifts.repeat_interleave(repeats, 0)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _empty, (self.base,), self.__dict__
-
-
-@lru_cache(maxsize=64)
-def _shifted(base: Any) -> Any:
-    return type(base.__name__, (ShiftedCache, base), {"base": base, "__module__": base.__module__})
-
-
-def _empty(base: Any) -> Any:
-    kind = _shifted(base)
-    return kind.__new__(kind)
-
-
-def _keep(cache: Any, shifts: Tensor) -> None:
-    if not isinstance(cache, ShiftedCache):
-        base: Any = type(cache)
-        cache.__class__ = _shifted(base)
-    cache.shifts = shifts
 
 
 class PositionCheck:
@@ -109,7 +60,7 @@ class PositionCheck:
         if positions is None or torch.compiler.is_compiling() or self._was_compared(mask, layer_idx):
             return
         seq_len, compares = positions.shape[-1], not positions.is_cuda or positions.shape[-1] > 1
-        if not compares and (isinstance(cache, ShiftedCache) or torch.cuda.is_current_stream_capturing()):
+        if not compares and (hasattr(cache, SHIFTS) or torch.cuda.is_current_stream_capturing()):
             return
         start = int(query_offset)
         index = torch.arange(start, start + seq_len, device=positions.device)
@@ -117,7 +68,7 @@ class PositionCheck:
         shifts = torch.cat([_known(cache, start, batch_size).to(new.device), new], dim=1) if start else new
         alike = not compares or bool((shifts == shifts[:, :1]).all())
         if cache is not None:
-            _keep(cache, shifts[:, :1].clone() if alike else shifts)
+            setattr(cache, SHIFTS, shifts[:, :1].clone() if alike else shifts)
         if alike:
             return
         first = int(kv_offset)
@@ -138,15 +89,17 @@ class PositionCheck:
 
 def _known(cache: Any, start: int, batch_size: int) -> Tensor:
     """The shifts of all that a cache holds, [batch_size, start]."""
-    known = cache.shifts if isinstance(cache, ShiftedCache) else None
-    if known is not None and len(known) != batch_size and bool((known == known[:1]).all()):
+    known: Tensor | None = getattr(cache, SHIFTS, None)
+    if known is not None and bool((known == known[:1]).all()):
         known = known[:1].expand(batch_size, -1)  # no matter which sequences were taken
+    elif known is not None and batch_size % len(known) == 0:
+        known = known.repeat_interleave(batch_size // len(known), 0)
     if known is None or len(known) != batch_size or not known.shape[1]:
         raise UsageError(
             f"the cache holds {start} tokens whose positions are unknown, and this checkpoint stores keys before RoPE, "
             "which it rotates by their place in the cache.",
-            "Fill an empty cache by this model, copy it as a whole (copy.deepcopy, torch.save), and change its batch "
-            "by its own methods (batch_select_indices, batch_repeat_interleave, reorder_cache).",
+            "Fill an empty cache by this model, copy it as a whole (copy.deepcopy, torch.save), and take no sequences "
+            "out of a batch with padding.",
         )
     known = known[:, :start]
     return torch.cat([known, known[:, -1:].expand(-1, start - known.shape[1])], dim=1)

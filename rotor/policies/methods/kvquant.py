@@ -17,7 +17,7 @@ from ..affine import LARGEST, pack, unpack
 from ..layer import PolicyLayer
 from ..outliers import filled, stored_index
 from ..policy import LayerSample
-from ..quantiser import CodedLayer, Quantiser
+from ..quantiser import CodedLayer, FittedQuantiser
 from ..store import Codec, Parts, Stream, heads_apart, heads_together
 
 LOOPS = 50
@@ -42,7 +42,7 @@ class LayerLevels:
 
 
 @dataclass(frozen=True)
-class KVQuant(Quantiser):
+class KVQuant(FittedQuantiser):
     """x ~ middle + half * level[code], the nearest of 2^bits levels of the layer, which has its own for keys and for
     values. Keys: the range (middle, half) of a channel is fixed. Values: it is that of the token without its outliers.
 
@@ -52,9 +52,8 @@ class KVQuant(Quantiser):
     calibration; of values that share of each token's numbers.
 
     Args:
-        bits: 4, 3 or 2. outliers: their share. first: tokens of a row that are kept whole. pre_rope: keys of an
-            uncompressed model are turned back and coded before RoPE (compressed rows as they are). levels: of each
-            layer; empty until calibration has found them (rotor.fit_cache_policy, or `rotor export --cache`).
+        bits: 4, 3 or 2. outliers: their share. first: tokens of a row that are kept whole. levels: of each layer; empty
+            until calibration has found them (rotor.fit_cache_policy, or `rotor export --cache`).
 
     Bytes of a number: bits / 8 + 4 outliers (a float16 and an int16 index), and a token's and side's 2 / width over all
     heads (how many outliers), of values + 4 / width (its range). Levels and ranges belong to the checkpoint and are not
@@ -66,7 +65,6 @@ class KVQuant(Quantiser):
     bits: Annotated[int, Expect((4, 3, 2).__contains__, "one of 4, 3, 2")] = 4
     outliers: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     first: NonNegativeInt = 1
-    pre_rope: bool = True
     levels: tuple[LayerLevels, ...] = ()
 
     def __post_init__(self) -> None:
@@ -77,35 +75,17 @@ class KVQuant(Quantiser):
             self.require(fits, "levels", f"{2**self.bits} levels, and as many lower ends of ranges as upper ones")
 
     @property
-    def needs_samples(self) -> bool:
-        return not self.levels
-
-    @property
-    def turns_keys(self) -> bool:
-        return self.pre_rope
-
-    @property
-    def tolerance(self) -> float:
-        """For texts with more outliers than the one that it was fitted to."""
-        return 8 * self.outliers
+    def found(self) -> tuple[LayerLevels, ...]:
+        return self.levels
 
     def fitted(self, samples: Sequence[LayerSample]) -> KVQuant:
         return replace(self, levels=tuple(self._levels(sample) for sample in samples))
 
-    def streams(self) -> tuple[Stream, Stream]:
-        """How the first layer's keys and values are coded: which tokens wait is the same in all layers."""
-        return self._streams(self.levels[0] if self.levels else LayerLevels((), (), (), ()))
-
     def layers(self, count: int) -> list[PolicyLayer]:
-        if len(self.levels) != count:
-            raise UsageError(
-                f"cache policy kvquant: levels of {len(self.levels)} layers, the model has {count}.",
-                "They are found on calibration text: `rotor export RUN -o OUT --accuracy 0.99 --cache kvquant-4` "
-                "stores them, and rotor.fit_cache_policy(model, policy, rows) gives a policy that has them.",
-            )
-        return [KVQuantLayer(self._streams(levels)) for levels in self.levels]
+        super().layers(count)
+        return [KVQuantLayer(self.streams_of(levels)) for levels in self.levels]
 
-    def _streams(self, found: LayerLevels) -> tuple[Stream, Stream]:
+    def streams_of(self, found: LayerLevels) -> tuple[Stream, Stream]:
         keys = RangedCode(self.bits, self.outliers, found.key_levels, (found.key_low, found.key_high))
         values = RangedCode(self.bits, self.outliers, found.value_levels)
         return Stream(keys, first=self.first), Stream(values, first=self.first)

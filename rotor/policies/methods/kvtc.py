@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..affine import pack, unpack
-from ..layer import PolicyLayer
 from ..policy import LayerSample
-from ..quantiser import CodedLayer, Quantiser
+from ..quantiser import FittedQuantiser
 from ..store import Codec, Parts, Stream, heads_apart, heads_together
 
 WIDTHS = (0, 1, 2, 3, 4, 8)
@@ -26,13 +25,12 @@ CLIPS = torch.linspace(0.5, 6, 45, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class KVTC(Quantiser):
+class KVTC(FittedQuantiser):
     """x ~ mean + V c(z), z = V^T (x - mean), over all KV heads of a layer; V: principal components of keys, and of
     values, on calibration text; c: uniform codes of fixed ranges, whose bits make the squared error on that text least.
 
     Args:
         bits: of a number, in the mean. first, window: tokens of a row that stay exact, the first and the newest.
-        pre_rope: keys are turned back and coded before RoPE.
 
     Bytes of a number: bits / 8, in whole bytes for the components of equal bits. Limits: KVTC's components reach over
     all layers, and its codes are DEFLATEd. For uncompressed models; not stored in checkpoints, but found when measured.
@@ -44,15 +42,10 @@ class KVTC(Quantiser):
     bits: Annotated[float, Field(gt=0, le=8)] = 2.0
     first: NonNegativeInt = 4
     window: NonNegativeInt = 128
-    pre_rope: bool = True
 
     @property
-    def needs_samples(self) -> bool:
-        return not self.transforms
-
-    @property
-    def turns_keys(self) -> bool:
-        return self.pre_rope
+    def found(self) -> tuple[tuple[TransformCode, TransformCode], ...]:
+        return self.transforms
 
     def check_rows(self, coded: bool, post_rope: bool) -> None:
         hint = "Use a recipe with bases over all heads (rotor, palu), or kvquant on top of rows of 16-bit columns."
@@ -64,20 +57,8 @@ class KVTC(Quantiser):
         object.__setattr__(found, "transforms", codes)
         return found
 
-    def streams(self) -> tuple[Stream, Stream]:
-        return self._streams(self.transforms[0])
-
-    def layers(self, count: int) -> list[PolicyLayer]:
-        if len(self.transforms) != count:
-            raise UsageError(
-                f"cache policy kvtc: components of {len(self.transforms)} layers, the model has {count}.",
-                "`rotor validate MODEL --cache kvtc-2` and `rotor study` find them on text; so does "
-                "rotor.fit_cache_policy(model, policy, rows).",
-            )
-        return [CodedLayer(self._streams(pair)) for pair in self.transforms]
-
-    def _streams(self, pair: tuple[Codec, Codec]) -> tuple[Stream, Stream]:
-        key, value = (Stream(code, window=self.window, first=self.first) for code in pair)
+    def streams_of(self, found: tuple[Codec, Codec]) -> tuple[Stream, Stream]:
+        key, value = (Stream(code, window=self.window, first=self.first) for code in found)
         return key, value
 
     def _code(self, side: Tensor) -> TransformCode:
