@@ -16,7 +16,7 @@ from ..errors import UsageError
 from ..runtime.attention import RotorAttention
 from ..runtime.families import FAMILIES
 from ..runtime.rope import Place
-from ..runtime.steps import InCache, RowStore, Step
+from ..runtime.steps import InCache, Keeper, Step
 from .attention import attend_by_rows, attend_to_spread_rows, visible
 from .cache import Rows, SpreadLayer
 from .forward import Pass, begin_pass
@@ -24,7 +24,7 @@ from .plan import own_indices
 from .wire import Wire
 
 
-class SequenceParallel(RowStore):
+class SequenceParallel(Keeper):
     """What `sequence_parallel` gives: this process's view of the others. Not to be made by hand.
 
     wire: the processes, with the bytes that were sent to them (`wire.sent`, by kind).
@@ -83,6 +83,9 @@ class SequenceParallel(RowStore):
         own = torch.tensor([number], device=self.wire.device)
         found = self.wire.gather("comparing", "agreement", [own], [[(1,)]] * self.wire.count)
         return [int(number) for (number,) in found]
+
+    def keeper(self, cache: Any, layer_idx: int) -> SequenceParallel:
+        return self
 
     def place(self, cache: Any, layer_idx: int, seq_len: int) -> Place:
         now = self.now

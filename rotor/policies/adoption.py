@@ -96,12 +96,6 @@ class _Attachment:
         tables: list[RotaryTable | None] = [None] * count
         if policy.turns_keys:
             tables = rotary_tables(network, family, model.config)
-            if any(table is not None and table.depends_on_length for table in tables):
-                raise UnsupportedModelError(
-                    f"cache policy {policy.method}: turns keys to other positions, and the frequencies of this model's "
-                    "RoPE depend on the length.",
-                    "Use another policy, or of `streaming` a YAML file with `positions: sequence`.",
-                )
         for index, (module, table) in enumerate(zip(modules, tables, strict=True)):
             hooks = _Hooks(policy, index, module in self._compressed, table)
             if hooks.compressed:

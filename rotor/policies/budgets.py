@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
-from statistics import fmean
+from itertools import combinations, pairwise
+from statistics import pvariance
 from typing import Any
 
 import torch
@@ -40,12 +40,9 @@ def three_means(values: Sequence[float]) -> list[int]:
     distinct = sorted(set(values))
 
     def loss(starts: tuple[int, ...]) -> float:
-        total = 0.0
-        for first, end in zip((0, *starts), (*starts, len(distinct)), strict=True):
-            own = [value for value in values if distinct[first] <= value <= distinct[end - 1]]
-            mean = fmean(own)
-            total += sum((value - mean) ** 2 for value in own)
-        return total
+        bounds = pairwise((0, *starts, len(distinct)))
+        parts = [[v for v in values if distinct[first] <= v <= distinct[end - 1]] for first, end in bounds]
+        return sum(len(part) * pvariance(part) for part in parts)
 
     starts = min(combinations(range(1, len(distinct)), min(CLUSTERS, len(distinct)) - 1), key=loss)
     return [sum(value >= distinct[start] for start in starts) for value in values]

@@ -110,8 +110,17 @@ class Policy(ABC):
         """The number of layers of a model that the policy can serve.
 
         Raises:
-            UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention).
+            UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention), or RoPE's
+                frequencies depend on the length and the policy turns keys.
         """
+        rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+        kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
+        if self.turns_keys and not {"longrope", "dynamic"}.isdisjoint(kinds):
+            raise UnsupportedModelError(
+                f"cache policy {self.method}: turns keys to other positions, and the frequencies of this model's RoPE "
+                "depend on the length.",
+                "Use another policy, or of `streaming` a YAML file with `positions: sequence`.",
+            )
         layers = DynamicCache(config=config).layers
         for index, layer in enumerate(layers):
             if type(layer) is not DynamicLayer:

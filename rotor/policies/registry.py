@@ -13,8 +13,6 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from ..checked import Reader, nearest_name
 from ..errors import CheckpointError, RecipeError, UsageError
 from ..format.section import EDITED
@@ -125,9 +123,8 @@ def describe_policy(name: str) -> str:
         if issubclass(kind, Policy) and kind.__doc__ and kind is not Policy:
             about += ["", *cleandoc(kind.__doc__).splitlines()]
     comments = [line for line in _text_of(name).splitlines() if line.startswith("#")]
-    lines = [*comments, *(f"# {line}".rstrip() for line in about), f"method: {policy.method}"]
-    values = TypeAdapter(type(policy)).dump_python(policy, mode="json")
-    return "\n".join([*lines, *(f"{field}: {json.dumps(value)}" for field, value in values.items())]) + "\n"
+    lines = [*comments, *(f"# {line}".rstrip() for line in about)]
+    return "\n".join([*lines, *(f"{name}: {json.dumps(value)}" for name, value in policy.as_dict().items())]) + "\n"
 
 
 def _text_of(name: str) -> str:

@@ -9,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
 from transformers.masking_utils import sdpa_mask
@@ -31,7 +30,7 @@ from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
 from .rewritten import RewrittenTensors, open_rewritten
 from .rope import rotary_tables
-from .steps import NO_GRADIENTS, NO_GRADIENTS_HINT
+from .steps import NO_GRADIENTS
 
 log = logging.getLogger("rotor")
 
@@ -88,8 +87,6 @@ class RotorQuantizer(HfQuantizer):
         for index, kernels in enumerate(self.kernel_config.layers):
             module: Any = family.attention_module(network, index)
             module.kernels = kernels
-        if self.quantization_config.coded:  # type: ignore[attr-defined]
-            model.register_forward_pre_hook(refuse_training)
         if self.cache_policy is not None:
             try:
                 import_module("rotor.policies").attach_stored(model, network, self.cache_policy)
@@ -149,12 +146,6 @@ def with_rewritten(load: Callable[..., Any]) -> Callable[..., Any]:
         return load(model, model.__dict__.pop(REWRITTEN, state_dict), *rest, **named)
 
     return loading
-
-
-def refuse_training(model: Any, *_: Any) -> None:
-    """Raises UsageError before the first step of training a checkpoint of codes."""
-    if model.training and torch.is_grad_enabled():
-        raise UsageError(NO_GRADIENTS, NO_GRADIENTS_HINT)
 
 
 def with_head(model: Any) -> Any:
