@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from copy import copy
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import UsageError
 from .layer import PolicyLayer, StoredSequence, behind_padding
-from .policy import Policy
+from .policy import LayerSample, Policy
 from .store import Side, Stream
 
 
@@ -38,10 +39,21 @@ class FittedQuantiser(Quantiser):
     """One whose codes are found on calibration text, for each layer. Keys of an uncompressed model are turned back and
     coded before RoPE."""
 
+    codes: ClassVar[tuple[Any, ...]] = ()
+
     @property
-    @abstractmethod
-    def found(self) -> Sequence[Any]:
+    def found(self) -> tuple[Any, ...]:
         """What was found for each layer; empty before."""
+        return self.codes
+
+    @abstractmethod
+    def fit_layer(self, sample: LayerSample) -> Any:
+        """What is found for a layer."""
+
+    def fitted(self, samples: Sequence[LayerSample]) -> FittedQuantiser:
+        fitted = copy(self)
+        object.__setattr__(fitted, "codes", tuple(self.fit_layer(sample) for sample in samples))
+        return fitted
 
     @abstractmethod
     def streams_of(self, found: Any) -> tuple[Stream, Stream]:

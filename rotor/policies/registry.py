@@ -124,7 +124,9 @@ def describe_policy(name: str) -> str:
             about += ["", *cleandoc(kind.__doc__).splitlines()]
     comments = [line for line in _text_of(name).splitlines() if line.startswith("#")]
     lines = [*comments, *(f"# {line}".rstrip() for line in about)]
-    return "\n".join([*lines, *(f"{name}: {json.dumps(value)}" for name, value in policy.as_dict().items())]) + "\n"
+    for field, value in policy.as_dict().items():
+        lines.append(f"{field}: {value if isinstance(value, str) else json.dumps(value)}")
+    return "\n".join(lines) + "\n"
 
 
 def _text_of(name: str) -> str:

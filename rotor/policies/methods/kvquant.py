@@ -79,7 +79,7 @@ class KVQuant(FittedQuantiser):
         return self.levels
 
     def fitted(self, samples: Sequence[LayerSample]) -> KVQuant:
-        return replace(self, levels=tuple(self._levels(sample) for sample in samples))
+        return replace(self, levels=tuple(self.fit_layer(sample) for sample in samples))
 
     def layers(self, count: int) -> list[PolicyLayer]:
         super().layers(count)
@@ -90,7 +90,7 @@ class KVQuant(FittedQuantiser):
         values = RangedCode(self.bits, self.outliers, found.value_levels)
         return Stream(keys, first=self.first), Stream(values, first=self.first)
 
-    def _levels(self, sample: LayerSample) -> LayerLevels:
+    def fit_layer(self, sample: LayerSample) -> LayerLevels:
         sides = sample.keys, sample.values, sample.key_gradients, sample.value_gradients
         keys, values, key_weights, value_weights = (part[:, self.first :].flatten(0, 1).double() for part in sides)
         ordered = keys.sort(0).values

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -38,24 +36,16 @@ class KVTC(FittedQuantiser):
     """
 
     method: ClassVar[str] = "kvtc"
-    transforms: ClassVar[tuple[tuple[TransformCode, TransformCode], ...]] = ()
     bits: Annotated[float, Field(gt=0, le=8)] = 2.0
     first: NonNegativeInt = 4
     window: NonNegativeInt = 128
-
-    @property
-    def found(self) -> tuple[tuple[TransformCode, TransformCode], ...]:
-        return self.transforms
 
     def check_rows(self, coded: bool, post_rope: bool) -> None:
         hint = "Use a recipe with bases over all heads (rotor, palu), or kvquant on top of rows of 16-bit columns."
         raise UsageError("cache policy kvtc: is for uncompressed models, and finds components of its own.", hint)
 
-    def fitted(self, samples: Sequence[LayerSample]) -> KVTC:
-        found = copy.copy(self)
-        codes = tuple((self._code(sample.keys), self._code(sample.values)) for sample in samples)
-        object.__setattr__(found, "transforms", codes)
-        return found
+    def fit_layer(self, sample: LayerSample) -> tuple[TransformCode, TransformCode]:
+        return self._code(sample.keys), self._code(sample.values)
 
     def streams_of(self, found: tuple[Codec, Codec]) -> tuple[Stream, Stream]:
         key, value = (Stream(code, window=self.window, first=self.first) for code in found)
