@@ -141,7 +141,15 @@ def test_reported_bytes_are_those_of_the_tensors(policy: Policy, models) -> None
 
 
 @pytest.mark.parametrize(
-    "policy", [H2O(tokens=8), H2O(tokens=8, bits=4), Tiers(important=0.4, qk_unimportant=0.8)], ids=str
+    "policy",
+    [
+        H2O(tokens=8),
+        H2O(tokens=8, bits=4),
+        Tiers(important=0.4, qk_unimportant=0.8),
+        KIVI(bits=2, group=4, residual=8),
+        GEAR(bits=2, sparsity=0.2, buffer=6),
+    ],
+    ids=str,
 )
 def test_rows_can_be_chosen_moved_and_reset(policy: Policy, models) -> None:
     model, rows = models("pre"), prompts(2, 16)

@@ -151,17 +151,6 @@ def test_what_is_kept_is_coded_token_by_token(spans) -> None:
     slots = 2 * heads * 6
     coded = sum(-(-width * 4 // 8) + 4 * -(-width // 4) for width in ((9, 9) if heads == 2 else (6, 3, 2, 7)))
     assert layer.stored_bytes() == slots * coded + layer.places.numel() * 4
-    layer.batch_repeat_interleave(2)
-    layer.batch_select_indices(torch.tensor([3, 0]))
-    layer.offload()
-    layer.prefetch()
-    layer.begin(None, 2, 1, torch.device("cpu"))
-    before = torch.cat([torch.cat([s.decode() for s in row.sides[0]], -1) for row in layer.sequences])
-    key, _ = layer.update(*(part[:, :, :1] for part in rows))
-    assert torch.equal(key[:, :, :6], before)
-    assert key.shape[2] == 7
-    layer.reset()
-    assert layer.stored_bytes() == 0
 
 
 def test_noise_is_a_tokens_own() -> None:

@@ -46,17 +46,13 @@ CASES = {
     "post-2": ("qwen3", Folding(POST_ROPE, 2)),
     "pre-1": ("llama", Folding(PRE, 1)),
     "pre-2": ("gemma3_text", Folding(PRE, 2)),
-    "pre-4": ("llama", Folding(PRE, 4)),
     "none-1": ("gpt2", Folding()),
     "post-softcap": ("gemma2", Folding(POST_ROPE, 2)),
-    "whole": ("gpt2", Folding()),
-    "post-mqa": ("falcon", Folding(POST_ROPE, 1)),
     "pre-mqa": ("falcon", Folding(PRE, 1)),
-    "slow-joint": ("qwen3", Folding(KeyForm(4, 0), 2, joint=True)),
     "fast-joint": ("llama", Folding(KeyForm(4, 3), 2, joint=True)),
 }
-"""Family, and how it is compressed; between them sliding windows, norms, biases, one group of all heads, one head,
-a soft cap, more processes than groups, keys rotated within blocks."""
+"""Family, and how it is compressed; between them sliding windows, norms, biases, one head, a soft
+cap, keys rotated within blocks."""
 
 
 INDEX_BYTES = 8
@@ -81,7 +77,7 @@ def checkpoint(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get(name: str, coded: bool = False) -> Path:
         if (name, coded) not in made:
             family, folding = CASES[name]
-            rank = None if coded or name == "whole" else 8
+            rank = None if coded else 8
             folding = replace(folding, bits=MIXED if coded else None, rank=rank)
             made[name, coded] = write_pair(tiny(family), tmp_path_factory.mktemp(name) / "out", folding).coded
         return made[name, coded]
@@ -123,7 +119,7 @@ def test_processes_equal_one(case: str, coded: bool, checkpoint: Any, processes:
             check(found, expected, mask, case not in FLOAT32)
 
 
-@pytest.mark.parametrize("case, coded", [("post-1", True), ("pre-4", True), ("pre-mqa", False), ("whole", False)])
+@pytest.mark.parametrize("case, coded", [("post-1", True), ("pre-mqa", False)])
 def test_bytes_on_the_wire_are_those_of_the_layouts(
     case: str, coded: bool, checkpoint: Any, processes: Processes
 ) -> None:

@@ -104,6 +104,9 @@ class CodedLayer(PolicyLayer):
         super().__init__()
         self.streams = streams
 
+    def fill(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.update(self.streams[0].codec.typical(key_states), value_states)
+
     def store(self, sequence: CodedSequence, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if not hasattr(sequence, "sides"):
             sequence.sides = Side(self.streams[0], keys), Side(self.streams[1], values)

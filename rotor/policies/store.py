@@ -34,6 +34,10 @@ class Codec(ABC):
     def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
         """[batch_size, num_heads, tokens, width], float32 (or the dtype that was stored exactly)."""
 
+    def typical(self, states: Tensor) -> Tensor:
+        """Of random numbers, such as take the bytes that text takes."""
+        return states
+
     def append(self, segments: list[Parts], states: Tensor) -> None:
         """Code tokens and store them behind what is stored: in one piece with it where the groups are alike."""
         parts = self.encode(states)

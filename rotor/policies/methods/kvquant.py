@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field, NonNegativeInt
@@ -14,10 +14,9 @@ from torch import Tensor
 from ...checked import Expect
 from ...errors import UsageError
 from ..affine import LARGEST, pack, unpack
-from ..layer import PolicyLayer
 from ..outliers import filled, stored_index
 from ..policy import LayerSample
-from ..quantiser import CodedLayer, FittedQuantiser
+from ..quantiser import FittedQuantiser
 from ..store import Codec, Parts, Stream, heads_apart, heads_together
 
 LOOPS = 50
@@ -81,10 +80,6 @@ class KVQuant(FittedQuantiser):
     def fitted(self, samples: Sequence[LayerSample]) -> KVQuant:
         return replace(self, levels=tuple(self.fit_layer(sample) for sample in samples))
 
-    def layers(self, count: int) -> list[PolicyLayer]:
-        super().layers(count)
-        return [KVQuantLayer(self.streams_of(levels)) for levels in self.levels]
-
     def streams_of(self, found: LayerLevels) -> tuple[Stream, Stream]:
         keys = RangedCode(self.bits, self.outliers, found.key_levels, (found.key_low, found.key_high))
         values = RangedCode(self.bits, self.outliers, found.value_levels)
@@ -105,19 +100,6 @@ class KVQuant(FittedQuantiser):
         numbers = (filled(values, index, -1)[2] - middle) / half
         value_levels = weighted_means(numbers, weights, 2**self.bits, LOOPS)
         return LayerLevels(*(_short(part) for part in (low, high, key_levels, value_levels)))
-
-
-class KVQuantLayer(CodedLayer):
-    """A layer whose bytes depend on how many keys lie beyond their ranges."""
-
-    def fill(self, key_states: Tensor, value_states: Tensor) -> None:
-        """As many of normal numbers lie beyond as of the text that ranges were found on."""
-        code: Any = self.streams[0].codec
-        middle, half = code.key_range
-        farthest = torch.tensor(1 - code.outliers / 2, dtype=torch.float64)
-        spread = half / float(torch.special.ndtri(farthest)) if code.outliers else half
-        rows = heads_together(key_states.float()) * spread + middle
-        super().fill(heads_apart(rows, key_states.shape[1]).to(key_states.dtype), value_states)
 
 
 @dataclass(frozen=True)
@@ -161,6 +143,15 @@ class RangedCode(Codec):
         counts, index = taken.sum(-1, keepdim=True).to(torch.int16), taken.nonzero()[:, -1]
         sparse = rows[taken].half(), stored_index(index, rows.shape[-1])
         return codes, counts, *(part[None, None, :, None] for part in sparse), *stored
+
+    def typical(self, states: Tensor) -> Tensor:
+        """As many of normal numbers lie beyond a range as of the text that ranges were found on."""
+        if not self.ends:
+            return states
+        middle, half = self.key_range
+        farthest = torch.tensor(1 - self.outliers / 2, dtype=torch.float64)
+        spread = half / float(torch.special.ndtri(farthest)) if self.outliers else half
+        return heads_apart(heads_together(states.float()) * spread + middle, states.shape[1]).to(states.dtype)
 
     def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
         codes, counts, outliers, index, *stored = parts
