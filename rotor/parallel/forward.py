@@ -63,11 +63,6 @@ def begin_pass(
     """
     name = "input_ids" if arguments.get("input_ids") is not None else "inputs_embeds"
     inputs = arguments[name]
-    if arguments.get("labels") is not None:
-        raise UsageError(
-            "labels: a process has the logits of its own tokens only.",
-            "Compute the loss from the logits, with `own(labels)` of what sequence_parallel() gives.",
-        )
     keep = arguments.get("logits_to_keep") or 0
     if not isinstance(keep, int):
         raise UsageError("logits_to_keep: expected a number of tokens.", "Give 1 for the last token, 0 for all.")
@@ -151,10 +146,10 @@ def _agree(wire: Wire, inputs: Tensor, mask: Tensor | None, first: int) -> None:
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     number = int.from_bytes(digest.digest()[:8], "little", signed=True)
     own = torch.tensor([*inputs.shape[:2], first, number], device=inputs.device)
-    found = wire.gather("comparing the inputs", "agreement", own, [tuple(own.shape)] * wire.count)
-    for process, other in enumerate(found):
-        if not torch.equal(other, found[0]):
-            (batch_size, tokens, index, _), of_first = other.tolist(), found[0].tolist()
+    found = wire.gather("comparing the inputs", "agreement", [own], [[tuple(own.shape)]] * wire.count)
+    for process, (other,) in enumerate(found):
+        if not torch.equal(other, found[0][0]):
+            (batch_size, tokens, index, _), of_first = other.tolist(), found[0][0].tolist()
             raise UsageError(
                 f"process {process} was given {batch_size} x {tokens} tokens from index {index}, process 0 "
                 f"{of_first[0]} x {of_first[1]} from {of_first[2]}, or others: expected the same token ids and the "
