@@ -29,7 +29,6 @@ from rotor.policies.affine import AffineCode
 from rotor.policies.budgets import squeeze_shares, three_means
 from rotor.policies.layer import noise_of
 from rotor.search.probe import full_ranks
-from rotor.study.parts.budgets import sensitivity_shares
 
 GROUPS, HEADS, PROMPT, TOKENS = 2, 3, 12, 20
 ALL_METHODS = [
@@ -198,15 +197,6 @@ def test_squeeze_is_algorithm_1() -> None:
     assert squeeze_shares([0.3, 0.9], 0.4) == pytest.approx([1.6, 0.4])
 
 
-def test_sensitivity_gives_where_it_gains_most() -> None:
-    shares = (0.25, 0.5, 1.0)
-    assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 0.5) == [0.5, 0.5]
-    assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 0.375) == [0.25, 0.5]
-    assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 1.0) == [1.0, 1.0]
-    assert sensitivity_shares([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], shares, 1.0) == [0.25, 0.25]
-    assert sensitivity_shares([[4.0, 3.9, 0.0]], shares, 0.5) == [0.25]  # 0.5 is above the hull: it gains little
-
-
 def test_a_layers_budget_is_its_share() -> None:
     policy = H2O(tokens=8, layer_shares=(0.5, 1.5))
     assert [int(policy.budget_of(torch.tensor([20]), layer)) for layer in (0, 1)] == [4, 12]
@@ -254,7 +244,7 @@ def test_positions_within_the_cache_of_compressed_rows(domain: str, tiny, tmp_pa
             network.compress(chosen, [[full_ranks(b)] * len(b.qk.encode) for b in chosen])
         for positions in ("cache", "sequence"):
             policy = H2O(tokens=12, scope="layer", positions=positions)
-            states.append(final_states_through_cache(network, rows, policy, 20))
+            states.append(final_states_through_cache(network, rows, 20, policy))
     for before, after in zip(states[:2], states[2:], strict=True):
         assert float((after - before).norm() / before.norm()) < 1e-4
     assert float((states[1] - states[0]).norm() / states[0].norm()) > 0.05

@@ -1,4 +1,8 @@
-"""`budgets`: budgets of layers for methods that drop tokens: alike, by SqueezeAttention, by measured sensitivity."""
+"""The part `budgets` of a study: methods that drop tokens, with budgets of layers alike, by SqueezeAttention, and by
+measured sensitivity.
+
+    rotor study MODEL --parts artifacts/studies/parts/budgets.py:Budgets -o STUDY
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...policies import Eviction
-from ..cache_part import CONTROL, CachePart, StudiedCache, evictions
-from ..caches import CacheRecord
-from ..context import StudyContext
-from ..part import Task
-from ..store import StudyStore
-from ..tables import Table
+from rotor.policies import H2O, Eviction, Random, Streaming, Window
+from rotor.study.cache_part import CONTROL, CachePart, StudiedCache
+from rotor.study.caches import CacheRecord
+from rotor.study.context import StudyContext
+from rotor.study.part import Table, Task
+from rotor.study.store import StudyStore
+
+BUDGETS = (0.1, 0.2, 0.3, 0.5, 0.7)
+"""Shares of a whole row's tokens that are kept (SqueezeAttention figure 3: 0.1 to 1)."""
+
+SQUEEZE = (0.85, 0.15)
+"""What the least important layers keep of their budget: by SqueezeAttention's text, which removes 0.1 to 0.2, and by
+its Algorithm 1 with that p."""
 
 SHARE = 0.2
 """Of a row's tokens, where budgets by measured sensitivity are tried (SqueezeAttention section 4, 20 %)."""
@@ -21,7 +31,7 @@ SHARE = 0.2
 PROBE_SHARES = (0.05, 0.2, 0.6)
 """Of a row's tokens that one layer keeps, the others all, where its sensitivity is measured."""
 
-METHODS = ("window", "StreamingLLM", "H2O", "random")
+METHODS: dict[str, type[Eviction]] = {"window": Window, "StreamingLLM": Streaming, "H2O": H2O, "random": Random}
 """Those of SqueezeAttention's table 2, and the control, whose layers are not probed."""
 
 SENSITIVITY = "sensitivities"
@@ -34,15 +44,15 @@ class Budgets(CachePart):
     text = (
         "Shares of all tokens of a row. SqueezeAttention's number is what the layers of its third group keep of their "
         "budget: 0.8 to 0.9 by its text, which removes 0.1 to 0.2; 0.1 to 0.2 by its Algorithm 1, which multiplies by "
-        "p (`--set study.squeeze=[0.85,0.15]`)."
+        "p."
     )
 
     def caches(self, study: StudyContext) -> dict[str, StudiedCache]:
         found = dict(CONTROL)
-        for share in study.plan.settings.budgets:
+        for share in BUDGETS:
             for name, policy in _methods(share).items():
                 found[of_budget(name, "alike", share)] = StudiedCache(name, policy)
-                for p in study.plan.settings.squeeze:
+                for p in SQUEEZE:
                     how = f"SqueezeAttention {p:g}"
                     found[of_budget(name, how, share)] = StudiedCache(name, replace(policy, squeeze=p))
         return found
@@ -101,18 +111,17 @@ def sensitivity_shares(losses: Sequence[Sequence[float]], shares: Sequence[float
 
 
 def _methods(share: float) -> dict[str, Eviction]:
-    found = evictions(share)
-    return {name: found[name] for name in METHODS}
+    return {name: method(share) for name, method in METHODS.items()}
 
 
 def _sensitivities(study: StudyContext, name: str, policy: Eviction) -> dict[str, Any]:
     """KL of each layer cut alone at PROBE_SHARES of the tokens, nats a token: [layers][shares]."""
-    layers = study.bench().network.shape.num_layers
+    bench, layers = study.bench_on(study.data.report), study.cache_network.shape.num_layers
 
     def loss(layer: int, share: float) -> float:
         shares = [1 / SHARE] * layers
         shares[layer] = share / SHARE
-        return study.bench().divergence(f"{name}, layer {layer}", replace(policy, layer_shares=tuple(shares)))
+        return bench.of_policy(name, replace(policy, layer_shares=tuple(shares))).kl_div
 
     return {"shares": list(PROBE_SHARES), "kl_div": [[loss(layer, s) for s in PROBE_SHARES] for layer in range(layers)]}
 
