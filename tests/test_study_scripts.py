@@ -39,8 +39,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "Budgets by measured sensitivity",
     ),
     "combine.py:Combine": (
-        {"STEPS": 2, "ACCURACY": 0.1, "CODES": {}},
-        "combine/fdc and H2O, at 0.1",
+        {"STEPS": 2, "ACCURACY": 0.0, "CODES": {}},
+        "combine/fdc and H2O, at 0",
         "The most removed",
     ),
     "gear.py:Gear": ({"ABLATED": {"rank": (0,)}}, "gear/GEAR, rank 0", "GEAR's parts"),
