@@ -34,9 +34,9 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "tokens.py:Tokens": ({"COUNTS": (256,)}, "tokens/fdc/text/256", "Error at 0.5 removed and bases by source"),
     "tokens.py:Pruning": ({"SHARES": (0.5,), "CENTROIDS": (16,)}, "pruning/fdc/kmeans-16", "Pruning and K-means"),
     "budgets.py:Budgets": (
-        {"BUDGETS": (0.5,), "SQUEEZE": (0.85,), "PROBE_SHARES": (0.2, 0.6)},
-        "budgets/H2O, by sensitivity, 0.2 of the tokens",
-        "Budgets by measured sensitivity",
+        {"BUDGETS": (0.5,), "SQUEEZE": (0.85,)},
+        "budgets/H2O, SqueezeAttention 0.85, 0.5 of the tokens",
+        "Budgets of layers",
     ),
     "combine.py:Combine": (
         {"STEPS": 2, "ACCURACY": 0.0, "CODES": {}},
@@ -69,13 +69,3 @@ def test_a_part_measures_and_shows(name: str, tiny, tmp_path: Path, monkeypatch:
     result = study.study(tiny("llama"), tmp_path / "study", ["fdc"], OVERRIDES, parts=[part], sizes=[512], plots=False)
     assert not result.records[key].get("skipped")
     assert f"## {title}" in (tmp_path / "study" / "summary.md").read_text()
-
-
-def test_sensitivity_gives_where_it_gains_most() -> None:
-    of_budgets = vars(type(find_part(f"{FOLDER / 'budgets.py'}:Budgets")))["caches"].__globals__
-    share = of_budgets["sensitivity_shares"]
-    shares = (0.25, 0.5, 1.0)
-    assert share([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 0.5) == [0.5, 0.5]
-    assert share([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 0.375) == [0.25, 0.5]
-    assert share([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], shares, 1.0) == [0.25, 0.25]
-    assert share([[4.0, 3.9, 0.0]], shares, 0.5) == [0.25]  # 0.5 is above the hull: it gains little

@@ -10,25 +10,29 @@ from typing import Any
 from ..errors import UsageError
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..models.compressed import CompressedCheckpoint
-from ..parallel.traffic import of_prompt, of_ring, of_token, uncompressed
+from ..parallel.traffic import of_heads, of_rows, of_token, uncompressed
 from ..prediction.devices import Device
 from .records import provenance
 
 LABELS = {
-    "auto": "rotor, the lesser",
-    "heads": "rotor, Ulysses (ZDC)",
+    "rotor": "rotor",
+    "zdc": "Ulysses, compressed (ZDC)",
     "ulysses": "Ulysses",
     "ring": "ring attention",
 }
 
 
+ETHERNET_BYTES_PER_S = 12.5e9
+"""Of each process's network."""
+
+
 def count_traffic(
-    folder: Path, processes: Sequence[int], tokens: int, device: Device, ethernet_bytes_per_s: float, command: str = ""
+    folder: Path, processes: Sequence[int], tokens: int, device: Device, command: str = ""
 ) -> dict[str, Any]:
     """Count what a prompt of one sequence sends, for each number of processes.
 
     Args:
-        tokens: of the prompt. device: whose links' rate the prediction takes. ethernet_bytes_per_s: of one process.
+        tokens: of the prompt. device: whose links' rate the prediction takes.
     Returns:
         What is written as JSON: bytes of all processes together, over all layers; and predicted seconds, which are the
         busiest process's bytes over the rate, with no latency and nothing overlapped.
@@ -39,18 +43,18 @@ def count_traffic(
         least = 2 * max(processes)
         raise UsageError(f"{tokens} tokens for {max(processes)} processes: expected {least}.", "Give more --tokens.")
     if device.link_bytes_per_s is None:
-        raise UsageError("--target-device: link_bytes_per_s is not known.", "Add it in a device file.")
+        raise UsageError("--target-device: the rate of its links is not known.", "Choose another.")
     checkpoint = CompressedCheckpoint(folder)
     layouts, shape, size = checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize
-    rates = {"link": device.link_bytes_per_s, "ethernet": ethernet_bytes_per_s}
-    row_bytes = uncompressed_kv_bytes_per_token(shape, size)
+    rates = {"link": device.link_bytes_per_s, "ethernet": ETHERNET_BYTES_PER_S}
+    row_bytes, own_bytes = uncompressed_kv_bytes_per_token(shape, size), kv_bytes_per_token(layouts, size)
     counted = []
     for count in processes:
         found = {
-            "auto": of_prompt(layouts, shape, tokens, count, size),
-            "heads": of_prompt(layouts, shape, tokens, count, size, "heads"),
-            "ulysses": of_prompt(uncompressed(shape), shape, tokens, count, size, "heads"),
-            "ring": of_ring(row_bytes, tokens, count),
+            "rotor": of_rows(own_bytes, tokens, count),
+            "zdc": of_heads(layouts, shape, tokens, count, size),
+            "ulysses": of_heads(uncompressed(shape), shape, tokens, count, size),
+            "ring": of_rows(row_bytes, tokens, count),
         }
         entry = {
             name: {"bytes": sent.total, **asdict(sent)}
@@ -64,7 +68,7 @@ def count_traffic(
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "tokens": tokens,
         "layers": shape.num_layers,
-        "kv_bytes_per_token": {"before": row_bytes, "after": kv_bytes_per_token(layouts, size)},
+        "kv_bytes_per_token": {"before": row_bytes, "after": own_bytes},
         "rates": {f"{name}_bytes_per_s": rate for name, rate in rates.items()},
         "counted": counted,
     }

@@ -105,7 +105,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
     partial = PartialRun(job.out, processes.rank)
 
     def begin() -> None:
-        held.enter_context(exclusive(job.out.path, "calibrate"))
+        held.enter_context(exclusive(job.out.path))
         recover(job.out)
         job.check_out()  # again: who held it may have written
         partial.check(settings.resume, settings.overwrite)

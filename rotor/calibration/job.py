@@ -42,26 +42,15 @@ class CalibrationJob:
     processes: Processes = ALONE
 
     @classmethod
-    def check(
-        cls, settings: CalibrationSettings, processes: Processes = ALONE, *, fetch: bool = True
-    ) -> CalibrationJob:
-        """Raises RotorError where the request cannot be carried out.
-
-        Args:
-            fetch: False leaves weights on the hub, and refuses a model whose weights are not in the hub's cache.
-        """
+    def check(cls, settings: CalibrationSettings, processes: Processes = ALONE) -> CalibrationJob:
+        """Raises RotorError where the request cannot be carried out."""
         recipe, out = settings.check(), OutputFolder.at(settings.out, "run")
         if processes.count > 1 and recipe.prune.kmeans is not None:
             raise UsageError(
                 f"prune.kmeans with {processes.count} processes: centroids of parts are not those of the whole.",
                 "Run it in one process, or give --set prune.kmeans=null.",
             )
-        source = find_source(settings.model, settings.revision, weights=fetch)
-        if not fetch and source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
-            raise UsageError(
-                f"{source.hub_id}: its weights are not here yet, and a dry run fetches nothing large.",
-                f"`rotor inspect {source.hub_id}` tells what it takes from the headers alone.",
-            )
+        source = find_source(settings.model, settings.revision)
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
         candidates = outline.candidates(recipe)

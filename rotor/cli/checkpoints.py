@@ -15,7 +15,6 @@ from ..logs import is_first_process
 from .app import check_folder, command, numbers, resumable, split
 from .console import in_interval, print_seconds, print_table, say
 from .options import NONE, Count, MemoryOptions, Output, Printed
-from .plans import print_calibration_plan, print_export_plan
 
 if TYPE_CHECKING:
     from ..calibration.run import Run
@@ -39,7 +38,6 @@ def calibrate(
     batch_tokens: Count = 2048,
     resume: bool = False,
     overwrite: bool = False,
-    dry_run: bool = False,
 ) -> None:
     """Find the bases of the model's KV heads and write them to a run folder.
 
@@ -58,13 +56,8 @@ def calibrate(
 
     from ..calibration.calibrate import run_calibration
     from ..models.checkpoint import Checkpoint
-    from ..planning.dry_run import plan_calibration
 
-    progress = output.progress(dry_run=dry_run)
-    if dry_run:
-        plan = plan_calibration(settings)
-        output.show(plan.to_dict(), lambda: print_calibration_plan(plan))
-        return
+    progress = output.progress()
     with resumable(lambda: _how_to_resume(out)):
         run = run_calibration(settings, progress)
     if is_first_process():
@@ -107,18 +100,14 @@ def export(
     output: Output,
     accuracy: float | None = None,
     confidence: float | None = None,
-    targets: str | None = None,
     compression: float | None = None,
     removal_rate: float | None = None,
     objective: str | None = None,
-    target_device: str | None = None,
-    device_file: Path | None = None,
     overrides: list[str] = NONE,
     no_measure: bool = False,
     cache: str | None = None,
     without_weights: bool = False,
     overwrite: bool = False,
-    dry_run: bool = False,
 ) -> None:
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
 
@@ -131,46 +120,31 @@ def export(
         out: Checkpoint folder to write.
         accuracy: Remove as much as keeps this accuracy (ratio to the model) on the search split.
         confidence: 0.95: the lower end of the 95 % interval has to reach --accuracy, not the value alone.
-        targets: Further accuracies to search.
         compression: Remove at least this share of the KV cache.
         removal_rate: Singular-value removal rate.
-        objective: memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between.
+        objective: memory (bytes of cache), latency (predicted decode time on objective.device), or a weight from 0 to 1
+            between.
         cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), or a YAML
             file.
         without_weights: Write bases in place of weights, which are rewritten from the source's on loading.
     """
-    from ..recipe import device_overrides
     from ..recipe.settings import ExportSettings, Goal
 
     goal = Goal(accuracy, compression, removal_rate, confidence)
-    changed = *overrides, *device_overrides(target_device, device_file)
     how: dict[str, Any] = {"overwrite": overwrite, "measure": not no_measure, "cache": cache}
     how["without_weights"] = without_weights
-    settings = ExportSettings(run, out, goal, _shares(targets), changed, objective, compute.checked(), **how)
+    settings = ExportSettings(run, out, goal, tuple(overrides), objective, compute.checked(), **how)
     settings.check()
 
     from ..export.export import run_export
-    from ..planning.dry_run import plan_export
 
-    progress = output.progress(dry_run=dry_run)
-    if dry_run:
-        plan = plan_export(settings)
-        output.show(plan.to_dict(), lambda: print_export_plan(plan))
-        return
+    progress = output.progress()
     kept = f"Nothing was written to {out}; what was measured is kept in {run}: the same command goes on."
     with resumable(lambda: kept):
         result = run_export(settings, progress)
     shown = {k: v for k, v in result.report.items() if k not in ("tensors", "layouts")}
     more = {"digest": result.digest, "seconds": result.seconds, "measured_points": result.measured_points}
     output.show({"folder": str(out), **shown, **more}, lambda: _print_export(out, result))
-
-
-def _shares(text: str | None) -> tuple[float, ...]:
-    """`0.99,0.95`, or nothing; raises UsageError unless they are numbers."""
-    try:
-        return tuple(dict.fromkeys(float(item) for item in split(text or "")))
-    except ValueError:
-        raise UsageError(f"--targets {text}: expected numbers.", "Example: --targets 0.99,0.95") from None
 
 
 def _print_export(out: Path, result: ExportResult) -> None:
@@ -192,7 +166,7 @@ def _print_export(out: Path, result: ExportResult) -> None:
         name = report["cache"]["policy"]["method"]
         say(f"Cache policy {name}: {found:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
     print_seconds(result.seconds)
-    say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
+    say(f"Digest: {result.digest} (of every file: what `sha256sum {shlex.quote(str(out))}/manifest.json` prints)")
     say(f"Next: rotor validate {shlex.quote(str(out))}")
 
 
@@ -226,7 +200,6 @@ class ValidateOptions(MemoryOptions):
     recipe: str | None = None
     text: Path | None = None
     overrides: list[str] = NONE
-    digest: str | None = None
     cache: str | None = None
     tasks: str | None = None
     lengths: str = "4096"
@@ -241,29 +214,24 @@ def validate(folders: list[Path], options: ValidateOptions, output: Output, no_m
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
 
     Args:
-        folders: One or more folders that `rotor export` wrote; with --cache also uncompressed models, whose accuracy
-            with that policy is measured against a plain cache.
+        folders: One or more folders that `rotor export` wrote.
         model: Source model, if it is not where it was; checkpoints without weights take them from it.
         run: Run folder, if it is not where it was.
         recipe: Recipe whose section evaluation says how accuracy is measured.
         text: Text to measure accuracy on, as of `rotor calibrate`: a file or a folder.
-        digest: What `rotor export` printed: the digest of every file.
         results: New folder for the files of --tasks, which are those of lm-eval and kvpress; by default OUT-tasks.
     """
-    for option in ("digest", "results"):
-        if getattr(options, option) is not None and len(folders) > 1:
-            raise UsageError(f"--{option} belongs to one folder.", "Validate them one by one.")
+    if options.results is not None and len(folders) > 1:
+        raise UsageError("--results belongs to one folder.", "Validate them one by one.")
     options.checked()
     for folder in folders:
         check_folder(folder)
 
-    from ..validation.validate import SourceMeasurements
     from ..validation.validate import validate as run_validate
 
     how: dict[str, Any] = vars(options) | {"measure": not no_measure, "progress": output.progress()}
     how |= {"tasks": split(options.tasks or ""), "lengths": numbers("--lengths", options.lengths)}
-    shared = SourceMeasurements()
-    results = [run_validate(folder, **how, shared=shared) for folder in folders]
+    results = [run_validate(folder, **how) for folder in folders]
 
     def text() -> None:
         for result in results:

@@ -30,7 +30,7 @@ from ..models.checkpoint import INDEX_FILE, Checkpoint
 from ..models.sidecars import sidecars
 from ..policies import LONG_TOKENS, Policy, packed_bytes_per_token
 from ..progress import Progress, StageTimes
-from ..recipe import Recipe, device_overrides
+from ..recipe import Recipe
 from ..recipe.settings import Compute, ExportSettings, Goal
 from ..report.report import write_with_checkpoint
 from ..rewriting.rewrite import planned_layouts, rewritten_tensors
@@ -48,7 +48,7 @@ log = logging.getLogger("rotor")
 class ExportResult:
     """What was written: the folder, the content of its rotor.json, and seconds per stage (0 measured points: none).
 
-    digest: SHA-256 of manifest.json, which has that of every other file: `rotor validate OUT --digest HEX`.
+    digest: SHA-256 of manifest.json, which has that of every other file.
     """
 
     folder: Path
@@ -66,11 +66,8 @@ def export(
     compression: float | None = None,
     removal_rate: float | None = None,
     confidence: float | None = None,
-    targets: Iterable[float] = (),
     overrides: Iterable[str] = (),
     objective: str | float | None = None,
-    target_device: str | None = None,
-    device_file: str | Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
     offload: str = "auto",
@@ -89,7 +86,6 @@ def export(
             once.
         confidence: 0.95 asks that the lower end of the 95 % interval on the search split reaches `accuracy`; None: that
             the value does.
-        targets: further accuracies to search, whose points are then known.
         compression: least share of the KV cache to remove, in (0, 1).
         removal_rate: singular-value removal rate, in [0, 1).
         overrides: `section.field=value` for the recipe's ranks, codes, evaluation, search, objective and cache;
@@ -102,7 +98,6 @@ def export(
         without_weights: leaves the weights to the source, from which they are rewritten when the folder is loaded, or
             written by `materialise`.
         objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
-        target_device, device_file: the device whose decode time is predicted, and a YAML file with further ones.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
     """
@@ -110,8 +105,7 @@ def export(
         run,
         out,
         Goal(accuracy, compression, removal_rate, confidence),
-        tuple(targets),
-        (*overrides, *device_overrides(target_device, device_file)),
+        tuple(overrides),
         objective,
         Compute(device, dtype, offload),
         overwrite,
@@ -127,9 +121,9 @@ def run_export(settings: ExportSettings, progress: Progress | None = None) -> Ex
     """What `export` does, with its arguments in one object; raises likewise."""
     settings.check()
     with ExitStack() as held:
-        held.enter_context(exclusive(Path(settings.run), "export"))
+        held.enter_context(exclusive(Path(settings.run)))
         job = ExportJob.check(settings)
-        held.enter_context(exclusive(job.out.path, "export"))
+        held.enter_context(exclusive(job.out.path))
         job.out.check(settings.overwrite, job.sources)  # who held it until now may have written to it
         held.enter_context(log_file(job.run.folder, "export"))
         search = RankSearch(job, StageTimes(), progress or Progress())
@@ -139,7 +133,6 @@ def run_export(settings: ExportSettings, progress: Progress | None = None) -> Ex
 def _export(search: RankSearch) -> ExportResult:
     job, point = search.job, search.point()
     policy = search.stored_policy(point)
-    search.search_targets()
     search.close()
     table, times = None if job.unmeasured else search.table, search.times
     with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:

@@ -49,25 +49,11 @@ def text_overrides(path: str | Path | None, sections: Iterable[str] = ("tokens",
     return tuple(item for section in sections for item in (f"{section}.source=text", f"{section}.path={place}"))
 
 
-def device_overrides(name: str | None, file: str | Path | None) -> tuple[str, ...]:
-    """Overrides that predict decode times for this device, or one in this YAML file; none for None."""
-    given = {"device": name, "device_file": None if file is None else json.dumps(str(file))}
-    return tuple(f"objective.{key}={value}" for key, value in given.items() if value is not None)
-
-
 def _named(name_or_path: str) -> Recipe:
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return parse_recipe(read_text(path, f"recipe {name_or_path}"), name_or_path)
     bundled = bundled_recipes()
-    policies = [file.name.removesuffix(".yaml") for file in (resources.files("rotor.recipes") / "cache").iterdir()]
-    meant = [name for name in sorted(policies) if name == name_or_path or name.startswith(f"{name_or_path}-")]
-    if name_or_path not in bundled and meant:
-        raise RecipeError(
-            f"{name_or_path!r} is a cache policy, not a recipe.",
-            f"Give --cache {meant[0]} to export, generate or validate"
-            + (f"; there are {', '.join(meant)}." if meant[1:] else "."),
-        )
     if name_or_path not in bundled:
         raise RecipeError(
             f"recipe {name_or_path!r} is neither bundled nor a file{nearest_name(name_or_path, bundled)}",

@@ -103,7 +103,6 @@ class ExportSettings:
     run: str | Path
     out: str | Path
     goal: Goal
-    targets: tuple[float, ...] = ()
     overrides: tuple[str, ...] = ()
     objective: str | float | None = None
     compute: Compute = Compute()
@@ -120,9 +119,6 @@ class ExportSettings:
         """
         self.goal.check()
         self.compute.check()
-        Reader("--targets", UsageError).read(tuple[Share, ...], self.targets)
-        if self.targets and self.goal.accuracy is None:
-            raise UsageError("--targets are searched beside an accuracy.", "Give --accuracy, too.")
         if not self.measure and self.goal.accuracy is not None:
             raise UsageError("--no-measure: an --accuracy is found by measuring.", "Give --compression in its place.")
         run = Path(self.run)

@@ -22,7 +22,7 @@ from ..recipe import Recipe, load_recipe
 from ..recipe.metric_registry import METRICS, base_note, chance_note, metric_info
 from ..runtime.families import attention_shape
 from ..search.point import Point
-from ..search.table import TABLES, RankTable, Request
+from ..search.table import TABLES, RankTable
 from .data import JOINT, SIDES, ReportData, format_bytes, groups_of_point
 
 
@@ -50,8 +50,8 @@ def collect_run(run: Run) -> ReportData:
     point = None
     if table and table.points:
         data.metric = metric_info(table.context.metric).description
-        data.reached = _reached(table)
-        best = next((r for r in _by_target(table) if table.point(r.point)), None)
+        asked = sorted(table.requests, key=lambda request: -request.target)
+        best = next((request for request in asked if table.point(request.point)), None)
         point = table.point(best.point) if best else max(table.points, key=_shown_accuracy)
         assert point is not None
         data.target = best.target if best else None
@@ -124,7 +124,6 @@ def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: Accu
     point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
     if table and point:
         data.points, data.chosen = table.points, point
-        data.reached = _reached(table)
     _add_run(data, run, table, point)
 
 
@@ -194,20 +193,6 @@ def _mean_spectrum(values: Any) -> list[float]:
     """Singular values [num_groups, channels] over each group's largest, averaged over the groups."""
     largest = values[:, :1].clamp(min=1e-300)
     return [float(value) for value in (values / largest).mean(0)]
-
-
-def _by_target(table: RankTable) -> list[Request]:
-    """The table's requests, the largest target first."""
-    return sorted(table.requests, key=lambda request: (-request.target, request.confidence or 0))
-
-
-def _reached(table: RankTable) -> list[tuple[str, Point | None]]:
-    """What each request of the table got."""
-    reached: dict[str, Point | None] = {}
-    for request in _by_target(table):
-        name = f"{request.target:g}" + ("" if request.confidence is None else f" at {100 * request.confidence:g} %")
-        reached.setdefault(name, table.point(request.point))
-    return list(reached.items())
 
 
 def _ratios(found: Fidelity | None, base: dict[str, Any], left_out: dict[str, dict[str, str]]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import torch
 from ..allocation.plan import RankPlan
 from ..data.readiness import describe_evaluation
 from ..data.splits import SPLITS, EvaluationData, evaluation_data
-from ..errors import AccuracyError, UsageError
+from ..errors import UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
@@ -23,12 +23,8 @@ from ..rewriting.compressible import CompressibleModel
 from .export_job import ExportJob
 from .measurer import Measurer
 from .point import Point
-from .search import find_plan, most_points, plan_for, search_target
+from .search import most_points, plan_for, search_target
 from .tiers import choose_tiers
-
-
-class _Unmeasured(Exception):
-    """A point that a search needs is not in the table."""
 
 
 class RankSearch(Measurer):
@@ -50,28 +46,6 @@ class RankSearch(Measurer):
         self.job, self.times = job, times
         self.measured_points = 0
         """How often a plan was measured on a split."""
-
-    def known(self) -> RankPlan | None:
-        """The plan that the goal leads to; None where something has to be measured first.
-
-        Raises: as `point`.
-        """
-        goal = self.job.goal
-        if self.needs_probes:
-            return None
-        if goal.accuracy is None:
-            return plan_for(self.path, goal.removal_rate, goal.compression)
-
-        def known(plan: RankPlan) -> Fidelity:
-            point = self.table.find(plan)
-            if point is None or point.search is None:
-                raise _Unmeasured
-            return point.search
-
-        try:
-            return find_plan(self.path, self.recipe.search.resolution, goal.accuracy, known, goal.confidence)
-        except _Unmeasured:
-            return None
 
     def point(self) -> Point:
         """The point that the goal leads to, measured on both splits (or, see ExportJob.unmeasured, on none).
@@ -119,14 +93,6 @@ class RankSearch(Measurer):
         with self.times.stage("fit cache policy"), self.progress.task("fit cache policy", None, ""):
             network.compress(self.bases.select(point.choice, point.channels), point.ranks)
             return meter.fitted_policy(network)
-
-    def search_targets(self) -> None:
-        """Measure what further targets need, so that they are in the table; one out of reach is noted there."""
-        for target in self.job.settings.targets:
-            try:
-                self._plan(target)
-            except AccuracyError as error:
-                self.progress.message(error.message)
 
     def close(self) -> None:
         """The model is not needed any more."""

@@ -117,7 +117,7 @@ def study(
     checkpoint = Checkpoint(source.folder)
     with ExitStack() as held:
         if not dry_run:
-            held.enter_context(exclusive(out, "study"))
+            held.enter_context(exclusive(out))
         placement = Placement.choose(checkpoint, first, compute, Progress() if dry_run else progress)
         store = StudyStore.read(out, _settings(plan, source.name, checkpoint, placement))
         options = {**dataclasses.asdict(compute), "batch_tokens": batch_tokens, "progress": progress}
