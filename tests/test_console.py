@@ -88,7 +88,7 @@ def test_the_other_commands_print_one_json_object(tmp_path: Path, capsys) -> Non
         (["inspect", DEMO_MODEL], "shape"),
         (["schedule", tmp_path / "out"], "schedules"),
         (["report", run], "figures"),
-        (["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc", "--parts", "tokens", *STUDY], "records"),
+        (["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc", "--parts", "curves", *STUDY], "records"),
     ):
         code, text, error = rotor(capsys, *command, "--json")
         assert code == 0, error
