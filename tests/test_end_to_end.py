@@ -25,12 +25,14 @@ from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import read_statistics
 from rotor.data.splits import digests
 from rotor.errors import CheckpointError
+from rotor.evaluation.fidelity import FidelityMeter
 from rotor.export.export import export
 from rotor.format.section import MARK
 from rotor.recipe import override
 from rotor.search.measurer import rank_path
 from rotor.search.point import as_lists
 from rotor.search.table import RankTable, read_probes
+from rotor.validation import validate as validation
 from rotor.validation.validate import validate
 
 
@@ -117,6 +119,21 @@ def test_compression_and_removal_rate_measure_one_point(run_copy, tmp_path: Path
     same = export(run.folder, tmp_path / "same", removal_rate=half.report["parameter"])
     assert same.measured_points == 0
     assert same.report["ranks"] == half.report["ranks"]
+
+
+def test_several_folders_of_a_source_measure_it_once(run_copy, tmp_path: Path, monkeypatch) -> None:
+    run, calls = run_copy("fdc"), []
+    for share in (0.5, 0.3):
+        export(run.folder, tmp_path / str(share), compression=share, measure=False)
+    for owner, name in ((FidelityMeter, "measure_base"), (validation, "evaluation_data")):
+        measure = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, m=measure, n=name: (calls.append(n), m(*given))[1])
+    shared: dict = {}
+    together = [validate(tmp_path / str(share), shared=shared) for share in (0.5, 0.3)]
+    assert calls == ["evaluation_data", "measure_base"]
+    alone = validate(tmp_path / "0.3")
+    assert (together[1].checks, together[1].summary) == (alone.checks, alone.summary)
+    assert together[0].summary["accuracy"] != alone.summary["accuracy"]
 
 
 def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> None:

@@ -212,7 +212,7 @@ def validate(folders: list[Path], options: ValidateOptions, output: Printed, no_
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
 
     Args:
-        folders: One or more folders that `rotor export` wrote.
+        folders: One or more folders that `rotor export` wrote; with --cache also uncompressed models.
         model: Source model, if it is not where it was; checkpoints without weights take them from it.
         run: Run folder, if it is not where it was.
         recipe: Recipe whose section evaluation says how accuracy is measured.
@@ -225,7 +225,7 @@ def validate(folders: list[Path], options: ValidateOptions, output: Printed, no_
     from ..validation.validate import validate as run_validate
 
     how: dict[str, Any] = vars(options) | {"measure": not no_measure, "progress": output.progress()}
-    how |= {"tasks": split(options.tasks or ""), "lengths": numbers("--lengths", options.lengths)}
+    how |= {"tasks": split(options.tasks or ""), "lengths": numbers("--lengths", options.lengths), "shared": {}}
     results = [run_validate(folder, **how) for folder in folders]
 
     def text() -> None:
