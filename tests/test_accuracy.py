@@ -102,7 +102,7 @@ def test_a_run_on_the_text_that_it_is_judged_on_never_sees_those_splits(texts: P
 
 def test_a_point_survives_json() -> None:
     found = Fidelity(0.97, (0.95, 0.99), {"token_accuracy": 0.98, "score": None})
-    point = Point(0.1, 0.41, 0.4, ("pre-2",), [[(3, 4)]], [[(8, 8)]], search=found)
+    point = Point(0.1, 0.41, 0.4, [[(3, 4)]], [[(8, 8)]], search=found)
     data = json.loads(json.dumps(point.to_json()))
     assert "report" not in data
     again = Point.from_json(data, "points[0]", Reader("x.json", CheckpointError))
@@ -194,7 +194,7 @@ def test_confidence_asks_more_of_the_search_split(copied: Path, capsys) -> None:
         export(copied / "run", copied / "x", accuracy=0.9, confidence=0.5)
 
 
-def test_one_file_of_probes_serves_every_metric_and_objective(tiny, tmp_path: Path) -> None:
+def test_one_file_of_probes_serves_every_metric(tiny, tmp_path: Path) -> None:
     small = [
         "tokens.source=random",
         "tokens.count=512",
@@ -204,9 +204,7 @@ def test_one_file_of_probes_serves_every_metric_and_objective(tiny, tmp_path: Pa
     ]
     run = calibrate(tiny("llama"), tmp_path / "run", "rotor-16", [*small, *SHORT_TEXT])
     export(run.folder, tmp_path / "a", compression=0.4)
-    again = export(
-        run.folder, tmp_path / "b", compression=0.2, objective="latency", overrides=["evaluation.metric=text"]
-    )
+    again = export(run.folder, tmp_path / "b", compression=0.2, overrides=["evaluation.metric=text"])
     assert "probe" not in again.seconds
     assert len(list((run.folder / "probes").iterdir())) == 1
     checkpoint = Checkpoint(run.model_folder)

@@ -111,7 +111,7 @@ def test_calibrate(tiny, tmp_path: Path, capsys) -> None:
     assert state(tmp_path) == before
     assert rotor(capsys, *command, "-q")[0] == 0
     run = Run.open(tmp_path / "run")
-    assert run.info["candidates"] == plan["candidates"]
+    assert run.form.in_words(run.shape) == plan["form"]
     kept = sum(path.stat().st_size for path in run.folder.rglob("*.safetensors"))
     assert kept == pytest.approx(plan["needs"]["kept_disk_bytes"], rel=0.1)
     code, said, error = rotor(capsys, *command, "--dry-run")

@@ -28,10 +28,7 @@ from rotor.errors import CheckpointError
 from rotor.evaluation.fidelity import FidelityMeter
 from rotor.export.export import export
 from rotor.format.section import MARK
-from rotor.recipe import override
-from rotor.search.measurer import rank_path
-from rotor.search.point import as_lists
-from rotor.search.table import RankTable, read_probes
+from rotor.search.table import RankTable
 from rotor.validation.validate import SourceMeasurements, validate
 
 
@@ -301,28 +298,3 @@ def test_every_recipe_on_models_with_and_without_rope(recipe: str, family: str, 
     assert not result.damaged, [c for c in result.checks if c.status == "fail"]
     # A second export of the same point measures and probes nothing.
     assert "load model" not in export(run.folder, tmp_path / "again", compression=0.3).seconds
-
-
-def test_ranks_may_choose_domain_and_group_size_for_latency(tiny, tmp_path: Path) -> None:
-    settings = ["groups.size=any", "groups.domain=any", "ranks.multiple_of=4", "ranks.probe_tokens=256"]
-    tokens = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64"]
-    run = calibrate(tiny("llama"), tmp_path / "run", "rotor-16", [*settings, *tokens, *FAST_EVALUATION, *SHORT_TEXT])
-    assert list(run.info["candidates"]) == ["pre-4", "pre-2", "pre-1", "post-4", "post-2", "post-1"]
-    memory = export(run.folder, tmp_path / "memory", compression=0.4)
-    latency = export(run.folder, tmp_path / "latency", compression=0.4, objective="latency")
-    for result in (memory, latency):
-        assert result.report["compression"]["stored"] >= 0.4
-        checked = validate(result.folder, measure=False)
-        assert not checked.damaged, [c for c in checked.checks if c.status == "fail"]
-    (probes,) = (run.folder / "probes").iterdir()
-    found = read_probes(run, probes.stem)
-    path = rank_path(run.bases(), run, override(run.recipe, ["objective.kind=latency"]), found)
-    plan = path.at_compression(0.4)
-    assert plan is not None
-    assert plan.saving != pytest.approx(plan.stored)
-    assert as_lists(plan.rounded) == latency.report["ranks"]["stored"]
-    from rotor.errors import UsageError
-
-    fdc = calibrate(tiny("llama"), tmp_path / "fdc", "fdc", tokens)
-    with pytest.raises(UsageError, match=r"only ranks\.method global weighs anything but bytes"):
-        export(fdc.folder, tmp_path / "x", compression=0.4, objective="latency")

@@ -39,7 +39,7 @@ def test_recipes(share: float) -> None:
 @pytest.mark.parametrize("share", SHARES)
 def test_overrides(share: float) -> None:
     recipe = load_recipe("fdc")
-    names = ["tokens.count", "tokens.seed", "ranks.multiple_of", "objective.kind", "groups.size", "x.y"]
+    names = ["tokens.count", "tokens.seed", "ranks.multiple_of", "objective.batch_size", "groups.size", "x.y"]
     values = st.one_of(VALUES.map(json.dumps), st.text(max_size=20))
 
     @mutations("override", share)

@@ -99,7 +99,7 @@ def test_a_pipe_in_a_run_is_not_waited_for(places_for) -> None:
         (run / name).unlink()
         os.mkfifo(run / name)
         with limited(SECONDS), pytest.raises(CheckpointError, match=f"{name}: is no regular file"):
-            Run.open(run).bases().spectra(0)
+            Run.open(run).spectra(0)
 
 
 def write_sealed(path: Path, data: bytes) -> None:
@@ -119,7 +119,6 @@ def write_sealed(path: Path, data: bytes) -> None:
 def test_rank_tables(places_for, share: float) -> None:
     _, folder, _ = places_for
     run = Run.open(folder)
-    bases = run.bases()
     latest = RankTable.latest(run)
     assert latest is not None
     path = folder / "tables" / f"{latest.context.key}.json"
@@ -130,7 +129,7 @@ def test_rank_tables(places_for, share: float) -> None:
 
     def use() -> None:
         table = RankTable.open(run, latest.context)
-        table.find(rank_path(bases, run, override(run.recipe, ["ranks.method=uniform"])).steps()[0])
+        table.find(rank_path(run, override(run.recipe, ["ranks.method=uniform"])).steps()[0])
         for point in table.points:
             point.to_json()
 
@@ -143,7 +142,7 @@ def test_probes(places_for, share: float) -> None:
     run = Run.open(folder)
     path = folder / "probes" / "some.json"
     path.parent.mkdir(exist_ok=True)
-    layers = [{key: ([(16, 1e-9)], [(16, 1e-9)]) for key in layer} for layer in run.bases()]
+    layers = [([(16, 1e-9)], [(16, 1e-9)]) for _ in run.bases()]
 
     def check(data: bytes) -> None:
         write_sealed(path, data)
@@ -200,7 +199,7 @@ def test_bases_and_statistics(places_for, share: float) -> None:
             text = json.dumps(changed(json.loads(data[8 : 8 + length]), changes)).encode()
             head = struct.pack("<Q", len(text)) + text
         path.write_bytes(head + data[8 + length :])
-        clean(lambda: rank_path(run.bases(), run, run.recipe).steps()[0])
+        clean(lambda: rank_path(run, run.recipe).steps()[0])
         clean(lambda: run.bases()[0])
         clean(lambda: read_statistics(folder, 0, run.shape).moment("value", 1))
         path.write_bytes(data)

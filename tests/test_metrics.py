@@ -107,9 +107,8 @@ def test_swapping_the_attention_leaves_both_models_as_they_were(demo_run) -> Non
     network = in_memory(run)
     rows = torch.randint(4096, (2, 24), generator=torch.Generator().manual_seed(0))
     before = batch_logits(network, rows)
-    bases = run.bases()
-    plan = rank_path(bases, run, run.recipe).at_compression(0.6)
-    network.compress(plan.select(bases), plan.rounded)
+    plan = rank_path(run, run.recipe).at_compression(0.6)
+    network.compress(run.bases(plan.channels), plan.rounded)
     compressed = batch_logits(network, rows)
     assert not torch.equal(before, compressed)
     modules = [network.family.attention_module(network.model, i) for i in range(network.shape.num_layers)]

@@ -21,7 +21,7 @@ from rotor.errors import NumericsError
 from rotor.evaluation.scoring import batch_logits
 from rotor.export.export import export
 from rotor.format.hashes import file_sha256
-from rotor.format.layout import POST_ROPE, AttentionShape, Candidate
+from rotor.format.layout import POST_ROPE, AttentionShape, LayerForm
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
@@ -137,7 +137,7 @@ def test_in_a_factorisation() -> None:
     statistics = LayerStatistics(shape, 1, {"query": huge, "key_post": huge, "value": huge}, 8)
     weights = AttentionWeights(*(torch.ones(8, 8) for _ in range(4)))
     with pytest.raises(NumericsError, match="layer 3, post-1: "):
-        layer_bases(statistics, weights, shape, Candidate(POST_ROPE, 1), "kq", "kq", where="layer 3, post-1")
+        layer_bases(statistics, weights, shape, LayerForm(POST_ROPE, 1), "kq", "kq", where="layer 3, post-1")
     assert torch.isfinite(kq.closed_form(torch.eye(4).double()[None], torch.eye(4).double()[None]).encode).all()
 
 
@@ -175,7 +175,7 @@ def test_on_the_cast_of_compressed_modules_to_the_dtype_of_the_forward_passes(ru
     monkeypatch.setattr(
         network, "attention_weights", lambda i: dataclasses.replace(w := read(i), v_weight=w.v_weight * 10.0 ** (7 * i))
     )
-    bases = [layer["pre-2"] for layer in opened.bases()]
+    bases = opened.bases()
     ranks = [[(8, 8)] * 2] * 2
     text = r"tensor model\.layers\.1\.self_attn\.v_proj\.weight has \d+ elements that are NaN or Inf in torch\.float16"
     with pytest.raises(NumericsError, match=text):

@@ -18,7 +18,7 @@ from rotor.calibration.gradients import fisher_information
 from rotor.calibration.outline import ModelOutline
 from rotor.errors import RecipeError
 from rotor.export.export import export
-from rotor.format.layout import POST_ROPE, Candidate, KeyForm
+from rotor.format.layout import POST_ROPE, KeyForm, LayerForm
 from rotor.kernels.rotary import rotate, when_read, within_blocks
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
@@ -124,7 +124,7 @@ def test_rope_that_depends_on_the_length_rotates_keys_as_a_whole(tiny, tmp_path:
     config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     (folder / "config.json").write_text(json.dumps(config))
     outline = ModelOutline.of(Checkpoint(folder))
-    assert outline.candidates(load_recipe("rotor-post")) == {"post-4": Candidate(POST_ROPE, 4)}
+    assert outline.form(load_recipe("rotor-post")) == LayerForm(POST_ROPE, 4)
 
 
 def test_sizes_of_blocks_that_are_refused() -> None:

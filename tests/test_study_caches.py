@@ -88,9 +88,8 @@ def test_the_mean_over_lengths_counts_what_waits(bench) -> None:
 
 
 def test_a_compressed_model_is_measured_like_a_baseline(bench, run) -> None:
-    bases = run.bases()
-    plan = rank_path(bases, run, run.recipe).at_compression(0.5)
-    bench.network.compress(plan.select(bases), plan.rounded)
+    plan = rank_path(run, run.recipe).at_compression(0.5)
+    bench.network.compress(run.bases(plan.channels), plan.rounded)
     record, coded = (bench.record("rotor", CachedModel(bench.network, p, compressed=True)) for p in (None, PerToken(4)))
     bench.network.restore()
     assert record.compression == pytest.approx(0.5, abs=0.1)

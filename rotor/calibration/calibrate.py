@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..bases.layer import LayerBases, layer_bases
+from ..bases.layer import layer_bases
 from ..bases.moments import LayerStatistics
 from ..codes.layer import layer_codes
 from ..data.documents import Document
@@ -38,14 +38,14 @@ from ..recipe import Recipe, text_overrides
 from ..recipe.settings import CalibrationSettings, Compute
 from ..runtime.projections import read_attention
 from ..versions import versions
-from .candidates import wanted_gradients
 from .capture import layer_statistics
+from .form import wanted_gradients
 from .gradients import LayerFisher, fisher_information, weight_information
 from .job import CalibrationJob
 from .partial import PartialRun
 from .processes import Processes
 from .pruning import prune_rows
-from .run import FISHER, INFO, Run, candidate_info, write_bases, write_codes, write_fisher, write_statistics
+from .run import FISHER, INFO, Run, form_info, write_bases, write_codes, write_fisher, write_statistics
 
 TOKENS = "tokens.safetensors"
 """Calibration tokens of an unfinished run, so that those that the model writes need not be written again."""
@@ -124,10 +124,10 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
 
 def _departures(job: CalibrationJob) -> Iterator[str]:
     """What of the recipe is otherwise for this model than a user may expect, a line each."""
-    recipe, shape = job.recipe, job.shape
-    if recipe.groups.size == "auto" and job.group_size < shape.num_kv_heads:
+    recipe, shape, size = job.recipe, job.shape, job.form.group_size
+    if recipe.groups.size == "auto" and size < shape.num_kv_heads:
         yield (
-            f"groups: {job.group_size} of {shape.num_kv_heads} KV heads share a latent: more are predicted to make "
+            f"groups: {size} of {shape.num_kv_heads} KV heads share a latent: more are predicted to make "
             f"attention slower than uncompressed on {recipe.objective.device}; --set groups.size=all takes fewer bytes"
         )
     if recipe.groups.domain == "block" and shape.rotary_dim and job.outline.frequencies is None:
@@ -135,7 +135,7 @@ def _departures(job: CalibrationJob) -> Iterator[str]:
             "keys: compressed after RoPE as a whole: its frequencies depend on the length of a sequence, so that no "
             "part of a rotation can be left for later (groups.domain)"
         )
-    if recipe.groups.joint and not any(candidate.joint for candidate in job.candidates.values()):
+    if recipe.groups.joint and not job.form.joint:
         why = "keys are compressed after RoPE"
         if not recipe.joins_latents:
             why = "the recipe has no codes in bases by fisher without refit"
@@ -208,7 +208,7 @@ class Calibration:
                 return calibration_share(documents, held_out) if held_out.source == "text" else documents
 
             sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, select)
-        pruned, least = prune_rows(sample, self.recipe.prune), job.group_size * job.shape.head_dim
+        pruned, least = prune_rows(sample, self.recipe.prune), job.form.group_size * job.shape.head_dim
         rows = pruned.rows
         if rows.numel() < least:
             raise DataError(
@@ -248,9 +248,9 @@ class Calibration:
             spec, seed = self.recipe.codes, self.recipe.tokens.seed
             vocabulary = ordinary_tokens(job.checkpoint.config, job.checkpoint.tokenizer)
             rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed, vocabulary)
-            wanted = wanted_gradients(job.candidates)
+            wanted = wanted_gradients(job.form)
             with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as advance:
-                for layer, found in fisher_information(network, rows, job.group_size, wanted, advance=advance):
+                for layer, found in fisher_information(network, rows, job.form.group_size, wanted, advance=advance):
                     partial.keep(_gradients_of(layer), found.to_tensors())
 
     def _top_shares(self) -> list[float]:
@@ -290,7 +290,7 @@ class Calibration:
 
         def capture() -> tuple[Tensor, LayerStatistics]:
             out = partial.states(layer + 1, tuple(states.shape), job.dtype)
-            found = layer_statistics(network, layer, states, out, job.group_size, job.wanted, prune, advance)
+            found = layer_statistics(network, layer, states, out, job.form.group_size, job.wanted, prune, advance)
             if layer + 1 < job.shape.num_layers:
                 partial.keep_states(layer + 1)
             return out, found
@@ -311,16 +311,13 @@ class Calibration:
             if self.recipe.needs_gradients:
                 kept = self.partial.kept(_gradients_of(layer))
                 assert kept is not None
-                gradients = LayerFisher.from_tensors(load_file(kept), job.shape, job.group_size)
+                gradients = LayerFisher.from_tensors(load_file(kept), job.shape, job.form.group_size)
             methods = (self.recipe.bases.qk, self.recipe.bases.vo)
-            bases: dict[str, LayerBases] = {
-                key: layer_bases(moments, weights, job.shape, candidate, *methods, gradients, f"layer {layer}, {key}")
-                for key, candidate in job.candidates.items()
-            }
+            bases = layer_bases(moments, weights, job.shape, job.form, *methods, gradients, f"layer {layer}")
         codes = None
         if gradients is not None:
             with self.times.stage("codes"):
-                codes = {key: layer_codes(found, gradients) for key, found in bases.items()}
+                codes = layer_codes(bases, gradients)
         with self.times.stage("write"):
             write_statistics(self.partial.folder, layer, moments)
             write_bases(self.partial.folder, layer, bases)
@@ -341,7 +338,7 @@ class Calibration:
                 "model_type": config.model_type,
                 **hashes,
             },
-            "candidates": {key: candidate_info(candidate) for key, candidate in job.candidates.items()},
+            "form": form_info(job.form),
             "element_bytes": (config.dtype or torch.float32).itemsize,
             "shape": dataclasses.asdict(job.shape),
             "tokens": about_tokens,

@@ -9,7 +9,7 @@ import torch
 
 from ..data.readiness import check_text
 from ..errors import UsageError
-from ..format.layout import AttentionShape
+from ..format.layout import AttentionShape, LayerForm
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
 from ..models.hardware import pick_device, pick_dtype
@@ -18,17 +18,13 @@ from ..models.memory import Estimates, stream_weights
 from ..recipe import Recipe
 from ..recipe.settings import CalibrationSettings
 from ..runtime.families import Family
-from .candidates import Candidates, wanted_moments
-from .outline import ModelOutline, largest_group, needs_whole_model
+from .outline import ModelOutline, needs_whole_model, wanted_moments
 from .processes import ALONE, Processes
 
 
 @dataclass(frozen=True)
 class CalibrationJob:
-    """A calibration request, with everything that is known before any work.
-
-    candidates: by key.
-    """
+    """A calibration request, with everything that is known before any work."""
 
     settings: CalibrationSettings
     out: OutputFolder
@@ -36,7 +32,7 @@ class CalibrationJob:
     checkpoint: Checkpoint
     outline: ModelOutline
     recipe: Recipe
-    candidates: Candidates
+    form: LayerForm
     device: torch.device
     dtype: torch.dtype
     processes: Processes = ALONE
@@ -64,7 +60,7 @@ class CalibrationJob:
             )
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
-        candidates = outline.candidates(recipe)
+        form = outline.form(recipe)
         device = pick_device(processes.device(settings.compute.device))
         job = cls(
             settings,
@@ -73,7 +69,7 @@ class CalibrationJob:
             checkpoint,
             outline,
             recipe,
-            candidates,
+            form,
             device,
             pick_dtype(settings.compute.dtype, outline.dtype, device),
             processes,
@@ -91,12 +87,7 @@ class CalibrationJob:
     @property
     def wanted(self) -> frozenset[str]:
         """Names of the moments."""
-        return wanted_moments(self.recipe, self.candidates)
-
-    @property
-    def group_size(self) -> int:
-        """Of the largest groups."""
-        return largest_group(self.candidates)
+        return wanted_moments(self.recipe, self.form)
 
     @property
     def family(self) -> Family:

@@ -73,9 +73,8 @@ def calibrate(
 
 
 def _print_run(run: Run, measurable: bool) -> None:
-    candidates = ", ".join(f"{key} joint" if found.joint else key for key, found in run.candidates.items())
     say(
-        f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (keys-group size) {candidates}, "
+        f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, {run.form.in_words(run.shape)}, "
         f"{run.info['tokens']['count']} tokens"
     )
     if run.top_shares:
@@ -110,9 +109,6 @@ def export(
     targets: str | None = None,
     compression: float | None = None,
     removal_rate: float | None = None,
-    objective: str | None = None,
-    target_device: str | None = None,
-    device_file: Path | None = None,
     overrides: list[str] = NONE,
     no_measure: bool = False,
     cache: str | None = None,
@@ -124,7 +120,7 @@ def export(
 
     An --accuracy measures the points that its search needs, and keeps them in the run; the report split is measured
     once, for the point that is written. Of the recipe, --set can still change the sections ranks, codes, evaluation,
-    search, objective and cache.
+    search and cache.
 
     Args:
         run: Run folder that `rotor calibrate` wrote.
@@ -134,19 +130,16 @@ def export(
         targets: Further accuracies to search.
         compression: Remove at least this share of the KV cache.
         removal_rate: Singular-value removal rate.
-        objective: memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between.
         cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), or a YAML
             file.
         without_weights: Write bases in place of weights, which are rewritten from the source's on loading.
     """
-    from ..recipe import device_overrides
     from ..recipe.settings import ExportSettings, Goal
 
     goal = Goal(accuracy, compression, removal_rate, confidence)
-    changed = *overrides, *device_overrides(target_device, device_file)
     how: dict[str, Any] = {"overwrite": overwrite, "measure": not no_measure, "cache": cache}
     how["without_weights"] = without_weights
-    settings = ExportSettings(run, out, goal, _shares(targets), changed, objective, compute.checked(), **how)
+    settings = ExportSettings(run, out, goal, _shares(targets), tuple(overrides), compute.checked(), **how)
     settings.check()
 
     from ..export.export import run_export

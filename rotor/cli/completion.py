@@ -51,7 +51,6 @@ OF_OPTION: dict[str, Callable[..., list[str]]] = {
     "device": lambda: ["auto", "cpu", "cuda", "cuda:0"],
     "dtype": lambda: ["auto", "float32", "bfloat16", "float16"],
     "offload": lambda: ["auto", "always", "never"],
-    "objective": lambda: ["memory", "latency"],
     "target_device": target_devices,
 }
 """By the name of the parameter."""

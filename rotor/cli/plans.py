@@ -28,7 +28,7 @@ def print_inspection(found: Any) -> None:
             f"{found.recipe}, {found.tokens['count']} {found.tokens['source']} tokens, channels of "
             f"{' or '.join(map(str, found.bits))} bits",
         ),
-        *(("keys", f"{key}: {what}") for key, what in found.keys.items()),
+        ("keys", found.keys),
         ("calibrate", _needs(found.calibrate)),
         ("export", _needs(found.export)),
         (
@@ -85,13 +85,6 @@ def _needs(needs: Any) -> str:
     return "\n".join(lines)
 
 
-def _described(key: str, candidate: Any) -> str:
-    shared = ", keys and values in one latent" if candidate.joint else ""
-    block, fast = candidate.form
-    form = "" if block is None else f"blocks of {block} positions, {fast} fast planes, "
-    return f"{key} ({form}groups of {candidate.group_size}{shared})"
-
-
 def print_calibration_plan(plan: Any) -> None:
     tokens, layers = plan.tokens, f"{plan.num_layers} layers"
     if plan.finished_layers:
@@ -100,7 +93,7 @@ def print_calibration_plan(plan: Any) -> None:
         ("calibrate", f"{plan.model} -> {plan.run}; nothing is written in a dry run"),
         ("recipe", f"{plan.recipe}, {tokens['count']} {tokens['source']} tokens in rows of {tokens['seq_len']}"),
         ("work", f"{layers}, on {plan.device} in {plan.dtype}"),
-        ("candidates", ", ".join(_described(key, candidate) for key, candidate in plan.candidates.items())),
+        ("latents", plan.form),
         ("takes", _needs(plan.needs)),
     )
 
@@ -134,8 +127,7 @@ def print_export_plan(plan: Any) -> None:
     else:
         ranks = [" ".join(f"({'; '.join(map(_by_bits, latents))})" for latents in layer) for layer in plan.channels]
         title = "Channels x bits of each group (key; value, or both together)"
-    rows_of = [(index, key, found) for index, (key, found) in enumerate(zip(plan.choice, ranks, strict=True))]
-    print_table(title, ("layer", "basis", "channels"), (), rows_of)
+    print_table(title, ("layer", "channels"), (), [*enumerate(ranks)])
     tensors = ((name, f"{sizes['before']:,}", f"{sizes['after']:,}") for name, sizes in plan.tensors.items())
     print_table("Bytes of each tensor that changes", ("tensor",), ("before", "after"), [*tensors])
 

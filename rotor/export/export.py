@@ -30,7 +30,7 @@ from ..models.checkpoint import INDEX_FILE, Checkpoint
 from ..models.sidecars import sidecars
 from ..policies import LONG_TOKENS, Policy, packed_bytes_per_token
 from ..progress import Progress, StageTimes
-from ..recipe import Recipe, device_overrides
+from ..recipe import Recipe
 from ..recipe.settings import Compute, ExportSettings, Goal
 from ..report.report import write_with_checkpoint
 from ..rewriting.rewrite import planned_layouts, rewritten_tensors
@@ -68,9 +68,6 @@ def export(
     confidence: float | None = None,
     targets: Iterable[float] = (),
     overrides: Iterable[str] = (),
-    objective: str | float | None = None,
-    target_device: str | None = None,
-    device_file: str | Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
     offload: str = "auto",
@@ -92,7 +89,7 @@ def export(
         targets: further accuracies to search, whose points are then known.
         compression: least share of the KV cache to remove, in (0, 1).
         removal_rate: singular-value removal rate, in [0, 1).
-        overrides: `section.field=value` for the recipe's ranks, codes, evaluation, search, objective and cache;
+        overrides: `section.field=value` for the recipe's ranks, codes, evaluation, search and cache;
             `cache.tiers=0.1` chooses ratios per token on top of the ranks (see rotor.policies.tiers).
         device, dtype, offload: where the model runs when something is measured; see calibrate.
         measure: False writes a compression or removal rate without loading the model or reading text; its accuracy is
@@ -101,8 +98,6 @@ def export(
             (`gear-2`), or the path of a YAML file; needs all weights in memory to be measured.
         without_weights: leaves the weights to the source, from which they are rewritten when the folder is loaded, or
             written by `materialise`.
-        objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
-        target_device, device_file: the device whose decode time is predicted, and a YAML file with further ones.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
     """
@@ -111,8 +106,7 @@ def export(
         out,
         Goal(accuracy, compression, removal_rate, confidence),
         tuple(targets),
-        (*overrides, *device_overrides(target_device, device_file)),
-        objective,
+        tuple(overrides),
         Compute(device, dtype, offload),
         overwrite,
         measure,
@@ -143,7 +137,7 @@ def _export(search: RankSearch) -> ExportResult:
     search.close()
     table, times = None if job.unmeasured else search.table, search.times
     with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
-        chosen = search.bases.select(point.choice, point.channels)
+        chosen = job.run.bases(point.channels)
         report, digest = _write(staging, job, policy, chosen, point, table, search.progress)
     if job.unmeasured:
         log.warning("accuracy is not measured: %s", job.unmeasured)

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from ..allocation.plan import RankPlan
 from ..bases.layer import LayerBases
-from ..calibration.candidates import Candidates
 from ..calibration.job import CalibrationJob
 from ..calibration.outline import ModelOutline
 from ..calibration.partial import PartialRun
-from ..calibration.run import candidate_info
 from ..evaluation.placement import Placement
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.publishing import check_space
@@ -33,15 +31,12 @@ from .needs import Needs
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """What a calibration would do.
-
-    candidates: by key. finished_layers: of an unfinished run that would be continued.
-    """
+    """What a calibration would do; finished_layers are of an unfinished run that would be continued."""
 
     model: str
     run: str
     recipe: str
-    candidates: Candidates
+    form: str
     tokens: dict[str, Any]
     num_layers: int
     finished_layers: int
@@ -50,15 +45,14 @@ class CalibrationPlan:
     needs: Needs
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields, candidates as run.json has them."""
-        return asdict(self) | {"candidates": {key: candidate_info(found) for key, found in self.candidates.items()}}
+        return asdict(self)
 
 
 @dataclass(frozen=True)
 class ExportPlan:
     """What an export would do.
 
-    choice to tensors: None where they depend on what has to be measured first. ranks: [key rank, value rank] by layer
+    ranks to tensors: None where they depend on what has to be measured first. ranks: [key rank, value rank] by layer
         and group; channels: where they are codes, those by bits. tensors: bytes of each that changes.
     probed_layers: to probe first. points: about how many would be measured; known_points: are in the table.
     unmeasured: why accuracy is not measured, or nothing.
@@ -68,7 +62,6 @@ class ExportPlan:
     out: str
     recipe: str
     goal: dict[str, float]
-    choice: list[str] | None
     ranks: list[list[list[int]]] | None
     channels: list[list[list[dict[str, int]]]] | None
     compression: float | None
@@ -102,7 +95,7 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
         model=job.source.name,
         run=str(out),
         recipe=spec.name,
-        candidates=job.candidates,
+        form=job.form.in_words(job.shape),
         tokens={"source": spec.tokens.source, "count": spec.tokens.count, "seq_len": spec.tokens.seq_len},
         num_layers=job.shape.num_layers,
         finished_layers=finished,
@@ -135,7 +128,6 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         out=str(job.out.path),
         recipe=job.recipe.name,
         goal={name: value for name, value in asdict(job.goal).items() if value is not None},
-        choice=None if found is None else list(found.choice),
         ranks=None if found is None else [[list(pair) for pair in layer] for layer in found.rounded],
         channels=None if found is None or found.channels is None else channels_json(found.channels),
         compression=None if found is None else found.stored,
@@ -171,7 +163,7 @@ def _sizes(
 ) -> tuple[dict[str, dict[str, int]], int, int]:
     """Bytes of each tensor that changes, of all tensors together, and of the cache per token."""
     checkpoint = job.checkpoint
-    chosen = search.bases.select(plan.choice, plan.channels)
+    chosen = job.run.bases(plan.channels)
     planned = planned_layouts(chosen, plan.rounded)
 
     def plain(layer: int) -> LayerBases:

@@ -49,12 +49,6 @@ def text_overrides(path: str | Path | None, sections: Iterable[str] = ("tokens",
     return tuple(item for section in sections for item in (f"{section}.source=text", f"{section}.path={place}"))
 
 
-def device_overrides(name: str | None, file: str | Path | None) -> tuple[str, ...]:
-    """Overrides that predict decode times for this device, or one in this YAML file; none for None."""
-    given = {"device": name, "device_file": None if file is None else json.dumps(str(file))}
-    return tuple(f"objective.{key}={value}" for key, value in given.items() if value is not None)
-
-
 def _named(name_or_path: str) -> Recipe:
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml") or path.is_file():

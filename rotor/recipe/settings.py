@@ -105,7 +105,6 @@ class ExportSettings:
     goal: Goal
     targets: tuple[float, ...] = ()
     overrides: tuple[str, ...] = ()
-    objective: str | float | None = None
     compute: Compute = Compute()
     overwrite: bool = False
     measure: bool = True
@@ -133,5 +132,4 @@ class ExportSettings:
 
     def override(self, recipe: Recipe) -> Recipe:
         """The recipe of a run with what this export changes of it."""
-        kind = [] if self.objective is None else [f"objective.kind={self.objective}"]
-        return override(recipe, [*self.overrides, *kind], EXPORT_SECTIONS)
+        return override(recipe, self.overrides, EXPORT_SECTIONS)

@@ -86,7 +86,7 @@ def collect_checkpoint(
         for split, found in accuracy["measurements"].items()
     }
     shares = report["compression"]
-    chosen = Point(0.0, shares["planned"], shares["stored"], (), [], [], fidelity.get("search"), fidelity.get("report"))
+    chosen = Point(0.0, shares["planned"], shares["stored"], [], [], fidelity.get("search"), fidelity.get("report"))
     data.ratios = _ratios(
         fidelity.get("report"), accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {})
     )
@@ -163,28 +163,26 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
     except RotorError as error:
         data.absent["sizes"] = f"The source model is not where run.json says: {error.message}"
     try:
-        bases = run.bases()
-        spectra = [bases.spectra(layer) for layer in range(len(bases))]  # not the bases, which are far larger
+        spectra = [run.spectra(layer) for layer in range(shape.num_layers)]  # not the bases, which are far larger
     except RotorError as error:
         data.absent["spectra"] = error.message
         return
-    choice = point.choice if point else [next(iter(layer)) for layer in spectra]
-    chosen = [layer[key] for layer, key in zip(spectra, choice, strict=True)]
-    data.spectra_of = [_spectrum_names(run, key) for key in choice]
+    names = _spectrum_names(run)
+    data.spectra_of = [names] * len(spectra)
     data.spectra = [
         {side: _mean_spectrum(layer[SIDES.index(side)] if side in SIDES else layer[0]) for side in names}
-        for names, layer in zip(data.spectra_of, chosen, strict=True)
+        for layer in spectra
     ]
     if point and not data.ranks:
         data.ranks, data.head_dim = groups_of_point(run, point), shape.head_dim
 
 
-def _spectrum_names(run: Run, key: str) -> dict[str, str]:
-    """By side, what a candidate's singular values are of; those of different names belong into different axes.
+def _spectrum_names(run: Run) -> dict[str, str]:
+    """By side, what a layer's singular values are of; those of different names belong into different axes.
 
     A joint latent has one set of them, of `joint`.
     """
-    form, heads, joint = run.candidates[key]
+    form, heads, joint = run.form
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
     where = f"{form.in_words(run.shape)}, {size}"
     return {JOINT: where} if joint else {"qk": where, "vo": size}

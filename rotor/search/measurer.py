@@ -8,14 +8,12 @@ from functools import cached_property
 import torch
 
 from ..allocation.bits import BitsPath
-from ..allocation.plan import GroupCost, RankInputs, RankPath, RankPlan, Sensitivity, Spectra
-from ..allocation.priced_bits import PricedBitsPath
-from ..calibration.run import Run, RunBases, read_fisher
+from ..allocation.plan import RankInputs, RankPath, RankPlan, Sensitivity, Spectra
+from ..calibration.run import Run, read_fisher
 from ..data.splits import SPLITS, EvaluationData
 from ..errors import UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..policies import Policy
-from ..prediction.objective import Objective
 from ..progress import Progress
 from ..recipe import Recipe
 from ..rewriting.compressible import CompressibleModel
@@ -46,7 +44,6 @@ class Measurer:
         policy: Policy | None = None,
     ) -> None:
         self.run, self.recipe, self.progress, self.policy = run, recipe, progress, policy
-        self.bases = run.bases()
         self._place, self._data, self._network, self._meter = (dtype, device), data, network, meter
 
     @cached_property
@@ -85,14 +82,13 @@ class Measurer:
 
     def path_of(self, recipe: Recipe) -> RankPath:
         """Likewise of one that differs in what plans are chosen by."""
-        found = None
-        if "sensitivities" in recipe.rank_needs:
-            self.probe()
-            found = self.probes.sensitivities
-        return rank_path(self.bases, self.run, recipe, found)
+        if "sensitivities" not in recipe.rank_needs:
+            return rank_path(self.run, recipe)
+        self.probe()
+        return rank_path(self.run, recipe, self.probes.sensitivities)
 
     def probe(self) -> None:
-        """Measure the sensitivity of every layer, side and candidate that has none yet, and keep it.
+        """Measure the sensitivity of every layer and side that has none yet, and keep it.
 
         Compresses that side of that layer alone, at each of the probed ranks; the sensitivity there is the KL
         divergence of the final logits, in nats per token, per unit of dropped energy (squared singular values).
@@ -102,7 +98,7 @@ class Measurer:
             return
         known, layers = probes.sensitivities, self.run.shape.num_layers
         with self.progress.task("probe", layers - len(known), "layers") as advance:
-            for found in probe(self.network, self.bases, self.recipe.ranks, probes.rows, len(known), advance):
+            for found in probe(self.network, self.run.bases(), self.recipe.ranks, probes.rows, len(known), advance):
                 known += found
                 probes.save()
 
@@ -126,7 +122,7 @@ class Measurer:
                 self.meter.measure_base(self.network, split)
             self.table.base[split] = self.meter.base[split]
             self.table.left_out[split] = self.meter.left_out[split]
-        self.network.compress(plan.select(self.bases), plan.rounded)
+        self.network.compress(self.run.bases(plan.channels), plan.rounded)
         for split in missing:
             point = point.with_fidelity(split, self.meter.measure(self.network, split))
         self.table.put(point)
@@ -136,41 +132,29 @@ class Measurer:
         return point
 
 
-def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sensitivity] | None = None) -> RankPath:
-    """All rank plans that the recipe's rank method can give for these bases.
+def rank_path(run: Run, recipe: Recipe, sensitivities: Sequence[Sensitivity] = ()) -> RankPath:
+    """All rank plans that the recipe's rank method can give for a run's bases.
 
     Args:
         sensitivities: what `probe` measured; needed by methods that ask for it only.
     Raises:
         UsageError: ranks are asked for, of latents that keys and values share: these have singular values of no side.
     """
+    layers, ranks = range(run.shape.num_layers), recipe.ranks
     if recipe.coded:
-        codes = [run.layer_codes(layer) for layer in range(len(bases))]
-        sizes = run.shape, recipe.codes.bits, int(run.info["element_bytes"])
-        if recipe.objective.weight == 0:
-            return BitsPath(codes, *sizes, uniform_rows=recipe.ranks.uniform_rows)
-        return PricedBitsPath(codes, *sizes, group_cost(run, recipe))
-    if any(candidate.joint for candidate in run.candidates.values()):
+        codes = [run.layer_codes(layer) for layer in layers]
+        return BitsPath(codes, run.shape, recipe.codes.bits, int(run.info["element_bytes"]), ranks.uniform_rows)
+    if run.form.joint:
         raise UsageError(
             f"codes.bits {list(recipe.codes.bits)}: in this run keys and values share latents, whose channels are "
             "chosen by bits of codes alone.",
             "Give codes.bits 12, 8 or 4 too, or calibrate again with --set groups.joint=false.",
         )
-    layers = [bases.spectra(layer) for layer in range(len(bases))]
-    spectra, ranks = [{key: Spectra(qk, vo) for key, (qk, vo) in layer.items()} for layer in layers], recipe.ranks
+    spectra = [Spectra(*run.spectra(layer)) for layer in layers]
 
     def gradients() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        size = next(iter(run.info["candidates"].values()))["group_size"]
-        groups = read_fisher(run.folder, run.shape).unflatten(-1, (-1, size)).sum(-1)
+        groups = read_fisher(run.folder, run.shape).unflatten(-1, (-1, run.form.group_size)).sum(-1)
         return [(keys, values) for keys, values in groups]
 
-    squares, cost = ranks.spectrum == "squares", lambda: group_cost(run, recipe)
-    found = RankInputs(spectra, run.shape, ranks.multiple_of, squares, gradients, sensitivities or (), cost)
-    return ranks.rule.path(found)
-
-
-def group_cost(run: Run, recipe: Recipe) -> GroupCost:
-    """What a group costs under the recipe's objective; raises RecipeError if its device is not known."""
-    objective = Objective.of(recipe.objective, run.shape, int(run.info["element_bytes"]))
-    layers = run.shape.num_layers
-    return lambda key, keys, values: objective.group_cost(run.candidates[key], keys, values) / layers
+    squares = ranks.spectrum == "squares"
+    return ranks.rule.path(RankInputs(spectra, run.shape, ranks.multiple_of, squares, gradients, sensitivities))

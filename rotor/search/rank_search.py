@@ -105,7 +105,7 @@ class RankSearch(Measurer):
                 "Give --offload never on a machine that can hold them, or --cache tiers-50.",
             )
         with self.times.stage("tiers"):
-            network.compress(plan.select(self.bases), plan.rounded)
+            network.compress(self.run.bases(plan.channels), plan.rounded)
             search = self.data.search
             rows = search[: max(1, settings.tiers_tokens // search.shape[1])]
             policy, _ = choose_tiers(network, rows, settings.tiers, self.progress)
@@ -117,7 +117,7 @@ class RankSearch(Measurer):
             return self.policy
         meter, network = self.meter, self.network
         with self.times.stage("fit cache policy"), self.progress.task("fit cache policy", None, ""):
-            network.compress(self.bases.select(point.choice, point.channels), point.ranks)
+            network.compress(self.run.bases(point.channels), point.ranks)
             return meter.fitted_policy(network)
 
     def search_targets(self) -> None:

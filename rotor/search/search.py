@@ -65,13 +65,13 @@ def find_plan(
         """Whether there are plans between two, and the two more than the resolution apart."""
         if high - low < 2 or low < 0:
             return high - low > 1
-        return steps[min(high, len(steps) - 1)].saving - steps[low].saving > resolution + SLACK
+        return steps[min(high, len(steps) - 1)].stored - steps[low].stored > resolution + SLACK
 
     def middle_reaches(low: int, high: int) -> int | None:
         """The plan halfway between two, or the mildest of few that are left; None where it is refused."""
-        begin, end = steps[max(low, 0)].saving, steps[min(high, len(steps) - 1)].saving
+        begin, end = steps[max(low, 0)].stored, steps[min(high, len(steps) - 1)].stored
         halfway = begin if end - begin <= resolution + SLACK else (begin + end) / 2
-        middle = min(range(low + 1, high), key=lambda i: abs(steps[i].saving - halfway))
+        middle = min(range(low + 1, high), key=lambda i: abs(steps[i].stored - halfway))
         if reaches(steps[middle]):
             return middle
         refused.add(middle)
@@ -88,12 +88,12 @@ def find_plan(
         reached, gaps = steps[low], (pair for pair in pairwise(sorted(i for i in refused if i > low)) if room(*pair))
         low = next((m for m in (middle_reaches(*pair) for pair in islice(gaps, TRIES)) if m is not None), None)
     while reached is not None:
-        beside = (other for other in path.lighter(reached)[:TRIES] if other.saving - reached.saving > resolution)
+        beside = (other for other in path.lighter(reached)[:TRIES] if other.stored - reached.stored > resolution)
         chosen = next(filter(reaches, beside), None)
         if chosen is None:
             return reached
         reached = chosen
-    best, plan = max(tried, key=lambda found: (found[0], found[1].saving), default=(math.nan, None))
+    best, plan = max(tried, key=lambda found: (found[0], found[1].stored), default=(math.nan, None))
     of = "" if confidence is None else f" at the lower end of its {100 * confidence:g} % interval"
     raise AccuracyError(
         f"accuracy {target} is out of reach: the best measured is {best:.4f}{of}, at compression {plan.stored:.3f}."
@@ -130,7 +130,7 @@ def most_points(resolution: float) -> int:
 def method_key(recipe: Recipe) -> str:
     """A hash of what a choice depends on besides target and context."""
     data = recipe.to_dict()
-    parts = json.dumps([data["ranks"], data["codes"], data["objective"], data["search"]["resolution"]], sort_keys=True)
+    parts = json.dumps([data["ranks"], data["codes"], data["search"]["resolution"]], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 

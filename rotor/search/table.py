@@ -4,7 +4,7 @@ RUN/tables/KEY.json: points. RUN/probes/KEY.json: sensitivities. RUN/tables/late
 Each has the SHA-256 of its content in it, so that one that was edited or damaged is refused.
 
 A context is all that a measured number depends on besides the ranks: the evaluation's tokens, dtype, kind of device,
-metric and the settings of it. Its hash names the file, so that another metric, objective or text adds a table and never
+metric and the settings of it. Its hash names the file, so that another metric or text adds a table and never
 wipes or reuses one.
 """
 
@@ -32,7 +32,7 @@ from ..recipe.metric_registry import LM_EVAL
 from .point import Point, plan_key
 
 TABLES, PROBES, LATEST = "tables", "probes", "latest.json"
-TABLE_VERSION = 5
+TABLE_VERSION = 6
 HINT = "Delete it, and the next export measures again."
 
 
@@ -78,7 +78,7 @@ class Request:
     """A target that was asked for, and what it led to.
 
     confidence: None, or that of the interval whose lower end had to reach the target. method: what else the choice
-    depended on (ranks, objective, resolution), hashed. point: key of the chosen one; None: out of reach.
+    depended on (ranks, codes, resolution), hashed. point: key of the chosen one; None: out of reach.
     """
 
     target: float
@@ -104,7 +104,7 @@ class _ProbesFile:
     """A ProbeTable in JSON."""
 
     version: int
-    sensitivities: list[dict[str, tuple[list[tuple[int, float]], list[tuple[int, float]]]]]
+    sensitivities: list[Sensitivity]
 
 
 @dataclass
@@ -160,7 +160,7 @@ class RankTable:
 
     def find(self, plan: RankPlan) -> Point | None:
         """What is known of a plan."""
-        return self.point(plan_key(plan.choice, plan.rounded, plan.channels))
+        return self.point(plan_key(plan.rounded, plan.channels))
 
     def point(self, key: str | None) -> Point | None:
         """By Point.key."""
@@ -188,16 +188,14 @@ def _latest(run: Run) -> str | None:
 
 
 def _check_point(point: Point, name: str, run: Run, reader: Reader) -> None:
-    """Raises the reader's error if a point is not of this run: its layers, candidates, groups and columns."""
-    if len(point.choice) != run.shape.num_layers or not set(point.choice) <= set(run.candidates):
-        raise reader.fail(f"{name}.choice", list(point.choice), f"one of {', '.join(run.candidates)} for every layer")
-    sizes = [run.columns(run.candidates[key]) for key in point.choice]
+    """Raises the reader's error if a point is not of this run: its layers, groups and columns."""
+    groups, columns = run.columns
     fits = [
-        len(layer) == groups and all(1 <= rank <= columns for pair in layer for rank in pair)
-        for layer, (groups, columns) in zip(point.ranks, sizes, strict=False)
+        len(layer) == groups and all(1 <= rank <= columns for pair in layer for rank in pair) for layer in point.ranks
     ]
-    if len(point.ranks) != len(sizes) or not all(fits):
-        raise reader.fail(f"{name}.ranks.stored", point.ranks, f"(groups, most ranks) of each layer as {sizes}")
+    if len(fits) != run.shape.num_layers or not all(fits):
+        expected = f"{groups} groups of at most {columns} of each of {run.shape.num_layers} layers"
+        raise reader.fail(f"{name}.ranks.stored", point.ranks, expected)
 
 
 @dataclass
@@ -246,9 +244,8 @@ def read_probes(run: Run, key: str) -> list[Sensitivity] | None:
     if data is None:
         return None
     found: list[Sensitivity] = reader.read(_ProbesFile, data).sensitivities
-    if len(found) > run.shape.num_layers or any(set(layer) != set(run.candidates) for layer in found):
-        expected = f"{', '.join(run.candidates)} of at most {run.shape.num_layers} layers"
-        raise reader.fail("sensitivities", [list(layer) for layer in found], expected)
+    if len(found) > run.shape.num_layers:
+        raise reader.fail("sensitivities", f"{len(found)} layers", f"at most {run.shape.num_layers}")
     return found
 
 

@@ -237,7 +237,7 @@ class CacheBench:
         if plan is None:
             least = (1 - path.steps()[-1].stored) * self.whole
             return CacheRecord(name, skipped=f"out of reach: the least is {least:.0f} bytes")
-        model = self.network.compress(plan.select(measurer.bases), plan.rounded)
+        model = self.network.compress(measurer.run.bases(plan.channels), plan.rounded)
         return self.record(name, CachedModel(self.network, self._fitted(policy, model), compressed=True))
 
     def _fitted(self, policy: Policy | None, model: Any) -> Policy | None:

@@ -18,12 +18,9 @@ METRIC_LABELS = {
 """What is recorded of a point in each split; a point may lack some."""
 
 
-def first_candidates(run: Run) -> list[LayerBases]:
-    """The bases of each layer's first candidate: the only one, unless the recipe leaves the choice to the ranks.
-
-    Without the moments that serve the refit, which are far larger.
-    """
-    return [replace(next(iter(layer.values())), outputs=None) for layer in run.bases()]
+def bases_of(run: Run) -> list[LayerBases]:
+    """The bases of each layer, without the moments that serve the refit, which are far larger."""
+    return [replace(layer, outputs=None) for layer in run.bases()]
 
 
 def stage_seconds(run: Run) -> dict[str, float]:

@@ -19,7 +19,7 @@ from ..recipe import Evaluation, Recipe
 from .context import StudyContext
 from .part import Part
 from .plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
-from .records import first_candidates, point_record, stage_seconds
+from .records import bases_of, point_record, stage_seconds
 from .store import StudyStore
 from .tables import Table, point_cells
 
@@ -76,7 +76,7 @@ def measure_variant(
         plan = measurer.path_of(recipe).at_compression(at)
         if plan is None:
             return {**record, "skipped": f"compression {at:g} is out of reach"}
-        return {**record, **point_record(measurer.measure(plan)), "bases": describe(first_candidates(run))}
+        return {**record, **point_record(measurer.measure(plan)), "bases": describe(bases_of(run))}
     except DataError as error:  # fewer tokens than dimensions, or than the text has, or than centroids
         return {**record, "skipped": error.message}
     finally:

@@ -35,7 +35,7 @@ class Tasks(Part):
             if recipe is not None:
                 measurer, path = study.path(recipe.name, recipe)
                 plan = search_target(measurer.table, path, recipe, TARGETS[0], measurer.search)
-                return asked(label, network.compress(plan.select(measurer.bases), plan.rounded), plan.stored)
+                return asked(label, network.compress(measurer.run.bases(plan.channels), plan.rounded), plan.stored)
             policy = find_policy(CONTROL) if label == CONTROL else None
             held = (
                 CachedModel(study.bench().network, policy).layer_bytes(length, length)[0] / length if policy else whole

@@ -23,7 +23,7 @@ from ..cache_part import CachePart
 from ..caches import CachedModel, CacheRecord
 from ..context import StudyContext
 from ..part import Task
-from ..records import first_candidates
+from ..records import bases_of
 from ..store import StudyStore
 from ..tables import Table, number
 
@@ -102,7 +102,7 @@ def _record(study: StudyContext, name: str, recipe: Recipe, kind: str) -> CacheR
 
 def compress(study: StudyContext, name: str, recipe: Recipe, network: CompressibleModel, removed: float = 0.0) -> None:
     """To all channels of the bases, or all but a share of each group's."""
-    bases, ranks = first_candidates(study.run(name, recipe)), []
+    bases, ranks = bases_of(study.run(name, recipe)), []
     for layer in bases:
         qk, vo = (max(1, round((1 - removed) * rank)) for rank in full_ranks(layer))
         ranks.append([(qk, vo)] * len(layer.qk.encode))

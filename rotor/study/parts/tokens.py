@@ -15,7 +15,7 @@ from ...recipe import Recipe
 from ..bases import SIDE_LABELS, compare_bases, first_value_variation
 from ..context import StudyContext
 from ..part import Task
-from ..records import first_candidates
+from ..records import bases_of
 from ..variants import VariantPart, compared_by_tokens, from_source, measure_variant, write_text
 
 COUNTED = ("random", "random-1", "text", "synthetic")
@@ -72,7 +72,7 @@ def _measure(study: StudyContext, name: str, source: str, variant: Recipe) -> di
     for reference in REFERENCES:
         write_text(study, recipe, reference)
         run = study.run(_folder(name, reference), from_source(study, recipe, reference))
-        references[reference] = first_candidates(run)
+        references[reference] = bases_of(run)
     write_text(study, recipe, source)
 
     def describe(bases: Sequence[LayerBases]) -> dict[str, Any]:

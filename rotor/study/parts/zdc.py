@@ -242,7 +242,7 @@ def _by_ranks(study: StudyContext, name: str, removed: float) -> dict[str, float
     measurer, path = study.path(name, study.plan.recipes[name])
     plan = path.at_compression(removed)
     assert plan is not None  # it was measured
-    return _sent(study, [layout for layout, _ in planned_layouts(plan.select(measurer.bases), plan.rounded)])
+    return _sent(study, [layout for layout, _ in planned_layouts(measurer.run.bases(plan.channels), plan.rounded)])
 
 
 def _fixed(study: StudyContext, label: str, policy: Policy | None) -> dict[str, Any]:
