@@ -130,11 +130,6 @@ class LayerStatistics:
         total = self.sums[f"{name}_mean"]
         return total.reshape(-1, total.shape[-1] // self.group_size * group_size)
 
-    def merge(self, other: LayerStatistics) -> LayerStatistics:
-        """The statistics of both inputs together."""
-        sums = {name: total + other.sums[name] for name, total in self.sums.items()}
-        return LayerStatistics(self.shape, self.group_size, sums, self.tokens + other.tokens)
-
     def check_shapes(self, where: str) -> None:
         """Raises CheckpointError, naming the moment and `where`, if sums that were read do not fit the shape."""
         heads, size, dim = self.shape.num_kv_heads, self.group_size, self.shape.head_dim

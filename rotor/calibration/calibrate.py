@@ -43,7 +43,6 @@ from .form import wanted_gradients
 from .gradients import LayerFisher, fisher_information, weight_information
 from .job import CalibrationJob
 from .partial import PartialRun
-from .processes import Processes
 from .pruning import prune_rows
 from .run import FISHER, INFO, Run, form_info, write_bases, write_codes, write_fisher, write_statistics
 
@@ -97,14 +96,11 @@ def calibrate(
 @system_errors()
 def run_calibration(settings: CalibrationSettings, progress: Progress | None = None) -> Run:
     """Calibrate, with the arguments in one object; raises likewise."""
-    processes = Processes.from_environment()
-    progress = progress if progress is not None and processes.is_first else Progress()
-    job = processes.in_each(lambda: CalibrationJob.check(settings, processes))
+    progress, job = progress or Progress(), CalibrationJob.check(settings)
     fit_threads(job.checkpoint.total_bytes())
-    streamed, memory = processes.in_first(job.streams)
-    partial = PartialRun(job.out, processes.rank)
-
-    def begin() -> None:
+    streamed, memory = job.streams()
+    partial = PartialRun(job.out)
+    with ExitStack() as held:
         held.enter_context(exclusive(job.out.path, "calibrate"))
         recover(job.out)
         job.check_out()  # again: who held it may have written
@@ -115,9 +111,6 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
         held.enter_context(log_file(partial.folder, "calibrate"))
         for line in (memory, describe_text(job.recipe, job.checkpoint.tokenizer), *_departures(job)):
             progress.message(line)
-
-    with ExitStack() as held:
-        processes.in_first(begin)
         Calibration(job, partial, streamed, progress).run()
     return Run.open(job.out.path)
 
@@ -143,33 +136,31 @@ def _departures(job: CalibrationJob) -> Iterator[str]:
 
 
 class Calibration:
-    """The stages of one calibration. Processes share the tokens of `_layers`; all else the first one does."""
+    """The stages of one calibration."""
 
     def __init__(self, job: CalibrationJob, partial: PartialRun, streamed: bool, progress: Progress) -> None:
         self.job, self.partial, self.streamed, self.progress = job, partial, streamed, progress
-        self.processes, self.recipe, self.times = job.processes, job.recipe, StageTimes()
+        self.recipe, self.times = job.recipe, StageTimes()
 
     def run(self) -> None:
-        in_first = self.processes.in_first
-        hashes = in_first(self._check_model)
+        hashes = self._check_model()
         with self.times.stage("tokens"):
-            rows, about_tokens = in_first(self._sample)
+            rows, about_tokens = self._sample()
         fingerprint = {
             "model": hashes,
             "recipe": self.recipe.to_dict(),
             "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
             "batch_tokens": self.job.settings.batch_tokens,
-            "processes": self.processes.count,
             "threads": torch.get_num_threads(),
             "device": self.job.device.type,
             "dtype": str(self.job.dtype),
             "versions": versions(),
         }
-        in_first(lambda: self.partial.agree(fingerprint))
-        in_first(lambda: self._fisher(rows))
-        in_first(lambda: self._gradients(rows))
+        self.partial.agree(fingerprint)
+        self._fisher(rows)
+        self._gradients(rows)
         self._layers(rows)
-        in_first(lambda: self._finish(hashes, about_tokens))
+        self._finish(hashes, about_tokens)
 
     @cached_property
     def weights(self) -> Weights:
@@ -263,15 +254,13 @@ class Calibration:
 
     def _layers(self, rows: Tensor) -> None:
         """Statistics and bases of every layer that has none yet."""
-        job, processes, batch_tokens = self.job, self.processes, self.job.settings.batch_tokens
-        start, layers = processes.in_first(lambda: self.partial.finished_layers), job.shape.num_layers
+        start, layers = self.partial.finished_layers, self.job.shape.num_layers
         if start == layers:
             return
-        mine = processes.share(rows, max(1, batch_tokens // rows.shape[1]))
-        network = processes.in_each(lambda: LayerwiseModel(self.weights, batch_tokens))
+        network = LayerwiseModel(self.weights, self.job.settings.batch_tokens)
         with self.times.stage("capture"):
-            states = processes.in_each(lambda: self._first_states(network, start, mine))
-        with self.progress.task("calibrate", (layers - start) * mine.numel(), "token layers") as advance:
+            states = self._first_states(network, start, rows)
+        with self.progress.task("calibrate", (layers - start) * rows.numel(), "token layers") as advance:
             for layer in range(start, layers):
                 states = self._layer(network, layer, states, advance)
 
@@ -287,18 +276,12 @@ class Calibration:
     def _layer(self, network: LayerwiseModel, layer: int, states: Tensor, advance: Advance) -> Tensor:
         """Put hidden states through a layer, and write what it yields; returns the states that leave it."""
         job, partial, prune = self.job, self.partial, self.recipe.prune
-
-        def capture() -> tuple[Tensor, LayerStatistics]:
+        with self.times.stage("capture"):
             out = partial.states(layer + 1, tuple(states.shape), job.dtype)
-            found = layer_statistics(network, layer, states, out, job.form.group_size, job.wanted, prune, advance)
+            moments = layer_statistics(network, layer, states, out, job.form.group_size, job.wanted, prune, advance)
             if layer + 1 < job.shape.num_layers:
                 partial.keep_states(layer + 1)
-            return out, found
-
-        with self.times.stage("capture"):
-            out, moments = self.processes.in_each(capture)
-            self.processes.merge(moments)
-        self.processes.in_first(lambda: self._commit(layer, moments))
+        self._commit(layer, moments)
         partial.drop_states(layer)
         return out
 

@@ -19,7 +19,6 @@ from ..recipe import Recipe
 from ..recipe.settings import CalibrationSettings
 from ..runtime.families import Family
 from .outline import ModelOutline, needs_whole_model, wanted_moments
-from .processes import ALONE, Processes
 
 
 @dataclass(frozen=True)
@@ -35,23 +34,15 @@ class CalibrationJob:
     form: LayerForm
     device: torch.device
     dtype: torch.dtype
-    processes: Processes = ALONE
 
     @classmethod
-    def check(
-        cls, settings: CalibrationSettings, processes: Processes = ALONE, *, fetch: bool = True
-    ) -> CalibrationJob:
+    def check(cls, settings: CalibrationSettings, *, fetch: bool = True) -> CalibrationJob:
         """Raises RotorError where the request cannot be carried out.
 
         Args:
             fetch: False leaves weights on the hub, and refuses a model whose weights are not in the hub's cache.
         """
         recipe, out = settings.check(), OutputFolder.at(settings.out, "run")
-        if processes.count > 1 and recipe.prune.kmeans is not None:
-            raise UsageError(
-                f"prune.kmeans with {processes.count} processes: centroids of parts are not those of the whole.",
-                "Run it in one process, or give --set prune.kmeans=null.",
-            )
         source = find_source(settings.model, settings.revision, weights=fetch)
         if not fetch and source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
             raise UsageError(
@@ -61,7 +52,7 @@ class CalibrationJob:
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
         form = outline.form(recipe)
-        device = pick_device(processes.device(settings.compute.device))
+        device = pick_device(settings.compute.device)
         job = cls(
             settings,
             out,
@@ -72,11 +63,9 @@ class CalibrationJob:
             form,
             device,
             pick_dtype(settings.compute.dtype, outline.dtype, device),
-            processes,
         )
         job.check_out()
-        if processes.is_first:
-            check_text(recipe, checkpoint.config, checkpoint.tokenizer)  # also refuses a tokenizer that does not load
+        check_text(recipe, checkpoint.config, checkpoint.tokenizer)  # also refuses a tokenizer that does not load
         return job
 
     def check_out(self) -> None:
@@ -100,7 +89,7 @@ class CalibrationJob:
     def streams(self) -> tuple[bool, str]:
         """Whether weights are read layer by layer, and the estimate in words; raises UsageError if they cannot be."""
         offload, whole = self.settings.compute.offload, needs_whole_model(self.recipe)
-        return stream_weights(offload, self.estimates(), self.device, whole, self.processes.count)
+        return stream_weights(offload, self.estimates(), self.device, whole)
 
     def estimates(self) -> Estimates:
         return self.outline.calibration(self.recipe, self.device, self.dtype, self.settings.batch_tokens)

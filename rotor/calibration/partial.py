@@ -36,11 +36,11 @@ class PartialRun:
     """The folder `OUT.partial`. Whoever writes to it holds the lock of OUT (see rotor.format.locks).
 
     Args:
-        out: the run folder that it will become. rank: of the process whose hidden states these are.
+        out: the run folder that it will become.
     """
 
-    def __init__(self, out: OutputFolder, rank: int = 0) -> None:
-        self.out, self.folder, self.rank = out, out.partial, rank
+    def __init__(self, out: OutputFolder) -> None:
+        self.out, self.folder = out, out.partial
         self.work, self.resumed = self.folder / WORK, False
 
     @property
@@ -127,14 +127,14 @@ class PartialRun:
         write_json(path.with_suffix(".json"), {"sha256": file_sha256(path)})
 
     def kept_states(self, layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The hidden states that enter a layer, as they were kept; others of this process are removed.
+        """The hidden states that enter a layer, as they were kept; others are removed.
 
         Raises:
             CheckpointError: they are gone, or not what was kept.
         """
         path = self._states(layer)
         _check(path, read_json(path.with_suffix(".json"), START_AGAIN).get("sha256"), f"layer {layer} was to begin")
-        for other in self.work.glob(f"states-{self.rank}-*"):
+        for other in self.work.glob("states-*"):
             if other.stem != path.stem:
                 other.unlink()
         return self.states(layer, shape, dtype)
@@ -146,7 +146,7 @@ class PartialRun:
         path.with_suffix(".json").unlink(missing_ok=True)
 
     def _states(self, layer: int) -> Path:
-        return self.work / f"states-{self.rank}-{layer:04d}.bin"
+        return self.work / f"states-{layer:04d}.bin"
 
     def _progress(self) -> dict[str, Any]:
         path = self.work / PROGRESS
@@ -169,7 +169,7 @@ class PartialRun:
         """The folder becomes the run."""
         for path in self.work.iterdir():
             if path.name not in (FINGERPRINT, PROGRESS):  # what is large; the rest is needed until the run is there
-                path.unlink(missing_ok=True)  # another process may drop its states now
+                path.unlink()
         write_manifest(self.folder, "run", self._done())
         publish_folder(self.folder, self.out)
         shutil.rmtree(self.out.path / WORK)

@@ -11,7 +11,6 @@ import typer
 from rich.text import Text
 
 from ..errors import UsageError
-from ..logs import is_first_process
 from .app import check_folder, command, numbers, resumable, split
 from .console import in_interval, print_seconds, print_table, say
 from .options import NONE, Count, MemoryOptions, Output, Printed
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 @command(
     epilog="Example: rotor calibrate artifacts/demo-model -o runs/demo --recipe fdc --set tokens.count=16384. "
-    "Several processes that share the tokens: torchrun --nproc-per-node 4 -m rotor calibrate ... "
     "After an interruption: the same command with --resume."
 )
 def calibrate(
@@ -67,9 +65,8 @@ def calibrate(
         return
     with resumable(lambda: _how_to_resume(out)):
         run = run_calibration(settings, progress)
-    if is_first_process():
-        data = {"run": str(run.folder), "recipe": run.recipe.name, **run.info}
-        output.show(data, lambda: _print_run(run, Checkpoint(run.model_folder).tokenizer is not None))
+    data = {"run": str(run.folder), "recipe": run.recipe.name, **run.info}
+    output.show(data, lambda: _print_run(run, Checkpoint(run.model_folder).tokenizer is not None))
 
 
 def _print_run(run: Run, measurable: bool) -> None:
