@@ -29,7 +29,7 @@ from rotor.models.checkpoint import Checkpoint
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.planning.dry_run import plan_export
 from rotor.recipe import load_recipe
-from rotor.recipe.settings import Compute, ExportSettings, Goal
+from rotor.recipe.settings import ExportSettings, Goal
 from rotor.report.collect import collect
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.rewriting.rewrite import planned_layouts
@@ -199,7 +199,7 @@ def test_accuracy_and_its_table_of_points(coded_run, tmp_path: Path):
 def test_dry_run_report_and_card_say_channels_by_bits(coded_run, tmp_path: Path):
     run = coded_run("llama", "rotor")
     goal = Goal(None, COMPRESSION, None, None)
-    planned = plan_export(ExportSettings(run.folder, tmp_path / "out", goal, (), (), None, Compute(), False))
+    planned = plan_export(ExportSettings(run.folder, tmp_path / "out", goal))
     result = export(run.folder, tmp_path / "out", compression=COMPRESSION)
     assert planned.channels == result.report["ranks"]["channels"]
     assert planned.kv_bytes_per_token == {k: result.report["kv_bytes_per_token"][k] for k in ("before", "after")}
