@@ -31,7 +31,7 @@ def parse(words: list[str]) -> None:
     parameters = found.make_context(name, rest, parent=context).params
     overrides = parameters.get("overrides") or []
     if name == "export":
-        goal = ("accuracy", "compression", "removal_rate", "confidence")
+        goal = ("accuracy", "compression", "removal_rate")
         Goal(**{key: parameters[key] for key in goal}).check()
         override(load_recipe("rotor"), overrides, EXPORT_SECTIONS)
     elif name in ("calibrate", "inspect"):

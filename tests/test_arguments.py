@@ -28,7 +28,6 @@ REFUSED = {
     ("export", "--help"): (0, ""),
     ("recipes",): (0, ""),
     ("export", "RUN", "-o", "OUT", "--accuracy", "99"): (2, "--accuracy: got 99.0, expected a finite number above 0"),
-    ("export", "RUN", "-o", "OUT", "--accuracy", ".9", "--targets", "1.0"): (2, "--targets: [0]: got 1.0, expected"),
     ("export", "RUN", "-o", "OUT"): (2, "got no goal"),
     ("export", "RUN", "-o", "OUT", "--accuracy", ".9", "--dtype", "int3"): (2, "--dtype: got 'int3'"),
     ("export", "RUN", "-o", "OUT", "--accuracy", ".9"): (2, "RUN: no such folder"),

@@ -37,7 +37,6 @@ def made(layers: int = 5, groups: int = 2, coded: bool = False, mixed: bool = Fa
     ]
     data.chosen = data.points[1]
     data.target, data.metric = 0.99, "some ratio"
-    data.reached = [("0.995", None), ("0.99", data.points[1]), ("0.9", data.points[2])]
     channels = Channels(4, 0, 8, 16)
     group = GroupLayout((0, 1), *((channels, channels) if coded else (Numbers(24), Numbers(8))))
     data.ranks, data.head_dim = [[group] * groups for _ in range(layers)], 32
@@ -80,17 +79,12 @@ def test_compression_is_logarithmic_in_what_is_kept() -> None:
     assert all(axes.bbox.x0 < place < axes.bbox.x1 for place in places.values())
 
 
-def test_the_uncompressed_model_and_every_crossing_are_points() -> None:
-    """Those of the table beside it: p = 0, and what each target led to, with its name."""
+def test_the_uncompressed_model_is_a_point_and_the_target_a_line() -> None:
     axes = drawn(made(), "points").axes[0]
     places = {tuple(map(float, xy)) for line in axes.lines for xy in zip(*line.get_data(), strict=True)}
     assert (0.0, LOSS_FLOOR) in places
-    crossings = [line for line in axes.lines if line.get_marker() == "D" and len(line.get_xdata())]
-    found = [(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in crossings]
-    assert found == [(0.4, pytest.approx(shown_loss(0.991))), (0.7, pytest.approx(shown_loss(0.93)))]
-    assert [text.get_text() for text in axes.texts] == ["0.99", "0.9"]
     levels = [float(line.get_ydata()[0]) for line in axes.lines if line.get_linestyle() == ":"]
-    assert levels == pytest.approx([shown_loss(target) for target in (0.995, 0.99, 0.9)])
+    assert levels == pytest.approx([shown_loss(0.99)])
     low, high = axes.get_ylim()[::-1]
     for collection in axes.collections:  # intervals lie within the axes
         for segment in collection.get_segments():
@@ -161,7 +155,7 @@ def test_a_joint_latent_is_shown_once() -> None:
 def test_no_card_is_empty() -> None:
     """What there is nothing of is a line with its reason, in one card, not a card of its own."""
     data = made()
-    data.points, data.ranks, data.reached = [], [], []
+    data.points, data.ranks = [], []
     data.absent = {"points": "Nothing was measured.", "ranks": "Nothing was measured."}
     page = page_of(data)
     sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]

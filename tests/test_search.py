@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rotor.errors import AccuracyError, UsageError
+from rotor.errors import AccuracyError
 from rotor.evaluation.fidelity import Fidelity
 from rotor.search.search import find_plan, most_points
 
@@ -29,8 +29,8 @@ class Fake:
         value = self.curve(plan.stored)
         return Fidelity(value, (value - 0.01, value + 0.01), {})
 
-    def find(self, target: float, resolution: float = 0.01, confidence: float | None = None) -> float:
-        return find_plan(self.path, resolution, target, self, confidence).stored
+    def find(self, target: float, resolution: float = 0.01) -> float:
+        return find_plan(self.path, resolution, target, self).stored
 
 
 def cliff(edge: float, beyond: float) -> Any:
@@ -80,15 +80,6 @@ def test_out_of_reach_names_the_best_that_was_measured() -> None:
         fake.find(0.95)
     with pytest.raises(AccuracyError, match="has no rank plans to measure"):
         Fake(fake.curve, []).find(0.95)
-
-
-def test_confidence_asks_for_the_lower_end_of_the_interval() -> None:
-    slope = Fake(lambda saving: 1.0 - saving / 10, STEPS)
-    value, lower = slope.find(0.95), slope.find(0.95, confidence=0.95)
-    assert 0.49 <= value <= 0.5
-    assert 0.39 <= lower <= 0.4
-    with pytest.raises(UsageError, match="no interval, which --confidence asks for"):
-        find_plan(slope.path, 0.01, 0.95, lambda plan: Fidelity(1.0, None, {}), 0.95)
 
 
 def test_beside_the_path_units_are_taken_while_the_target_is_reached() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -109,30 +108,11 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
         held.push(partial.ended)
         partial.open(settings.resume)
         held.enter_context(log_file(partial.folder, "calibrate"))
-        for line in (memory, describe_text(job.recipe, job.checkpoint.tokenizer), *_departures(job)):
+        latents = f"latents: {job.form.in_words(job.shape)}"
+        for line in (memory, describe_text(job.recipe, job.checkpoint.tokenizer), latents):
             progress.message(line)
         Calibration(job, partial, streamed, progress).run()
     return Run.open(job.out.path)
-
-
-def _departures(job: CalibrationJob) -> Iterator[str]:
-    """What of the recipe is otherwise for this model than a user may expect, a line each."""
-    recipe, shape, size = job.recipe, job.shape, job.form.group_size
-    if recipe.groups.size == "auto" and size < shape.num_kv_heads:
-        yield (
-            f"groups: {size} of {shape.num_kv_heads} KV heads share a latent: more are predicted to make "
-            f"attention slower than uncompressed on {recipe.objective.device}; --set groups.size=all takes fewer bytes"
-        )
-    if recipe.groups.domain == "block" and shape.rotary_dim and job.outline.frequencies is None:
-        yield (
-            "keys: compressed after RoPE as a whole: its frequencies depend on the length of a sequence, so that no "
-            "part of a rotation can be left for later (groups.domain)"
-        )
-    if recipe.groups.joint and not job.form.joint:
-        why = "keys are compressed after RoPE"
-        if not recipe.joins_latents:
-            why = "the recipe has no codes in bases by fisher without refit"
-        yield f"latents: keys and values keep one each: {why} (groups.joint)"
 
 
 class Calibration:
@@ -244,14 +224,6 @@ class Calibration:
                 for layer, found in fisher_information(network, rows, job.form.group_size, wanted, advance=advance):
                     partial.keep(_gradients_of(layer), found.to_tensors())
 
-    def _top_shares(self) -> list[float]:
-        """Of each layer's Fisher information, what the tokens with most of it have."""
-        found = []
-        for layer in range(self.job.shape.num_layers):
-            with safe_open(self.partial.work / _gradients_of(layer), framework="pt") as file:  # not all that is in it
-                found.append(float(file.get_tensor("top_share")))
-        return found
-
     def _layers(self, rows: Tensor) -> None:
         """Statistics and bases of every layer that has none yet."""
         start, layers = self.partial.finished_layers, self.job.shape.num_layers
@@ -259,19 +231,12 @@ class Calibration:
             return
         network = LayerwiseModel(self.weights, self.job.settings.batch_tokens)
         with self.times.stage("capture"):
-            states = self._first_states(network, start, rows)
+            states = self.partial.states(start, (*rows.shape, self.job.shape.hidden_size), self.job.dtype)
+            if start == 0:
+                network.embed(rows, states)
         with self.progress.task("calibrate", (layers - start) * rows.numel(), "token layers") as advance:
             for layer in range(start, layers):
                 states = self._layer(network, layer, states, advance)
-
-    def _first_states(self, network: LayerwiseModel, layer: int, rows: Tensor) -> Tensor:
-        """The hidden states that enter the first layer to do."""
-        size = (*rows.shape, self.job.shape.hidden_size)
-        if layer > 0:
-            return self.partial.kept_states(layer, size, self.job.dtype)
-        states = self.partial.states(layer, size, self.job.dtype)
-        network.embed(rows, states)
-        return states
 
     def _layer(self, network: LayerwiseModel, layer: int, states: Tensor, advance: Advance) -> Tensor:
         """Put hidden states through a layer, and write what it yields; returns the states that leave it."""
@@ -279,10 +244,7 @@ class Calibration:
         with self.times.stage("capture"):
             out = partial.states(layer + 1, tuple(states.shape), job.dtype)
             moments = layer_statistics(network, layer, states, out, job.form.group_size, job.wanted, prune, advance)
-            if layer + 1 < job.shape.num_layers:
-                partial.keep_states(layer + 1)
         self._commit(layer, moments)
-        partial.drop_states(layer)
         return out
 
     def _commit(self, layer: int, moments: LayerStatistics) -> None:
@@ -330,8 +292,6 @@ class Calibration:
             "versions": versions(),
             "stages": self.times.stages,
         }
-        if self.recipe.needs_gradients:
-            info["fisher_top_share"] = self._top_shares()
         write_text(folder / RECIPE, self.recipe.to_yaml())
         write_json(folder / INFO, info)
         self.partial.publish()

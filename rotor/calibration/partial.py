@@ -1,7 +1,7 @@
 """An unfinished run: what calibration has done so far, layer by layer, in a folder beside the run (`RUN.partial`).
 
 A layer counts as done when `work/progress.json` says so, which is written last and holds the SHA-256 of its files. The
-hidden states that enter the next layer are kept likewise, so that a resumed run goes on exactly where the other ended.
+hidden states that enter the next layer are among them, so that a resumed run goes on exactly where the other ended.
 The folder becomes the run with all of `work/`, which goes last: at no moment is there a partial run that does not say
 what it was begun with.
 """
@@ -109,41 +109,17 @@ class PartialRun:
 
     def commit(self, finished_layers: int) -> None:
         """All files of the layers before are on disk, and so are the states that enter the next."""
-        files = self._done()
-        for name in entries_below(self.folder):
-            if name.split("/")[0] in LAYER_FOLDERS and name.endswith(".safetensors") and name not in files:
-                files[name] = file_sha256(self.folder / name)
+        done, names = self._done(), [f"{WORK}/{self._states(finished_layers).name}"]
+        names += [name for name in entries_below(self.folder) if name.split("/")[0] in LAYER_FOLDERS]
+        sync(self.folder / names[0])
+        files = {name: done.get(name) or file_sha256(self.folder / name) for name in names}
         sync(self.work)
         write_json(self.work / PROGRESS, {"finished_layers": finished_layers, "files": files})
+        self._states(finished_layers - 1).unlink(missing_ok=True)
 
     def states(self, layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Room for the hidden states that enter a layer."""
+        """Room for the hidden states that enter a layer; those of a resumed run are in it."""
         return new_states(shape, dtype, self._states(layer))
-
-    def keep_states(self, layer: int) -> None:
-        """The hidden states that enter a layer are complete: they are on the disk when this returns."""
-        path = self._states(layer)
-        sync(path)
-        write_json(path.with_suffix(".json"), {"sha256": file_sha256(path)})
-
-    def kept_states(self, layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The hidden states that enter a layer, as they were kept; others are removed.
-
-        Raises:
-            CheckpointError: they are gone, or not what was kept.
-        """
-        path = self._states(layer)
-        _check(path, read_json(path.with_suffix(".json"), START_AGAIN).get("sha256"), f"layer {layer} was to begin")
-        for other in self.work.glob("states-*"):
-            if other.stem != path.stem:
-                other.unlink()
-        return self.states(layer, shape, dtype)
-
-    def drop_states(self, layer: int) -> None:
-        """The hidden states that entered a layer, once what comes after it is done for good."""
-        path = self._states(layer)
-        path.unlink(missing_ok=True)
-        path.with_suffix(".json").unlink(missing_ok=True)
 
     def _states(self, layer: int) -> Path:
         return self.work / f"states-{layer:04d}.bin"
@@ -170,7 +146,8 @@ class PartialRun:
         for path in self.work.iterdir():
             if path.name not in (FINGERPRINT, PROGRESS):  # what is large; the rest is needed until the run is there
                 path.unlink()
-        write_manifest(self.folder, "run", self._done())
+        files = {name: digest for name, digest in self._done().items() if not name.startswith(WORK)}
+        write_manifest(self.folder, "run", files)
         publish_folder(self.folder, self.out)
         shutil.rmtree(self.out.path / WORK)
 

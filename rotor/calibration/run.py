@@ -192,11 +192,6 @@ class Run:
         return frozenset(map(str, self.info.get("tokens", {}).get("documents_sha256", ())))
 
     @property
-    def top_shares(self) -> str:
-        """Of each layer's Fisher information, the share of the 0.1 % of tokens with most of it, as it is shown."""
-        return ", ".join(f"{share:.2f}" for share in self.info.get("fisher_top_share", ()))
-
-    @property
     def model_folder(self) -> Path:
         """Where the calibrated model was."""
         return Path(self.info["model"]["path"])

@@ -74,8 +74,6 @@ def _print_run(run: Run, measurable: bool) -> None:
         f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, {run.form.in_words(run.shape)}, "
         f"{run.info['tokens']['count']} tokens"
     )
-    if run.top_shares:
-        say(f"Share of each layer's Fisher information in the top 0.1 % of tokens: {run.top_shares}")
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
     folder = shlex.quote(str(run.folder))
     if measurable:
@@ -102,8 +100,6 @@ def export(
     compute: MemoryOptions,
     output: Output,
     accuracy: float | None = None,
-    confidence: float | None = None,
-    targets: str | None = None,
     compression: float | None = None,
     removal_rate: float | None = None,
     overrides: list[str] = NONE,
@@ -123,8 +119,6 @@ def export(
         run: Run folder that `rotor calibrate` wrote.
         out: Checkpoint folder to write.
         accuracy: Remove as much as keeps this accuracy (ratio to the model) on the search split.
-        confidence: 0.95: the lower end of the 95 % interval has to reach --accuracy, not the value alone.
-        targets: Further accuracies to search.
         compression: Remove at least this share of the KV cache.
         removal_rate: Singular-value removal rate.
         cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), or a YAML
@@ -133,10 +127,10 @@ def export(
     """
     from ..recipe.settings import ExportSettings, Goal
 
-    goal = Goal(accuracy, compression, removal_rate, confidence)
+    goal = Goal(accuracy, compression, removal_rate)
     how: dict[str, Any] = {"overwrite": overwrite, "measure": not no_measure, "cache": cache}
     how["without_weights"] = without_weights
-    settings = ExportSettings(run, out, goal, _shares(targets), tuple(overrides), compute.checked(), **how)
+    settings = ExportSettings(run, out, goal, tuple(overrides), compute.checked(), **how)
     settings.check()
 
     from ..export.export import run_export
@@ -153,14 +147,6 @@ def export(
     shown = {k: v for k, v in result.report.items() if k not in ("tensors", "layouts")}
     more = {"digest": result.digest, "seconds": result.seconds, "measured_points": result.measured_points}
     output.show({"folder": str(out), **shown, **more}, lambda: _print_export(out, result))
-
-
-def _shares(text: str | None) -> tuple[float, ...]:
-    """`0.99,0.95`, or nothing; raises UsageError unless they are numbers."""
-    try:
-        return tuple(dict.fromkeys(float(item) for item in split(text or "")))
-    except ValueError:
-        raise UsageError(f"--targets {text}: expected numbers.", "Example: --targets 0.99,0.95") from None
 
 
 def _print_export(out: Path, result: ExportResult) -> None:

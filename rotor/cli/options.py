@@ -73,7 +73,6 @@ METAVARS = {
     "overrides": "KEY=VALUE",
     "ablation": "NAME:KEY=VALUE ...",
     "program": "COMMAND [ARGS]...",
-    "targets": "A,B",
     "tasks": "A,B",
     "lengths": "A,B",
     "text": "FILE",

@@ -45,11 +45,6 @@ class Fidelity:
         interval = None if self.interval is None else list(self.interval)
         return {"accuracy": self.accuracy, "interval_95": interval, "values": dict(self.values)}
 
-    @property
-    def lower(self) -> float | None:
-        """The lower end of the interval."""
-        return None if self.interval is None else self.interval[0]
-
     def against(self, target: float) -> tuple[bool, str]:
         """Whether a target is met, and where it is not, or not by the value itself, what lies below it.
 

@@ -65,8 +65,6 @@ def export(
     accuracy: float | None = None,
     compression: float | None = None,
     removal_rate: float | None = None,
-    confidence: float | None = None,
-    targets: Iterable[float] = (),
     overrides: Iterable[str] = (),
     device: str = "auto",
     dtype: str = "auto",
@@ -84,9 +82,6 @@ def export(
         out: the checkpoint folder; it appears whole or not at all.
         accuracy: least accuracy on the search split (see Evaluation), in (0, 1); the report split is then measured
             once.
-        confidence: 0.95 asks that the lower end of the 95 % interval on the search split reaches `accuracy`; None: that
-            the value does.
-        targets: further accuracies to search, whose points are then known.
         compression: least share of the KV cache to remove, in (0, 1).
         removal_rate: singular-value removal rate, in [0, 1).
         overrides: `section.field=value` for the recipe's ranks, codes, evaluation, search and cache;
@@ -104,8 +99,7 @@ def export(
     settings = ExportSettings(
         run,
         out,
-        Goal(accuracy, compression, removal_rate, confidence),
-        tuple(targets),
+        Goal(accuracy, compression, removal_rate),
         tuple(overrides),
         Compute(device, dtype, offload),
         overwrite,
@@ -133,7 +127,6 @@ def run_export(settings: ExportSettings, progress: Progress | None = None) -> Ex
 def _export(search: RankSearch) -> ExportResult:
     job, point = search.job, search.point()
     policy = search.stored_policy(point)
-    search.search_targets()
     search.close()
     table, times = None if job.unmeasured else search.table, search.times
     with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
@@ -291,7 +284,6 @@ def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str
     excluded = sorted(job.run.calibrated_documents) if context is None else list(context.excluded)
     accuracy = {
         "target": job.goal.accuracy,
-        "confidence": job.goal.confidence,
         "metric": job.recipe.evaluation.metric,
         "search": search and search.accuracy,
         "report": report and report.accuracy,

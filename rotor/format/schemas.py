@@ -67,7 +67,6 @@ class RunInfo(TypedDict):
     tokens: NotRequired[dict[str, Any]]
     versions: NotRequired[dict[str, Any]]
     stages: NotRequired[dict[str, StageInfo]]
-    fisher_top_share: NotRequired[list[float]]
 
 
 class CompressionInfo(TypedDict):
@@ -96,9 +95,9 @@ class SizeInfo(TypedDict):
 class AccuracyInfo(TypedDict):
     """What was measured of a checkpoint.
 
-    confidence: of the interval whose lower end had to reach the target. base: of the uncompressed model, by split.
-    left_out: ratios that were not measured, by split and name. excluded_documents: digests of held-out text that was
-    calibrated on. table: key in the run. not_measured: why `search`, `report` and `table` are null.
+    base: of the uncompressed model, by split. left_out: ratios that were not measured, by split and name.
+    excluded_documents: digests of held-out text that was calibrated on. table: key in the run. not_measured: why
+    `search`, `report` and `table` are null.
     """
 
     target: float | None
@@ -108,7 +107,6 @@ class AccuracyInfo(TypedDict):
     interval_95: tuple[float, float] | None
     data_sha256: str | None
     measurements: dict[str, Any]
-    confidence: NotRequired[float | None]
     base: NotRequired[dict[str, dict[str, Any] | None]]
     left_out: NotRequired[dict[str, dict[str, str]]]
     excluded_documents: NotRequired[list[str]]

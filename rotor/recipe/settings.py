@@ -14,9 +14,6 @@ from ..errors import MissingError, UsageError
 from ..format.file_names import RECIPE
 from . import EXPORT_SECTIONS, Recipe, load_recipe, override
 
-CONFIDENCE = 0.95
-"""The confidence of the intervals that are measured."""
-
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -72,28 +69,21 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class Goal:
-    """Exactly one of accuracy, compression and removal rate is given.
-
-    confidence: with an accuracy, CONFIDENCE asks that the lower end of the interval reaches it; None: the value itself.
-    """
+    """Exactly one of accuracy, compression and removal rate is given."""
 
     accuracy: Share | None = None
     compression: Share | None = None
     removal_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
-    confidence: Annotated[float, Expect(CONFIDENCE.__eq__, str(CONFIDENCE))] | None = None
 
     def check(self) -> None:
         """Raises UsageError if not one, or out of range."""
-        goals = ("accuracy", "compression", "removal_rate")
-        given = [f"--{name.replace('_', '-')}" for name in goals if getattr(self, name) is not None]
+        given = [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
         if len(given) != 1:
             raise UsageError(
                 f"got {' and '.join(given) or 'no goal'}, expected one of --accuracy, --compression, --removal-rate.",
                 "Example: --accuracy 0.99",
             )
         _check_options(self)
-        if self.confidence is not None and self.accuracy is None:
-            raise UsageError(f"--confidence {self.confidence}: expected together with --accuracy.")
 
 
 @dataclass(frozen=True)
@@ -103,7 +93,6 @@ class ExportSettings:
     run: str | Path
     out: str | Path
     goal: Goal
-    targets: tuple[float, ...] = ()
     overrides: tuple[str, ...] = ()
     compute: Compute = Compute()
     overwrite: bool = False
@@ -119,9 +108,6 @@ class ExportSettings:
         """
         self.goal.check()
         self.compute.check()
-        Reader("--targets", UsageError).read(tuple[Share, ...], self.targets)
-        if self.targets and self.goal.accuracy is None:
-            raise UsageError("--targets are searched beside an accuracy.", "Give --accuracy, too.")
         if not self.measure and self.goal.accuracy is not None:
             raise UsageError("--no-measure: an --accuracy is found by measuring.", "Give --compression in its place.")
         run = Path(self.run)

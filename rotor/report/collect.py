@@ -22,7 +22,7 @@ from ..recipe import Recipe, load_recipe
 from ..recipe.metric_registry import METRICS, base_note, chance_note, metric_info
 from ..runtime.families import attention_shape
 from ..search.point import Point
-from ..search.table import TABLES, RankTable, Request
+from ..search.table import TABLES, RankTable
 from .data import JOINT, SIDES, ReportData, format_bytes, groups_of_point
 
 
@@ -50,14 +50,10 @@ def collect_run(run: Run) -> ReportData:
     point = None
     if table and table.points:
         data.metric = metric_info(table.context.metric).description
-        data.reached = _reached(table)
-        best = next((r for r in _by_target(table) if table.point(r.point)), None)
-        point = table.point(best.point) if best else max(table.points, key=_shown_accuracy)
-        assert point is not None
-        data.target = best.target if best else None
+        point = max(table.points, key=lambda point: (point.report is not None, point.stored))
         data.points, data.chosen = table.points, point
-        at = "the best accuracy" if data.target is None else f"accuracy {data.target:g}"
-        data.ranks_of = f"of the point that keeps {at}: compression {point.stored:.3f}"
+        what = "exported" if point.report else "measured"
+        data.ranks_of = f"of the strongest point that was {what}: compression {point.stored:.3f}"
         split = "report" if point.report else "search"
         data.ratios_of = split
         data.ratios = _ratios(point.fidelity(split), table.base.get(split) or {}, table.left_out)
@@ -124,7 +120,6 @@ def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: Accu
     point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
     if table and point:
         data.points, data.chosen = table.points, point
-        data.reached = _reached(table)
     _add_run(data, run, table, point)
 
 
@@ -144,8 +139,6 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         ("calibrated on", f"{info.get('device')} in {info.get('dtype')}"),
         ("versions", ", ".join(f"{k} {v}" for k, v in info.get("versions", {}).items())),
     ]
-    if run.top_shares:
-        data.facts.append(("Fisher information in the top 0.1 % of tokens", f"by layer {run.top_shares}"))
     if table and table.base:
         split = "report" if "report" in table.base else "search"
         base, context = table.base[split], table.context
@@ -194,20 +187,6 @@ def _mean_spectrum(values: Any) -> list[float]:
     return [float(value) for value in (values / largest).mean(0)]
 
 
-def _by_target(table: RankTable) -> list[Request]:
-    """The table's requests, the largest target first."""
-    return sorted(table.requests, key=lambda request: (-request.target, request.confidence or 0))
-
-
-def _reached(table: RankTable) -> list[tuple[str, Point | None]]:
-    """What each request of the table got."""
-    reached: dict[str, Point | None] = {}
-    for request in _by_target(table):
-        name = f"{request.target:g}" + ("" if request.confidence is None else f" at {100 * request.confidence:g} %")
-        reached.setdefault(name, table.point(request.point))
-    return list(reached.items())
-
-
 def _ratios(found: Fidelity | None, base: dict[str, Any], left_out: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
     """Each ratio by itself, or why it was not measured."""
     values = {} if found is None else found.values
@@ -221,11 +200,6 @@ def _ratios(found: Fidelity | None, base: dict[str, Any], left_out: dict[str, di
         elif name in missing:
             rows.append((info.label, f"left out: {missing[name]}"))
     return rows
-
-
-def _shown_accuracy(point: Point) -> float:
-    found = point.report or point.search
-    return -1.0 if found is None else found.accuracy
 
 
 def _run_bytes(run: Run, point: Point) -> tuple[int, int]:

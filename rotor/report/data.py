@@ -63,7 +63,7 @@ class ReportData:
     kind: `checkpoint` (a folder that export wrote) or `run` (one that calibrate wrote).
     headline: (label, value, note). spectra: per layer and side (or JOINT) singular values over the largest, averaged
     over the groups; spectra_of: by side, what those of a layer are of. ratios: (name, value or why there is none) of
-    the point that is shown; ratios_of: the split that they are on. reached: what each target that was asked for led to.
+    the point that is shown; ratios_of: the split that they are on.
     ranks: per layer its groups by KV heads, of latents of `head_dim` channels a head. chosen: of points, that which is
     shown. absent: section -> why there is nothing to show.
     """
@@ -85,7 +85,6 @@ class ReportData:
     ratios_of: str = "report"
     target: float | None = None
     metric: str = ""
-    reached: list[tuple[str, Point | None]] = field(default_factory=list)
     sizes: list[tuple[str, str, str]] = field(default_factory=list)
     timings: list[tuple[str, float, int]] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)

@@ -73,7 +73,7 @@ def _drawings(data: ReportData) -> dict[str, tuple[Callable[[Any], None], str]]:
 
 
 def _draw_points(data: ReportData, figure: Any) -> None:
-    """The uncompressed model, what was measured, what each target led to, and the targets as lines."""
+    """The uncompressed model, what was measured, and the target as a line."""
     points, axes, losses = sorted(data.points, key=lambda p: p.stored), figure.subplots(), list[float]()
     for split, colour in (("search", MUTED), ("report", KEYS)):
         found = [(point.stored, getattr(point, split)) for point in points if getattr(point, split) is not None]
@@ -95,19 +95,9 @@ def _draw_points(data: ReportData, figure: Any) -> None:
     assert fidelity is not None
     here = [shown.stored], [shown_loss(fidelity.accuracy)]
     axes.plot(*here, "o", markersize=11, mfc="none", mew=2, color=ACCENT, label="shown")
-    asked = {target.partition(" ")[0]: point for target, point in data.reached}
     if data.target is not None:
-        asked.setdefault(f"{data.target:g}", None)
-    for target, point in asked.items():
-        colour = ACCENT if data.target is not None and target == f"{data.target:g}" else MUTED
-        axes.axhline(shown_loss(float(target)), color=colour, linewidth=1, linestyle=":")
-        losses.append(shown_loss(float(target)))
-        if point is not None and point.search is not None:
-            place = point.stored, shown_loss(point.search.accuracy)
-            axes.plot(*place, "D", color=MUTED, markersize=6, mfc="none", mew=1.4)
-            axes.annotate(target, place, xytext=(4, 5), textcoords="offset points", fontsize=9, color=colour)
-    if any(point is not None for point in asked.values()):
-        axes.plot([], [], "D", color=MUTED, markersize=6, mfc="none", mew=1.4, label="what a target led to")
+        axes.axhline(shown_loss(data.target), color=ACCENT, linewidth=1, linestyle=":")
+        losses.append(shown_loss(data.target))
     accuracy_axis(axes, losses, "accuracy (ratio)")
     compression_axis(axes, max(p.stored for p in points), "compression (share of the KV cache removed)")
     figure.legend(fontsize=8, loc="outside upper center", ncols=2)

@@ -12,7 +12,7 @@ import torch
 from ..allocation.plan import RankPlan
 from ..data.readiness import describe_evaluation
 from ..data.splits import SPLITS, EvaluationData, evaluation_data
-from ..errors import AccuracyError, UsageError
+from ..errors import UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
@@ -23,7 +23,7 @@ from ..rewriting.compressible import CompressibleModel
 from .export_job import ExportJob
 from .measurer import Measurer
 from .point import Point
-from .search import find_plan, most_points, plan_for, search_target
+from .search import find_plan, most_points, plan_for
 from .tiers import choose_tiers
 
 
@@ -69,7 +69,7 @@ class RankSearch(Measurer):
             return point.search
 
         try:
-            return find_plan(self.path, self.recipe.search.resolution, goal.accuracy, known, goal.confidence)
+            return find_plan(self.path, self.recipe.search.resolution, goal.accuracy, known)
         except _Unmeasured:
             return None
 
@@ -81,7 +81,7 @@ class RankSearch(Measurer):
         Raises:
             AccuracyError: no point reaches the accuracy. UsageError: the compression cannot be reached.
         """
-        plan = self._plan(self.job.goal.accuracy)
+        plan = self._plan()
         return Point.of(plan) if self.job.unmeasured else self.measure(plan)
 
     def with_tiers(self) -> RankSearch:
@@ -98,7 +98,7 @@ class RankSearch(Measurer):
                 f"cache.tiers {settings.tiers:g}: {job.unmeasured}, and ratios per token are chosen by measuring.",
                 "Give --cache tiers-50, or the path of a policy.",
             )
-        plan, network = self._plan(None), self.network
+        plan, network = self._plan(), self.network
         if network.source.streamed:
             raise UsageError(
                 f"cache.tiers {settings.tiers:g}: a cache is read step by step, which needs all weights in memory.",
@@ -120,14 +120,6 @@ class RankSearch(Measurer):
             network.compress(self.run.bases(point.channels), point.ranks)
             return meter.fitted_policy(network)
 
-    def search_targets(self) -> None:
-        """Measure what further targets need, so that they are in the table; one out of reach is noted there."""
-        for target in self.job.settings.targets:
-            try:
-                self._plan(target)
-            except AccuracyError as error:
-                self.progress.message(error.message)
-
     def close(self) -> None:
         """The model is not needed any more."""
         for name in ("network", "meter"):
@@ -148,9 +140,9 @@ class RankSearch(Measurer):
             self.measured_points += len(missing)
             return super().measure(plan, missing)
 
-    def _plan(self, target: float | None) -> RankPlan:
-        """The plan of a target, or of the goal without one, measured where the table lacks something."""
-        goal = self.job.goal
+    def _plan(self) -> RankPlan:
+        """The plan of the goal, measured where the table lacks something."""
+        goal, target = self.job.goal, self.job.goal.accuracy
         if target is None:
             return plan_for(self.path, goal.removal_rate, goal.compression)
         most, seconds = most_points(self.recipe.search.resolution), list[float]()
@@ -165,7 +157,7 @@ class RankSearch(Measurer):
                     self.progress.message(f"accuracy {target:g}: about {most - 1} more point(s) to measure, {left}")
             return found
 
-        return search_target(self.table, self.path, self.recipe, target, fidelity, goal.confidence)
+        return find_plan(self.path, self.recipe.search.resolution, target, fidelity)
 
     def _prepare(self) -> None:
         """What measuring needs; raises UsageError where the run could not keep what it finds."""

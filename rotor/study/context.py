@@ -33,7 +33,7 @@ from ..rewriting.compressible import CompressibleModel
 from ..runtime.families import attention_shape
 from ..search.measurer import Measurer
 from ..search.point import Point
-from ..search.search import search_target
+from ..search.search import find_plan
 from .caches import CacheBench
 from .request import StudyPlan
 from .store import StudyStore
@@ -192,7 +192,7 @@ class StudyContext:
         found: dict[str, dict[str, Any]] = {}
         for target in TARGETS:
             try:
-                plan = search_target(measurer.table, path, recipe, target, measurer.search)
+                plan = find_plan(path, recipe.search.resolution, target, measurer.search)
             except AccuracyError as error:
                 found[f"{target:.2f}"] = {"out_of_reach": error.message}
             else:

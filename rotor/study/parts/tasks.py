@@ -10,7 +10,7 @@ from typing import Any
 from ...evaluation.tasks import TaskSuite, paired
 from ...policies import cache_policy, find_policy
 from ...recipe import Recipe
-from ...search.search import search_target
+from ...search.search import find_plan
 from ..caches import CachedModel
 from ..context import TARGETS, StudyContext
 from ..part import Part, Task
@@ -34,7 +34,7 @@ class Tasks(Part):
             whole, network, length = study.whole_bytes, study.network, max(study.plan.lengths)
             if recipe is not None:
                 measurer, path = study.path(recipe.name, recipe)
-                plan = search_target(measurer.table, path, recipe, TARGETS[0], measurer.search)
+                plan = find_plan(path, recipe.search.resolution, TARGETS[0], measurer.search)
                 return asked(label, network.compress(measurer.run.bases(plan.channels), plan.rounded), plan.stored)
             policy = find_policy(CONTROL) if label == CONTROL else None
             held = (
