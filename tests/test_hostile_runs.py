@@ -201,7 +201,7 @@ def test_bases_and_statistics(places_for, share: float) -> None:
         path.write_bytes(head + data[8 + length :])
         clean(lambda: rank_path(run, run.recipe).steps()[0])
         clean(lambda: run.bases()[0])
-        clean(lambda: read_statistics(folder, 0, run.shape).moment("value", 1))
+        clean(lambda: read_statistics(folder, 0, run.shape).moment("value"))
         path.write_bytes(data)
 
     mutate()

@@ -241,8 +241,8 @@ def test_packed_output_moments_leave_the_refit_as_it_is() -> None:
     moments = layer_statistics(network, 0, states, states, 2, wanted)
     weights = read_attention(network.family, 0, checkpoint.names, checkpoint.tensor, network.shape)
     weights.v_weight = weights.v_weight.float()  # what is rewritten has its dtype
-    bases = layer_bases(moments, weights, network.shape, LayerForm(KeyForm(64, 8), 2), "kq", "kq-output")
-    exact = moments.moment("output", 2)
+    bases = layer_bases(moments, weights, LayerForm(KeyForm(64, 8), 2), "kq", "kq-output")
+    exact = moments.moment("output")
     packed = pack_symmetric(exact)
     assert packed.dtype == torch.float32
     assert packed.numel() == 6 * 128 * 129 / 2

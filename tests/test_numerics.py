@@ -137,7 +137,7 @@ def test_in_a_factorisation() -> None:
     statistics = LayerStatistics(shape, 1, {"query": huge, "key_post": huge, "value": huge}, 8)
     weights = AttentionWeights(*(torch.ones(8, 8) for _ in range(4)))
     with pytest.raises(NumericsError, match="layer 3, post-1: "):
-        layer_bases(statistics, weights, shape, LayerForm(POST_ROPE, 1), "kq", "kq", where="layer 3, post-1")
+        layer_bases(statistics, weights, LayerForm(POST_ROPE, 1), "kq", "kq", where="layer 3, post-1")
     assert torch.isfinite(kq.closed_form(torch.eye(4).double()[None], torch.eye(4).double()[None]).encode).all()
 
 

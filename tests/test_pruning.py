@@ -79,14 +79,6 @@ def test_as_many_centroids_as_distinct_vectors_give_the_exact_moments(group_size
         assert relative_error(found.sums[name], total) < 1e-12
 
 
-def test_unweighted_centroids_count_alike_and_empty_ones_not_at_all() -> None:
-    """20 distinct vectors, one three times as often as the others: its weight is theirs."""
-    data = {name: torch.cat([x, x[:1], x[:1]]) for name, x in activations(20).items()}
-    found = clustered(Prune(kmeans=22, weighted=False), data, 22)
-    for name, total in exact({name: x[:20] for name, x in data.items() if name != "query"}).sums.items():
-        assert relative_error(found.sums[name], total) < 1e-12  # 22 tokens / 22 centroids: factor 1
-
-
 def test_weighted_centroids_keep_the_mean_and_lose_the_variance_within_clusters() -> None:
     """Counts and running means are exact: sum_c n_c c = sum x, and the moment never exceeds the exact one."""
     vectors = np.random.default_rng(0).standard_normal((5000, 16)) + 1.0

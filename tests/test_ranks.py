@@ -71,8 +71,8 @@ def spectra(layers: int = 2) -> list[Spectra]:
     return [Spectra(values(), values()) for _ in range(layers)]
 
 
-def path(squares: bool = False) -> RemovalRatePath:
-    return RemovalRatePath(RankInputs(spectra(), SHAPE, 16, squares))
+def path() -> RemovalRatePath:
+    return RemovalRatePath(RankInputs(spectra(), SHAPE, 16))
 
 
 def test_steps_are_all_distinct_plans_in_order() -> None:
@@ -96,7 +96,7 @@ def test_compression_is_found_at_the_lowest_rate_that_reaches_it_and_counts_what
         below = [p for p in ranks.steps() if p.parameter < plan.parameter]
         assert all(p.stored < target for p in below)
     assert ranks.at_compression(0.76) is None  # 16 of 64 columns always stay
-    plan = path(squares=True).plan(0.05)
+    plan = path().plan(0.05)
     kept = sum(qk + v for layer in plan.exact for qk, v in layer)
     assert plan.planned == pytest.approx(1 - kept / (2 * 2 * 2 * 64))
     assert plan.stored == compression(plan.rounded, SHAPE)

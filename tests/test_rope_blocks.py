@@ -79,10 +79,10 @@ def test_gradients_are_by_stored_keys(name: str, tiny) -> None:
             before, after, both = (getattr(layer.samples[of], kind) for of in (own, post, joint))
             assert relative_error(before, after) < 1e-4
             assert both.shape[-1] == 2 * before.shape[-1]
-        moments = [layer.information.moment(of, 1) for of in (own, post)]
+        moments = [layer.information.moment(of) for of in (own, post)]
         assert relative_error(*moments) < 1e-4
         width = moments[0].shape[-1]
-        assert relative_error(layer.information.moment(joint, 1)[:, :width, :width], moments[0]) < 1e-6
+        assert relative_error(layer.information.moment(joint)[:, :width, :width], moments[0]) < 1e-6
 
 
 @pytest.fixture(scope="module")

@@ -137,7 +137,7 @@ def per_token(rows: Tensor, bits: float) -> Tensor:
 
 def table(kind: str) -> None:
     statistics, fisher = calibrate(kind)
-    bases = layer_bases(statistics, None, SHAPE, FORM, "fisher", "fisher", fisher)  # type: ignore[arg-type]
+    bases = layer_bases(statistics, None, FORM, "fisher", "fisher", fisher)  # type: ignore[arg-type]
     codes, drawn = layer_codes(bases, fisher), Drawn(kind, TESTED, 1)
     curve = bit_curve(codes.qk.losses(0, WIDTHS), WIDTHS)
 

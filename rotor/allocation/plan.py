@@ -61,7 +61,6 @@ class RankInputs:
     spectra: Sequence[Spectra]
     shape: AttentionShape
     multiple_of: int
-    squares: bool = False
     gradients: Callable[[], Sequence[tuple[Tensor, Tensor]]] = tuple
     sensitivities: Sequence[Sensitivity] = ()
 

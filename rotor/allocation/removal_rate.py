@@ -40,8 +40,7 @@ class RemovalRatePath(SpectraPath):
 
     def __init__(self, inputs: RankInputs) -> None:
         super().__init__(inputs)
-        power = 2 if inputs.squares else 1
-        self._shares = [(tail_shares(s.qk**power), tail_shares(s.vo**power)) for s in self.spectra]
+        self._shares = [(tail_shares(s.qk), tail_shares(s.vo)) for s in self.spectra]
 
     def plan(self, removal_rate: float) -> RankPlan:
         """Ranks of all groups at one shared removal rate in [0, 1)."""

@@ -93,7 +93,6 @@ def needed_statistics(qk_method: str, vo_method: str, form: LayerForm, refit: bo
 def layer_bases(
     statistics: LayerStatistics,
     weights: AttentionWeights,
-    shape: AttentionShape,
     form: LayerForm,
     qk_method: str,
     vo_method: str,
@@ -110,7 +109,7 @@ def layer_bases(
         NumericsError: a factorisation fails or its result is not finite.
     Source: that of each method, beside it.
     """
-    inputs = Inputs(statistics, weights, shape, form.keys, form.group_size, gradients)
+    inputs = Inputs(statistics, weights, form.keys, gradients)
     try:
         with one_thread():
             if form.joint:
@@ -124,5 +123,5 @@ def layer_bases(
             "Calibrate with --dtype float32, or with other bases.",
         ) from error
     bases = LayerBases(form.keys, form.group_size, qk, vo, joint=form.joint)
-    bases.check(shape, where)
+    bases.check(statistics.shape, where)
     return bases

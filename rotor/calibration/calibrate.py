@@ -258,7 +258,7 @@ class Calibration:
                 assert kept is not None
                 gradients = LayerFisher.from_tensors(load_file(kept), job.shape, job.form.group_size)
             methods = (self.recipe.bases.qk, self.recipe.bases.vo)
-            bases = layer_bases(moments, weights, job.shape, job.form, *methods, gradients, f"layer {layer}")
+            bases = layer_bases(moments, weights, job.form, *methods, gradients, f"layer {layer}")
         codes = None
         if gradients is not None:
             with self.times.stage("codes"):

@@ -44,9 +44,9 @@ class LayerFisher:
     information: LayerStatistics
     samples: dict[str, TokenSamples]
 
-    def per_token(self, name: str, group_size: int) -> Tensor:
+    def per_token(self, name: str) -> Tensor:
         """The Fisher information of one token's keys or values, [num_groups, n, n], float64."""
-        return self.information.moment(name, group_size) / self.information.tokens
+        return self.information.moment(name) / self.information.tokens
 
     def to_tensors(self) -> dict[str, Tensor]:
         """What `from_tensors` reads: one triangle of each moment in float32, and the samples."""
@@ -69,7 +69,7 @@ class LayerFisher:
         samples = {name: TokenSamples(**{kind: parts[kind][name] for kind in parts}) for name in names}
         return cls(statistics, samples)
 
-    def sampled(self, name: str, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    def sampled(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         """The samples of each group side by side and the gradients by them, [num_groups, samples, n], and their shares,
         [samples]; float64.
         """
@@ -77,7 +77,7 @@ class LayerFisher:
 
         def stacked(tensor: Tensor) -> Tensor:
             wide = tensor.to(torch.float64).flatten(1)
-            return wide.unflatten(1, (tensor.shape[1] // group_size, -1)).transpose(0, 1)
+            return wide.unflatten(1, (-1, self.information.group_size * tensor.shape[2])).transpose(0, 1)
 
         return stacked(found.vectors), stacked(found.gradients), found.share
 
@@ -94,7 +94,7 @@ def fisher_information(
 
     Args:
         rows: [n, seq_len] tokens, written by the model itself.
-        group_size: KV heads whose products are summed; the largest group that is wanted.
+        group_size: KV heads whose products are summed.
         wanted: `value`, and what `stored_name` gives.
         samples: tokens of which keys and values are kept, at most; see SampleKeeper.
         advance: is called with tokens times passes through a layer.

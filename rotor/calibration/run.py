@@ -226,7 +226,7 @@ class Run:
 
         outputs = None
         if self.recipe.bases.refit:
-            outputs = read_statistics(self.folder, layer, self.shape).moment("output", form.group_size)
+            outputs = read_statistics(self.folder, layer, self.shape).moment("output")
             self.verify(layer_path(self.folder, "statistics", layer))
         found = LayerBases(form.keys, form.group_size, pair("qk"), pair("vo"), outputs, form.joint)
         found.check(self.shape, str(path))

@@ -104,17 +104,17 @@ def layer_codes(bases: LayerBases, gradients: Gradients) -> LayerCodes:
     Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """
     if bases.joint:
-        return LayerCodes(_side(bases.stored_name, bases.latents["joint"], bases.group_size, gradients), None)
+        return LayerCodes(_side(bases.stored_name, bases.latents["joint"], gradients), None)
     return LayerCodes(
-        _side(bases.stored_name, bases.qk, bases.group_size, gradients),
-        _side("value", bases.vo, bases.group_size, gradients),
+        _side(bases.stored_name, bases.qk, gradients),
+        _side("value", bases.vo, gradients),
     )
 
 
-def _side(name: str, pair: BasisPair, group_size: int, gradients: Gradients) -> SideCodes:
-    information = gradients.per_token(name, group_size)
+def _side(name: str, pair: BasisPair, gradients: Gradients) -> SideCodes:
+    information = gradients.per_token(name)
     weight = torch.einsum("gir,gij,gjr->gr", pair.decode, information, pair.decode) / 2
-    vectors, by_them, share = gradients.sampled(name, group_size)
+    vectors, by_them, share = gradients.sampled(name)
     squares = (by_them @ pair.decode).square()
     mean = (share[:, None] * squares).sum(1, keepdim=True)
     costs = share[:, None] * (OWN * squares + (1 - OWN) * mean)

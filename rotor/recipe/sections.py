@@ -84,8 +84,6 @@ class Prune:
     kmeans: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     """Centroids that replace queries, keys and values, of each KV head or group apart; null for the exact moments,
     which are both more accurate and cheaper."""
-    weighted: bool = True
-    """Each centroid counts as often as there are vectors in its cluster, instead of each alike."""
     seed: Seed = 0
     """Of which sequences are dropped, and of the first centroids."""
 
@@ -137,8 +135,6 @@ class Ranks:
 
     method: Annotated[str, OneOf(RANK_METHODS)] = "removal-rate"
     """A name in rotor.allocation (`rotor recipes` lists them)."""
-    spectrum: Literal["values", "squares"] = "values"
-    """Whether the removal rate is a share of the sum of singular values (the papers) or of their squares."""
     multiple_of: Size = 16
     """Stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide."""
     rows: Literal["ragged", "uniform"] = "ragged"

@@ -156,5 +156,4 @@ def rank_path(run: Run, recipe: Recipe, sensitivities: Sequence[Sensitivity] = (
         groups = read_fisher(run.folder, run.shape).unflatten(-1, (-1, run.form.group_size)).sum(-1)
         return [(keys, values) for keys, values in groups]
 
-    squares = ranks.spectrum == "squares"
-    return ranks.rule.path(RankInputs(spectra, run.shape, ranks.multiple_of, squares, gradients, sensitivities))
+    return ranks.rule.path(RankInputs(spectra, run.shape, ranks.multiple_of, gradients, sensitivities))
