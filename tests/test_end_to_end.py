@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 
 from rotor.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import read_statistics
 from rotor.data.splits import digests
 from rotor.errors import CheckpointError
 from rotor.evaluation.fidelity import FidelityMeter
@@ -133,24 +132,14 @@ def test_several_folders_of_a_source_measure_it_once(run_copy, tmp_path: Path, m
     assert alone.target_met
 
 
-def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> None:
-    """Streamed in batches, the moments equal those of all activations at once."""
-    run = calibrated(tiny("qwen3"), tmp_path / "run", "pre", 2)
-    assert sorted(p.name for p in (run.folder / "statistics").iterdir()) == [
-        "layer-0000.safetensors",
-        "layer-0001.safetensors",
-    ]
+def test_moments_streamed_in_batches_equal_those_of_all_activations_at_once(tiny) -> None:
     from rotor.calibration.capture import layer_statistics
-    from rotor.data.tokens import calibration_tokens
-    from rotor.models.checkpoint import Checkpoint
     from rotor.models.layerwise import LayerwiseModel
     from rotor.models.loading import load_model
 
-    checkpoint = Checkpoint(run.model_folder)
-    tokens = calibration_tokens(run.recipe.tokens, checkpoint.config, checkpoint.tokenizer).rows
-    assert tokens.shape == (16, 64)
-    model = load_model(checkpoint.folder, torch.device("cpu"), torch.float32)
-    wanted = frozenset({"query", f"key_64_{run.shape.rotary_planes}", "key_post", "value"})
+    tokens = torch.randint(1, 4096, (16, 64), generator=torch.Generator().manual_seed(0))
+    model = load_model(tiny("qwen3"), torch.device("cpu"), torch.float32)
+    wanted = frozenset({"query", "key_64_4", "key_post", "value"})
 
     def collect(rows: torch.Tensor, batch_tokens: int) -> list[LayerStatistics]:
         network = LayerwiseModel.of(model, batch_tokens)
@@ -159,10 +148,7 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
 
     whole = collect(tokens, 10**9)
     batched = collect(tokens.flip(0), 64)
-    stored = read_statistics(run.folder, 1, run.shape)
-    assert stored.tokens == batched[1].tokens == 1024
-    for name, total in stored.sums.items():
-        torch.testing.assert_close(total, whole[1].sums[name], rtol=1e-5, atol=1e-4)
+    assert whole[1].tokens == batched[1].tokens == 1024
     for name, total in whole[1].sums.items():
         torch.testing.assert_close(batched[1].sums[name], total, rtol=1e-5, atol=1e-3)
 

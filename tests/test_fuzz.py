@@ -219,7 +219,7 @@ def replaced(data: Any, where: float, junk: object) -> Any:
 
 FILES = {
     "model": "config.json model.safetensors generation_config.json LICENSE",
-    "run": "run.json recipe.yaml manifest.json bases/layer-0000.safetensors statistics/layer-0001.safetensors log.txt",
+    "run": "run.json recipe.yaml manifest.json bases/layer-0000.safetensors bases/layer-0001.safetensors log.txt",
     "out": "config.json rotor.json manifest.json kernel_config.json recipe.yaml README.md model.safetensors "
     "generation_config.json report.html",
 }

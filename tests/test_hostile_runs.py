@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mutations import BYTES, CHANGES, SHARES, both, changed, clean, garbled, mutations
 from worlds import SECONDS, limited
 
-from rotor.calibration.run import Run, read_statistics
+from rotor.calibration.run import Run
 from rotor.errors import CheckpointError
 from rotor.export.export import export
 from rotor.format.atomic import json_bytes
@@ -182,10 +182,10 @@ def test_kernel_configs(places_for, share: float) -> None:
 
 
 @pytest.mark.parametrize("share", SHARES)
-def test_bases_and_statistics(places_for, share: float) -> None:
+def test_bases(places_for, share: float) -> None:
     _, folder, _ = places_for
     run = Run.open(folder)
-    files = [folder / "bases" / "layer-0000.safetensors", folder / "statistics" / "layer-0000.safetensors"]
+    files = [folder / "bases" / f"layer-000{layer}.safetensors" for layer in range(2)]
     originals = {path: path.read_bytes() for path in files}
 
     @mutations("bases", share)
@@ -201,7 +201,6 @@ def test_bases_and_statistics(places_for, share: float) -> None:
         path.write_bytes(head + data[8 + length :])
         clean(lambda: rank_path(run, run.recipe).steps()[0])
         clean(lambda: run.bases()[0])
-        clean(lambda: read_statistics(folder, 0, run.shape).moment("value"))
         path.write_bytes(data)
 
     mutate()

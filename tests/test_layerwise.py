@@ -101,9 +101,6 @@ def test_calibration_and_measuring_do_not_depend_on_where_weights_are(sharded, t
         offload: calibrate(folder, tmp_path / offload, "rotor-16", settings, offload=offload)
         for offload in ("never", "always")
     }
-    for path in sorted((runs["never"].folder / "statistics").iterdir()):
-        moments, others = load_file(path), load_file(runs["always"].folder / "statistics" / path.name)
-        assert all(relative_error(moments[name], others[name]) < 1e-5 for name in moments)
     reports = [
         export(run.folder, tmp_path / f"out-{offload}", compression=0.4, offload=offload).report
         for offload, run in runs.items()

@@ -146,7 +146,7 @@ def test_what_a_power_loss_tore_is_not_gone_on_with(model: Path, tmp_path: Path,
     for name, text in (
         ("work/states-0002.bin", "is not what was written when its layer was finished"),
         ("bases/layer-0001.safetensors", "is not what was written when its layer was finished"),
-        ("statistics/layer-0000.safetensors", "is not what was written when its layer was finished"),
+        ("bases/layer-0000.safetensors", "is not what was written when its layer was finished"),
     ):
         original = (partial / name).read_bytes()
         (partial / name).write_bytes(original[:-1] + bytes([original[-1] ^ 1]))

@@ -63,6 +63,8 @@ class LayerBases:
             for name in ("encode", "decode"):
                 check_stored(getattr(pair, name), (groups, width, columns), f"{where}: {side}.{name}")
             check_stored(pair.singular_values, (groups, columns), f"{where}: {side}.singular_values")
+        if self.outputs is not None:
+            check_stored(self.outputs, (shape.num_heads, width, width), f"{where}: outputs")
 
 
 def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:

@@ -1,7 +1,6 @@
 """Second moments of queries, keys, values and attention outputs: streamed sums, per layer and group of KV heads.
 
-Everything that rotor computes from data needs only these sums, so no activation is kept. They are float64, and stored
-as one safetensors file a layer.
+Everything that rotor computes from data needs only these sums, so no activation is kept. They are float64.
 """
 
 from __future__ import annotations
@@ -105,35 +104,13 @@ class LayerStatistics:
         total = self.sums[name]
         return (total + total.mT).div_(2)
 
-    def check_shapes(self, where: str) -> None:
-        """Raises CheckpointError, naming the moment and `where`, if sums that were read do not fit the shape."""
-        heads, size, dim = self.shape.num_kv_heads, self.group_size, self.shape.head_dim
-        if not (1 <= size <= heads and heads % size == 0 and self.tokens >= 1):
-            raise CheckpointError(
-                f"{where}: group_size {size} and {self.tokens} tokens, expected a divisor of {heads} KV heads and at "
-                "least 1 token.",
-                "Run `rotor calibrate` again.",
-            )
-        groups, width = heads // size, size * dim
-        special = {"query": (heads, dim, dim), "output": (self.shape.num_heads, width, width)}
-        for name, total in self.sums.items():
-            own = 2 * width if name.startswith(JOINT) else width
-            expected = special.get(name, (groups, own) if name.endswith("_mean") else (groups, own, own))
-            if tuple(total.shape) != expected or total.dtype != torch.float64:
-                raise CheckpointError(
-                    f"{where}: {name} is {total.dtype} of shape {list(total.shape)}, expected float64 of "
-                    f"{list(expected)}.",
-                    "Run `rotor calibrate` again.",
-                )
-
-    def check_finite(
-        self, where: str, hint: str = "The model overflows on the calibration tokens; calibrate with --dtype float32."
-    ) -> None:
-        """Raises NumericsError that names `where` (a layer, a file) and the first moment with a NaN or Inf."""
+    def check_finite(self, where: str) -> None:
+        """Raises NumericsError that names `where` (a layer) and the first moment with a NaN or Inf."""
         for name, total in self.sums.items():
             if not torch.isfinite(total).all():
                 raise NumericsError(
-                    f"{where}: the second moment of {name} is not finite after {self.tokens} tokens.", hint
+                    f"{where}: the second moment of {name} is not finite after {self.tokens} tokens.",
+                    "The model overflows on the calibration tokens; calibrate with --dtype float32.",
                 )
 
 

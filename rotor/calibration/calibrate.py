@@ -43,7 +43,7 @@ from .gradients import LayerFisher, fisher_information, weight_information
 from .job import CalibrationJob
 from .partial import PartialRun
 from .pruning import prune_rows
-from .run import FISHER, INFO, Run, form_info, write_bases, write_codes, write_fisher, write_statistics
+from .run import FISHER, INFO, Run, form_info, write_bases, write_codes, write_fisher
 
 TOKENS = "tokens.safetensors"
 """Calibration tokens of an unfinished run, so that those that the model writes need not be written again."""
@@ -65,7 +65,7 @@ def calibrate(
     resume: bool = False,
     progress: Progress | None = None,
 ) -> Run:
-    """Find the bases of a model's KV heads and write them, with their statistics, to a run folder.
+    """Find the bases of a model's KV heads and write them to a run folder.
 
     The folder `OUT.partial` holds what is done until everything is.
 
@@ -259,12 +259,13 @@ class Calibration:
                 gradients = LayerFisher.from_tensors(load_file(kept), job.shape, job.form.group_size)
             methods = (self.recipe.bases.qk, self.recipe.bases.vo)
             bases = layer_bases(moments, weights, job.form, *methods, gradients, f"layer {layer}")
+            if self.recipe.bases.refit:
+                bases = dataclasses.replace(bases, outputs=moments.moment("output"))
         codes = None
         if gradients is not None:
             with self.times.stage("codes"):
                 codes = layer_codes(bases, gradients)
         with self.times.stage("write"):
-            write_statistics(self.partial.folder, layer, moments)
             write_bases(self.partial.folder, layer, bases)
             if codes is not None:
                 write_codes(self.partial.folder, layer, codes)

@@ -109,9 +109,8 @@ class ModelOutline:
         solving = statistics + 8 * max(elements.values()) + 96 * groups * width**2
         solving += 8 * (shape.num_heads * shape.head_dim + kv_width) * shape.hidden_size
         running = statistics + self._activations(max(1, batch_tokens // seq_len) * seq_len, group_size, number, moments)
-        stored, gradients, codes = 8 * sum(elements.values()), 0, 0
-        if "output" in elements:  # float32, and only one triangle of it
-            stored += 2 * shape.num_heads * width * (width + 1) - 8 * elements["output"]
+        gradients = codes = 0
+        outputs = 2 * shape.num_heads * width * (width + 1) if recipe.bases.refit else 0  # float32, one triangle
         if recipe.needs_gradients:
             # Moments of the gradients, one triangle in float32, and samples, until a layer's codes are there; backward
             # through one layer keeps what it computed.
@@ -120,7 +119,7 @@ class ModelOutline:
             gradients = 3 * groups * (2 * latent * (latent + 1) + 8 * min(tokens, SAMPLES) * latent)
             running, solving = 3 * running, solving + 3 * gradients
             codes = 2 * 17 * 8 * kv_width  # weight, variance, three numbers at each of five widths
-        kept_bytes = shape.num_layers * (stored + bases + codes)
+        kept_bytes = shape.num_layers * (outputs + bases + codes)
         disk_bytes = kept_bytes + shape.num_layers * gradients + 2 * count * shape.hidden_size * number  # hidden states
         on_gpu = device.type == "cuda"
         stages = {"activations and statistics of one layer": running if on_gpu else max(running, solving)}

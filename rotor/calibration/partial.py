@@ -28,7 +28,7 @@ from ..logs import log
 from ..models.layerwise import new_states
 
 FINGERPRINT, PROGRESS, WORK = "fingerprint.json", "progress.json", "work"
-LAYER_FOLDERS = ("statistics", "bases", "codes")
+LAYER_FOLDERS = ("bases", "codes")
 START_AGAIN = "Give --overwrite to start again."
 
 

@@ -1,14 +1,13 @@
 """The run folder: what calibration found, and what searches measured.
 
-RUN/  recipe.yaml  run.json  statistics/layer-0000.safetensors ...  bases/layer-0000.safetensors ...
-      codes/layer-0000.safetensors ...  fisher.safetensors  tables/KEY.json ...  probes/KEY.json ...  log.txt
+RUN/  recipe.yaml  run.json  bases/layer-0000.safetensors ...  codes/layer-0000.safetensors ...  fisher.safetensors
+       tables/KEY.json ...  probes/KEY.json ...  log.txt
 
 Files of a layer are written when it is done and read when it is needed, so that no command holds those of all layers.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..bases.layer import LayerBases, check_stored
-from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
+from ..bases.moments import pack_symmetric, unpack_symmetric
 from ..bases.pair import BasisPair
 from ..checked import Reader
 from ..codes.layer import MEASURED, GroupChannels, LayerCodes, SideCodes, coded_bases
@@ -40,38 +39,14 @@ CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
 
 def layer_path(folder: Path, kind: str, layer: int) -> Path:
-    """The file of a layer's `statistics`, `bases` or `codes`."""
+    """The file of a layer's `bases` or `codes`."""
     return folder / kind / f"layer-{layer:04d}.safetensors"
 
 
-def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> None:
-    """Write one layer's moments, float64; those of the attention outputs as pack_symmetric keeps them."""
-    # One key, since safetensors writes several in any order, and equal runs are to have equal files.
-    metadata = {"rotor": json.dumps({"tokens": statistics.tokens, "group_size": statistics.group_size})}
-    tensors = {n: pack_symmetric(t) if n == "output" else t.contiguous() for n, t in sorted(statistics.sums.items())}
-    _write(layer_path(folder, "statistics", layer), tensors, metadata)
-
-
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     path.parent.mkdir(exist_ok=True)
     with replacing(path) as temporary:
-        write_tensors(temporary, tensors, metadata)
-
-
-def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerStatistics:
-    """Raises CheckpointError if the layer's file is missing or damaged."""
-    path = layer_path(folder, "statistics", layer)
-    tensors = _Stored(path)
-    try:
-        counts = json.loads(tensors.metadata["rotor"][:1000])
-        tokens, group_size = int(counts["tokens"]), int(counts["group_size"])
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable ({error!r}).", CALIBRATE_AGAIN) from error
-    sums = {name: unpack_symmetric(tensor) if name == "output" else tensor for name, tensor in tensors.items()}
-    statistics = LayerStatistics(shape, group_size, sums, tokens)
-    statistics.check_shapes(str(path))
-    statistics.check_finite(f"{path}: layer {layer}", CALIBRATE_AGAIN)
-    return statistics
+        write_tensors(temporary, tensors)
 
 
 class _Stored(dict[str, Tensor]):
@@ -87,7 +62,6 @@ class _Stored(dict[str, Tensor]):
         try:
             with safe_open(path, framework="pt") as handle:
                 self.update({name: handle.get_tensor(name) for name in (handle.keys() if names is None else names)})
-                self.metadata: dict[str, str] = handle.metadata() or {}
         except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
 
@@ -114,13 +88,15 @@ def read_fisher(folder: Path, shape: AttentionShape) -> Tensor:
 
 
 def write_bases(folder: Path, layer: int, bases: LayerBases) -> None:
-    """Write all columns of the bases of a layer, float64, with their singular values."""
+    """Write all columns of the bases of a layer, float64, with their singular values, and what W_o is refitted by."""
     tensors: dict[str, Tensor] = {}
     for side, pair in (("qk", bases.qk), ("vo", bases.vo)):
         tensors[f"{side}.encode"] = pair.encode.contiguous()
         if not pair.is_orthonormal:
             tensors[f"{side}.decode"] = pair.decode.contiguous()
         tensors[f"{side}.singular_values"] = pair.singular_values.contiguous()
+    if bases.outputs is not None:
+        tensors["outputs"] = pack_symmetric(bases.outputs)
     _write(layer_path(folder, "bases", layer), tensors)
 
 
@@ -218,19 +194,16 @@ class Run:
             CheckpointError: the layer's file is missing, damaged or does not fit run.json.
         """
         path, form = layer_path(self.folder, "bases", layer), self.form
+        self.verify(path)
         tensors = _Stored(path)
 
         def pair(side: str) -> BasisPair:
             encode = tensors[f"{side}.encode"]
             return BasisPair(encode, tensors.get(f"{side}.decode", encode), tensors[f"{side}.singular_values"])
 
-        outputs = None
-        if self.recipe.bases.refit:
-            outputs = read_statistics(self.folder, layer, self.shape).moment("output")
-            self.verify(layer_path(self.folder, "statistics", layer))
+        outputs = unpack_symmetric(tensors["outputs"]) if self.recipe.bases.refit else None
         found = LayerBases(form.keys, form.group_size, pair("qk"), pair("vo"), outputs, form.joint)
         found.check(self.shape, str(path))
-        self.verify(path)
         return found
 
     def layer_codes(self, layer: int) -> LayerCodes:

@@ -14,7 +14,7 @@ from ..data.splits import SPLITS, EvaluationData
 from ..errors import UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..policies import Policy
-from ..progress import Progress
+from ..progress import Progress, StageTimes
 from ..recipe import Recipe
 from ..rewriting.compressible import CompressibleModel
 from .point import Point
@@ -28,6 +28,7 @@ class Measurer:
     Args:
         recipe: the run's, with what was overridden. dtype, device: of forward passes.
         data, network, meter: held-out text, the model, and what compares it; called when they are needed.
+        times: of the stages.
     """
 
     def __init__(
@@ -42,8 +43,12 @@ class Measurer:
         network: Callable[[], CompressibleModel],
         meter: Callable[[], FidelityMeter],
         policy: Policy | None = None,
+        times: StageTimes | None = None,
     ) -> None:
         self.run, self.recipe, self.progress, self.policy = run, recipe, progress, policy
+        self.times = times or StageTimes()
+        self.measured_points = 0
+        """How often a plan was measured on a split."""
         self._place, self._data, self._network, self._meter = (dtype, device), data, network, meter
 
     @cached_property
@@ -96,9 +101,9 @@ class Measurer:
         probes = self.probes
         if probes.complete:
             return
-        known, layers = probes.sensitivities, self.run.shape.num_layers
-        with self.progress.task("probe", layers - len(known), "layers") as advance:
-            for found in probe(self.network, self.run.bases(), self.recipe.ranks, probes.rows, len(known), advance):
+        known, layers, network = probes.sensitivities, self.run.shape.num_layers, self.network
+        with self.times.stage("probe"), self.progress.task("probe", layers - len(known), "layers") as advance:
+            for found in probe(network, self.run.bases(), self.recipe.ranks, probes.rows, len(known), advance):
                 known += found
                 probes.save()
 
@@ -106,25 +111,24 @@ class Measurer:
         """Fidelity of a plan on the search split."""
         return self.measure(plan, ["search"]).fidelity("search")
 
-    def missing(self, plan: RankPlan, splits: Sequence[str] = SPLITS) -> list[str]:
-        """The splits that a plan was not measured on yet."""
-        point = self.table.find(plan)
-        return [split for split in splits if point is None or not point.has(split)]
-
     def measure(self, plan: RankPlan, splits: Sequence[str] = SPLITS) -> Point:
         """The table's point for a plan, measured on those splits where it is not yet, with one rewrite of the model."""
-        point, missing = self.table.find(plan) or Point.of(plan), self.missing(plan, splits)
+        point = self.table.find(plan) or Point.of(plan)
+        missing = [split for split in splits if not point.has(split)]
         if not missing:
             return point
-        for split in missing:
-            if split not in self.meter.base:
-                self.network.restore()
-                self.meter.measure_base(self.network, split)
-            self.table.base[split] = self.meter.base[split]
-            self.table.left_out[split] = self.meter.left_out[split]
-        self.network.compress(self.run.bases(plan.channels), plan.rounded)
-        for split in missing:
-            point = point.with_fidelity(split, self.meter.measure(self.network, split))
+        meter, network = self.meter, self.network
+        with self.times.stage("measure"):
+            for split in missing:
+                if split not in meter.base:
+                    network.restore()
+                    meter.measure_base(network, split)
+                self.table.base[split] = meter.base[split]
+                self.table.left_out[split] = meter.left_out[split]
+            network.compress(self.run.bases(plan.channels), plan.rounded)
+            for split in missing:
+                point = point.with_fidelity(split, meter.measure(network, split))
+        self.measured_points += len(missing)
         self.table.put(point)
         if "search" in missing:
             value = point.fidelity("search").accuracy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from ..allocation.plan import RankPlan
 from ..data.readiness import describe_evaluation
-from ..data.splits import SPLITS, EvaluationData, evaluation_data
+from ..data.splits import EvaluationData, evaluation_data
 from ..errors import UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.metrics import EvaluationContext
@@ -46,10 +45,8 @@ class RankSearch(Measurer):
         load = self._load_model if network is None else lambda: network
         place = pick_dtype(compute.dtype, dtype, device), device
         sources: dict[str, Any] = {"data": self._load_text, "network": load, "meter": self._make_meter}
-        super().__init__(job.run, job.recipe, *place, progress, **sources, policy=job.policy)
-        self.job, self.times = job, times
-        self.measured_points = 0
-        """How often a plan was measured on a split."""
+        super().__init__(job.run, job.recipe, *place, progress, **sources, policy=job.policy, times=times)
+        self.job = job
 
     def known(self) -> RankPlan | None:
         """The plan that the goal leads to; None where something has to be measured first.
@@ -125,21 +122,6 @@ class RankSearch(Measurer):
         for name in ("network", "meter"):
             self.__dict__.pop(name, None)
 
-    def probe(self) -> None:
-        if self.needs_probes:
-            self._prepare()
-            with self.times.stage("probe"):
-                super().probe()
-
-    def measure(self, plan: RankPlan, splits: Sequence[str] = SPLITS) -> Point:
-        missing = self.missing(plan, splits)
-        if not missing:
-            return super().measure(plan, splits)
-        self._prepare()
-        with self.times.stage("measure"):
-            self.measured_points += len(missing)
-            return super().measure(plan, missing)
-
     def _plan(self) -> RankPlan:
         """The plan of the goal, measured where the table lacks something."""
         goal, target = self.job.goal, self.job.goal.accuracy
@@ -159,16 +141,6 @@ class RankSearch(Measurer):
 
         return find_plan(self.path, self.recipe.search.resolution, target, fidelity)
 
-    def _prepare(self) -> None:
-        """What measuring needs; raises UsageError where the run could not keep what it finds."""
-        folder = self.run.folder
-        if not self.run.writable:
-            raise UsageError(
-                f"{folder}: cannot be written, and what this export has to measure first is kept there.",
-                f"Copy the run (cp -r {folder} COPY), and export from the copy.",
-            )
-        _ = self.meter, self.network
-
     def _load_text(self) -> EvaluationData:
         evaluation, checkpoint = self.recipe.evaluation, self.job.checkpoint
         with self.times.stage("load text"), self.progress.task("load text", None, ""):
@@ -181,7 +153,12 @@ class RankSearch(Measurer):
         return FidelityMeter(context, self.progress, self.policy)
 
     def _load_model(self) -> CompressibleModel:
-        job, checkpoint = self.job, self.job.checkpoint
+        job, checkpoint, folder = self.job, self.job.checkpoint, self.run.folder
+        if not self.run.writable:
+            raise UsageError(
+                f"{folder}: cannot be written, and what this export has to measure first is kept there.",
+                f"Copy the run (cp -r {folder} COPY), and export from the copy.",
+            )
         with self.times.stage("load model"):
             with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
                 for file in checkpoint.files:
