@@ -4,8 +4,7 @@
 # make reference MODEL=folder  what recipes remove at 0.99 from a model, and KL beside quantised caches: a table
 # make test      set up .venv, then lint, types, the layers of the packages, and tests
 # make test-fast those that take seconds
-# make test-slow the tests marked slow: more kills, more mutations
-# make fuzz      whole commands with drawn paths, damage, environments and faults: 2,000 examples of each
+# make test-slow the tests marked slow
 # make test-min  the tests on the oldest versions that pyproject.toml allows
 # make gpu       on a GPU: tests, sanitizer, attention, in at most 40 minutes; make gpu DRY=1 shows without one that it
 #                would run
@@ -28,7 +27,7 @@ FAST := $(wildcard $(foreach name,bases codes forms json recipe recipe_reference
 
 PAGES = README.md CONTRIBUTING.md LICENSE docs artifacts/NOTES.md artifacts/studies
 
-.PHONY: docs demo demo-full reference gpu test test-fast test-slow test-vllm fuzz test-min lint setup clean
+.PHONY: docs demo demo-full reference gpu test test-fast test-slow test-vllm test-min lint setup clean
 
 setup: $(VENV)/.done
 
@@ -78,9 +77,6 @@ test-fast: setup
 
 test-slow: setup
 	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
-
-fuzz: setup
-	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal tests/test_fuzz.py --hypothesis-profile=fuzz
 
 # Every lower bound of pyproject.toml as an exact version, in an environment of its own (Python 3.10 if there is one).
 test-min:

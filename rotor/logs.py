@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 log = logging.getLogger("rotor")
@@ -35,21 +35,6 @@ class Lines(logging.Formatter):
         return printable(super().format(record)).replace("\n", r"\n")
 
 
-class LogFile(logging.FileHandler):
-    """A log file that ignores a full disk, which is reported where it matters."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Says nothing, where logging would print a traceback."""
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            super().flush()
-
-    def note(self, level: int, text: str) -> None:
-        """A line in the file alone: on the terminal the command line says it in its own words."""
-        self.handle(log.makeRecord(log.name, level, __file__, 0, text, (), None))
-
-
 @contextmanager
 def log_file(folder: Path, command: str) -> Iterator[None]:
     """Append the messages of the logger `rotor` to the folder's log.txt, and how the work ended.
@@ -57,7 +42,7 @@ def log_file(folder: Path, command: str) -> Iterator[None]:
     The folder may be renamed in the meantime; the file goes with it. In a folder that is only read no log is kept.
     """
     try:
-        handler = LogFile(folder / LOG, encoding="utf-8")
+        handler = logging.FileHandler(folder / LOG, encoding="utf-8")
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
@@ -69,16 +54,19 @@ def log_file(folder: Path, command: str) -> Iterator[None]:
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)
     arguments = shlex.join(sys.argv[1:])
+
+    def note(level: int, text: str) -> None:
+        """In the file alone: on the terminal the command line says it in its own words."""
+        handler.handle(log.makeRecord(log.name, level, __file__, 0, f"{command} {text}", (), None))
+
     try:
-        handler.note(logging.INFO, f"{command} begins" + (f" ({arguments})" if arguments else ""))
+        note(logging.INFO, f"begins ({arguments})")
         yield
-        handler.note(logging.INFO, f"{command} has finished")
+        note(logging.INFO, "has finished")
     except BaseException as error:
-        text = " ".join(str(error).split())
-        handler.note(logging.ERROR, f"{command} ended by {type(error).__name__}{': ' + text if text else ''}")
+        note(logging.ERROR, f"ended by {type(error).__name__}: {' '.join(str(error).split())}")
         raise
     finally:
         log.setLevel(level)
         log.removeHandler(handler)
-        with suppress(OSError):
-            handler.close()
+        handler.close()

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 from shortcuts import (
     DEMO_MODEL,
     ROOT,
@@ -31,10 +30,6 @@ from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
 from rotor.rewriting.compressible import CompressibleModel
-
-settings.register_profile("bounded", max_examples=40, derandomize=True)
-settings.register_profile("fuzz", max_examples=2000, print_blob=True)
-settings.load_profile("bounded")  # unless --hypothesis-profile=fuzz says otherwise
 
 console.SECONDS_BETWEEN_LINES = math.inf  # no test goes by how busy the machine is
 

@@ -24,7 +24,7 @@ from rotor.kernels.defaults import default_layer
 
 APART = layout_of(1, [(WIDE, NARROW)] * 4)
 FAST = layout_of(2, [(WIDE, None), (NARROW, None)], KeyForm(8, 8))
-SMALL = BenchSettings((48,), (24,), (2,), layers=2, repetitions=2, new_tokens=0)
+SMALL = BenchSettings((48,), (24,), (2,), repetitions=2, new_tokens=0)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_every_row_of_a_cpu_is_measured_and_the_others_say_why(folder: Path) -> 
     assert (report["device"]["type"], report["command"]) == ("cpu", "rotor bench")
     assert {"rotor", "torch", "transformers", "python"} <= set(report["versions"])
     assert report["commit"] is None or len(report["commit"].removesuffix("-dirty")) == 40
-    measured = {"rotor, PyTorch path", "SDPA flash", "SDPA math", "keys rebuilt in memory, SDPA (Palu)"}
+    measured = {"rotor, PyTorch path", "SDPA flash", "SDPA math"}
     assert {(r["phase"], r["row"]) for r in report["attention"]} == {
         (phase, row) for phase in ("decode", "prefill") for row in measured
     }
@@ -107,14 +107,12 @@ def test_layers_are_spread_over_the_depth() -> None:
     assert spread_layers(5, 1) == [0]
 
 
-def test_command_line(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "bench.json"
+def test_command_line(folder: Path) -> None:
     call = ["bench", str(folder), "--device", "cpu", "--lengths", "24,2048", "--prefill", "16", "--batch", "1"]
-    call += ["--layers", "1", "--repetitions", "1", "--new-tokens", "2", "-q"]
-    done = CliRunner().invoke(app, [*call, "--json", "-o", str(out)])
+    call += ["--repetitions", "1", "--new-tokens", "2", "-q"]
+    done = CliRunner().invoke(app, [*call, "--json"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
-    assert json.loads(out.read_text()) == report
     assert [(r["row"], r["length"]) for r in report["model"]] == [
         (f"model, {name}", length) for length in (16, 24) for name in ("compressed", "source")
     ]
@@ -122,10 +120,6 @@ def test_command_line(folder: Path, tmp_path: Path) -> None:
     # The last of the new tokens is never fed back. float32 on a CPU.
     assert source["kv_cache_bytes"] == 26 * 2560 * 2
     assert compressed["kv_cache_bytes"] < source["kv_cache_bytes"]
-    assert compressed["largest_batch"] > source["largest_batch"] > 0
-    assert source["largest_batch"] == int(
-        (report["device"]["memory_bytes"] - source["weight_bytes"]) / source["kv_cache_bytes"]
-    )
     assert "longer than the model's" in report["not_measured"]["model, 2048 tokens"]
     text = CliRunner().invoke(app, call[:-1]).output  # without -q
     assert "over the fastest SDPA" in text
@@ -140,9 +134,6 @@ def test_requests_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch
         (["--prefill", "1,0"], "--prefill 1,0"),
         (["--batch", "1,0"], "--batch 1,0"),
         (["--engine", "vllm"], "vLLM is not installed"),
-        (["--engine", "vllm", "--lengths", "64", "--device", "cpu"], "--lengths, --device: not with --engine vllm"),
-        (["--cache-mb", "4"], "with --engine vllm alone"),
-        (["--engine", "vllm", "--layers", "2"], "--layers: not with --engine vllm"),
         (["--engine", "vllm", "--new-tokens", "0"], "at least 2 new tokens"),
         (["--engine", "other"], "'other' is not one of 'transformers', 'vllm'"),
     ):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
+from conftest import calibrated, reseal
 from policy_models import PolicyModels, prompts
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
@@ -209,33 +209,6 @@ def test_a_class_in_a_file_of_ones_own_is_a_policy(tiny, tmp_path, capsys, monke
     code, _, error = command(capsys, "generate", out, "def", "--cache", f"{tmp_path / 'no.py'}:Newest", "-q")
     assert code == 2
     assert "or FILE.py:Class" in error
-
-
-def test_an_uncompressed_model_is_validated_with_a_policy(tiny, capsys) -> None:
-    from test_cli import rotor as command
-
-    values = []
-    for name in ("per-token-4", "per-token-2", "kvtc-2"):
-        changed = [item for item in (*FAST_EVALUATION, *SHORT_TEXT) if item.startswith("evaluation.")]
-        settings = [part for item in changed for part in ("--set", item)]
-        code, out, error = command(capsys, "validate", tiny("llama"), "--cache", name, *settings, "--json", "-q")
-        assert code == 0, error
-        values.append(json.loads(out)["summary"])
-    losses, sizes = ([of(value) for value in values] for of in (
-        lambda value: value["accuracy"]["kl_div"], lambda value: value["kv_bytes_per_token"]["after"]
-    ))  # fmt: skip
-    assert 0 < losses[0] < losses[1]
-    numbers = 2 * 2 * 64  # two layers, keys and values, four heads of 16
-    assert sizes[:2] == [numbers * (bits / 8 + 4 / 16) for bits in (4, 2)]
-    assert values[0]["kv_bytes_per_token"]["before"] == 2 * 2 * 64 * 4
-    code, out, error = command(
-        capsys, "bench", tiny("llama"), "--cache", "per-token-4", "--lengths", "20", "--prefill", "20",
-        "--new-tokens", "2", "--repetitions", "1", "--json", "-q",
-    )  # fmt: skip
-    assert code == 0, error
-    found = {record["row"]: record["kv_cache_bytes"] for record in json.loads(out)["model"]}
-    assert set(found) == {"model, source", "model, per-token-4"}
-    assert found["model, per-token-4"] < found["model, source"] / 2
 
 
 def test_the_policy_of_contributing_serves_from_anywhere(policy_models: PolicyModels, tmp_path, monkeypatch) -> None:

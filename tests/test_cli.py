@@ -119,9 +119,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         edit_config(quantization_config={"quant_method": "rotor", "layers": {}}),
         "`rotor export` wrote it: it is compressed already.",
     ),
-    "gptq": (quantised("gptq"), "already quantised: its weights are integers of GPTQ.\n  Give the checkpoint that it"),
-    "fp8": (quantised("fp8"), "FineGrainedFP8Config(dequantize=True)), save_pretrained, and give that folder."),
-    "other": (quantised("mine"), "already quantised: its weights are quantised (mine)."),
+    "gptq": (quantised("gptq"), "already quantised (gptq).\n  Give the checkpoint that it"),
     "sizes": (edit_config(num_key_value_heads=3), "k_weight is [128, 192], config.json implies [192, 192]"),
     "nan": (
         edit_weights(lambda tensors: tensors[K_PROJ][0, 3].fill_(float("nan"))),

@@ -24,11 +24,10 @@ from rotor.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
 from rotor.data.splits import digests
 from rotor.errors import CheckpointError
-from rotor.evaluation.fidelity import FidelityMeter
 from rotor.export.export import export
 from rotor.format.section import MARK
 from rotor.search.table import RankTable
-from rotor.validation.validate import SourceMeasurements, validate
+from rotor.validation.validate import validate
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -114,22 +113,6 @@ def test_compression_and_removal_rate_measure_one_point(run_copy, tmp_path: Path
     same = export(run.folder, tmp_path / "same", removal_rate=half.report["parameter"])
     assert same.measured_points == 0
     assert same.report["ranks"] == half.report["ranks"]
-
-
-def test_several_folders_of_a_source_measure_it_once(run_copy, tmp_path: Path, monkeypatch) -> None:
-    run, bases = run_copy("fdc"), []
-    for share in (0.5, 0.3):
-        export(run.folder, tmp_path / str(share), compression=share, measure=False)
-    measure = FidelityMeter.measure_base
-    monkeypatch.setattr(FidelityMeter, "measure_base", lambda *given: (bases.append(given), measure(*given)))
-    shared = SourceMeasurements()
-    together = [validate(tmp_path / str(share), shared=shared) for share in (0.5, 0.3)]
-    assert len(bases) == 1
-    alone = validate(tmp_path / "0.3")
-    assert (together[1].checks, together[1].summary) == (alone.checks, alone.summary)
-    assert together[0].summary["accuracy"] != alone.summary["accuracy"]
-    assert {c.name: c.status for c in alone.checks}["accuracy target"] == "skipped"  # none was set
-    assert alone.target_met
 
 
 def test_moments_streamed_in_batches_equal_those_of_all_activations_at_once(tiny) -> None:

@@ -81,21 +81,18 @@ def test_other_formats_are_refused_with_the_reason(tmp_path: Path, name: str, wo
         Checkpoint(tmp_path)
 
 
-def test_chat_templates_in_their_folder_are_fetched_and_other_folders_are_not(monkeypatch, tmp_path: Path) -> None:
+def test_other_copies_of_the_weights_are_not_fetched(monkeypatch, tmp_path: Path) -> None:
     """By huggingface_hub's own reading of the patterns."""
     from huggingface_hub.utils import filter_repo_objects
 
-    names = ["config.json", "model.safetensors", "additional_chat_templates/tool.jinja", "onnx/config.json"]
-    names += ["additional_chat_templates/x.safetensors", "original/consolidated.safetensors", "pytorch_model.bin"]
-    fetched, revisions = [], []
+    names = ["config.json", "model.safetensors", "chat_template.jinja", "onnx/config.json", "pytorch_model.bin"]
+    names += ["original/consolidated.safetensors", "consolidated.safetensors"]
+    fetched = []
 
     def download(repo: str, revision: str | None, local_files_only: bool, **patterns: list[str]) -> str:
         fetched.extend(filter_repo_objects(names, **patterns))
-        revisions.append(revision)
         return str(tmp_path / COMMIT)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    source = find_model("team/demo", "main")
+    assert find_model("team/demo", "main").revision == COMMIT
     assert fetched == names[:3]
-    assert revisions == ["main", COMMIT]  # both of one commit, also where the branch moves in between
-    assert source.revision == COMMIT

@@ -18,7 +18,6 @@ from rotor.format.channels import Channels, Numbers
 from rotor.format.kernel_config import KernelConfig
 from rotor.format.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout, ordered_by_class
 from rotor.kernels.defaults import default_config
-from rotor.prediction.simulation import row_blocks, work_per_key
 
 
 def test_import_touches_no_gpu_and_brings_only_torch_and_transformers() -> None:
@@ -70,15 +69,6 @@ def test_an_edited_layout_is_refused(change: dict) -> None:
     LayerLayout.from_dict(good, "x")
     with pytest.raises(CheckpointError, match="layer 3"):
         LayerLayout.from_dict({**good, **change}, "config.json, layer 3")
-
-
-def test_row_blocks_give_each_class_about_the_same_work() -> None:
-    widths = [(64, 64), (48, 32), (16, 16)]
-    blocks = row_blocks(widths)
-    assert blocks == [64, 112, 256]  # 64, 64 * 129 / 81 = 101.9, 64 * 129 / 33 = 250.2
-    largest = work_per_key((64, 64)) * 64
-    for rows, width in zip(blocks, widths, strict=True):
-        assert largest <= rows * work_per_key(width) < largest + 16 * work_per_key(width)
 
 
 def test_a_default_kernel_config_lists_the_layers_launches() -> None:

@@ -12,9 +12,9 @@ from test_end_to_end import contents
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
-from rotor.errors import UsageError
+from rotor.errors import CheckpointError, UsageError
 from rotor.export.export import export
-from rotor.format.places import OutputFolder, check_apart, check_removable, mark_unfinished, remove
+from rotor.format.places import OutputFolder, check_apart, mark_unfinished
 
 SETTINGS = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "groups.size=1", "ranks.multiple_of=4"]
 
@@ -87,8 +87,7 @@ def test_only_what_says_that_it_is_rotors_is_replaced(run: Run, model: Path, tmp
 
 def test_a_source_under_a_name_that_may_be_removed(run: Run, model: Path, tmp_path: Path) -> None:
     """OUT.partial, staging folders, what lies in them, links to them and in them; text that is calibrated with too."""
-    leftover = ".L.rotor-0123456789abcdef"
-    for name in ("L.partial", f"{leftover}/deep/model", leftover + "-old"):
+    for name in ("L.partial", ".L.rotor-new/deep/model", ".L.rotor-old"):
         source = shutil.copytree(model, tmp_path / name)
         mark_unfinished(tmp_path / name.split("/")[0], "run")
         linked = tmp_path / "linked"
@@ -126,7 +125,7 @@ def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(run: Run, tmp
 @pytest.mark.parametrize("name", ["m[ab]", "-rf **"])
 def test_names_with_a_meaning_to_others(run: Run, tmp_path: Path, name: str) -> None:
     """Neighbours that a pattern would match stay; so does the backup of `.ma`, which `m[ab]` once took."""
-    neighbours = [tmp_path / f".{other}.rotor-0123456789abcdef{end}" for other in ("ma", "x") for end in ("", "-old")]
+    neighbours = [tmp_path / f".{other}.rotor-{end}" for other in ("ma", "x") for end in ("new", "old")]
     for neighbour in neighbours:
         shutil.copytree(run.folder.parent / "out", neighbour)
     before = contents(tmp_path)
@@ -137,25 +136,24 @@ def test_names_with_a_meaning_to_others(run: Run, tmp_path: Path, name: str) -> 
 
 
 def test_leftovers_are_cleaned_up_whatever_process_left_them(run: Run, tmp_path: Path) -> None:
-    """By the lock, not by a process id, which in a container is 1 every time; what is not rotor's stays."""
+    """What was to be replaced is put back where the new one has not come."""
     out, whole = tmp_path / "out", run.folder.parent / "out"
-    shutil.copytree(whole, tmp_path / ".out.rotor-00000000000000aa-old")
-    unfinished = tmp_path / ".out.rotor-00000000000000bb"
+    unfinished, replaced = tmp_path / ".out.rotor-new", tmp_path / ".out.rotor-old"
+    shutil.copytree(whole, replaced)
     unfinished.mkdir()
     mark_unfinished(unfinished, "checkpoint")
     (unfinished / "config.json").write_text("{")
-    (tmp_path / ".out.rotor-00000000000000cc").mkdir()
-    theirs = notes(tmp_path / ".out.rotor-00000000000000dd")
-    with pytest.raises(UsageError, match="the most that can be removed"):
-        export(run.folder, out, compression=0.99)
-    export(run.folder, out, compression=0.4, overwrite=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"out", theirs.name}
-    shutil.rmtree(out)
-    shutil.copytree(whole, tmp_path / ".out.rotor-00000000000000aa-old")
-    # It is put back before the next export looks whether it may write there.
-    with pytest.raises(UsageError, match="exists and is not empty"):
+    with pytest.raises(UsageError, match="exists and is not empty"):  # it is put back before that is looked at
         export(run.folder, out, compression=0.3)
     assert contents(out) == contents(whole)
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    shutil.copytree(whole, replaced)
+    export(run.folder, out, compression=0.3, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    theirs = notes(tmp_path / ".out.rotor-new")
+    with pytest.raises(CheckpointError, match="File exists"):
+        export(run.folder, out, compression=0.4, overwrite=True)
+    assert (theirs / "diary.txt").is_file()
 
 
 def test_the_root_files_and_long_names(run: Run, tmp_path: Path, capsys) -> None:
@@ -182,20 +180,3 @@ def test_places_are_compared_by_what_they_are(tmp_path: Path) -> None:
             check_apart(out, [source])
     check_apart(tmp_path / "ab", [a, a / "b", tmp_path / "nowhere"])
     assert OutputFolder.at(link / "x", "run").path == a / "x"
-
-
-def test_removal(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (tmp_path / "link").symlink_to(folder)
-    with pytest.raises(UsageError, match="is not a folder"):
-        check_removable(tmp_path / "link", "run")
-    mark_unfinished(folder, "run")
-    notes(folder / "bases")
-    outside = notes(tmp_path / "outside")
-    (folder / "out").symlink_to(outside)
-    with pytest.raises(UsageError, match="nothing in it says that it is a checkpoint folder"):
-        remove(folder, "checkpoint")
-    remove(folder, "run")
-    assert not folder.exists()
-    assert (outside / "diary.txt").is_file()

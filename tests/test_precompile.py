@@ -65,12 +65,10 @@ def test_named_layouts() -> None:
 @pytest.mark.parametrize(("name", "arch", "goal"), [("joint-64-fast", 90, 20.0), ("numbers-64", 80, 24.0)])
 def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, decoding_alone) -> None:
     """And as many as predictions look up."""
-    (layer,) = count_layers([subject(name)], [arch], DEVICES, STEP)
+    (layer,) = count_layers([subject(name)], [arch], STEP)
     assert [kernel.error for kernel in layer.kernels] == [None] * len(layer.kernels)
     assert goal / 3 < layer.instructions_per_key < goal
     assert layer.spilled_bytes == 0
-    assert sum(layer.by_pipe.values()) == pytest.approx(layer.instructions_per_key, rel=0.01)
-    assert layer.by_pipe["tensor"] > 0.4
     assert [kernel.name.partition(" ")[0] for kernel in layer.kernels] == ["absorb", "decode", "join"]
     assert all(16 <= kernel.registers <= 255 for kernel in layer.kernels)
     assert layer.issue_s == pytest.approx(DEVICES[arch].issue_seconds(STEP.keys * 8 * layer.instructions_per_key))
@@ -110,7 +108,7 @@ def test_one_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch
     assert done.exit_code == 1, done.output
     data = json.loads(done.stdout)
     assert data["failed"] == 1
-    assert (data["predicted_for"], data["instructions_per_cycle"]) == ({"sm_90": "h200"}, {"sm_90": 1.5})
+    assert data["predicted_for"] == {"sm_90": "h200"}
     (layer,) = data["layers"]
     assert (layer["layout"], layer["arch"], layer["instructions_per_key"]) == ("joint-64", "sm_90", None)
     assert [k["error"] for k in layer["kernels"]] == ["RuntimeError: out of registers", None, None]
@@ -118,7 +116,6 @@ def test_one_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch
     assert text.exit_code == 1
     assert "3 kernels, 1 failed" in text.output
     assert "out of registers" in text.output
-    assert "h200 at 1.5 instructions a cycle and SM" in " ".join(text.output.split())
 
 
 @needs_triton
@@ -138,13 +135,11 @@ def test_architectures() -> None:
             parse_archs(wrong)
 
 
-def test_requests_that_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (["compile"], ["compile", str(tmp_path), "--named"]):
         with pytest.raises(UsageError, match="expected one of OUT, --named and --table"):
             CliRunner().invoke(app, call, catch_exceptions=False)
-    with pytest.raises(UsageError, match=r"--dtype int8: the kernels have float16, bfloat16, float32"):
-        module.subjects_of(folder, "int8")
     monkeypatch.setattr(module, "triton_installed", lambda: False)
     with pytest.raises(UsageError, match="not installed") as caught:
-        count_layers(named_subjects(), [90], DEVICES, STEP)
+        count_layers(named_subjects(), [90], STEP)
     assert "PATH/TO/rotor[kernels]" in caught.value.hint

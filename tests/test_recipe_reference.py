@@ -1,18 +1,13 @@
-"""Recipes in full, the reference of their fields, and what the shell completes of them."""
+"""Recipes in full, and the reference of their fields."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
-import typer.main
 from conftest import ROOT
 from test_cli import expect_error, rotor
 
-from rotor.cli import completion
-from rotor.cli.app import app
-from rotor.prediction.devices import bundled_devices
 from rotor.recipe import EXPORT_SECTIONS, load_recipe, parse_recipe
 from rotor.recipe.reference import recipe_fields, reference_page
 
@@ -56,7 +51,7 @@ def test_every_field_has_a_text_a_default_and_its_values() -> None:
     assert found["tokens.path"].default == "null"
     assert found["codes.bits"].default == "[0, 16]"
     assert found["name"].default is None
-    assert found["tokens.source"].values == "one of random, synthetic, text, dataset"
+    assert found["tokens.source"].values == "one of random, synthetic, text"
     assert found["tokens.count"].values == "a whole number from 1 to 67108864"
     assert found["ranks.method"].values == "one of removal-rate, uniform, fisher, global"
     assert "lm-eval:TASK" in found["evaluation.metric"].values
@@ -70,35 +65,3 @@ def test_the_page_is_up_to_date(capsys) -> None:
     assert (ROOT / "docs" / "recipes.md").read_text("utf-8") == printed, "rotor recipes --fields > docs/recipes.md"
     found = json.loads(rotor(capsys, "recipes", "--fields", "--json")[1])
     assert {field["name"] for field in found} == SETTINGS | {"name", "summary"}
-
-
-def completed(command: str, option: str, incomplete: str) -> list[str]:
-    """What the shell would be given after an option."""
-    group: Any = typer.main.get_command(app)
-    found = group.commands[command]
-    (parameter,) = [p for p in found.params if option in p.opts]
-    with found.make_context(command, [], resilient_parsing=True) as context:
-        return [item.value for item in parameter.shell_complete(context, incomplete)]
-
-
-def test_the_shell_completes_recipes_settings_and_devices() -> None:
-    assert completed("calibrate", "--recipe", "rotor-p") == ["rotor-plain", "rotor-post", "rotor-post-16"]
-    assert completed("inspect", "--recipe", "zd") == ["zdc"]
-    assert completed("study", "--recipes", "fdc,pal") == ["fdc,palu"]
-    assert completed("recipes", "--show", "pal") == ["palu"]
-    assert completed("calibrate", "--set", "tokens.se") == ["tokens.seq_len=", "tokens.seed="]
-    assert completed("export", "--set", "groups.domain=p") == ["groups.domain=post", "groups.domain=pre"]
-    assert completed("export", "--set", "groups.size=a") == ["groups.size=all", "groups.size=auto"]
-    assert set(completion.recipe_settings()) == SETTINGS
-    assert completed("calibrate", "--device", "cu") == ["cuda", "cuda:0"]
-    assert set(completed("schedule", "--target-device", "")) == set(bundled_devices())
-    assert completed("calibrate", "--offload", "n") == ["never"]
-
-
-def test_a_completion_imports_nothing_large() -> None:
-    import subprocess
-    import sys
-
-    program = "import sys; from rotor.cli import completion as c; c.settings('t'); c.bundled(); "
-    program += "c.target_devices(); assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)

@@ -68,17 +68,6 @@ def test_accuracy_is_logarithmic_in_what_is_lost() -> None:
     assert shown_loss(-0.5) == 1
 
 
-def test_compression_is_logarithmic_in_what_is_kept() -> None:
-    """Otherwise the points of a good recipe crowd from 0.9 to 0.95."""
-    data = made()
-    data.points = [*data.points, *(shown(c, Fidelity(0.9, (0.89, 0.91), {})) for c in (0.9, 0.95))]
-    axes = drawn(data, "points").axes[0]
-    places = {c: axes.transData.transform((c, 0.1))[0] for c in (0.0, 0.5, 0.9, 0.95)}
-    assert places[0.95] - places[0.9] == pytest.approx(places[0.5] - places[0.0])
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "0.25", "0.5", "0.7", "0.8", "0.9", "0.95"]
-    assert all(axes.bbox.x0 < place < axes.bbox.x1 for place in places.values())
-
-
 def test_the_uncompressed_model_is_a_point_and_the_target_a_line() -> None:
     axes = drawn(made(), "points").axes[0]
     places = {tuple(map(float, xy)) for line in axes.lines for xy in zip(*line.get_data(), strict=True)}

@@ -23,10 +23,7 @@ from rotor.prediction.simulation import (
     equal_slices,
     layer_tasks,
     longest_first,
-    makespan,
-    row_block_costs,
     simulate,
-    simulate_prefill,
 )
 
 SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
@@ -92,29 +89,6 @@ def test_finer_schedules_are_never_worse(lengths: list[int]) -> None:
         assert none.largest_over_mean > 15
         assert stream.largest_over_mean < 1.1
         assert sum(load > 0 for load in none.loads) == 8
-
-
-def test_row_blocks_meet_more_keys_the_later_they_are() -> None:
-    # 100 positions of 2 heads in blocks of 64 rows: the last block is not full.
-    assert row_block_costs(100, 0, 64, 2, 1) == [100, 96, 64, 32]
-    assert row_block_costs(100, 10, 64, 2, 2) == [110, 110, 106, 106, 74, 74, 42, 42]
-    assert makespan([10.0] * 5, 4) == 20.0
-    assert makespan([4.0, 3.0, 2.0, 1.0], 2) == 5.0
-
-
-def test_row_blocks_of_as_much_work_finish_together() -> None:
-    """FDC section 5.3: narrow groups take more rows a block, so that no long block is left to the end."""
-    groups = [GroupLayout((h,), Numbers(128), Numbers(128)) for h in range(2)]
-    groups += [GroupLayout((h,), Numbers(16), Numbers(16)) for h in range(2, 8)]
-    layout = ordered_by_class(groups, POST_ROPE)[0]
-    balance = simulate_prefill([layout], SHAPE, 512, 32768, 1, 132)
-    assert balance["equal"] >= 1.0
-    assert balance["balanced"] >= 1.0
-    alike = ordered_by_class([GroupLayout((h,), Numbers(64), Numbers(64)) for h in range(8)], POST_ROPE)[0]
-    same = simulate_prefill([alike], SHAPE, 512, 32768, 1, 132)
-    assert same["equal"] == same["balanced"]  # B_r is that of all
-    with pytest.raises(UsageError, match="positive"):
-        simulate_prefill([layout], SHAPE, 0, 0, 1, 132)
 
 
 def test_lengths() -> None:

@@ -1,4 +1,4 @@
-"""Weights are read as transformers reads them, and what could be read in two ways is refused."""
+"""Weights are read as transformers reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import calibrated
 from safetensors.torch import load_file, save_file
-from test_cli import rotor
 from transformers import AutoModelForCausalLM
 
 from rotor.errors import CheckpointError
@@ -51,41 +50,13 @@ def in_shard(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) ->
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def other_shard(folder: Path, name: str) -> Path:
-    return next(path for path in sorted(folder.glob("*.safetensors")) if path != holder(folder, name))
-
-
-def disagree(folder: Path, how: str) -> None:
-    if how == "not named":
-        in_index(folder, lambda names: names.pop(NORM))
-    elif how == "named elsewhere":
-        other = other_shard(folder, NORM).name
-        in_index(folder, lambda names: names.update({NORM: other}))
-    elif how == "twice":
-        in_shard(other_shard(folder, HEAD), lambda tensors: tensors.update({HEAD: torch.zeros(4096, 128)}))
-    elif how == "gone":
-        in_shard(holder(folder, HEAD), lambda tensors: tensors.pop(HEAD))
-    else:
-        save_file({HEAD: torch.zeros(4096, 128)}, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("not named", rf"model-0000.*: tensor {NORM} is not in the index"),
-        ("named elsewhere", rf"tensor {NORM} is (missing, but named|not) in the index"),
-        ("twice", rf"tensor {HEAD} is not in the index"),
-        ("gone", rf"tensor {HEAD} is missing, but named in the index"),
-        ("single file", "model.safetensors, which transformers would read, beside an index of other files"),
-    ],
-)
-def test_index_and_shards_that_disagree(how: str, text: str, sharded: Path, capsys) -> None:
-    Checkpoint(sharded)
-    disagree(sharded, how)
-    with pytest.raises(CheckpointError, match=text):
-        Checkpoint(sharded)
-    code, _, error = rotor(capsys, "calibrate", sharded, "-o", sharded.parent / "run")
-    assert (code, error.count("\n")) == (1, 2), error
+def test_the_shards_say_what_is_in_them(sharded: Path) -> None:
+    """As transformers reads them: all of the shards that the index names; a single file before an index."""
+    names = Checkpoint(sharded).names
+    in_index(sharded, lambda index: index.pop(NORM))
+    assert Checkpoint(sharded).names == names
+    save_file({HEAD: torch.zeros(4096, 128)}, sharded / "model.safetensors", metadata={"format": "pt"})
+    assert Checkpoint(sharded).names == {HEAD}
 
 
 def test_a_head_that_is_neither_there_nor_tied(sharded: Path) -> None:
@@ -94,13 +65,6 @@ def test_a_head_that_is_neither_there_nor_tied(sharded: Path) -> None:
     for streamed in (False, True):
         with pytest.raises(CheckpointError, match=rf"missing.*: {HEAD}"):
             weights_of(Checkpoint(sharded), torch.device("cpu"), torch.float32, streamed)
-
-
-def test_an_index_of_the_single_file_alone_is_no_contradiction(tiny, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
-    names = load_file(folder / "model.safetensors").keys()
-    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
-    assert Checkpoint(folder).names == frozenset(names)
 
 
 def test_mixed_dtypes_of_one_layer_are_kept(tiny, tmp_path: Path) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,8 +27,6 @@ from rotor.models.weights import Weights
 from rotor.recipe import Tokens
 
 CPU = torch.device("cpu")
-HAS_DATASETS = importlib.util.find_spec("datasets") is not None
-needs_datasets = pytest.mark.skipif(not HAS_DATASETS, reason="the package `datasets` is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -136,73 +130,6 @@ def test_text_that_is_missing_or_short(spec: Tokens, message: str, demo) -> None
 def test_text_without_a_tokenizer(demo) -> None:
     with pytest.raises(DataError, match=r"needs a tokenizer(.|\n)*tokenizer\.json"):
         calibration_tokens(Tokens("text", __file__), demo.config, None)
-
-
-def test_a_dataset_without_the_package_names_what_to_install(demo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"x: the package `datasets`(.|\n)*pip install 'PATH/TO/rotor\[eval\]'"):
-        calibration_tokens(Tokens("dataset", dataset="x"), demo.config, demo.tokenizer)
-
-
-@pytest.fixture
-def data_folder(tmp_path: Path) -> Path:
-    """A folder of JSON lines: 40 documents, one of them empty."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    lines = [{"text": f"{kind} number {i}. " * 40, "kind": kind} for i in range(20) for kind in ("story", "poem")]
-    lines[7]["text"] = " "
-    (folder / "train.jsonl").write_text("".join(json.dumps({**line, "n": i}) + "\n" for i, line in enumerate(lines)))
-    return folder
-
-
-@needs_datasets
-def test_local_datasets(data_folder: Path, demo, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(data_folder.parent / "cache"))
-    spec = Tokens("dataset", dataset=str(data_folder), count=2048, seq_len=64)
-    tokens = calibration_tokens(spec, demo.config, demo.tokenizer)
-    assert tokens.rows.shape == (32, 64)
-    assert torch.equal(tokens.rows, calibration_tokens(spec, demo.config, demo.tokenizer).rows)
-    assert tokens.topic_counts() == {"dataset": 32}
-    kinds = calibration_tokens(replace(spec, topic_column="kind"), demo.config, demo.tokenizer)
-    assert set(kinds.topics) == {"poem", "story"}
-    assert all(topic in demo.tokenizer.decode(row) for row, topic in zip(kinds.rows, kinds.topics, strict=True))
-    features = datasets.Features({"body": datasets.Value("string"), "kind": datasets.ClassLabel(names=["no", "yes"])})
-    saved = datasets.Dataset.from_dict({"body": ["some text " * 400] * 4, "kind": [0, 1, 0, 1]}, features=features)
-    saved.save_to_disk(str(data_folder.parent / "saved"))
-    spec = replace(spec, dataset=str(data_folder.parent / "saved"), column="body", topic_column="kind", seq_len=128)
-    found = calibration_tokens(spec, demo.config, demo.tokenizer)
-    assert found.rows.shape == (16, 128)
-    assert found.topic_counts().keys() == {"no", "yes"}
-
-
-@needs_datasets
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"dataset": "./nowhere"}, r"tokens.dataset ./nowhere: no such folder"),
-        ({"split": "tset"}, r"no split 'tset'; it has train"),
-        (
-            {"column": "txt"},
-            r"column 'txt' holds nothing, expected text(.|\n)*tokens.column=NAME; there are text",
-        ),
-        ({"topic_column": "topic"}, r"no column 'topic'(.|\n)*tokens.topic_column=NAME; there are text, kind, n"),
-        ({"column": "n"}, r"column 'n' holds int, expected text"),
-        ({"count": 10**6}, r"rows of 512 tokens, expected 1954"),
-    ],
-)
-def test_datasets_that_cannot_be_used(fields: dict, message: str, data_folder: Path, demo) -> None:
-    spec = Tokens(**{"source": "dataset", "dataset": str(data_folder), **fields})
-    with pytest.raises(DataError, match=message):
-        calibration_tokens(spec, demo.config, demo.tokenizer)
-
-
-@needs_datasets
-def test_a_damaged_dataset_is_one_error(data_folder: Path, demo) -> None:
-    (data_folder / "train.jsonl").write_text('{"text": ')
-    with pytest.raises(DataError, match=r"split train: cannot be read(.|\n)*folder with one"):
-        calibration_tokens(Tokens("dataset", dataset=str(data_folder)), demo.config, demo.tokenizer)
 
 
 def test_repeats_state_a_span_again_further_on():

@@ -94,16 +94,6 @@ def test_not_measured_when_asked(run: Run, tmp_path: Path, capsys, monkeypatch: 
     assert [name for name, (status, _) in found.items() if status == "fail"] == []
 
 
-def test_a_dry_run_says_that_nothing_is_measured(run: Run, tmp_path: Path, capsys) -> None:
-    arguments = ["export", run.folder, "-o", tmp_path / "out", "--compression", "0.4", "--no-measure", "--dry-run"]
-    code, said, _ = rotor(capsys, *arguments)
-    assert code == 0
-    assert "nothing; the export was asked not to measure it" in said
-    plan = json.loads(rotor(capsys, *arguments, "--json")[1])
-    assert (plan["points"], plan["known_points"]) == (0, 0)
-    assert "asked not to" in plan["unmeasured"]
-
-
 def test_what_has_to_be_measured_is_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--no-measure: an --accuracy is found by measuring"):
         export(run.folder, tmp_path / "out", accuracy=0.9, measure=False)

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import DEMO_MODEL, ROOT, calibrated, reseal
+from conftest import ROOT, calibrated, reseal
 from test_cli import expect_error, rotor
 
 import rotor.models.tokenizer as tokenizer_module
 from rotor.checked import options
-from rotor.data.tokens import calibration_tokens
 from rotor.errors import CheckpointError, DataError, RecipeError
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
@@ -56,21 +55,15 @@ ABSURD = "{}: got {}, expected "
     [
         ({"attn_implementation": "org/name"}, KERNEL),
         ({"attn_implementation": "kernels-community/flash-attn2@v1:flash"}, KERNEL),
-        ({"attn_implementation": {"": "org/name"}}, KERNEL),
-        ({"_attn_implementation": "org/name"}, KERNEL),
         ({"attn_implementation": "flash_attention_2"}, KERNEL),  # fetched where the package is not installed
         ({"experts_implementation": "org/name"}, KERNEL),
         ({"text_config": {"attn_implementation": "org/name"}}, KERNEL),
         ({"return_dict": False}, ABSURD),
         ({"output_attentions": True}, ABSURD),
-        ({"output_hidden_states": True}, ABSURD),
-        ({"is_encoder_decoder": True}, ABSURD),
         ({"vocab_size": 10**9}, ABSURD),
         ({"num_hidden_layers": 1 << 40}, ABSURD),
-        ({"num_labels": 1 << 40}, ABSURD),
         ({"max_position_embeddings": -5}, ABSURD),
         ({"eos_token_id": {"a": 1}}, ABSURD),
-        ({"bos_token_id": "0"}, ABSURD),
         ({"transformers_weights": "other.safetensors"}, ABSURD),
     ],
 )
@@ -114,13 +107,13 @@ def test_what_a_checkpoint_names_is_not_opened(exported: Path, tmp_path: Path) -
     (folder / "task.yaml").write_text(TASK)
     (folder / "planted.py").write_text(f"open({str(mark)!r}, 'w')\ndef touch(doc): return ''\n")
     check = accuracy_check(folder, source="stdlib", path=None, metric=f"lm-eval:{folder / 'task.yaml'}")
-    assert check.detail.startswith("recipe.yaml names the task 'lm-eval:/")
-    assert "pass --set evaluation.metric=... or --recipe FILE" in check.detail
+    assert check.detail.startswith("recipe.yaml names 'lm-eval:/")
+    assert "--set evaluation.metric=..." in check.detail
     assert not mark.exists()
     os.mkfifo(tmp_path / "pipe")
     check = accuracy_check(folder, source="text", path=str(tmp_path / "pipe"), metric="token_accuracy")
-    assert check.detail.startswith("recipe.yaml names the text '/")
-    assert "pass --set evaluation.path=... or --recipe FILE" in check.detail
+    assert check.detail.startswith("recipe.yaml names '/")
+    assert "--set evaluation.path=..." in check.detail
 
 
 def test_what_the_user_names_is_opened(exported: Path, tmp_path: Path) -> None:
@@ -135,14 +128,6 @@ def test_what_the_user_names_is_opened(exported: Path, tmp_path: Path) -> None:
     trusted = trusted_evaluation(stored, None, ["evaluation.metric=kl_div"])
     assert (trusted.withheld, trusted.spec.metric) == ("", "kl_div")
     assert trusted_evaluation(stored, None, ()) == TrustedEvaluation(stored.evaluation)
-
-
-@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", '"\\ud800"', '{"\\uDFFF": 1}'])
-def test_what_no_json_file_can_hold(text: str, model: Path, capsys) -> None:
-    path = model / "config.json"
-    path.write_text(path.read_text().replace("{", f'{{"extra": {text}, ', 1))
-    code, _, error = rotor(capsys, "calibrate", model, "-o", model.parent / "run")
-    assert (code, "not readable as JSON" in error, error.count("\n")) == (1, True, 2), error
 
 
 def in_tokenizer(folder: Path, damage: str) -> None:
@@ -161,20 +146,11 @@ def in_tokenizer(folder: Path, damage: str) -> None:
     path.write_text({"binary": "\0" * 100, "deep": "[" * 100_000}.get(damage) or json.dumps(data))
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"num_beams": 10**9},
-        {"temperature": "hot"},
-        {"max_length": -3},
-        {"eos_token_id": ["x"]},
-        {"output_attentions": True},
-        {"top_k": [1]},
-    ],
-)
-def test_garbage_in_generation_config(values: dict[str, Any], model: Path) -> None:
-    edit(model / "generation_config.json", **values)
-    with pytest.raises(CheckpointError, match=f"generation_config.json: {next(iter(values))}"):
+def test_garbage_in_generation_config(model: Path) -> None:
+    edit(model / "generation_config.json", max_new_tokens=-3)
+    with pytest.raises(
+        CheckpointError, match=r"generation_config\.json: transformers cannot read it: .*max_new_tokens"
+    ):
         _ = Checkpoint(model).config
 
 
@@ -202,18 +178,6 @@ def test_hostile_tokenizers_are_refused_before_any_work(
     assert {path.name for path in model.parent.iterdir()} == {"model"}
 
 
-def test_a_tokenizer_is_tried_once_a_content(model: Path, monkeypatch) -> None:
-    tried = []
-    monkeypatch.setattr(tokenizer_module, "_verdicts", {})
-    monkeypatch.setattr(tokenizer_module, "_trial", lambda folder: tried.append(folder) or {"largest": 5})
-    for _ in range(2):
-        assert Checkpoint(model).tokenizer is not None
-    assert tried == [model]
-    edit(model / "tokenizer_config.json", model_max_length=77)
-    assert Checkpoint(model).tokenizer.model_max_length == 77
-    assert tried == [model, model]
-
-
 def test_a_text_that_names_an_added_token_beyond_the_model() -> None:
     """As in Gemma 3, whose tokenizer has one more than there are embeddings: only a text that names it is refused."""
     with pytest.raises(DataError, match=r"gives the id 9, config\.json says"):
@@ -229,19 +193,6 @@ def test_prompts_that_no_model_can_take(model: Path, capsys) -> None:
     added = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
     edit(model / "tokenizer.json", post_processor=added)
     expect_error(capsys, 1, "gives the id 1048576, config.json says vocab_size 4096", "generate", model, "x")
-
-
-def test_a_tokenizer_whose_every_token_is_special() -> None:
-    config = Checkpoint(DEMO_MODEL).config
-
-    class Special:
-        all_special_ids = range(config.vocab_size)
-
-        def __len__(self) -> int:
-            return config.vocab_size
-
-    with pytest.raises(DataError, match="there are none to draw from"):
-        calibration_tokens(load_recipe("fdc").tokens, config, Special())
 
 
 def test_counts_of_recipes_are_bounded() -> None:

@@ -71,10 +71,10 @@ def test_it_is_the_same_model_and_becomes_the_same_folder(family: str, tiny, tmp
         assert torch.equal(model(IDS).logits, expected(IDS).logits)
 
     place = tmp_path / "again" / "out"
-    digest = materialise(apart, place)
+    materialise(apart, place)
     assert contents(place) == contents(whole)
     assert json.loads((place / "manifest.json").read_text()) == json.loads((whole / "manifest.json").read_text())
-    assert validate(place, measure=False, digest=digest).damaged is False
+    assert validate(place, measure=False).damaged is False
     assert contents(tiny(family)) == source
 
 

@@ -1,7 +1,7 @@
 """Attention of compressed layers beside PyTorch's on the uncompressed cache: every row is checked, then timed.
 
-Rows, on random inputs: rotor's kernel and its path in plain PyTorch; each backend of PyTorch's SDPA on keys and values
-of full width; and, as Palu does without a kernel, keys of the same ranks that are rebuilt in memory.
+Rows, on random inputs: rotor's kernel and its path in plain PyTorch, and each backend of PyTorch's SDPA on keys and
+values of full width.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from ..errors import NumericsError
-from ..format.channels import Numbers
 from ..format.kernel_config import LayerKernels
-from ..format.layout import AttentionShape, LayerLayout, pre_rope
+from ..format.layout import AttentionShape, LayerLayout
 from ..kernels import reference
 from ..kernels.defaults import default_layer
 from ..kernels.dispatch import layer_served
@@ -202,8 +201,6 @@ def bench_layer(
     """
     device = generator.device
     problem = random_problem(layout, shape, *load, dtype, generator)
-    of_numbers = (replace(g, key=Numbers(g.key.rank), value=Numbers(g.values.rank)) for g in layout.groups)
-    rebuilt = random_problem(LayerLayout(tuple(of_numbers), *pre_rope(shape)), shape, *load, dtype, generator)
     query, key, value = uncompressed_heads(shape, *load, dtype, generator)
     last = query[:, :, -CHECKED_QUERIES:].double(), key.double(), value.double()
     compressed, uncompressed = problem.exact(), sdpa(*last, SDPBackend.MATH)()
@@ -215,7 +212,6 @@ def bench_layer(
     rows["rotor, PyTorch path"] = partial(pytorch_path, problem), compressed
     for name, backend in BACKENDS.items():
         rows[f"SDPA {name}"] = partial(sdpa, query, key, value, backend), uncompressed
-    rows["keys rebuilt in memory, SDPA (Palu)"] = partial(pytorch_path, rebuilt), rebuilt.exact()
     calls, errors = {}, {}
     for name, (prepare, exact) in rows.items():
         try:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from ..models.compressed import CompressedCheckpoint, open_model
+from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
 from ..models.loading import load_model
-from ..policies import find_policy, stored_bytes, use_cache_policy
+from ..policies import stored_bytes
 from ..progress import Progress
 from .attention import bench_layer
 from .records import describe_device, provenance, quartiles
@@ -22,19 +22,21 @@ GPU_LOADS = (32768,), (8192,), (1, 8)
 CPU_LOADS = (2048,), (512,), (1,)
 """Cached tokens, tokens of a prompt, and sequences in a batch, where nothing is asked for."""
 
+LAYERS = 4
+"""At most so many are measured, spread over the depth; times are their sum."""
+
 
 @dataclass(frozen=True)
 class BenchSettings:
     """What is measured.
 
-    decode_lengths: cached tokens of each sequence. prefill_lengths: of prompts. layers: at most so many, spread over
-    the depth; times are their sum. new_tokens: that whole models generate, 0 to leave them out.
+    decode_lengths: cached tokens of each sequence. prefill_lengths: of prompts. Where they or batch_sizes are None, the
+    device decides. new_tokens: that whole models generate, 0 to leave them out.
     """
 
-    decode_lengths: tuple[int, ...]
-    prefill_lengths: tuple[int, ...]
-    batch_sizes: tuple[int, ...]
-    layers: int = 4
+    decode_lengths: tuple[int, ...] | None = None
+    prefill_lengths: tuple[int, ...] | None = None
+    batch_sizes: tuple[int, ...] | None = None
     repetitions: int = 20
     new_tokens: int = 32
 
@@ -46,15 +48,13 @@ def bench(
     model: Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
-    cache: str | None = None,
     command: str = "",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure a compressed checkpoint beside the alternatives, in one run; with `cache` also an uncompressed model.
+    """Measure a compressed checkpoint beside the alternatives, in one run.
 
     Args:
-        folder: what `rotor export` wrote, or with `cache` an uncompressed model. cache: a policy, as --cache names it,
-            with which generation is measured, too. model: the source model; by default where rotor.json says.
+        folder: what `rotor export` wrote. model: the source model; by default where rotor.json says.
         command: recorded.
     Returns:
         What is written as JSON.
@@ -63,26 +63,36 @@ def bench(
         CheckpointError: not a compressed checkpoint.
         UsageError: the device has not enough memory for it.
     """
-    policy = None if cache is None else find_policy(cache)
-    checkpoint = CompressedCheckpoint(folder) if policy is None else open_model(folder)
-    target = pick_device(device)
-    chosen = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
-    left_out: dict[str, str] = {}
-    attention, layers, folders = [], [], {"model, source": checkpoint.folder}
+    checkpoint, target, left_out = CompressedCheckpoint(folder), pick_device(device), dict[str, str]()
+    chosen = pick_dtype(dtype, checkpoint.dtype, target)
+    asked = settings.decode_lengths, settings.prefill_lengths, settings.batch_sizes
+    usual = GPU_LOADS if target.type == "cuda" else CPU_LOADS
+    decode, prefill, batches = (given or default for given, default in zip(asked, usual, strict=True))
+    phases = [("decode", length) for length in decode] + [("prefill", length) for length in prefill]
+    loads = [(*phase, batch) for phase in phases for batch in batches]
+    layers = spread_layers(len(checkpoint.layouts), LAYERS)
+    folders = {"model, compressed": checkpoint.folder, "model, source": model or checkpoint.source_folder}
+    if not folders["model, source"].is_dir():
+        left_out["model, source"] = "the source model is not where rotor.json says; give --model"
+        del folders["model, source"]
+    attention, records = [], []
+    generator = torch.Generator(target).manual_seed(0)
     try:
-        if isinstance(checkpoint, CompressedCheckpoint):
-            layers = spread_layers(len(checkpoint.layouts), settings.layers)
-            attention = _attention(checkpoint, settings, layers, target, chosen, progress or Progress(), left_out)
-            folders = {"model, compressed": checkpoint.folder, "model, source": model or checkpoint.source_folder}
-        loaded = _loaded(folders, target, chosen, left_out) if settings.new_tokens else {}
-        if policy is not None and loaded:
-            name = f"model, {cache}"
-            loaded[name] = load_model(checkpoint.folder, target, chosen)
-            use_cache_policy(loaded[name], policy)
-        models = _models(loaded, settings, target, left_out)
+        with (progress or Progress()).task("attention", len(loads), "loads") as advance, torch.inference_mode():
+            for load in loads:
+                attention += _attention(checkpoint, load, layers, chosen, generator, settings.repetitions, left_out)
+                advance(1)
+        models = {name: load_model(path, target, chosen) for name, path in folders.items() if settings.new_tokens}
+        for length in sorted({*decode, *prefill}) if models else ():
+            longest = min(getattr(m.config, "max_position_embeddings", None) or 1 << 30 for m in models.values())
+            if length + settings.new_tokens + 1 > longest:
+                left_out[f"model, {length} tokens"] = f"longer than the model's {longest} positions"
+                continue
+            for batch in batches:
+                records += _generated(models, settings, length, batch)
     except torch.OutOfMemoryError as error:
         raise UsageError(
-            f"the device has too little memory: {error}", "Give a smaller --batch, --lengths or --layers."
+            f"the device has too little memory: {error}", "Give a smaller --batch or --lengths."
         ) from error
     return {
         **provenance(command),
@@ -92,7 +102,7 @@ def bench(
         "settings": asdict(settings),
         "layers": layers,
         "attention": attention,
-        "model": models,
+        "model": records,
         "not_measured": left_out,
     }
 
@@ -105,69 +115,31 @@ def spread_layers(num_layers: int, wanted: int) -> list[int]:
 
 def _attention(
     checkpoint: CompressedCheckpoint,
-    settings: BenchSettings,
+    load: tuple[str, int, int],
     layers: list[int],
-    device: torch.device,
     dtype: torch.dtype,
-    progress: Progress,
+    generator: torch.Generator,
+    repetitions: int,
     left_out: dict[str, str],
 ) -> list[dict[str, Any]]:
-    """Every row at every load, times summed over layers; `over_stock` is over the fastest SDPA at the same load."""
-    lengths = [("decode", n) for n in settings.decode_lengths] + [("prefill", n) for n in settings.prefill_lengths]
-    loads = [(*phase, batch) for phase in lengths for batch in settings.batch_sizes]
-    generator = torch.Generator(device).manual_seed(0)
+    """Every row at a load, times summed over layers; `over_stock` is over the fastest SDPA."""
+    phase, length, batch = load
+    sizes = batch, 1 if phase == "decode" else length, length
+    found = [
+        bench_layer(checkpoint.layouts[i], checkpoint.shape, sizes, dtype, generator, repetitions, left_out)
+        for i in layers
+    ]
     records: list[dict[str, Any]] = []
-    with progress.task("attention", len(loads) * len(layers), "layers") as advance, torch.inference_mode():
-        for phase, length, batch in loads:
-            load, found = (batch, 1 if phase == "decode" else length, length), []
-            for layer in layers:
-                layout, shape = checkpoint.layouts[layer], checkpoint.shape
-                found.append(bench_layer(layout, shape, load, dtype, generator, settings.repetitions, left_out))
-                advance(1)
-            sums = {
-                name: {part: sum(rows[name][part] for rows in found) for part in ("median", "low", "high")}
-                for name in found[0]
-                if all(name in rows for rows in found)
-            }
-            stock = min(of["median"] for name, of in sums.items() if name.startswith("SDPA"))
-            about = {"phase": phase, "length": length, "batch_size": batch}
-            for name, seconds in sums.items():
-                errors = max(rows[name]["error"] for rows in found)
-                over = {"over_stock": seconds["median"] / stock, "largest_error": errors}
-                records.append({"row": name, **about, "seconds": seconds, **over})
-    return records
+    for name in (name for name in found[0] if all(name in rows for rows in found)):
+        seconds = {part: sum(rows[name][part] for rows in found) for part in ("median", "low", "high")}
+        record = {"row": name, "phase": phase, "length": length, "batch_size": batch, "seconds": seconds}
+        records.append({**record, "largest_error": max(rows[name]["error"] for rows in found)})
+    stock = min(record["seconds"]["median"] for record in records if record["row"].startswith("SDPA"))
+    return [record | {"over_stock": record["seconds"]["median"] / stock} for record in records]
 
 
-def _loaded(
-    folders: dict[str, Path], device: torch.device, dtype: torch.dtype, left_out: dict[str, str]
-) -> dict[str, Any]:
-    if not folders["model, source"].is_dir():
-        left_out["model, source"] = "the source model is not where rotor.json says; give --model"
-        del folders["model, source"]
-    return {name: load_model(path, device, dtype) for name, path in folders.items()}
-
-
-def _models(
-    models: dict[str, Any], settings: BenchSettings, device: torch.device, left_out: dict[str, str]
-) -> list[dict[str, Any]]:
-    """Models in turn: transformers' generate at every load."""
-    longest = min((getattr(m.config, "max_position_embeddings", None) or 1 << 30 for m in models.values()), default=0)
-    records: list[dict[str, Any]] = []
-    if not models:
-        return records
-    for length in sorted({*settings.decode_lengths, *settings.prefill_lengths}):
-        if length + settings.new_tokens + 1 > longest:
-            left_out[f"model, {length} tokens"] = f"longer than the model's {longest} positions"
-            continue
-        for batch in settings.batch_sizes:
-            records += _generated(models, settings, length, batch, int(describe_device(device)["memory_bytes"]))
-    return records
-
-
-def _generated(
-    models: dict[str, Any], settings: BenchSettings, length: int, batch_size: int, memory_bytes: int
-) -> list[dict[str, Any]]:
-    """Time to the first token and between tokens, bytes of the cache, and how many such sequences would fit."""
+def _generated(models: dict[str, Any], settings: BenchSettings, length: int, batch_size: int) -> list[dict[str, Any]]:
+    """Models in turn: time to the first token and between tokens, and bytes of the cache."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = min(model.config.vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (batch_size, length), generator=generator)
@@ -181,15 +153,17 @@ def _generated(
             if repetition:  # once to warm up
                 first[name].append(to_first)
                 between[name].append((whole - to_first) / settings.new_tokens)
-    records = []
-    for name, model in models.items():
-        weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        record = {"row": name, "length": length, "batch_size": batch_size, "new_tokens": settings.new_tokens}
-        record |= {"time_to_first_token_s": quartiles(first[name]), "time_between_tokens_s": quartiles(between[name])}
-        record |= {"kv_cache_bytes": cached[name], "weight_bytes": weights}
-        record["largest_batch"] = max(0, (memory_bytes - weights) * batch_size // cached[name])
-        records.append(record)
-    return records
+    about = {"length": length, "batch_size": batch_size, "new_tokens": settings.new_tokens}
+    return [
+        {
+            "row": name,
+            **about,
+            "time_to_first_token_s": quartiles(first[name]),
+            "time_between_tokens_s": quartiles(between[name]),
+            "kv_cache_bytes": cached[name],
+        }
+        for name in models
+    ]
 
 
 def _generate(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, int]:

@@ -6,7 +6,7 @@ Of every kernel of a step the instructions in its machine code are counted (`sas
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import UsageError
+from ..format.atomic import write_json
 from ..format.channels import Channels, Numbers
 from ..format.kernel_config import LayerKernels, layout_class
 from ..format.layout import MOST_ROPE_BLOCK, AttentionShape, GroupLayout, LayerLayout
 from ..installing import pip_install
 from ..kernels.defaults import default_layer
-from ..kernels.dispatch import DTYPES, triton_installed
+from ..kernels.dispatch import triton_installed
 from ..models.compressed import CompressedCheckpoint
 from ..prediction.cost import DecodeStep, LayerTime, layer_bytes, uncompressed_layer_time
-from ..prediction.devices import Device
+from ..prediction.devices import find_device
 from ..prediction.instructions import HEAD_DIM, Counts, Specialisation, grid, table_data
 from ..progress import Progress
-from .records import write_report
 
 if TYPE_CHECKING:
     from .variants import Variant
@@ -34,7 +34,7 @@ ARCHS = (80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
 """Compute capabilities that kernels are compiled for: of an older or an unknown one the compiler ends the process."""
 
 DEVICE_OF_ARCH = {80: "a100-80g", 89: "l40s", 90: "h200", 100: "b200"}
-"""Whose rates are taken for an architecture where none is named."""
+"""Whose rates predictions for an architecture take."""
 
 PAGE = 64
 NAMED_SHAPE = AttentionShape(1, 32, 8, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
@@ -46,7 +46,6 @@ class Kernel:
 
     registers, spilled_bytes: of a thread. shared_bytes, warps: of a program.
     instructions_per_key: warp instructions a key and KV head of the layer; None for a kernel whose work is not by keys.
-    by_pipe: the same by execution pipe.
     """
 
     name: str
@@ -56,7 +55,6 @@ class Kernel:
     spilled_bytes: int | None = None
     shared_bytes: int | None = None
     instructions_per_key: float | None = None
-    by_pipe: dict[str, float] | None = None
     error: str | None = None
 
 
@@ -74,7 +72,6 @@ class CountedLayer:
     layers: int
     instructions_per_key: float | None
     spilled_bytes: int
-    by_pipe: dict[str, float]
     bytes_per_key: float
     memory_s: float | None
     issue_s: float | None
@@ -130,22 +127,17 @@ def parse_archs(text: str) -> list[int]:
     return [known[name] for name in names]
 
 
-def subjects_of(folder: Path, dtype: str) -> list[Subject]:
+def subjects_of(folder: Path) -> list[Subject]:
     """The distinct layers of a compressed checkpoint, by its kernel_config.json.
 
     Raises:
-        UsageError: a dtype that kernels do not have.
         CheckpointError: not a compressed checkpoint; no kernel configuration, or nonsense in it.
     """
     checkpoint = CompressedCheckpoint(folder)
-    by_name = {str(each).removeprefix("torch."): each for each in DTYPES}
-    chosen = checkpoint.dtype if dtype == "auto" else by_name.get(dtype)
-    if chosen is None or chosen not in DTYPES:
-        raise UsageError(f"--dtype {dtype}: the kernels have {', '.join(by_name)}.", "Choose one of them.")
     alike = Counter(zip(checkpoint.layouts, checkpoint.kernel_config.layers, strict=True))
     softcap = bool(getattr(checkpoint.config, "attn_logit_softcapping", None))
     return [
-        Subject(layout_class(layout), count, layout, kernels, checkpoint.shape, chosen, 0, softcap)
+        Subject(layout_class(layout), count, layout, kernels, checkpoint.shape, checkpoint.dtype, 0, softcap)
         for (layout, kernels), count in alike.items()
     ]
 
@@ -184,25 +176,14 @@ def named_subjects() -> list[Subject]:
 
 
 def count_layers(
-    subjects: Sequence[Subject],
-    archs: Sequence[int],
-    devices: Mapping[int, Device],
-    step: DecodeStep,
-    *,
-    progress: Progress | None = None,
+    subjects: Sequence[Subject], archs: Sequence[int], step: DecodeStep, *, progress: Progress | None = None
 ) -> list[CountedLayer]:
     """Compile every kernel that layers need and count those of a decode step; Triton's cache keeps what comes out.
 
-    Args:
-        devices: by architecture, whose rates the limits are predicted by. step: the load.
     Raises:
         UsageError: Triton is not installed.
     """
-    return [
-        _layer(subject, arch, subject.compiled(arch, progress), devices.get(arch), step)
-        for arch in archs
-        for subject in subjects
-    ]
+    return [_layer(subject, arch, subject.compiled(arch, progress), step) for arch in archs for subject in subjects]
 
 
 def _kernel(variant: Variant, arch: int, kv_heads: int) -> Kernel:
@@ -222,27 +203,21 @@ def _kernel(variant: Variant, arch: int, kv_heads: int) -> Kernel:
         counted = Graph(disassemble(cubin)).count(variant.loops)
     except CountError as error:
         return Kernel(*about, *takes, error=f"not counted: {error}")
-    share = variant.warps * variant.groups / (variant.keys * kv_heads)
-    by_pipe = {pipe: share * n for pipe, n in sorted(counted.items(), key=lambda item: -item[1])}
-    return Kernel(*about, *takes, share * sum(counted.values()), by_pipe)
+    return Kernel(*about, *takes, counted * variant.warps * variant.groups / (variant.keys * kv_heads))
 
 
-def _layer(
-    subject: Subject, arch: int, kernels: tuple[Kernel, ...], device: Device | None, step: DecodeStep
-) -> CountedLayer:
-    by_pipe: Counter[str] = Counter()
-    for kernel in kernels:
-        by_pipe.update(kernel.by_pipe or {})
-    a_key = None if any(kernel.error for kernel in kernels) else sum(by_pipe.values())
+def _layer(subject: Subject, arch: int, kernels: tuple[Kernel, ...], step: DecodeStep) -> CountedLayer:
+    counts = [kernel.instructions_per_key for kernel in kernels if kernel.instructions_per_key is not None]
+    a_key = None if any(kernel.error for kernel in kernels) else sum(counts)
     size, heads = layer_bytes(subject.layout, subject.shape, subject.dtype.itemsize), subject.shape.num_kv_heads
     memory = issue = share = None
-    if device is not None and a_key is not None:
+    if arch in DEVICE_OF_ARCH and a_key is not None:
+        device = find_device(DEVICE_OF_ARCH[arch])
         time = LayerTime.of(step.keys * size, step.keys * heads * a_key, 0.0, device)
         memory, issue = device.read_seconds(time.cache_bytes), device.issue_seconds(time.instructions)
         share = time.attention_s / uncompressed_layer_time(subject.shape, device, step).attention_s
-    spilled = max((kernel.spilled_bytes or 0 for kernel in kernels if kernel.by_pipe), default=0)
-    pipes = {pipe: round(float(n), 3) for pipe, n in by_pipe.most_common()}
-    about = subject.name, f"sm_{arch}", subject.layers, a_key, spilled, pipes
+    spilled = max((kernel.spilled_bytes or 0 for kernel in kernels if kernel.instructions_per_key), default=0)
+    about = subject.name, f"sm_{arch}", subject.layers, a_key, spilled
     return CountedLayer(*about, size / heads, memory, issue, share, kernels)
 
 
@@ -277,9 +252,9 @@ def write_counts(path: Path, arch: int, progress: Progress | None = None) -> Non
     """Count every specialisation of the table of instructions, and write it.
 
     Raises:
-        UsageError: Triton is not installed; a kernel cannot be counted; the file cannot be written.
+        UsageError: Triton is not installed; a kernel cannot be counted.
     """
     table = {wanted: count_specialisation(wanted, arch, progress) for wanted in grid()}
     import triton
 
-    write_report(path, table_data(table, arch=f"sm_{arch}", triton=triton.__version__, page=PAGE))
+    write_json(path, table_data(table, arch=f"sm_{arch}", triton=triton.__version__, page=PAGE))

@@ -1,4 +1,4 @@
-"""What surrounds the numbers of a measurement: date, command, versions, commit, device; and the files."""
+"""What surrounds the numbers of a measurement: date, command, versions, commit, device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError
-from ..format.atomic import write_text
-from ..format.json_files import json_text
 from ..versions import versions
 
 
@@ -60,15 +57,6 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     }
-
-
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write the result as JSON; raises UsageError if it cannot be."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json_text(report) + "\n")
-    except OSError as error:
-        raise UsageError(f"{path}: {error}", "Give another file with -o.") from error
 
 
 def quartiles(values: list[float]) -> dict[str, float]:

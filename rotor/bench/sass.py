@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,22 +22,8 @@ from pathlib import Path
 
 import networkx
 
-PIPES = (
-    ("tensor", r"(H|I|D|B|Q|O)G?MMA|UTC.*MMA"),
-    ("local", r"LDL|STL"),
-    ("shared", r"LDSM?|STSM?|ATOMS.*|MATCH|REDUX"),
-    ("exchange", r"SHFL"),
-    ("global", r"LDG|LDGSTS|STG|LD|ST|ATOMG?|REDG?|UBLK.*|UTMA.*|UTMC.*|CCTL.*"),
-    ("constant", r"U?LDCU?"),
-    ("control", r"BRA|BRX.*|JMP|JMX.*|CALL|RET|EXIT|KILL|BSSY|BSYNC|BREAK|WARPSYNC|YIELD|NOP|BAR|BMOV|DEPBAR|.*DEPBAR"
-                r"|ERRBAR|MEMBAR|FENCE|NANOSLEEP|BPT|SYNCS|WARPGROUP.*|ACQBULK|ENDCOLLECTIVE|ELECT|S2R|CS2R"),
-    ("uniform", r"U[A-Z].*|R2UR|S2UR|VOTEU"),
-    ("mufu", r"MUFU|I2F|F2I|F2F|FRND|POPC|FLO|BREV"),
-    ("double", r"D(FMA|ADD|MUL|SETP)"),
-    ("fma", r"F(FMA|MUL|ADD).*|H(FMA|MUL|ADD)2.*|IMAD.*|IDP.*"),
-    ("alu", r".*"),
-)  # fmt: skip
-"""Execution pipes, and the opcodes of each; the first that fits."""
+PADDING = {"BRA", "NOP", "EXIT", "RET", "BSYNC", "WARPSYNC"}
+"""Opcodes of what may stand where nothing leads."""
 
 
 class CountError(Exception):
@@ -66,10 +51,6 @@ class Instruction:
     target: str | None
 
     @property
-    def pipe(self) -> str:
-        return next(name for name, pattern in PIPES if re.fullmatch(pattern, self.base))
-
-    @property
     def base(self) -> str:
         return self.opcode.partition(".")[0]
 
@@ -93,10 +74,6 @@ class Instruction:
         """Whether the next instruction may follow: a predicate before it, or among a branch's operands."""
         others = self.operands.replace(f"`({self.target})", "").strip(" ,") if self.opcode.startswith("BRA") else ""
         return bool(self.guard) or bool(others)
-
-
-Weights = Counter[str]
-"""Warp instructions by pipe."""
 
 
 def disassemble(cubin: bytes) -> str:
@@ -154,10 +131,10 @@ class Graph:
                 self.flow.add_edge(start, self.labels[last.target])
             if end < len(code) and (last.conditional or not (last.jumps or last.returns)):
                 self.flow.add_edge(start, end)
-        self._routines: dict[str, Weights] = {}
+        self._routines: dict[str, float] = {}
 
-    def count(self, loops: Sequence[Loop] = ()) -> dict[str, float]:
-        """Instructions of one warp from its start to its end, by pipe.
+    def count(self, loops: Sequence[Loop] = ()) -> float:
+        """Instructions of one warp from its start to its end.
 
         Raises:
             CountError: other loops than the declared ones.
@@ -167,32 +144,29 @@ class Graph:
         for routine in self._routines:
             reached |= self._reached(self.labels[routine])
         for block in self.blocks.keys() - reached:
-            if any(each.pipe != "control" for each in self.blocks[block]):
+            if any(each.base not in PADDING for each in self.blocks[block]):
                 raise CountError(f"nothing leads to the instructions from {block} on")
-        return dict(total)
+        return total
 
     def _reached(self, start: int) -> set[int]:
         return {start} | networkx.descendants(self.flow, start)
 
-    def _weights(self, block: int) -> Weights:
+    def _instructions(self, block: int) -> float:
         """Of a block, with the routines that it calls."""
-        total: Weights = Counter(each.pipe for each in self.blocks[block])
-        for each in self.blocks[block]:
-            if each.base == "CALL" and each.target is not None and not each.jumps:
-                total += self._routine(each.target)
-        return total
+        called = (x.target for x in self.blocks[block] if x.base == "CALL" and x.target is not None and not x.jumps)
+        return len(self.blocks[block]) + sum(map(self._routine, called))
 
-    def _routine(self, label: str) -> Weights:
+    def _routine(self, label: str) -> float:
         """Of a called routine; a loop in it runs once."""
         if label not in self.labels:
             raise CountError(f"a call of {label}, which is not in the machine code")
         if label not in self._routines:
-            self._routines[label] = Counter()  # of a routine that calls itself
+            self._routines[label] = 0  # of a routine that calls itself
             start = self.labels[label]
             self._routines[label] = self._longest(self._reached(start), start, None)
         return self._routines[label]
 
-    def _longest(self, blocks: set[int], header: int, declared: tuple[Loop, ...] | None, loop: bool = False) -> Weights:
+    def _longest(self, blocks: set[int], header: int, declared: tuple[Loop, ...] | None, loop: bool = False) -> float:
         """The longest way through a loop's blocks, a routine's or the kernel's, entered at `header`, once.
 
         Args:
@@ -215,19 +189,19 @@ class Graph:
         if declared is not None and len(rows) != len(declared):
             raise CountError(f"{len(rows)} loops in a row, declared are {len(declared)}")
         ends = {ways.graph["mapping"][block] for block in ending}
-        best: dict[int, Weights] = {}
+        best: dict[int, float] = {}
         for node in reversed(order):
-            further = [best[after] for after in ways.successors(node) if after in best] + [Counter()] * (node in ends)
+            further = [best[after] for after in ways.successors(node) if after in best] + [0.0] * (node in ends)
             if not further:
                 continue
             if node in loops:
                 each = Loop(1) if declared is None else declared[rows.index(before[node])]
                 inner = None if declared is None else each.inner
-                once = self._longest(members[node], self._entry(inside, members[node], header), inner, loop=True)
-                own: Weights = Counter({pipe: each.trips * n for pipe, n in once.items()})  # type: ignore[misc]
+                entry = self._entry(inside, members[node], header)
+                own = each.trips * self._longest(members[node], entry, inner, loop=True)
             else:
-                own = self._weights(min(members[node]))
-            best[node] = max(further, key=Counter.total) + own
+                own = self._instructions(min(members[node]))
+            best[node] = max(further) + own
         return best[ways.graph["mapping"][header]]
 
     @staticmethod

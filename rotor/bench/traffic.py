@@ -22,13 +22,17 @@ LABELS = {
 }
 
 
+ETHERNET_BYTES_PER_S = 12.5e9
+"""Of each process's network."""
+
+
 def count_traffic(
-    folder: Path, processes: Sequence[int], tokens: int, device: Device, ethernet_bytes_per_s: float, command: str = ""
+    folder: Path, processes: Sequence[int], tokens: int, device: Device, command: str = ""
 ) -> dict[str, Any]:
     """Count what a prompt of one sequence sends, for each number of processes.
 
     Args:
-        tokens: of the prompt. device: whose links' rate the prediction takes. ethernet_bytes_per_s: of one process.
+        tokens: of the prompt. device: whose links' rate the prediction takes.
     Returns:
         What is written as JSON: bytes of all processes together, over all layers; and predicted seconds, which are the
         busiest process's bytes over the rate, with no latency and nothing overlapped.
@@ -39,10 +43,10 @@ def count_traffic(
         least = 2 * max(processes)
         raise UsageError(f"{tokens} tokens for {max(processes)} processes: expected {least}.", "Give more --tokens.")
     if device.link_bytes_per_s is None:
-        raise UsageError("--target-device: link_bytes_per_s is not known.", "Add it in a device file.")
+        raise UsageError("--target-device: the rate of its links is not known.", "Choose another.")
     checkpoint = CompressedCheckpoint(folder)
     layouts, shape, size = checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize
-    rates = {"link": device.link_bytes_per_s, "ethernet": ethernet_bytes_per_s}
+    rates = {"link": device.link_bytes_per_s, "ethernet": ETHERNET_BYTES_PER_S}
     row_bytes = uncompressed_kv_bytes_per_token(shape, size)
     counted = []
     for count in processes:

@@ -100,7 +100,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
     streamed, memory = job.streams()
     partial = PartialRun(job.out)
     with ExitStack() as held:
-        held.enter_context(exclusive(job.out.path, "calibrate"))
+        held.enter_context(exclusive(job.out.path))
         recover(job.out)
         job.check_out()  # again: who held it may have written
         partial.check(settings.resume, settings.overwrite)

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from ..data.readiness import check_text
-from ..errors import UsageError
 from ..format.layout import AttentionShape, LayerForm
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
@@ -36,19 +35,10 @@ class CalibrationJob:
     dtype: torch.dtype
 
     @classmethod
-    def check(cls, settings: CalibrationSettings, *, fetch: bool = True) -> CalibrationJob:
-        """Raises RotorError where the request cannot be carried out.
-
-        Args:
-            fetch: False leaves weights on the hub, and refuses a model whose weights are not in the hub's cache.
-        """
+    def check(cls, settings: CalibrationSettings) -> CalibrationJob:
+        """Raises RotorError where the request cannot be carried out."""
         recipe, out = settings.check(), OutputFolder.at(settings.out, "run")
-        source = find_source(settings.model, settings.revision, weights=fetch)
-        if not fetch and source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
-            raise UsageError(
-                f"{source.hub_id}: its weights are not here yet, and a dry run fetches nothing large.",
-                f"`rotor inspect {source.hub_id}` tells what it takes from the headers alone.",
-            )
+        source = find_source(settings.model, settings.revision)
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
         form = outline.form(recipe)

@@ -122,12 +122,3 @@ def numbers(option: str, text: str) -> list[int]:
     if not items or not all(item.isdecimal() and item.isascii() and 0 < int(item) <= MAX_NUMBER for item in items):
         raise UsageError(f"{option} {text}: expected whole numbers from 1 to {MAX_NUMBER}.", f"Example: {option} 1,8")
     return list(dict.fromkeys(map(int, items)))
-
-
-def check_results(*files: Path | None) -> None:
-    """Raises UsageError where one of these files, of those that were asked for, cannot be written."""
-    from ..format.places import check_file
-
-    for path in files:
-        if path is not None:
-            check_file(path)

@@ -14,7 +14,6 @@ from ..errors import UsageError
 from .app import check_folder, command, numbers, resumable, split
 from .console import in_interval, print_seconds, print_table, say
 from .options import NONE, Count, MemoryOptions, Output, Printed
-from .plans import print_calibration_plan, print_export_plan
 
 if TYPE_CHECKING:
     from ..calibration.run import Run
@@ -37,7 +36,6 @@ def calibrate(
     batch_tokens: Count = 2048,
     resume: bool = False,
     overwrite: bool = False,
-    dry_run: bool = False,
 ) -> None:
     """Find the bases of the model's KV heads and write them to a run folder.
 
@@ -56,13 +54,8 @@ def calibrate(
 
     from ..calibration.calibrate import run_calibration
     from ..models.checkpoint import Checkpoint
-    from ..planning.dry_run import plan_calibration
 
-    progress = output.progress(dry_run=dry_run)
-    if dry_run:
-        plan = plan_calibration(settings)
-        output.show(plan.to_dict(), lambda: print_calibration_plan(plan))
-        return
+    progress = output.progress()
     with resumable(lambda: _how_to_resume(out)):
         run = run_calibration(settings, progress)
     data = {"run": str(run.folder), "recipe": run.recipe.name, **run.info}
@@ -107,7 +100,6 @@ def export(
     cache: str | None = None,
     without_weights: bool = False,
     overwrite: bool = False,
-    dry_run: bool = False,
 ) -> None:
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
 
@@ -134,13 +126,8 @@ def export(
     settings.check()
 
     from ..export.export import run_export
-    from ..planning.dry_run import plan_export
 
-    progress = output.progress(dry_run=dry_run)
-    if dry_run:
-        plan = plan_export(settings)
-        output.show(plan.to_dict(), lambda: print_export_plan(plan))
-        return
+    progress = output.progress()
     kept = f"Nothing was written to {out}; what was measured is kept in {run}: the same command goes on."
     with resumable(lambda: kept):
         result = run_export(settings, progress)
@@ -168,7 +155,7 @@ def _print_export(out: Path, result: ExportResult) -> None:
         name = report["cache"]["policy"]["method"]
         say(f"Cache policy {name}: {found:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
     print_seconds(result.seconds)
-    say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
+    say(f"Digest: {result.digest} (of every file: what `sha256sum {shlex.quote(str(out))}/manifest.json` prints)")
     say(f"Next: rotor validate {shlex.quote(str(out))}")
 
 
@@ -202,7 +189,6 @@ class ValidateOptions(MemoryOptions):
     recipe: str | None = None
     text: Path | None = None
     overrides: list[str] = NONE
-    digest: str | None = None
     cache: str | None = None
     tasks: str | None = None
     lengths: str = "4096"
@@ -217,29 +203,24 @@ def validate(folders: list[Path], options: ValidateOptions, output: Output, no_m
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
 
     Args:
-        folders: One or more folders that `rotor export` wrote; with --cache also uncompressed models, whose accuracy
-            with that policy is measured against a plain cache.
+        folders: One or more folders that `rotor export` wrote.
         model: Source model, if it is not where it was; checkpoints without weights take them from it.
         run: Run folder, if it is not where it was.
         recipe: Recipe whose section evaluation says how accuracy is measured.
         text: Text to measure accuracy on, as of `rotor calibrate`: a file or a folder.
-        digest: What `rotor export` printed: the digest of every file.
         results: New folder for the files of --tasks, which are those of lm-eval and kvpress; by default OUT-tasks.
     """
-    for option in ("digest", "results"):
-        if getattr(options, option) is not None and len(folders) > 1:
-            raise UsageError(f"--{option} belongs to one folder.", "Validate them one by one.")
+    if options.results is not None and len(folders) > 1:
+        raise UsageError("--results belongs to one folder.", "Validate them one by one.")
     options.checked()
     for folder in folders:
         check_folder(folder)
 
-    from ..validation.validate import SourceMeasurements
     from ..validation.validate import validate as run_validate
 
     how: dict[str, Any] = vars(options) | {"measure": not no_measure, "progress": output.progress()}
     how |= {"tasks": split(options.tasks or ""), "lengths": numbers("--lengths", options.lengths)}
-    shared = SourceMeasurements()
-    results = [run_validate(folder, **how, shared=shared) for folder in folders]
+    results = [run_validate(folder, **how) for folder in folders]
 
     def text() -> None:
         for result in results:

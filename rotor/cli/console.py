@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -26,14 +25,7 @@ SECONDS_BETWEEN_LINES = 30.0
 clock = time.monotonic
 
 
-class Terminal(Console):
-    """A console that leaves it to rotor.cli what to do when its reader has gone."""
-
-    def on_broken_pipe(self) -> None:
-        raise  # rich calls it while it handles the error
-
-
-stdout, stderr = Terminal(width=None if sys.stdout.isatty() else 132), Terminal(stderr=True)
+stdout, stderr = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
 
 
 class ConsoleProgress(Progress):
@@ -109,7 +101,7 @@ def say(text: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    print("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in json_text(data)))
+    print(json_text(data))
 
 
 def print_seconds(seconds: dict[str, float]) -> None:

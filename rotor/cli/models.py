@@ -14,7 +14,6 @@ import typer
 
 from ..errors import UsageError
 from ..logs import is_first_process, printable
-from . import completion
 from .app import command
 from .options import NONE, Count, DeviceOptions, Json, Printed
 from .plans import print_inspection
@@ -149,7 +148,7 @@ def recipes(output: Json, show: str | None = None, fields: bool = False) -> None
     if fields:
         found = [asdict(field) for section in recipe_fields().values() for field in section]
         output.show(found, lambda: print(reference_page()))
-    elif show in completion.bundled("cache") and show not in completion.bundled():
+    elif show in _policy_files() and show not in bundled_recipes():
         from ..policies import bundled_policies, describe_policy
 
         output.show(bundled_policies()[show].as_dict(), lambda: print(describe_policy(show), end=""))
@@ -172,10 +171,15 @@ def _print_recipes(bundled: dict[str, Recipe]) -> None:
         for name, method in methods.items():
             print(f"  {name:13} {method.summary}")
     print("\ncache policies (--cache NAME)")
-    folder = resources.files("rotor.recipes") / "cache"
-    for name in completion.bundled("cache"):
-        described = read_yaml((folder / f"{name}.yaml").read_text("utf-8"), name)
+    for name, file in sorted(_policy_files().items()):
+        described = read_yaml(file.read_text("utf-8"), name)
         print(f"  {name:20} {', '.join(f'{key} {value}' for key, value in described.items())}")
+
+
+def _policy_files() -> dict[str, Any]:
+    """Bundled cache policies by name, without the import of what they are."""
+    files = (resources.files("rotor.recipes") / "cache").iterdir()
+    return {file.name[:-5]: file for file in files if file.name.endswith(".yaml")}
 
 
 @command(

@@ -9,17 +9,14 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from ..progress import Progress
-from . import completion
 from .console import print_json, show_progress
 
 if TYPE_CHECKING:
-    from ..prediction.devices import Device
     from ..recipe.settings import Compute
 
 MAX_NUMBER = 1 << 30
@@ -45,7 +42,6 @@ HELP = {
     "your own; default: the checkpoint's own.",
     "out": "JSON file to write.",
     "target_device": "Device whose decode time is predicted, e.g. h200 (rotor/prediction/devices.yaml).",
-    "device_file": "YAML with further devices.",
     "device": "auto (the GPU if there is one), cpu, cuda or cuda:N.",
     "dtype": "auto (float32 on a CPU), float32, bfloat16 or float16.",
     "offload": "Read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",
@@ -77,7 +73,6 @@ METAVARS = {
     "lengths": "A,B",
     "text": "FILE",
     "prompt_file": "FILE",
-    "digest": "HEX",
 }
 
 
@@ -102,25 +97,6 @@ class MemoryOptions(DeviceOptions):
     """And how weights are held there."""
 
     offload: str = "auto"
-
-
-@dataclass
-class TargetOptions:
-    """The device that is predicted for, where it is another one than that of forward passes."""
-
-    target_device: str = "h200"
-    device_file: Path | None = None
-
-    def device(self) -> Device:
-        """Raises RecipeError for a name that is none."""
-        return find_device(self.target_device, self.device_file)
-
-
-def find_device(name: str, file: Path | None) -> Device:
-    """Raises RecipeError for a name that is none."""
-    from ..prediction import devices
-
-    return devices.find_device(name, None if file is None else str(file))
 
 
 @dataclass
@@ -182,14 +158,13 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 
 def _explained(parameter: inspect.Parameter, hint: Any, text: str) -> Any:
     """A parameter's type with what Typer shall say of it, but for what says it itself."""
-    complete = completion.OF_OPTION.get(parameter.name)
     if hasattr(hint, "__metadata__"):
         info = copy.copy(hint.__metadata__[0])
-        info.help, info.autocompletion = info.help or text, complete
+        info.help = info.help or text
         return Annotated[hint.__origin__, info]
     names, metavar = NAMES.get(parameter.name, ()), METAVARS.get(parameter.name)
     if parameter.default is inspect.Parameter.empty and not names:
-        return Annotated[hint, typer.Argument(help=text, metavar=metavar, autocompletion=complete)]
+        return Annotated[hint, typer.Argument(help=text, metavar=metavar)]
     if parameter.default is False and not names:
         names = (f"--{parameter.name.replace('_', '-')}",)
-    return Annotated[hint, typer.Option(*names, help=text, metavar=metavar, autocompletion=complete)]
+    return Annotated[hint, typer.Option(*names, help=text, metavar=metavar)]

@@ -1,4 +1,4 @@
-"""How plans and inspections are shown."""
+"""How an inspection is shown."""
 
 from __future__ import annotations
 
@@ -83,54 +83,3 @@ def _needs(needs: Any) -> str:
         total = in_time(sum(needs.product_seconds.values()))
         lines.append(f"about {total} for the matrix products alone ({named}), at the rate measured here")
     return "\n".join(lines)
-
-
-def print_calibration_plan(plan: Any) -> None:
-    tokens, layers = plan.tokens, f"{plan.num_layers} layers"
-    if plan.finished_layers:
-        layers += f", {plan.finished_layers} of them done"
-    print_pairs(
-        ("calibrate", f"{plan.model} -> {plan.run}; nothing is written in a dry run"),
-        ("recipe", f"{plan.recipe}, {tokens['count']} {tokens['source']} tokens in rows of {tokens['seq_len']}"),
-        ("work", f"{layers}, on {plan.device} in {plan.dtype}"),
-        ("latents", plan.form),
-        ("takes", _needs(plan.needs)),
-    )
-
-
-def print_export_plan(plan: Any) -> None:
-    """What is known before anything is measured: ranks by layer and sizes by tensor, or how much to measure."""
-    goal = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in plan.goal.items())
-    measure = f"about {plan.points} point(s), {plan.known_points} are in the table"
-    if plan.probed_layers:
-        measure = f"probes of {plan.probed_layers} layer(s), then {measure}"
-    nothing = f"nothing; {plan.unmeasured}" if plan.unmeasured else "nothing; the table has the point"
-    cache, size = plan.kv_bytes_per_token, plan.checkpoint_bytes
-    rows = [
-        ("export", f"{plan.run} -> {plan.out}; nothing is written in a dry run"),
-        ("recipe", f"{plan.recipe}, {goal}"),
-        ("measure", measure if plan.points or plan.probed_layers else nothing),
-    ]
-    if plan.ranks is None:
-        rows.append(("ranks", "depend on what is measured"))
-    else:
-        rows.append(
-            ("compression", f"{plan.compression:.3f}, {cache['before']} -> {cache['after']} KV bytes per token")
-        )
-        rows.append(("tensors", f"{in_bytes(size['before'])} -> {in_bytes(size['after'])}"))
-    print_pairs(*rows, ("takes", _needs(plan.needs)))
-    if plan.ranks is None:
-        return
-    if plan.channels is None:
-        ranks = [" ".join(f"({qk}, {v})" for qk, v in layer) for layer in plan.ranks]
-        title = "Ranks (key, value) of each group"
-    else:
-        ranks = [" ".join(f"({'; '.join(map(_by_bits, latents))})" for latents in layer) for layer in plan.channels]
-        title = "Channels x bits of each group (key; value, or both together)"
-    print_table(title, ("layer", "channels"), (), [*enumerate(ranks)])
-    tensors = ((name, f"{sizes['before']:,}", f"{sizes['after']:,}") for name, sizes in plan.tensors.items())
-    print_table("Bytes of each tensor that changes", ("tensor",), ("before", "after"), [*tensors])
-
-
-def _by_bits(channels: dict[str, int]) -> str:
-    return " ".join(f"{count}x{bits}" for bits, count in channels.items())

@@ -10,12 +10,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..errors import UsageError
-from .app import check_folder, check_results, command, command_line, numbers
+from ..format.places import check_file
+from .app import check_folder, command, command_line, numbers
 from .console import in_bytes, print_table, say
-from .options import Count, DeviceOptions, Json, Printed, TargetOptions, find_device
-
-LAYERS = 4
-"""Layers that `rotor bench` measures where nothing else is asked for."""
+from .options import Count, DeviceOptions, Json, Printed
 
 
 @command(
@@ -27,35 +25,31 @@ def compile_kernels(
     output: Printed,
     folder: Annotated[Path | None, typer.Argument(metavar="OUT", show_default=False)] = None,
     arch: str = "sm_90",
-    dtype: str = "auto",
     batch: Count = 8,
     length: Count = 32768,
     named: bool = False,
     table: Path | None = None,
-    target_device: str | None = None,
-    device_file: Path | None = None,
 ) -> None:
     """Compile Triton kernels ahead of time and count what they issue; no GPU is needed.
 
     They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Of each kernel of a decode step the
     warp instructions in its machine code are counted, a key and KV head; of a layer's step it is predicted what share
-    of the uncompressed layer's attention it takes, on --target-device or, where that is not given, on an A100, L40S,
-    H200 or B200 by the architecture. Exit code 1 if one cannot be compiled or counted.
+    of the uncompressed layer's attention it takes, on an A100, L40S, H200 or B200 by the architecture. Exit code 1 if
+    one cannot be compiled or counted.
 
     Args:
         arch: Architectures of NVIDIA GPUs, as in sm_80,sm_90.
-        dtype: auto (the checkpoint's), float32, bfloat16 or float16: of activations and cache.
         batch: Sequences of the step that is predicted.
         length: Cached tokens of each of them.
         named: Count layouts that have names, without a checkpoint.
         table: Count every size that predictions look up, and write this JSON file.
     """
-    DeviceOptions(dtype=dtype).checked()
     if (folder is not None) + named + (table is not None) != 1:
         raise UsageError("expected one of OUT, --named and --table.", "Example: rotor compile out/demo")
     if folder is not None:
         check_folder(folder)
-    check_results(table)
+    if table is not None:
+        check_file(table)
 
     from ..bench import precompile
     from ..bench.records import provenance
@@ -65,27 +59,22 @@ def compile_kernels(
     if table is not None:
         precompile.write_counts(table, archs[0], progress)
         return
-    names = {number: target_device or precompile.DEVICE_OF_ARCH.get(number) for number in archs}
-    devices = {number: find_device(name, device_file) for number, name in names.items() if name is not None}
-    subjects = precompile.named_subjects() if folder is None else precompile.subjects_of(folder, dtype)
-    step = DecodeStep(length, batch)
-    layers = precompile.count_layers(subjects, archs, devices, step, progress=progress)
+    subjects = precompile.named_subjects() if folder is None else precompile.subjects_of(folder)
+    layers = precompile.count_layers(subjects, archs, DecodeStep(length, batch), progress=progress)
     kernels = [(layer.layout, kernel) for layer in layers for kernel in layer.kernels]
     failed = sum(kernel.error is not None for _, kernel in kernels)
-    rates = {f"sm_{number}": names[number] for number in archs}
-    issued = {f"sm_{number}": device.instructions_per_cycle for number, device in devices.items()}
-    about = {**provenance(command_line()), "predicted_for": rates, "instructions_per_cycle": issued}
-    about |= {"batch_size": batch, "length": length, "failed": failed, "layers": [*map(asdict, layers)]}
+    rates = {f"sm_{number}": precompile.DEVICE_OF_ARCH.get(number) for number in archs}
 
     def text() -> None:
-        on = ", ".join(f"{of}: {name} at {issued.get(of)} instructions a cycle and SM" for of, name in rates.items())
+        on = ", ".join(f"{of}: {name}" for of, name in rates.items())
         _print_layers(layers, f"A decode step's attention, {batch} x {length} tokens, predicted ({on})")
         for layout, kernel in kernels:
             if kernel.error is not None:
                 say(f"{layout}, {kernel.name}, {kernel.arch}: {kernel.error[:400]}")
-        say(f"{len(kernels)} kernels, {failed} failed; --json has registers, shared memory and pipes of each")
+        say(f"{len(kernels)} kernels, {failed} failed; --json has registers and shared memory of each")
 
-    output.show(about, text)
+    about = {**provenance(command_line()), "predicted_for": rates, "batch_size": batch, "length": length}
+    output.show({**about, "failed": failed, "layers": [*map(asdict, layers)]}, text)
     if failed:
         raise typer.Exit(1)
 
@@ -106,49 +95,34 @@ def _known(value: float | None, form: str = ".2f", scale: float = 1) -> str:
 
 
 @command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200")
-def schedule(
-    folder: Path,
-    target: TargetOptions,
-    output: Json,
-    sms: Count = 132,
-    lengths: str = "32768",
-    chunk: Annotated[int | None, typer.Option(min=1)] = None,
-) -> None:
+def schedule(folder: Path, output: Json, sms: Count = 132, lengths: str = "32768", target_device: str = "h200") -> None:
     """Simulate how evenly a decode step's attention loads a GPU: unsplit, the papers' greedy schedule, equal slices.
 
-    With --chunk also a prefill's, of row blocks alike and of FDC's. Arithmetic on predicted costs; nothing is run, and
-    no GPU is needed.
+    Arithmetic on predicted costs; nothing is run, and no GPU is needed.
 
     Args:
         sms: Streaming multiprocessors of the GPU.
         lengths: Cached tokens of each sequence of the batch: 32768, or 8x32768,200.
-        chunk: Also a prefill of so many new tokens of each sequence, after the longest cached one.
     """
     check_folder(folder)
 
     from ..bench.records import provenance
     from ..models.compressed import CompressedCheckpoint
-    from ..prediction.simulation import simulate, simulate_prefill
+    from ..prediction.devices import find_device
+    from ..prediction.simulation import simulate
 
-    tokens = parse_lengths(lengths)
+    tokens, device = parse_lengths(lengths), find_device(target_device)
     checkpoint = CompressedCheckpoint(folder)
-    layouts, shape = checkpoint.layouts, checkpoint.shape
-    balances = simulate(layouts, shape, tokens, target.device(), sms, checkpoint.dtype.itemsize)
-    prefill = None if chunk is None else simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms)
+    balances = simulate(checkpoint.layouts, checkpoint.shape, tokens, device, sms, checkpoint.dtype.itemsize)
 
     def text() -> None:
         ratios = [(f"{b.largest_over_mean:.3f}", f"{max(b.loads):.3f}") for b in balances]
         rows = [(b.schedule, a, b.parts, b.worst_layer, c) for b, (a, c) in zip(balances, ratios, strict=True)]
         right = "largest over mean", "partial results", "worst layer", "largest over mean there"
         print_table(f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", ("schedule",), right, rows)
-        if prefill:
-            say(
-                f"Prefill of {chunk} tokens each as FDC has it, time over that of even loads: row blocks alike "
-                f"{prefill['equal']:.3f}, of B_r rows {prefill['balanced']:.3f}"
-            )
 
-    found = {"schedules": [*map(asdict, balances)], "prefill": prefill}
-    output.show({**provenance(command_line()), "sms": sms, "lengths": tokens, "chunk": chunk, **found}, text)
+    found = {"schedules": [*map(asdict, balances)]}
+    output.show({**provenance(command_line()), "sms": sms, "lengths": tokens, **found}, text)
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -164,13 +138,7 @@ def parse_lengths(text: str) -> list[int]:
 
 @command(epilog="Example: rotor traffic out/demo --processes 2,4,8")
 def traffic(
-    folder: Path,
-    target: TargetOptions,
-    output: Json,
-    processes: str = "2,4,8",
-    tokens: Count = 1024,
-    ethernet_gbit: Annotated[float, typer.Option(min=0.001)] = 100,
-    out: Path | None = None,
+    folder: Path, output: Json, processes: str = "2,4,8", tokens: Count = 1024, target_device: str = "h200"
 ) -> None:
     """Count the bytes that a prompt sends over several processes (generate --parallel sequence), and alternatives.
 
@@ -180,17 +148,12 @@ def traffic(
     Args:
         processes: Numbers of processes, as in 2,4,8.
         tokens: Tokens of the prompt.
-        ethernet_gbit: Gigabits a second of each process's network.
     """
-    check_results(out)
-
-    from ..bench.records import write_report
     from ..bench.traffic import LABELS, count_traffic
+    from ..prediction.devices import find_device
 
-    rates, counts = target.device(), numbers("--processes", processes)
-    result = count_traffic(folder, counts, tokens, rates, ethernet_gbit * 1e9 / 8, command_line())
-    if out is not None:
-        write_report(out, result)
+    counts = numbers("--processes", processes)
+    result = count_traffic(folder, counts, tokens, find_device(target_device), command_line())
 
     def text() -> None:
         rows = []
@@ -207,90 +170,61 @@ def traffic(
     output.show(result, text)
 
 
-@command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 -o bench.json")
+@command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 --json")
 def bench(
     folder: Path,
     compute: DeviceOptions,
     output: Printed,
-    out: Path | None = None,
     lengths: str | None = None,
     prefill: str | None = None,
     batch: str | None = None,
-    layers: Count = LAYERS,
     repetitions: Count = 20,
     new_tokens: Annotated[int, typer.Option(min=0)] = 32,
     model: Path | None = None,
     engine: Literal["transformers", "vllm"] = "transformers",
-    cache_mb: Annotated[float | None, typer.Option("--cache-mb", min=0.1)] = None,
-    cache: str | None = None,
+    cache_mb: Annotated[float, typer.Option(min=0.1)] = 1074,
 ) -> None:
-    """Measure attention and generation of a checkpoint beside PyTorch's, a Palu-style baseline and the source model.
-
-    With --cache generation with that policy is measured, too; so an uncompressed model can be, beside its plain cache.
+    """Measure attention and generation of a checkpoint beside PyTorch's and the source model.
 
     Every row of attention is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what
     a CPU runs is measured, and the Triton kernels are listed as not measured.
 
     With --engine vllm: tokens of cache in equal memory, throughput, latency and preemptions by `vllm bench serve`, on
     the device that vLLM is built for. --batch are requests at once (1,4,16), --prefill tokens of a prompt (512);
-    --lengths, --layers and --device do not apply.
+    --lengths and --device do not apply.
 
     Args:
         lengths: Cached tokens when decoding, as in 8192,32768. [32768; on a CPU 2048]
         prefill: Tokens of a prompt. [8192; on a CPU 512]
         batch: Sequences in a batch. [1,8; on a CPU 1]
-        layers: Layers to measure, spread over the depth.
         repetitions: Of every row of the attention; of a model a quarter.
         new_tokens: Tokens that whole models generate; 0 leaves them out.
         engine: transformers, or vllm: the checkpoint and its source served side by side.
-        cache_mb: Megabytes of cache of each server, with --engine vllm. [1074]
+        cache_mb: Megabytes of cache of each server, with --engine vllm.
     """
-    check_results(out)
-    served = engine == "vllm"
-    in_vain = {
-        "--lengths": lengths,
-        "--layers": layers != LAYERS,
-        "--device": compute.device != "auto",
-        "--cache": cache,
-    }
-    if not served and cache_mb is not None:
-        raise UsageError("--cache-mb: with --engine vllm alone.", "Leave it out.")
-    if served and any(in_vain.values()):
-        given = ", ".join(option for option, value in in_vain.items() if value)
-        raise UsageError(f"{given}: not with --engine vllm.", "Leave it out.")
     options = (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
-    loads = [None if text is None else tuple(numbers(option, text)) for option, text in options]
+    decode, prompts, batches = (None if text is None else tuple(numbers(option, text)) for option, text in options)
     compute.checked()
     check_folder(folder)
     progress = output.progress()
-
-    from ..bench.records import write_report
-
-    if served:
+    if engine == "vllm":
         from ..bench.serving import ServingSettings, bench_serving
 
-        default = ServingSettings()
-        prompts = loads[1] or (default.prompt_tokens,)
-        if len(prompts) != 1 or new_tokens < 2:
+        if len(prompts or (1,)) != 1 or new_tokens < 2:
             message = "--engine vllm measures prompts of one length, and at least 2 new tokens."
             raise UsageError(message, "Give --prefill 512.")
-        requests, runs = loads[2] or default.concurrency, max(1, repetitions // 4)
-        size = default.cache_bytes if cache_mb is None else int(1e6 * cache_mb)
-        serving = ServingSettings(requests, prompts[0], new_tokens, size, runs)
+        loads = batches or (1, 4, 16), (prompts or (512,))[0], new_tokens
+        serving = ServingSettings(*loads, int(1e6 * cache_mb), max(1, repetitions // 4))
         result = bench_serving(folder, serving, model=model, dtype=compute.dtype, command=command_line())
-    else:
-        from ..bench.bench import CPU_LOADS, GPU_LOADS, BenchSettings
-        from ..bench.bench import bench as run_bench
-        from ..models.hardware import pick_device
+        output.show(result, lambda: _print_serving(result))
+        return
 
-        usual = GPU_LOADS if pick_device(compute.device).type == "cuda" else CPU_LOADS
-        decode, prompts, batches = (given or default for given, default in zip(loads, usual, strict=True))
-        settings = BenchSettings(decode, prompts, batches, layers, repetitions, new_tokens)
-        how: dict[str, Any] = {**vars(compute), "cache": cache, "command": command_line()}
-        result = run_bench(folder, settings, model=model, **how, progress=progress)
-    if out is not None:
-        write_report(out, result)
-    output.show(result, lambda: (_print_serving if served else _print_bench)(result))
+    from ..bench.bench import BenchSettings
+    from ..bench.bench import bench as run_bench
+
+    settings = BenchSettings(decode, prompts, batches, repetitions, new_tokens)
+    result = run_bench(folder, settings, model=model, **vars(compute), command=command_line(), progress=progress)
+    output.show(result, lambda: _print_bench(result))
 
 
 def _latency(record: dict[str, Any]) -> list[str]:
@@ -325,14 +259,13 @@ def _print_bench(result: dict[str, Any]) -> None:
         load = f"{r['batch_size']} x {r['length']}"
         rows.append((r["row"], r["phase"], load, middle, f"{low} - {high}", f"{r['over_stock']:.2f}"))
     title = f"Attention of layers {result['layers']}, medians, cold caches"
-    if rows:
-        print_table(title, ("row", "phase", "batch x tokens"), ("ms", "quartiles", "over the fastest SDPA"), rows)
+    print_table(title, ("row", "phase", "batch x tokens"), ("ms", "quartiles", "over the fastest SDPA"), rows)
     rows = []
     for r in result["model"]:
         load = f"{r['batch_size']} x {r['length']}"
-        rows.append((r["row"], load, *_latency(r), in_bytes(r["kv_cache_bytes"]), r["largest_batch"]))
+        rows.append((r["row"], load, *_latency(r), in_bytes(r["kv_cache_bytes"])))
     if rows:
-        right = ("first token ms", "between tokens ms", "cache", "largest batch")
+        right = ("first token ms", "between tokens ms", "cache")
         print_table("Whole model, transformers' generate", ("row", "batch x tokens"), right, rows)
     for row, why in result["not_measured"].items():
         say(f"not measured: {row}: {why}")
@@ -359,17 +292,15 @@ def gpu(
         tune: A checkpoint whose tiles are measured and written into its kernel_config.json, and no more.
         dry: Toy sizes in Triton's interpreter, on a CPU: everything but the numbers.
     """
+    check_file(out)
+    from ..bench import gpu as measured
+
     if tune is not None:
         check_folder(tune)
-        from ..bench import gpu as measured
-
         records = measured.tune(tune, dry=dry)
         rows = [(r["layer"], f"{1e6 * r['before_s']:.1f}", f"{1e6 * r['after_s']:.1f}") for r in records]
         output.show(records, lambda: print_table("A step's attention", ("layer",), ("us before", "us after"), rows))
         return
-    check_results(out)
-    from ..bench import gpu as measured
-
     parts = measured.run(out, minutes, dry)
     found = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
 

@@ -48,7 +48,7 @@ log = logging.getLogger("rotor")
 class ExportResult:
     """What was written: the folder, the content of its rotor.json, and seconds per stage (0 measured points: none).
 
-    digest: SHA-256 of manifest.json, which has that of every other file: `rotor validate OUT --digest HEX`.
+    digest: SHA-256 of manifest.json, which has that of every other file.
     """
 
     folder: Path
@@ -115,9 +115,9 @@ def run_export(settings: ExportSettings, progress: Progress | None = None) -> Ex
     """What `export` does, with its arguments in one object; raises likewise."""
     settings.check()
     with ExitStack() as held:
-        held.enter_context(exclusive(Path(settings.run), "export"))
+        held.enter_context(exclusive(Path(settings.run)))
         job = ExportJob.check(settings)
-        held.enter_context(exclusive(job.out.path, "export"))
+        held.enter_context(exclusive(job.out.path))
         job.out.check(settings.overwrite, job.sources)  # who held it until now may have written to it
         held.enter_context(log_file(job.run.folder, "export"))
         search = RankSearch(job, StageTimes(), progress or Progress())

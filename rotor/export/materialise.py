@@ -51,7 +51,7 @@ def materialise(
             of it, or of the checkpoint, is not what it was.
     """
     folder, place = Path(folder), OutputFolder.at(out, "checkpoint")
-    with source_at(source), exclusive(place.path, "materialise"):
+    with source_at(source), exclusive(place.path):
         checkpoint = CompressedCheckpoint(folder)
         if checkpoint.section.source is None or checkpoint.rewritten is None:
             raise UsageError(f"{folder}: has its weights.", "Copy the folder.")

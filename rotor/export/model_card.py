@@ -73,7 +73,7 @@ installed, or below `rotor run -- PROGRAM`. `rotor validate` checks its integrit
 `rotor.json` lists every tensor with its SHA-256, the ranks and the measurements; the kernels read `kernel_config.json`.
 
 `manifest.json` has the SHA-256 of every file; its own is the digest that `rotor export` printed. With the digest from
-somebody whom you trust, `rotor validate PATH_OF_THIS_FOLDER --digest HEX` finds any change at all.
+somebody whom you trust, `sha256sum manifest.json` and `rotor validate PATH_OF_THIS_FOLDER` find any change at all.
 """
     return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}"))
 

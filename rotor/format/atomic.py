@@ -39,16 +39,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    with replacing(path) as temporary:
-        temporary.write_bytes(json_bytes(data))
-
-
-def json_bytes(data: Any) -> bytes:
-    """UTF-8; names of files that are not UTF-8 make it ASCII with escapes, which Python reads back as they were."""
-    try:
-        return f"{json_text(data)}\n".encode()
-    except UnicodeEncodeError:
-        return f"{json_text(data, ensure_ascii=True)}\n".encode()
+    write_text(path, f"{json_text(data)}\n")
 
 
 def sync(path: Path) -> None:

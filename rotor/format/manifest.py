@@ -7,16 +7,15 @@ The digest is what `sha256sum manifest.json` prints.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ..errors import CheckpointError
-from .atomic import json_bytes, write_json
+from .atomic import write_json
 from .hashes import file_sha256
 from .json_files import read_json
 
@@ -28,10 +27,8 @@ CHANGING = {
     "checkpoint": re.compile(r"(?!)"),
     "run": re.compile(r"log\.txt|report\.html|rank_table\.json|(tables|probes|work)/.*|(.*/)?\.[^/]+\.tmp"),
 }
-"""Files that rotor itself writes after a folder is finished. Of a run: its log, report and measurements, each JSON of
-which has a checksum of its own; and what a killed process leaves."""
-
-CHECKSUM = "sha256"
+"""Files that rotor itself writes after a folder is finished. Of a run: its log, report and measurements, and what a
+killed process leaves."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,7 @@ class Manifest:
     def read(cls, folder: Path, hint: str = "") -> Manifest:
         """Raises CheckpointError if there is none, or not one."""
         path = folder / MANIFEST
-        if path.is_symlink():
-            raise CheckpointError(f"{path}: is a link, expected a file of this folder.", hint)
-        data = read_json(path, hint, any_names=True)
+        data = read_json(path, hint)
         files = data.get("files")
         sound = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
         if data.get("rotor_manifest") != VERSION or data.get("kind") not in get_args(Kind) or not sound:
@@ -109,20 +104,3 @@ def entries_below(folder: Path) -> list[str]:
         if not folders and not files and relative.parts:
             found.append(f"{relative.as_posix()}/")
     return sorted(found)
-
-
-def write_checked_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON object that changes after its folder is finished, with the SHA-256 of its content in it."""
-    write_json(path, {CHECKSUM: _content_sha256(data), **data})
-
-
-def read_checked_json(path: Path, hint: str = "") -> dict[str, Any]:
-    """The object that write_checked_json wrote; raises CheckpointError if it is missing, damaged or was edited."""
-    data = read_json(path, hint, any_names=True)
-    if data.pop(CHECKSUM, None) != _content_sha256(data):
-        raise CheckpointError(f"{path}: differs from the SHA-256 in it.", hint)
-    return data
-
-
-def _content_sha256(data: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json_bytes({key: value for key, value in data.items() if key != CHECKSUM})).hexdigest()

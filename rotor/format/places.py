@@ -8,8 +8,6 @@ Links in paths are resolved before anything is compared or written.
 from __future__ import annotations
 
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,7 +17,7 @@ from pathlib import Path
 from ..errors import CheckpointError, UsageError
 from .atomic import sync, write_json
 from .json_files import read_json
-from .manifest import CHANGING, MANIFEST, MARKERS, UNFINISHED, Kind, Manifest
+from .manifest import MARKERS, UNFINISHED, Kind, Manifest
 
 MINE = "Choose another folder, or remove it yourself."
 
@@ -36,16 +34,10 @@ class OutputFolder:
 
     @classmethod
     def at(cls, given: str | Path, kind: Kind) -> OutputFolder:
-        """Raises UsageError for the root of the file system, and a name that safetensors cannot open."""
+        """Raises UsageError for the root of the file system."""
         path = Path(os.path.realpath(given))
         if not path.name:
             raise UsageError(f"{given}: is the root of the file system.", "Choose a folder in it.")
-        try:
-            str(path).encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                f"{path}: is not UTF-8.", "safetensors opens no other names; choose one in UTF-8."
-            ) from error
         return cls(path, kind)
 
     @property
@@ -53,14 +45,15 @@ class OutputFolder:
         """Where an unfinished run lies."""
         return self.path.with_name(f"{self.path.name}.partial")
 
-    def new_name(self, end: str = "") -> Path:
-        """A name beside it that nobody has."""
-        return self.path.with_name(f".{self.path.name}.rotor-{secrets.token_hex(8)}{end}")
+    @property
+    def staging(self) -> Path:
+        """Where it is made."""
+        return self.path.with_name(f".{self.path.name}.rotor-new")
 
-    def leftovers(self) -> list[Path]:
-        """What killed processes left of it, under names that `new_name` gave."""
-        parent, known = self.path.parent, re.compile(re.escape(f".{self.path.name}.rotor-") + "[0-9a-f]{16}(-old)?")
-        return [path for path in sorted(parent.iterdir()) if known.fullmatch(path.name)] if parent.is_dir() else []
+    @property
+    def replaced(self) -> Path:
+        """Where the folder that it takes the place of lies until it has."""
+        return self.path.with_name(f".{self.path.name}.rotor-old")
 
     def check(self, overwrite: bool, sources: Iterable[Path], kept: Iterable[Path] = ()) -> None:
         """Raises UsageError where the folder must not be written.
@@ -70,7 +63,7 @@ class OutputFolder:
             sources: folders that are read: the output must not lie in them, nor they in what may be removed.
             kept: files and folders that must only not be removed.
         """
-        check_apart(self.path, sources, kept, [self.path, self.partial, *self.leftovers()])
+        check_apart(self.path, sources, kept, [self.path, self.partial, self.staging, self.replaced])
         if not self.path.exists():
             return
         if not self.path.is_dir():
@@ -109,24 +102,10 @@ def _is_in(path: Path, folder: Path) -> bool:
 
 
 def check_file(path: Path) -> None:
-    """Raises UsageError where a result cannot become this file, before it is worked for.
-
-    A folder has its name, nothing can be written above it, or it would be foreign to a run or a checkpoint.
-    """
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder.", "Give the name of a file.")
-    place = path.resolve()
-    above = next(folder for folder in place.parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise UsageError(f"{path}: {above} is no folder that can be written to.", "Choose another place.")
-    for folder in place.parents:
-        with suppress(CheckpointError):
-            kind = Manifest.read(folder).kind
-            if not CHANGING[kind].fullmatch(place.relative_to(folder).as_posix()):
-                raise UsageError(
-                    f"{path}: lies in the {kind} {folder}, whose {MANIFEST} has every file that belongs there.",
-                    "Choose a place outside of it.",
-                )
+    """Raises UsageError where a result cannot become this file, before it is worked for."""
+    above = next(folder for folder in path.resolve().parents if folder.exists())
+    if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
+        raise UsageError(f"{path}: no file can be written there.", "Choose another place.")
 
 
 def mark_unfinished(folder: Path, kind: Kind) -> None:

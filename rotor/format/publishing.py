@@ -5,11 +5,10 @@ Whoever publishes a folder holds its lock (rotor.format.locks): whatever else ha
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -19,9 +18,6 @@ from torch import Tensor
 from ..errors import CheckpointError, UsageError
 from .atomic import sync
 from .places import OutputFolder, mark_unfinished, remove, unmark
-
-REMOVING = 4
-"""Descriptors that removing a folder takes at once, kept for it where the limit on open files has been reached."""
 
 
 @contextmanager
@@ -44,19 +40,16 @@ def staged_folder(out: OutputFolder, overwrite: bool, sources: list[Path], neede
         ) from error
     out.check(overwrite, sources)  # again: an old folder may have been put back
     check_space(out.path, needed_bytes)
-    staging, spare = out.new_name(), ExitStack()
+    staging = out.staging
     try:
         staging.mkdir()
         mark_unfinished(staging, out.kind)
-        for _ in range(REMOVING):
-            spare.callback(os.close, os.open(staging, os.O_RDONLY))
         yield staging
         publish_folder(staging, out)
     except (OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{out.path}: writing failed: {reason}", "Nothing was changed there.") from error
     finally:
-        spare.close()
         with suppress(OSError, UsageError):  # it is not there any more
             remove(staging, out.kind)
 
@@ -79,12 +72,12 @@ def publish_folder(folder: Path, out: OutputFolder) -> None:
     Raises:
         UsageError: what is there is not rotor's to remove. OSError: the disk fails.
     """
-    recover(out, but=folder)
     for place, _, files in os.walk(folder):
         for name in files:
             sync(Path(place) / name)
         sync(Path(place))
     if out.path.is_dir() and any(out.path.iterdir()):
+        recover(out, but=folder)
         _exchange(folder, out)
     else:
         unmark(folder)
@@ -95,30 +88,26 @@ def publish_folder(folder: Path, out: OutputFolder) -> None:
 def _exchange(folder: Path, out: OutputFolder) -> None:
     """Put a folder in the place of another one, which is kept until the new one is there."""
     out.check(overwrite=True, sources=())  # again: what has come into it since
-    old = out.new_name("-old")
+    old = out.replaced
     unmark(folder)
     try:
         os.rename(out.path, old)
         os.rename(folder, out.path)
-    except BaseException as error:  # also an interruption between the two
+    except BaseException:  # also an interruption between the two
         if old.exists() and not out.path.exists():
             os.rename(old, out.path)
-        if isinstance(error, OSError) and error.errno in (errno.EBUSY, errno.EXDEV):
-            raise CheckpointError(f"{out.path}: cannot be renamed ({error.strerror}).", "Choose another.") from error
         raise
-    gone = out.new_name()  # a name that nobody restores, since from here on it may be there in part
-    os.rename(old, gone)
     with suppress(OSError):
-        remove(gone, out.kind)
+        remove(old, out.kind)
 
 
 def recover(out: OutputFolder, but: Path | None = None) -> None:
     """Remove what a killed process left of a folder; put the old one back if it was killed between two renames."""
-    for path in (found for found in out.leftovers() if found != but):
-        if path.name.endswith("-old") and not out.path.exists():
-            os.rename(path, out.path)
-            sync(out.path.parent)
-        else:
+    if out.replaced.exists() and not out.path.exists():
+        os.rename(out.replaced, out.path)
+        sync(out.path.parent)
+    for path in (out.replaced, out.staging):
+        if path.exists() and path != but:
             with suppress(UsageError):  # not rotor's: stays
                 remove(path, out.kind)
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from ..checked import shorten
 from ..errors import CheckpointError, MissingError, NumericsError, RotorError, UnsupportedModelError
 from ..format.hashes import file_sha256
-from ..format.json_files import check_regular, read_json
+from ..format.json_files import read_json
 from .sidecars import sidecars
 from .source_config import check_config, check_generation_config
 from .tokenizer import load_tokenizer
@@ -46,8 +46,6 @@ class Checkpoint:
         if not self.folder.is_dir():
             said = "is a file" if self.folder.exists() else "no such folder"
             raise MissingError(f"{folder}: {said}.", "Give the folder of a downloaded model.")
-        if any("\udc80" <= character <= "\udcff" for character in str(folder)):
-            raise CheckpointError(f"{folder}: is not UTF-8.", "safetensors opens no other names; rename the folder.")
         _check_files(self.folder)
         hint = "Give a folder that save_pretrained wrote."
         if (self.folder / "run.json").is_file():
@@ -158,47 +156,34 @@ class Checkpoint:
         return sum(map(self.bytes_of, self.files))
 
     def _locate(self) -> dict[str, str]:
-        """Tensor name -> shard file name; the index names what the shards hold, no more and no less."""
-        index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
-        if index.is_file():
-            named = self._read_index(index)
-        elif single.is_file():
-            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
-        else:
-            for path in sorted(self.folder.iterdir()):
-                if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
+        """Tensor name -> shard file name: what is in the files that transformers reads."""
+        index, files = self.folder / INDEX_FILE, [SINGLE_FILE]
+        if not (self.folder / SINGLE_FILE).is_file():
+            if not index.is_file():
+                raise self._no_weights()
+            weight_map = read_json(index, AGAIN).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{index}: no weight_map in it.", AGAIN)
+            for name, file in weight_map.items():
+                if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
                     raise CheckpointError(
-                        f"{path}: a pickle checkpoint, which can run code when loaded; rotor refuses it.",
-                        "Convert it with transformers' save_pretrained, which writes safetensors.",
+                        f"{index}: {name} is in {shorten(file)}, expected a file name in this folder, *.safetensors."
                     )
-            raise CheckpointError(
-                f"{self.folder}: no {SINGLE_FILE} and no {INDEX_FILE}.", "Give a folder that save_pretrained wrote."
-            )
-        held = {(name, file) for file in sorted(set(named.values())) for name in self._open(file).keys()}  # noqa: SIM118
-        for name, file in sorted(held ^ set(named.items())):  # transformers reads all that is in a shard
-            problem = "is not in the index" if (name, file) in held else "is missing, but named in the index"
-            raise CheckpointError(f"{self.folder / file}: tensor {name} {problem} ({INDEX_FILE}).", AGAIN)
-        return named
+                if not (self.folder / file).is_file():
+                    raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", AGAIN)
+            files = sorted(set(weight_map.values()))
+        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
 
-    def _read_index(self, index: Path) -> dict[str, str]:
-        """What the index names: files of this folder alone, and all of a numbered series."""
-        weight_map = read_json(index, AGAIN).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index}: no weight_map in it.", AGAIN)
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-                raise CheckpointError(
-                    f"{index}: {name} is in {shorten(file)}, expected a file name in this folder, *.safetensors."
+    def _no_weights(self) -> CheckpointError:
+        for path in sorted(self.folder.iterdir()):
+            if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
+                return CheckpointError(
+                    f"{path}: a pickle checkpoint, which can run code when loaded; rotor refuses it.",
+                    "Convert it with transformers' save_pretrained, which writes safetensors.",
                 )
-            if not (self.folder / file).is_file():
-                raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", AGAIN)
-        files = set(weight_map.values())
-        if (self.folder / SINGLE_FILE).is_file() and files != {SINGLE_FILE}:
-            raise CheckpointError(
-                f"{self.folder}: {SINGLE_FILE}, which transformers would read, beside an index of other files.",
-                f"Remove the one that is not meant: {SINGLE_FILE}, or {INDEX_FILE} with its shards.",
-            )
-        return dict(weight_map)
+        return CheckpointError(
+            f"{self.folder}: no {SINGLE_FILE} and no {INDEX_FILE}.", "Give a folder that save_pretrained wrote."
+        )
 
     def _open(self, file: str) -> Any:
         if file not in self._handles:
@@ -243,14 +228,12 @@ def config_of(folder: Path) -> Any:
 
 
 def _check_files(folder: Path) -> None:
-    """Raises UnsupportedModelError for other formats, CheckpointError for pipes."""
+    """Raises UnsupportedModelError for other formats."""
     for name, (what, hint) in OTHER_FORMATS.items():
         if (folder / name).is_file():
             raise UnsupportedModelError(f"{folder / name}: {what}, which rotor cannot compress.", hint)
     if not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
         raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", ORIGINAL)
-    for path in sorted(folder.iterdir()):
-        check_regular(path, "Replace it by the model's own file.")
 
 
 def is_finite(tensor: Tensor) -> bool:

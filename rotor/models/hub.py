@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError, MissingError, RotorError, UnsupportedModelError, UsageError
 from ..format.json_files import read_json
@@ -21,18 +21,7 @@ SIDECARS = ["*.json", "*.jinja", "*.model", "*.txt", "LICENSE*"]
 LEFT_ALONE = ["*/*", "consolidated*"]
 """Folders of other formats, and the second copy of the weights that some repositories hold."""
 
-TEMPLATES = ["additional_chat_templates/*.jinja"]
-"""Fetched apart, since no pattern leaves all folders alone but one."""
-
-ORIGINAL = "Give the checkpoint that it was made from; its README.md usually names it as base_model"
-DEQUANTISE = "; or load it with transformers in bfloat16 ({}), save_pretrained, and give that folder"
-QUANTISED = {
-    "awq": ("integers of AWQ", ""),
-    "gptq": ("integers of GPTQ", ""),
-    "fp8": ("numbers of 8 bits (FP8)", DEQUANTISE.format("quantization_config=FineGrainedFP8Config(dequantize=True)")),
-    "bitsandbytes": ("quantised by bitsandbytes", DEQUANTISE.format("then model.dequantize()")),
-}
-"""What weights are by `quant_method`, and what else to do."""
+ORIGINAL = "Give the checkpoint that it was made from; its README.md usually names it as base_model."
 
 
 @dataclass(frozen=True)
@@ -82,14 +71,12 @@ def find_model(model: str | Path, revision: str | None = None, *, weights: bool 
 
     hub_id, patterns = str(model), [*SIDECARS, *(["*.safetensors"] if weights else [])]
     offline = is_offline_mode()  # some versions would ask the hub for the files of a cached commit
-    fetch = partial(snapshot_download, hub_id, local_files_only=offline)
+    how: dict[str, Any] = {"local_files_only": offline, "allow_patterns": patterns, "ignore_patterns": LEFT_ALONE}
     try:
-        found = fetch(revision=revision, allow_patterns=patterns, ignore_patterns=LEFT_ALONE)
-        commit = Path(found).name
-        fetch(revision=commit, allow_patterns=TEMPLATES)
+        found = snapshot_download(hub_id, revision=revision, **how)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise _explained(error, hub_id if revision is None else f"{hub_id} at revision {revision}", offline) from error
-    return ModelSource(Path(found), hub_id, commit)
+    return ModelSource(Path(found), hub_id, Path(found).name)
 
 
 def find_source(model: str | Path, revision: str | None = None, *, weights: bool = True) -> ModelSource:
@@ -119,8 +106,7 @@ def _check(folder: Path) -> None:
         )
     if isinstance(section, dict):
         method = str(section.get("quant_method"))
-        what, else_ = QUANTISED.get(method, (f"quantised ({method[:40]})", ""))
-        raise UnsupportedModelError(f"{folder}: already quantised: its weights are {what}.", f"{ORIGINAL}{else_}.")
+        raise UnsupportedModelError(f"{folder}: already quantised ({method[:40]}).", ORIGINAL)
     find_family(config_of(folder))
 
 

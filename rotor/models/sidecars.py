@@ -17,7 +17,7 @@ BELONGS = re.compile(
     r"|vocab\.(json|txt|bpe)|merges\.txt|bpe\.codes|encoder\.json"
     r"|(spiece|sentencepiece(\.bpe)?)\.model"
     r"|special_tokens_map\.json|added_tokens\.json"
-    r"|generation_config\.json|chat_template\.(json|jinja)|additional_chat_templates/[\w.-]+\.jinja"
+    r"|generation_config\.json|chat_template\.(json|jinja)"
     r"|((image_|video_|audio_)?(pre)?processor_config|processor_config)\.json"
     r"|(LICEN[SC]E|NOTICE|COPYING|COPYRIGHT|USE_POLICY|AUTHORS)([_-][\w-]+)?(\.(txt|md|rst|pdf))?",
     re.IGNORECASE,
@@ -27,17 +27,15 @@ BELONGS = re.compile(
 def sidecars(folder: Path) -> list[str]:
     """Names of a model's files to take along unchanged, relative to its folder, sorted.
 
-    Links within the folder, to where config.json lies (the hub's cache) and into git-annex are followed.
+    Links within the folder, and to where config.json lies (the hub's cache), are followed.
 
     Raises:
         CheckpointError: one of them is a link that leads to nothing, or out of the model.
     """
-    found = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
-    names = [path.relative_to(folder).as_posix() for path in found if path.is_file() or path.is_symlink()]
-    names = sorted(name for name in names if BELONGS.fullmatch(name))
+    found = [path.name for path in folder.iterdir() if path.is_file() or path.is_symlink()]
+    names = sorted(name for name in found if BELONGS.fullmatch(name))
     here = folder.resolve()
     allowed = {here, (folder / "config.json").resolve().parent}
-    allowed |= {above / ".git" / "annex" / "objects" for above in (here, *here.parents)}
     for path in (folder / name for name in names):
         target = Path(os.path.realpath(path))
         if not target.is_file() or not allowed & set(target.parents):

@@ -7,6 +7,7 @@ configuration says what they would hold.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,20 +19,43 @@ from ..calibration.outline import ModelOutline, needs_whole_model
 from ..errors import MissingError
 from ..format.layout import AttentionShape, LayerForm, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
-from ..models.hardware import pick_device, pick_dtype
+from ..models.hardware import matmul_rate, pick_device, pick_dtype
 from ..models.hub import find_source
-from ..models.memory import available_device_bytes, stream_weights
+from ..models.memory import Estimate, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import DecodeTime, decode_times
 from ..prediction.devices import find_device
 from ..recipe import ObjectiveSettings, Recipe, load_recipe
-from .needs import Needs
 
 WEIGHTS = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
 """Files of weights in any form; without one a config.json stands alone, and says what the weights would be."""
 
 CONTEXTS = (8192, 32768, 131072)
 """Lengths, in tokens, at which the size of the cache is shown."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Memory and disk of a command in bytes, memory by what it is for, and seconds of its matrix products alone.
+
+    streamed: one layer of weights in memory at a time. usable_host_bytes: of what is available, where weights are to
+    stay in memory. disk_bytes: in the output folder while it is written; kept_disk_bytes: of it, what stays.
+    """
+
+    streamed: bool
+    host_bytes: dict[str, int]
+    device_bytes: dict[str, int]
+    disk_bytes: int
+    kept_disk_bytes: int
+    product_seconds: dict[str, float]
+    available_host_bytes: int
+    usable_host_bytes: int
+    free_disk_bytes: int
+
+    @classmethod
+    def of(cls, estimate: Estimate, streamed: bool, disk: int, kept: int, seconds: dict[str, float]) -> Needs:
+        there = available_host_bytes(), usable_host_bytes(), shutil.disk_usage(Path.cwd()).free
+        return cls(streamed, estimate.host, estimate.device, disk, kept, seconds, *there)
 
 
 @dataclass(frozen=True)
@@ -105,10 +129,14 @@ def inspect(
     per_token = uncompressed_kv_bytes_per_token(shape, outline.dtype.itemsize)
     form = outline.form(spec)
     load = spec.objective
-    rates = find_device(load.device, load.device_file)
+    device_rates = find_device(load.device, load.device_file)
     step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
     calibrating = outline.calibration(spec, target, compute_dtype, batch_tokens)
     streamed, _ = stream_weights("never" if needs_whole_model(spec) else "auto", calibrating, target)
+    taken, rate = calibrating[streamed], matmul_rate(target, compute_dtype)
+    rates = {"statistics": matmul_rate(torch.device("cpu"), torch.float64)}
+    flops = outline.calibration_flops(spec).items()
+    seconds = {name: round(count / rates.get(name, rate), 1) for name, count in flops}
     measuring, grown = outline.evaluation(spec, target, compute_dtype), int(stored * 1.1)
     layerwise, _ = stream_weights("auto", measuring, target)
     return Inspection(
@@ -126,12 +154,10 @@ def inspect(
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
         keys=_keys(form, shape),
         objective=load,
-        instructions_per_cycle=rates.instructions_per_cycle,
-        decode_times=decode_times(shape, rates, step, form),
-        calibrate=Needs.of_calibration(
-            outline, spec, target, compute_dtype, calibrating[streamed], streamed, Path.cwd()
-        ),
-        export=Needs.of(measuring[layerwise], layerwise, Path.cwd(), grown, grown, {}),
+        instructions_per_cycle=device_rates.instructions_per_cycle,
+        decode_times=decode_times(shape, device_rates, step, form),
+        calibrate=Needs.of(taken, streamed, taken.disk_bytes, taken.kept_disk_bytes, seconds),
+        export=Needs.of(measuring[layerwise], layerwise, grown, grown, {}),
         available_device_bytes=available_device_bytes(target),
     )
 

@@ -3,9 +3,6 @@
 In a decode step a layer is one launch: a task for each group of KV heads of each sequence, made of tiles of keys. A
 tile costs the longer of reading its latents and of issuing its instructions. The step takes the most loaded SM's time,
 layer after layer.
-
-In a prefill as FDC has it the row blocks of all groups of a layer are one launch, and one costs its FLOPs: blocks of
-as many rows for all groups, or of B_r rows, fewer the wider a group is, so that all take as long.
 """
 
 from __future__ import annotations
@@ -22,10 +19,6 @@ from .instructions import group_instructions
 
 KEYS = 64
 """Keys in a tile of decoding."""
-
-ROW_BLOCK = 64
-TILE = 16
-"""The tensor cores' granularity: blocks are multiples of it."""
 
 Part = tuple[int, int]
 """A task, and how many of its tiles."""
@@ -173,66 +166,3 @@ def simulate(
             )
         )
     return balances
-
-
-def row_blocks(widths: Sequence[tuple[int, int]]) -> list[int]:
-    """Rows of a block, B_r, for each (d_qk, d_v), so that every block is about the same work.
-
-    The widest takes ROW_BLOCK rows; another takes as many more as it is narrower, rounded up to a multiple of TILE.
-
-    Source: FDC section 5.3 (prefill) and section 6.1.
-    """
-    largest = max(map(work_per_key, widths))
-    return [-int(-ROW_BLOCK * largest / work_per_key(width) // TILE) * TILE for width in widths]
-
-
-def work_per_key(width: tuple[int, int]) -> int:
-    """d_sum = d_qk + d_v + 1: multiply-adds per query row and key, the softmax counted as one (FDC section 5.3)."""
-    return sum(width) + 1
-
-
-def row_block_costs(seq_len: int, past: int, rows: int, pack: int, others: int) -> list[float]:
-    """Keys that each row block of a causal prefill meets, the longest first, `others` times each."""
-    blocks = -(-seq_len * pack // rows)
-    ends = [past + min(seq_len, -(-(block + 1) * rows // pack)) for block in reversed(range(blocks))]
-    return [float(end) for end in ends for _ in range(others)]
-
-
-def makespan(costs: Sequence[float], sms: int) -> float:
-    """When the last SM is through, if each takes the next task, in order, as soon as it is free."""
-    ends = [0.0] * sms
-    for cost in costs:
-        heapq.heapreplace(ends, ends[0] + cost)
-    return max(ends)
-
-
-def simulate_prefill(
-    layouts: Sequence[LayerLayout], shape: AttentionShape, chunk: int, past: int, batch_size: int, sms: int
-) -> dict[str, float]:
-    """Simulate a prefill of `chunk` new tokens of each sequence after `past` cached ones.
-
-    Returns:
-        Time over that of even loads, over all layers, of row blocks of ROW_BLOCK rows (`equal`) and of B_r rows
-        (`balanced`), both with the longest first.
-    Raises:
-        UsageError: no new token, sequence or SM.
-
-    Source: FDC section 5.3.
-    """
-    if chunk < 1 or past < 0 or batch_size < 1 or sms < 1:
-        raise UsageError(
-            f"a prefill of {chunk} tokens on {sms} SMs: expected positive numbers.", "Example: --chunk 512"
-        )
-    mean, spans = 0.0, {"equal": 0.0, "balanced": 0.0}
-    for layout in layouts:
-        widths = [(group.key.width, group.values.width) for group in layout.groups]
-        pack = layout.group_size * shape.heads_per_kv
-        for name, rows in (("equal", [ROW_BLOCK] * len(widths)), ("balanced", row_blocks(widths))):
-            costs = [
-                count * work_per_key(width) * keys
-                for count, width in zip(rows, widths, strict=True)
-                for keys in row_block_costs(chunk, past, count, pack, batch_size)
-            ]
-            spans[name] += makespan(sorted(costs, reverse=True), sms)
-            mean += sum(costs) / sms if name == "equal" else 0.0
-    return {name: span / mean for name, span in spans.items()}

@@ -54,14 +54,6 @@ def _named(name_or_path: str) -> Recipe:
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return parse_recipe(read_text(path, f"recipe {name_or_path}"), name_or_path)
     bundled = bundled_recipes()
-    policies = [file.name.removesuffix(".yaml") for file in (resources.files("rotor.recipes") / "cache").iterdir()]
-    meant = [name for name in sorted(policies) if name == name_or_path or name.startswith(f"{name_or_path}-")]
-    if name_or_path not in bundled and meant:
-        raise RecipeError(
-            f"{name_or_path!r} is a cache policy, not a recipe.",
-            f"Give --cache {meant[0]} to export, generate or validate"
-            + (f"; there are {', '.join(meant)}." if meant[1:] else "."),
-        )
     if name_or_path not in bundled:
         raise RecipeError(
             f"recipe {name_or_path!r} is neither bundled nor a file{nearest_name(name_or_path, bundled)}",

@@ -1,45 +1,29 @@
-"""Figures of a report as inline SVG that follows the page's light or dark colours. Needs matplotlib when called.
+"""Figures of a report as images with their SVG inside. Needs matplotlib when called.
 
-Figures are narrow, so that text stays readable at the width of a phone. Colours are drawn as placeholders and then
-replaced by the page's CSS variables; text stays text.
+Figures are narrow, so that text stays readable at the width of a phone.
 """
 
 from __future__ import annotations
 
 import io
-import re
+from base64 import b64encode
 from collections.abc import Callable
 from functools import partial
 from html import escape
 from typing import Any
 
 from .data import JOINT, ReportData
-from .style import STYLE, accuracy_axis, compression_axis, layer_colours, layer_legend, shown_loss
+from .style import STYLE, accuracy_axis, layer_colours, layer_legend, shown_loss
 
-INK, KEYS, VALUES, MUTED, ACCENT = "#010203", "#010204", "#010205", "#010206", "#010207"
-COLOURS = {INK: "currentColor", KEYS: "var(--keys)", VALUES: "var(--values)", MUTED: "var(--muted)"}
-COLOURS[ACCENT] = "var(--accent)"
+KEYS, MUTED, ACCENT = "#1f5fbf", "#8a93a3", "#0f7b53"
 SIDE_NAMES = {"qk": "keys", "vo": "values", JOINT: "keys and values together"}
 
-SVG_STYLE: dict[Any, Any] = {
-    **STYLE,
-    "svg.fonttype": "none",
-    "savefig.transparent": True,
-    "text.color": INK,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "grid.color": MUTED,
-    "axes.formatter.use_mathtext": False,
-    "legend.frameon": False,
-}
 FLOOR = 1e-6
 """Smallest share that a logarithmic axis of a spectrum shows."""
 
 
 def figures(data: ReportData) -> dict[str, str]:
-    """Name -> SVG, for each that has something to draw; those of singular values are `spectra-SIDE-N`.
+    """Name -> <img>, for each that has something to draw; those of singular values are `spectra-SIDE-N`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -48,11 +32,11 @@ def figures(data: ReportData) -> dict[str, str]:
     from matplotlib.figure import Figure
 
     drawn: dict[str, str] = {}
-    with matplotlib.rc_context(SVG_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, (draw, text) in _drawings(data).items():
             figure = Figure(figsize=(4.4, 3.2))
             draw(figure)
-            drawn[name] = _svg(figure, name, text)
+            drawn[name] = _image(figure, text)
     return drawn
 
 
@@ -88,7 +72,7 @@ def _draw_points(data: ReportData, figure: Any) -> None:
                 axes.plot([0, *x], [shown_loss(1), *y], color=colour, linewidth=1, linestyle="--")
             axes.plot(x, y, "o", color=colour, markersize=4, label=f"{split} split, 95 % interval")
             losses += y
-    axes.plot([0], [shown_loss(1)], "s", color=INK, markersize=5, label="uncompressed")
+    axes.plot([0], [shown_loss(1)], "s", color="black", markersize=5, label="uncompressed")
     shown = data.chosen
     assert shown is not None
     fidelity = shown.report or shown.search
@@ -99,7 +83,7 @@ def _draw_points(data: ReportData, figure: Any) -> None:
         axes.axhline(shown_loss(data.target), color=ACCENT, linewidth=1, linestyle=":")
         losses.append(shown_loss(data.target))
     accuracy_axis(axes, losses, "accuracy (ratio)")
-    compression_axis(axes, max(p.stored for p in points), "compression (share of the KV cache removed)")
+    axes.set_xlabel("compression (share of the KV cache removed)")
     figure.legend(fontsize=8, loc="outside upper center", ncols=2)
 
 
@@ -121,20 +105,8 @@ def _draw_spectra(figure: Any, *, data: ReportData, side: str, layers: list[int]
     layer_legend(figure, axes, len(data.spectra))
 
 
-def _svg(figure: Any, name: str, text: str) -> str:
-    """The figure as an <svg> element: no size, no clashing ids, no metadata, the page's colours, a text beside it."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    box = re.search(r'viewBox="[^"]*"', svg)
-    assert box is not None
-    svg = re.sub(r"<svg[^>]*>", f'<svg {box[0]} role="img" aria-label="{escape(text)}">', svg, count=1)
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = svg.replace("url(#", f"url(#{name}-")
-    svg = re.sub(r'(?:xlink:)?href="#', f'href="#{name}-', svg)
-    svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
-    for placeholder, colour in COLOURS.items():
-        svg = svg.replace(placeholder, colour)
-    return svg
+def _image(figure: Any, text: str) -> str:
+    """The figure as an <img> element that holds its SVG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return f'<img alt="{escape(text)}" src="data:image/svg+xml;base64,{b64encode(buffer.getvalue()).decode()}">'

@@ -89,7 +89,7 @@ def render(data: ReportData, drawn: dict[str, str] | None) -> str:
     """The page.
 
     Args:
-        drawn: SVG by section; None where figures cannot be drawn, and tables stand open in their place.
+        drawn: images by section; None where figures cannot be drawn, and tables stand open in their place.
     """
     energies = [
         {side: f"{_channels_for(values, 0.99)} of {len(values)}" for side, values in layer.items()}

@@ -21,12 +21,6 @@ LOSS_FLOOR = 5e-4
 """Losses of accuracy below it, none among them, are drawn at it: a logarithmic axis has no 0."""
 
 LOSS_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-COMPRESSION_TICKS = (0, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99)
-KEPT_FLOOR = 1e-3
-"""Smallest share of the cache that an axis of compression shows."""
-
-LAYER_COLOURS = ("#3b6fd4", "#1f9e94", "#c9742a")
-"""Of the first, a middle and the last layer; each is readable on a light and on a dark page."""
 
 
 def shown_loss(accuracy: float) -> float:
@@ -49,29 +43,11 @@ def accuracy_axis(axes: Any, losses: list[float], label: str) -> None:
     axes.set_ylabel(label)
 
 
-def compression_axis(axes: Any, most: float, label: str) -> None:
-    """An axis of compression from 0, logarithmic in what is kept: from 0.9 to 0.95 it is as far as from 0 to 0.5.
-
-    Args:
-        most: the largest that is drawn.
-    """
-    least_kept = max(0.8 * (1 - most), KEPT_FLOOR)
-    axes.set_xscale("function", functions=(_halvings, lambda halvings: 1 - 0.5**halvings))
-    axes.set_xlim(-0.03, 1 - least_kept)
-    axes.set_xticks([tick for tick in COMPRESSION_TICKS if tick <= 1 - least_kept])
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel(label)
-
-
-def _halvings(compression: Any) -> Any:
-    import numpy as np
-
-    return -np.log2(np.maximum(1 - np.asarray(compression, dtype=float), KEPT_FLOOR))
-
-
 def layer_colours(layers: int) -> list[Any]:
-    """A colour for each layer, from the first to the last of LAYER_COLOURS."""
-    return [_layer_scale(256)(index / max(layers - 1, 1)) for index in range(layers)]
+    """A colour for each layer, from the first to the last."""
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](index / max(layers - 1, 1)) for index in range(layers)]
 
 
 def layer_legend(figure: Any, axes: Any, layers: int) -> None:
@@ -82,11 +58,5 @@ def layer_legend(figure: Any, axes: Any, layers: int) -> None:
     from matplotlib.colors import Normalize
     from matplotlib.ticker import MaxNLocator
 
-    shown = ScalarMappable(Normalize(-0.5, layers - 0.5), _layer_scale(min(layers, 40)))
+    shown = ScalarMappable(Normalize(-0.5, layers - 0.5), "viridis")
     figure.colorbar(shown, ax=axes, ticks=MaxNLocator(8, integer=True), label="layer")
-
-
-def _layer_scale(steps: int) -> Any:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    return LinearSegmentedColormap.from_list("layers", LAYER_COLOURS, N=steps)

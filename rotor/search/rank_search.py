@@ -26,10 +26,6 @@ from .search import find_plan, most_points, plan_for
 from .tiers import choose_tiers
 
 
-class _Unmeasured(Exception):
-    """A point that a search needs is not in the table."""
-
-
 class RankSearch(Measurer):
     """The ranks that an export's goal asks for.
 
@@ -47,28 +43,6 @@ class RankSearch(Measurer):
         sources: dict[str, Any] = {"data": self._load_text, "network": load, "meter": self._make_meter}
         super().__init__(job.run, job.recipe, *place, progress, **sources, policy=job.policy, times=times)
         self.job = job
-
-    def known(self) -> RankPlan | None:
-        """The plan that the goal leads to; None where something has to be measured first.
-
-        Raises: as `point`.
-        """
-        goal = self.job.goal
-        if self.needs_probes:
-            return None
-        if goal.accuracy is None:
-            return plan_for(self.path, goal.removal_rate, goal.compression)
-
-        def known(plan: RankPlan) -> Fidelity:
-            point = self.table.find(plan)
-            if point is None or point.search is None:
-                raise _Unmeasured
-            return point.search
-
-        try:
-            return find_plan(self.path, self.recipe.search.resolution, goal.accuracy, known)
-        except _Unmeasured:
-            return None
 
     def point(self) -> Point:
         """The point that the goal leads to, measured on both splits (or, see ExportJob.unmeasured, on none).

@@ -24,8 +24,8 @@ from ..calibration.run import Run
 from ..checked import Reader
 from ..data.splits import EvaluationData
 from ..errors import CheckpointError
+from ..format.atomic import write_json
 from ..format.json_files import read_json
-from ..format.manifest import read_checked_json, write_checked_json
 from ..policies import Policy
 from ..recipe import Evaluation, Ranks
 from ..recipe.metric_registry import LM_EVAL
@@ -224,12 +224,11 @@ def _hash(parts: list[Any]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What `_write` wrote; None if it is not there, or of another version; raises CheckpointError if it was edited."""
-    if not path.is_file() or read_json(path, HINT).get("version") != TABLE_VERSION:
-        return None
-    return read_checked_json(path, HINT)
+    """What `_write` wrote; None if it is not there, or of another version."""
+    data = read_json(path, HINT) if path.is_file() else {}
+    return data if data.get("version") == TABLE_VERSION else None
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
-    write_checked_json(path, data)
+    write_json(path, data)

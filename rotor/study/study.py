@@ -173,7 +173,7 @@ def _context(
     source = find_source(model)
     check_apart(out, [source.folder])
     if held is not None:
-        held.enter_context(exclusive(out, "study"))
+        held.enter_context(exclusive(out))
     checkpoint = Checkpoint(source.folder)
     placement = Placement.choose(checkpoint, plan.first, compute, progress)
     store = StudyStore.read(out, _settings(plan, source.name, checkpoint, placement))

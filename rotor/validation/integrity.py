@@ -7,12 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checked import shorten
 from ..errors import CheckpointError, RotorError
-from ..format.file_names import KERNEL_CONFIG
 from ..format.hashes import tensor_sha256
-from ..format.json_differences import differences
-from ..format.layout import compression, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.manifest import Manifest
 from ..format.tensors import layer_tensors
 from ..models.compressed import CompressedCheckpoint
@@ -74,23 +70,22 @@ class Validation:
         self.checks.append(Check(name, "skipped", why))
 
 
-def check_integrity(result: Validation, progress: Progress, digest: str | None = None) -> CompressedCheckpoint:
+def check_integrity(result: Validation, progress: Progress) -> CompressedCheckpoint:
     """Add the checks that need no forward pass to `result`; returns the folder, opened.
 
-    Args:
-        digest: SHA-256 that manifest.json must have.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
     """
     checkpoint = CompressedCheckpoint(result.folder)
     with progress.task("integrity", checkpoint.total_bytes(), "B") as advance:
-        _check_manifest(result, digest)
+        _check_manifest(result)
         _check_tensors(result, checkpoint, advance)
     try:
-        problem = _layout_problem(checkpoint)
+        _ = checkpoint.kernel_config  # raises where a model with these layouts cannot be run so
+        problem = _tensor_problem(checkpoint)
     except RotorError as error:
         problem = error.message
-    result.add("layouts agree", not problem, problem or "config.json, kernel_config.json, rotor.json and the tensors")
+    result.add("layouts agree", not problem, problem or "config.json, kernel_config.json and the tensors")
     return checkpoint
 
 
@@ -124,8 +119,8 @@ def _check_tensors(result: Validation, checkpoint: CompressedCheckpoint, advance
         result.add_problems(check, found, f"{len(recorded)} tensors")
 
 
-def _check_manifest(result: Validation, digest: str | None) -> None:
-    """Every file against manifest.json, and that against the digest which was given."""
+def _check_manifest(result: Validation) -> None:
+    """Every file against manifest.json."""
     try:
         manifest = Manifest.read(result.folder)
     except CheckpointError as error:
@@ -133,40 +128,7 @@ def _check_manifest(result: Validation, digest: str | None) -> None:
         return
     problems = [f"{name} {problem}" for name, problem in manifest.problems().items()]
     result.add_problems("files", problems, f"{len(manifest.files)}, as manifest.json says")
-    if digest is not None:
-        same = manifest.digest == digest.strip().lower()
-        result.add("digest", same, manifest.digest if same else f"is {manifest.digest}, expected {shorten(digest)}")
     result.summary["digest"] = manifest.digest
-
-
-def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
-    """What does not agree between the JSON files and the tensors, or nothing."""
-    report, shape, layouts = checkpoint.report, checkpoint.shape, checkpoint.layouts
-    in_config = [layout.to_dict() for layout in layouts]
-    cache = checkpoint.config_dict["quantization_config"].get("cache")
-    by_head = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in layouts]
-    stored = [[[group.key.rank, group.values.rank] for group in groups] for groups in by_head]
-    size, channels = report["kv_bytes_per_token"], None
-    if layouts[0].coded:
-        channels = [[[latent.to_dict() for latent in group.latents] for group in groups] for groups in by_head]
-        share = 1 - size["after"] / uncompressed_kv_bytes_per_token(shape, size["element_bytes"])
-    else:
-        share = compression([[(key, value) for key, value in layer] for layer in stored], shape)
-    after = kv_bytes_per_token(layouts, size["element_bytes"])
-    kernels = checkpoint.kernel_config  # raises where a model with these layouts cannot be run so
-    for where, recorded, implied in (
-        ("rotor.json, layouts", report["layouts"], in_config),
-        (f"{KERNEL_CONFIG}, cache", kernels.cache, cache),
-        ("rotor.json, cache.policy", report["cache"]["policy"] if "cache" in report else None, cache),
-        ("rotor.json, ranks.stored", report["ranks"]["stored"], stored),
-        ("rotor.json, ranks.channels", report["ranks"].get("channels"), channels),
-        ("rotor.json, kv_bytes_per_token", size["after"], after),
-    ):
-        for name, first, second in differences(recorded, implied, where):
-            return f"{name}: {shorten(first)}, config.json implies {shorten(second)}"
-    if abs(report["compression"]["stored"] - share) > 1e-6:
-        return f"rotor.json, compression.stored: {report['compression']['stored']}, config.json implies {share:.6f}"
-    return _tensor_problem(checkpoint)
 
 
 def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:

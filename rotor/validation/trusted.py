@@ -42,17 +42,15 @@ def trusted_evaluation(stored: Recipe, given: str | Recipe | None, overrides: It
     if given is not None:
         return TrustedEvaluation(spec)
     named = {item.partition("=")[0].strip() for item in overrides}
-    withheld: list[tuple[str, str, str | None]] = []
-    if spec.metric.startswith(LM_EVAL) and "evaluation.metric" not in named:
-        withheld.append(("task", "evaluation.metric", spec.metric))
-        spec = dataclasses.replace(spec, metric="default")
-    if spec.source == "text" and "evaluation.path" not in named:
-        withheld.append(("text", "evaluation.path", spec.path))
-        spec = dataclasses.replace(spec, source="stdlib", path=None)
-    if not withheld:
-        return TrustedEvaluation(spec)
-    what = " and ".join(f"the {kind} {shorten(value)}" for kind, _, value in withheld)
-    how = " ".join(f"--set {name}=..." for _, name, _ in withheld)
-    return TrustedEvaluation(
-        spec, f"recipe.yaml names {what}, which is opened only if you name it: pass {how} or --recipe FILE"
-    )
+    withheld: dict[str, str | None] = {}
+    if spec.metric.startswith(LM_EVAL):
+        withheld["evaluation.metric"] = spec.metric
+    if spec.source == "text":
+        withheld["evaluation.path"] = spec.path
+    for name in withheld.keys() - named:
+        trusted = dataclasses.replace(spec, metric="default", source="stdlib", path=None)
+        value = shorten(withheld[name])
+        return TrustedEvaluation(
+            trusted, f"recipe.yaml names {value}, which is opened only if you do: --set {name}=..."
+        )
+    return TrustedEvaluation(spec)

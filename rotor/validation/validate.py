@@ -20,14 +20,14 @@ from ..evaluation.placement import Placement
 from ..evaluation.scoring import batch_logits
 from ..format.file_names import RECIPE
 from ..models.checkpoint import Checkpoint
-from ..models.compressed import CompressedCheckpoint, open_model
+from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.projections import longest_row
 from ..policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ..progress import Progress, StageTimes
-from ..recipe import Recipe, load_recipe, override, text_overrides
+from ..recipe import Recipe, load_recipe, text_overrides
 from ..recipe.metric_registry import METRICS
 from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
@@ -36,7 +36,6 @@ from ..search.probe import full_ranks
 from .integrity import Validation, check_integrity
 from .tasks import compare_tasks
 from .trusted import TrustedEvaluation, trusted_evaluation
-from .uncompressed import validate_uncompressed
 
 FULL_RANK_TOLERANCE = 1e-5
 """Relative error that a full-rank rewrite may have in float32 logits."""
@@ -44,19 +43,6 @@ FULL_RANK_TOLERANCE = 1e-5
 NUMERICS_ROWS, RANDOM_SEQ_LEN = 2, 512
 """Rows of the report split on which the full-rank rewrite is compared; without a tokenizer, random ones of this length.
 """
-
-
-class SourceMeasurements:
-    """What was measured of sources and runs, kept for the next folder: the last of each kind."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, tuple[Any, Any]] = {}
-
-    def once(self, kind: str, key: Any, measure: Callable[[], Any]) -> Any:
-        if kind not in self._kept or self._kept[kind][0] != key:
-            self._kept.pop(kind, None)  # frees its memory before the next one takes some
-            self._kept[kind] = key, measure()
-        return self._kept[kind][1]
 
 
 def validate(
@@ -70,44 +56,32 @@ def validate(
     device: str = "auto",
     dtype: str = "auto",
     offload: str = "auto",
-    digest: str | None = None,
     cache: str | None = None,
     measure: bool = True,
     tasks: Sequence[str] = (),
     lengths: Sequence[int] = (4096,),
     results: str | Path | None = None,
-    shared: SourceMeasurements | None = None,
     progress: Progress | None = None,
 ) -> Validation:
-    """Check a compressed checkpoint, or measure an uncompressed model with `cache`.
+    """Check a compressed checkpoint.
 
     Args:
-        folder: what `rotor export` wrote, or with `cache` an uncompressed model.
+        folder: what `rotor export` wrote.
         model: the source model, also for the weights of a checkpoint without; by default where rotor.json says.
         run: likewise the run folder.
         recipe, overrides: how to measure accuracy, as for calibrate, where only `evaluation` counts; by default as
             the checkpoint's recipe.yaml says, but no text or task is opened that only the checkpoint names.
         text: the file or folder to measure it on.
         cache: the policy that the cache follows, by name; None is the checkpoint's own, if it has one.
-        digest: what export printed; the manifest must have it. Without, the files are only compared with the manifest.
         measure: False leaves out accuracy, which takes most of the time: numerics are compared on random tokens.
         device, dtype, offload: as for calibrate. The cache is measured only with all weights in memory.
         tasks, lengths: benchmarks that the source and the checkpoint are asked, as of TaskSuite; of each the first
             evaluation.lm_eval_limit documents. results: a new folder for what they say; by default FOLDER-tasks.
-        shared: of several folders of one source, the same object for each: the source is then measured once.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
     """
     progress, times, result = progress or Progress(), StageTimes(), Validation(Path(folder))
     asked = None if cache is None else find_policy(cache)
-    if asked is not None and not isinstance(open_model(folder), CompressedCheckpoint):
-        if tasks or not measure:
-            option = "--tasks" if tasks else "--no-measure"
-            raise UsageError(f"{option}: not of an uncompressed model with --cache {cache}.", f"Leave {option} out.")
-        own = [*text_overrides(text, ("evaluation",)), *overrides]
-        measured_by = override(load_recipe(recipe or "rotor"), own, ("evaluation",))
-        compute = Compute(device, dtype, offload)
-        return validate_uncompressed(Path(folder), str(cache), asked, measured_by, compute, progress)
     if asked is not None and asked.needs_samples:
         raise UsageError(
             f"--cache {cache}: cache policy {asked.method} is fitted when a checkpoint is exported, and stored in it.",
@@ -115,7 +89,7 @@ def validate(
             "validate what it stores.",
         )
     with times.stage("integrity"), source_at(model):
-        checkpoint = check_integrity(result, progress, digest)
+        checkpoint = check_integrity(result, progress)
     if not result.damaged:
         stored = load_recipe(str(checkpoint.folder / RECIPE))
         trusted = trusted_evaluation(stored, recipe, [*text_overrides(text, ("evaluation",)), *overrides])
@@ -131,7 +105,6 @@ def validate(
                 trusted,
                 Compute(device, dtype, offload),
                 read_stored(getattr(checkpoint.section, "cache", None)) if cache is None else asked,
-                shared or SourceMeasurements(),
                 progress,
             )
             if tasks:
@@ -167,7 +140,6 @@ class _Numerics:
     trusted: TrustedEvaluation
     compute: Compute
     policy: Policy | None
-    shared: SourceMeasurements
     progress: Progress
 
     def check(self) -> None:
@@ -187,11 +159,8 @@ class _Numerics:
         else:
             self._check_source(source)
             if isinstance(run, Run):
-                which = source.folder.resolve(), run.folder.resolve(), place.streamed, data is None
                 with self.progress.task("full-rank rewrite", None, ""):
-                    error = self.shared.once(
-                        "full rank", which, lambda: _full_rank_error(source, run, rows[:NUMERICS_ROWS], place.streamed)
-                    )
+                    error = _full_rank_error(source, run, rows[:NUMERICS_ROWS], place.streamed)
                 detail = f"relative error of float32 logits {error:.1e}"
                 result.add("full-rank rewrite", error <= FULL_RANK_TOLERANCE, detail)
             else:
@@ -201,8 +170,7 @@ class _Numerics:
             elif self.policy is not None and place.streamed:
                 result.skip("accuracy target", f"the cache policy {self.policy.method} needs all weights in memory")
             else:
-                key = source.folder.resolve(), data.sha256, self.trusted.spec, place, repr(self.policy)
-                meter = self.shared.once("source", key, lambda: self._measured_source(source, data, place))
+                meter = self._measured_source(source, data, place)
         with self.progress.task("load model", None, ""):
             compressed = LayerwiseModel(weights_of(self.checkpoint, place.device, place.dtype, place.streamed))
         if meter is not None and data is not None:
@@ -226,11 +194,8 @@ class _Numerics:
         if isinstance(source, str) or self.trusted.withheld or source.tokenizer is None:
             return None
         excluded = tuple(self.checkpoint.report["accuracy"].get("excluded_documents", ()))
-        key = source.folder.resolve(), self.trusted.spec, excluded
         with self.progress.task("load text", None, ""):
-            return self.shared.once(
-                "text", key, lambda: evaluation_data(self.trusted.spec, source.config, source.tokenizer, excluded)
-            )
+            return evaluation_data(self.trusted.spec, source.config, source.tokenizer, excluded)
 
     def _placement(self) -> Placement:
         """By what the source takes, the larger of the two, which are loaded one after the other."""
@@ -245,8 +210,7 @@ class _Numerics:
         recorded = self.checkpoint.report["source"]
         expected = {**recorded["shards"], **(recorded.get("files") or {})}
         with self.progress.task("check model", None, ""):
-            key = source.folder.resolve(), tuple(sorted(expected.items()))
-            problems = self.shared.once("changes", key, lambda: source.changes(expected))
+            problems = source.changes(expected)
         fine = f"{len(expected)} file(s), {len(source.files)} of them shards"
         self.result.add_problems("source unchanged", problems, fine)
 
