@@ -72,27 +72,25 @@ def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool) -> Tensor:
     return torch.cat(rows, dim=-1) if rows else latents.new_empty(*latents.shape[:-1], 0, dtype=torch.uint8)
 
 
-def cut_layer(rows: Tensor, outer: LayerLayout, inner: LayerLayout, keys: bool) -> Tensor:
-    """The rows of a layer with the first places of each latent alone.
+def resize_layer(rows: Tensor, layout: LayerLayout, to: LayerLayout, keys: bool) -> Tensor:
+    """The rows of a layer with the first places of each latent alone, or with empty places behind them.
 
     Args:
-        rows: [..., elements, of codes bytes], of `outer`: keys', or values'.
-        inner: the same groups with latents that are no wider.
+        rows: [..., elements, of codes bytes], of `layout`: keys', or values'.
+        to: the same groups with latents of other widths.
     """
-    if outer == inner or not rows.shape[-1]:
+    if layout == to or not rows.shape[-1]:
         return rows
-    found = []
-    for cls in outer.classes(rows.element_size()):
-        group = inner.groups[cls.start]
-        of_side = (cls.key, cls.key_byte, cls.key_stride), (cls.value, cls.value_byte, cls.value_stride)
-        (latent, byte, stride), kept = (of_side[0], group.key) if keys else (of_side[1], group.values)
-        size = rows.element_size()
-        own = rows[..., byte // size : (byte + cls.count * stride) // size].unflatten(-1, (cls.count, -1))
-        if not latent.coded:
-            found.append(own[..., : kept.width].flatten(-2))
-            continue
-        nibbles = unpack_nibbles(own[..., : latent.width // 2])[..., : kept.width] + SIGNED
-        found.append(_strided(pack_nibbles(nibbles), aligned(kept.width, len(inner.groups))))
+    found, size = [], rows.element_size()
+    for starts, group, other in zip(layout.byte_offsets(size), layout.groups, to.groups, strict=True):
+        latent, kept = (group.key, other.key) if keys else (group.values, other.values)
+        first, length = starts[0 if keys else 1] // size, latent.width // 2 if latent.coded else latent.width
+        own, more = rows[..., first : first + length], (0, kept.width - latent.width)
+        if latent.coded:
+            packed = pack_nibbles(functional.pad(unpack_nibbles(own), more) + SIGNED)
+            found.append(_strided(packed.unsqueeze(-2), aligned(kept.width, len(to.groups))))
+        else:
+            found.append(functional.pad(own, more))
     return torch.cat(found, dim=-1)
 
 

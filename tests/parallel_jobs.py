@@ -49,22 +49,20 @@ def answers(model: Any, ids: Tensor, mask: Tensor | None, new_tokens: int) -> di
     return found
 
 
-def spread_answers(
-    group: Any, folder: str, ids: Tensor, mask: Tensor | None, new_tokens: int, exchange: str
-) -> dict[str, Any]:
+def spread_answers(group: Any, folder: str, ids: Tensor, mask: Tensor | None, new_tokens: int) -> dict[str, Any]:
     """`answers` of a model that is spread, the logits of own tokens brought together; and what went over the wire."""
     model = load(folder)
-    with sequence_parallel(model, group, exchange) as parallel:
+    with sequence_parallel(model, group) as parallel:
         found: dict[str, Any] = answers(model, ids, mask, new_tokens)
         found["logits"] = parallel.gather(found["logits"], ids.shape[1])
     return found
 
 
 @torch.no_grad()
-def traffic(group: Any, folder: str, ids: Tensor, exchange: str) -> dict[str, Any]:
+def traffic(group: Any, folder: str, ids: Tensor) -> dict[str, Any]:
     """What a prompt and one more token sent, and the bytes and tokens of this process's part of the cache."""
     model = load(folder)
-    with sequence_parallel(model, group, exchange) as parallel:
+    with sequence_parallel(model, group) as parallel:
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
         model(ids[:, -1:].contiguous(), past_key_values=cache)
         sizes = parallel.of_each(stored_bytes(cache))

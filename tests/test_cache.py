@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from rotor.checked import Reader
-from rotor.errors import CheckpointError, DataError, UsageError
+from rotor.errors import CheckpointError, DataError
 from rotor.evaluation.cached import prefill_of, score_through_cache
 from rotor.policies import (
     FP8,
@@ -22,18 +22,6 @@ from rotor.policies import (
     stored_bytes,
 )
 from rotor.policies.registry import read_policy
-
-CODED = [
-    PerToken(bits=4, group=8),
-    PerToken(bits=3, group=16),
-    KCVT(bits=4, buffer=5),
-    KIVI(bits=2, group=4, residual=8),
-    FP8("token"),
-    FP8("tensor"),
-    GEAR(bits=2, sparsity=0.2, buffer=6),
-    GEAR(bits=2, backbone="kivi", sparsity=0.2, buffer=8, group=4),
-]
-EXACT = [PerToken(bits=16), KCVT(bits=16, buffer=5), KIVI(bits=16, group=4, residual=8)]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +43,7 @@ def test_bytes_are_those_of_the_formulas() -> None:
     assert per_token(PerToken(bits=16), 128) == 2 * numbers
     assert per_token(PerToken(bits=4, group=64), 128) == numbers * (0.5 + 4 / 64)
     assert per_token(PerToken(bits=3, group=32), 128) == numbers * (3 / 8 + 4 / 32)
-    assert per_token(FP8("token"), 128) == numbers * (1 + 2 / 64)
+    assert per_token(FP8(), 128) == numbers * (1 + 2 / 64)
     assert per_token(KCVT(bits=4), 128) == numbers * 0.5 + numbers / 2 * 4 / 128 + 4
     residual = numbers / 2 * 2 * 64 / 256  # of values; 256 keys are whole groups
     assert (
@@ -64,39 +52,10 @@ def test_bytes_are_those_of_the_formulas() -> None:
     )
 
 
-@pytest.mark.parametrize("policy", CODED, ids=str)
-@pytest.mark.parametrize("padded", [False, True])
-def test_rows_can_be_chosen_repeated_and_reset(policy, padded: bool) -> None:
-    mask = torch.ones(2, 1, 1, 14, dtype=torch.bool)
-    mask[0, ..., :3] = not padded
-    x = states(2, 2, 14, 16)
-    layer = CodedLayer(policy.streams())
-    layer.begin(mask, 2, 14, x.device)
-    layer.update(x, x)
-    before, _ = layer.update(x[:, :, :1], x[:, :, :1])
-    layer.batch_repeat_interleave(2)
-    layer.reorder_cache(torch.tensor([3, 0, 1]))
-    layer.batch_select_indices(torch.tensor([0, 1]))
-    after, _ = layer.update(x.flip(0)[:, :, 1:2], x.flip(0)[:, :, 1:2])
-    # What a step sees of tokens that were already coded is what the next one sees; waiting tokens may be coded between.
-    coded = 8 if isinstance(policy, KIVI) or getattr(policy, "backbone", "") == "kivi" else 14
-    assert torch.equal(after[:, :, 3:coded], before.flip(0)[:, :, 3:coded])
-    layer.offload()
-    layer.prefetch()
-    with pytest.raises(UsageError, match="takes no tokens back"):
-        layer.crop(-1)
-    layer.reset()
-    assert layer.get_seq_length() == layer.stored_bytes() == 0
-    layer.begin(mask, 2, 14, x.device)
-    layer.update(x, x)
-    assert torch.equal(layer.update(x[:, :, :1], x[:, :, :1])[0], before)
-
-
 @pytest.mark.parametrize(
     "policy",
     [
         PerToken(bits=2, group=8),
-        FP8("tensor"),
         KCVT(bits=2, buffer=6),
         GEAR(bits=2, buffer=6),
         KIVI(group=4, residual=4),
@@ -106,30 +65,12 @@ def test_rows_can_be_chosen_repeated_and_reset(policy, padded: bool) -> None:
 def test_the_longest_step_sees_what_steps_of_one_token_see(policy, model) -> None:
     rows = prompts(2, 40)
     step = policy.longest_step
-    assert step == {"per-token": None, "fp8": None, "kcvt": 6, "gear": 6, "kivi": 1}[policy.method]
+    assert step == {"per-token": None, "kcvt": 6, "gear": 6, "kivi": 1}[policy.method]
     one, many = (
         score_through_cache(model, rows, lambda: cache_of(policy, model.config), 22, chunk) for chunk in (1, step or 9)
     )
     assert torch.allclose(one.nll, many.nll, rtol=1e-3, atol=1e-3)
     assert one.kv_bytes_per_token == many.kv_bytes_per_token
-
-
-@pytest.mark.parametrize("policy", [PerToken(bits=3), KIVI(bits=2, group=4, residual=4)], ids=str)
-def test_packed_rows_of_a_compressed_model_are_coded(policy, tiny, tmp_path) -> None:
-    from conftest import calibrated
-
-    from rotor.export.export import export
-
-    run = calibrated(tiny("llama"), tmp_path / "run", "pre", 2)
-    export(run.folder, tmp_path / "out", compression=0.3)
-    compressed = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    rows = prompts(2, 20)
-    plain = score_through_cache(compressed, rows, lambda: DynamicCache(config=compressed.config), 8)
-    same = score_through_cache(compressed, rows, lambda: cache_of(PerToken(bits=16), compressed.config), 8)
-    coded = score_through_cache(compressed, rows, lambda: cache_of(policy, compressed.config), 8)
-    assert torch.equal(plain.nll, same.nll)
-    assert plain.kv_bytes_per_token == same.kv_bytes_per_token > coded.kv_bytes_per_token
-    assert not torch.equal(plain.nll, coded.nll)
 
 
 def test_scores_through_an_ordinary_cache_are_those_of_whole_rows(model, monkeypatch) -> None:
@@ -204,7 +145,6 @@ def test_answers_are_read_behind_the_prefill(model) -> None:
         ({"method": "kivi", "bits": "2"}, "cache.bits"),
         ({"method": "kivi", "residual": 65}, "a multiple of the group, 32"),
         ({"method": "kivi", "grop": 64}, "cache.grop"),
-        ({"method": "fp8", "scale": "row"}, "one of token, tensor"),
         ({"method": "gear", "backbone": "kivi"}, "buffer: got 20, expected a multiple of the group, 64"),
         ({"method": "gear", "sparsity": 1.5}, "sparsity: got 1.5, expected a finite number of at least 0"),
         ({"method": "gear", "bits": 16}, "bits: got 16"),

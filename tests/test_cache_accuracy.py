@@ -51,7 +51,7 @@ def test_export_measures_with_the_policy(run, tmp_path) -> None:
         export(run.folder, tmp_path / "x", accuracy=0.9, cache="gear-2", overrides=overrides)
 
 
-@pytest.mark.parametrize("policy", [H2O(share=0.5), Random(share=0.5, scope="layer"), GEAR(4)], ids=str)
+@pytest.mark.parametrize("policy", [H2O(share=0.5), Random(share=0.5), GEAR(4)], ids=str)
 @pytest.mark.parametrize("compressed", [False, True])
 def test_bytes_by_shape_are_those_of_a_run(policy, compressed: bool, run) -> None:
     from transformers.cache_utils import DynamicCache

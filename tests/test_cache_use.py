@@ -36,22 +36,22 @@ EVERYTHING: list[Policy] = [
     PerToken(bits=16),
     KCVT(bits=16, buffer=5),
     KIVI(bits=16, group=4, residual=8),
-    Streaming(tokens=ALL, scope="layer"),
+    Streaming(tokens=ALL),
     H2O(tokens=ALL),
-    Keyformer(tokens=ALL, scope="layer"),
+    Keyformer(tokens=ALL),
     H2O(tokens=ALL, squeeze=0.5),
     Tiers(important=1.0, qk_unimportant=0.9, v_unimportant=0.9),
     Tiers(important=0.3, qk_unimportant=0.0, v_unimportant=0.0),
 ]
 LOSSY: list[Policy] = [
     PerToken(bits=4, group=8),
-    FP8("tensor"),
+    FP8(),
     KIVI(bits=2, group=4, residual=8),
     GEAR(bits=2, sparsity=0.2, buffer=6),
     Window(share=0.5),
     Streaming(tokens=9),
     H2O(share=0.4),
-    H2O(share=0.4, scope="layer", squeeze=0.4),
+    H2O(share=0.4, squeeze=0.4),
     Keyformer(share=0.4),
     Keyformer(share=0.4, bits=4, group=8),
     Random(share=0.5),
@@ -134,15 +134,22 @@ def test_reported_bytes_are_those_of_the_tensors(policy: Policy, models) -> None
         model(rows[:, :1], past_key_values=cache)
     layer = cache.layers[0]
     assert cache.get_seq_length() == 21
-    held = [getattr(layer, name) for name in layer.stored]
-    assert layer.stored_bytes() == sum(t.untyped_storage().nbytes() for t in stored_tensors(held))
+    assert layer.stored_bytes() == sum(t.untyped_storage().nbytes() for t in stored_tensors(layer.sequences))
     assert 0 < stored_bytes(cache) == sum(layer.stored_bytes() for layer in cache.layers)
     plain = model(rows, use_cache=True).past_key_values
     assert type(plain.layers[0]).__name__ == "DynamicLayer"
 
 
 @pytest.mark.parametrize(
-    "policy", [H2O(tokens=8), H2O(tokens=8, bits=4), Tiers(important=0.4, qk_unimportant=0.8)], ids=str
+    "policy",
+    [
+        H2O(tokens=8),
+        H2O(tokens=8, bits=4),
+        Tiers(important=0.4, qk_unimportant=0.8),
+        KIVI(bits=2, group=4, residual=8),
+        GEAR(bits=2, sparsity=0.2, buffer=6),
+    ],
+    ids=str,
 )
 def test_rows_can_be_chosen_moved_and_reset(policy: Policy, models) -> None:
     model, rows = models("pre"), prompts(2, 16)

@@ -12,7 +12,7 @@ from tiny_models import CONFIGS
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from rotor.errors import UnsupportedModelError, UsageError
+from rotor.errors import UnsupportedModelError
 from rotor.evaluation.cached import final_states_through_cache
 from rotor.policies import (
     H2O,
@@ -29,17 +29,16 @@ from rotor.policies.affine import AffineCode
 from rotor.policies.budgets import squeeze_shares, three_means
 from rotor.policies.layer import noise_of
 from rotor.search.probe import full_ranks
-from rotor.study.parts.budgets import sensitivity_shares
 
 GROUPS, HEADS, PROMPT, TOKENS = 2, 3, 12, 20
 ALL_METHODS = [
     Window(tokens=5),
     Streaming(tokens=7),
-    Streaming(tokens=3, scope="layer"),
+    Streaming(tokens=3),
     H2O(tokens=6),
-    H2O(share=0.5, scope="layer"),
+    H2O(share=0.5),
     Keyformer(tokens=6, steps=5),
-    Keyformer(share=0.25, scope="layer"),
+    Keyformer(share=0.25),
     Random(tokens=4),
 ]
 
@@ -76,7 +75,6 @@ def drive(policy: Eviction, x: np.ndarray) -> EvictingLayer:
 def truth(policy: Eviction, x: np.ndarray, noise: np.ndarray) -> list[list[int]]:
     """The tokens each group keeps, in float64, by loops over steps and tokens. noise: [groups, tokens] from (0, 1)."""
     share = policy.tokens if policy.tokens is not None else round(policy.share * PROMPT)
-    together = policy.scope == "layer"
     kept = [list(range(PROMPT)) for _ in range(GROUPS)]
     scores = np.zeros((GROUPS, TOKENS))
     for newest in range(PROMPT - 1, TOKENS):
@@ -94,9 +92,9 @@ def truth(policy: Eviction, x: np.ndarray, noise: np.ndarray) -> list[list[int]]
                         tau = policy.tau_first + (policy.tau_last - policy.tau_first) * min(
                             1, max(0, newest - PROMPT + 1) / policy.steps
                         )
-                        row = (row - np.log(-np.log(noise[0 if together else group, keys]))) / tau
+                        row = (row - np.log(-np.log(noise[group, keys]))) / tau
                     added[group, keys] += softmax(row) / HEADS
-        scores += added.mean(0) if together else added
+        scores += added
         for group in range(GROUPS):
             row = scores[group].copy()
             if policy.method == "random":
@@ -114,17 +112,13 @@ def truth(policy: Eviction, x: np.ndarray, noise: np.ndarray) -> list[list[int]]
 def test_what_is_kept_is_that_of_float64(policy: Eviction) -> None:
     x = logits()
     layer = drive(policy, x)
-    got = layer.sides[0][0].decode()[0, :, :, 0].long().tolist()
-    groups = 1 if policy.scope == "layer" else GROUPS
-    index = torch.arange(TOKENS).expand(1, groups, -1)
+    (sequence,) = layer.sequences
+    got = sequence.sides[0][0].decode()[0, :, :, 0].long().tolist()
+    index = torch.arange(TOKENS).expand(1, GROUPS, -1)
     table = noise_of(index, getattr(policy, "seed", 0), 1)[0].double().numpy()
     assert got == truth(policy, x, table)
-    places = layer.places
-    assert places.shape[1] == (1 if policy.scope == "layer" else GROUPS)
-    assert places.expand(1, GROUPS, -1)[0].tolist() == got
-    if policy.needs_weights:
-        assert layer.scores is not None
-        assert layer.scores.shape == places.shape
+    assert layer.places[0].tolist() == got
+    assert not policy.needs_weights or sequence.scores.shape == sequence.index.shape
 
 
 @pytest.mark.parametrize(
@@ -149,25 +143,14 @@ def test_what_is_kept_is_coded_token_by_token(spans) -> None:
             one.finish(None)
     assert torch.equal(layer.places, exact.places)
     code = AffineCode(4, 1, 4)
-    for side in (0, 1):
-        for codes, whole in zip(layer.sides[side], exact.sides[side], strict=True):
-            kept = whole.decode()
-            assert torch.equal(codes.decode(), code.decode(code.encode(kept), heads, kept.shape[-1]))
-            assert 0 < float((codes.decode() - kept).abs().max()) < 0.3
+    sides = [[s for row in one.sequences for sides in row.sides for s in sides] for one in (layer, exact)]
+    for codes, whole in zip(*sides, strict=True):
+        kept = whole.decode()
+        assert torch.equal(codes.decode(), code.decode(code.encode(kept), heads, kept.shape[-1]))
+        assert 0 < float((codes.decode() - kept).abs().max()) < 0.3
     slots = 2 * heads * 6
     coded = sum(-(-width * 4 // 8) + 4 * -(-width // 4) for width in ((9, 9) if heads == 2 else (6, 3, 2, 7)))
     assert layer.stored_bytes() == slots * coded + layer.places.numel() * 4
-    layer.batch_repeat_interleave(2)
-    layer.batch_select_indices(torch.tensor([3, 0]))
-    layer.offload()
-    layer.prefetch()
-    layer.begin(None, 2, 1, torch.device("cpu"))
-    before = torch.cat([side.decode() for side in layer.sides[0]], -1)
-    key, _ = layer.update(*(part[:, :, :1] for part in rows))
-    assert torch.equal(key[:, :, :6], before)
-    assert key.shape[2] == 7
-    layer.reset()
-    assert layer.stored_bytes() == 0
 
 
 def test_noise_is_a_tokens_own() -> None:
@@ -196,24 +179,6 @@ def test_squeeze_is_algorithm_1() -> None:
     assert sum(shares) == pytest.approx(5)
     assert squeeze_shares([0.5, 0.5, 0.5], 0.4) == [1.0, 1.0, 1.0]
     assert squeeze_shares([0.3, 0.9], 0.4) == pytest.approx([1.6, 0.4])
-
-
-def test_sensitivity_gives_where_it_gains_most() -> None:
-    shares = (0.25, 0.5, 1.0)
-    assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 0.5) == [0.5, 0.5]
-    assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 0.375) == [0.25, 0.5]
-    assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 1.0) == [1.0, 1.0]
-    assert sensitivity_shares([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], shares, 1.0) == [0.25, 0.25]
-    assert sensitivity_shares([[4.0, 3.9, 0.0]], shares, 0.5) == [0.25]  # 0.5 is above the hull: it gains little
-
-
-def test_a_layers_budget_is_its_share() -> None:
-    policy = H2O(tokens=8, layer_shares=(0.5, 1.5))
-    assert [int(policy.budget_of(torch.tensor([20]), layer)) for layer in (0, 1)] == [4, 12]
-    with pytest.raises(UsageError, match="one for each of the model's 3 layers"):
-        policy.layers(3)
-    with pytest.raises(UsageError, match="none beside squeeze"):
-        H2O(layer_shares=(1.0,), squeeze=0.3)
 
 
 @pytest.mark.parametrize("family, pads", [("llama", 0), ("llama", 3), ("gpt_neox", 0), ("falcon", 0)])
@@ -252,7 +217,7 @@ def test_positions_within_the_cache_of_compressed_rows(domain: str, tiny, tmp_pa
             bases = run.bases()
             network.compress(bases, [[full_ranks(b)] * len(b.qk.encode) for b in bases])
         for positions in ("cache", "sequence"):
-            policy = H2O(tokens=12, scope="layer", positions=positions)
+            policy = Streaming(tokens=12, positions=positions)
             states.append(final_states_through_cache(network, rows, policy, 20))
     for before, after in zip(states[:2], states[2:], strict=True):
         assert float((after - before).norm() / before.norm()) < 1e-4
@@ -288,4 +253,4 @@ def test_kvpress_keeps_the_same_tokens(ratio: float) -> None:
         layer.begin(None, 1, PROMPT, torch.device("cpu"))
         layer.update(keys, keys)
         layer.observe_weights(attention)
-        assert torch.equal(layer.places.expand(1, GROUPS, -1).long(), kept)
+        assert torch.equal(layer.places.long(), kept)

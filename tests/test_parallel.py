@@ -32,11 +32,11 @@ from torch import Tensor
 from transformers import AutoModel, DynamicCache, StaticCache
 
 from rotor.errors import RotorError, UsageError
-from rotor.format.layout import POST_ROPE, KeyForm
+from rotor.format.layout import POST_ROPE, KeyForm, kv_bytes_per_token
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.generation import continue_prompt
 from rotor.parallel import sequence_parallel
-from rotor.parallel.traffic import of_prompt, of_token, uncompressed
+from rotor.parallel.traffic import of_rows, of_token
 from rotor.policies import cache_policy, stored_bytes
 from rotor.runtime.steps import InCache
 
@@ -46,17 +46,13 @@ CASES = {
     "post-2": ("qwen3", Folding(POST_ROPE, 2)),
     "pre-1": ("llama", Folding(PRE, 1)),
     "pre-2": ("gemma3_text", Folding(PRE, 2)),
-    "pre-4": ("llama", Folding(PRE, 4)),
     "none-1": ("gpt2", Folding()),
     "post-softcap": ("gemma2", Folding(POST_ROPE, 2)),
-    "whole": ("gpt2", Folding()),
-    "post-mqa": ("falcon", Folding(POST_ROPE, 1)),
     "pre-mqa": ("falcon", Folding(PRE, 1)),
-    "slow-joint": ("qwen3", Folding(KeyForm(4, 0), 2, joint=True)),
     "fast-joint": ("llama", Folding(KeyForm(4, 3), 2, joint=True)),
 }
-"""Family, and how it is compressed; between them sliding windows, norms, biases, one group of all heads, one head,
-a soft cap, more processes than groups, keys rotated within blocks."""
+"""Family, and how it is compressed; between them sliding windows, norms, biases, one head, a soft
+cap, keys rotated within blocks."""
 
 
 INDEX_BYTES = 8
@@ -81,7 +77,7 @@ def checkpoint(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get(name: str, coded: bool = False) -> Path:
         if (name, coded) not in made:
             family, folding = CASES[name]
-            rank = None if coded or name == "whole" else 8
+            rank = None if coded else 8
             folding = replace(folding, bits=MIXED if coded else None, rank=rank)
             made[name, coded] = write_pair(tiny(family), tmp_path_factory.mktemp(name) / "out", folding).coded
         return made[name, coded]
@@ -116,35 +112,30 @@ ROWS = [(case, coded) for case in CASES for coded in (False, True)]
 def test_processes_equal_one(case: str, coded: bool, checkpoint: Any, processes: Processes) -> None:
     folder = str(checkpoint(case, coded))
     model = load(folder)
-    shapes = [(23, padded(23), 3, "heads"), (5, None, 3, "auto"), (24, padded(24), 2, "rows")]
-    for tokens, mask, count, exchange in shapes:
+    for tokens, mask, count in [(23, padded(23), 3), (5, None, 3), (24, padded(24), 2)]:
         ids = prompt(1 if mask is None else 2, tokens)
         expected = answers(model, ids, mask, 5)
-        for found in processes.run(spread_answers, folder, ids, mask, 5, exchange, count=count):
+        for found in processes.run(spread_answers, folder, ids, mask, 5, count=count):
             check(found, expected, mask, case not in FLOAT32)
 
 
-@pytest.mark.parametrize("case, coded", [("post-1", True), ("pre-4", True), ("pre-mqa", False), ("whole", False)])
+@pytest.mark.parametrize("case, coded", [("post-1", True), ("pre-mqa", False)])
 def test_bytes_on_the_wire_are_those_of_the_layouts(
     case: str, coded: bool, checkpoint: Any, processes: Processes
 ) -> None:
-    """And of a model of full ranks those of uncompressed Ulysses."""
     folder = checkpoint(case, coded)
     compressed = CompressedCheckpoint(folder)
     layouts, shape, tokens = compressed.layouts, compressed.shape, 17
     whole = load(str(folder))(prompt(1, tokens + 1), use_cache=True).past_key_values
-    for count, exchange in [(1, "auto"), (2, "heads"), (3, "heads"), (2, "rows"), (3, "auto")]:
-        found = processes.run(traffic, str(folder), prompt(1, tokens), exchange, count=count)
-        expected = of_prompt(layouts, shape, tokens, count, 8, exchange)
-        sent = {kind: sum(one["sent"].get(kind, 0) for one in found) for kind in ("queries", "rows", "outputs")}
-        assert sent == {"queries": expected.queries, "rows": expected.rows, "outputs": expected.outputs}
+    for count in (1, 2, 3):
+        found = processes.run(traffic, str(folder), prompt(1, tokens), count=count)
+        expected = of_rows(kv_bytes_per_token(layouts, 8), tokens, count)
+        assert sum(one["sent"].get("rows", 0) for one in found) == expected.rows
         assert sum(one["sent"].get("partial", 0) for one in found) == of_token(layouts, shape, count, 8)
         assert sum(found[0]["sizes"]) == stored_bytes(whole) + shape.num_layers * INDEX_BYTES * (tokens + 1)
         kept = [one["tokens"][0] for one in found]
         assert sum(kept) == tokens + 1
         assert max(kept) - min(kept) <= 2
-        if case == "whole" and exchange == "heads":
-            assert expected == of_prompt(uncompressed(shape), shape, tokens, count, 8, "heads")
 
 
 def test_beams(checkpoint: Any, processes: Processes) -> None:

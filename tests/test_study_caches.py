@@ -308,7 +308,6 @@ def test_the_parts_of_a_study(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(combine, "STEPS", 2)
     monkeypatch.setattr(combine, "EVICTING", few)
     monkeypatch.setattr(combine, "CODES", {"KIVI-4": combine.CODES["KIVI-4"]})
-    monkeypatch.setattr(budgets, "PROBE_SHARES", (0.8,))
     monkeypatch.setattr(budgets, "METHODS", ("window",))
     monkeypatch.setattr(caches, "LONG_TOKENS", 256)
     gears = gear.gears()
@@ -343,8 +342,6 @@ def test_the_parts_of_a_study(tmp_path, monkeypatch) -> None:
         "budgets/window, alike, 0.5 of the tokens",
         "budgets/window, SqueezeAttention 0.85, 0.5 of the tokens",
         "budgets/window, SqueezeAttention 0.15, 0.5 of the tokens",
-        "budgets/sensitivities/window",
-        "budgets/window, by sensitivity, 0.2 of the tokens",
     ]
     found = [name.removeprefix("combine/") for name in names if name.startswith("combine/")]
     alone = ["KIVI-4 alone", *(f"{name} alone, at 0.1" for name in (*few, "fdc"))]
@@ -356,7 +353,7 @@ def test_the_parts_of_a_study(tmp_path, monkeypatch) -> None:
     assert sum(half["kl_by_step"]) / 8 == pytest.approx(half["kl_div"], rel=0.2)
     assert 0 <= half["greedy_agreement"] <= 1
     summary = (tmp_path / "study" / "summary.md").read_text()
-    for title in ("Other text than", "Evicted tokens", "Budgets by measured", "The most removed", "GEAR's parts"):
+    for title in ("Other text than", "Evicted tokens", "Budgets of layers", "The most removed", "GEAR's parts"):
         assert f"## {title}" in summary
     assert "| C | fdc, 1280 bytes | not measured: C: 0 rows" in summary
     assert {path.stem for path in result.files if path.suffix == ".png"} == set(parts)

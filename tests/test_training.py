@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,61 +107,6 @@ def test_a_loss_of_codes_has_no_gradient(coded: Path) -> None:
     loss = loss_of(model)
     with pytest.raises(UsageError, match=r"caches codes, which have no gradients(.|\n)*rotor-16"):
         loss.backward()
-
-
-def test_codes_refuse_training_before_the_first_step(coded: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(coded).train()
-    with pytest.raises(UsageError, match="caches codes, which have no gradients"):
-        loss_of(model)
-    with torch.no_grad():
-        assert loss_of(model) > 0
-
-
-class Lora(torch.nn.Module):
-    """The modules and names of a LoRA of peft's."""
-
-    def __init__(self, base: torch.nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(base.in_features, rank, bias=False)})
-        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(rank, base.out_features, bias=False)})
-
-
-def adapt(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Put LoRAs on the values; their weights."""
-    for layer in model.model.layers:
-        layer.self_attn.v_proj = Lora(layer.self_attn.v_proj, 4)
-    return {name: weight for name, weight in model.state_dict().items() if ".lora_" in name}
-
-
-def test_a_lora_of_the_source_is_refused_in_one_line(exported, tiny, monkeypatch) -> None:
-    """By load_state_dict, which peft's from_pretrained calls, and by transformers' load_adapter (with what it takes of
-    peft replaced)."""
-    of_source = adapt(AutoModelForCausalLM.from_pretrained(tiny("llama")))
-    folder = exported("llama-pre", compression=0.3)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    own = adapt(model)
-    assert not model.load_state_dict(own, strict=False).unexpected_keys
-    refused = r"v_proj\.lora_B\.default\.weight is .*trained on the uncompressed model"
-    with pytest.raises(UsageError, match=refused) as told:
-        model.load_state_dict(of_source, strict=False)
-    assert "merge_and_unload" in told.value.hint
-
-    parts = {
-        "peft": {"PeftType": None, "PeftConfig": None, "inject_adapter_in_model": lambda config, to, name: adapt(to)},
-        "peft.utils": {},
-        "peft.utils.transformers_weight_conversion": {"build_peft_weight_mapping": lambda *_, **__: []},
-        "peft.utils.other": {"AuxiliaryTrainingWrapper": type("AuxiliaryTrainingWrapper", (), {})},
-    }
-    for name, content in parts.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
-    config = SimpleNamespace(peft_type=SimpleNamespace(value="LORA"), inference_mode=False)
-    for weights, fits in ((own, True), (of_source, False)):
-        model = copy.deepcopy(AutoModelForCausalLM.from_pretrained(folder))
-        with contextlib.nullcontext() if fits else pytest.raises(UsageError, match=refused):
-            assert not model.load_adapter(
-                peft_config=config, adapter_state_dict=weights, is_trainable=True
-            ).missing_keys
 
 
 def test_lora_trains_and_merges(exported, tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ rotor validate MODEL --cache artifacts/studies/wush.py:WUSH
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,14 +14,13 @@ from torch import Tensor
 
 from rotor.errors import UsageError
 from rotor.policies.affine import AffineCode
-from rotor.policies.layer import PolicyLayer
 from rotor.policies.policy import CodeBits, LayerSample
-from rotor.policies.quantiser import CodedLayer, Quantiser
+from rotor.policies.quantiser import FittedQuantiser
 from rotor.policies.store import Codec, Parts, Stream, heads_apart, heads_together
 
 
 @dataclass(frozen=True)
-class WUSH(Quantiser):
+class WUSH(FittedQuantiser):
     """x ~ mean + T^-1 c(T (x - mean)) over all KV heads of a layer, T = H S^-1/2 U^T W^T with U S V^T = W^T X.
 
     C = X X^T are second moments of keys (before RoPE) or of values, G = W W^T those of the gradients of the loss by
@@ -38,33 +35,17 @@ class WUSH(Quantiser):
     """
 
     method: ClassVar[str] = "wush"
-    codes: ClassVar[tuple[tuple[Transformed, Transformed], ...]] = ()
     bits: CodeBits = 4
-
-    @property
-    def needs_samples(self) -> bool:
-        return not self.codes
-
-    @property
-    def turns_keys(self) -> bool:
-        return True
 
     def check_rows(self, coded: bool, post_rope: bool) -> None:
         raise UsageError("cache policy wush: is for uncompressed models.")
 
-    def fitted(self, samples: Sequence[LayerSample]) -> WUSH:
-        found = copy.copy(self)
-        sides = [((s.keys, s.key_gradients), (s.values, s.value_gradients)) for s in samples]
-        codes = tuple((_transformed(*keys, self.bits), _transformed(*values, self.bits)) for keys, values in sides)
-        object.__setattr__(found, "codes", codes)
-        return found
+    def fit_layer(self, sample: LayerSample) -> tuple[Transformed, Transformed]:
+        keys = _transformed(sample.keys, sample.key_gradients, self.bits)
+        return keys, _transformed(sample.values, sample.value_gradients, self.bits)
 
-    def streams(self) -> tuple[Stream, Stream]:
-        key, value = self.codes[0]
-        return Stream(key), Stream(value)
-
-    def layers(self, count: int) -> list[PolicyLayer]:
-        return [CodedLayer((Stream(key), Stream(value))) for key, value in self.codes]
+    def streams_of(self, found: tuple[Transformed, Transformed]) -> tuple[Stream, Stream]:
+        return Stream(found[0]), Stream(found[1])
 
 
 @dataclass(frozen=True, eq=False)

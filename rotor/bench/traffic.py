@@ -10,13 +10,13 @@ from typing import Any
 from ..errors import UsageError
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..models.compressed import CompressedCheckpoint
-from ..parallel.traffic import of_prompt, of_ring, of_token, uncompressed
+from ..parallel.traffic import of_heads, of_rows, of_token, uncompressed
 from ..prediction.devices import Device
 from .records import provenance
 
 LABELS = {
-    "auto": "rotor, the lesser",
-    "heads": "rotor, Ulysses (ZDC)",
+    "rotor": "rotor",
+    "zdc": "Ulysses, compressed (ZDC)",
     "ulysses": "Ulysses",
     "ring": "ring attention",
 }
@@ -47,14 +47,14 @@ def count_traffic(
     checkpoint = CompressedCheckpoint(folder)
     layouts, shape, size = checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize
     rates = {"link": device.link_bytes_per_s, "ethernet": ETHERNET_BYTES_PER_S}
-    row_bytes = uncompressed_kv_bytes_per_token(shape, size)
+    row_bytes, own_bytes = uncompressed_kv_bytes_per_token(shape, size), kv_bytes_per_token(layouts, size)
     counted = []
     for count in processes:
         found = {
-            "auto": of_prompt(layouts, shape, tokens, count, size),
-            "heads": of_prompt(layouts, shape, tokens, count, size, "heads"),
-            "ulysses": of_prompt(uncompressed(shape), shape, tokens, count, size, "heads"),
-            "ring": of_ring(row_bytes, tokens, count),
+            "rotor": of_rows(own_bytes, tokens, count),
+            "zdc": of_heads(layouts, shape, tokens, count, size),
+            "ulysses": of_heads(uncompressed(shape), shape, tokens, count, size),
+            "ring": of_rows(row_bytes, tokens, count),
         }
         entry = {
             name: {"bytes": sent.total, **asdict(sent)}
@@ -68,7 +68,7 @@ def count_traffic(
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "tokens": tokens,
         "layers": shape.num_layers,
-        "kv_bytes_per_token": {"before": row_bytes, "after": kv_bytes_per_token(layouts, size)},
+        "kv_bytes_per_token": {"before": row_bytes, "after": own_bytes},
         "rates": {f"{name}_bytes_per_s": rate for name, rate in rates.items()},
         "counted": counted,
     }

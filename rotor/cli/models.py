@@ -137,7 +137,7 @@ def recipes(output: Json, show: str | None = None, fields: bool = False) -> None
 
     Args:
         show: Print this recipe whole, every default filled in: YAML that --recipe takes. Of a cache policy each field
-            with its meaning and default: YAML that --cache takes.
+            with what they mean: YAML that --cache takes.
         fields: Print what each field of a recipe may be, its default and what it decides.
     """
     from ..recipe import bundled_recipes, load_recipe

@@ -92,7 +92,6 @@ class _Recording(Policy):
 class _RecordingLayer(PolicyLayer):
     """added: zeros that are added to keys and to values, whose gradients are those of keys and values."""
 
-    stored = ()
     added: tuple[Tensor, Tensor]
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:

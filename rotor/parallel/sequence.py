@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,26 +16,24 @@ from ..errors import UsageError
 from ..runtime.attention import RotorAttention
 from ..runtime.families import FAMILIES
 from ..runtime.rope import Place
-from ..runtime.steps import InCache, RowStore, Step
-from .attention import attend_by_heads, attend_by_rows, attend_to_spread_rows, visible
+from ..runtime.steps import InCache, Keeper, Step
+from .attention import attend_by_rows, attend_to_spread_rows, visible
 from .cache import Rows, SpreadLayer
 from .forward import Pass, begin_pass
-from .plan import own_indices, plan_layer
+from .plan import own_indices
 from .wire import Wire
 
-Exchange = Literal["auto", "heads", "rows"]
 
-
-class SequenceParallel(RowStore):
+class SequenceParallel(Keeper):
     """What `sequence_parallel` gives: this process's view of the others. Not to be made by hand.
 
-    wire: the processes, with the bytes that were sent to them (`wire.sent`, by kind). exchange: what travels.
+    wire: the processes, with the bytes that were sent to them (`wire.sent`, by kind).
     """
 
     in_pytorch = True
 
-    def __init__(self, model: Any, wire: Wire, exchange: Exchange = "auto") -> None:
-        self.wire, self.exchange = wire, exchange
+    def __init__(self, model: Any, wire: Wire) -> None:
+        self.wire = wire
         self.layers = [module for module in model.modules() if isinstance(module, RotorAttention)]
         cached = DynamicCache(config=model.config).layers
         windows: list[int | None] = [getattr(layer, "sliding_window", None) for layer in cached]
@@ -83,7 +81,11 @@ class SequenceParallel(RowStore):
     def of_each(self, number: int) -> list[int]:
         """A number of this process's, such as the bytes of its part of a cache, and the others', in every process."""
         own = torch.tensor([number], device=self.wire.device)
-        return [int(found) for found in self.wire.gather("comparing", "agreement", own, [(1,)] * self.wire.count)]
+        found = self.wire.gather("comparing", "agreement", [own], [[(1,)]] * self.wire.count)
+        return [int(number) for (number,) in found]
+
+    def keeper(self, cache: Any, layer_idx: int) -> SequenceParallel:
+        return self
 
     def place(self, cache: Any, layer_idx: int, seq_len: int) -> Place:
         now = self.now
@@ -97,21 +99,13 @@ class SequenceParallel(RowStore):
             layer: SpreadLayer = step.cache.layers[step.layer_idx]
             rows = layer.store(rows, now.length - 1)
         if now.spread:
-            parameters = step.parameters
-            size, capped = step.query.element_size(), parameters.softcap is not None
-            plan = plan_layer(parameters.layout, parameters.shape, size, wire.count, capped)
             every = torch.arange(now.length, device=step.key.device)
-            if self.exchange == "rows" or (self.exchange == "auto" and plan.rows_alone):
-                return attend_by_rows(
-                    step,
-                    wire,
-                    now.stored,
-                    lambda run: self._mask(now, every[run.start : run.stop], every[: run.stop], window),
-                )
-            mask = None
-            if now.attended is not None or window is not None:
-                mask = self._mask(now, every, every, window)
-            return attend_by_heads(step, plan, wire, now.stored, mask)
+            return attend_by_rows(
+                step,
+                wire,
+                now.stored,
+                lambda run: self._mask(now, every[run.start : run.stop], every[: run.stop], window),
+            )
         rotation = step.rotations.read
         if rotation is not None:  # of places that differ
             rotation = rotation[0][None, None, rows.indices], rotation[1][None, None, rows.indices]
@@ -140,9 +134,9 @@ class SequenceParallel(RowStore):
         hidden = output[0]
         if not now.spread:
             # The first process's, so that rounding does not part them.
-            shapes = [[tuple(hidden.shape)], *[[]] * (self.wire.count - 1)]
-            outgoing = [[hidden][self.rank :][:1]] * self.wire.count
-            hidden = self.wire.exchange("hidden states", "hidden", outgoing, shapes, hidden.dtype)[0][0]
+            shapes = [[tuple(hidden.shape)], *[[(0,)]] * (self.wire.count - 1)]
+            sent = hidden.new_empty(0) if self.rank else hidden
+            hidden = self.wire.gather("hidden states", "hidden", [sent], shapes)[0][0]
         elif now.tokens_to_keep:
             begin = max(now.length - now.tokens_to_keep, 0)
             hidden = self._gather(hidden[:, now.indices >= begin], [kept[kept >= begin] for kept in now.stored])
@@ -154,23 +148,21 @@ class SequenceParallel(RowStore):
 
     def _gather(self, tensor: Tensor, owned: list[Tensor]) -> Tensor:
         """The tokens of all processes, in their order, from those of each, which have these indices."""
-        shapes = [(tensor.shape[0], len(indices), *tensor.shape[2:]) for indices in owned]
-        found = torch.cat(self.wire.gather("hidden states", "hidden", tensor, shapes), dim=1)
-        return found[:, torch.argsort(torch.cat(owned))]
+        shapes = [[(tensor.shape[0], len(indices), *tensor.shape[2:])] for indices in owned]
+        found = self.wire.gather("hidden states", "hidden", [tensor], shapes)
+        return torch.cat([part for (part,) in found], dim=1)[:, torch.argsort(torch.cat(owned))]
 
 
 @contextmanager
-def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto") -> Iterator[SequenceParallel]:
+def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParallel]:
     """Spread the tokens of a compressed model's prompts over the processes of a group, and their cache with them.
 
     Every process holds the whole model and calls it with the same arguments: token ids [batch_size, seq_len], a mask
     [batch_size, seq_len] for padding. The pass that fills an empty cache spreads its tokens: outside of attention each
-    process computes its share of them, inside of it some groups of KV heads of all of them; what travels are compressed
-    queries (where keys are stored in blocks of positions, whole ones), packed rows (codes as codes) and compressed
-    outputs. In layers where that is less, only rows travel, to all processes. Either way rows are kept by the process
-    of their tokens, so that each holds its share of the cache. Passes over a filled cache (decoding) are computed by
-    all processes alike, attention by each over the rows that it has, joined by log-sum-exp; the new rows go to the
-    process with the fewest.
+    process computes its share of them; inside of it packed rows travel to all (codes as codes), layer by layer. They
+    are kept by the process of their tokens, so that each holds its share of the cache. Passes over a filled cache
+    (decoding) are computed by all processes alike, attention by each over the rows that it has, joined by log-sum-exp;
+    the new rows go to the process with the fewest.
 
         with sequence_parallel(model, group):
             model.generate(**inputs, max_new_tokens=64)     # the same tokens in every process
@@ -187,8 +179,6 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
         model: a causal model that `rotor export` wrote, loaded with from_pretrained, on one device.
         group: process group or one-dimensional device mesh; by default all processes. Its backend must serve the
             device (gloo a CPU, nccl GPUs), and its timeout says how long a process waits for one that hangs.
-        exchange: what travels in a prompt's attention: `heads` (queries, rows and outputs, as in ZDC), `rows` (rows to
-            all), or `auto`, layer by layer whichever sends fewer bytes.
     Raises:
         UsageError: torch.distributed is not initialised, the model is not compressed, is spread already, keeps its
             cache by a policy, lies on several devices, or has a RoPE whose frequencies depend on the length. In passes:
@@ -231,12 +221,11 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
             f"the model lies on {', '.join(sorted(map(str, devices)))}: expected one device a process.",
             "Load it without a device map.",
         ),
-        (exchange not in get_args(Exchange), f"exchange={exchange!r} is not known.", "Give auto, heads or rows."),
     ):
         if wrong:
             raise UsageError(message, hint)
     group = group.get_group() if hasattr(group, "get_group") else group
-    state = SequenceParallel(model, Wire(group, devices.pop()), exchange)
+    state = SequenceParallel(model, Wire(group, devices.pop()))
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for handle in (

@@ -6,62 +6,61 @@ All are sums over the processes; what a process keeps for itself is not sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..format.channels import Numbers
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
-from .plan import LayerPlan, Traffic, plan_layer, token_runs
+from .plan import token_runs
 
 
-def of_prompt(
-    layouts: Sequence[LayerLayout],
-    shape: AttentionShape,
-    tokens: int,
-    processes: int,
-    element_bytes: int,
-    exchange: str = "auto",
-) -> Traffic:
-    """What `sequence_parallel` sends for a prompt (batch of one), over the layers of a model.
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that are sent, by what they are: queries, rows (keys and values) and outputs.
+
+    busiest_bytes: what the process sends or receives, whichever is more, that sends or receives most: links carry both
+    at once.
+    """
+
+    queries: int = 0
+    rows: int = 0
+    outputs: int = 0
+    busiest_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.queries + self.rows + self.outputs
+
+
+def of_rows(row_bytes: int, tokens: int, processes: int) -> Traffic:
+    """Every process's rows to all the others, as `sequence_parallel` sends a prompt (batch of one), or past them in a
+    ring.
 
     Args:
-        tokens: at least two a process. exchange: as in `sequence_parallel`.
+        row_bytes: of the keys and values of one token over all layers. tokens: at least two a process.
     """
     lengths = [sum(map(len, runs)) for runs in token_runs(tokens, processes)]
-    whole = Traffic()
-    for layout in layouts:
-        plan = plan_layer(layout, shape, element_bytes, processes)
-        rows = exchange == "rows" or (exchange == "auto" and plan.rows_alone)
-        whole += _by_rows(sum(layout.row_bytes(element_bytes)), lengths) if rows else _by_heads(plan, lengths)
-    return whole
-
-
-def _by_heads(plan: LayerPlan, lengths: list[int]) -> Traffic:
-    """Queries and rows to where their heads are, outputs back."""
-    sizes = [plan.sizes(process) for process in range(len(lengths))]
-    every, sent, busiest = sum(sizes, Traffic()), Traffic(), 0
-    for length, size in zip(lengths, sizes, strict=True):
-        others, inputs = sum(lengths) - length, size.queries + size.rows
-        sent += Traffic(others * size.queries, others * size.rows, others * size.outputs)
-        outward = length * (every.queries + every.rows - inputs) + others * size.outputs
-        busiest = max(busiest, outward, others * inputs + length * (every.outputs - size.outputs))
-    return sent + Traffic(busiest_bytes=busiest)
-
-
-def _by_rows(row_bytes: int, lengths: list[int]) -> Traffic:
-    """Every process's rows to all the others."""
-    count, tokens = len(lengths), sum(lengths)
-    busiest = max(max((count - 1) * length, tokens - length) for length in lengths)
-    return Traffic(rows=(count - 1) * tokens * row_bytes, busiest_bytes=busiest * row_bytes)
-
-
-def of_ring(row_bytes: int, tokens: int, processes: int) -> Traffic:
-    """Ring attention: queries and outputs stay, rows go round, each past every process.
-
-    Args:
-        row_bytes: of the keys and values of one token over all layers.
-    """
-    lengths = [sum(map(len, runs)) for runs in token_runs(tokens, processes)]
-    busiest = tokens - min(lengths) if processes > 1 else 0
+    busiest = max(max((processes - 1) * length, tokens - length) for length in lengths)
     return Traffic(rows=(processes - 1) * tokens * row_bytes, busiest_bytes=busiest * row_bytes)
+
+
+def of_heads(
+    layouts: Sequence[LayerLayout], shape: AttentionShape, tokens: int, processes: int, element_bytes: int
+) -> Traffic:
+    """Ulysses: queries and rows to where their heads are, outputs back, heads shared out evenly. Queries are absorbed,
+    as wide as their keys' latents, but where keys are stored in blocks.
+
+    Source: ZDC section 5.3, figure 18.
+    """
+    queries = outputs = 0
+    for layout in layouts:
+        for group in layout.groups:
+            heads = layout.group_size * shape.heads_per_kv
+            queries += heads * (shape.head_dim if layout.in_blocks else group.key.width)
+            outputs += heads * group.values.width
+    rows = sum(sum(layout.row_bytes(element_bytes)) for layout in layouts)
+    each = (element_bytes * queries, rows, element_bytes * outputs)
+    sent = Traffic(*(size * tokens * (processes - 1) // processes for size in each))
+    return Traffic(sent.queries, sent.rows, sent.outputs, sent.total // processes)
 
 
 def uncompressed(shape: AttentionShape) -> list[LayerLayout]:

@@ -29,38 +29,3 @@ from .methods.window import Window
 from .policy import LONG_TOKENS, LayerSample, Policy, packed_bytes_per_token, random_rows, stored_bytes
 from .quantiser import CodedLayer, Quantiser
 from .registry import bundled_policies, describe_policy, find_policy, read_stored
-
-__all__ = [
-    "FP8",
-    "GEAR",
-    "H2O",
-    "KCVT",
-    "KIVI",
-    "KVTC",
-    "LONG_TOKENS",
-    "CodedLayer",
-    "EvictingLayer",
-    "Eviction",
-    "KVQuant",
-    "Keyformer",
-    "LayerSample",
-    "PerToken",
-    "Policy",
-    "PolicyLayer",
-    "Quantiser",
-    "Random",
-    "Streaming",
-    "Tiers",
-    "Window",
-    "attach_stored",
-    "bundled_policies",
-    "cache_policy",
-    "describe_policy",
-    "find_policy",
-    "packed_bytes_per_token",
-    "policy_of",
-    "random_rows",
-    "read_stored",
-    "stored_bytes",
-    "use_cache_policy",
-]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..runtime.families import FAMILIES, Family, attention_shape, find_family
-from ..runtime.rope import RotaryTable
+from ..runtime.rope import RotaryTable, rotary_tables
 from ..runtime.steps import InCache
 from .layer import PolicyLayer
 from .policy import Policy
@@ -93,13 +93,11 @@ class _Attachment:
             )
         for module in self._compressed:
             policy.check_rows(module.layout.coded, module.layout.rope_block is None)
-        tables: dict[str | None, RotaryTable] = {}
-        for index, module in enumerate(modules):
-            turned = policy.turns_keys and family.rotary is not None and module not in self._compressed
-            kind = family.rotary_type(model.config, index)
-            if turned and kind not in tables:
-                tables[kind] = RotaryTable(network.get_submodule(family.rotary or ""), kind)
-            hooks = _Hooks(policy, index, module in self._compressed, tables[kind] if turned else None)
+        tables: list[RotaryTable | None] = [None] * count
+        if policy.turns_keys:
+            tables = rotary_tables(network, family, model.config)
+        for index, (module, table) in enumerate(zip(modules, tables, strict=True)):
+            hooks = _Hooks(policy, index, module in self._compressed, table)
             if hooks.compressed:
                 module.store = InCache(policy, model.config)
             else:

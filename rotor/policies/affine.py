@@ -39,7 +39,8 @@ class AffineCode(Codec):
     def encode(self, states: Tensor) -> Parts:
         """(codes [batch_size, heads, tokens, bytes] uint8, scale and zero [batch_size, heads, groups, groups] float16);
         heads is 1 where they lie together."""
-        numbers = self._lay(states.float().clamp(-LARGEST, LARGEST))
+        numbers = states.float().clamp(-LARGEST, LARGEST)
+        numbers = heads_together(numbers) if self.heads_together else numbers
         length, width = numbers.shape[-2:]
         tokens, columns = self.tokens or length, min(self.columns or width, width)
         whole = functional.pad(numbers, (0, -width % columns, 0, 0), mode="replicate")
@@ -59,9 +60,6 @@ class AffineCode(Codec):
         tokens, columns = codes.shape[2] // scale.shape[2], min(self.columns or laid, laid)
         numbers = codes.mul_(_per_number(scale, tokens, columns, laid)).add_(_per_number(zero, tokens, columns, laid))
         return heads_apart(numbers, num_heads) if self.heads_together else numbers
-
-    def _lay(self, states: Tensor) -> Tensor:
-        return heads_together(states) if self.heads_together else states
 
 
 def _per_number(values: Tensor, tokens: int, columns: int, width: int) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
-from statistics import fmean
+from itertools import combinations, pairwise
+from statistics import pvariance
 from typing import Any
 
 import torch
@@ -40,12 +40,9 @@ def three_means(values: Sequence[float]) -> list[int]:
     distinct = sorted(set(values))
 
     def loss(starts: tuple[int, ...]) -> float:
-        total = 0.0
-        for first, end in zip((0, *starts), (*starts, len(distinct)), strict=True):
-            own = [value for value in values if distinct[first] <= value <= distinct[end - 1]]
-            mean = fmean(own)
-            total += sum((value - mean) ** 2 for value in own)
-        return total
+        bounds = pairwise((0, *starts, len(distinct)))
+        parts = [[v for v in values if distinct[first] <= v <= distinct[end - 1]] for first, end in bounds]
+        return sum(len(part) * pvariance(part) for part in parts)
 
     starts = min(combinations(range(1, len(distinct)), min(CLUSTERS, len(distinct)) - 1), key=loss)
     return [sum(value >= distinct[start] for start in starts) for value in values]
@@ -79,8 +76,9 @@ class SqueezeBudgets:
         if len(self._cosines) < len(self._layers):
             return
         rows = torch.stack([cosine.cpu() for cosine in self._cosines], dim=1).tolist()
-        shares = torch.tensor([squeeze_shares(row, self._p) for row in rows], dtype=torch.float64)
+        shares = [squeeze_shares(row, self._p) for row in rows]
         self.done = True
-        for layer, share in zip(self._layers, shares.unbind(1), strict=True):
-            layer.budget = (layer.budget * share.to(layer.budget.device)).round().long().clamp(min=1)
+        for layer, own in zip(self._layers, zip(*shares, strict=True), strict=True):
+            for sequence, share in zip(layer.sequences, own, strict=True):
+                sequence.budget = sequence.budget and max(1, round(sequence.budget * share))
             layer.evict()

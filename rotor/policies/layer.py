@@ -13,13 +13,13 @@ A layer's length is the number of tokens it was given, so that masks and positio
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import UsageError
@@ -28,33 +28,44 @@ from ..kernels.parameters import seq_len_of
 from ..kernels.rotary import Rotation, rotate
 from ..runtime.rope import RotaryTable
 from ..runtime.steps import Keeper, Step, attend_to_rows
-from .store import Side, tensor_bytes
+from .store import Stored, mapped, tensor_bytes
 
 NOISE_BLOCK = 1024
 """Tokens whose random numbers are drawn together."""
 
 
+class StoredSequence(Stored):
+    """What a layer stores of one sequence of a batch, without its padding.
+
+    start: the place of its first token, behind padding. tokens: those it was given. new: those of this step.
+    """
+
+    start = tokens = new = 0
+
+
 class PolicyLayer(DynamicLayer, Keeper):
     """One layer of a cache that follows a policy.
 
-    num_tokens: so far, padding included. stored: names of the attributes whose tensors are the cache, batch first;
-    beside: of further tensors, batch first, that are too small to count. table: RoPE of a model that rotates keys
-    before they come here, while a step lasts; only for policies that turn keys.
+    Each sequence of the batch is stored by itself, so that what is stored of it does not depend on the others.
+
+    num_tokens: so far, padding included. length: of the step. table: RoPE of a model that rotates keys before they come
+    here, while a step lasts; only for policies that turn keys.
     """
 
     is_compileable = False
     is_croppable = False
     supports_early_init = False
     is_sliding = False
-    stored: ClassVar[tuple[str, ...]]
-    beside: ClassVar[tuple[str, ...]] = ()
+    new_sequence: Callable[[], Any]
+    sequences: list[Any]
     table: RotaryTable | None = None
+    num_tokens: int
+    length: int
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_tokens = 0
+        self.reset()
 
-    @abstractmethod
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         """Tokens are about to be stored.
 
@@ -64,6 +75,14 @@ class PolicyLayer(DynamicLayer, Keeper):
         Raises:
             UsageError: a row has padding that is not on its left.
         """
+        self.length, self.begun = length, True
+        self.sequences = self.sequences or [type(self).new_sequence() for _ in range(batch_size)]
+        for sequence, new in zip(self.sequences, real_tokens(mask, batch_size, length), strict=True):
+            if sequence.tokens and new < length:
+                raise _padding_inside()
+            if not sequence.tokens:
+                sequence.start = self.num_tokens + length - new
+            sequence.new, sequence.tokens = new, sequence.tokens + new
 
     def visible(self, mask: Tensor | None, head_groups: Tensor) -> Tensor | None:
         """The mask of what `update` is to return.
@@ -72,6 +91,24 @@ class PolicyLayer(DynamicLayer, Keeper):
             mask: as for `begin`. head_groups: [num_heads], the group of each query head.
         """
         return mask
+
+    def store(self, sequence: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new tokens of a sequence, [1, num_heads, new, width]; returns all that attention is to see."""
+        raise NotImplementedError
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store the new tokens; returns the keys and values that this step's attention is to see, each sequence's at
+        the right end."""
+        if not self.begun:
+            self.begin(None, len(key_states), key_states.shape[2], key_states.device)
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.begun, self.num_tokens = False, self.num_tokens + self.length
+        found = []
+        for row, sequence in enumerate(self.sequences):
+            new = (slice(row, row + 1), slice(None), slice(self.length - sequence.new, None))
+            found.append(self.store(sequence, key_states[new], value_states[new]))
+        keys, values = (right_aligned(side, 0.0, dim=2) for side in zip(*found, strict=True))
+        return keys, values
 
     def attend(self, step: Step) -> Tensor:
         self.begin(step.mask, len(step.value), seq_len_of(step.query), step.query.device)
@@ -99,7 +136,8 @@ class PolicyLayer(DynamicLayer, Keeper):
         """Keys of an uncompressed model as RoPE would have them `by` positions later; as they are without a table.
 
         Args:
-            keys: [batch_size, num_heads, tokens, head_dim]. by: [batch_size, 1 or num_heads, tokens], below 0: earlier.
+            keys: [batch_size, num_heads, tokens, head_dim]. by: broadcastable to [batch_size, num_heads, tokens], below
+                0: earlier.
         """
         if self.table is None or not bool(by.any()):
             return keys
@@ -108,38 +146,39 @@ class PolicyLayer(DynamicLayer, Keeper):
         cos, sin = between(self.table(0, longest, longest, keys.device, dtype), by.abs())
         return rotate(keys.to(dtype), cos, sin * by.sign().unsqueeze(-1)).to(keys.dtype)
 
+    @property
+    def newest(self) -> Tensor:
+        """Which tokens of the step are not padding, [batch_size, length] bool."""
+        new = torch.tensor([sequence.new for sequence in self.sequences], device=self.device)
+        return torch.arange(self.length, device=self.device) >= self.length - new[:, None]
+
     def stored_bytes(self) -> int:
         """Bytes of all tensors that the layer holds."""
-        return tensor_bytes([getattr(self, name) for name in self.stored])
+        return tensor_bytes(self.sequences)
 
     def get_seq_length(self) -> int:
         return self.num_tokens
 
     def reset(self) -> None:
-        for name in (*self.stored, *self.beside):
-            setattr(self, name, None)
+        self.sequences, self.begun = [], False
         self.num_tokens, self.is_initialized = 0, False
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self.batch_select_indices(torch.arange(len(self.sequences)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.map(lambda tensor: tensor[indices.to(tensor.device)])
+        # One that is chosen twice has tensors of its own, as its bytes are counted.
+        self.sequences = [mapped(self.sequences[row], Tensor.clone) for row in indices.tolist()]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def offload(self) -> None:
-        self.map(Tensor.cpu, self.stored)  # not in the background: what is dropped is chosen among the rows at once
+        self.sequences = mapped(self.sequences, Tensor.cpu)
 
     def prefetch(self) -> None:
         if self.is_initialized:
-            self.map(lambda tensor: tensor.to(self.device, non_blocking=True), self.stored)
-
-    def map(self, function: Callable[[Tensor], Tensor], names: tuple[str, ...] | None = None) -> None:
-        """Replace each tensor."""
-        for name in names or (*self.stored, *self.beside):
-            setattr(self, name, _mapped(getattr(self, name), function))
+            self.sequences = mapped(self.sequences, lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises UsageError: what was coded together or dropped does not come back."""
@@ -149,12 +188,15 @@ class PolicyLayer(DynamicLayer, Keeper):
         )
 
 
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, function) for item in value)
-    if isinstance(value, Side):
-        return value.map(function)
-    return function(value) if isinstance(value, Tensor) else value
+def right_aligned(parts: Sequence[Tensor], value: float, dim: int) -> Tensor:
+    """Tensors [1, ...] of a batch in one, each at the right end along `dim`, and so much before it."""
+    longest, behind = max(part.shape[dim] for part in parts), [0, 0] * (parts[0].dim() - 1 - dim)
+    return torch.cat([functional.pad(part, (*behind, longest - part.shape[dim], 0), value=value) for part in parts])
+
+
+def behind_padding(rows: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [1, num_heads, tokens, width] of a whole sequence as a mask has it, with so much before them."""
+    return functional.pad(rows[0], (0, 0, start, 0)), functional.pad(rows[1], (0, 0, start, 0))
 
 
 def between(table: Rotation, positions: Tensor) -> Rotation:
@@ -182,18 +224,21 @@ def mask_of_places(mask: Tensor | None, places: Tensor, num_tokens: int, length:
     return columns.masked_fill(~there, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
 
 
-def real_tokens(mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> Tensor:
-    """Which of the newest tokens are not padding, [batch_size, length] bool: those that the last query sees with some
-    head; a single one always. Raises UsageError where there is padding behind a token."""
+def real_tokens(mask: Tensor | None, batch_size: int, length: int) -> list[int]:
+    """How many of the newest tokens of each row are no padding: those that the last query sees with some head; a single
+    one always."""
     if mask is None or length == 1:
-        return torch.ones(batch_size, length, dtype=torch.bool, device=device)
+        return [length] * batch_size
     last = mask[:, :, -1, -length:]
     shown = (last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2).any(1)
     if bool((shown[:, :-1] & ~shown[:, 1:]).any()):
-        raise UsageError(
-            "the attention mask has padding that is not on the left of its row.", "Set padding_side='left'."
-        )
-    return shown.expand(batch_size, -1)
+        raise _padding_inside()
+    found: list[int] = shown.expand(batch_size, -1).sum(-1).tolist()
+    return found
+
+
+def _padding_inside() -> UsageError:
+    return UsageError("the attention mask has padding that is not on the left of its row.", "Set padding_side='left'.")
 
 
 def noise_of(index: Tensor, seed: int, layer: int) -> Tensor:

@@ -77,11 +77,6 @@ class Policy(ABC):
         return False
 
     @property
-    def tolerance(self) -> float:
-        """By how much bytes may exceed those of a prompt of random numbers, as a share of these."""
-        return 0.0
-
-    @property
     def needs_samples(self) -> bool:
         """Whether something in it is found on calibration text, and has not been."""
         return False
@@ -118,11 +113,13 @@ class Policy(ABC):
             UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention), or RoPE's
                 frequencies depend on the length and the policy turns keys.
         """
-        if self.turns_keys and depends_on_length(config):
+        rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+        kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
+        if self.turns_keys and not {"longrope", "dynamic"}.isdisjoint(kinds):
             raise UnsupportedModelError(
                 f"cache policy {self.method}: turns keys to other positions, and the frequencies of this model's RoPE "
                 "depend on the length.",
-                "Use `positions: sequence` (of kvquant `pre_rope: false`) in a YAML file of the policy.",
+                "Use another policy, or of `streaming` a YAML file with `positions: sequence`.",
             )
         layers = DynamicCache(config=config).layers
         for index, layer in enumerate(layers):
@@ -195,10 +192,3 @@ def random_rows(heads: int, tokens: int, width: int, dtype: torch.dtype) -> Tens
     if dtype == torch.uint8:
         return torch.randint(256, (1, heads, tokens, width), generator=generator, dtype=dtype)
     return torch.randn(1, heads, tokens, width, generator=generator).to(dtype)
-
-
-def depends_on_length(config: Any) -> bool:
-    """Whether the frequencies of a model's RoPE depend on how long a sequence is."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
-    return any(kind in ("longrope", "dynamic") for kind in kinds)

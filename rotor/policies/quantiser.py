@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from copy import copy
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .layer import PolicyLayer, real_tokens
-from .policy import Policy
+from ..errors import UsageError
+from .layer import PolicyLayer, StoredSequence, behind_padding
+from .policy import LayerSample, Policy
 from .store import Side, Stream
 
 
@@ -32,82 +35,81 @@ class Quantiser(Policy):
         return [CodedLayer(self.streams()) for _ in range(count)]
 
 
+class FittedQuantiser(Quantiser):
+    """One whose codes are found on calibration text, for each layer. Keys of an uncompressed model are turned back and
+    coded before RoPE."""
+
+    codes: ClassVar[tuple[Any, ...]] = ()
+
+    @property
+    def found(self) -> tuple[Any, ...]:
+        """What was found for each layer; empty before."""
+        return self.codes
+
+    @abstractmethod
+    def fit_layer(self, sample: LayerSample) -> Any:
+        """What is found for a layer."""
+
+    def fitted(self, samples: Sequence[LayerSample]) -> FittedQuantiser:
+        fitted = copy(self)
+        object.__setattr__(fitted, "codes", tuple(self.fit_layer(sample) for sample in samples))
+        return fitted
+
+    @abstractmethod
+    def streams_of(self, found: Any) -> tuple[Stream, Stream]:
+        """How keys and values of a layer are coded."""
+
+    def streams(self) -> tuple[Stream, Stream]:
+        """Of the first layer: which tokens wait is the same in all."""
+        return self.streams_of(self.found[0])
+
+    @property
+    def needs_samples(self) -> bool:
+        return not self.found
+
+    @property
+    def turns_keys(self) -> bool:
+        return True
+
+    def layers(self, count: int) -> list[PolicyLayer]:
+        if len(self.found) != count:
+            raise UsageError(
+                f"cache policy {self.method}: was fitted to {len(self.found)} layers, the model has {count}.",
+                "It is fitted to text by `rotor validate MODEL --cache`, `rotor study`, and where a checkpoint can "
+                "store it `rotor export --cache`; rotor.fit_cache_policy(model, policy, rows) gives a fitted policy.",
+            )
+        return [CodedLayer(self.streams_of(found)) for found in self.found]
+
+
+class CodedSequence(StoredSequence):
+    """sides: of keys and of values."""
+
+    sides: tuple[Side, Side]
+
+
 class CodedLayer(PolicyLayer):
     """One layer's cache, coded as two streams say.
 
     It works on a model's heads, and on a compressed model's packed rows [batch_size, 1, seq_len, width] of 16 bits.
+    Attention decodes the whole cache at each step. Where there is a `table`, keys are stored as before RoPE.
 
     Args:
         streams: of keys and of values.
-
-    sides: of keys and of values, for all rows alike; where there is padding or a codec is ragged for each row by
-    itself, without its padding, so that what is stored of a row does not depend on the others. Attention decodes the
-    whole cache at each step. Where there is a `table`, keys are stored as before RoPE.
     """
 
-    stored = ("sides",)
+    new_sequence = CodedSequence
+    sequences: list[CodedSequence]
 
     def __init__(self, streams: tuple[Stream, Stream]) -> None:
         super().__init__()
         self.streams = streams
-        self.sides: list[tuple[Side, Side]] | None = None
-        self._apart = any(stream.codec.ragged for stream in streams)
-        self._pads: list[int] | None = None
 
-    def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
-        if mask is None or (self.is_initialized and (self._pads is None or max(self._pads) < self.num_tokens)):
-            return  # else there is a row that is padding so far
-        padding = (~real_tokens(mask, batch_size, mask.shape[-1], device)).sum(-1).tolist()
-        self._pads = padding if any(padding) else None
+    def fill(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.update(self.streams[0].codec.typical(key_states), value_states)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        if self._pads is None and self._apart:
-            self._pads = [0] * len(key_states)
-        if self._pads:
-            key_states, value_states = key_states[:1], value_states[:1]
-        key, value = self.streams
-        self.sides = [(Side(key, key_states), Side(value, value_states)) for _ in self._pads or (0,)]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new tokens; returns the keys and values of all tokens, as this step's attention is to see them."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        total = self.num_tokens + key_states.shape[-2]
-        first = torch.tensor(self._pads or [0], device=key_states.device)[:, None, None]
-        index = (torch.arange(total, device=key_states.device) - first).clamp(min=0)
-        key_states = self.turned(key_states, -index[..., self.num_tokens :])
-        key, value = self._update_side(0, key_states), self._update_side(1, value_states)
-        self.num_tokens = total
-        return self.turned(key, index), value
-
-    def _update_side(self, side: int, states: Tensor) -> Tensor:
-        assert self.sides is not None
-        if self._pads is None:
-            return self.sides[0][side].update(states)
-        result = states.new_zeros(*states.shape[:2], self.num_tokens + states.shape[-2], states.shape[-1])
-        for row, (sides, pads) in enumerate(zip(self.sides, self._pads, strict=True)):
-            new = states[row : row + 1, :, max(0, pads - self.num_tokens) :]
-            if new.shape[2]:
-                visible = sides[side].update(new)
-                result[row : row + 1, :, -visible.shape[2] :] = visible
-        return result
-
-    def reset(self) -> None:
-        super().reset()
-        self._pads = None
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self._pads is None:
-            super().batch_repeat_interleave(repeats)
-        else:
-            self.batch_select_indices(torch.arange(len(self._pads)).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self._pads is None:
-            super().batch_select_indices(indices)
-            return
-        assert self.sides is not None
-        chosen = indices.tolist()
-        self._pads, self.sides = [self._pads[row] for row in chosen], [self.sides[row] for row in chosen]
-        self.map(Tensor.clone)  # a row chosen twice has tensors of its own, as its bytes are counted
+    def store(self, sequence: CodedSequence, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if not hasattr(sequence, "sides"):
+            sequence.sides = Side(self.streams[0], keys), Side(self.streams[1], values)
+        index = torch.arange(sequence.tokens, device=keys.device)
+        keys = sequence.sides[0].update(self.turned(keys, -index[sequence.tokens - sequence.new :]))
+        return behind_padding((self.turned(keys, index), sequence.sides[1].update(values)), sequence.start)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import cache
 from importlib import import_module, resources
 from importlib.util import module_from_spec, spec_from_file_location
-from inspect import get_annotations
+from inspect import cleandoc
 from pathlib import Path
 from pkgutil import iter_modules
-from textwrap import wrap
 from typing import Any
 
 from ..checked import Reader, nearest_name
@@ -116,36 +113,20 @@ def find_policy(name: str) -> Policy | None:
 
 
 def describe_policy(name: str) -> str:
-    """A bundled policy as YAML that --cache takes: what it is, and each field with its meaning and default.
+    """A bundled policy as YAML that --cache takes: what it is, what its fields mean, and each of them.
 
     Raises:
         RecipeError: no such policy.
     """
-    text, policy = _text_of(name), find_policy(name)
-    about = [line for line in text.splitlines() if line.startswith("#")]
-    lines = [*about, f"method: {policy.method}"]  # type: ignore[union-attr]
-    meanings = _meanings(type(policy))
-    for field in fields(policy):  # type: ignore[arg-type]
-        default = json.dumps(field.default)
-        lines += [
-            "",
-            *wrap(f"{meanings[field.name]} (default: {default})", 118, initial_indent="# ", subsequent_indent="# "),
-        ]
-        lines.append(f"{field.name}: {json.dumps(getattr(policy, field.name))}")
+    policy, about = _parse(_text_of(name), name), []
+    for kind in type(policy).__mro__:
+        if issubclass(kind, Policy) and kind.__doc__ and kind is not Policy:
+            about += ["", *cleandoc(kind.__doc__).splitlines()]
+    comments = [line for line in _text_of(name).splitlines() if line.startswith("#")]
+    lines = [*comments, *(f"# {line}".rstrip() for line in about)]
+    for field, value in policy.as_dict().items():
+        lines.append(f"{field}: {value if isinstance(value, str) else json.dumps(value)}")
     return "\n".join(lines) + "\n"
-
-
-def _meanings(kind: type) -> dict[str, str]:
-    """What each field is, from the Args of the docstrings of a class and of those that it inherits from."""
-    found: dict[str, str] = {}
-    for base in kind.__mro__:
-        _, _, listed = (base.__doc__ or "").partition("Args:\n")
-        listed = " ".join(listed.partition("\n\n")[0].split())
-        names = "|".join(get_annotations(base)) or "-"
-        parts = re.split(rf"(?:^|(?<=\. ))((?:{names})(?:, (?:{names}))*): ", listed)
-        for heads, meaning in zip(parts[1::2], parts[2::2], strict=True):
-            found = dict.fromkeys(heads.split(", "), meaning.strip().rstrip(".")) | found
-    return found
 
 
 def _text_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""How tokens are stored: codecs, and one side (keys or values) of the cache of some rows of a batch."""
+"""How tokens are stored: codecs, and one side (keys or values) of the cache of a sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ dimension 2 something that grows with the tokens: the tokens themselves, or grou
 class Codec(ABC):
     """Codes the keys or the values of tokens.
 
-    ragged: what it stores of equally many tokens differs in size, so that rows of a batch are coded one by one.
+    ragged: what it stores of equally many tokens differs in size.
     """
 
     ragged: ClassVar[bool] = False
@@ -33,6 +33,10 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
         """[batch_size, num_heads, tokens, width], float32 (or the dtype that was stored exactly)."""
+
+    def typical(self, states: Tensor) -> Tensor:
+        """Of random numbers, such as take the bytes that text takes."""
+        return states
 
     def append(self, segments: list[Parts], states: Tensor) -> None:
         """Code tokens and store them behind what is stored: in one piece with it where the groups are alike."""
@@ -63,12 +67,6 @@ def spans_of(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, ...]]
         for side in (0, 1)
     )
     return [keys, tuple(slice(0, 0) for _ in starts) if layout.joint else values]
-
-
-def slots_of(rows: Tensor, order: Tensor) -> Tensor:
-    """The slots `order`, [batch_size, 1 or heads, kept], of rows [batch_size, heads, slots, *]."""
-    index = order.to(rows.device).expand(-1, rows.shape[1], -1).unsqueeze(-1)  # an offloaded layer's are on the CPU
-    return rows.gather(2, index.expand(-1, -1, -1, rows.shape[-1]))
 
 
 def _grouping(parts: Parts) -> list[tuple[float, torch.Size]]:
@@ -124,11 +122,15 @@ class Stream:
         return max(0, waiting - self.window) // self.block * self.block
 
 
-class Side:
-    """The keys, or the values, of rows that are stored together; all of them have the same tokens.
+class Stored:
+    """Its attributes that are tensors, or hold some, are part of the cache."""
+
+
+class Side(Stored):
+    """The keys, or the values, of a sequence.
 
     Args:
-        like: [batch_size, num_heads, *, width], what the first states look like.
+        like: [1, num_heads, *, width], what the first states look like.
     """
 
     def __init__(self, stream: Stream, like: Tensor) -> None:
@@ -142,7 +144,7 @@ class Side:
         return self.first.shape[2] + sum(parts[0].shape[2] for parts in self.segments) + self.waiting.shape[2]
 
     def update(self, states: Tensor) -> Tensor:
-        """Store tokens; returns what this step's attention sees of all tokens, [batch_size, num_heads, tokens, width].
+        """Store tokens; returns what this step's attention sees of all tokens, [1, num_heads, tokens, width].
 
         The prompt (the first tokens) sees itself exactly.
         """
@@ -174,29 +176,38 @@ class Side:
         self.waiting = waiting[:, :, count:].clone()  # a view would keep alive what was coded
 
     def take(self, slots: Tensor) -> None:
-        """Keep the tokens `slots`, [batch_size, 1 or heads, kept], of codes by token where none waits."""
-        self.segments = [tuple(slots_of(part, slots) for part in parts) for parts in self.segments]
+        """Keep the tokens `slots`, [1, 1 or heads, kept], of codes by token where none waits."""
+        index = slots.expand(-1, self.num_heads, -1).unsqueeze(-1)
+        self.segments = [
+            tuple(part.gather(2, index.expand(-1, -1, -1, part.shape[-1])) for part in parts) for parts in self.segments
+        ]
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Side:
-        """The same with each tensor replaced."""
-        other = copy(self)
-        other.segments = [tuple(function(part) for part in parts) for parts in self.segments]
-        other.first, other.waiting = function(self.first), function(self.waiting)
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same with each tensor replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(item, function) for item in value)
+    if isinstance(value, Stored):
+        other = copy(value)
+        vars(other).update({name: mapped(item, function) for name, item in vars(value).items()})
         return other
+    return value
 
 
 def stored_tensors(value: Any) -> Iterator[Tensor]:
-    """The plain tensors in sides, nested lists, tuples, dicts and tensor subclasses (as quanto's)."""
-    if isinstance(value, Side):
-        value = [value.first, value.segments, value.waiting]
+    """The plain tensors in what is stored, nested lists, tuples, dicts and tensor subclasses (as quanto's)."""
     if isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:
                 yield from stored_tensors(getattr(value, name))
         else:
             yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
+        return
+    items = vars(value) if isinstance(value, Stored) else value
+    if isinstance(items, (dict, list, tuple)):
+        for item in items.values() if isinstance(items, dict) else items:
             yield from stored_tensors(item)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import cache_utils
 
 from ..errors import UsageError
 from ..format.kernel_config import LayerKernels
@@ -22,10 +23,12 @@ from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer
-from .checks import check_pass
 from .families import Family
 from .rope import RotaryTable, Rotations, rope_of
-from .steps import InCache, RowStore, Step
+from .steps import InCache, Step
+
+# Older versions of transformers have but one layer that quantises.
+QUANTISING = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 
 
 class RotorAttention(nn.Module):
@@ -70,7 +73,7 @@ class RotorAttention(nn.Module):
         self.shape, self.layout = shape, layout
         self.is_causal = True
         self.kernels: LayerKernels = default_layer(layout)
-        self.store: RowStore = InCache()
+        self.store: Any = InCache()
         self.rotary = rotary
         self.rope = rope_of(layout, shape, rotary)
         tensors = layer_tensors(layout, shape, biases)
@@ -96,7 +99,7 @@ class RotorAttention(nn.Module):
         """`layer_past` is what GPT-NeoX and Falcon call `past_key_values`."""
         batch_size, seq_len, _ = hidden_states.shape
         cache = layer_past if past_key_values is None else past_key_values
-        check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
+        _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         keeper = self.store.keeper(cache, self.layer_idx)
         place = self.store.place(cache, self.layer_idx, seq_len)
         served = not keeper.in_pytorch and kernels_serve(
@@ -193,6 +196,35 @@ def plain_rows(
 
 def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
     return x if rotation is None else rotate(x, rotation[0].to(x.dtype), rotation[1].to(x.dtype))
+
+
+def _check_pass(layout: LayerLayout, layer_idx: int, asked: dict[str, Any], mask: Tensor | None, cache: Any) -> None:
+    """Raises UsageError where a layer is asked for what it does not do.
+
+    Args:
+        asked: the other keyword arguments of its forward pass.
+    """
+    if asked.get("output_attentions"):
+        raise UsageError(
+            "output_attentions: compressed layers keep no attention weights.", "Load the source model to see them."
+        )
+    if asked.get("cache") is not None:
+        raise UsageError(
+            "transformers' continuous batching (paged attention) cannot serve a compressed cache.", "Use generate()."
+        )
+    if mask is not None and mask.dim() != 4:
+        raise UsageError(
+            f"the attention mask has {mask.dim()} dimensions, expected 4.",
+            "Leave attn_implementation unset; compressed layers always run rotor's own attention.",
+        )
+    layers = getattr(cache, "layers", ())
+    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    if layout.coded and isinstance(layer, QUANTISING):
+        raise UsageError(
+            f"layer {layer_idx}: a quantised cache ({type(layer).__name__}) was given rows of codes: this checkpoint's "
+            "cache is coded already.",
+            "Leave cache_implementation out, or use 'static' or 'offloaded'.",
+        )
 
 
 def refuse_others(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

@@ -9,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
 from transformers.masking_utils import sdpa_mask
@@ -23,15 +22,15 @@ from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
-from ..format.file_names import KERNEL_CONFIG, ROTOR_JSON
+from ..format.file_names import KERNEL_CONFIG
 from ..format.layout import AttentionShape, LayerLayout
 from ..format.section import MARK, METHOD, CompressedSection, is_ours
 from .attention import RotorAttention, refuse_others
 from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
 from .rewritten import RewrittenTensors, open_rewritten
-from .rope import RotaryTable
-from .steps import NO_GRADIENTS, NO_GRADIENTS_HINT
+from .rope import rotary_tables
+from .steps import NO_GRADIENTS
 
 log = logging.getLogger("rotor")
 
@@ -88,10 +87,6 @@ class RotorQuantizer(HfQuantizer):
         for index, kernels in enumerate(self.kernel_config.layers):
             module: Any = family.attention_module(network, index)
             module.kernels = kernels
-            module.register_load_state_dict_pre_hook(refuse_adapter_of_source)
-        model._load_pretrained_model = load_adapter_weights
-        if self.quantization_config.coded:  # type: ignore[attr-defined]
-            model.register_forward_pre_hook(refuse_training)
         if self.cache_policy is not None:
             try:
                 import_module("rotor.policies").attach_stored(model, network, self.cache_policy)
@@ -101,15 +96,6 @@ class RotorQuantizer(HfQuantizer):
 
     def is_serializable(self) -> bool:
         return True
-
-    def get_state_dict_and_metadata(self, model: Any) -> Any:
-        """What save_pretrained asks for."""
-        log.warning(
-            "save_pretrained copies neither %s nor the other files that `rotor validate` goes by: the copy can be "
-            "loaded, not validated. Copy the folder to keep them.",
-            ROTOR_JSON,
-        )
-        return super().get_state_dict_and_metadata(model)
 
     @property
     def is_trainable(self) -> bool:
@@ -162,36 +148,6 @@ def with_rewritten(load: Callable[..., Any]) -> Callable[..., Any]:
     return loading
 
 
-def refuse_training(model: Any, *_: Any) -> None:
-    """Raises UsageError before the first step of training a checkpoint of codes."""
-    if model.training and torch.is_grad_enabled():
-        raise UsageError(NO_GRADIENTS, NO_GRADIENTS_HINT)
-
-
-def refuse_adapter_of_source(module: RotorAttention, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Raises UsageError where a LoRA that was trained on the source is loaded into a compressed layer."""
-    own = {prefix + name: parameter.shape for name, parameter in module.named_parameters()}
-    for name in own.keys() & state.keys():
-        if ".lora_" in name and own[name] != state[name].shape:
-            raise adapter_of_source(name, state[name].shape, own[name])
-
-
-def load_adapter_weights(model: Any, **arguments: Any) -> Any:
-    """What transformers' load_adapter calls for the weights; raises UsageError where they are a LoRA of the source."""
-    loaded = type(model)._load_pretrained_model(model=model, **arguments)
-    for name, given, own in loaded[0].mismatched_keys:
-        raise adapter_of_source(name, given, own)
-    return loaded
-
-
-def adapter_of_source(name: str, given: torch.Size, own: torch.Size) -> UsageError:
-    return UsageError(
-        f"{name} is {list(given)}, this checkpoint takes {list(own)}: the adapter was trained on the uncompressed "
-        "model.",
-        "Merge it into that model (peft's merge_and_unload), then calibrate and export the result.",
-    )
-
-
 def with_head(model: Any) -> Any:
     """A causal model as it is; the base model in it (that of AutoModel), below the name that it has there."""
     name = model.base_model_prefix
@@ -230,14 +186,10 @@ def replace_attention(
     model: Any, family: Family, shape: AttentionShape, layouts: dict[int, LayerLayout], biases: frozenset[str]
 ) -> list[RotorAttention]:
     """Put a RotorAttention with uninitialised weights in each layer of `layouts`, and use `rotor` attention."""
-    tables: dict[str | None, RotaryTable] = {}
-    modules = []
+    tables, modules = rotary_tables(model, family, model.config), []
     for index, layout in layouts.items():
         base = family.attention_module(model, index)
-        kind = family.rotary_type(model.config, index)
-        if family.rotary is not None and kind not in tables:
-            tables[kind] = RotaryTable(model.get_submodule(family.rotary), kind)
-        module = RotorAttention(base, family, shape, layout, biases, tables.get(kind))
+        module = RotorAttention(base, family, shape, layout, biases, tables[index])
         family.replace_attention(model, index, module)
         modules.append(module)
     model.config._attn_implementation = METHOD

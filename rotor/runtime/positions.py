@@ -1,87 +1,29 @@
 """Whether the positions that a model is given are what indices in the cache say, up to what attention cannot see.
 
-Keys that are stored before RoPE are rotated by their index in the cache. Only differences of positions matter, and only
-between a query and the keys that it sees: padding on the left shifts a whole sequence, documents packed with a mask of
-their own each have their own shift. Where a query sees a key of another shift (a hole in the middle of a sequence with
-positions that skip it, documents packed without such a mask), the result would be wrong without a word.
-
-A cache keeps the shifts of what it holds, so that its copies have them too (`ShiftedCache`).
+Keys that are stored before RoPE are rotated by their index in the cache. Only differences of positions matter: padding
+on the left shifts a whole sequence. Where tokens that are seen have different shifts (a hole inside a sequence, with
+positions that skip it; several documents in a row), the result would be wrong without a word.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 
 from ..errors import UsageError
 
-QUERIES = 512
-"""Queries that are compared with all keys at a time."""
-
-
-class ShiftedCache:
-    """Mixed into the class of a cache that a model with keys before RoPE has filled.
-
-    shifts: position less index of its tokens, [batch_size, n]; tokens behind these have the last one's.
-    """
-
-    base: Any
-    shifts: Tensor
-
-    def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
-        self.shifts = self.shifts[:, :0]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)  # type: ignore[misc]
-        self.shifts = self.shifts[:, : int(self.get_seq_length())]  # type: ignore[attr-defined]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self.shifts = self.shifts[beam_idx.to(self.shifts.device)]
-
-    def batch_select_indices(self, indices: Any) -> None:
-        super().batch_select_indices(indices)  # type: ignore[misc]
-        self.shifts = self.shifts[indices]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        self.shifts = self.shifts.repeat_interleave(repeats, 0)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _empty, (self.base,), self.__dict__
-
-
-@lru_cache(maxsize=64)
-def _shifted(base: Any) -> Any:
-    return type(base.__name__, (ShiftedCache, base), {"base": base, "__module__": base.__module__})
-
-
-def _empty(base: Any) -> Any:
-    kind = _shifted(base)
-    return kind.__new__(kind)
-
-
-def _keep(cache: Any, shifts: Tensor) -> None:
-    if not isinstance(cache, ShiftedCache):
-        base: Any = type(cache)
-        cache.__class__ = _shifted(base)
-    cache.shifts = shifts
+SHIFTS = "rotor_shifts"
+"""Attribute of a cache that a model with keys before RoPE has filled, which its copies have too: position less index of
+its tokens, [batch_size, n]; tokens behind these have the last one's."""
 
 
 class PositionCheck:
     """Compares positions with cache indices, once a forward pass, for all layers that share it."""
 
     def __init__(self) -> None:
-        self._layer = -1
-        self._masks: list[Any] = []
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
+        self._first_layer: int | None = None
 
     def __call__(
         self,
@@ -103,13 +45,14 @@ class PositionCheck:
             cache: the cache that keys go into, or None. query_offset: index there of the first query.
             kv_offset: index of the first key that the mask has.
         Raises:
-            UsageError: a query sees a key whose distance differs from the one that their positions say; or the cache
-                holds tokens whose positions nobody knows.
+            UsageError: keys are seen whose distance differs from the one that their positions say; or the cache holds
+                tokens whose positions nobody knows.
         """
-        if positions is None or torch.compiler.is_compiling() or self._was_compared(mask, layer_idx):
+        self._first_layer = layer_idx if self._first_layer is None else self._first_layer
+        if positions is None or torch.compiler.is_compiling() or layer_idx != self._first_layer:
             return
         seq_len, compares = positions.shape[-1], not positions.is_cuda or positions.shape[-1] > 1
-        if not compares and (isinstance(cache, ShiftedCache) or torch.cuda.is_current_stream_capturing()):
+        if not compares and (hasattr(cache, SHIFTS) or torch.cuda.is_current_stream_capturing()):
             return
         start = int(query_offset)
         index = torch.arange(start, start + seq_len, device=positions.device)
@@ -117,73 +60,45 @@ class PositionCheck:
         shifts = torch.cat([_known(cache, start, batch_size).to(new.device), new], dim=1) if start else new
         alike = not compares or bool((shifts == shifts[:, :1]).all())
         if cache is not None:
-            _keep(cache, shifts[:, :1].clone() if alike else shifts)
-        if alike:
-            return
-        first = int(kv_offset)
-        for begin in range(0, seq_len, QUERIES):
-            queries = range(start + begin, start + min(begin + QUERIES, seq_len))
-            _compare(shifts, queries, first, _visible(mask, begin, len(queries)))
-
-    def _was_compared(self, mask: Tensor | None, layer_idx: int) -> bool:
-        """Whether another layer of this pass compared this mask; layers come in their order, a pass begins anew."""
-        if layer_idx <= self._layer:
-            self._masks = []
-        self._layer = layer_idx
-        if any(known is None if mask is None else known is not None and known() is mask for known in self._masks):
-            return True
-        self._masks.append(None if mask is None else ref(mask))
-        return False
+            setattr(cache, SHIFTS, shifts[:, :1].clone() if alike else shifts)
+        if not alike:
+            _compare(shifts[:, int(kv_offset) :], mask, int(kv_offset))
 
 
 def _known(cache: Any, start: int, batch_size: int) -> Tensor:
     """The shifts of all that a cache holds, [batch_size, start]."""
-    known = cache.shifts if isinstance(cache, ShiftedCache) else None
-    if known is not None and len(known) != batch_size and bool((known == known[:1]).all()):
+    known: Tensor | None = getattr(cache, SHIFTS, None)
+    if known is not None and bool((known == known[:1]).all()):
         known = known[:1].expand(batch_size, -1)  # no matter which sequences were taken
+    elif known is not None and batch_size % len(known) == 0:
+        known = known.repeat_interleave(batch_size // len(known), 0)
     if known is None or len(known) != batch_size or not known.shape[1]:
         raise UsageError(
             f"the cache holds {start} tokens whose positions are unknown, and this checkpoint stores keys before RoPE, "
             "which it rotates by their place in the cache.",
-            "Fill an empty cache by this model, copy it as a whole (copy.deepcopy, torch.save), and change its batch "
-            "by its own methods (batch_select_indices, batch_repeat_interleave, reorder_cache).",
+            "Fill an empty cache by this model, copy it as a whole (copy.deepcopy, torch.save), and take no sequences "
+            "out of a batch with padding.",
         )
     known = known[:, :start]
     return torch.cat([known, known[:, -1:].expand(-1, start - known.shape[1])], dim=1)
 
 
-def _compare(shifts: Tensor, queries: range, first: int, visible: Tensor | None) -> None:
-    """Raises UsageError if one of the queries at these indices sees a key of another shift.
-
-    Args:
-        first: index of the first key of `visible`. visible: [batch_size, len(queries), keys]; None is causal.
-    """
-    keys = shifts[:, first:]
-    differs = shifts[:, queries.start : queries.stop, None] != keys[:, None]
-    count = keys.shape[1]
-    if visible is None:
-        query = torch.arange(queries.start, queries.stop, device=shifts.device)
-        visible = torch.arange(first, first + count, device=shifts.device) <= query[:, None]
-    else:
-        # Padding does not see itself.
-        own = torch.arange(len(queries), device=visible.device)
-        visible = visible[..., :count] & visible[:, own, own + queries.start - first, None]
-    wrong = differs & visible
+def _compare(shifts: Tensor, mask: Tensor | None, first: int) -> None:
+    """Raises UsageError where keys that some query sees have different shifts, [batch_size, keys] from index `first`
+    on."""
+    seen = torch.ones_like(shifts, dtype=torch.bool)
+    if mask is not None:
+        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        seen &= visible[..., : shifts.shape[1]].any(1).any(1)
+    last = seen.long().cumsum(-1).argmax(-1, keepdim=True)
+    wrong = seen & (shifts != shifts.gather(1, last))
     if bool(wrong.any()):
-        sequence, query, key = wrong.nonzero()[0].tolist()
+        sequence, key = wrong.nonzero()[0].tolist()
+        newest = int(last[sequence])
         raise UsageError(
-            f"sequence {sequence}: the tokens at {first + key} and {queries.start + query} of the cache are "
-            f"{queries.start + query - first - key} apart there, but not by position_ids, and this checkpoint stores "
-            "keys before RoPE, which it rotates by their place in the cache.",
-            "Leave no holes inside a sequence (pad on the left), give packed documents a mask that parts them, or use "
-            "a checkpoint with keys compressed after RoPE (rotor calibrate --set groups.domain=post).",
+            f"sequence {sequence}: the tokens at {first + key} and {first + newest} of the cache are {newest - key} "
+            "apart there, but not by position_ids, and this checkpoint stores keys before RoPE, which it rotates by "
+            "their place in the cache.",
+            "Leave no holes inside a sequence (pad on the left), give one document in a row, or use a checkpoint with "
+            "keys compressed after RoPE (rotor calibrate --set groups.domain=post).",
         )
-
-
-def _visible(mask: Tensor | None, begin: int, count: int) -> Tensor | None:
-    """Which keys some head of each query sees, [batch_size or 1, count, keys], for queries from `begin` on."""
-    if mask is None:
-        return None
-    part = mask[:, :, begin : begin + count]
-    visible = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
-    return visible.any(1)

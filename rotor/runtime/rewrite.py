@@ -196,7 +196,7 @@ def _absorbed(query: Tensor, decode: list[Tensor], layout: LayerLayout) -> Tenso
     blocks = _per_group(query.to(torch.float64), layout)
     return torch.cat(
         [
-            torch.einsum("gdr,gpd...->gpr...", _by_head(own, layout), block).flatten(0, 2)
+            torch.einsum("gdr,gpd...->gpr...", own.unflatten(0, (layout.group_size, -1)), block).flatten(0, 2)
             for own, block in zip(decode, blocks, strict=True)
         ]
     )
@@ -238,11 +238,6 @@ def _by_kv_head(tensor: Tensor | None, heads: Tensor, shape: AttentionShape) -> 
 
 def _per_group(tensor: Tensor, layout: LayerLayout) -> tuple[Tensor, ...]:
     return tensor.split(layout.group_size)
-
-
-def _by_head(basis: Tensor, layout: LayerLayout) -> Tensor:
-    """[g * head_dim, rank] -> [g, head_dim, rank]."""
-    return basis.reshape(layout.group_size, -1, basis.shape[-1])
 
 
 def _by_query_head(tensor: Tensor, layout: LayerLayout, dims: int) -> Tensor:

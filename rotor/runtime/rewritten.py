@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -182,25 +181,17 @@ def find_source(source: SourceInfo, folder: Path) -> Path:
             f"{os.path.normpath(recorded)}.",
             f"Give its folder or hub id: --source MODEL, or {SOURCE}=MODEL for other programs.",
         )
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        for file, same in zip(source["shards"], pool.map(_verifier(found, source), source["shards"]), strict=True):
-            if not same:
-                raise CheckpointError(
-                    f"{found / file}: is not the {file} that {folder} was made of (its SHA-256 differs).",
-                    f"Give the source as it was{_revision(source)}: --source MODEL, or {SOURCE}=MODEL.",
-                )
-    return found
-
-
-def _verifier(folder: Path, source: SourceInfo) -> Callable[[str], bool]:
-    def same(file: str) -> bool:
-        path = folder / file
+    for file, digest in source["shards"].items():
+        path = found / file
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file.", f"Give the source as it was{_revision(source)}.")
-        found = path.stat()
-        return _sha256(path.resolve(), found.st_size, found.st_mtime_ns) == source["shards"][file]
-
-    return same
+        about = path.stat()
+        if _sha256(path.resolve(), about.st_size, about.st_mtime_ns) != digest:
+            raise CheckpointError(
+                f"{path}: is not the {file} that {folder} was made of (its SHA-256 differs).",
+                f"Give the source as it was{_revision(source)}: --source MODEL, or {SOURCE}=MODEL.",
+            )
+    return found
 
 
 @lru_cache(maxsize=4096)

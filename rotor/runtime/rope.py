@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..format.layout import AttentionShape, KeyForm, LayerLayout
 from ..kernels.rotary import Rotation, when_read, within_blocks
+from .families import Family
 from .positions import PositionCheck
 
 TABLE_ROWS = 1024
@@ -100,6 +101,16 @@ class RotaryTable:
         if form not in self._read:
             self._read[form] = when_read(self._table, form)
         return self._read[form]
+
+
+def rotary_tables(network: nn.Module, family: Family, config: Any) -> list[RotaryTable | None]:
+    """Of each layer of a causal model; those of a type share theirs. None without RoPE."""
+    kinds = [family.rotary_type(config, layer) for layer in range(config.get_text_config().num_hidden_layers)]
+    if family.rotary is None:
+        return [None for _ in kinds]
+    rotary = network.get_submodule(family.rotary)
+    tables = {kind: RotaryTable(rotary, kind) for kind in kinds}
+    return [tables[kind] for kind in kinds]
 
 
 class NoRope:

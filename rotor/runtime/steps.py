@@ -17,7 +17,6 @@ from ..errors import UsageError
 from ..format.kernel_config import LayerKernels
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention
-from .checks import check_mask
 from .rope import Place, Rotations
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
@@ -60,32 +59,22 @@ class Keeper(ABC):
         """
 
 
-class RowStore(Keeper):
-    """Where a layer of a model keeps its rows."""
-
-    @abstractmethod
-    def place(self, cache: Any, layer_idx: int, seq_len: int) -> Place:
-        """Where the tokens of a pass lie."""
-
-    def keeper(self, cache: Any, layer_idx: int) -> Keeper:
-        """Who keeps the rows of a pass."""
-        return self
-
-
 @dataclass(frozen=True)
-class InCache(RowStore):
+class InCache(Keeper):
     """Transformers' caches. policy, config: the cache policy that takes over empty caches, and the model's config."""
 
     policy: Any = None
     config: Any = None
 
     def place(self, cache: Any, layer_idx: int, seq_len: int) -> Place:
+        """Where the tokens of a pass lie."""
         if cache is None:
             return Place(0, seq_len, 0, seq_len)
         kv_len, kv_offset = cache.get_mask_sizes(seq_len, layer_idx)
         return Place(cache.get_seq_length(layer_idx), seq_len, kv_offset, kv_len)
 
     def keeper(self, cache: Any, layer_idx: int) -> Keeper:
+        """Who keeps the rows of a pass."""
         if self.policy is not None and cache is not None:
             self.policy.adopt(cache, self.config)
         layers = getattr(cache, "layers", ())
@@ -98,10 +87,20 @@ class InCache(RowStore):
         return attend_to_rows(step, *step.cache.update(step.key, step.value, step.layer_idx))
 
 
+def _check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, int, int]) -> None:
+    """Raises UsageError where a mask does not broadcast to the logits: the kernels read it unchecked."""
+    if mask is not None and any(got not in (1, size) for got, size in zip(mask.shape, expected, strict=True)):
+        raise UsageError(
+            f"layer {layer_idx}: an attention mask of {list(mask.shape)}, expected {list(expected)} or 1 in place of "
+            "any of these (batch_size, num_heads, seq_len, kv_len).",
+            "Give a mask over all cached keys and the new ones.",
+        )
+
+
 def attend_to_rows(step: Step, key: Tensor, value: Tensor) -> Tensor:
     """Attention of a step's queries to all rows, [batch_size, 1, kv_len, *]: see `kernels.reference.attention`."""
     parameters, seq_len = step.parameters, seq_len_of(step.query)
-    check_mask(step.mask, step.layer_idx, (len(key), parameters.shape.num_heads, seq_len, key.shape[2]))
+    _check_mask(step.mask, step.layer_idx, (len(key), parameters.shape.num_heads, seq_len, key.shape[2]))
     if step.kernels is not None:
         from ..kernels import operators  # imports Triton
 

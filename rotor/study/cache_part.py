@@ -101,7 +101,6 @@ def evictions(share: float, bits: int = 16) -> dict[str, Eviction]:
         "window": Window(share, bits=bits),
         "StreamingLLM": Streaming(share, bits=bits),
         "H2O": H2O(share, bits=bits),
-        "H2O, a layer alike": H2O(share, scope="layer", bits=bits),
         "Keyformer": Keyformer(share, bits=bits),
         "random": Random(share, bits=bits),
     }

@@ -243,12 +243,6 @@ class CacheBench:
     def _fitted(self, policy: Policy | None, model: Any) -> Policy | None:
         return fit_cache_policy(model, policy, self.samples()) if policy and policy.needs_samples else policy
 
-    def divergence(self, name: str, policy: Policy) -> float:
-        """KL of the text alone of the uncompressed model with a policy, nats a token."""
-        text, _ = self._scores(name, CachedModel(self.network, policy), self.reference, {})
-        assert text.kl_div is not None
-        return float(text.kl_div.mean())
-
     def _scores(
         self, name: str, model: CachedModel, reference: CachedModel | None, tasks: Mapping[str, Prompts]
     ) -> tuple[Scores, dict[str, AnswerScores]]:

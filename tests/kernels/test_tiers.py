@@ -13,12 +13,13 @@ from cases import FORMS, MIXED, Channels, Numbers, layer, random_case, shape_of
 from torch import Tensor
 
 from rotor.format.layout import GroupLayout, KeyForm
+from rotor.kernels.reference import partial_attention
 from rotor.kernels.rotary import when_read
 from rotor.kernels.rows import read_class
 from rotor.policies import Tiers
-from rotor.policies.methods.tiers import HIGH, LOW, TieredLayer
-from rotor.policies.tier_rows import cut_latent, cut_layout
+from rotor.policies.methods.tiers import TieredLayer, cut_latent, cut_layout
 
+LOW, HIGH = 1, 2
 HPK, HEAD_DIM, TOKENS, PADS = 2, 24, 26, (5, 0)
 STEPS = [12, *[1] * 6, 3, *[1] * 5]
 WIDE = Channels(n8=20, n4=60)
@@ -118,8 +119,8 @@ def test_attention_to_tiers_is_that_to_whole_rows_cut_in_place(policy: Tiers, ki
         real = torch.arange(start, tokens.stop) >= torch.tensor(PADS)[:, None]
         tiers = np.concatenate([tiers, np.where(real, HIGH, 0)], axis=1)
         layer_.begin(mask, 2, length, torch.device("cpu"))
-        layer_.update(case.key[:, None, tokens], case.value[:, None, tokens])
-        got, log_sum = layer_.attention(case.parameters, case.queries(tokens), mask, case.tables(tokens.stop))
+        rows = layer_.update(case.key[:, None, tokens], case.value[:, None, tokens])
+        got, log_sum = partial_attention(case.queries(tokens), *rows, case.parameters, case.tables(tokens.stop), mask)
         expected, expected_sum = case.expected(policy, tokens, tiers)
         same(got, expected, real)
         same(log_sum, expected_sum, real)
@@ -127,16 +128,19 @@ def test_attention_to_tiers_is_that_to_whole_rows_cut_in_place(policy: Tiers, ki
         scores = np.concatenate([scores, torch.logsumexp(expected_sum.float(), -1).numpy()], axis=1)
         settle(policy, tiers, scores)
         start += length
-        assert layer_.tiers.tolist() == tiers.tolist()
-    counts = {tier: max(int((marks == tier).sum()) for marks in tiers) for tier in (HIGH, LOW)}
-    high, low = policy.layouts(case.layout)
+        assert [row.important.tolist() for row in layer_.sequences] == [
+            (marks[marks > 0] == HIGH).tolist() for marks in tiers
+        ]
     unit = 1 if case.layout.coded else size
-    held = [*layer_.high, *layer_.low]
-    sizes = [width // unit for layout in (high, low) for width in layout.row_bytes(size)]
-    assert [(t.shape[2], t.shape[3]) for t in held] == [
-        (counts[tier], width) for tier, width in zip((HIGH, HIGH, LOW, LOW), sizes, strict=True)
-    ]
-    assert layer_.stored_bytes() == sum(t.nbytes for t in held) + 2 * TOKENS + 4 * 2 * counts[HIGH]
+    sizes = [[width // unit for width in layout.row_bytes(size)] for layout in policy.layouts(case.layout)]
+    total = 0
+    for row, marks in zip(layer_.sequences, tiers, strict=True):
+        counts = [int((marks == tier).sum()) for tier in (HIGH, LOW)]
+        for rows, count, widths in zip((row.high, row.low), counts, sizes, strict=True):
+            assert [side.shape[2:] for side in rows] == [(count, width) for width in widths]
+            total += sum(side.nbytes for side in rows)
+        total += sum(counts) + 4 * counts[0]
+    assert layer_.stored_bytes() == total
 
 
 def test_shares_are_of_planes_and_at_least_one_stays() -> None:
@@ -152,14 +156,14 @@ def test_shares_are_of_planes_and_at_least_one_stays() -> None:
 
 
 def test_the_choice_by_chance_is_a_tokens_own() -> None:
-    def tiers(scale: float) -> list[list[int]]:
+    def tiers(scale: float) -> list[bool]:
         (kept,) = Tiers(important=0.5, importance="random", seed=3).layers(1)
         assert isinstance(kept, TieredLayer)
         kept.follow(LAYOUTS["post"], torch.float32)
         kept.begin(None, 1, 20, torch.device("cpu"))
         kept.update(torch.zeros(1, 1, 20, 32), torch.zeros(1, 1, 20, 22))
         kept.choose(scale * torch.arange(20.0)[None, :, None])
-        return kept.tiers.tolist()
+        return kept.sequences[0].important.tolist()
 
     assert tiers(1.0) == tiers(-1.0)
-    assert tiers(1.0)[0].count(HIGH) == 10
+    assert sum(tiers(1.0)) == 10

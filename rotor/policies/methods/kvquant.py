@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field, NonNegativeInt
@@ -14,10 +14,9 @@ from torch import Tensor
 from ...checked import Expect
 from ...errors import UsageError
 from ..affine import LARGEST, pack, unpack
-from ..layer import PolicyLayer
 from ..outliers import filled, stored_index
 from ..policy import LayerSample
-from ..quantiser import CodedLayer, Quantiser
+from ..quantiser import FittedQuantiser
 from ..store import Codec, Parts, Stream, heads_apart, heads_together
 
 LOOPS = 50
@@ -42,7 +41,7 @@ class LayerLevels:
 
 
 @dataclass(frozen=True)
-class KVQuant(Quantiser):
+class KVQuant(FittedQuantiser):
     """x ~ middle + half * level[code], the nearest of 2^bits levels of the layer, which has its own for keys and for
     values. Keys: the range (middle, half) of a channel is fixed. Values: it is that of the token without its outliers.
 
@@ -52,9 +51,8 @@ class KVQuant(Quantiser):
     calibration; of values that share of each token's numbers.
 
     Args:
-        bits: 4, 3 or 2. outliers: their share. first: tokens of a row that are kept whole. pre_rope: keys of an
-            uncompressed model are turned back and coded before RoPE (compressed rows as they are). levels: of each
-            layer; empty until calibration has found them (rotor.fit_cache_policy, or `rotor export --cache`).
+        bits: 4, 3 or 2. outliers: their share. first: tokens of a row that are kept whole. levels: of each layer; empty
+            until calibration has found them (rotor.fit_cache_policy, or `rotor export --cache`).
 
     Bytes of a number: bits / 8 + 4 outliers (a float16 and an int16 index), and a token's and side's 2 / width over all
     heads (how many outliers), of values + 4 / width (its range). Levels and ranges belong to the checkpoint and are not
@@ -66,7 +64,6 @@ class KVQuant(Quantiser):
     bits: Annotated[int, Expect((4, 3, 2).__contains__, "one of 4, 3, 2")] = 4
     outliers: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     first: NonNegativeInt = 1
-    pre_rope: bool = True
     levels: tuple[LayerLevels, ...] = ()
 
     def __post_init__(self) -> None:
@@ -77,40 +74,18 @@ class KVQuant(Quantiser):
             self.require(fits, "levels", f"{2**self.bits} levels, and as many lower ends of ranges as upper ones")
 
     @property
-    def needs_samples(self) -> bool:
-        return not self.levels
-
-    @property
-    def turns_keys(self) -> bool:
-        return self.pre_rope
-
-    @property
-    def tolerance(self) -> float:
-        """For texts with more outliers than the one that it was fitted to."""
-        return 8 * self.outliers
+    def found(self) -> tuple[LayerLevels, ...]:
+        return self.levels
 
     def fitted(self, samples: Sequence[LayerSample]) -> KVQuant:
-        return replace(self, levels=tuple(self._levels(sample) for sample in samples))
+        return replace(self, levels=tuple(self.fit_layer(sample) for sample in samples))
 
-    def streams(self) -> tuple[Stream, Stream]:
-        """How the first layer's keys and values are coded: which tokens wait is the same in all layers."""
-        return self._streams(self.levels[0] if self.levels else LayerLevels((), (), (), ()))
-
-    def layers(self, count: int) -> list[PolicyLayer]:
-        if len(self.levels) != count:
-            raise UsageError(
-                f"cache policy kvquant: levels of {len(self.levels)} layers, the model has {count}.",
-                "They are found on calibration text: `rotor export RUN -o OUT --accuracy 0.99 --cache kvquant-4` "
-                "stores them, and rotor.fit_cache_policy(model, policy, rows) gives a policy that has them.",
-            )
-        return [KVQuantLayer(self._streams(levels)) for levels in self.levels]
-
-    def _streams(self, found: LayerLevels) -> tuple[Stream, Stream]:
+    def streams_of(self, found: LayerLevels) -> tuple[Stream, Stream]:
         keys = RangedCode(self.bits, self.outliers, found.key_levels, (found.key_low, found.key_high))
         values = RangedCode(self.bits, self.outliers, found.value_levels)
         return Stream(keys, first=self.first), Stream(values, first=self.first)
 
-    def _levels(self, sample: LayerSample) -> LayerLevels:
+    def fit_layer(self, sample: LayerSample) -> LayerLevels:
         sides = sample.keys, sample.values, sample.key_gradients, sample.value_gradients
         keys, values, key_weights, value_weights = (part[:, self.first :].flatten(0, 1).double() for part in sides)
         ordered = keys.sort(0).values
@@ -125,19 +100,6 @@ class KVQuant(Quantiser):
         numbers = (filled(values, index, -1)[2] - middle) / half
         value_levels = weighted_means(numbers, weights, 2**self.bits, LOOPS)
         return LayerLevels(*(_short(part) for part in (low, high, key_levels, value_levels)))
-
-
-class KVQuantLayer(CodedLayer):
-    """A layer whose bytes depend on how many keys lie beyond their ranges."""
-
-    def fill(self, key_states: Tensor, value_states: Tensor) -> None:
-        """As many of normal numbers lie beyond as of the text that ranges were found on."""
-        code: Any = self.streams[0].codec
-        middle, half = code.key_range
-        farthest = torch.tensor(1 - code.outliers / 2, dtype=torch.float64)
-        spread = half / float(torch.special.ndtri(farthest)) if code.outliers else half
-        rows = heads_together(key_states.float()) * spread + middle
-        super().fill(heads_apart(rows, key_states.shape[1]).to(key_states.dtype), value_states)
 
 
 @dataclass(frozen=True)
@@ -181,6 +143,15 @@ class RangedCode(Codec):
         counts, index = taken.sum(-1, keepdim=True).to(torch.int16), taken.nonzero()[:, -1]
         sparse = rows[taken].half(), stored_index(index, rows.shape[-1])
         return codes, counts, *(part[None, None, :, None] for part in sparse), *stored
+
+    def typical(self, states: Tensor) -> Tensor:
+        """As many of normal numbers lie beyond a range as of the text that ranges were found on."""
+        if not self.ends:
+            return states
+        middle, half = self.key_range
+        farthest = torch.tensor(1 - self.outliers / 2, dtype=torch.float64)
+        spread = half / float(torch.special.ndtri(farthest)) if self.outliers else half
+        return heads_apart(heads_together(states.float()) * spread + middle, states.shape[1]).to(states.dtype)
 
     def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
         codes, counts, outliers, index, *stored = parts

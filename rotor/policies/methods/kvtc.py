@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -13,9 +11,8 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..affine import pack, unpack
-from ..layer import PolicyLayer
 from ..policy import LayerSample
-from ..quantiser import CodedLayer, Quantiser
+from ..quantiser import FittedQuantiser
 from ..store import Codec, Parts, Stream, heads_apart, heads_together
 
 WIDTHS = (0, 1, 2, 3, 4, 8)
@@ -26,13 +23,12 @@ CLIPS = torch.linspace(0.5, 6, 45, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class KVTC(Quantiser):
+class KVTC(FittedQuantiser):
     """x ~ mean + V c(z), z = V^T (x - mean), over all KV heads of a layer; V: principal components of keys, and of
     values, on calibration text; c: uniform codes of fixed ranges, whose bits make the squared error on that text least.
 
     Args:
         bits: of a number, in the mean. first, window: tokens of a row that stay exact, the first and the newest.
-        pre_rope: keys are turned back and coded before RoPE.
 
     Bytes of a number: bits / 8, in whole bytes for the components of equal bits. Limits: KVTC's components reach over
     all layers, and its codes are DEFLATEd. For uncompressed models; not stored in checkpoints, but found when measured.
@@ -40,44 +36,19 @@ class KVTC(Quantiser):
     """
 
     method: ClassVar[str] = "kvtc"
-    transforms: ClassVar[tuple[tuple[TransformCode, TransformCode], ...]] = ()
     bits: Annotated[float, Field(gt=0, le=8)] = 2.0
     first: NonNegativeInt = 4
     window: NonNegativeInt = 128
-    pre_rope: bool = True
-
-    @property
-    def needs_samples(self) -> bool:
-        return not self.transforms
-
-    @property
-    def turns_keys(self) -> bool:
-        return self.pre_rope
 
     def check_rows(self, coded: bool, post_rope: bool) -> None:
         hint = "Use a recipe with bases over all heads (rotor, palu), or kvquant on top of rows of 16-bit columns."
         raise UsageError("cache policy kvtc: is for uncompressed models, and finds components of its own.", hint)
 
-    def fitted(self, samples: Sequence[LayerSample]) -> KVTC:
-        found = copy.copy(self)
-        codes = tuple((self._code(sample.keys), self._code(sample.values)) for sample in samples)
-        object.__setattr__(found, "transforms", codes)
-        return found
+    def fit_layer(self, sample: LayerSample) -> tuple[TransformCode, TransformCode]:
+        return self._code(sample.keys), self._code(sample.values)
 
-    def streams(self) -> tuple[Stream, Stream]:
-        return self._streams(self.transforms[0])
-
-    def layers(self, count: int) -> list[PolicyLayer]:
-        if len(self.transforms) != count:
-            raise UsageError(
-                f"cache policy kvtc: components of {len(self.transforms)} layers, the model has {count}.",
-                "`rotor validate MODEL --cache kvtc-2` and `rotor study` find them on text; so does "
-                "rotor.fit_cache_policy(model, policy, rows).",
-            )
-        return [CodedLayer(self._streams(pair)) for pair in self.transforms]
-
-    def _streams(self, pair: tuple[Codec, Codec]) -> tuple[Stream, Stream]:
-        key, value = (Stream(code, window=self.window, first=self.first) for code in pair)
+    def streams_of(self, found: tuple[Codec, Codec]) -> tuple[Stream, Stream]:
+        key, value = (Stream(code, window=self.window, first=self.first) for code in found)
         return key, value
 
     def _code(self, side: Tensor) -> TransformCode:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ..eviction import Eviction, Held
@@ -24,8 +23,8 @@ class Random(Eviction):
     method: ClassVar[str] = "random"
     seed: Seed = 0
 
-    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(budget), budget.clamp(max=1)
+    def protected(self, budget: int) -> tuple[int, int]:
+        return 0, 1
 
     def priority(self, held: Held) -> Tensor:
         return held.noise(self.seed)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import NonNegativeInt
-from torch import Tensor
 
+from ...errors import UnsupportedModelError
+from ...runtime.families import FAMILIES
 from ..eviction import Eviction
 
 
@@ -18,8 +18,11 @@ class Streaming(Eviction):
 
     Args:
         sinks: first tokens that stay.
+        positions: of kept keys, by which RoPE turns them: `cache`, counted anew among those that are kept, so that
+            distances stay within what the model was trained on; `sequence`, as they came. Keys of rows that are
+            compressed after RoPE cannot be turned, nor those of a model without RoPE.
 
-    Positions are those within the cache. The paper evicts while it reads; here the prompt, the first step, sees itself.
+    The paper evicts while it reads; here the prompt, the first step, sees itself.
     Source: Xiao et al., StreamingLLM (arXiv 2309.17453), section 3.2.
     """
 
@@ -27,6 +30,27 @@ class Streaming(Eviction):
     sinks: NonNegativeInt = 4
     positions: Literal["sequence", "cache"] = "cache"
 
-    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
-        sinks = torch.minimum(torch.full_like(budget, self.sinks), budget - 1)
+    @property
+    def turns_keys(self) -> bool:
+        return self.positions == "cache"
+
+    def check_rows(self, coded: bool, post_rope: bool) -> None:
+        super().check_rows(coded, post_rope)
+        if self.turns_keys and post_rope:
+            raise _cannot_turn("this checkpoint's keys are compressed after RoPE, which is in their latents")
+
+    def check_config(self, config: Any) -> int:
+        if self.turns_keys and FAMILIES[config.model_type].rotary is None:
+            raise _cannot_turn("this model has no RoPE")
+        return super().check_config(config)
+
+    def protected(self, budget: int) -> tuple[int, int]:
+        sinks = min(self.sinks, budget - 1)
         return sinks, budget - sinks
+
+
+def _cannot_turn(why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"cache policy streaming: positions within the cache: {why}.",
+        "Use `positions: sequence` in a YAML file of the policy, or a recipe with keys before RoPE (rotor).",
+    )

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional
 
-from ...format.layout import LayerLayout
-from ...kernels.parameters import AttentionParameters, seq_len_of
-from ...kernels.reference import join, partial_attention
-from ...kernels.rotary import Rotation
-from ...kernels.rows import cut_layer
-from ...runtime.rope import rows_of
+from ...format.channels import NIBBLE_BITS, PLANE, WIDTHS, Channels, Latent, Numbers
+from ...format.layout import GroupLayout, LayerLayout
+from ...kernels.parameters import seq_len_of
+from ...kernels.reference import partial_attention
+from ...kernels.rows import resize_layer
 from ...runtime.steps import Step
-from ..layer import PolicyLayer, mask_of_places, noise_of, real_tokens
+from ..layer import PolicyLayer, StoredSequence, behind_padding, noise_of
 from ..policy import Policy, Seed, Share
-from ..store import slots_of
-from ..tier_rows import cut_layout, tier_rows
 
 Rows = tuple[Tensor, Tensor]
 """Of keys and of values."""
@@ -32,9 +28,6 @@ ORDER = (
     *(("v_important", "qk_important"), ("v_unimportant", "qk_unimportant")),
 )
 """Pairs of ratios of which the first is never the larger."""
-
-PADDING, LOW, HIGH = 0, 1, 2
-"""What a token is: nothing, unimportant, important."""
 
 
 @dataclass(frozen=True)
@@ -100,87 +93,57 @@ class Tiers(Policy):
         )
 
 
-class TieredLayer(PolicyLayer):
-    """One layer's cache in two blocks: rows of important tokens, and rows of others, with fewer channels.
+class TieredSequence(StoredSequence):
+    """high: key and value rows of important tokens, in the order of their places. low: of the others.
 
-    high: key and value rows of important tokens, in the order of their places, at the right end of as many slots as the
-    longest row of the batch needs. low: likewise of the others. tiers: [batch_size, tokens] uint8, what each token is.
-    scores: [batch_size, slots of important tokens] float32, what these are chosen by; -inf where a slot is empty.
+    important: [tokens] bool. scores: [important tokens] float32, what these are chosen by.
     """
 
-    in_pytorch = True
-    stored = ("high", "low", "tiers", "scores")
     high: Rows
     low: Rows
-    tiers: Tensor
+    important: Tensor
     scores: Tensor
+
+
+class TieredLayer(PolicyLayer):
+    """One layer's cache in two blocks: rows of important tokens, and rows of others, with fewer channels. Attention
+    reads what was cut of a number as 0, of a code as its middle."""
+
+    in_pytorch = True
+    new_sequence = TieredSequence
+    sequences: list[TieredSequence]
 
     def __init__(self, policy: Tiers, index: int) -> None:
         super().__init__()
         self.policy, self.index = policy, index
-        self.important = policy.layer_important[index] if policy.layer_important else policy.important
-        self.reset()
+        self.share = policy.layer_important[index] if policy.layer_important else policy.important
 
     def follow(self, layout: LayerLayout, dtype: torch.dtype) -> None:
         self.layout, self.layouts = layout, self.policy.layouts(layout)
 
-    def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
-        """New tokens are important until it is known what they are worth."""
-        new = torch.where(real_tokens(mask, batch_size, length, device), HIGH, PADDING).to(torch.uint8)
-        self.tiers = new if self.tiers is None else torch.cat([self.tiers, new], dim=1)
-
     def attend(self, step: Step) -> Tensor:
         self.begin(step.mask, len(step.value), seq_len_of(step.query), step.query.device)
         self.follow(step.parameters.layout, step.query.dtype)
-        step.cache.update(step.key, step.value, step.layer_idx)
-        output, log_sums = self.attention(step.parameters, step.query, step.mask, step.rotations.read)
+        rows = step.cache.update(step.key, step.value, step.layer_idx)
+        output, log_sums = partial_attention(step.query, *rows, step.parameters, step.rotations.read, step.mask)
         self.choose(log_sums)
-        return output
+        return output.to(step.query.dtype)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the rows of new tokens, which are important so far. Returns them."""
-        if self.high is None:
-            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            empty = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
-            self.high, self.low = (_cut(empty, self.layout, layout) for layout in self.layouts)
-        self.high = _behind(self.high, _cut((key_states, value_states), self.layout, self.layouts[0]))
-        self.num_tokens += key_states.shape[2]
-        return key_states, value_states
-
-    def attention(
-        self, parameters: AttentionParameters, query: Tensor, mask: Tensor | None, key_rotation: Rotation | None
-    ) -> tuple[Tensor, Tensor]:
-        """Attention to both blocks, each by itself, joined by its log-sum-exp.
-
-        Args:
-            parameters: of the layer, whole.
-            query, mask, key_rotation: as in `reference.attention`, over all tokens so far.
-        Returns:
-            [batch_size, seq_len, sum over query heads of value width] in query's dtype, and the log-sum-exp of each
-            query head's logits, [batch_size, seq_len, num_heads].
-        """
-        widths = [group.values.width for group in parameters.layout.groups for _ in range(parameters.heads_per_group)]
-        outputs, log_sums, length = [], [], seq_len_of(query)
-        in_order = (self.high[0].shape[2], self.low[0].shape[2]) in ((self.num_tokens, 0), (0, self.num_tokens))
-        for tier, layout, (key, value) in zip((HIGH, LOW), self.layouts, (self.high, self.low), strict=True):
-            if not key.shape[2]:
-                continue
-            shown, rotation = mask, key_rotation
-            if not in_order:
-                places = self._places(tier).unsqueeze(1)
-                if mask is not None or length > 1 or not bool((places >= 0).all()):
-                    shown = mask_of_places(mask, places, self.num_tokens - length, length)
-                rotation = None if key_rotation is None else rows_of(key_rotation, places.clamp(min=0))
-            rows = tier_rows(self.layout, layout, parameters.shape.heads_per_kv, key.device)
-            own, queries = rows.reading(parameters, query)
-            output, log_sum = partial_attention(queries, key, value, own, rotation, shown)
-            if output.shape[-1] < sum(widths):  # what is cut is 0
-                zeros = output.new_zeros(*output.shape[:-1], sum(widths))
-                output = zeros.index_copy_(-1, rows.output, output)
-            outputs.append(output)
-            log_sums.append(log_sum)
-        found, log_sum = (outputs[0], log_sums[0]) if len(outputs) == 1 else join(outputs, log_sums, widths)
-        return found.to(query.dtype), log_sum
+    def store(self, sequence: TieredSequence, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the rows of new tokens, which are important until it is known what they are worth."""
+        new = torch.ones(sequence.new, dtype=torch.bool, device=keys.device)
+        if not hasattr(sequence, "high"):
+            empty = keys[:, :, :0].clone(), values[:, :, :0].clone()
+            sequence.high, sequence.low = (_resized(empty, self.layout, layout) for layout in self.layouts)
+            sequence.important, sequence.scores = new[:0], keys.new_zeros(0, dtype=torch.float32)
+        sequence.high = _behind(sequence.high, _resized((keys, values), self.layout, self.layouts[0]))
+        sequence.important = torch.cat([sequence.important, new])
+        high, low = (
+            _resized(rows, cut, self.layout)
+            for rows, cut in zip((sequence.high, sequence.low), self.layouts, strict=True)
+        )
+        order = torch.cat([part.nonzero()[:, 0] for part in (sequence.important, ~sequence.important)]).argsort()
+        return behind_padding(_chosen(_behind(high, low), order), sequence.start)
 
     def choose(self, log_sums: Tensor) -> None:
         """Tell important tokens from others, now that it is known what the newest tokens are worth.
@@ -191,47 +154,62 @@ class TieredLayer(PolicyLayer):
         Args:
             log_sums: [batch_size, length, num_heads], the log-sum-exp of each query head's logits.
         """
-        there = self._places(HIGH) >= 0
-        fresh = self._importance(log_sums).to(there.device)
-        scores = fresh if self.scores is None else torch.cat([self.scores, fresh], dim=1)
-        self.scores = scores.masked_fill(~there, -torch.inf)
-        budget = (self.tiers.ne(PADDING).sum(-1).double() * self.important).round()
-        rank = self.scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        kept = there & (rank < budget[:, None])
-        if not torch.equal(kept, there):
-            self._cut_others(kept, there & ~kept)
+        worth = torch.logsumexp(log_sums.float(), dim=-1)
+        for sequence, own in zip(self.sequences, worth, strict=True):
+            new = range(sequence.tokens - sequence.new, sequence.tokens)
+            if self.policy.importance == "random" and new:
+                own = noise_of(torch.tensor(new)[None, None], self.policy.seed, self.index)[0, 0]
+            fresh = own[len(own) - sequence.new :].to(sequence.scores.device)
+            sequence.scores = torch.cat([sequence.scores, fresh])
+            order = sequence.scores.argsort(descending=True, stable=True)
+            kept = torch.zeros_like(order, dtype=torch.bool)
+            kept[order[: round(sequence.tokens * self.share)]] = True
+            if not bool(kept.all()):
+                self._cut_others(sequence, kept)
 
-    def _importance(self, log_sums: Tensor) -> Tensor:
-        """Of the newest tokens, [batch_size, length] float32."""
-        if self.policy.importance == "denominator":
-            return torch.logsumexp(log_sums.float(), dim=-1)
-        index = self.tiers.ne(PADDING).cumsum(-1)[:, -log_sums.shape[1] :] - 1  # in its row, without padding
-        return noise_of(index[:, None], self.policy.seed, self.index)[:, 0]
-
-    def _cut_others(self, kept: Tensor, others: Tensor) -> None:
-        """Move rows to the block of fewer channels: `others`, [batch_size, slots of important tokens] bool."""
-        slots, cut_slots = _right_aligned(kept), _right_aligned(others)
-        cut_places = self._places(HIGH).gather(-1, cut_slots.clamp(min=0)).masked_fill(cut_slots < 0, -1)
-        places = torch.cat([self._places(LOW), cut_places], dim=1)
-        order = places.argsort(dim=-1)[:, places.shape[1] - int((places >= 0).sum(-1).max()) :]
-        shorter = _cut(_chosen(self.high, cut_slots), *self.layouts)
-        self.low, self.high = _chosen(_behind(self.low, shorter), order), _chosen(self.high, slots)
-        self.scores = self.scores.gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, -torch.inf)
-        # Slots without a token write to a place before the first.
-        self.tiers = functional.pad(self.tiers, (1, 0)).scatter(-1, cut_places + 1, LOW)[:, 1:].clone()
-
-    def _places(self, tier: int) -> Tensor:
-        """Places of a tier's rows in the sequence, [batch_size, slots] int64, -1 where there is nothing."""
-        return _right_aligned(self.tiers.eq(tier), (self.high if tier == HIGH else self.low)[0].shape[2])
+    def _cut_others(self, sequence: TieredSequence, kept: Tensor) -> None:
+        """Move the important tokens that are not `kept`, [important tokens] bool, to the block of fewer channels."""
+        others = sequence.important.nonzero()[~kept, 0]
+        order = torch.cat([(~sequence.important).nonzero()[:, 0], others]).argsort()
+        shorter = _resized(_chosen(sequence.high, ~kept), *self.layouts)
+        sequence.low = _chosen(_behind(sequence.low, shorter), order)
+        sequence.high, sequence.scores = _chosen(sequence.high, kept), sequence.scores[kept]
+        sequence.important = sequence.important.index_fill(0, others, False)
 
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.begin(None, len(key_states), key_states.shape[2], key_states.device)
         self.update(key_states, value_states)
-        self.choose(torch.zeros(len(key_states), key_states.shape[2], 1, device=key_states.device))
+        self.choose(torch.zeros(len(key_states), key_states.shape[2], 1))
 
 
-def _cut(rows: Rows, outer: LayerLayout, inner: LayerLayout) -> Rows:
-    return cut_layer(rows[0], outer, inner, keys=True), cut_layer(rows[1], outer, inner, keys=False)
+def cut_layout(layout: LayerLayout, qk_ratio: float, v_ratio: float) -> LayerLayout:
+    """The layout of rows without a share of each latent's places, from its end: to the nearest whole number of them (of
+    codes: of planes), at least one."""
+    groups = (
+        GroupLayout(g.kv_heads, cut_latent(g.key, qk_ratio), g.value and cut_latent(g.value, v_ratio))
+        for g in layout.groups
+    )
+    return replace(layout, groups=tuple(groups))
+
+
+def cut_latent(latent: Latent, ratio: float) -> Latent:
+    """The first channels of a latent. One that ends behind the last plane keeps its higher nibbles, uncounted."""
+    if isinstance(latent, Numbers):
+        return Numbers(_kept(latent.rank, ratio, 1))
+    left = _kept(latent.width, ratio, PLANE)
+    counts = []
+    for bits, count in zip(WIDTHS, latent.counts, strict=True):
+        nibbles = bits // NIBBLE_BITS
+        counts.append(min(count, left // nibbles))
+        left = left - count * nibbles if counts[-1] == count else 0
+    return Channels(*counts)
+
+
+def _kept(whole: int, ratio: float, step: int) -> int:
+    return max(step, int((1 - ratio) * whole / step + 0.5) * step)
+
+
+def _resized(rows: Rows, layout: LayerLayout, to: LayerLayout) -> Rows:
+    return resize_layer(rows[0], layout, to, keys=True), resize_layer(rows[1], layout, to, keys=False)
 
 
 def _behind(first: Rows, second: Rows) -> Rows:
@@ -239,17 +217,4 @@ def _behind(first: Rows, second: Rows) -> Rows:
 
 
 def _chosen(rows: Rows, slots: Tensor) -> Rows:
-    """The rows in some slots, [batch_size, kept]; of a slot below 0 any."""
-    slots = slots.clamp(min=0).unsqueeze(1)
-    return slots_of(rows[0], slots), slots_of(rows[1], slots)
-
-
-def _right_aligned(chosen: Tensor, slots: int | None = None) -> Tensor:
-    """Indices of the true entries of each row, ascending, in the last of so many slots, [rows, slots] int64; -1 before.
-
-    Args:
-        chosen: [rows, n] bool, in each row at most `slots` of them true; by default the most that there are.
-    """
-    slots = int(chosen.sum(-1).max()) if slots is None else slots
-    order = chosen.to(torch.uint8).argsort(dim=-1, stable=True)[:, chosen.shape[1] - slots :]
-    return torch.where(chosen.gather(-1, order), order, -1)
+    return rows[0][:, :, slots], rows[1][:, :, slots]

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from ..eviction import Eviction
 
 
@@ -21,5 +18,5 @@ class Window(Eviction):
 
     method: ClassVar[str] = "window"
 
-    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(budget), budget
+    def protected(self, budget: int) -> tuple[int, int]:
+        return 0, budget

@@ -1,31 +1,15 @@
-"""`budgets`: budgets of layers for methods that drop tokens: alike, by SqueezeAttention, by measured sensitivity."""
+"""`budgets`: budgets of layers for methods that drop tokens: alike, and by SqueezeAttention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from ...policies import Eviction
 from ..cache_part import CONTROL, CachePart, StudiedCache, evictions
-from ..caches import CacheRecord
 from ..context import StudyContext
-from ..part import Task
-from ..store import StudyStore
-from ..tables import Table
-
-SHARE = 0.2
-"""Of a row's tokens, where budgets by measured sensitivity are tried (SqueezeAttention section 4, 20 %)."""
-
-PROBE_SHARES = (0.05, 0.2, 0.6)
-"""Of a row's tokens that one layer keeps, the others all, where its sensitivity is measured."""
 
 METHODS = ("window", "StreamingLLM", "H2O", "random")
-"""Those of SqueezeAttention's table 2, and the control, whose layers are not probed."""
-
-SENSITIVITY = "sensitivities"
-"""Begins the keys of records that are no cache."""
+"""Those of SqueezeAttention's table 2, and the control."""
 
 
 class Budgets(CachePart):
@@ -47,76 +31,12 @@ class Budgets(CachePart):
                     found[of_budget(name, how, share)] = StudiedCache(name, replace(policy, squeeze=p))
         return found
 
-    def tasks(self, study: StudyContext) -> Iterator[Task]:
-        yield from super().tasks(study)
-        for name, policy in _methods(SHARE).items():
-            if name != "random":
-                key, label = f"{self.name}/{SENSITIVITY}/{name}", of_budget(name, "by sensitivity", SHARE)
-                points = study.checkpoint.config.get_text_config().num_hidden_layers * len(PROBE_SHARES)
-                yield Task(key, partial(_sensitivities, study, name, policy), points=points)
-                yield Task(f"{self.name}/{label}", partial(_by_sensitivity, study, key, label, name, policy))
-
-    def tables(self, store: StudyStore) -> Iterator[Table]:
-        yield from super().tables(store)
-        rows = [
-            [name, f"[{', '.join(f'{share:.3f}' for share in shares_of_layers(record['kl_div']))}]"]
-            for name, record in store.part(f"{self.name}/{SENSITIVITY}").items()
-        ]
-        if rows:
-            yield Table(["method", "`layer_shares`"], rows, "Budgets by measured sensitivity")
-
 
 def of_budget(name: str, how: str, share: float) -> str:
     """The name of a record."""
     return f"{name}, {how}, {share:g} of the tokens"
 
 
-def shares_of_layers(losses: list[list[float]]) -> tuple[float, ...]:
-    """A policy's `layer_shares` at SHARE, by the KL of each layer cut alone at PROBE_SHARES."""
-    return tuple(share / SHARE for share in sensitivity_shares(losses, PROBE_SHARES, SHARE))
-
-
-def sensitivity_shares(losses: Sequence[Sequence[float]], shares: Sequence[float], mean: float) -> list[float]:
-    """The share of its tokens that each layer keeps so that the losses add up to least, at most `mean` in the mean.
-
-    From the smallest shares on, the step is taken that gains most per share, of any length, which goes along the lower
-    convex hull of each layer's losses.
-
-    Args:
-        losses: of each layer, cut by itself, at each of `shares`, in nats. shares: ascending. mean: at least the first.
-    Source: rotor's own; the greedy choice is the best there is for convex losses.
-    """
-    at, left = [0] * len(losses), (mean - shares[0]) * len(losses)
-    while True:
-        steps = []
-        for index, (layer, now) in enumerate(zip(losses, at, strict=True)):
-            gains = [((layer[now] - layer[i]) / (shares[i] - shares[now]), i) for i in range(now + 1, len(shares))]
-            if gains and shares[max(gains)[1]] - shares[now] <= left + 1e-9:
-                steps.append((max(gains)[0], -index, max(gains)[1]))
-        if not steps or max(steps)[0] <= 0:
-            return [shares[now] for now in at]
-        _, index, to = max(steps)
-        left -= shares[to] - shares[at[-index]]
-        at[-index] = to
-
-
 def _methods(share: float) -> dict[str, Eviction]:
     found = evictions(share)
     return {name: found[name] for name in METHODS}
-
-
-def _sensitivities(study: StudyContext, name: str, policy: Eviction) -> dict[str, Any]:
-    """KL of each layer cut alone at PROBE_SHARES of the tokens, nats a token: [layers][shares]."""
-    layers = study.bench().network.shape.num_layers
-
-    def loss(layer: int, share: float) -> float:
-        shares = [1 / SHARE] * layers
-        shares[layer] = share / SHARE
-        return study.bench().divergence(f"{name}, layer {layer}", replace(policy, layer_shares=tuple(shares)))
-
-    return {"shares": list(PROBE_SHARES), "kl_div": [[loss(layer, s) for s in PROBE_SHARES] for layer in range(layers)]}
-
-
-def _by_sensitivity(study: StudyContext, key: str, label: str, family: str, policy: Eviction) -> CacheRecord:
-    shares = shares_of_layers(study.store.records[key]["kl_div"])
-    return StudiedCache(family, replace(policy, layer_shares=shares)).measure(study, label)

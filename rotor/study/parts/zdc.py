@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import UsageError
 from ...format.layout import LayerLayout
-from ...parallel.traffic import of_prompt, uncompressed
+from ...parallel.traffic import of_heads, uncompressed
 from ...policies import GEAR, PerToken, Policy
 from ...policies import Tiers as TiersPolicy
 from ...prediction.devices import find_device
@@ -222,9 +222,7 @@ class Choice:
 def _sent(study: StudyContext, layouts: Sequence[LayerLayout], share: float = 1.0) -> dict[str, float]:
     shape, size = attention_shape(study.checkpoint.config), study.cache_dtype.itemsize
     lengths = sorted({*LENGTHS, *(prompt for prompt, _ in TRACES.values())})
-    return {
-        str(n): share * of_prompt(layouts, shape, n, ceil(n / SEGMENT), size, "heads").busiest_bytes for n in lengths
-    }
+    return {str(n): share * of_heads(layouts, shape, n, ceil(n / SEGMENT), size).busiest_bytes for n in lengths}
 
 
 def _whole(study: StudyContext, removed: float) -> dict[str, float]:
