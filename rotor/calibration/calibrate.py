@@ -108,8 +108,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
         held.push(partial.ended)
         partial.open(settings.resume)
         held.enter_context(log_file(partial.folder, "calibrate"))
-        latents = f"latents: {job.form.in_words(job.shape)}"
-        for line in (memory, describe_text(job.recipe, job.checkpoint.tokenizer), latents):
+        for line in (memory, describe_text(job.recipe, job.checkpoint.tokenizer)):
             progress.message(line)
         Calibration(job, partial, streamed, progress).run()
     return Run.open(job.out.path)

@@ -143,10 +143,11 @@ class PartialRun:
 
     def publish(self) -> None:
         """The folder becomes the run."""
+        files = {name: digest for name, digest in self._done().items() if not name.startswith(WORK)}
+        write_json(self.work / PROGRESS, {"finished_layers": self.finished_layers, "files": files})
         for path in self.work.iterdir():
             if path.name not in (FINGERPRINT, PROGRESS):  # what is large; the rest is needed until the run is there
                 path.unlink()
-        files = {name: digest for name, digest in self._done().items() if not name.startswith(WORK)}
         write_manifest(self.folder, "run", files)
         publish_folder(self.folder, self.out)
         shutil.rmtree(self.out.path / WORK)
