@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from rotor.evaluation.cached import final_states_through_cache
+from rotor.evaluation.scoring import Scores, score
+from rotor.models.layerwise import LayerwiseModel
 from rotor.policies import Policy
 
 
 def cache_of(policy: Policy, config) -> Cache:
     """A cache that follows a policy, for a model that was not given it: rows have no padding."""
     return Cache(layers=policy.layers(config.num_hidden_layers))
+
+
+def scores_behind(model, rows: Tensor, prefill: int, policy: Policy | None = None, step: int = 1) -> Scores:
+    """Of what follows the prefill, read through a cache of a policy, against the model without one."""
+    network = LayerwiseModel.of(model)
+    make = partial(cache_of, policy, model.config) if policy else None
+    states = final_states_through_cache(network, rows, prefill, step=step, make_cache=make)[:, prefill:]
+    reference = network.final_states(rows)[:, prefill:]
+    return score(network, rows[:, prefill:], reference=reference, states=states)
 
 
 def states(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

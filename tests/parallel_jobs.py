@@ -50,12 +50,10 @@ def answers(model: Any, ids: Tensor, mask: Tensor | None, new_tokens: int) -> di
 
 
 def spread_answers(group: Any, folder: str, ids: Tensor, mask: Tensor | None, new_tokens: int) -> dict[str, Any]:
-    """`answers` of a model that is spread, the logits of own tokens brought together; and what went over the wire."""
+    """`answers` of a model that is spread."""
     model = load(folder)
-    with sequence_parallel(model, group) as parallel:
-        found: dict[str, Any] = answers(model, ids, mask, new_tokens)
-        found["logits"] = parallel.gather(found["logits"], ids.shape[1])
-    return found
+    with sequence_parallel(model, group):
+        return answers(model, ids, mask, new_tokens)
 
 
 @torch.no_grad()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_truth import cache_of, states
+from cache_truth import cache_of, scores_behind, states
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from rotor.checked import Reader
 from rotor.errors import CheckpointError, DataError
-from rotor.evaluation.cached import prefill_of, score_through_cache
+from rotor.evaluation.cached import prefill_of
+from rotor.evaluation.scoring import answer_scores
+from rotor.models.layerwise import LayerwiseModel
 from rotor.policies import (
     FP8,
     GEAR,
@@ -66,38 +68,27 @@ def test_the_longest_step_sees_what_steps_of_one_token_see(policy, model) -> Non
     rows = prompts(2, 40)
     step = policy.longest_step
     assert step == {"per-token": None, "kcvt": 6, "gear": 6, "kivi": 1}[policy.method]
-    one, many = (
-        score_through_cache(model, rows, lambda: cache_of(policy, model.config), 22, chunk) for chunk in (1, step or 9)
-    )
+    one, many = (scores_behind(model, rows, 22, policy, chunk) for chunk in (1, step or 9))
     assert torch.allclose(one.nll, many.nll, rtol=1e-3, atol=1e-3)
-    assert one.kv_bytes_per_token == many.kv_bytes_per_token
 
 
-def test_scores_through_an_ordinary_cache_are_those_of_whole_rows(model, monkeypatch) -> None:
-    monkeypatch.setattr("rotor.evaluation.cached.REFERENCE_LOGIT_BYTES", 4 * 4096 * 2 * 5)  # blocks of five positions
+def test_scores_through_an_ordinary_cache_are_those_of_whole_rows(model) -> None:
     rows = prompts(3, 20)
-    scores = score_through_cache(
-        model, rows, lambda: DynamicCache(config=model.config), 7, 4, reference=model, batch_size=2
-    )
+    scores = scores_behind(model, rows, 7, step=4)
     logits = model(rows).logits[:, 7:-1].double()
     nll = -logits.log_softmax(-1).gather(-1, rows[:, 8:, None])[..., 0]
-    assert scores.first == 8
     assert torch.allclose(scores.nll, nll, atol=1e-4)
     assert torch.equal(scores.top1, logits.argmax(-1))
     assert torch.equal(scores.correct, logits.argmax(-1) == rows[:, 8:])
     assert scores.kl_div is not None
     assert scores.kl_div.shape == (3, 12)
     assert float(scores.kl_div.max()) < 1e-5
-    config = model.config
-    exact = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    assert scores.kv_bytes_per_token == exact
 
 
 def test_kl_is_that_of_the_logits_of_a_step_by_step_loop(model) -> None:
-    rows = prompts(1, 14)
-    make = lambda: cache_of(PerToken(bits=2, group=8), model.config)  # noqa: E731
-    scores = score_through_cache(model, rows, make, 6, reference=model)
-    cache = make()
+    rows, policy = prompts(1, 14), PerToken(bits=2, group=8)
+    scores = scores_behind(model, rows, 6, policy)
+    cache = cache_of(policy, model.config)
     with torch.no_grad():
         full = model(rows).logits[0].double().log_softmax(-1)
         model(rows[:, :6], past_key_values=cache)
@@ -114,22 +105,15 @@ def test_answers_are_read_behind_the_prefill(model) -> None:
     answers = torch.zeros_like(rows, dtype=torch.bool)
     answers[0, 9] = answers[1, 12] = answers[1, 13] = True
     assert prefill_of(answers) == 8
-    scores = score_through_cache(model, rows, lambda: DynamicCache(config=model.config), 8)
-    found = scores.of_answers(answers)
-    probability = model(rows).logits.detach().double().softmax(-1)[:, :-1].gather(-1, rows[:, 1:, None])[..., 0]
-    chosen = probability[answers[:, 1:]]
-    assert found.answers.tolist() == [1, 2]
-    assert found.mean_probability == pytest.approx(float(chosen.mean()), rel=1e-3)
+    network = LayerwiseModel.of(model)
     rows[1, 12] = model(rows).logits[1, 11].argmax()
-    scores = score_through_cache(model, rows, lambda: DynamicCache(config=model.config), 8)
-    assert scores.of_answers(answers).hits[1] >= 1
-    late = score_through_cache(model, rows, lambda: DynamicCache(config=model.config), 10)
-    with pytest.raises(DataError, match="must begin at token 11"):
-        late.of_answers(answers)
+    found = answer_scores(network, rows, answers, network.final_states(rows))
+    probability = model(rows).logits.detach().double().softmax(-1)[:, :-1].gather(-1, rows[:, 1:, None])[..., 0]
+    assert found.answers.tolist() == [1, 2]
+    assert found.mean_probability == pytest.approx(float(probability[answers[:, 1:]].mean()), rel=1e-3)
+    assert found.hits[1] >= 1
     with pytest.raises(DataError, match="at least two tokens"):
         prefill_of(torch.ones(1, 4, dtype=torch.bool))
-    with pytest.raises(DataError, match="a prefill of 15 tokens"):
-        score_through_cache(model, rows, lambda: DynamicCache(config=model.config), 15)
 
 
 @pytest.mark.parametrize(

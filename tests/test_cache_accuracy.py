@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import calibrated, in_memory
+from transformers.cache_utils import DynamicCache
 
 from rotor.errors import UsageError
 from rotor.evaluation.cached import final_states_through_cache
 from rotor.export.export import export
-from rotor.policies import GEAR, H2O, KIVI, PerToken, Random, Streaming
+from rotor.policies import GEAR, H2O, KIVI, PerToken, Random, Streaming, cache_policy, stored_bytes
 from rotor.search.probe import full_ranks
-from rotor.study.caches import CachedModel
+from rotor.study.caches import cache_bytes, of_row
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +29,9 @@ def test_states_through_a_cache_that_keeps_everything_are_those_of_whole_rows(ru
             network.compress(bases, [[full_ranks(b)] * len(b.qk.encode) for b in bases])
         whole = network.final_states(rows)
         for policy in (H2O(tokens=1000), PerToken(16), KIVI(16, 4, 8)):
-            stepped = final_states_through_cache(network, rows, policy, 10)
+            stepped = final_states_through_cache(network, rows, 10, policy)
             assert float((stepped - whole).norm() / whole.norm()) < 1e-5
-        cut = final_states_through_cache(network, rows, Streaming(tokens=6), 10)
+        cut = final_states_through_cache(network, rows, 10, Streaming(tokens=6))
         assert torch.allclose(cut[:, :10], whole[:, :10], atol=1e-4)
         assert float((cut[:, 12:] - whole[:, 12:]).norm() / whole.norm()) > 1e-3
 
@@ -54,19 +55,15 @@ def test_export_measures_with_the_policy(run, tmp_path) -> None:
 @pytest.mark.parametrize("policy", [H2O(share=0.5), Random(share=0.5), GEAR(4)], ids=str)
 @pytest.mark.parametrize("compressed", [False, True])
 def test_bytes_by_shape_are_those_of_a_run(policy, compressed: bool, run) -> None:
-    from transformers.cache_utils import DynamicCache
-
-    from rotor.policies import stored_bytes
-
     network = in_memory(run)
     if compressed:
         bases = run.bases()
         network.compress(bases, [[(8, 12)] * len(b.qk.encode) for b in bases])
-    model, cache = CachedModel(network, policy, compressed).for_rows(22), DynamicCache(config=network.config)
+    cache = DynamicCache(config=network.config)
     rows = torch.randint(1, 4096, (1, 24), generator=torch.Generator().manual_seed(0))
     found = []
-    with torch.no_grad():
+    with torch.no_grad(), cache_policy(network.model, of_row(policy, 22)):
         for start, end in ((0, 20), (20, 21), (21, 22)):
-            model(input_ids=rows[:, start:end], past_key_values=cache)
+            network.model(input_ids=rows[:, start:end], past_key_values=cache)
             found.append(stored_bytes(cache))
-    assert model.layer_bytes(20, 22) == found
+    assert cache_bytes(network, 20, 22, policy) == found

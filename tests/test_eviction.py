@@ -218,7 +218,7 @@ def test_positions_within_the_cache_of_compressed_rows(domain: str, tiny, tmp_pa
             network.compress(bases, [[full_ranks(b)] * len(b.qk.encode) for b in bases])
         for positions in ("cache", "sequence"):
             policy = Streaming(tokens=12, positions=positions)
-            states.append(final_states_through_cache(network, rows, policy, 20))
+            states.append(final_states_through_cache(network, rows, 20, policy))
     for before, after in zip(states[:2], states[2:], strict=True):
         assert float((after - before).norm() / before.norm()) < 1e-4
     assert float((states[1] - states[0]).norm() / states[0].norm()) > 0.05

@@ -181,7 +181,6 @@ def test_what_cannot_be_spread_is_refused(checkpoint: Any, alone: None) -> None:
     filled = model(ids, use_cache=True).past_key_values
     holes = torch.tensor([[0, 1, 2, 3, 7, 8, 9, 10]] * 2)
     cases = [
-        ({"labels": ids}, "labels: a process has the logits of its own tokens only"),
         ({"attention_mask": torch.ones(1, 1, 8, 8)}, r"attention_mask: got \[1, 1, 8, 8\], expected \[2, 8\]"),
         ({"attention_mask": torch.ones(2, 7)}, r"attention_mask: got \[2, 7\], expected \[2, 8\]"),
         ({"position_ids": holes}, "sequence 0: the tokens at .* but not by position_ids"),
@@ -208,7 +207,7 @@ def test_what_cannot_be_spread_is_refused(checkpoint: Any, alone: None) -> None:
         assert cache.get_seq_length() == 8
         with pytest.raises(UsageError, match="assisted decoding"):
             cache.crop(-1)
-        again = parallel.own(model(ids, use_cache=False).logits)
+        again = model(ids, use_cache=False).logits
     assert all(layer.store == InCache() for layer in parallel.layers)
     torch.testing.assert_close(model(ids).logits, again)
     with pytest.raises(UsageError, match=r"outside of sequence_parallel\(\)|whose positions are unknown"):

@@ -49,11 +49,9 @@ def test_windows_and_padding() -> None:
 
 def test_the_command_counts(tiny, tmp_path: Path, capsys) -> None:
     folder = write_pair(tiny("llama"), tmp_path / "out", Folding(bits=((4,),), rank=12)).coded
-    out = tmp_path / "traffic.json"
-    code, said, _ = rotor(capsys, "traffic", folder, "--processes", "1,2,4", "--tokens", "64", "-o", out, "--json")
+    code, said, _ = rotor(capsys, "traffic", folder, "--processes", "1,2,4", "--tokens", "64", "--json")
     assert code == 0
     result = json.loads(said)
-    assert json.loads(out.read_text()) == result
     one, two, four = result["counted"]
     assert one["rotor"]["bytes"] == one["ring"]["bytes"] == 0
     assert two["zdc"]["bytes"] < two["ulysses"]["bytes"]

@@ -15,7 +15,6 @@ from rotor.calibration.run import Run
 from rotor.cli.app import app
 from rotor.export.export import export
 from rotor.recipe import load_recipe
-from rotor.study.request import StudySettings
 
 METRIC = ["evaluation.metric=kl_div"]
 """One that a random model has an accuracy in."""
@@ -45,7 +44,7 @@ def test_settings_and_options_in_texts_exist() -> None:
 
     commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
     known = {option for command in commands for p in command.params for option in (*p.opts, *p.secondary_opts)}
-    settings = load_recipe("rotor").to_dict() | {"study": vars(StudySettings())}
+    settings = load_recipe("rotor").to_dict()
     for file, texts in TEXTS.items():
         # Options of git, of an engine, and of pytest, a sanitizer and the processes that `rotor gpu` starts.
         others = ("rotor/plugins/", "rotor/bench/gpu", "rotor/bench/records", "rotor/bench/serving")

@@ -1,4 +1,4 @@
-"""A study's records of caches that are really used: baselines, policies, tiers; their tables and plots."""
+"""A study's records of caches that are really used: baselines, policies; their tables and plots."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from typing import Any
 import pytest
 import torch
 from cache_truth import cache_of
-from conftest import DEMO_MODEL, FAST_EVALUATION, SHORT_TEXT, calibrated
+from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated
 
 from rotor.errors import UsageError
-from rotor.evaluation.metrics.distance import Prompts
+from rotor.evaluation.metrics import EvaluationContext
+from rotor.evaluation.metrics.distance import Copy, Prompts
 from rotor.models.checkpoint import Checkpoint
 from rotor.policies import H2O, KCVT, PerToken
 from rotor.prediction.cost import DecodeStep, uncompressed_decode_seconds
 from rotor.prediction.devices import bundled_devices
 from rotor.progress import Progress
+from rotor.recipe import Evaluation
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.runtime.families import attention_shape
-from rotor.search import tiers as tier_search
 from rotor.search.measurer import rank_path
 from rotor.study import caches
 from rotor.study.cache_part import StudiedCache, draw_fidelity, method_of, pareto_front
-from rotor.study.caches import CacheBench, CachedModel, CacheRecord
-from rotor.study.parts import budgets, combine, evict, gear, memory, methods, shift
-from rotor.study.parts import tiers as tiers_part
-from rotor.study.parts.combine import equal_contribution, strongest
+from rotor.study.caches import CacheBench, CacheRecord, cache_bytes
+from rotor.study.parts import methods
 from rotor.study.parts.methods import at_equal_bytes, fewest_bytes
 from rotor.study.study import study
 
@@ -49,16 +48,24 @@ def bench(run) -> Iterator[CacheBench]:
     answers[:, 15:17] = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rotor.evaluation.metrics.distance.LEAST_BASE", 0.0)  # random weights can do nothing
-        yield CacheBench(network, rows, 8, {"copy": Prompts(rows, answers, 0)}, 256, lambda: rows)
+        patch.setattr(Copy, "prompts", lambda self, split: Prompts(rows, answers, 0))
+        patch.setattr(caches, "PROMPT_SHARE", 0.34)
+        yield bench_of(network, rows)
+
+
+def bench_of(network: CompressibleModel, rows: torch.Tensor, progress: Progress | None = None) -> CacheBench:
+    context = EvaluationContext(Evaluation(), {"report": rows}, None, network.config)
+    return CacheBench(network, context, ["copy"], 256, lambda: rows, progress or Progress())
 
 
 def test_the_uncompressed_cache_loses_nothing(bench) -> None:
-    record = bench.record("uncompressed", bench.reference)
+    record = bench.of_policy("uncompressed", None)
     assert record.kl_div < 1e-3  # bfloat16 sums blocks of other lengths
     exact = 2 * 2 * 4 * 16 * 2  # layers, sides, heads, head_dim, bytes
     assert record.kv_bytes_per_token == record.mean_kv_bytes_per_token == record.long_kv_bytes_per_token == exact
-    ones = record.token_accuracy, record.ppl_ratio, record.top1_agreement, record.answers["copy"], record.compression
-    assert ones == (1, 1, 1, 1, 0)
+    ones = record.token_accuracy, record.ppl_ratio, record.top1_agreement, record.answers["copy"]
+    assert ones == pytest.approx((1, 1, 1, 1), abs=0.05)
+    assert record.compression == 1 - exact / 256
 
 
 def test_a_quantised_cache_is_measured_in_bytes_and_fidelity(bench) -> None:
@@ -66,10 +73,10 @@ def test_a_quantised_cache_is_measured_in_bytes_and_fidelity(bench) -> None:
     assert two.kl_div > four.kl_div > 1e-4
     assert two.ppl_ratio != 1
     assert four.kv_bytes_per_token == 2 * 2 * 4 * (8 + 4)  # 16 codes in 8 bytes, scale and zero in 4
-    assert four.compression == pytest.approx(1 - 12 / 32)
-    assert set(four.answers) == set(four.hits) == {"copy"}
+    assert four.compression == pytest.approx(1 - 4 * 2 * 2 * 12 / 256)
+    assert set(four.answers) == {"copy"}
     make = partial(cache_of, PerToken(4), bench.network.config)
-    assert bench.record("q", CachedModel(bench.network, make=make)) == four  # given, as transformers' own are
+    assert bench.of_policy("q", None, make) == four  # given, as transformers' own are
 
 
 def test_bytes_of_long_contexts_are_those_of_a_cache_of_that_length(bench, monkeypatch) -> None:
@@ -84,15 +91,15 @@ def test_the_mean_over_lengths_counts_what_waits(bench) -> None:
     coded, scales, waiting = 16 * 0.5 * 2, 4 * 16, 16 * 2 * 2  # of a token, a run of keys, and a token that waits
     prompt = sides * (8 * coded + scales) + 2 * 8 * 4  # a value's scale and zero is shared by the heads
     sizes = [prompt, prompt + sides * waiting, prompt + sides * (2 * coded + scales) + 2 * 2 * 4]
-    assert CachedModel(bench.network, KCVT(4, buffer=2)).layer_bytes(8, 10) == sizes
+    assert cache_bytes(bench.network, 8, 10, KCVT(4, buffer=2)) == sizes
 
 
 def test_a_compressed_model_is_measured_like_a_baseline(bench, run) -> None:
     plan = rank_path(run, run.recipe).at_compression(0.5)
     bench.network.compress(run.bases(plan.channels), plan.rounded)
-    record, coded = (bench.record("rotor", CachedModel(bench.network, p, compressed=True)) for p in (None, PerToken(4)))
+    record, coded = (bench.record("rotor", policy) for policy in (None, PerToken(4)))
     bench.network.restore()
-    assert record.compression == pytest.approx(0.5, abs=0.1)
+    assert record.kv_bytes_per_token == pytest.approx(0.5 * 2 * 2 * 4 * 16 * 2, rel=0.2)
     assert record.kl_div > 0
     assert coded.kv_bytes_per_token < 0.5 * record.kv_bytes_per_token
 
@@ -102,15 +109,15 @@ def test_a_compressed_model_is_measured_like_a_baseline(bench, run) -> None:
 def test_transformers_quantised_caches_are_counted_whole(name: str, package: str, bench) -> None:
     pytest.importorskip(package)
     make = partial(methods.of_transformers()[f"transformers {name}, 4 bits"].make, bench.network.config)
-    record = bench.record(name, CachedModel(bench.network, make=make, step=64))
+    record = bench.of_policy(name, None, make)
     assert record.kl_div > 0
     # Codes of half a byte; groups of 64 numbers with scale and zero in the model's dtype.
     assert record.long_kv_bytes_per_token == pytest.approx(2 * 2 * 4 * 16 * (0.5 + 4 / 64))
 
 
-def drawn(records: list[CacheRecord], size: str = "mean_kv_bytes_per_token") -> Any:
+def drawn(records: list[CacheRecord]) -> Any:
     figure = pytest.importorskip("matplotlib.figure").Figure()
-    draw_fidelity(records, "", size, figure)
+    draw_fidelity(records, "", figure)
     return figure
 
 
@@ -135,8 +142,6 @@ def test_the_plot_shows_the_front() -> None:
     )
     looks = {(line.get_color(), line.get_marker()) for line in many.axes[0].lines[:-1]}
     assert len(looks) == 20
-    long = drawn([replace(one, mean_kv_bytes_per_token=9.0, long_kv_bytes_per_token=50.0)], "long_kv_bytes_per_token")
-    assert long.axes[0].lines[0].get_xdata().tolist() == [50]
 
 
 def test_the_front_has_what_nothing_else_beats() -> None:
@@ -164,12 +169,10 @@ class Messages(Progress):
 
 def test_a_task_that_the_uncompressed_model_cannot_do_is_left_out(bench, monkeypatch) -> None:
     monkeypatch.setattr("rotor.evaluation.metrics.distance.LEAST_BASE", 1.1)
-    progress, rows = Messages(), bench.text
-    other = CacheBench(bench.network, rows, 8, bench.tasks, 256, lambda: rows, progress=progress)
-    record = other.record("uncompressed", other.reference)
-    assert record.answers == record.hits == {}
-    (line,) = progress.messages
-    assert "by `copy`: copy: the uncompressed model gives the right answers a mean probability" in line
+    progress = Messages()
+    record = bench_of(bench.network, bench.samples(), progress).of_policy("uncompressed", None)
+    assert record.answers == {}
+    assert any("`copy`: copy: the uncompressed model gives the right answers a mean" in m for m in progress.messages)
 
 
 RECIPES = ["palu", "rotor-plain"]
@@ -184,10 +187,10 @@ def measured(tmp_path_factory):
         patch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
         every, policies = methods.of_transformers(), methods.policies()
         patch.setattr(methods, "of_transformers", lambda: {QUANTO: every[QUANTO]})
-        patch.setattr(methods, "policies", lambda own: {FOUR: policies[FOUR]})
+        patch.setattr(methods, "policies", lambda own=(): {FOUR: policies[FOUR]})
         overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=2", "tokens.count=1024", "tokens.seq_len=128"]
         overrides += ["codes.tokens=256", "tokens.source=random", "evaluation.report_tokens=512"]
-        arguments = {"parts": ["methods", "memory"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
+        arguments = {"parts": ["methods"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
         out = tmp_path_factory.mktemp("methods") / "study"
         yield study(DEMO_MODEL, out, RECIPES, **arguments), arguments
 
@@ -205,7 +208,7 @@ def test_the_part_measures_quantisers_and_recipes_at_equal_bytes(measured) -> No
     assert 600 < coded["kv_bytes_per_token"] == coded["long_kv_bytes_per_token"] <= 640
     assert exact["kl_div"] < coded["kl_div"] < quarter["kl_div"]
     assert coded["time_share"] > 0
-    assert exact["answers"] == exact["hits"] == {"lookup": 1, "copy": 1}
+    assert exact["answers"] == pytest.approx({"lookup": 1, "copy": 1}, abs=0.02)
     assert exact["time_share"] == 1
     device, step = bundled_devices()["h200"], DecodeStep(32768, 8)
     whole = uncompressed_decode_seconds(attention_shape(Checkpoint(DEMO_MODEL).config), device, step)
@@ -224,9 +227,6 @@ def test_the_part_writes_a_table_and_a_csv(measured) -> None:
     assert float(rows[FOUR]["lookup_answers"]) == coded["answers"]["lookup"]
     assert rows[FEW[1]]["kl_div"] == ""
     text = (result.folder / "summary.md").read_text()
-    assert "| uncompressed | 2560 | " in text[text.index("## What fits into 16 GB") :]
-    row = result.records[f"memory/{FOUR}"]["row_bytes"]
-    assert row == memory.TOKENS * coded["long_kv_bytes_per_token"]
     table = text[text.index("## All methods") :].partition("At equal bytes")[0].splitlines()
     lines = [line for line in table if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
@@ -251,12 +251,6 @@ def test_a_model_that_is_not_in_memory_is_refused(tmp_path) -> None:
         study(DEMO_MODEL, tmp_path / "s", ["palu"], parts=["methods"], offload="always", plots=False)
 
 
-def test_what_fits_by_hand() -> None:
-    """Weights of 4 GiB and rows of 3 GiB: four fit, of which one step reads 16 GiB."""
-    gib = 1 << 30
-    assert memory.what_fits(3 * gib, 4 * gib, 16 * gib) == (4, 4 * memory.TOKENS, 4)
-
-
 def test_the_tables_of_all_methods_by_hand() -> None:
     one = CacheRecord("KIVI-4", family="kivi", kl_div=0.01, mean_kv_bytes_per_token=720.0)
     two = replace(one, name="KIVI-2", kl_div=0.1, mean_kv_bytes_per_token=400.0)
@@ -274,7 +268,6 @@ def test_the_best_mixture_is_the_smallest_that_is_good_enough() -> None:
     rows = fewest_bytes([*records, CacheRecord("d", skipped="not there")])
     assert rows[0] == ["0.99", "a", "900.0", "a", "100.0"]
     assert rows[1] == ["0.95", "b", "300.0", "c", "50.0"]
-    assert equal_contribution(0.75) == pytest.approx(0.5)
     assert fewest_bytes(records[1:])[0] == ["0.99", "none measured", "", "none measured", ""]
 
 
@@ -284,103 +277,3 @@ def test_budgets_are_shares_of_the_whole_row(bench) -> None:
     at_twelve = bench.of_policy("half", H2O(tokens=12))
     assert (half.kl_div, half.kv_bytes_per_token) == (at_twelve.kl_div, at_twelve.kv_bytes_per_token)
     assert half.long_kv_bytes_per_token == pytest.approx(512 / 2 + 0.5 * 2 * 4 * 8)  # places and scores
-
-
-def test_the_strongest_is_found_by_bisection(monkeypatch) -> None:
-    asked = []
-
-    def measure(case: StudiedCache, study: Any, name: str, bench: Any = None) -> CacheRecord:
-        asked.append(case.removed)
-        fits = case.removed <= 0.7
-        values = {"token_accuracy": 1.0 if fits else 0.9, "ppl_ratio": 1.0, "answers": {"copy": 1.0}}
-        return CacheRecord(name, compression=case.removed, **values)
-
-    monkeypatch.setattr(StudiedCache, "measure", measure)
-    record = strongest(None, "x", lambda removed: StudiedCache("x", None, "fdc", removed), 0.99)
-    assert (record.name, record.compression) == ("x", 0.7)
-    assert len(asked) <= 6
-    assert strongest(None, "x", lambda removed: StudiedCache("x", removed=0.8), 0.99).skipped == "nothing keeps 0.99"
-    assert equal_contribution(0.75) == pytest.approx(0.5)
-
-
-def test_the_parts_of_a_study(tmp_path, monkeypatch) -> None:
-    few, evictions = ("Keyformer", "random"), evict.evictions
-    monkeypatch.setattr(combine, "STEPS", 2)
-    monkeypatch.setattr(combine, "EVICTING", few)
-    monkeypatch.setattr(combine, "CODES", {"KIVI-4": combine.CODES["KIVI-4"]})
-    monkeypatch.setattr(budgets, "METHODS", ("window",))
-    monkeypatch.setattr(caches, "LONG_TOKENS", 256)
-    gears = gear.gears()
-    monkeypatch.setattr(gear, "gears", lambda: {"GEAR-L": gears["GEAR-L"]})
-    monkeypatch.setattr(evict, "evictions", lambda share: {name: evictions(share)[name] for name in few})
-    monkeypatch.setattr(shift, "TEXTS", {"numbers": shift.TEXTS["numbers"], "C": lambda: "int"})
-    overrides = [*FAST_EVALUATION, "tokens.count=512", "study.budgets=[0.5]", "study.accuracy=0.1"]
-    overrides += ["tokens.seq_len=64", "evaluation.report_tokens=64", "evaluation.search_tokens=64"]
-    overrides += ["tokens.source=random", "evaluation.seq_len=64", "evaluation.metric=text"]
-    parts = ["shift", "evict", "budgets", "combine", "gear"]
-    arguments = {"parts": parts, "overrides": overrides, "sizes": [1280]}
-    result = study(DEMO_MODEL, tmp_path / "study", ["fdc"], **arguments)
-    names = list(result.records)
-    kinds = (
-        "text calibrated on",
-        "held-out text",
-        "numbers",
-        "C",
-        "random tokens",
-        "one token repeated",
-        "no first token",
-    )
-    assert names[:14] == [
-        f"shift/{kind}: {name}" for name in ("per token, 4 bits", "fdc, 1280 bytes") for kind in kinds
-    ]
-    held, first = (result.records[f"shift/{kind}: fdc, 1280 bytes"] for kind in (kinds[0], kinds[-1]))
-    assert held["kl_div"] != first["kl_div"] > 0
-    assert result.records["shift/C: fdc, 1280 bytes"]["skipped"].startswith("C: 0 rows of 64 tokens")
-    assert "evict/random, 0.5 of the tokens" in names
-    assert [name for name in names if name.startswith("budgets/")] == [
-        "budgets/per token, 4 bits",
-        "budgets/window, alike, 0.5 of the tokens",
-        "budgets/window, SqueezeAttention 0.85, 0.5 of the tokens",
-        "budgets/window, SqueezeAttention 0.15, 0.5 of the tokens",
-    ]
-    found = [name.removeprefix("combine/") for name in names if name.startswith("combine/")]
-    alone = ["KIVI-4 alone", *(f"{name} alone, at 0.1" for name in (*few, "fdc"))]
-    assert found == [*alone, *(f"fdc and {name}, at 0.1" for name in (*few, "KIVI-4"))]
-    half = result.records["combine/Keyformer alone, at 0.1"]
-    assert half["compression"] == pytest.approx(1 - (2560 / 2 + 0.5 * 5 * 2 * 8) / 2560, abs=0.02)  # places and scores
-    assert half["kl_div"] == result.records["evict/Keyformer, 0.5 of the tokens"]["kl_div"] > 0
-    assert len(half["kl_by_step"]) == 8
-    assert sum(half["kl_by_step"]) / 8 == pytest.approx(half["kl_div"], rel=0.2)
-    assert 0 <= half["greedy_agreement"] <= 1
-    summary = (tmp_path / "study" / "summary.md").read_text()
-    for title in ("Other text than", "Evicted tokens", "Budgets of layers", "The most removed", "GEAR's parts"):
-        assert f"## {title}" in summary
-    assert "| C | fdc, 1280 bytes | not measured: C: 0 rows" in summary
-    assert {path.stem for path in result.files if path.suffix == ".png"} == set(parts)
-    again = study(DEMO_MODEL, tmp_path / "study", ["fdc"], **arguments)
-    assert again.added == 0
-
-
-def test_tiers_are_compared_at_equal_bytes(tiny, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(tiers_part, "LIMIT", 2.0)
-    monkeypatch.setattr(tier_search, "STEP", 0.4)
-    monkeypatch.setattr(caches, "LONG_TOKENS", 512)
-    overrides = [*FAST_EVALUATION, *SHORT_TEXT, "tokens.count=512", "tokens.seq_len=64", "evaluation.seq_len=64"]
-    overrides += ["evaluation.report_tokens=64", "evaluation.search_tokens=64", "evaluation.metric=text"]
-    overrides += ["cache.tiers_tokens=64", "ranks.multiple_of=1", "codes.tokens=512"]
-    arguments = {"parts": ["tiers"], "overrides": overrides, "plots": False, "focus": ["fdc", "rotor"]}
-    result = study(tiny("llama"), tmp_path / "study", ["fdc", "rotor"], **arguments)
-    kinds = ("tiers", "tiers at random", "one ratio", "the recipe's ranks")
-    # Of codes one plan beats tiers: these are left out.
-    assert list(result.records) == ["tiers/choices/fdc", *(f"tiers/fdc: {kind}" for kind in kinds)]
-    assert result.records["tiers/choices/fdc"]["degradation"] <= 2
-    tiers, chance, ratio, ranks = (result.records[f"tiers/fdc: {kind}"] for kind in kinds)
-    assert not tiers["skipped"]
-    assert tiers["kv_bytes_per_token"] == chance["kv_bytes_per_token"]
-    assert ratio["kv_bytes_per_token"] == pytest.approx(tiers["mean_kv_bytes_per_token"], rel=0.05)
-    assert ranks["kv_bytes_per_token"] <= tiers["mean_kv_bytes_per_token"]
-    assert len((tmp_path / "study" / "tiers.csv").read_text().splitlines()) == 1 + len(kinds)
-    summary = (tmp_path / "study" / "summary.md").read_text()
-    assert "## Ratios per token at equal bytes" in summary
-    assert "| recipe | g | p_QK of important, others |" in summary
-    assert study(tiny("llama"), tmp_path / "study", ["fdc", "rotor"], **arguments).added == 0

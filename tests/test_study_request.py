@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,54 +11,40 @@ from conftest import DEMO_MODEL
 from test_cli import rotor
 from test_study import SMALL
 
-from rotor.errors import RecipeError, UsageError
+from rotor.errors import UsageError
 from rotor.recipe import load_recipe
 from rotor.search.search import most_points
 from rotor.study.parts import curves
-from rotor.study.request import StudyPlan, parse_ablations, parse_counts, same_conditions
+from rotor.study.request import same_conditions
 from rotor.study.store import StudyStore
-from rotor.study.study import StudyEstimate, study
+from rotor.study.study import study
 
 
 def test_recipes_get_the_same_conditions(tmp_path: Path) -> None:
-    recipes = [load_recipe("fdc"), load_recipe("rotor", ["evaluation.search_tokens=7", "tokens.seed=3"])]
-    specs = same_conditions(recipes, [])
-    assert {s.tokens.count for s in specs.values()} == {max(r.tokens.count for r in recipes)}
-    assert len({(s.tokens.seed, s.tokens.seq_len, s.evaluation, s.search) for s in specs.values()}) == 1
-    assert specs["rotor"].bases == recipes[1].bases
-    assert {s.tokens.count for s in same_conditions(recipes, ["tokens.count=99"]).values()} == {99}
+    found = same_conditions(["fdc", "rotor"], [])
+    fdc, rotor = load_recipe("fdc"), load_recipe("rotor")
+    assert {r.tokens.count for r in found.values()} == {max(fdc.tokens.count, rotor.tokens.count)}
+    assert len({(r.tokens.seed, r.tokens.seq_len, r.evaluation, r.search) for r in found.values()}) == 1
+    assert found["rotor"].bases == rotor.bases
+    assert {r.tokens.count for r in same_conditions(["fdc", "rotor"], ["tokens.count=99"]).values()} == {99}
     with pytest.raises(UsageError, match="two recipes are named 'fdc'"):
-        same_conditions([recipes[0], recipes[0]], [])
+        same_conditions(["fdc", "fdc"], [])
     with pytest.raises(UsageError, match="no recipes"):
         same_conditions([], [])
 
 
-def test_ablations_and_counts_are_read(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_said(tmp_path: Path, capsys) -> None:
     path = tmp_path / "ablations.yaml"
-    path.write_text('post: ["groups.domain=post", "groups.size=1"]\n')
-    found = parse_ablations(["per head: groups.size=1"], path)
-    assert found == {"per head": ["groups.size=1"], "post": ["groups.domain=post", "groups.size=1"]}
-    with pytest.raises(RecipeError, match="'post' is given twice"):
-        parse_ablations(["post:groups.size=1"], path)
-    with pytest.raises(RecipeError, match="expected a name and a list of KEY=VALUE"):
-        parse_ablations(["groups.size=1"], None)
-    path.write_text("post: groups.size=1\n")
-    with pytest.raises(RecipeError, match="post: expected a name and a list"):
-        parse_ablations([], path)
-    assert parse_counts(["512", "1024"]) == (512, 1024)
-    with pytest.raises(UsageError, match="expected positive numbers"):
-        parse_counts(["512", "many"])
-    with pytest.raises(UsageError, match="--bytes 320,few: expected positive numbers of bytes"):
-        parse_counts(["320", "few"], "--bytes", "bytes")
-
-
-def test_a_study_has_settings_of_its_own() -> None:
-    plan = StudyPlan.of(["fdc"], ["study.prompt_share=0.5", "tokens.seed=3", "study.budgets=[0.2, 0.9]"])
-    assert (plan.settings.prompt_share, plan.settings.budgets, plan.first.tokens.seed) == (0.5, (0.2, 0.9), 3)
-    assert StudyPlan.of(["fdc"]).settings.squeeze == (0.85, 0.15)
-    for setting in ("prompt_share=0", "prompt_share=1", "prompt_share=some", "budgets=[1.5]", "squeeze=0.3", "p=0.3"):
-        with pytest.raises(UsageError, match=r"--set study: .*(expected|unknown key)"):
-            StudyPlan.of(["fdc"], [f"study.{setting}"])
+    path.write_text('post: ["groups.domain=post"]\nper head: groups.size=1\n')
+    command = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--dry-run"]
+    for more, message in (
+        (["--ablations", path], "expected a mapping from names to lists of KEY=VALUE"),
+        (["--bytes", "320,few"], "--bytes 320,few"),
+        (["--lengths", ""], "--lengths"),
+    ):
+        code, _, error = rotor(capsys, *command, *more)
+        assert code in (1, 2)
+        assert message in error
 
 
 def test_store_keeps_every_record_and_names_what_differs(tmp_path: Path) -> None:
@@ -83,45 +68,36 @@ def test_store_keeps_every_record_and_names_what_differs(tmp_path: Path) -> None
 def test_a_dry_run_tells_what_each_part_takes(tmp_path: Path, capsys, monkeypatch) -> None:
     """Counts by hand: calibrations that are kept are made once, whatever parts use them; nothing is written."""
     monkeypatch.setattr(curves, "COMPRESSIONS", (0.3, 0.6))
-    arguments = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc,rotor", "--counts", "256,1024"]
+    arguments = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "rotor,fdc", "--dry-run"]
     arguments += [item for setting in SMALL for item in ("--set", setting)]
-    code, out, err = rotor(capsys, *arguments, "--dry-run", "--json")
+    path = tmp_path / "ablations.yaml"
+    path.write_text('a: ["groups.size=1"]\n')
+    code, out, err = rotor(capsys, *arguments, "--ablations", path, "--json")
     assert code == 0, err
     found = json.loads(out)
-    (part,) = found["parts"]  # the others are not run by default
+    parts = {part["part"]: (part["calibrations"], part["points"]) for part in found["parts"]}
     searched = most_points(0.2)  # a bisection for each of three targets, then the report split of what it chose
-    assert (part["part"], part["calibrations"], part["points"]) == ("curves", 2, 2 * (2 + 3 * searched))
+    assert parts == {"curves": (2, 2 * (2 + 3 * searched)), "ablation": (1, 2 + 3 * searched)}
     assert found["known_records"] == 0
-
-    code, out, _ = rotor(capsys, *arguments, "--parts", "all", "--ablation", "a:groups.size=1", "--dry-run", "--json")
-    parts = {part["part"]: (part["calibrations"], part["points"]) for part in json.loads(out)["parts"]}
-    assert parts["tokens"] == (2 + 4 * 2, 4 * 2)  # two that are kept, and each source and number
-    assert parts["ablation"] == (1, 2 + 3 * searched)
-    code, out, _ = rotor(capsys, *arguments, "--dry-run")
+    code, out, _ = rotor(capsys, *arguments)
     assert code == 0
     assert "nothing is written in a dry run" in " ".join(out.split())
     assert not (tmp_path / "study").exists()
 
 
-def test_a_text_of_ones_own_is_for_all_recipes(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_a_text_of_ones_own_is_for_all_recipes(tmp_path: Path, monkeypatch) -> None:
     words = tmp_path / "words.txt"
     words.write_text("one word after another\n" * 50)
     asked = []
-
-    def estimate(model, out, request, *rest) -> StudyEstimate:
-        asked.append(request)
-        return StudyEstimate("model", [], 0)
-
-    monkeypatch.setattr(importlib.import_module("rotor.study.study"), "plan_study", estimate)
-    code, _, error = rotor(capsys, "study", DEMO_MODEL, "-o", tmp_path / "s", "--text", words, "--dry-run")
-    assert code == 0, error
+    monkeypatch.setattr(sys.modules[study.__module__], "_left", lambda context, parts: asked.append(context.plan) or ())
+    study(DEMO_MODEL, tmp_path / "s", text=words, dry_run=True)
     found = {(r.tokens.source, r.tokens.path, r.evaluation.path) for r in asked[0].recipes.values()}
     assert found == {("text", str(words), str(words))}
 
 
 def test_parts_that_cannot_run_are_refused_by_name(tmp_path: Path) -> None:
     for parts, message in (
-        (["curves", "tables"], "--parts tables: expected some of curves, tokens, pruning"),
+        (["curves", "tables"], "--parts tables: expected some of curves, ablation, methods, tasks"),
         ([], "--parts is empty"),
         (["ablation"], "--parts ablation: there are no ablations"),
     ):

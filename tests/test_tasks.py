@@ -26,7 +26,7 @@ from rotor.evaluation.tasks import TaskSuite, document_scores, paired
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
 from rotor.study.part import find_part
-from rotor.study.request import StudyPlan
+from rotor.study.request import chosen_parts
 from rotor.study.store import StudyStore
 from rotor.study.study import study
 from rotor.validation.validate import validate
@@ -119,7 +119,7 @@ def test_what_is_missing_is_said_with_what_to_do(demo, tmp_path: Path, monkeypat
         TaskSuite([str(tmp_path / "gone.parquet")], checkpoint.tokenizer)
     with pytest.raises(UsageError, match="--parts tasks: there are no tasks"):
         study(DEMO_MODEL, tmp_path / "study", ["fdc"], parts=["tasks"], plots=False)
-    assert StudyPlan.of(["fdc"], tasks=["vt"]).parts == ("curves", "tasks")
+    assert chosen_parts(None, {}, ["vt"]) == ["curves", "tasks"]
     (tmp_path / "there").mkdir()
     with pytest.raises(UsageError, match="there: exists"), TaskSuite.results(tmp_path / "there"):
         pass

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from cache_truth import scores_behind
 from conftest import DEMO_MODEL, ROOT
 from test_cli import rotor
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import DynamicCache
 
 from rotor.calibration.calibrate import calibrate
-from rotor.evaluation.cached import score_through_cache
 from rotor.export.export import export
-from rotor.policies import PerToken, use_cache_policy
+from rotor.policies import PerToken
 
 LARGEST = 100.0
 """Ratio of the scales of channels."""
@@ -54,10 +53,7 @@ def test_a_transformed_model_loses_as_much_by_rotor_and_more_by_a_quantiser(mode
         export(run.folder, tmp_path / name / "out", compression=0.85, measure=False)
         of_rotor[name] = divergence(base, logits(tmp_path / name / "out"))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        use_cache_policy(model, PerToken(4, 16))
-        scores = score_through_cache(model, ROWS, DynamicCache, 16, reference=reference)
-        per_token[name] = float(scores.kl_div.mean())
+        per_token[name] = float(scores_behind(model, ROWS, 16, PerToken(4, 16)).kl_div.mean())
     assert of_rotor["transformed"] == pytest.approx(of_rotor["plain"], rel=0.05)
     assert per_token["transformed"] > 10 * per_token["plain"]
 
@@ -70,4 +66,4 @@ def test_the_table_of_quantisers_and_recipes_can_be_made(capsys, tmp_path: Path)
     code, out, _ = rotor(capsys, *arguments, "-o", tmp_path / "study")
     assert code == 0
     assert "fair" in out
-    assert "17" in out  # five quantisers, and three sizes of four recipes
+    assert " 25 " in out  # thirteen quantisers, and three sizes of four recipes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rotor.policies import KIVI, KVQuant, PerToken, find_policy
-from rotor.study.cache_part import CachePart, StudiedCache
+from rotor.study.cache_part import CachePart, StudiedCache, at_bytes
 from rotor.study.context import StudyContext
 
 WUSH = type(find_policy(f"{Path(__file__).with_name('wush.py')}:WUSH"))
@@ -35,12 +35,7 @@ SHARES = (0.3125, 0.125, 0.1)
 class Fair(CachePart):
     name = "fair"
     title = "Caches at their bytes"
-    size = "mean_kv_bytes_per_token"
 
     def caches(self, study: StudyContext) -> dict[str, StudiedCache]:
         found = {name: StudiedCache(policy.method, policy) for name, policy in QUANTISERS.items()}
-        whole = study.whole_bytes
-        for name in study.plan.recipes:
-            for size in study.plan.sizes or [round(share * whole) for share in SHARES]:
-                found[f"{name}, {size} bytes"] = StudiedCache(name, recipe=name, removed=1 - size / whole)
-        return found
+        return found | at_bytes(study, SHARES)

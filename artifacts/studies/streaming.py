@@ -15,12 +15,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rotor import use_cache_policy
 from rotor.data.rows import spread_rows, text_rows
 from rotor.data.splits import held_out_documents
-from rotor.evaluation.cached import LONGEST_CHUNK, score_through_cache
+from rotor.evaluation.cached import final_states_through_cache
+from rotor.evaluation.scoring import score
+from rotor.models.layerwise import LayerwiseModel
 from rotor.policies import find_policy
 from rotor.recipe.sections import Evaluation
 
@@ -39,17 +40,14 @@ def main() -> None:
     held_out = held_out_documents(Evaluation())
     rows = spread_rows(text_rows(held_out.report, tokenizer, given.length), given.rows, held_out.description)
     streaming = replace(find_policy("streaming-50"), tokens=given.tokens)
-    losses = {}
+    network, first, losses = LayerwiseModel.of(model), given.tokens + 1, {}
     for name, policy in {
         "full": None,
         "sequence": replace(streaming, positions="sequence"),
         "cache": replace(streaming, positions="cache"),
     }.items():
-        use_cache_policy(model, policy)
-        chunk = 1 if policy else LONGEST_CHUNK
-        scores = score_through_cache(model, rows, lambda: DynamicCache(config=model.config), given.tokens, chunk)
-        losses[name] = scores.nll
-        first = scores.first
+        states = final_states_through_cache(network, rows, given.tokens, policy, step=1 if policy else None)
+        losses[name] = score(network, rows[:, given.tokens :], states=states[:, given.tokens :]).nll
         print(f"{name:>8}: done", flush=True)
     print(f"{'tokens':>14}" + "".join(f"{name:>10}" for name in losses) + "   sequence - cache, rows")
     for start, end in pairwise(edge for edge in EDGES if edge <= given.length):

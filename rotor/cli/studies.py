@@ -9,14 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from ..study.parts import PARTS
-from .app import command, resumable, split
+from .app import command, numbers, resumable, split
 from .console import print_table, say
-from .options import NONE, Count, MemoryOptions, Output, Printed
+from .options import NONE, Count, MemoryOptions, Printed
 
 ABOUT_PARTS = (
-    "Default: curves, and ablation where there are ablations. all: all but methods (every cache policy, and "
-    "recipes at equal bytes) and those behind it, which take longest (tasks needs --tasks). FILE.py:CLASS is a "
-    "part of your own."
+    "Default: curves, and ablation where there are ablations. methods, every cache policy and recipes at equal bytes, "
+    "takes longest; tasks needs --tasks. FILE.py:CLASS is a part of your own."
 )
 
 
@@ -25,17 +24,13 @@ def study(
     model: str,
     out: Path,
     compute: MemoryOptions,
-    output: Output,
+    output: Printed,
     recipes: str = "fdc,rotor",
     parts: Annotated[str | None, typer.Option(help=f"Some of {', '.join(PARTS)}, with commas. {ABOUT_PARTS}")] = None,
-    focus: str | None = None,
-    ablation: list[str] = NONE,
     ablations: Path | None = None,
-    ablation_base: str = "rotor",
-    at: float = 0.5,
-    counts: str = "512,1024,2048,4096,8192,16384,32768",
-    sizes: str | None = None,
-    tasks: str | None = None,
+    sizes: str = "",
+    caches: str = "",
+    tasks: str = "",
     lengths: str = "4096",
     text: Path | None = None,
     overrides: list[str] = NONE,
@@ -53,61 +48,65 @@ def study(
     Args:
         out: Study folder; one with the same settings is continued.
         recipes: Names of bundled recipes or YAML files, with commas.
-        focus: Recipes for tokens, pruning and tiers; by default the first.
-        ablation: Overrides, with spaces, of the recipe --ablation-base; may be repeated.
-        ablations: YAML file with the same: a mapping from names to lists of KEY=VALUE.
-        ablation_base: Recipe that the ablations change.
-        at: Compression at which the part tokens is measured.
-        counts: Numbers of calibration tokens for the part tokens.
-        sizes: Bytes of cache per token at which methods and shift measure recipes; by default ten, 3.75 % to 50 %.
+        ablations: YAML file of changes to the first recipe: a mapping from names to lists of KEY=VALUE.
+        sizes: Bytes of cache per token at which methods measures recipes, with commas; by default ten, 3.75 % to 50 %.
+        caches: Policies of your own for methods, with commas, as --cache takes them.
     """
     from ..models.hub import check_name
-    from ..recipe import load_recipe, text_overrides
-    from ..study.request import StudyPlan, parse_ablations, parse_counts, split_overrides
+    from ..recipe import load_recipe
 
     names = split(recipes)
     for recipe in names:
-        load_recipe(recipe, split_overrides(overrides)[1])
-    where = compute.checked()
+        load_recipe(recipe, overrides)
+    compute.checked()
     check_name(model)
 
-    from ..study.study import plan_study
     from ..study.study import study as run_study
 
     request: dict[str, Any] = {
         "parts": None if parts is None else split(parts),
-        "focus": None if focus is None else split(focus),
-        "ablations": parse_ablations(ablation, ablations),
-        "ablation_base": ablation_base,
-        "at": at,
-        "counts": parse_counts(split(counts)),
-        "sizes": None if sizes is None else parse_counts(split(sizes), "--bytes", "bytes"),
-        "tasks": split(tasks or ""),
-        "lengths": parse_counts(split(lengths), "--lengths"),
+        "ablations": _read_ablations(ablations) if ablations else {},
+        "sizes": numbers("--bytes", sizes) if sizes else (),
+        "caches": split(caches),
+        "tasks": split(tasks),
+        "lengths": numbers("--lengths", lengths),
     }
-    if dry_run:
-        output.progress(dry_run=True)
-        plan = StudyPlan.of(names, [*text_overrides(text), *overrides], **request)
-        estimate = plan_study(model, out, plan, where)
-        output.show(dataclasses.asdict(estimate), lambda: _print_estimate(estimate, out))
-        return
+    request |= {"text": text, "batch_tokens": batch_tokens, "plots": plots, "dry_run": dry_run} | vars(compute)
     with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
-        request |= {"text": text, "batch_tokens": batch_tokens, "plots": plots} | vars(compute)
-        result = run_study(model, out, names, overrides, **request, progress=output.progress())
+        result = run_study(model, out, names, overrides, **request, progress=output.progress(dry_run=dry_run))
     shown: dict[str, Any] = {"study": str(out), "settings": result.settings, "records": result.records}
-    shown |= {"files": [*map(str, result.files)], "measured_records": result.added, "seconds": result.seconds}
-    output.show(shown, lambda: _print_study(out, result))
+    if dry_run:
+        shown = {"parts": [dataclasses.asdict(part) for part in result.left], "known_records": len(result.records)}
+    else:
+        shown |= {"files": [*map(str, result.files)], "measured_records": result.added, "seconds": result.seconds}
+    output.show(shown, lambda: (_print_left if dry_run else _print_study)(result))
 
 
-def _print_estimate(plan: Any, out: Path) -> None:
+def _read_ablations(path: Path) -> dict[str, list[str]]:
+    """Raises RecipeError where the file is not of that form."""
+    from ..errors import RecipeError
+    from ..format.yaml_files import read_text, read_yaml
+
+    found = read_yaml(read_text(path, f"--ablations {path}"), f"--ablations {path}")
+    lists = found.values() if isinstance(found, dict) else [found]
+    if not all(isinstance(own, list) and own and all(isinstance(change, str) for change in own) for own in lists):
+        raise RecipeError(
+            f"--ablations {path}: expected a mapping from names to lists of KEY=VALUE.",
+            'Example: per-head: ["groups.size=1"]',
+        )
+    return {str(name): changes for name, changes in found.items()}
+
+
+def _print_left(result: Any) -> None:
     """What a dry run found."""
-    rows = [(part.part, part.calibrations, part.points) for part in plan.parts]
+    rows = [(part.part, part.calibrations, part.points) for part in result.left]
     rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
-    print_table(f"{plan.model} -> {out}: what is left to do", ("part",), ("calibrations", "at most points"), rows)
-    say(f"{plan.known_records} record(s) are there already; nothing is written in a dry run.")
+    title = f"{result.settings['model']['name']} -> {result.folder}: what is left to do"
+    print_table(title, ("part",), ("calibrations", "at most points"), rows)
+    say(f"{len(result.records)} record(s) are there already; nothing is written in a dry run.")
 
 
-def _print_study(out: Path, result: Any) -> None:
+def _print_study(result: Any) -> None:
     """What every recipe and ablation removes at the target accuracies, and where all of it is."""
     found = {key.split("/")[1]: record for key, record in result.records.items() if key.endswith("/targets")}
     targets = sorted({target for record in found.values() for target in record}, reverse=True)
@@ -116,7 +115,8 @@ def _print_study(out: Path, result: Any) -> None:
     if found:
         print_table(title, ("recipe",), targets, rows)
     names = ", ".join(path.name for path in result.files)
-    say(f"{out}: {len(result.records)} records, {result.added} of them new, {result.seconds:.1f} s; see {names}")
+    records = f"{len(result.records)} records, {result.added} of them new"
+    say(f"{result.folder}: {records}, {result.seconds:.1f} s; see {names}")
 
 
 def _reached(point: dict[str, Any]) -> str:

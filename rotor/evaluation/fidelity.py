@@ -6,7 +6,9 @@ metric needs, on the report split everything.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -17,7 +19,7 @@ from ..models.layerwise import LayerwiseModel
 from ..policies import Policy
 from ..progress import Progress
 from ..recipe.metric_registry import METRICS, metric_info, primitive_metrics
-from .cached import PREFILL_SHARE, check_in_memory, final_states_through_cache
+from .cached import check_in_memory, final_states_through_cache
 from .fitting import fit_cache_policy
 from .metrics import EvaluationContext, Measurement, Metric, Outputs, make_metric, smallest
 from .scoring import score
@@ -25,6 +27,12 @@ from .scoring import score
 TEXT = METRICS["text"].parts
 AT_CHANCE = 0.9
 """A model whose perplexity is at least this share of the vocabulary's size guesses."""
+
+PROMPT_SHARE = 0.25
+"""Of a row of text, that is the prompt where a cache has a policy; the rest is scored behind it."""
+
+Read = Callable[..., Tensor]
+"""Final hidden states of `rows` behind a prompt of `prefill` tokens; `advance` gets the tokens that are done."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +71,31 @@ class FidelityMeter:
     """Measures models against the uncompressed one, which has to be measured first, on each split by itself.
 
     Args:
-        policy: by which a compressed model's cache is kept. Text is then scored behind a prompt of one PREFILL_SHARE of
-            each row, of both models, and prompts of metrics behind all that comes before the first answer.
+        policy: by which a compressed model's cache is kept. Text is then scored behind a prompt, of both models, and
+            prompts of metrics behind all that comes before the first answer.
+        prompt_share: of each row of text, where it is read through a cache. report: names of the metrics that are
+            measured on the report split, by default all.
 
     base: what was recorded of the uncompressed model, by split. left_out: why a ratio was not measured, by split and
     name.
     """
 
-    def __init__(self, context: EvaluationContext, progress: Progress, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        context: EvaluationContext,
+        progress: Progress,
+        policy: Policy | None = None,
+        *,
+        prompt_share: float | None = None,
+        report: Sequence[str] | None = None,
+    ) -> None:
         self.context, self.progress, self.policy = context, progress, policy
+        self.prompt_share = (PROMPT_SHARE if policy else 0.0) if prompt_share is None else prompt_share
         self.metric = context.spec.metric
         own = primitive_metrics(self.metric)
         self._names = {
             "search": tuple(dict.fromkeys([*own, *TEXT])),
-            "report": tuple(dict.fromkeys([*own, *(name for name, info in METRICS.items() if not info.parts)])),
+            "report": tuple(report or dict.fromkeys([*own, *(n for n, info in METRICS.items() if not info.parts)])),
         }
         self._metrics: dict[str, Metric] = {}
         self._references: dict[str, Tensor] = {}
@@ -126,7 +145,9 @@ class FidelityMeter:
         return self.context.rows[split][:, self._prefill(split) :]
 
     def _prefill(self, split: str) -> int:
-        return 0 if self.policy is None else max(1, self.context.rows[split].shape[1] // PREFILL_SHARE)
+        """Tokens of the prompt; 0 where rows are read whole."""
+        length = self.context.rows[split].shape[1]
+        return max(1, min(int(length * self.prompt_share), length - 2)) if self.prompt_share else 0
 
     def fitted_policy(self, network: LayerwiseModel) -> Policy | None:
         """The policy, with what it has to know of the network as it is found on the search split, where it needs that.
@@ -139,10 +160,16 @@ class FidelityMeter:
         check_in_memory(network, self.policy)
         return fit_cache_policy(network.model, self.policy, self.context.rows["search"])
 
-    def measure(self, network: LayerwiseModel, split: str) -> Fidelity:
-        """Run a compressed model over a split's text and prompts, and compare it with the uncompressed one."""
+    def measure(self, network: LayerwiseModel, split: str, read: Read | None = None) -> Fidelity:
+        """Run a compressed model over a split's text and prompts, and compare it with the uncompressed one.
+
+        Args:
+            read: how rows are read; by default through a cache of the policy, or whole without one.
+        """
+        if read is None and self.policy is not None:
+            read = partial(final_states_through_cache, network, policy=self.fitted_policy(network))
         rows = {name: self._made(name).rows(split) for name in self.measured(split)}
-        outputs = self._run(network, split, rows, self._references.get(split), self.fitted_policy(network))
+        outputs = self._run(network, split, rows, self._references.get(split), read)
         found = {name: self._made(name).measure(outputs, split) for name in self.measured(split)}
         values: dict[str, float | None] = {}
         for name, one in found.items():
@@ -183,19 +210,19 @@ class FidelityMeter:
         split: str,
         rows: dict[str, Tensor | None],
         reference: Tensor | None,
-        policy: Policy | None,
+        read: Read | None,
     ) -> Outputs:
-        """One pass through the layers for the text and for all rows that metrics ask for; with a policy, in steps."""
+        """One pass through the layers for the text and for all rows that metrics ask for, or by `read` in steps."""
         text, start = self.context.rows[split], self._prefill(split)
         asked = {name: prompts for name, prompts in rows.items() if prompts is not None}
         parts = [text, *asked.values()]
         with self.progress.task("measure", sum(part.numel() for part in parts), "tokens") as advance:
-            if policy is None:
+            if read is None:
                 states, *own = network.final_states_of(parts, advance)
             else:
-                prefills = [self._made(name).prefill(split) or start for name in asked]
-                pairs = zip(parts, [start, *prefills], strict=True)
-                states, *own = (final_states_through_cache(network, rows, policy, p, advance) for rows, p in pairs)
+                prefills = [start, *(self._made(name).prefill(split) or start for name in asked)]
+                pairs = zip(parts, prefills, strict=True)
+                states, *own = (read(rows=rows, prefill=prefill, advance=advance) for rows, prefill in pairs)
         states = states[:, start:]
         scores = score(network, self.text(split), reference=reference, states=states)
         return Outputs(network, scores, states, dict(zip(asked, own, strict=True)))

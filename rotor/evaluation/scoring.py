@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DataError, NumericsError
+from ..errors import NumericsError
 from ..models.layerwise import LayerwiseModel, logit_batches
 from ..models.memory import LOGIT_BYTES
 from ..progress import Advance
@@ -20,20 +20,17 @@ KL_POSITIONS_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Scores:
-    """Next-token results; column j predicts token `first` + j of its row.
+    """Next-token results; column j predicts token j + 1 of its row.
 
     nll: [rows, tokens] float64, negative log-likelihoods in nats. top1: [rows, tokens] int32, the argmax.
     correct: [rows, tokens] bool, whether it is the token. kl_div: [rows, tokens] float64, KL(reference || model) in
     nats; None without a reference.
-    kv_bytes_per_token: bytes of all the cache's tensors over its tokens, when the rows are complete; 0 without a cache.
     """
 
     nll: Tensor
     top1: Tensor
     correct: Tensor
     kl_div: Tensor | None = None
-    first: int = 1
-    kv_bytes_per_token: float = 0.0
 
     @classmethod
     def of(cls, parts: Sequence[dict[str, Tensor]], rows: int) -> Scores:
@@ -47,22 +44,6 @@ class Scores:
             "perplexity": round(float(self.nll.mean().exp()), 6),
             "tokens": self.nll.numel(),
         }
-
-    def of_answers(self, answers: Tensor) -> AnswerScores:
-        """Scores of look-up and copy prompts: of the tokens where `answers`, [rows, seq_len] bool, is true.
-
-        Raises:
-            DataError: a row has an answer that was not scored, or there is none.
-        """
-        if answers[:, : self.first].any() or not answers.any():
-            raise DataError(
-                f"answers must begin at token {self.first} or later, behind the prefill, and there must be some.",
-                "Prefill fewer tokens: prefill_of(answers) says how many.",
-            )
-        chosen = answers[:, self.first :]
-        probability = torch.where(chosen, (-self.nll).exp(), 0.0)
-        sums = ((self.correct & chosen).sum(-1).double(), probability.sum(-1), chosen.sum(-1).double())
-        return AnswerScores(*(values.numpy() for values in sums))
 
 
 def batch_logits(network: LayerwiseModel, rows: Tensor) -> Tensor:

@@ -63,11 +63,6 @@ def begin_pass(
     """
     name = "input_ids" if arguments.get("input_ids") is not None else "inputs_embeds"
     inputs = arguments[name]
-    if arguments.get("labels") is not None:
-        raise UsageError(
-            "labels: a process has the logits of its own tokens only.",
-            "Compute the loss from the logits, with `own(labels)` of what sequence_parallel() gives.",
-        )
     keep = arguments.get("logits_to_keep") or 0
     if not isinstance(keep, int):
         raise UsageError("logits_to_keep: expected a number of tokens.", "Give 1 for the last token, 0 for all.")

@@ -21,9 +21,5 @@ def token_runs(tokens: int, processes: int) -> list[list[range]]:
 
 
 def own_indices(tokens: int, processes: int, device: torch.device) -> list[Tensor]:
-    """Indices of each process's tokens of a prompt: all of them, in every process, where they are fewer than two a
-    process.
-    """
-    if tokens < 2 * processes:
-        return [torch.arange(tokens, device=device)] * processes
+    """Indices of each process's tokens of a prompt."""
     return [torch.tensor([*head, *tail], device=device) for head, tail in token_runs(tokens, processes)]

@@ -20,7 +20,6 @@ from ..runtime.steps import InCache, Keeper, Step
 from .attention import attend_by_rows, attend_to_spread_rows, visible
 from .cache import Rows, SpreadLayer
 from .forward import Pass, begin_pass
-from .plan import own_indices
 from .wire import Wire
 
 
@@ -60,23 +59,6 @@ class SequenceParallel(Keeper):
                 "Call that model itself, or its generate().",
             )
         return self._pass
-
-    def own_tokens(self, tokens: int) -> Tensor:
-        """Indices of this process's tokens of a prompt of so many: some from its beginning, some from its end.
-
-        All of them, in every process, where they are fewer than two a process: then a prompt is not spread.
-        """
-        return own_indices(tokens, self.wire.count, self.wire.device)[self.rank]
-
-    def own(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """This process's tokens of a tensor over a whole prompt, such as its labels."""
-        return tensor.index_select(dim, self.own_tokens(tensor.shape[dim]).to(tensor.device))
-
-    def gather(self, tensor: Tensor, tokens: int) -> Tensor:
-        """All tokens of a prompt of so many, in every process, from each one's [batch_size, own tokens, ...]."""
-        if tokens < 2 * self.wire.count:
-            return tensor
-        return self._gather(tensor, own_indices(tokens, self.wire.count, self.wire.device))
 
     def of_each(self, number: int) -> list[int]:
         """A number of this process's, such as the bytes of its part of a cache, and the others', in every process."""
@@ -137,20 +119,18 @@ class SequenceParallel(Keeper):
             shapes = [[tuple(hidden.shape)], *[[(0,)]] * (self.wire.count - 1)]
             sent = hidden.new_empty(0) if self.rank else hidden
             hidden = self.wire.gather("hidden states", "hidden", [sent], shapes)[0][0]
-        elif now.tokens_to_keep:
-            begin = max(now.length - now.tokens_to_keep, 0)
-            hidden = self._gather(hidden[:, now.indices >= begin], [kept[kept >= begin] for kept in now.stored])
+        else:
+            begin = max(now.length - now.tokens_to_keep, 0) if now.tokens_to_keep else 0
+            owned = [kept[kept >= begin] for kept in now.stored]
+            hidden = hidden[:, now.indices >= begin]
+            shapes = [[(hidden.shape[0], len(indices), hidden.shape[2])] for indices in owned]
+            found = self.wire.gather("hidden states", "hidden", [hidden], shapes)
+            hidden = torch.cat([part for (part,) in found], dim=1)[:, torch.argsort(torch.cat(owned))]
         now.count_stored()
         if isinstance(output, tuple):
             return hidden, *output[1:]
         output.last_hidden_state = hidden
         return output
-
-    def _gather(self, tensor: Tensor, owned: list[Tensor]) -> Tensor:
-        """The tokens of all processes, in their order, from those of each, which have these indices."""
-        shapes = [[(tensor.shape[0], len(indices), *tensor.shape[2:])] for indices in owned]
-        found = self.wire.gather("hidden states", "hidden", [tensor], shapes)
-        return torch.cat([part for (part,) in found], dim=1)[:, torch.argsort(torch.cat(owned))]
 
 
 @contextmanager
@@ -165,15 +145,12 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
     the new rows go to the process with the fewest.
 
         with sequence_parallel(model, group):
-            model.generate(**inputs, max_new_tokens=64)     # the same tokens in every process
+            model.generate(**inputs, max_new_tokens=64)  # the same tokens in every process
+            last = model(input_ids, logits_to_keep=1).logits  # likewise
 
-        with sequence_parallel(model) as parallel:
-            own_logits = model(input_ids).logits            # of parallel.own(input_ids)
-            last = model(input_ids, logits_to_keep=1).logits  # of the last token, in every process
-
-    Logits of a spread prompt are this process's own tokens'; with `logits_to_keep=n`, which generate() gives, they are
-    those of the last n tokens in every process. Gradients are off inside. Sampling needs the same seed in every
-    process. Attention runs in plain PyTorch, on a GPU too. A prompt of fewer than two tokens a process is not spread.
+    Logits are of all tokens in every process, or of the last n by `logits_to_keep=n`, which generate() gives. Gradients
+    are off inside. Sampling needs the same seed in every process. Attention runs in plain PyTorch, on a GPU too. A
+    prompt of fewer than two tokens a process is not spread.
 
     Args:
         model: a causal model that `rotor export` wrote, loaded with from_pretrained, on one device.
@@ -183,7 +160,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
         UsageError: torch.distributed is not initialised, the model is not compressed, is spread already, keeps its
             cache by a policy, lies on several devices, or has a RoPE whose frequencies depend on the length. In passes:
             the processes were given different inputs, a cache of a kind that cannot be spread or that was filled
-            elsewhere, a mask that is not two-dimensional, labels.
+            elsewhere, a mask that is not two-dimensional.
         RotorError: in passes: another process ended, or did not answer within the group's timeout.
     Source: ZDC section 5.3; PyTorch's `context_parallel` for the shape of the call.
     """

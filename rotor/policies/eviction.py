@@ -184,13 +184,13 @@ class EvictingLayer(PolicyLayer):
     @property
     def places(self) -> Tensor:
         """Where tokens are in the rows of the batch, [batch_size, groups, slots] int32, -1 where there is nothing."""
-        return right_aligned([(s.index + s.start)[None] for s in self.sequences], -1, dim=2)
+        return right_aligned([(sequence.index + sequence.start)[None] for sequence in self.sequences], -1, dim=2)
 
     @property
     def held(self) -> Held:
         # Those of an offloaded layer are on the CPU.
-        index = right_aligned([s.index[None] for s in self.sequences], -1, dim=2).to(self.device)
-        scores = [s.scores[None] for s in self.sequences if s.scores is not None]
+        index = right_aligned([sequence.index[None] for sequence in self.sequences], -1, dim=2).to(self.device)
+        scores = [sequence.scores[None] for sequence in self.sequences if sequence.scores is not None]
         scored = right_aligned(scores, 0, dim=2).to(self.device) if scores else None
         return Held(index, scored, self.index, self._generated)
 
@@ -207,9 +207,11 @@ class EvictingLayer(PolicyLayer):
         first = not self.sequences
         super().begin(mask, batch_size, length, device)
         self._generated = 0 if first else self._generated + length
-        for s in self.sequences:
-            new = torch.arange(s.tokens - s.new, s.tokens, dtype=torch.int32, device=device)
-            s.index = new[None] if first else torch.cat([s.index, new.expand(len(s.index), -1)], dim=1)
+        for sequence in self.sequences:
+            new = torch.arange(sequence.tokens - sequence.new, sequence.tokens, dtype=torch.int32, device=device)
+            sequence.index = (
+                new[None] if first else torch.cat([sequence.index, new.expand(len(sequence.index), -1)], dim=1)
+            )
 
     def visible(self, mask: Tensor | None, head_groups: Tensor) -> Tensor | None:
         alike = len({sequence.index.shape[1] for sequence in self.sequences}) == 1
@@ -256,13 +258,17 @@ class EvictingLayer(PolicyLayer):
         Args:
             sums: [batch_size, groups, slots], how much attention each token drew, softened as the policy has it.
         """
-        for row, s in enumerate(self.sequences):
+        for row, sequence in enumerate(self.sequences):
             if sums is not None:
-                before = torch.zeros_like(s.index[:, :0], dtype=sums.dtype) if s.scores is None else s.scores
-                own = sums[row, :, sums.shape[2] - s.index.shape[1] :].to(before.device)
-                s.scores = functional.pad(before, (0, s.new)) + own
-            if s.budget is None and s.tokens:
-                s.budget = self.policy.budget_of(s.tokens)
+                before = (
+                    torch.zeros_like(sequence.index[:, :0], dtype=sums.dtype)
+                    if sequence.scores is None
+                    else sequence.scores
+                )
+                own = sums[row, :, sums.shape[2] - sequence.index.shape[1] :].to(before.device)
+                sequence.scores = functional.pad(before, (0, sequence.new)) + own
+            if sequence.budget is None and sequence.tokens:
+                sequence.budget = self.policy.budget_of(sequence.tokens)
         if self.budgets is None or self.budgets.done:
             self.evict()
 
@@ -280,17 +286,17 @@ class EvictingLayer(PolicyLayer):
     def evict(self) -> None:
         """Drop what is over the budget."""
         priorities = self.policy.priority(self.held)
-        for s, priority in zip(self.sequences, priorities, strict=True):
-            slots = s.index.shape[1]
-            if s.budget is None or slots <= s.budget:
+        for sequence, priority in zip(self.sequences, priorities, strict=True):
+            slots = sequence.index.shape[1]
+            if sequence.budget is None or slots <= sequence.budget:
                 continue
-            first, newest = self.policy.protected(s.budget)
-            safe = (s.index < first) | (s.index >= s.tokens - newest)
+            first, newest = self.policy.protected(sequence.budget)
+            safe = (sequence.index < first) | (sequence.index >= sequence.tokens - newest)
             own = priority[:, priority.shape[1] - slots :].to(safe.device).masked_fill(safe, torch.inf)
-            order = own.argsort(dim=-1, descending=True, stable=True)[:, : s.budget].sort(dim=-1).values
-            s.index = s.index.gather(-1, order)
-            s.scores = None if s.scores is None else s.scores.gather(-1, order)
-            for sides in s.sides:
+            order = own.argsort(dim=-1, descending=True, stable=True)[:, : sequence.budget].sort(dim=-1).values
+            sequence.index = sequence.index.gather(-1, order)
+            sequence.scores = None if sequence.scores is None else sequence.scores.gather(-1, order)
+            for sides in sequence.sides:
                 for side, kept in zip(sides, order.split(len(order) // len(sides)), strict=True):
                     side.take(kept[None])
 

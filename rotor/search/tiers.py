@@ -12,11 +12,12 @@ from math import expm1
 
 import numpy as np
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
 from ..errors import AccuracyError, UsageError
-from ..evaluation.cached import PREFILL_SHARE, score_through_cache
-from ..policies import Policy, Tiers, cache_policy
+from ..evaluation.cached import final_states_through_cache
+from ..evaluation.fidelity import PROMPT_SHARE
+from ..evaluation.scoring import score
+from ..policies import Policy, Tiers
 from ..progress import Progress
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.attention import RotorAttention
@@ -96,7 +97,6 @@ def removed(policy: Tiers, sizes: np.ndarray) -> float:
 
 def _loss(network: CompressibleModel, rows: Tensor, policy: Policy | None, step: int) -> float:
     """Nats a token, read through the cache in steps of so many tokens."""
-    prefill = max(1, rows.shape[1] // PREFILL_SHARE)
-    with cache_policy(network.model, policy):
-        found = score_through_cache(network.model, rows, lambda: DynamicCache(config=network.config), prefill, step)
-    return float(found.nll.mean())
+    prefill = max(1, int(rows.shape[1] * PROMPT_SHARE))
+    states = final_states_through_cache(network, rows, prefill, policy, step=step)
+    return float(score(network, rows[:, prefill:], states=states[:, prefill:]).nll.mean())

@@ -13,18 +13,17 @@ from typing import Any, ClassVar
 
 from transformers.cache_utils import Cache
 
-from ..policies import H2O, Eviction, Keyformer, PerToken, Policy, Random, Streaming, Window
+from ..policies import PerToken, Policy
 from ..prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from ..prediction.devices import find_device
 from ..recipe import Recipe
 from ..rewriting.rewrite import planned_layouts
 from ..runtime.families import attention_shape
-from .caches import CacheBench, CachedModel, CacheRecord
+from .caches import CacheBench, CacheRecord
 from .context import StudyContext
-from .part import Part, Task
-from .plots import KL_LABEL, double_x, draw_line
+from .part import Part, Table, Task, number
+from .plots import KL_LABEL, draw_line
 from .store import StudyStore
-from .tables import Table, number
 
 GROUP = 64
 """Numbers in a group, and tokens in the exact residual, of every method that has them (GEAR section 4)."""
@@ -53,14 +52,18 @@ class StudiedCache:
         return {self.recipe: study.plan.recipes[self.recipe]} if self.recipe else {}
 
     def measure(self, study: StudyContext, name: str, bench: CacheBench | None = None) -> CacheRecord:
-        bench = bench or study.bench()
+        bench, make = bench or study.bench, None
         if self.recipe:
             path = study.path(self.recipe, study.plan.recipes[self.recipe])
             record = bench.of_plan(name, *path, self.removed, self.policy)
-        elif self.make is None:
-            record = bench.of_policy(name, self.policy)
         else:
-            record = _of_transformers(bench, name, partial(self.make, bench.network.config))
+            if self.make is not None:
+                make = partial(self.make, study.checkpoint.config)
+                try:
+                    make()
+                except (ImportError, ValueError) as error:  # not installed, or not for this model
+                    return CacheRecord(name, skipped=" ".join(str(error).split()))
+            record = bench.of_policy(name, self.policy, make)
         share = None if record.skipped else self._time_share(study, record)
         return replace(record, family=self.family, time_share=share)
 
@@ -82,46 +85,32 @@ class StudiedCache:
         return decode_seconds(layouts, shape, device, step) / whole
 
 
-def _of_transformers(bench: CacheBench, name: str, make: Callable[[], Cache]) -> CacheRecord:
-    try:
-        make()
-    except (ImportError, ValueError) as error:  # not installed, or not for this model
-        return CacheRecord(name, skipped=" ".join(str(error).split()))
-    # The prompt leaves no residual, and GROUP tokens later all is coded again.
-    return bench.record(name, CachedModel(bench.network, make=make, step=GROUP))
-
-
 CONTROL = {"per token, 4 bits": StudiedCache("per token", PerToken(4, GROUP))}
 """What every part measures beside its own: plain codes of four bits, the control for bytes."""
 
 
-def evictions(share: float, bits: int = 16) -> dict[str, Eviction]:
-    """Every evicting method at a share of a whole row's tokens, kept in so many bits; the control is among them."""
-    return {
-        "window": Window(share, bits=bits),
-        "StreamingLLM": Streaming(share, bits=bits),
-        "H2O": H2O(share, bits=bits),
-        "Keyformer": Keyformer(share, bits=bits),
-        "random": Random(share, bits=bits),
-    }
+def at_bytes(study: StudyContext, shares: Sequence[float]) -> dict[str, StudiedCache]:
+    """Each recipe at the bytes that were asked for, or else at shares of the uncompressed model's."""
+    whole, found = study.whole_bytes, {}
+    for name in study.plan.recipes:
+        for size in study.plan.sizes or [round(share * whole) for share in shares]:
+            found[f"{name}, {size} bytes"] = StudiedCache(name, recipe=name, removed=1 - size / whole)
+    return found
 
 
 class CachePart(Part):
     """A part about caches.
 
-    title, text: of its table. size: the bytes of a record that its plot goes by; the mean is of the lengths at which
-    fidelity was measured, so that tokens that are not yet coded count where they help.
+    title, text: of its table.
     """
 
     csv = "caches.csv"
     title: ClassVar[str]
     text: ClassVar[str] = ""
-    size: ClassVar[str] = "kv_bytes_per_token"
 
     def caches(self, study: StudyContext) -> Mapping[str, StudiedCache]:
         """By the name of their records."""
-        del study
-        return {}
+        raise NotImplementedError
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         for name, cache in self.caches(study).items():
@@ -137,7 +126,7 @@ class CachePart(Part):
 
     def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
         records = [record for record in cache_records(store, self.name) if not record.skipped]
-        return {self.name: partial(draw_fidelity, records, self.title, self.size)} if records else {}
+        return {self.name: partial(draw_fidelity, records, self.title)} if records else {}
 
 
 def cache_records(store: StudyStore, part: str) -> list[CacheRecord]:
@@ -150,15 +139,12 @@ def _csv_row(record: CacheRecord) -> dict[str, Any]:
     plain = {key: value for key, value in asdict(record).items() if not isinstance(value, (dict, list))}
     if record.skipped:
         plain |= {key: "" for key in plain if key not in ("name", "family", "skipped")}
-    return plain | {
-        f"{task}_{what}": getattr(record, what)[task] for task in record.answers for what in ("answers", "hits")
-    }
+    return plain | {f"{task}_answers": value for task, value in record.answers.items()}
 
 
 def cache_table(records: Sequence[CacheRecord], title: str, text: str = "") -> Table:
     """By falling mean bytes; what was skipped, with its reason, at the end."""
     tasks = _tasks_of(records)
-    greedy = any(record.greedy_agreement is not None for record in records)
     header = [
         "cache",
         "bytes",
@@ -170,23 +156,28 @@ def cache_table(records: Sequence[CacheRecord], title: str, text: str = "") -> T
         "token accuracy",
         "perplexity",
         "top-1",
+        *tasks,
     ]
-    header += [*(["greedy"] if greedy else []), *tasks]
     rows = []
     for r in sorted(records, key=lambda record: -record.mean_kv_bytes_per_token):
         if not r.skipped:
             sizes = (r.kv_bytes_per_token, r.mean_kv_bytes_per_token, r.long_kv_bytes_per_token)
-            ratios = [r.token_accuracy, r.ppl_ratio, r.top1_agreement, *([r.greedy_agreement] if greedy else [])]
+            ratios = [r.token_accuracy, r.ppl_ratio, r.top1_agreement, *(r.answers.get(task) for task in tasks)]
             cells = [*(number(size, 1) for size in sizes), number(r.compression, 3)]
             cells += [number(r.time_share, 3), number(r.kl_div, 5)]
-            rows.append([r.name, *cells, *(number(v) for v in (*ratios, *(r.answers.get(task) for task in tasks)))])
+            rows.append([r.name, *cells, *map(number, ratios)])
     blank = [""] * (len(header) - 2)
     rows += [[record.name, f"not measured: {record.skipped}", *blank] for record in records if record.skipped]
     return Table(header, rows, title, text)
 
 
-def draw_fidelity(records: Sequence[CacheRecord], title: str, size: str, figure: Any) -> None:
-    """KL and each ratio against bytes, a line a method, a colour a family, with the Pareto front."""
+def draw_fidelity(records: Sequence[CacheRecord], title: str, figure: Any) -> None:
+    """KL and each ratio against bytes, a line a method, a colour a family, with the Pareto front.
+
+    Bytes are means of the lengths that were scored: tokens that are not yet coded count where they help.
+    """
+    from matplotlib import colormaps
+
     values: dict[str, Callable[[CacheRecord], float | None]] = {
         KL_LABEL: lambda r: max(r.kl_div, 1e-5),
         "next-token accuracy (ratio)": lambda r: r.token_accuracy,
@@ -197,26 +188,22 @@ def draw_fidelity(records: Sequence[CacheRecord], title: str, size: str, figure:
     figure.suptitle(title)
     figure.set_size_inches(max(11.0, 5.5 * columns), 4.5 * -(-len(values) // columns))
     grid = figure.subplots(-(-len(values) // columns), columns, squeeze=False).flatten()
+    look = colormaps["tab10" if len({record.family for record in records}) <= 10 else "tab20"]
     families = list(dict.fromkeys(record.family for record in records))
     methods = dict.fromkeys((families.index(record.family), method_of(record.name)) for record in records)
     for axes, (label, value) in zip(grid, values.items(), strict=False):
-        points = [(r, getattr(r, size), y) for r in records if (y := value(r)) is not None]
+        points = [(r, r.mean_kv_bytes_per_token, y) for r in records if (y := value(r)) is not None]
         for marker, (family, method) in enumerate(sorted(methods)):
             own = sorted((x, y) for r, x, y in points if (r.family, method_of(r.name)) == (families[family], method))
-            draw_line(axes, marker, own, method, linestyle=":", color=_colour(family, len(families)))
+            draw_line(axes, marker, own, method, linestyle=":", color=look(family % 20))
         front = pareto_front([(x, y) for _, x, y in points], label != KL_LABEL)
         axes.step(*zip(*front, strict=True), where="post", color="0.3", linewidth=1, label="Pareto front", zorder=0)
         axes.set(xlabel="bytes of cache per token", ylabel=label, yscale="log" if label == KL_LABEL else "linear")
-        double_x(axes)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
     for axes in grid[len(values) :]:
         axes.set_axis_off()
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
-
-
-def _colour(index: int, count: int) -> Any:
-    from matplotlib import colormaps
-
-    return colormaps["tab10" if count <= 10 else "tab20"](index % 20)
 
 
 def method_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The files of a study: summary.md, CSV and plots, from what its parts give."""
+"""The tables of a study, summary.md and CSV files, from what its parts give."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 
 from ..format.atomic import write_text
 from ..recipe.metric_registry import metric_info
-from ..report.style import STYLE
 from .part import Part
 from .store import StudyStore
 
-SUMMARY, PLOTS = "summary.md", "plots"
+SUMMARY = "summary.md"
 
 
 def write_tables(store: StudyStore, parts: Sequence[Part]) -> list[Path]:
@@ -30,25 +29,6 @@ def write_tables(store: StudyStore, parts: Sequence[Part]) -> list[Path]:
     for path, text in files.items():
         write_text(path, text)
     return list(files)
-
-
-def write_plots(store: StudyStore, parts: Sequence[Part]) -> list[Path]:
-    """Draw what the store has records for, as PNG and SVG; returns the files. matplotlib must be there."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    files: list[Path] = []
-    with matplotlib.rc_context(STYLE):
-        for name, draw in (item for part in parts for item in part.plots(store).items()):
-            figure = Figure(figsize=(11, 4.5), dpi=120)
-            draw(figure)
-            figure.suptitle(f"{store.settings['model']['name']}: {figure.get_suptitle()}")
-            stem = store.folder / PLOTS / name
-            stem.parent.mkdir(exist_ok=True)
-            files += [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-            figure.savefig(files[-2])
-            figure.savefig(files[-1], metadata={"Date": None})
-    return files
 
 
 def _csv_text(rows: Sequence[dict[str, Any]]) -> str:

@@ -1,7 +1,6 @@
 """What a part of a study is, and how parts are found.
 
-A part of your own is a subclass of `Part`: name it on the command line as `--parts my_part.py:MyPart`, or offer it in a
-package under the entry point group `rotor.study_parts`.
+A part of your own is a subclass of `Part`: name it on the command line as `--parts my_part.py:MyPart`.
 """
 
 from __future__ import annotations
@@ -9,20 +8,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ..errors import UsageError
 from ..recipe import Recipe
 from .context import StudyContext
-from .parts import ALL, PARTS
+from .parts import PARTS
 from .store import StudyStore
-from .tables import Table
-
-GROUP = "rotor.study_parts"
 
 
 @dataclass(frozen=True)
@@ -43,6 +38,28 @@ class Task:
 
     def is_done(self, store: StudyStore) -> bool:
         return self.key in store.records and not (self.retried and store.records[self.key].get("skipped"))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Of summary.md. title: of the section that it begins; without one it belongs to the section before.
+
+    text: a paragraph before it.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    text: str = ""
+
+    def lines(self) -> list[str]:
+        above = [line for part in (self.title and f"## {self.title}", self.text) if part for line in ("", part)]
+        cells = (self.header, ["---"] * len(self.header), *self.rows) if self.header else ()
+        return [*above, *([""] if cells else []), *(f"| {' | '.join(row)} |" for row in cells)]
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 class Part(ABC):
@@ -76,7 +93,7 @@ class Part(ABC):
 
 
 def find_part(name: str) -> Part:
-    """A part by its name, of rotor or of an installed package, or by `FILE.py:CLASS`.
+    """A part by its name, or by `FILE.py:CLASS`.
 
     Raises:
         UsageError: there is none of that name, or it is no Part.
@@ -92,11 +109,7 @@ def find_part(name: str) -> Part:
         spec.loader.exec_module(module)
         found = getattr(module, class_name, None)
     else:
-        offered = {entry.name: entry for entry in entry_points(group=GROUP)}
-        if name not in offered:
-            known = ", ".join((*PARTS, *offered))
-            raise UsageError(f"--parts {name}: expected some of {known}, FILE.py:CLASS, or {ALL}.")
-        found = offered[name].load()
+        raise UsageError(f"--parts {name}: expected some of {', '.join(PARTS)}, or FILE.py:CLASS.")
     if not (isinstance(found, type) and issubclass(found, Part)):
         raise UsageError(f"--parts {name}: is no subclass of rotor.study.part.Part.")
     return found()

@@ -12,7 +12,7 @@ from ..format.file_names import RESULTS
 from ..format.json_differences import differences, shorten_json
 from ..format.json_files import json_text, read_json
 
-STORE_VERSION = 1
+STORE_VERSION = 2
 ADDED_LATER = ("recipes", "ablations")
 
 

@@ -15,8 +15,7 @@ class Ablation(Curves):
     title = "Ablation"
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
-        base = study.plan.base
-        assert base is not None
+        base = study.plan.first
         yield from curve_tasks(study, Curves.name, base.name, base, base.name)
         for name, recipe in study.plan.variants.items():
             yield from curve_tasks(study, self.name, name, recipe, f"ablations/{name}")

@@ -7,17 +7,24 @@ from functools import partial
 from typing import Any
 
 from ...data.splits import SPLITS
+from ...errors import AccuracyError
 from ...recipe import Recipe
+from ...recipe.metric_registry import METRICS
 from ...report.style import accuracy_axis, shown_loss
-from ...search.search import most_points
+from ...search.point import Point
+from ...search.search import find_plan, most_points
 from ..context import TARGETS, StudyContext
-from ..part import Part, Task
+from ..part import Part, Table, Task, number
 from ..plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
-from ..records import METRIC_LABELS, point_record
 from ..store import StudyStore
-from ..tables import Table, number
 
 COMPRESSIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+
+METRIC_LABELS = {
+    "accuracy": "accuracy (ratio to the model)",
+    **{name: info.label for name, info in METRICS.items() if not info.parts},
+}
+"""What is recorded of a point in each split; a point may lack some."""
 
 Records = dict[str, dict[str, Any]]
 """Of one recipe, by what they are: targets, p0.10 ..."""
@@ -77,12 +84,33 @@ def curve_tasks(study: StudyContext, part: str, name: str, recipe: Recipe, folde
         return {**point_record(measurer.measure(plan)), "target": target}
 
     def targets() -> dict[str, Any]:
-        return study.at_targets(*study.path(folder, recipe), recipe, point_record)
+        """By target, the point that `rotor export --accuracy` would choose, or why there is none."""
+        (measurer, path), found = study.path(folder, recipe), dict[str, Any]()
+        for target in TARGETS:
+            try:
+                plan = find_plan(path, recipe.search.resolution, target, measurer.search)
+            except AccuracyError as error:
+                found[f"{target:.2f}"] = {"out_of_reach": error.message}
+            else:
+                found[f"{target:.2f}"] = point_record(measurer.measure(plan))
+        return found
 
     for target in COMPRESSIONS:
         yield Task(f"{part}/{name}/p{target:.2f}", partial(point, target), needs)
     most = len(TARGETS) * most_points(recipe.search.resolution)
     yield Task(f"{part}/{name}/targets", targets, needs, points=most)
+
+
+def point_record(point: Point) -> dict[str, Any]:
+    """Compression, accuracy and every ratio of a point on both splits; 95 % intervals of accuracy and KL on report."""
+    record: dict[str, Any] = point.compression_json
+    for split in SPLITS:
+        found = point.fidelity(split)
+        values = {name: found.values[name] for name in METRIC_LABELS if name in found.values}
+        record[split] = {"accuracy": found.accuracy, **values}
+    report = point.fidelity("report")
+    bounds = [bound for end in ("low", "high") if (bound := report.values.get(f"kl_div_{end}")) is not None]
+    return record | {"interval": report.interval, "kl_interval": bounds or None}
 
 
 def curves(store: StudyStore, part: str) -> dict[str, Records]:

@@ -9,11 +9,11 @@ from typing import Any
 from transformers.cache_utils import Cache, QuantizedCache
 
 from ...policies import Policy, bundled_policies, find_policy
-from ..cache_part import GROUP, CachePart, StudiedCache, cache_records
+from ..cache_part import GROUP, CachePart, StudiedCache, at_bytes, cache_records
 from ..caches import CacheRecord
 from ..context import TARGETS, StudyContext
+from ..part import Table
 from ..store import StudyStore
-from ..tables import Table
 
 SHARES = (0.5, 0.375, 0.28, 0.2, 0.15, 0.125, 0.1, 0.075, 0.05, 0.0375)
 """Of the uncompressed cache's bytes, at which recipes are measured where no list of bytes is given."""
@@ -27,7 +27,6 @@ UNCOMPRESSED = "uncompressed"
 class Methods(CachePart):
     name = "methods"
     csv = "methods.csv"
-    size = "mean_kv_bytes_per_token"
     title = "All methods, at their bytes"
     text = (
         "Every cache is used: a prompt, then the rest of each row in steps through it (report split, dtype of the "
@@ -41,13 +40,9 @@ class Methods(CachePart):
 
     def caches(self, study: StudyContext) -> dict[str, StudiedCache]:
         found = {UNCOMPRESSED: StudiedCache(UNCOMPRESSED), **of_transformers()}
-        for name, policy in policies(study.plan.settings.caches).items():
+        for name, policy in policies(study.plan.caches).items():
             found[name] = StudiedCache(policy.method, policy)
-        whole = study.whole_bytes
-        for name in study.plan.recipes:
-            for size in study.plan.sizes or [round(share * whole) for share in SHARES]:
-                found[f"{name}, {size} bytes"] = StudiedCache(name, recipe=name, removed=1 - size / whole)
-        return found
+        return found | at_bytes(study, SHARES)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
         yield from super().tables(store)

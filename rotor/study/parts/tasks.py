@@ -11,11 +11,10 @@ from ...evaluation.tasks import TaskSuite, paired
 from ...policies import cache_policy, find_policy
 from ...recipe import Recipe
 from ...search.search import find_plan
-from ..caches import CachedModel
+from ..caches import cache_bytes
 from ..context import TARGETS, StudyContext
-from ..part import Part, Task
+from ..part import Part, Table, Task
 from ..store import StudyStore
-from ..tables import Table
 
 SOURCE, CONTROL = "uncompressed", "kivi-4"
 
@@ -36,12 +35,14 @@ class Tasks(Part):
                 measurer, path = study.path(recipe.name, recipe)
                 plan = find_plan(path, recipe.search.resolution, TARGETS[0], measurer.search)
                 return asked(label, network.compress(measurer.run.bases(plan.channels), plan.rounded), plan.stored)
-            policy = find_policy(CONTROL) if label == CONTROL else None
-            held = (
-                CachedModel(study.bench().network, policy).layer_bytes(length, length)[0] / length if policy else whole
-            )
+            if label == SOURCE:
+                with network.uncompressed() as model:
+                    return asked(label, model, None)
+            policy = find_policy(CONTROL)
+            with study.cache_network.uncompressed():
+                (held,) = cache_bytes(study.cache_network, length, length, policy)
             with network.uncompressed() as model, cache_policy(model, policy):
-                return asked(label, model, 1 - held / whole if policy else None)
+                return asked(label, model, 1 - held / length / whole)
 
         def asked(label: str, model: Any, removed: float | None) -> dict[str, Any]:
             about = {"pretrained": study.store.settings["model"]["name"], "cache": label}

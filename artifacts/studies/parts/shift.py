@@ -1,4 +1,7 @@
-"""`shift`: other text than was calibrated on: what recipes and a 4-bit cache lose on each kind."""
+"""The part `shift` of a study: other text than was calibrated on: what recipes and a 4-bit cache lose on each kind.
+
+rotor study MODEL --recipes rotor --parts artifacts/studies/parts/shift.py:Shift --bytes 192,320 -o STUDY
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,22 @@ import json
 import random
 import sysconfig
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...data.rows import separator_token, text_rows
-from ...data.splits import held_out_documents
-from ...errors import DataError
-from ..cache_part import CONTROL, CachePart, StudiedCache, cache_records
-from ..caches import CacheRecord
-from ..context import StudyContext
-from ..part import Task
-from ..plots import KL_LABEL, LEAST_KL, draw_line
-from ..store import StudyStore
-from ..tables import Table, number
+from rotor.data.rows import separator_token, text_rows
+from rotor.data.splits import held_out_documents
+from rotor.errors import DataError
+from rotor.study.cache_part import CONTROL, CachePart, StudiedCache, at_bytes, cache_records
+from rotor.study.caches import CacheBench, CacheRecord
+from rotor.study.context import StudyContext
+from rotor.study.part import Table, Task, number
+from rotor.study.plots import KL_LABEL, LEAST_KL, draw_line
+from rotor.study.store import StudyStore
 
 SHARES = (0.125, 0.075)
 """Of the uncompressed cache's bytes, at which recipes are measured where no list of bytes is given."""
@@ -39,14 +41,19 @@ class Shift(CachePart):
     title = "Other text than was calibrated on"
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
-        cases, whole = dict(CONTROL), study.whole_bytes
-        for name in study.plan.recipes:
-            for size in study.plan.sizes or [round(share * whole) for share in SHARES]:
-                cases[f"{name}, {size} bytes"] = StudiedCache(name, recipe=name, removed=1 - size / whole)
-        for name, case in cases.items():
+        @cache
+        def bench(kind: str) -> CacheBench:
+            return study.bench_on(rows_of(study, kind))
+
+        def measure(kind: str, name: str, case: StudiedCache) -> CacheRecord:
+            try:
+                return case.measure(study, f"{kind}: {name}", bench(kind))
+            except DataError as error:
+                return CacheRecord(f"{kind}: {name}", skipped=error.message, family=case.family)
+
+        for name, case in {**CONTROL, **at_bytes(study, SHARES)}.items():
             for kind in kinds():
-                measure = partial(_measure, study, kind, name, case)
-                yield Task(f"{self.name}/{kind}: {name}", measure, case.calibrations(study))
+                yield Task(f"{self.name}/{kind}: {name}", partial(measure, kind, name, case), case.calibrations(study))
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
         records = {tuple(r.name.split(": ", 1)): r for r in cache_records(store, self.name)}
@@ -92,13 +99,6 @@ def _draw(records: list[CacheRecord], figure: Any) -> None:
     axes.set(ylabel=KL_LABEL, yscale="log")
     axes.tick_params(axis="x", labelrotation=20)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-
-
-def _measure(study: StudyContext, kind: str, name: str, case: StudiedCache) -> CacheRecord:
-    try:
-        return case.measure(study, f"{kind}: {name}", study.bench(kind, partial(rows_of, study, kind)))
-    except DataError as error:
-        return CacheRecord(f"{kind}: {name}", skipped=error.message, family=case.family)
 
 
 def kinds() -> list[str]:

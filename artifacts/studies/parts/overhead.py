@@ -1,4 +1,9 @@
-"""`overhead`: what compressing without overhead and even schedules are worth, in predicted time (ZACK section 6.5)."""
+"""The part `overhead` of a study: what compressing without overhead and even schedules are worth, in predicted time.
+
+ZACK section 6.5.
+
+    rotor study MODEL --recipes fdc --parts artifacts/studies/parts/overhead.py:Overhead -o STUDY
+"""
 
 from __future__ import annotations
 
@@ -6,23 +11,25 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from ...errors import UsageError
-from ...prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
-from ...prediction.devices import find_device
-from ...prediction.simulation import simulate
-from ...recipe import Recipe
-from ...rewriting.rewrite import planned_layouts
-from ...runtime.families import attention_shape
-from ..context import StudyContext
-from ..part import Part, Task
-from ..store import StudyStore
-from ..tables import Table
+from rotor.errors import UsageError
+from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
+from rotor.prediction.devices import find_device
+from rotor.prediction.simulation import simulate
+from rotor.recipe import Recipe
+from rotor.rewriting.rewrite import planned_layouts
+from rotor.runtime.families import attention_shape
+from rotor.study.context import StudyContext
+from rotor.study.part import Part, Table, Task
+from rotor.study.store import StudyStore
+
+AT = 0.5
+"""Of the cache, that a recipe removes."""
 
 TEXT = (
     "Attention of a decode step on `objective.device` over the uncompressed model's, predicted from bytes and "
     "instructions. /OE reads rows, and writes and reads keys and values of full width in every step; computing the "
     "bases online is not in it. /KE gives tasks to SMs in order where the papers' schedule gives the longest first. "
-    "/AC, one rate for all heads, is `--parts combine --recipes fdc,fdc-uniform`."
+    "/AC, one rate for all heads, is combine.py with `--recipes fdc,fdc-uniform`."
 )
 
 
@@ -31,13 +38,13 @@ class Overhead(Part):
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         for name, recipe in study.plan.recipes.items():
-            key = f"{self.name}/{name}/p{study.plan.at:.2f}"
+            key = f"{self.name}/{name}"
             yield Task(key, partial(_measure, study, name, recipe), {name: recipe}, points=0)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
         rows = [
             [
-                f"`{key.split('/')[0]}`",
+                f"`{key}`",
                 *(f"{record[column]:.3f}" for column in ("stored", "time", "rebuilt", "unbalanced")),
             ]
             for key, record in store.part(self.name).items()
@@ -53,9 +60,9 @@ class Overhead(Part):
 
 def _measure(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
     measurer, path = study.path(name, recipe)
-    plan, settings = path.at_compression(study.plan.at), recipe.objective
+    plan, settings = path.at_compression(AT), recipe.objective
     if plan is None:
-        raise UsageError(f"--at {study.plan.at:g}: {name} cannot remove as much.", "Give a smaller share.")
+        raise UsageError(f"AT {AT:g}: {name} cannot remove as much.", "Give a smaller share.")
     shape, element_bytes = attention_shape(study.checkpoint.config), study.cache_dtype.itemsize
     device = find_device(settings.device, settings.device_file)
     if device.sms is None:

@@ -1,12 +1,15 @@
-"""`gear`: GEAR's ablations at 2 bits, and its tables 8 and 10 in shape."""
+"""The part `gear` of a study: GEAR's ablations at 2 bits, and its tables 8 and 10 in shape.
+
+rotor study MODEL --parts artifacts/studies/parts/gear.py:Gear -o STUDY
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ...policies import GEAR, H2O, KIVI, Policy
-from ..cache_part import CONTROL, GROUP, CachePart, StudiedCache
-from ..context import StudyContext
+from rotor.policies import GEAR, H2O, KIVI, Policy
+from rotor.study.cache_part import CONTROL, GROUP, CachePart, StudiedCache
+from rotor.study.context import StudyContext
 
 ABLATED = {"sparsity": (0.01, 0.05, 0.1), "rank": (0, 2, 8), "loops": (1, 4)}
 """Other values of GEAR's parameters (GEAR figure 4a)."""

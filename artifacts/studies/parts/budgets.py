@@ -1,14 +1,24 @@
-"""`budgets`: budgets of layers for methods that drop tokens: alike, and by SqueezeAttention."""
+"""The part `budgets` of a study: methods that drop tokens, with budgets of layers alike and by SqueezeAttention.
+
+rotor study MODEL --parts artifacts/studies/parts/budgets.py:Budgets -o STUDY
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ...policies import Eviction
-from ..cache_part import CONTROL, CachePart, StudiedCache, evictions
-from ..context import StudyContext
+from rotor.policies import H2O, Eviction, Random, Streaming, Window
+from rotor.study.cache_part import CONTROL, CachePart, StudiedCache
+from rotor.study.context import StudyContext
 
-METHODS = ("window", "StreamingLLM", "H2O", "random")
+BUDGETS = (0.1, 0.2, 0.3, 0.5, 0.7)
+"""Shares of a whole row's tokens that are kept (SqueezeAttention figure 3: 0.1 to 1)."""
+
+SQUEEZE = (0.85, 0.15)
+"""What the least important layers keep of their budget: by SqueezeAttention's text, which removes 0.1 to 0.2, and by
+its Algorithm 1 with that p."""
+
+METHODS: dict[str, type[Eviction]] = {"window": Window, "StreamingLLM": Streaming, "H2O": H2O, "random": Random}
 """Those of SqueezeAttention's table 2, and the control."""
 
 
@@ -18,15 +28,15 @@ class Budgets(CachePart):
     text = (
         "Shares of all tokens of a row. SqueezeAttention's number is what the layers of its third group keep of their "
         "budget: 0.8 to 0.9 by its text, which removes 0.1 to 0.2; 0.1 to 0.2 by its Algorithm 1, which multiplies by "
-        "p (`--set study.squeeze=[0.85,0.15]`)."
+        "p."
     )
 
     def caches(self, study: StudyContext) -> dict[str, StudiedCache]:
         found = dict(CONTROL)
-        for share in study.plan.settings.budgets:
+        for share in BUDGETS:
             for name, policy in _methods(share).items():
                 found[of_budget(name, "alike", share)] = StudiedCache(name, policy)
-                for p in study.plan.settings.squeeze:
+                for p in SQUEEZE:
                     how = f"SqueezeAttention {p:g}"
                     found[of_budget(name, how, share)] = StudiedCache(name, replace(policy, squeeze=p))
         return found
@@ -38,5 +48,4 @@ def of_budget(name: str, how: str, share: float) -> str:
 
 
 def _methods(share: float) -> dict[str, Eviction]:
-    found = evictions(share)
-    return {name: found[name] for name in METHODS}
+    return {name: method(share) for name, method in METHODS.items()}

@@ -1,7 +1,9 @@
-"""`tiers`: ratios per token against one ratio for all, at equal bytes (ZDC section 5.2 and figure 17).
+"""The part `tiers` of a study: ratios per token against one ratio for all, at equal bytes (ZDC section 5.2, figure 17).
 
 Of a recipe's bases, of which every channel is kept and tiers cut some. Recipes of codes are left out: one plan of codes
 beats tiers on top of one (artifacts/NOTES.md).
+
+    rotor study MODEL --recipes zdc --parts artifacts/studies/parts/tiers.py:Tiers -o STUDY
 """
 
 from __future__ import annotations
@@ -11,21 +13,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from ...errors import AccuracyError
-from ...format.file_names import RESULTS
-from ...policies import Tiers as TiersPolicy
-from ...policies import read_stored
-from ...recipe import Recipe
-from ...rewriting.compressible import CompressibleModel
-from ...search.probe import full_ranks
-from ...search.tiers import choose_tiers
-from ..cache_part import CachePart
-from ..caches import CachedModel, CacheRecord
-from ..context import StudyContext
-from ..part import Task
-from ..records import bases_of
-from ..store import StudyStore
-from ..tables import Table, number
+from rotor.errors import AccuracyError
+from rotor.format.file_names import RESULTS
+from rotor.policies import Tiers as TiersPolicy
+from rotor.policies import read_stored
+from rotor.recipe import Recipe
+from rotor.rewriting.compressible import CompressibleModel
+from rotor.search.probe import full_ranks
+from rotor.search.tiers import choose_tiers
+from rotor.study.cache_part import CachePart
+from rotor.study.caches import CacheRecord
+from rotor.study.context import StudyContext
+from rotor.study.part import Table, Task, number
+from rotor.study.store import StudyStore
 
 LIMIT = 0.1
 """The loss of quality Q_d for which ratios are chosen."""
@@ -39,12 +39,10 @@ ONE_RATIO, OWN_RANKS = "one ratio", "the recipe's ranks"
 class Tiers(CachePart):
     name = "tiers"
     csv = "tiers.csv"
-    size = "mean_kv_bytes_per_token"
     title = f"Ratios per token at equal bytes, chosen for a Q_d of {LIMIT:g} (ZDC section 5.2)"
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
-        for name in study.plan.focus:
-            recipe = study.plan.recipes[name]
+        for name, recipe in study.plan.recipes.items():
             if recipe.coded:
                 study.progress.message(f"{self.name}: {name} has codes, of which one plan beats tiers; left out")
                 continue
@@ -83,7 +81,7 @@ def _choice(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
 def _record(study: StudyContext, name: str, recipe: Recipe, kind: str) -> CacheRecord:
     """The chosen tiers, others for tokens by chance, one ratio for all tokens at as many bytes, and the recipe's ranks
     at as many: of the report split, through a cache in the checkpoint's dtype."""
-    label, caches, records = f"{name}: {kind}", study.bench(), study.store.records
+    label, caches, records = f"{name}: {kind}", study.bench, study.store.records
     chosen = records[f"{Tiers.name}/choices/{name}"]["policy"]
     if chosen is None:
         return CacheRecord(label, skipped=f"no ratios cost at most {LIMIT:g} of the perplexity")
@@ -91,18 +89,17 @@ def _record(study: StudyContext, name: str, recipe: Recipe, kind: str) -> CacheR
         stored = read_stored(chosen, RESULTS)
         assert isinstance(stored, TiersPolicy)
         compress(study, name, recipe, caches.network)
-        policy = replace(stored, importance=BY[kind])
-        return caches.record(label, CachedModel(caches.network, policy, compressed=True))
+        return caches.record(label, replace(stored, importance=BY[kind]))
     removed = 1 - records[f"{Tiers.name}/{name}: tiers"]["mean_kv_bytes_per_token"] / caches.whole
     if kind == OWN_RANKS:
         return caches.of_plan(label, *study.path(name, recipe), removed)
     compress(study, name, recipe, caches.network, removed)
-    return caches.record(label, CachedModel(caches.network, compressed=True))
+    return caches.record(label)
 
 
 def compress(study: StudyContext, name: str, recipe: Recipe, network: CompressibleModel, removed: float = 0.0) -> None:
     """To all channels of the bases, or all but a share of each group's."""
-    bases, ranks = bases_of(study.run(name, recipe)), []
+    bases, ranks = list(study.run(name, recipe).bases()), []
     for layer in bases:
         qk, vo = (max(1, round((1 - removed) * rank)) for rank in full_ranks(layer))
         ranks.append([(qk, vo)] * len(layer.qk.encode))

@@ -1,7 +1,10 @@
-"""`combine`: the most that a recipe, a policy, and both together remove at an accuracy (FDC and ZACK, tables of rates).
+"""The part `combine` of a study: the most that a recipe, a policy, and both together remove at ACCURACY.
 
-Of both together each removes as much where that can be chosen: 1 - p = (1 - p_dim)(1 - p_tok). Codes have the bits
-that they have. As in the papers the rate is searched on the data that it is reported on.
+As in the tables of rates of FDC and ZACK. Of both together each removes as much where that can be chosen:
+1 - p = (1 - p_dim)(1 - p_tok). Codes have the bits that they have. As in the papers the rate is searched on the data
+that it is reported on.
+
+    rotor study MODEL --recipes fdc,zack --parts artifacts/studies/parts/combine.py:Combine -o STUDY
 """
 
 from __future__ import annotations
@@ -10,17 +13,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from ...policies import KIVI, KVQuant, Policy
-from ...recipe import Recipe
-from ..cache_part import GROUP, CachePart, StudiedCache, evictions
-from ..caches import CacheRecord
-from ..context import StudyContext
-from ..part import Task
+from rotor.policies import H2O, KIVI, Eviction, Keyformer, KVQuant, Policy, Random
+from rotor.recipe import Recipe
+from rotor.study.cache_part import GROUP, CachePart, StudiedCache
+from rotor.study.caches import CacheRecord
+from rotor.study.context import StudyContext
+from rotor.study.part import Task
 
+ACCURACY = 0.99
 STEPS = 50
 """Of the share removed, among which the strongest is found by bisection."""
 
-EVICTING = ("Keyformer", "H2O", "random")
+EVICTING: dict[str, type[Eviction]] = {"Keyformer": Keyformer, "H2O": H2O, "random": Random}
 
 CODES: dict[str, Policy] = {"KVQuant-4": KVQuant(4), "KIVI-4": KIVI(4, GROUP, GROUP)}
 """4 bits, with which the papers keep 99 %."""
@@ -34,24 +38,25 @@ class Combine(CachePart):
     title = "The most removed at an accuracy (FDC tables 7 to 11, ZACK tables 8 to 11)"
     text = (
         "By bisection over the share removed, in steps of 0.02, on the text and tasks of this table, as the papers do. "
-        "`--set study.accuracy=0.95` asks for another accuracy, `--set evaluation.metric=text` leaves tasks out."
+        "`--set evaluation.metric=text` leaves tasks out."
     )
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
-        target = study.plan.settings.accuracy
         for name, cache in CODES.items():
             yield StudiedCache(name, cache).task(study, f"{self.name}/{name} alone", f"{name} alone")
         searched = {f"{name} alone": (alone(name), dict[str, Recipe]()) for name in EVICTING}
         for name, recipe in study.plan.recipes.items():
             searched |= {label: (found, {name: recipe}) for label, found in with_recipe(name, recipe.coded).items()}
         for label, (found, needs) in searched.items():
-            name = f"{label}, at {target:g}"
-            yield Task(f"{self.name}/{name}", partial(strongest, study, name, found, target), needs, STEPS.bit_length())
+            name = f"{label}, at {ACCURACY:g}"
+            yield Task(
+                f"{self.name}/{name}", partial(strongest, study, name, found, ACCURACY), needs, STEPS.bit_length()
+            )
 
 
 def alone(name: str) -> Found:
     """A method that drops tokens, of the uncompressed model."""
-    return lambda removed: StudiedCache(name, evictions(1 - removed)[name])
+    return lambda removed: StudiedCache(name, EVICTING[name](1 - removed))
 
 
 def with_recipe(name: str, coded: bool) -> dict[str, Found]:
@@ -67,7 +72,7 @@ def with_recipe(name: str, coded: bool) -> dict[str, Found]:
 
 def both(name: str, method: str, removed: float) -> StudiedCache:
     each = equal_contribution(removed)
-    return StudiedCache(f"{name} and {method}", evictions(1 - each)[method], name, each)
+    return StudiedCache(f"{name} and {method}", EVICTING[method](1 - each), name, each)
 
 
 def _coded(name: str, policy: Policy, removed: float) -> StudiedCache:

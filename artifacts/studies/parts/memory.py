@@ -1,6 +1,8 @@
-"""`memory`: what fits into a GPU, and what it decodes a second at most, predicted from bytes alone.
+"""The part `memory` of a study: what fits into a GPU, and what it decodes a second at most, predicted from bytes alone.
 
 In shape GEAR's figure 3 and tables 6 and 7, and SqueezeAttention's figure 4 and table 3.
+
+    rotor study MODEL --parts artifacts/studies/parts/memory.py:Memory -o STUDY
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from ...prediction.devices import find_device
-from ..cache_part import StudiedCache
-from ..caches import CachedModel
-from ..context import StudyContext
-from ..part import Part, Task
-from ..store import StudyStore
-from ..tables import Table
-from .methods import Methods
+from rotor.evaluation.fitting import fit_cache_policy
+from rotor.prediction.devices import find_device
+from rotor.study.cache_part import StudiedCache
+from rotor.study.caches import cache_bytes
+from rotor.study.context import StudyContext
+from rotor.study.part import Part, Table, Task
+from rotor.study.parts.methods import Methods
+from rotor.study.store import StudyStore
 
 GPU_BYTES = 16 << 30
 """Of the V100 in GEAR section 4.2."""
@@ -65,7 +67,11 @@ def _measure(study: StudyContext, case: StudiedCache) -> dict[str, Any]:
             return {"skipped": "out of reach"}
         row = study.whole_bytes * TOKENS * (1 - plan.stored)
     else:
-        row = CachedModel(study.bench().network, case.policy).layer_bytes(PROMPT, TOKENS)[-1]
+        with study.cache_network.uncompressed() as model:
+            policy = case.policy
+            if policy is not None and policy.needs_samples:
+                policy = fit_cache_policy(model, policy, study.bench.samples())
+            row = cache_bytes(study.cache_network, PROMPT, TOKENS, policy)[-1]
     weights = sum((folder / name).stat().st_size for name in study.checkpoint.files)
     device = find_device(settings.device, settings.device_file)
     return {"row_bytes": row, "weight_bytes": weights, "bytes_per_s": device.bandwidth_bytes_per_s}
