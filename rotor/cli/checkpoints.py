@@ -219,7 +219,7 @@ def validate(folders: list[Path], options: ValidateOptions, output: Output, no_m
         run: Run folder, if it is not where it was.
         recipe: Recipe whose section evaluation says how accuracy is measured.
         text: Text to measure accuracy on, as of `rotor calibrate`: a file or a folder.
-        results: New folder for the files of --tasks, which are those of lm-eval and kvpress; by default OUT-tasks.
+        results: New folder for the files of --tasks, which are those of lm-eval; by default OUT-tasks.
     """
     if options.results is not None and len(folders) > 1:
         raise UsageError("--results belongs to one folder.", "Validate them one by one.")
