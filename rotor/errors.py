@@ -6,7 +6,6 @@ error is two lines and the exit code of its class, never a traceback (unless ROT
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -46,16 +45,7 @@ def system_errors() -> Iterator[None]:
         raise found from error
 
 
-HINTS = {
-    errno.ENOSPC: "Free space, or choose another place.",
-    errno.EDQUOT: "Free space, or choose another place.",
-    errno.EFBIG: "Raise the limit on the size of files.",
-    errno.EMFILE: "Raise the limit on open files (ulimit -n).",
-    errno.ENAMETOOLONG: "Choose a shorter name.",
-    errno.EACCES: "Check the permissions, or choose another place.",
-    errno.EPERM: "Check the permissions, or choose another place.",
-    errno.EROFS: "Choose a place that can be written to.",
-}
+HINT = "Check permissions, free space and limits (ulimit), or choose another place."
 
 
 def from_system(error: Exception) -> RotorError | None:
@@ -71,11 +61,11 @@ def from_system(error: Exception) -> RotorError | None:
     if isinstance(error, OSError):
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         place = f"{' -> '.join(names)}: " if names else ""
-        return RotorError(f"{place}{error.strerror or text or type(error).__name__}.", HINTS.get(error.errno or 0, ""))
+        return RotorError(f"{place}{error.strerror or text or type(error).__name__}.", HINT)
     if isinstance(error, UnicodeError):
         return RotorError(f"a name or a text is not in the expected encoding: {text}"[:300], "Use UTF-8.")
     if type(error).__name__ == "SafetensorError":
-        return RotorError(f"a safetensors file could not be read or written: {text}"[:300], HINTS[errno.ENOSPC])
+        return RotorError(f"a safetensors file could not be read or written: {text}"[:300], HINT)
     return None
 
 

@@ -152,16 +152,13 @@ def test_tuning_tries_no_tile_above_a_block() -> None:
 
 
 def test_parts_of_a_gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that fails, hangs or cannot run does not keep the others from running."""
-    assert gpu._outcome("x", ("no-such-tool",), 60, {}) == "skipped: no-such-tool is not installed"
-    assert gpu._outcome("x", (sys.executable, "-c", "raise SystemExit(3)"), 60, {}) == "failed: exit code 3"
-    assert (
-        gpu._outcome("x", (sys.executable, "-c", "import time; time.sleep(60)"), 0.2, {}) == "failed: no time was left"
-    )
+    """A part that fails or cannot run does not keep the others from running."""
+    assert gpu._outcome("x", ("no-such-tool",), {}) == "skipped: no-such-tool is not installed"
+    assert gpu._outcome("x", (sys.executable, "-c", "raise SystemExit(3)"), {}) == "failed: exit code 3"
     row = {"layout": "a", "batch_size": 1, "tokens": 2, "new_tokens": 1, "cache": "contiguous", "seconds": 1.0}
     out = tmp_path / "gpu.jsonl"
 
-    def outcome(name, call, left_s, environment):
+    def outcome(name, call, environment):
         assert environment[gpu.RESULTS] == str(out)
         if name == "measure":
             out.write_text(json.dumps({**row, "over_uncompressed": 0.5}) + "\n")

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.text import Text
 
-from ..errors import UsageError
 from ..logs import is_first_process
 from .app import check_folder, command, numbers, resumable, split
 from .console import in_interval, print_seconds, print_table, say
-from .options import NONE, Count, MemoryOptions, Output, Printed
+from .options import NONE, Count, MemoryOptions, Printed
 
 if TYPE_CHECKING:
     from ..calibration.run import Run
@@ -30,7 +29,7 @@ def calibrate(
     model: str,
     out: Path,
     compute: MemoryOptions,
-    output: Output,
+    output: Printed,
     recipe: str = "rotor",
     text: Path | None = None,
     revision: str | None = None,
@@ -97,7 +96,7 @@ def export(
     run: Path,
     out: Path,
     compute: MemoryOptions,
-    output: Output,
+    output: Printed,
     accuracy: float | None = None,
     confidence: float | None = None,
     compression: float | None = None,
@@ -203,11 +202,10 @@ class ValidateOptions(MemoryOptions):
     cache: str | None = None
     tasks: str | None = None
     lengths: str = "4096"
-    results: Path | None = None
 
 
 @command(epilog="Example: rotor validate out/demo")
-def validate(folders: list[Path], options: ValidateOptions, output: Output, no_measure: bool = False) -> None:
+def validate(folders: list[Path], options: ValidateOptions, output: Printed, no_measure: bool = False) -> None:
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
     A text or an lm-eval task that only the checkpoint names is not opened: name it with --text, --set or --recipe.
@@ -219,10 +217,7 @@ def validate(folders: list[Path], options: ValidateOptions, output: Output, no_m
         run: Run folder, if it is not where it was.
         recipe: Recipe whose section evaluation says how accuracy is measured.
         text: Text to measure accuracy on, as of `rotor calibrate`: a file or a folder.
-        results: New folder for the files of --tasks, which are those of lm-eval; by default OUT-tasks.
     """
-    if options.results is not None and len(folders) > 1:
-        raise UsageError("--results belongs to one folder.", "Validate them one by one.")
     options.checked()
     for folder in folders:
         check_folder(folder)

@@ -72,7 +72,7 @@ class ConsoleHandler(logging.Handler):
             stderr.print(printable(record.getMessage()), highlight=False, markup=False, soft_wrap=True)
 
 
-def show_progress(quiet: bool, verbose: bool = False, *, dry_run: bool = False) -> Progress:
+def show_progress(quiet: bool, *, dry_run: bool = False) -> Progress:
     """What shows progress, having sent messages to stderr.
 
     Args:
@@ -88,8 +88,8 @@ def show_progress(quiet: bool, verbose: bool = False, *, dry_run: bool = False) 
         disable_progress_bars()  # those of downloads
     for old in [handler for handler in log.handlers if isinstance(handler, ConsoleHandler)]:
         log.removeHandler(old)
-    log.addHandler(ConsoleHandler(logging.CRITICAL if silent else logging.DEBUG if verbose else logging.INFO))
-    log.setLevel(logging.DEBUG if verbose else logging.INFO)
+    log.addHandler(ConsoleHandler(logging.CRITICAL if silent else logging.INFO))
+    log.setLevel(logging.INFO)
     if silent:
         return Progress()
     return ConsoleProgress() if stderr.is_terminal else LineProgress()

@@ -51,7 +51,6 @@ HELP = {
     "lengths": "Tokens of the documents of RULER's tasks and of the needles, with the answer.",
     "as_json": "Print one JSON object on stdout.",
     "quiet": "Print nothing but errors, and what --json or generate prints.",
-    "verbose": "Also say how long each stage takes.",
 }
 """By the name of the parameter; a command's docstring goes first."""
 
@@ -61,7 +60,6 @@ NAMES = {
     "sizes": ("--bytes",),
     "as_json": ("--json",),
     "quiet": ("--quiet", "-q"),
-    "verbose": ("--verbose", "-v"),
 }
 """Names of options that are not the parameter's."""
 
@@ -117,14 +115,7 @@ class Printed(Json):
     quiet: bool = False
 
     def progress(self, *, dry_run: bool = False) -> Progress:
-        return show_progress(self.quiet, getattr(self, "verbose", False), dry_run=dry_run)
-
-
-@dataclass
-class Output(Printed):
-    """And how long it took."""
-
-    verbose: bool = False
+        return show_progress(self.quiet, dry_run=dry_run)
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:

@@ -278,7 +278,6 @@ def _print_bench(result: dict[str, Any]) -> None:
 def gpu(
     output: Json,
     out: Path = Path("gpu.jsonl"),
-    minutes: Annotated[float, typer.Option(min=0.1)] = 40.0,
     tune: Path | None = None,
     dry: bool = False,
 ) -> None:
@@ -288,7 +287,6 @@ def gpu(
 
     Args:
         out: JSON lines, one of each measurement.
-        minutes: That everything may take.
         tune: A checkpoint whose tiles are measured and written into its kernel_config.json, and no more.
         dry: Toy sizes in Triton's interpreter, on a CPU: everything but the numbers.
     """
@@ -301,7 +299,7 @@ def gpu(
         rows = [(r["layer"], f"{1e6 * r['before_s']:.1f}", f"{1e6 * r['after_s']:.1f}") for r in records]
         output.show(records, lambda: print_table("A step's attention", ("layer",), ("us before", "us after"), rows))
         return
-    parts = measured.run(out, minutes, dry)
+    parts = measured.run(out, dry)
     found = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
 
     def text() -> None:

@@ -11,7 +11,7 @@ import typer
 from ..study.parts import PARTS
 from .app import command, numbers, resumable, split
 from .console import print_table, say
-from .options import NONE, Count, MemoryOptions, Output, Printed
+from .options import NONE, Count, MemoryOptions, Printed
 
 ABOUT_PARTS = (
     "Default: curves, and ablation where there are ablations. methods, every cache policy and recipes at equal bytes, "
@@ -24,7 +24,7 @@ def study(
     model: str,
     out: Path,
     compute: MemoryOptions,
-    output: Output,
+    output: Printed,
     recipes: str = "fdc,rotor",
     parts: Annotated[str | None, typer.Option(help=f"Some of {', '.join(PARTS)}, with commas. {ABOUT_PARTS}")] = None,
     ablations: Path | None = None,

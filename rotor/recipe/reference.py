@@ -23,14 +23,13 @@ class RecipeField:
     """One field.
 
     name: `section.field`, or of the recipe itself `field`. values: what it may be, in words. default: as YAML, or None
-    where there is none. text: what it decides. choices: names that it may be.
+    where there is none. text: what it decides.
     """
 
     name: str
     values: str
     default: str | None
     text: str
-    choices: tuple[str, ...]
 
 
 def recipe_fields() -> dict[str, list[RecipeField]]:
@@ -65,6 +64,5 @@ def _field(*path: str) -> RecipeField:
     schema: dict[str, Any] = options(Recipe, above)[0]["properties"][name]
     may_be = options(Recipe, path)
     default = None if "default" not in schema else json.dumps(schema["default"]).strip('"')
-    choices = [choice for option in may_be for choice in option.get("enum", [option.get("const")]) if choice]
     text = " ".join(schema["description"].split())
-    return RecipeField(".".join(path), " or ".join(map(in_words, may_be)), default, text, tuple(choices))
+    return RecipeField(".".join(path), " or ".join(map(in_words, may_be)), default, text)

@@ -63,7 +63,6 @@ def validate(
     measure: bool = True,
     tasks: Sequence[str] = (),
     lengths: Sequence[int] = (4096,),
-    results: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Validation:
     """Check a compressed checkpoint.
@@ -79,7 +78,7 @@ def validate(
         measure: False leaves out accuracy, which takes most of the time: numerics are compared on random tokens.
         device, dtype, offload: as for calibrate. The cache is measured only with all weights in memory.
         tasks, lengths: benchmarks that the source and the checkpoint are asked, as of TaskSuite; of each the first
-            evaluation.lm_eval_limit documents. results: a new folder for what they say; by default FOLDER-tasks.
+            evaluation.lm_eval_limit documents. What they say is in a new folder, FOLDER-tasks.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
     """
@@ -112,7 +111,7 @@ def validate(
             )
             if tasks:
                 with times.stage("tasks"):
-                    numerics.compare_tasks(tasks, lengths, Path(results or f"{folder}-tasks"))
+                    numerics.compare_tasks(tasks, lengths, Path(f"{folder}-tasks"))
             with times.stage("numerics and accuracy"):
                 numerics.check()
     report = checkpoint.report
