@@ -13,8 +13,8 @@ from ..data.readiness import describe_evaluation
 from ..data.splits import EvaluationData, evaluation_data
 from ..errors import UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
-from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
+from ..evaluation.prompts import EvaluationContext
 from ..models.hardware import pick_device, pick_dtype
 from ..policies import Policy
 from ..progress import Progress, StageTimes, in_time

@@ -15,8 +15,8 @@ from ..data.splits import EvaluationData, evaluation_data
 from ..data.tokens import random_tokens
 from ..errors import RotorError, UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
-from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
+from ..evaluation.prompts import EvaluationContext
 from ..evaluation.scoring import batch_logits
 from ..format.file_names import RECIPE
 from ..models.checkpoint import Checkpoint

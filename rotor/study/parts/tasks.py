@@ -49,7 +49,7 @@ class Tasks(Part):
             folder = study.store.folder / self.name
             folder.mkdir(exist_ok=True)
             with TaskSuite.results(folder / label.replace(" ", "-")) as out:
-                scores = suite().measure(model, about, out, removed)
+                scores = suite().measure(model, about, out)
             return {"compression": removed or 0.0, "scores": scores}
 
         yield Task(f"{self.name}/{SOURCE}", partial(ask, SOURCE, None))
