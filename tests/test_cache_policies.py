@@ -170,13 +170,6 @@ def test_a_bundled_policy_is_shown_with_what_its_fields_mean(capsys, tmp_path) -
     assert "sparsity: s, the share of outliers; 0 is GEAR-L." in out
     assert "\nsparsity: 0.02\n" in out
     assert "method: gear\n" in out
-    for recipe, said in (("kivi-4", "Give --cache kivi-4 to"), ("h2o", "there are h2o-20, h2o-50, h2o-50-4.")):
-        code, _, error = command(
-            capsys, "calibrate", "artifacts/demo-model", "-o", tmp_path / "run", "--recipe", recipe
-        )
-        assert code == 2
-        assert f"{recipe!r} is a cache policy" in error
-        assert said in error
 
 
 def test_a_class_in_a_file_of_ones_own_is_a_policy(tiny, tmp_path, capsys, monkeypatch) -> None:

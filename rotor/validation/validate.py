@@ -17,8 +17,8 @@ from ..data.tokens import random_tokens
 from ..errors import RotorError, UsageError
 from ..evaluation.cached import check_in_memory
 from ..evaluation.fidelity import Fidelity, FidelityMeter
-from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
+from ..evaluation.prompts import EvaluationContext
 from ..evaluation.scoring import batch_logits
 from ..format.file_names import RECIPE
 from ..models.checkpoint import Checkpoint
@@ -348,13 +348,8 @@ def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool)
     cpu = torch.device("cpu")
     network = CompressibleModel(source, cpu, torch.float32, rewrite_dtype=torch.float32, streamed=streamed)
     expected = batch_logits(network, rows)
-    error = 0.0
-    for key in bases[0]:
-        chosen = bases.select([key] * len(bases))
-        network.compress(chosen, [[full_ranks(b)] * len(b.qk.encode) for b in chosen])
-        got = batch_logits(network, rows)
-        error = max(error, float((got - expected).norm() / expected.norm()))
-    return error
+    network.compress(bases, [[full_ranks(b)] * len(b.qk.encode) for b in bases])
+    return float((batch_logits(network, rows) - expected).norm() / expected.norm())
 
 
 def against_target(metric: str, found: Fidelity, target: float | None) -> tuple[bool | None, str]:
