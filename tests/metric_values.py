@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from rotor.data.splits import evaluation_data
-from rotor.evaluation.metrics import EvaluationContext, Outputs
+from rotor.evaluation.prompts import EvaluationContext
 from rotor.evaluation.scoring import Scores, position_scores
 from rotor.models.checkpoint import Checkpoint
 from rotor.recipe import Evaluation
@@ -26,11 +25,6 @@ def scores(logits: torch.Tensor, reference: torch.Tensor | None = None) -> Score
         for own, row, theirs in zip(logits, ROWS, none if reference is None else reference, strict=True)
     ]
     return Scores.of(parts, len(logits))
-
-
-def outputs(text: Scores, network: Any = None) -> Outputs:
-    """Of the text alone."""
-    return Outputs(network, text, torch.empty(0), {})
 
 
 def context(spec: Evaluation | None = None, checkpoint: Checkpoint | None = None) -> EvaluationContext:

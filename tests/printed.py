@@ -12,7 +12,7 @@ from conftest import ROOT
 
 from rotor.cli.commands import app
 from rotor.recipe import EXPORT_SECTIONS, load_recipe, override
-from rotor.recipe.settings import CONFIDENCE, Goal
+from rotor.recipe.settings import Goal
 
 NAMES = tuple(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 ANYTHING = "0.5"
@@ -31,7 +31,7 @@ def parse(words: list[str]) -> None:
     parameters = found.make_context(name, rest, parent=context).params
     overrides = parameters.get("overrides") or []
     if name == "export":
-        goal = ("accuracy", "compression", "removal_rate", "confidence")
+        goal = ("accuracy", "compression", "removal_rate")
         Goal(**{key: parameters[key] for key in goal}).check()
         override(load_recipe("rotor"), overrides, EXPORT_SECTIONS)
     elif name in ("calibrate", "inspect"):
@@ -76,7 +76,7 @@ def _part(value: ast.expr) -> str:
         return str(value.value)
     assert isinstance(value, ast.FormattedValue)
     source = ast.unparse(value.value)
-    return str(CONFIDENCE) if "CONFIDENCE" in source else "2" if source.endswith("count") else ANYTHING
+    return "2" if source.endswith("count") else ANYTHING
 
 
 def printed_texts() -> dict[str, list[str]]:

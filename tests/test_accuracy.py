@@ -12,7 +12,6 @@ from conftest import DEMO_MODEL, FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 from test_cli import rotor
 
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run
 from rotor.checked import Reader
 from rotor.data.documents import Document, read_topics
 from rotor.data.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
@@ -23,7 +22,7 @@ from rotor.export.model_card import below_target
 from rotor.models.checkpoint import Checkpoint
 from rotor.recipe import Evaluation, load_recipe
 from rotor.search.point import Point
-from rotor.search.table import Context, ProbeTable, RankTable
+from rotor.search.table import Context, ProbeTable
 from rotor.validation.validate import against_target
 
 CPU = torch.device("cpu")
@@ -102,7 +101,7 @@ def test_a_run_on_the_text_that_it_is_judged_on_never_sees_those_splits(texts: P
 
 def test_a_point_survives_json() -> None:
     found = Fidelity(0.97, (0.95, 0.99), {"token_accuracy": 0.98, "score": None})
-    point = Point(0.1, 0.41, 0.4, ("pre-2",), [[(3, 4)]], [[(8, 8)]], search=found)
+    point = Point(0.1, 0.41, 0.4, [[(3, 4)]], [[(8, 8)]], search=found)
     data = json.loads(json.dumps(point.to_json()))
     assert "report" not in data
     again = Point.from_json(data, "points[0]", Reader("x.json", CheckpointError))
@@ -170,31 +169,13 @@ def test_a_choice_depends_on_the_request_alone(copied: Path) -> None:
     for compression in (0.35, 0.45):
         export(copied / "run", copied / f"out-{compression}", compression=compression)
     export(copied / "run", copied / "other", accuracy=0.95)
-    table = RankTable.latest(Run.open(copied / "run"))
-    assert table is not None
-    assert sorted(request.target for request in table.requests) == [0.9, 0.95]
     a = export(copied / "run", copied / "a", accuracy=0.97)
     b = export(fresh, copied / "b", accuracy=0.97)
     assert a.report["ranks"] == b.report["ranks"]
     assert b.measured_points > a.measured_points
 
 
-def test_confidence_asks_more_of_the_search_split(copied: Path, capsys) -> None:
-    plain = json.loads((copied / "out" / "rotor.json").read_text())
-    code, said, error = rotor(
-        capsys, "export", copied / "run", "-o", copied / "sure", "--accuracy", "0.9", "--confidence", "0.95", "--json"
-    )
-    assert code == 0, error
-    found = json.loads(said)
-    assert found["accuracy"]["confidence"] == 0.95
-    assert found["accuracy"]["measurements"]["search"]["interval_95"][0] >= 0.9
-    assert found["compression"]["stored"] <= plain["compression"]["stored"]
-    assert "for the lower end of the 95 % interval" in (copied / "sure" / "README.md").read_text()
-    with pytest.raises(UsageError, match=r"--confidence: got 0\.5, expected 0\.95"):
-        export(copied / "run", copied / "x", accuracy=0.9, confidence=0.5)
-
-
-def test_one_file_of_probes_serves_every_metric_and_objective(tiny, tmp_path: Path) -> None:
+def test_one_file_of_probes_serves_every_metric(tiny, tmp_path: Path) -> None:
     small = [
         "tokens.source=random",
         "tokens.count=512",
@@ -204,9 +185,7 @@ def test_one_file_of_probes_serves_every_metric_and_objective(tiny, tmp_path: Pa
     ]
     run = calibrate(tiny("llama"), tmp_path / "run", "rotor-16", [*small, *SHORT_TEXT])
     export(run.folder, tmp_path / "a", compression=0.4)
-    again = export(
-        run.folder, tmp_path / "b", compression=0.2, objective="latency", overrides=["evaluation.metric=text"]
-    )
+    again = export(run.folder, tmp_path / "b", compression=0.2, overrides=["evaluation.metric=text"])
     assert "probe" not in again.seconds
     assert len(list((run.folder / "probes").iterdir())) == 1
     checkpoint = Checkpoint(run.model_folder)

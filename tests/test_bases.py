@@ -135,28 +135,13 @@ def test_output_moments_sum_over_the_query_heads_of_a_kv_head() -> None:
     torch.testing.assert_close(output_moments(weight, shape)[1], expected)
 
 
-def test_moments_of_smaller_groups_are_blocks_of_the_larger() -> None:
-    shape = AttentionShape(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=3, hidden_size=5)
-    kv, query = random(40, 4, 3), random(40, 8, 3, seed=1)
-    large, small = LayerStatistics(shape, 4), LayerStatistics(shape, 2)
-    stacked = random(40, 8, 12, seed=2)  # what each query head reads of all four heads
-    own = torch.stack([stacked[:, h, (h // 4) * 6 : (h // 4) * 6 + 6] for h in range(8)], dim=1)
-    large.add({"key_post": kv, "query": query, "value": kv, "output": stacked})
-    small.add({"key_post": kv, "query": query, "value": kv, "output": own})
-    for name in ("key_post", "query", "value", "output"):
-        torch.testing.assert_close(large.moment(name, 2), small.moment(name, 2))
-    torch.testing.assert_close(large.mean(2, "key_post"), small.mean(2, "key_post"))
-    singles = torch.einsum("nhd,nhe->hde", kv, kv)
-    torch.testing.assert_close(large.moment("value", 1), singles)
-
-
 def test_centred_moments_are_those_less_the_mean() -> None:
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, hidden_size=4)
     keys = random(50, 1, 4) + 7
     statistics = LayerStatistics(shape, 1)
     statistics.add({"key_post": keys, "query": random(50, 2, 4, seed=3)})
     weights = AttentionWeights(random(8, 4), random(4, 4), random(4, 4), random(4, 8))
-    centred = Inputs(statistics, weights, shape, POST_ROPE, 1).centred("key_post")[0]
+    centred = Inputs(statistics, weights, POST_ROPE).centred("key_post")[0]
     rows = keys[:, 0] - keys[:, 0].mean(0)
     torch.testing.assert_close(centred, rows.T @ rows)
 

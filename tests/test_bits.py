@@ -13,7 +13,6 @@ from conftest import SHORT_TEXT, relative_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rotor.allocation.bits import BitsPath
 from rotor.bases.pair import BasisPair
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run, layer_path
@@ -28,7 +27,7 @@ from rotor.format.layout import POST_ROPE, GroupLayout, LayerLayout, kv_bytes_pe
 from rotor.kernels.rotary import rotate, when_read
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.compressed import CompressedCheckpoint
-from rotor.recipe import load_recipe, override
+from rotor.recipe import load_recipe
 from rotor.report.collect import collect
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.rewriting.rewrite import planned_layouts
@@ -60,14 +59,14 @@ def coded_run(tiny, tmp_path_factory: pytest.TempPathFactory):
 
 
 def plan_of(run: Run, compression: float = COMPRESSION) -> Any:
-    plan = rank_path(run.bases(), run, run.recipe).at_compression(compression)
+    plan = rank_path(run, run.recipe).at_compression(compression)
     assert plan is not None
     return plan
 
 
 def in_memory(run: Run, plan: Any) -> tuple[CompressibleModel, Any]:
     network = CompressibleModel(Checkpoint(run.model_folder), torch.device("cpu"), torch.float32)
-    return network, network.compress(plan.select(run.bases()), plan.rounded)
+    return network, network.compress(run.bases(plan.channels), plan.rounded)
 
 
 class CodedCache(DynamicCache):
@@ -159,7 +158,7 @@ def test_compressed_model_is_the_model_with_its_keys_and_values_coded(
     network, model = in_memory(run, plan)
     with torch.inference_mode():
         got, plain = model(PROMPT, use_cache=False).logits, network.restore()(PROMPT, use_cache=False).logits
-    expected = coded_logits(network, list(plan.select(run.bases())))
+    expected = coded_logits(network, list(run.bases(plan.channels)))
     # A number on the edge between two levels may fall on either side, which few tokens see.
     assert (got - expected).abs().median() < 1e-4 * expected.abs().median()
     assert relative_error(got, expected) < 0.2 * relative_error(expected, plain)
@@ -237,46 +236,15 @@ def test_papers_recipe_with_codes(coded_run, tmp_path: Path):
     assert all(layout.coded and layout.group_size == 1 and layout.form == POST_ROPE for layout in layouts)
 
 
-def test_allocation_chooses_form_and_group_size_of_each_layer(coded_run):
-    run = coded_run("llama", "rotor", "groups.size=any", "groups.domain=any")
-    path = rank_path(run.bases(), run, run.recipe)
-    assert isinstance(path, BitsPath)
-    plan = plan_of(run)
-    assert set(plan.choice) <= set(run.info["candidates"])
-    for key in run.info["candidates"]:
-        of_one = [{key: run.layer_codes(layer)[key]} for layer in range(run.shape.num_layers)]
-        alone = BitsPath(of_one, run.shape, run.recipe.codes.bits, 4)
-        units = int(plan.parameter)
-        assert path._path.loss[units] <= alone._path.loss[min(units, len(alone._path.loss) - 1)] * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("left_open", ["groups.domain=any", "groups.fast_planes=auto"])
-def test_latency_is_an_objective_of_codes(left_open: str, coded_run, tmp_path: Path):
-    """From the command's setting to a checkpoint: by bytes all planes are fast, where issue is dear none."""
-    run = coded_run("llama", "rotor", "groups.size=any", left_open)
-    goal = {"compression": COMPRESSION, "measure": False}
-    memory = export(run.folder, tmp_path / "memory", **goal)
-    latency = export(run.folder, tmp_path / "latency", **goal, objective="latency")
-    assert latency.report["compression"]["stored"] >= COMPRESSION
-    AutoModelForCausalLM.from_pretrained(latency.folder)(PROMPT)
-    forms = [{layout.form for layout in CompressedCheckpoint(r.folder).layouts} for r in (memory, latency)]
-    assert max(form.fast_planes for form in forms[0]) == run.shape.rotary_planes
-    assert sum(form.fast_planes for form in forms[1]) <= sum(form.fast_planes for form in forms[0])
-    recipe = override(run.recipe, ["objective.kind=0.5"])
-    steps = rank_path(run.bases(), run, recipe).steps()
-    assert [plan.saving for plan in steps] == sorted({plan.saving for plan in steps})
-
-
 def test_plans_of_a_path(coded_run):
     """By rising share of bytes removed, each counted from its rows; a target is met by the most bytes that meet it."""
     run = coded_run("llama", "rotor")
-    path = rank_path(run.bases(), run, run.recipe)
+    path = rank_path(run, run.recipe)
     steps = path.steps()
-    assert [plan.saving for plan in steps] == sorted({plan.saving for plan in steps})
+    assert [plan.stored for plan in steps] == sorted({plan.stored for plan in steps})
     before = 2 * run.shape.num_kv_heads * run.shape.head_dim * run.shape.num_layers * run.info["element_bytes"]
     for plan in steps:
-        chosen = plan.select(run.bases())
-        layouts = [layout for layout, _ in planned_layouts(chosen, plan.rounded)]
+        layouts = [layout for layout, _ in planned_layouts(run.bases(plan.channels), plan.rounded)]
         assert plan.stored == pytest.approx(1 - kv_bytes_per_token(layouts, 4) / before)
     assert path.at_compression(0.8).stored >= 0.8
     assert path.at_compression(0.8).stored - 0.8 < 8 / before * 2

@@ -106,12 +106,10 @@ def test_answers_are_read_behind_the_prefill(model) -> None:
     answers[0, 9] = answers[1, 12] = answers[1, 13] = True
     assert prefill_of(answers) == 8
     network = LayerwiseModel.of(model)
-    rows[1, 12] = model(rows).logits[1, 11].argmax()
     found = answer_scores(network, rows, answers, network.final_states(rows))
     probability = model(rows).logits.detach().double().softmax(-1)[:, :-1].gather(-1, rows[:, 1:, None])[..., 0]
     assert found.answers.tolist() == [1, 2]
     assert found.mean_probability == pytest.approx(float(probability[answers[:, 1:]].mean()), rel=1e-3)
-    assert found.hits[1] >= 1
     with pytest.raises(DataError, match="at least two tokens"):
         prefill_of(torch.ones(1, 4, dtype=torch.bool))
 

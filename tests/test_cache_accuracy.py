@@ -26,8 +26,7 @@ def test_states_through_a_cache_that_keeps_everything_are_those_of_whole_rows(ru
     for compressed in (False, True):
         if compressed:
             bases = run.bases()
-            chosen = bases.select([next(iter(bases[0]))] * len(bases))
-            network.compress(chosen, [[full_ranks(b)] * len(b.qk.encode) for b in chosen])
+            network.compress(bases, [[full_ranks(b)] * len(b.qk.encode) for b in bases])
         whole = network.final_states(rows)
         for policy in (H2O(tokens=1000), PerToken(16), KIVI(16, 4, 8)):
             stepped = final_states_through_cache(network, rows, 10, policy)
@@ -59,8 +58,7 @@ def test_bytes_by_shape_are_those_of_a_run(policy, compressed: bool, run) -> Non
     network = in_memory(run)
     if compressed:
         bases = run.bases()
-        chosen = bases.select([next(iter(bases[0]))] * len(bases))
-        network.compress(chosen, [[(8, 12)] * len(b.qk.encode) for b in chosen])
+        network.compress(bases, [[(8, 12)] * len(b.qk.encode) for b in bases])
     cache = DynamicCache(config=network.config)
     rows = torch.randint(1, 4096, (1, 24), generator=torch.Generator().manual_seed(0))
     found = []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import calibrated, reseal
+from conftest import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 from policy_models import PolicyModels, prompts
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
@@ -202,6 +202,23 @@ def test_a_class_in_a_file_of_ones_own_is_a_policy(tiny, tmp_path, capsys, monke
     code, _, error = command(capsys, "generate", out, "def", "--cache", f"{tmp_path / 'no.py'}:Newest", "-q")
     assert code == 2
     assert "or FILE.py:Class" in error
+
+
+def test_an_uncompressed_model_is_validated_with_a_policy(tiny, capsys) -> None:
+    from test_cli import rotor as command
+
+    values = []
+    changed = [item for item in (*FAST_EVALUATION, *SHORT_TEXT) if item.startswith("evaluation.")]
+    settings = [part for item in changed for part in ("--set", item)]
+    for name in ("per-token-4", "per-token-2", "kvtc-2"):
+        code, out, error = command(capsys, "validate", tiny("llama"), "--cache", name, *settings, "--json", "-q")
+        assert code == 0, error
+        values.append(json.loads(out)["summary"])
+    losses, sizes = zip(*((v["accuracy"]["kl_div"], v["kv_bytes_per_token"]["after"]) for v in values), strict=True)
+    assert 0 < losses[0] < losses[1]
+    numbers = 2 * 2 * 64  # two layers, keys and values, four heads of 16
+    assert sizes[:2] == tuple(numbers * (bits / 8 + 4 / 16) for bits in (4, 2))
+    assert values[0]["kv_bytes_per_token"]["before"] == numbers * 4
 
 
 def test_the_policy_of_contributing_serves_from_anywhere(policy_models: PolicyModels, tmp_path, monkeypatch) -> None:

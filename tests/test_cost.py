@@ -1,4 +1,4 @@
-"""Predicted decode time: bytes, counted instructions, devices, and the objective made of them."""
+"""Predicted decode time: bytes, counted instructions, devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from rotor.errors import RecipeError
 from rotor.format.channels import Channels, Numbers
-from rotor.format.layout import POST_ROPE, AttentionShape, Candidate, GroupLayout, KeyForm, LayerLayout, pre_rope
+from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerForm, LayerLayout, pre_rope
 from rotor.prediction import instructions
 from rotor.prediction.cost import (
     DecodeStep,
@@ -31,14 +31,13 @@ from rotor.prediction.instructions import (
     read_table,
     table_data,
 )
-from rotor.prediction.objective import Objective
-from rotor.recipe import EXPORT_SECTIONS, ObjectiveSettings, load_recipe, override, parse_recipe
+from rotor.recipe import load_recipe
 
 LLAMA = AttentionShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
 STEP = DecodeStep(context_tokens=32768, batch_size=8)
 H200 = find_device("h200")
 BLOCKS = KeyForm(64, 0)
-JOINT = Candidate(BLOCKS, 1, joint=True)
+JOINT = LayerForm(BLOCKS, 1, joint=True)
 
 
 def joint(places: int, heads: int = 1, form: KeyForm = BLOCKS) -> LayerLayout:
@@ -146,19 +145,6 @@ def test_the_issues_goals_as_shares_of_the_uncompressed_time() -> None:
     assert H200.issue_seconds(28.2 * STEP.keys * 8) / base == pytest.approx(0.67, abs=0.005)
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
-def test_groups_of_a_layer_cost_what_the_layer_costs(weight: float, table) -> None:
-    objective = Objective(weight, H200, LLAMA, STEP)
-    layout = joint(128, 2)
-    latency = layer_time(layout, LLAMA, H200, STEP).seconds / (uncompressed_decode_seconds(LLAMA, H200, STEP) / 32)
-    memory = 64 * 4 / (8 * 2 * 128 * 2)
-    cost = objective.group_cost(JOINT._replace(group_size=2), Channels(n4=128), None)
-    assert 4 * cost == pytest.approx((1 - weight) * memory + weight * latency)
-    apart = Candidate(POST_ROPE, 1)
-    costs = [objective.group_cost(apart, Numbers(rank), Numbers(rank)) for rank in (16, 64, 96, 128)]
-    assert costs == sorted(costs)
-
-
 def test_sizes_of_groups_by_time(table) -> None:
     assert group_sizes(LLAMA) == [1, 2, 4, 8]
     assert largest_fast_group(LLAMA, JOINT, True, H200, STEP) == 1  # all alike in attention; o_proj grows
@@ -166,7 +152,7 @@ def test_sizes_of_groups_by_time(table) -> None:
     assert largest_fast_group(LLAMA, JOINT, True, slow, STEP) == 8
     layout = uniform_layout(LLAMA, JOINT, 0.125, True)
     assert layout.groups[0].key == Channels(n4=128)
-    assert uniform_layout(LLAMA, Candidate(POST_ROPE, 2), 0.5, False).groups[3].value == Numbers(128)
+    assert uniform_layout(LLAMA, LayerForm(POST_ROPE, 2), 0.5, False).groups[3].value == Numbers(128)
 
 
 def test_times_of_an_8b(table) -> None:
@@ -180,32 +166,9 @@ def test_times_of_an_8b(table) -> None:
     assert {t.candidate.partition(",")[0] for t in decode_times(without, H200, STEP)} == {"joint", "apart"}
 
 
-def test_an_objective_from_a_recipe() -> None:
-    settings = load_recipe("rotor-16", ["objective.kind=0.25", "objective.batch_size=2"]).objective
-    objective = Objective.of(settings, LLAMA, 4)
-    assert objective.latency_weight == 0.25
-    assert objective.step == DecodeStep(context_tokens=32768, batch_size=2, element_bytes=4)
-    assert objective.device == bundled_devices()["h200"]
-    for kind, weight in (("memory", 0.0), ("latency", 1.0)):
-        assert Objective.of(ObjectiveSettings(kind), LLAMA, 2).latency_weight == weight
-
-
-def test_the_objective_can_be_changed_on_export_and_survives_yaml() -> None:
-    recipe = override(load_recipe("fdc"), ["objective.kind=latency", "objective.device=l40s"], EXPORT_SECTIONS)
-    assert (recipe.objective.kind, recipe.objective.device) == ("latency", "l40s")
-    assert parse_recipe(recipe.to_yaml(), "x") == recipe
-    assert load_recipe("fdc").objective.kind == "memory"
-
-
 @pytest.mark.parametrize(
     ("item", "text"),
     [
-        (
-            "objective.kind=latncy",
-            "expected one of memory, latency or a finite number from 0 to 1; did you mean 'latency'?",
-        ),
-        ("objective.kind=1.5", "objective.kind: got 1.5, expected one of memory, latency or a finite number from 0"),
-        ("objective.kind=.nan", "objective.kind: got 'NaN'"),
         ("objective.context_tokens=0", "objective.context_tokens: got 0, expected a whole number from 1 to"),
         ("objective.batch_size=-1", "objective.batch_size: got -1, expected a whole number from 1 to"),
         ("objective.devise=h200", "unknown key 'objective.devise'; did you mean 'device'?"),

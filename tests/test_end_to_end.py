@@ -22,15 +22,13 @@ from safetensors.torch import load_file, save_file
 
 from rotor.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import read_statistics
 from rotor.data.splits import digests
 from rotor.errors import CheckpointError
+from rotor.evaluation.fidelity import FidelityMeter
 from rotor.export.export import export
 from rotor.format.section import MARK
-from rotor.recipe import override
-from rotor.search.measurer import rank_path
-from rotor.search.point import as_lists
-from rotor.search.table import RankTable, read_probes
+from rotor.search.table import RankTable
+from rotor.validation import validate as validation
 from rotor.validation.validate import validate
 
 
@@ -119,24 +117,29 @@ def test_compression_and_removal_rate_measure_one_point(run_copy, tmp_path: Path
     assert same.report["ranks"] == half.report["ranks"]
 
 
-def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> None:
-    """Streamed in batches, the moments equal those of all activations at once."""
-    run = calibrated(tiny("qwen3"), tmp_path / "run", "pre", 2)
-    assert sorted(p.name for p in (run.folder / "statistics").iterdir()) == [
-        "layer-0000.safetensors",
-        "layer-0001.safetensors",
-    ]
+def test_several_folders_of_a_source_measure_it_once(run_copy, tmp_path: Path, monkeypatch) -> None:
+    run, calls = run_copy("fdc"), []
+    for share in (0.5, 0.3):
+        export(run.folder, tmp_path / str(share), compression=share, measure=False)
+    for owner, name in ((FidelityMeter, "measure_base"), (validation, "evaluation_data")):
+        measure = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, m=measure, n=name: (calls.append(n), m(*given))[1])
+    shared: dict = {}
+    together = [validate(tmp_path / str(share), shared=shared) for share in (0.5, 0.3)]
+    assert calls == ["evaluation_data", "measure_base"]
+    alone = validate(tmp_path / "0.3")
+    assert (together[1].checks, together[1].summary) == (alone.checks, alone.summary)
+    assert together[0].summary["accuracy"] != alone.summary["accuracy"]
+
+
+def test_moments_streamed_in_batches_equal_those_of_all_activations_at_once(tiny) -> None:
     from rotor.calibration.capture import layer_statistics
-    from rotor.data.tokens import calibration_tokens
-    from rotor.models.checkpoint import Checkpoint
     from rotor.models.layerwise import LayerwiseModel
     from rotor.models.loading import load_model
 
-    checkpoint = Checkpoint(run.model_folder)
-    tokens = calibration_tokens(run.recipe.tokens, checkpoint.config, checkpoint.tokenizer).rows
-    assert tokens.shape == (16, 64)
-    model = load_model(checkpoint.folder, torch.device("cpu"), torch.float32)
-    wanted = frozenset({"query", f"key_64_{run.shape.rotary_planes}", "key_post", "value"})
+    tokens = torch.randint(1, 4096, (16, 64), generator=torch.Generator().manual_seed(0))
+    model = load_model(tiny("qwen3"), torch.device("cpu"), torch.float32)
+    wanted = frozenset({"query", "key_64_4", "key_post", "value"})
 
     def collect(rows: torch.Tensor, batch_tokens: int) -> list[LayerStatistics]:
         network = LayerwiseModel.of(model, batch_tokens)
@@ -144,14 +147,10 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
         return [layer_statistics(network, layer, states, states, 2, wanted) for layer in range(2)]
 
     whole = collect(tokens, 10**9)
-    halves = [collect(part, 64) for part in tokens.flip(0).split(8)]
-    stored = read_statistics(run.folder, 1, run.shape)
-    merged = halves[0][1].merge(halves[1][1])
-    assert stored.tokens == merged.tokens == 1024
-    for name, total in stored.sums.items():
-        torch.testing.assert_close(total, whole[1].sums[name], rtol=1e-5, atol=1e-4)
+    batched = collect(tokens.flip(0), 64)
+    assert whole[1].tokens == batched[1].tokens == 1024
     for name, total in whole[1].sums.items():
-        torch.testing.assert_close(merged.sums[name], total, rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(batched[1].sums[name], total, rtol=1e-5, atol=1e-3)
 
 
 def test_calibrating_on_a_text_file(tmp_path: Path) -> None:
@@ -284,28 +283,3 @@ def test_every_recipe_on_models_with_and_without_rope(recipe: str, family: str, 
     assert not result.damaged, [c for c in result.checks if c.status == "fail"]
     # A second export of the same point measures and probes nothing.
     assert "load model" not in export(run.folder, tmp_path / "again", compression=0.3).seconds
-
-
-def test_ranks_may_choose_domain_and_group_size_for_latency(tiny, tmp_path: Path) -> None:
-    settings = ["groups.size=any", "groups.domain=any", "ranks.multiple_of=4", "ranks.probe_tokens=256"]
-    tokens = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64"]
-    run = calibrate(tiny("llama"), tmp_path / "run", "rotor-16", [*settings, *tokens, *FAST_EVALUATION, *SHORT_TEXT])
-    assert list(run.info["candidates"]) == ["pre-4", "pre-2", "pre-1", "post-4", "post-2", "post-1"]
-    memory = export(run.folder, tmp_path / "memory", compression=0.4)
-    latency = export(run.folder, tmp_path / "latency", compression=0.4, objective="latency")
-    for result in (memory, latency):
-        assert result.report["compression"]["stored"] >= 0.4
-        checked = validate(result.folder, measure=False)
-        assert not checked.damaged, [c for c in checked.checks if c.status == "fail"]
-    (probes,) = (run.folder / "probes").iterdir()
-    found = read_probes(run, probes.stem)
-    path = rank_path(run.bases(), run, override(run.recipe, ["objective.kind=latency"]), found)
-    plan = path.at_compression(0.4)
-    assert plan is not None
-    assert plan.saving != pytest.approx(plan.stored)
-    assert as_lists(plan.rounded) == latency.report["ranks"]["stored"]
-    from rotor.errors import UsageError
-
-    fdc = calibrate(tiny("llama"), tmp_path / "fdc", "fdc", tokens)
-    with pytest.raises(UsageError, match=r"only ranks\.method global weighs anything but bytes"):
-        export(fdc.folder, tmp_path / "x", compression=0.4, objective="latency")

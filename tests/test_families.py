@@ -172,13 +172,12 @@ def test_frequencies_that_depend_on_the_length_ignore_the_rest_of_a_static_cache
         cache = StaticCache(config=model.config, max_cache_len=200)
         parts = [model(PROMPT[:, a:b], past_key_values=cache).logits for a, b in ((0, 12), (12, 13), (13, 20))]
     assert relative_error(torch.cat(parts, dim=1), expected) < 1e-5
-    network, bases = in_memory(run), run.bases()
-    candidate = [layer["pre-1"] for layer in bases]
+    network = in_memory(run)
     full = [[(96, 96)] * 2] * 2
     long = torch.randint(1, 4096, (1, 140), generator=torch.Generator().manual_seed(6))
     with torch.inference_mode():
         expected = network.model(long).logits
-        assert relative_error(network.compress(candidate, full)(long).logits, expected) < 1e-5
+        assert relative_error(network.compress(run.bases(), full)(long).logits, expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])

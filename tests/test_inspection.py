@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rotor.cli.commands import app
 from rotor.errors import CheckpointError
-from rotor.format.layout import AttentionShape, Candidate, KeyForm
+from rotor.format.layout import AttentionShape, KeyForm, LayerForm
 from rotor.planning.inspection import inspect
 from rotor.prediction.cost import (
     DecodeStep,
@@ -34,7 +34,7 @@ def test_the_bundled_model() -> None:
     assert found.kv_cache_bytes[32768] == 32768 * found.kv_bytes_per_token
     with_weights = sum(t.numel() for t in load_file(DEMO_MODEL / "model.safetensors").values())
     assert found.parameters == with_weights
-    assert list(found.keys) == ["64_13-2"]
+    assert found.keys.startswith("13 fast planes of 32 before RoPE")
     assert not found.calibrate.streamed
     assert sum(found.calibrate.host_bytes.values()) < found.calibrate.available_host_bytes
     assert found.calibrate.product_seconds.keys() >= {"text", "statistics"}
@@ -72,18 +72,12 @@ def test_times_are_in_units_that_people_use() -> None:
 
 
 def test_the_recipe_and_the_model_decide_what_happens_to_keys(tiny) -> None:
-    assert inspect(DEMO_MODEL, "fdc").keys == {
-        "post-1": "compressed after RoPE by a product at run time, never rebuilt"
-    }
-    both = inspect(DEMO_MODEL, "rotor", ["groups.domain=any", "groups.size=any"]).keys
-    assert list(both) == ["pre-2", "pre-1", "post-2", "post-1"]
-    assert "basis inside W_k, one latent with the values" in both["pre-2"]
-    assert "values" not in both["post-2"]
-    (behind,) = inspect(tiny("qwen3"), "rotor", ["groups.domain=pre"]).keys.values()
-    assert "basis applied behind the key norm" in behind
+    assert inspect(DEMO_MODEL, "fdc").keys == "compressed after RoPE by a product at run time, never rebuilt"
+    assert "basis inside W_k, one latent with the values" in inspect(DEMO_MODEL, "rotor-smallest").keys
+    assert "basis applied behind the key norm" in inspect(tiny("qwen3"), "rotor", ["groups.domain=pre"]).keys
     without_rope = "no RoPE: basis inside W_q and W_k, no overhead"
-    assert inspect(tiny("gpt2")).keys == {"none-4": f"{without_rope}, one latent with the values"}
-    assert inspect(tiny("gpt2"), "rotor", ["groups.joint=false"]).keys == {"none-4": without_rope}
+    assert inspect(tiny("gpt2")).keys == f"{without_rope}, one latent with the values"
+    assert inspect(tiny("gpt2"), "rotor", ["groups.joint=false"]).keys == without_rope
 
 
 def test_more_tokens_and_wider_groups_need_more() -> None:
@@ -125,7 +119,7 @@ def test_decode_times_of_8b_and_70b_shapes(heads: int, layers: int, hidden: int)
         assert time.kv_bytes_per_token == whole * (1 - removed[scenario])
         base = uncompressed_layer_time(shape, device, LOAD).attention_s
         assert time.share == pytest.approx(time.seconds / layers / base)
-    one = uniform_layout(shape, Candidate(KeyForm(64, 16), 2, joint=True), 1 / 8, True)
+    one = uniform_layout(shape, LayerForm(KeyForm(64, 16), 2, joint=True), 1 / 8, True)
     time = found[f"{FAST}, 2 heads", "0.875"]
     predicted = layer_time(one, shape, device, LOAD)
     assert time.seconds == pytest.approx(layers * predicted.attention_s)
@@ -135,7 +129,7 @@ def test_decode_times_of_8b_and_70b_shapes(heads: int, layers: int, hidden: int)
 @pytest.mark.parametrize(("heads", "head_dim"), [(8, 128), (2, 64), (7, 256)])
 def test_as_many_heads_share_a_latent_as_cost_no_time(heads: int, head_dim: int) -> None:
     shape = AttentionShape(4, 4 * heads, heads, head_dim, 4 * heads * head_dim, rotary_dim=head_dim)
-    device, kind = find_device("h200"), Candidate(KeyForm(64, 16), 1, joint=True)
+    device, kind = find_device("h200"), LayerForm(KeyForm(64, 16), 1, joint=True)
     chosen = largest_fast_group(shape, kind, True, device, LOAD)
     most = uncompressed_decode_seconds(shape, device, LOAD)
     for size in (size for size in range(chosen + 1, heads + 1) if heads % size == 0):

@@ -21,7 +21,7 @@ from rotor.calibration.outline import ModelOutline
 from rotor.errors import CheckpointError, UsageError
 from rotor.evaluation.scoring import score
 from rotor.export.export import export
-from rotor.format.layout import Candidate, KeyForm
+from rotor.format.layout import KeyForm, LayerForm
 from rotor.models import layerwise, memory
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel, new_states
@@ -99,9 +99,6 @@ def test_calibration_and_measuring_do_not_depend_on_where_weights_are(sharded, t
         offload: calibrate(folder, tmp_path / offload, "rotor-16", settings, offload=offload)
         for offload in ("never", "always")
     }
-    for path in sorted((runs["never"].folder / "statistics").iterdir()):
-        moments, others = load_file(path), load_file(runs["always"].folder / "statistics" / path.name)
-        assert all(relative_error(moments[name], others[name]) < 1e-5 for name in moments)
     reports = [
         export(run.folder, tmp_path / f"out-{offload}", compression=0.4, offload=offload).report
         for offload, run in runs.items()
@@ -120,8 +117,8 @@ def test_compressed_models_score_the_same(tiny, tmp_path: Path, rows: torch.Tens
     for stream in (False, True):
         network = CompressibleModel(checkpoint, CPU, torch.float32, streamed=stream)
         reference = network.final_states(rows)
-        ranks = [[(20, 24)] * len(layer["none-4"].qk.encode) for layer in bases]
-        network.compress(bases.select(["none-4"] * 2), ranks)
+        ranks = [[(20, 24)] * len(layer.qk.encode) for layer in bases]
+        network.compress(bases, ranks)
         scores = score(network, rows, reference=reference)
         assert scores.kl_div is not None
         assert scores.kl_div.min() > 0
@@ -237,8 +234,8 @@ def test_packed_output_moments_leave_the_refit_as_it_is() -> None:
     moments = layer_statistics(network, 0, states, states, 2, wanted)
     weights = read_attention(network.family, 0, checkpoint.names, checkpoint.tensor, network.shape)
     weights.v_weight = weights.v_weight.float()  # what is rewritten has its dtype
-    bases = layer_bases(moments, weights, network.shape, Candidate(KeyForm(64, 8), 2), "kq", "kq-output")
-    exact = moments.moment("output", 2)
+    bases = layer_bases(moments, weights, LayerForm(KeyForm(64, 8), 2), "kq", "kq-output")
+    exact = moments.moment("output")
     packed = pack_symmetric(exact)
     assert packed.dtype == torch.float32
     assert packed.numel() == 6 * 128 * 129 / 2

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from metric_values import BASE, context, outputs, scores
+from metric_values import context
 
 from rotor.errors import DataError, UsageError
-from rotor.evaluation.metrics import make_metric
+from rotor.evaluation.harness import LMEval
 from rotor.export.export import export
 from rotor.recipe import Evaluation
 from rotor.validation.validate import validate
@@ -20,7 +20,7 @@ def test_lm_eval_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch, 
     checkpoint, _ = demo
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UsageError, match=r"evaluation\.metric lm-eval:hellaswag: the lm-eval package") as error:
-        make_metric("lm-eval:hellaswag", context(Evaluation(metric="lm-eval:hellaswag"), checkpoint))
+        LMEval("lm-eval:hellaswag", context(Evaluation(metric="lm-eval:hellaswag"), checkpoint))
     assert error.value.hint == "pip install 'PATH/TO/rotor[eval]'"
 
 
@@ -65,13 +65,13 @@ def test_lm_eval_task_of_local_files(lookup_task: Path, demo, run_copy, tmp_path
     checkpoint, model = demo
     capsys.readouterr()
     spec = Evaluation(metric=f"lm-eval:{lookup_task}", lm_eval_limit=10)
-    metric = make_metric(spec.metric, context(spec, checkpoint))
+    metric = LMEval(spec.metric, context(spec, checkpoint))
     assert metric._documents("search") == {"rotor_lookup": list(range(0, 20, 2))}
     assert metric._documents("report") == {"rotor_lookup": list(range(1, 20, 2))}
-    base = metric.measure_base(outputs(scores(BASE), model), "report")
+    base = metric.measure_base(model, "report")
     assert "%|" not in capsys.readouterr().err  # no bars but rotor's own
     assert base["score"] >= 0.8  # four choices: 0.25 by chance
-    found = metric.measure(outputs(scores(BASE), model), "report")
+    found = metric.measure(model, "report")
     assert found.value == 1
     assert found.fields == {"compressed_score": base["score"]}
     assert found.interval == (1, 1)  # paired: every document alike
@@ -92,19 +92,15 @@ def test_lm_eval_task_of_local_files(lookup_task: Path, demo, run_copy, tmp_path
 def test_lm_eval_errors_name_the_task(lookup_task: Path, demo) -> None:
     checkpoint, _ = demo
     with pytest.raises(DataError, match="lm-eval:no_such_task_here: lm-eval cannot load the task"):
-        make_metric("lm-eval:no_such_task_here", context(None, checkpoint))
+        LMEval("lm-eval:no_such_task_here", context(None, checkpoint))
     with pytest.raises(DataError, match="needs a tokenizer"):
-        make_metric(f"lm-eval:{lookup_task}", context())
-    metric = make_metric(f"lm-eval:{lookup_task}", context(None, checkpoint))
-    result = {"alias": "t", "loss,none": 4.0, "loss_stderr,none": 0.8, "acc,none": 0.5}
-    output = {"results": {"t": result}, "higher_is_better": {"t": {"loss": False}}}
-    assert metric._read(output) == (0.25, [])
-    samples = {"t": [{"metrics": ["acc"], "acc": hit} for hit in (1.0, 0.0)]}
-    output = {"results": {"t": {"acc,none": 0.5}}, "higher_is_better": {}, "samples": samples}
-    assert metric._read(output) == (0.5, [1.0, 0.0])
-    assert metric._read(output | {"results": {"t": {"acc,none": 0.7}}}) == (0.7, [])  # no mean of documents
-    with pytest.raises(DataError, match="several tasks and no score over all of them") as error:
-        metric._read({"results": {"t": result, "u": result}, "higher_is_better": {}})
-    assert error.value.hint == "Name one of t, u."
-    with pytest.raises(DataError, match="reports no number"):
-        metric._read({"results": {"t": {"alias": "t"}}, "higher_is_better": {}})
+        LMEval(f"lm-eval:{lookup_task}", context())
+    metric = LMEval(f"lm-eval:{lookup_task}", context(None, checkpoint))
+    samples = {"t": [{"metrics": ["acc", "f1"], "acc": hit, "f1": 0.0} for hit in (1.0, 0.0)]}
+    samples["u"] = [{"metrics": ["acc"], "acc": 0.5}]
+    output = {"higher_is_better": {}, "samples": samples}
+    assert metric._read(output) == [1.0, 0.0, 0.5]
+    with pytest.raises(DataError, match="less acc is better"):
+        metric._read(output | {"higher_is_better": {"t": {"acc": False}}})
+    with pytest.raises(DataError, match="no number for each document"):
+        metric._read({"higher_is_better": {}, "samples": {}})

@@ -128,11 +128,11 @@ def test_a_run_is_as_calibrate_wrote_it(made: Path, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    bases = Run.open(run).bases()
-    assert bases[0]
-    for read in (lambda: bases[1], lambda: bases.spectra(1)):
+    opened = Run.open(run)
+    assert opened.bases()[0]
+    for read in (opened.layer_bases, opened.spectra):
         with pytest.raises(CheckpointError, match=r"layer-0001\.safetensors: differs from its SHA-256"):
-            read()
+            read(1)
     (run / "log.txt").write_text("rotor writes to these later")
     (run / "tables").mkdir(exist_ok=True)
     (run / "tables" / "a.json").write_text("{}")

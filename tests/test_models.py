@@ -58,15 +58,14 @@ def load(folder: Path, dtype: torch.dtype = torch.float32):
 def test_rewriting_in_memory_and_on_disk(case, compressed) -> None:
     """With all channels it is exact; a written checkpoint equals the compression in memory, and validates."""
     run, out = compressed(*case)
-    network, bases = in_memory(run), run.bases()
-    path = rank_path(bases, run, run.recipe)
+    network, path = in_memory(run), rank_path(run, run.recipe)
     full, plan = path.steps()[0], path.at_compression(COMPRESSION)
     assert plan is not None
     with torch.inference_mode():
         original = network.model(PROMPT).logits
-        exact = network.compress(full.select(bases), full.rounded)(PROMPT).logits
+        exact = network.compress(run.bases(full.channels), full.rounded)(PROMPT).logits
         assert relative_error(exact, original) < 1e-5
-        expected = network.compress(plan.select(bases), plan.rounded)(PROMPT).logits
+        expected = network.compress(run.bases(plan.channels), plan.rounded)(PROMPT).logits
         assert torch.equal(network.restore()(PROMPT).logits, original)
         got = load(out)(PROMPT).logits
     assert relative_error(got, expected) < 1e-6

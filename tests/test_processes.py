@@ -194,7 +194,7 @@ def test_permissions_follow_the_umask(mask: int, tiny, tmp_path: Path) -> None:
     finally:
         os.umask(before)
     written = [path for name in ("run", "out") for path in (tmp_path / name, *(tmp_path / name).rglob("*"))]
-    assert len([path for path in written if path.suffix == ".safetensors"]) >= 5
+    assert len([path for path in written if path.suffix == ".safetensors"]) >= 3
     for path in written:
         assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
     for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):

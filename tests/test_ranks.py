@@ -1,14 +1,12 @@
 """Equation 1 on spectra computed by hand, rounding, and the path of rank plans."""
 
-from collections.abc import Callable, Mapping
 from itertools import pairwise
-from types import MappingProxyType
 
 import pytest
 import torch
 
 from rotor.allocation.fisher import FisherPath
-from rotor.allocation.plan import GroupCost, RankInputs, Spectra, round_rank
+from rotor.allocation.plan import RankInputs, Spectra, round_rank
 from rotor.allocation.removal_rate import RemovalRatePath, removal_rate_ranks
 from rotor.allocation.uniform import UniformPath
 from rotor.allocation.water_filling import WaterFillingPath, interpolated
@@ -64,17 +62,17 @@ def test_rounding_goes_up_but_not_beyond_the_columns(exact: int, multiple: int, 
 SHAPE = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=64)
 
 
-def spectra(layers: int = 2) -> list[dict[str, Spectra]]:
+def spectra(layers: int = 2) -> list[Spectra]:
     generator = torch.Generator().manual_seed(3)
 
     def values() -> torch.Tensor:
         return torch.rand(2, 64, dtype=torch.float64, generator=generator).pow(3).sort(descending=True).values
 
-    return [{"post-1": Spectra(values(), values())} for _ in range(layers)]
+    return [Spectra(values(), values()) for _ in range(layers)]
 
 
-def path(squares: bool = False) -> RemovalRatePath:
-    return RemovalRatePath(RankInputs(spectra(), SHAPE, 16, squares))
+def path() -> RemovalRatePath:
+    return RemovalRatePath(RankInputs(spectra(), SHAPE, 16))
 
 
 def test_steps_are_all_distinct_plans_in_order() -> None:
@@ -98,7 +96,7 @@ def test_compression_is_found_at_the_lowest_rate_that_reaches_it_and_counts_what
         below = [p for p in ranks.steps() if p.parameter < plan.parameter]
         assert all(p.stored < target for p in below)
     assert ranks.at_compression(0.76) is None  # 16 of 64 columns always stay
-    plan = path(squares=True).plan(0.05)
+    plan = path().plan(0.05)
     kept = sum(qk + v for layer in plan.exact for qk, v in layer)
     assert plan.planned == pytest.approx(1 - kept / (2 * 2 * 2 * 64))
     assert plan.stored == compression(plan.rounded, SHAPE)
@@ -110,21 +108,14 @@ def constant(qk: float, vo: float) -> tuple[list[tuple[int, float]], list[tuple[
     return [(16, qk)], [(16, vo)]
 
 
-def column_cost(whole: int, factors: Mapping[str, float] = MappingProxyType({})) -> Callable[[], GroupCost]:
-    """A column costs one part in `whole`, times a candidate's factor."""
-    return lambda: lambda key, keys, values: factors.get(key, 1.0) * (keys.rank + values.rank) / whole
-
-
 def water_filling(multiple_of: int = 16, sensitivities=((3.0, 1.0), (0.5, 2.0))) -> WaterFillingPath:
-    probed = [{"post-1": constant(*pair)} for pair in sensitivities]
-    cost = column_cost(2 * 2 * 2 * 64)
-    return WaterFillingPath(RankInputs(spectra(), SHAPE, multiple_of, sensitivities=probed, cost=cost))
+    probed = [constant(*pair) for pair in sensitivities]
+    return WaterFillingPath(RankInputs(spectra(), SHAPE, multiple_of, sensitivities=probed))
 
 
 def predicted_loss(ranks: list[list[tuple[int, int]]], sensitivities=((3.0, 1.0), (0.5, 2.0))) -> float:
     total = 0.0
-    for layer, layer_ranks, pair in zip(spectra(), ranks, sensitivities, strict=True):
-        values = layer["post-1"]
+    for values, layer_ranks, pair in zip(spectra(), ranks, sensitivities, strict=True):
         for group, (qk, v) in enumerate(layer_ranks):
             total += pair[0] * float(values.qk[group, qk:].square().sum())
             total += pair[1] * float(values.vo[group, v:].square().sum())
@@ -135,8 +126,7 @@ def test_water_filling_gives_the_least_loss_at_its_cost() -> None:
     """Against brute force: no plan of at most the same cost has a lower predicted loss."""
     choices = (16, 32, 48, 64)
     curves = []
-    for layer, pair in zip(spectra(), ((3.0, 1.0), (0.5, 2.0)), strict=True):
-        values = layer["post-1"]
+    for values, pair in zip(spectra(), ((3.0, 1.0), (0.5, 2.0)), strict=True):
         for group in range(2):
             for side, sensitivity in ((values.qk[group], pair[0]), (values.vo[group], pair[1])):
                 curves.append({r: sensitivity * float(side[r:].square().sum()) for r in choices})
@@ -154,22 +144,6 @@ def test_water_filling_gives_the_least_loss_at_its_cost() -> None:
         least = min(loss for total, loss in best.items() if total <= used)
         assert predicted_loss(plan.rounded) == pytest.approx(least, abs=1e-9)
         assert plan.exact == plan.rounded
-        assert plan.saving == pytest.approx(plan.stored)
-
-
-def test_water_filling_chooses_the_candidate_that_pays() -> None:
-    """Two candidates with the same energy: the one that holds it in fewer columns wins, unless it costs more."""
-    sharp = torch.zeros(1, 32, dtype=torch.float64)
-    sharp[0, :8] = 1.0
-    flat = torch.full((1, 32), 0.5, dtype=torch.float64)
-    shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32, hidden_size=32)
-    candidates = [{"post-1": Spectra(flat, flat), "pre-1": Spectra(sharp, sharp)}]
-    sensitivities = [{"post-1": constant(1.0, 1.0), "pre-1": constant(1.0, 1.0)}]
-    for dear, expected in ((1.0, "pre-1"), (100.0, "post-1")):
-        cost = column_cost(64, {"pre-1": dear})
-        path = WaterFillingPath(RankInputs(candidates, shape, 8, sensitivities=sensitivities, cost=cost))
-        chosen = {plan.choice for plan in path._plans() if plan.stored > 0.5}
-        assert chosen == {(expected,)}
 
 
 def test_uniform_ranks_are_alike_and_fishers_in_proportion_to_the_information() -> None:
@@ -191,9 +165,9 @@ def test_water_filling_leaves_no_plan_out_that_one_change_gives() -> None:
     """Two ranks whose gains differ by less than a step of the sweep still fall one after the other."""
     values = torch.tensor([[1.0, 1.0, 0.5, 0.5]], dtype=torch.float64)
     shape = AttentionShape(num_layers=2, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4)
-    probed = [{"post-1": constant(1.0, 1.0001)}, {"post-1": constant(1.0002, 1.0003)}]
-    both = [{"post-1": Spectra(values, values)}] * 2
-    path = WaterFillingPath(RankInputs(both, shape, 2, sensitivities=probed, cost=column_cost(16)))
+    probed = [constant(1.0, 1.0001), constant(1.0002, 1.0003)]
+    both = [Spectra(values, values)] * 2
+    path = WaterFillingPath(RankInputs(both, shape, 2, sensitivities=probed))
     assert [plan.stored for plan in path.steps()] == [0.0, 0.125, 0.25, 0.375, 0.5]
 
 
@@ -207,8 +181,8 @@ def test_sensitivity_between_probes_is_a_power_of_the_rank() -> None:
 def test_water_filling_heeds_a_layer_that_breaks_at_a_low_rank() -> None:
     """Two layers alike at a moderate rank; the one that a second probe finds fragile keeps more."""
     steep, flat = [(16, 50.0), (48, 1.0)], [(16, 1.0), (48, 1.0)]
-    probed = [{"post-1": (steep, flat)}, {"post-1": (flat, flat)}]
-    path = WaterFillingPath(RankInputs(spectra(1) * 2, SHAPE, 8, sensitivities=probed, cost=column_cost(512)))
+    probed = [(steep, flat), (flat, flat)]
+    path = WaterFillingPath(RankInputs(spectra(1) * 2, SHAPE, 8, sensitivities=probed))
     plan = path.at_compression(0.7)
     assert plan is not None
     (fragile, _), (robust, _) = plan.rounded

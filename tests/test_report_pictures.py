@@ -24,7 +24,7 @@ from rotor.search.point import Point
 
 
 def shown(stored: float, search: Fidelity, report: Fidelity | None = None) -> Point:
-    return Point(0.0, stored, stored, (), [], [], search, report)
+    return Point(0.0, stored, stored, [], [], search, report)
 
 
 def made(layers: int = 5, groups: int = 2, coded: bool = False, mixed: bool = False) -> ReportData:

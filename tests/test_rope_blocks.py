@@ -18,7 +18,7 @@ from rotor.calibration.gradients import fisher_information
 from rotor.calibration.outline import ModelOutline
 from rotor.errors import RecipeError
 from rotor.export.export import export
-from rotor.format.layout import POST_ROPE, Candidate, KeyForm
+from rotor.format.layout import POST_ROPE, KeyForm, LayerForm
 from rotor.kernels.rotary import rotate, when_read, within_blocks
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
@@ -79,10 +79,10 @@ def test_gradients_are_by_stored_keys(name: str, tiny) -> None:
             before, after, both = (getattr(layer.samples[of], kind) for of in (own, post, joint))
             assert relative_error(before, after) < 1e-4
             assert both.shape[-1] == 2 * before.shape[-1]
-        moments = [layer.information.moment(of, 1) for of in (own, post)]
+        moments = [layer.information.moment(of) for of in (own, post)]
         assert relative_error(*moments) < 1e-4
         width = moments[0].shape[-1]
-        assert relative_error(layer.information.moment(joint, 1)[:, :width, :width], moments[0]) < 1e-6
+        assert relative_error(layer.information.moment(joint)[:, :width, :width], moments[0]) < 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_rope_that_depends_on_the_length_rotates_keys_as_a_whole(tiny, tmp_path:
     config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     (folder / "config.json").write_text(json.dumps(config))
     outline = ModelOutline.of(Checkpoint(folder))
-    assert outline.candidates(load_recipe("rotor-post")) == {"post-4": Candidate(POST_ROPE, 4)}
+    assert outline.form(load_recipe("rotor-post")) == LayerForm(POST_ROPE, 4)
 
 
 def test_sizes_of_blocks_that_are_refused() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rotor.errors import AccuracyError, UsageError
+from rotor.errors import AccuracyError
 from rotor.evaluation.fidelity import Fidelity
 from rotor.search.search import find_plan, most_points
 
@@ -13,7 +13,7 @@ STEPS = [i * 0.00625 for i in range(150)]
 
 
 def path_of(savings: list[float], lighter: Any = lambda plan: []) -> Any:
-    steps = [SimpleNamespace(saving=s, stored=s) for s in savings]
+    steps = [SimpleNamespace(stored=s) for s in savings]
     return SimpleNamespace(steps=lambda: steps, lighter=lighter)
 
 
@@ -25,12 +25,12 @@ class Fake:
         self.path = path_of(steps)
 
     def __call__(self, plan: Any) -> Fidelity:
-        self.asked.append(plan.saving)
-        value = self.curve(plan.saving)
+        self.asked.append(plan.stored)
+        value = self.curve(plan.stored)
         return Fidelity(value, (value - 0.01, value + 0.01), {})
 
-    def find(self, target: float, resolution: float = 0.01, confidence: float | None = None) -> float:
-        return find_plan(self.path, resolution, target, self, confidence).saving
+    def find(self, target: float, resolution: float = 0.01) -> float:
+        return find_plan(self.path, resolution, target, self).stored
 
 
 def cliff(edge: float, beyond: float) -> Any:
@@ -82,30 +82,21 @@ def test_out_of_reach_names_the_best_that_was_measured() -> None:
         Fake(fake.curve, []).find(0.95)
 
 
-def test_confidence_asks_for_the_lower_end_of_the_interval() -> None:
-    slope = Fake(lambda saving: 1.0 - saving / 10, STEPS)
-    value, lower = slope.find(0.95), slope.find(0.95, confidence=0.95)
-    assert 0.49 <= value <= 0.5
-    assert 0.39 <= lower <= 0.4
-    with pytest.raises(UsageError, match="no interval, which --confidence asks for"):
-        find_plan(slope.path, 0.01, 0.95, lambda plan: Fidelity(1.0, None, {}), 0.95)
-
-
 def test_beside_the_path_units_are_taken_while_the_target_is_reached() -> None:
     """Two units are taken, each from the second layer that is tried; then the first three of four break the model."""
 
     def lighter(plan: Any) -> list[Any]:
-        layers = "abcd" if plan.saving > 0.45 else "ab"
-        return [SimpleNamespace(saving=plan.saving + 0.05, stored=0.0, taken=layer) for layer in layers]
+        layers = "abcd" if plan.stored > 0.45 else "ab"
+        return [SimpleNamespace(stored=plan.stored + 0.05, taken=layer) for layer in layers]
 
     def fidelity(plan: Any) -> Fidelity:
-        tried.append((round(plan.saving, 2), getattr(plan, "taken", "")))
-        reached = plan.saving <= 0.4 or (plan.saving < 0.52 and getattr(plan, "taken", "") == "b")
+        tried.append((round(plan.stored, 2), getattr(plan, "taken", "")))
+        reached = plan.stored <= 0.4 or (plan.stored < 0.52 and getattr(plan, "taken", "") == "b")
         return Fidelity(1.0 if reached else 0.9, None, {})
 
     tried: list[tuple[float, str]] = []
     path = path_of([0.2, 0.4, 0.6], lighter)
     chosen: Any = find_plan(path, 0.01, 0.95, fidelity)
-    assert (round(chosen.saving, 2), chosen.taken) == (0.5, "b")
+    assert (round(chosen.stored, 2), chosen.taken) == (0.5, "b")
     assert tried[-3:] == [(0.55, "a"), (0.55, "b"), (0.55, "c")]
-    assert find_plan(path, 0.1, 0.95, fidelity).saving == 0.4  # units below the resolution
+    assert find_plan(path, 0.1, 0.95, fidelity).stored == 0.4  # units below the resolution

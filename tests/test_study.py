@@ -82,7 +82,7 @@ def test_fidelity_is_what_validate_reports(small, tmp_path: Path) -> None:
 
     result, _ = small
     run = Run.open(result.folder / "runs" / "fdc")
-    plan = rank_path(run.bases(), run, run.recipe).at_compression(0.6)
+    plan = rank_path(run, run.recipe).at_compression(0.6)
     assert plan is not None
     export(run.folder, tmp_path / "out", compression=0.6)
     summary = validate(tmp_path / "out", dtype="float32").summary

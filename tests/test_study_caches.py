@@ -14,8 +14,7 @@ from cache_truth import cache_of
 from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated
 
 from rotor.errors import UsageError
-from rotor.evaluation.metrics import EvaluationContext
-from rotor.evaluation.metrics.distance import Copy, Prompts
+from rotor.evaluation.prompts import EvaluationContext, Prompts
 from rotor.models.checkpoint import Checkpoint
 from rotor.policies import H2O, KCVT, PerToken
 from rotor.prediction.cost import DecodeStep, uncompressed_decode_seconds
@@ -47,8 +46,8 @@ def bench(run) -> Iterator[CacheBench]:
     answers = torch.zeros_like(rows, dtype=torch.bool)
     answers[:, 15:17] = True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rotor.evaluation.metrics.distance.LEAST_BASE", 0.0)  # random weights can do nothing
-        patch.setattr(Copy, "prompts", lambda self, split: Prompts(rows, answers, 0))
+        patch.setattr("rotor.evaluation.fidelity.LEAST_BASE", 0.0)  # random weights can do nothing
+        patch.setattr("rotor.evaluation.fidelity.make_prompts", lambda *given: Prompts(rows, answers, 0))
         patch.setattr(caches, "PROMPT_SHARE", 0.34)
         yield bench_of(network, rows)
 
@@ -95,9 +94,8 @@ def test_the_mean_over_lengths_counts_what_waits(bench) -> None:
 
 
 def test_a_compressed_model_is_measured_like_a_baseline(bench, run) -> None:
-    bases = run.bases()
-    plan = rank_path(bases, run, run.recipe).at_compression(0.5)
-    bench.network.compress(plan.select(bases), plan.rounded)
+    plan = rank_path(run, run.recipe).at_compression(0.5)
+    bench.network.compress(run.bases(plan.channels), plan.rounded)
     record, coded = (bench.record("rotor", policy) for policy in (None, PerToken(4)))
     bench.network.restore()
     assert record.kv_bytes_per_token == pytest.approx(0.5 * 2 * 2 * 4 * 16 * 2, rel=0.2)
@@ -169,7 +167,7 @@ class Messages(Progress):
 
 
 def test_a_task_that_the_uncompressed_model_cannot_do_is_left_out(bench, monkeypatch) -> None:
-    monkeypatch.setattr("rotor.evaluation.metrics.distance.LEAST_BASE", 1.1)
+    monkeypatch.setattr("rotor.evaluation.fidelity.LEAST_BASE", 1.1)
     progress = Messages()
     record = bench_of(bench.network, bench.samples(), progress).of_policy("uncompressed", None)
     assert record.answers == {}

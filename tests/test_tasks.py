@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import logging
-import os
 import re
-import runpy
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Optional
 
 import pytest
-import yaml
 from conftest import DEMO_MODEL
 
 from rotor.errors import DataError, MissingError, UsageError
 from rotor.evaluation import kvpress
 from rotor.evaluation.kvpress import Questions
-from rotor.evaluation.long_context import LONG_CONTEXT, needles_score, ruler_score
+from rotor.evaluation.needles import ANSWER_TOKENS, needles_score
 from rotor.evaluation.tasks import TaskSuite, document_scores, paired
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
@@ -35,7 +28,7 @@ TASK = "several_needles"
 
 
 def lm_eval_or_skip() -> None:
-    for module in ("lm_eval.models.huggingface", "wonderwords", "nltk"):
+    for module in ("lm_eval.models.huggingface", "wonderwords"):
         pytest.importorskip(module, reason=f"{module} is not installed (the extra eval)")
 
 
@@ -67,8 +60,6 @@ def test_a_study_sets_caches_beside_the_source(tmp_path: Path) -> None:
 
 
 def test_scores_of_answers() -> None:
-    document = {"max_length": 512, "outputs": ["Alpha", "beta"]}
-    assert ruler_score(document, [" it is ALPHA."]) == {"512": 0.5}
     asked = {"max_length": 1024, "outputs": ["41", "17", "86"], "names": ["ash", "elm", "oak"], "gen_prefix": "ash:"}
     assert needles_score(asked, [" 41\nelm: 71\noak: 86\nelm: 17"]) == {"1024": pytest.approx(2 / 3)}
     samples = [{"metrics": ["512", "f1"], "512": 1.0, "f1": (0, 1)}, {"metrics": ["1024"], "1024": 0}]
@@ -134,40 +125,24 @@ def test_what_is_missing_is_said_with_what_to_do(demo, tmp_path: Path, monkeypat
 
 @pytest.mark.peer
 @pytest.mark.parametrize("length", [512, 1024])
-def test_documents_are_made_offline_and_fit(length: int, demo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_made_offline_and_fit(length: int, demo) -> None:
     lm_eval_or_skip()
-    import nltk
-
-    def fetched(*args: object, **options: object) -> None:
-        raise AssertionError("the network was asked")
-
-    monkeypatch.setattr(nltk, "download", fetched)
     checkpoint, _ = demo
-    suite = TaskSuite(list(LONG_CONTEXT), checkpoint.tokenizer, [length], limit=3)
-    assert list(suite.tasks) == list(LONG_CONTEXT)
-    for name, task in suite.tasks.items():
-        documents = list(task.eval_docs)
-        assert len(documents) == 3
-        for document in documents:
-            text = document["input"]
-            tokens = len(checkpoint.tokenizer(f"{text}\n\n{document['gen_prefix']}")["input_ids"])
-            assert 0.8 * length < tokens + LONG_CONTEXT[name] <= length
-            assert document["outputs"]
-            assert all(expected in text for expected in document["outputs"])
-            right = " ".join(document["outputs"])
-            if name == TASK:
-                right = "\n".join(f"{n}: {x}" for n, x in zip(document["names"], document["outputs"], strict=True))
-                right = right.partition(":")[2]
-            assert task.process_results(document, [right]) == {str(length): 1.0}
-            assert task.process_results(document, ["nothing"]) == {str(length): 0.0}
+    (task,) = TaskSuite([TASK], checkpoint.tokenizer, [length], limit=3).tasks.values()
+    documents = list(task.eval_docs)
+    assert len(documents) == 3
+    for document in documents:
+        text = document["input"]
+        tokens = len(checkpoint.tokenizer(f"{text}\n\n{document['gen_prefix']}")["input_ids"])
+        assert 0.8 * length < tokens + ANSWER_TOKENS <= length
+        assert all(f"{n}: {x}\n" in text for n, x in zip(document["names"], document["outputs"], strict=True))
+        right = "\n".join(f"{n}: {x}" for n, x in zip(document["names"], document["outputs"], strict=True))
+        assert task.process_results(document, [right.partition(":")[2]]) == {str(length): 1.0}
+        assert task.process_results(document, ["nothing"]) == {str(length): 0.0}
     again = TaskSuite([TASK], checkpoint.tokenizer, [length], limit=2).tasks[TASK]
-    assert list(again.eval_docs) == list(suite.tasks[TASK].eval_docs)[:2]
-    with pytest.raises(DataError, match=r"task cwe: \d+ tokens at least, expected at most 200"):
-        TaskSuite(["cwe"], checkpoint.tokenizer, [200], limit=1)
-    monkeypatch.setattr(nltk.data, "find", lambda name: (_ for _ in ()).throw(LookupError(name)))
-    with pytest.raises(DataError, match="niah_single_2: cuts essays into sentences") as error:
-        TaskSuite(["niah_single_2"], checkpoint.tokenizer)
-    assert "NLTK_DATA=FOLDER" in error.value.hint
+    assert list(again.eval_docs) == documents[:2]
+    with pytest.raises(DataError, match=r"task several_needles: \d+ tokens at least, expected at most 40"):
+        TaskSuite([TASK], checkpoint.tokenizer, [40], limit=1)
 
 
 @pytest.mark.peer
@@ -178,7 +153,7 @@ def test_lm_eval_reads_what_validate_writes(run_copy, tmp_path: Path) -> None:
 
     run = run_copy("fdc")
     export(run.folder, tmp_path / "out", compression=0.3, measure=False)
-    asked = {"tasks": [TASK, "niah_single_1"], "lengths": [512, 640], "overrides": ["evaluation.lm_eval_limit=2"]}
+    asked = {"tasks": [TASK], "lengths": [512, 640], "overrides": ["evaluation.lm_eval_limit=2"]}
     found = validate(tmp_path / "out", measure=False, **asked).summary["tasks"]
     asked_at = [(name, length) for name in asked["tasks"] for length in asked["lengths"]]
     assert [row["task"] for row in found["results"]] == [f"{name} {length}" for name, length in asked_at]
@@ -190,12 +165,12 @@ def test_lm_eval_reads_what_validate_writes(run_copy, tmp_path: Path) -> None:
     files = [str(path) for path in folder.rglob("*.json*")]
     results, samples = get_results_filenames(files), get_sample_results_filenames(files)
     assert len(results) == 2
-    assert sorted(get_file_task_name(Path(path).name) for path in samples) == ["niah_single_1"] * 2 + [TASK] * 2
-    suite = TaskSuite([TASK, "niah_single_1"], Checkpoint(DEMO_MODEL).tokenizer, [512, 640], 2)
+    assert sorted(get_file_task_name(Path(path).name) for path in samples) == [TASK] * 2
+    suite = TaskSuite([TASK], Checkpoint(DEMO_MODEL).tokenizer, [512, 640], 2)
     for path in map(Path, results):
         data = json.loads(path.read_text())
         assert data["model_name"] == str(DEMO_MODEL if "demo-model" in path.parent.name else tmp_path / "out")
-        assert [len(re.findall(rf"\| +{n}\|", make_table(data))) for n in (512, 640)] == [2, 2]
+        assert [len(re.findall(rf"\| +{n}\|", make_table(data))) for n in (512, 640)] == [1, 1]
         for name, task in suite.tasks.items():
             (lines,) = path.parent.glob(f"samples_{name}_*.jsonl")
             logged = [json.loads(line) for line in lines.read_text().splitlines()]
@@ -209,7 +184,7 @@ def test_lm_eval_reads_what_validate_writes(run_copy, tmp_path: Path) -> None:
 
 
 @pytest.mark.peer
-def test_the_kvpress_folder_is_as_kvpress_writes_it(run_copy, tmp_path: Path) -> None:
+def test_questions_of_kvpress_are_asked(run_copy, tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas", reason="pandas is not installed (the extra eval)")
     pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra eval)")
     data = tmp_path / "4096.parquet"
@@ -219,56 +194,16 @@ def test_the_kvpress_folder_is_as_kvpress_writes_it(run_copy, tmp_path: Path) ->
     export(run.folder, tmp_path / "out", compression=0.3, measure=False)
     found = validate(tmp_path / "out", measure=False, tasks=[str(data)]).summary["tasks"]
     assert [(one["task"], one["documents"]) for one in found["results"]] == [("4096 niah", 2), ("4096 qa_1", 1)]
-    removed = json.loads((tmp_path / "out" / "rotor.json").read_text())["compression"]["stored"]
-    folders = sorted((tmp_path / "out-tasks" / "kvpress").iterdir(), key=lambda path: "rotor__0" in path.name)
-    assert [path.name.rpartition("__")[2] for path in folders] == ["0.00", f"{removed:.2f}"]
-    for folder, (name, ratio), side in zip(
-        folders, (("no_press", 0.0), ("rotor", removed)), ("before", "after"), strict=True
-    ):
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        assert (config["press_name"], config["compression_ratio"], config["data_dir"]) == (name, ratio, "4096")
-        table, metrics = pandas.read_csv(folder / "predictions.csv"), json.loads((folder / "metrics.json").read_text())
+    files = list((tmp_path / "out-tasks").glob("*.csv"))
+    assert len(files) == 2
+    for path in files:
+        table = pandas.read_csv(path)
         assert len(table) == 3
+        assert "predicted_answer" in table
         assert "context" not in table
-        assert metrics == {
-            one["task"].split()[1]: {"string_match": pytest.approx(100 * one[side])} for one in found["results"]
-        }
     pandas.DataFrame([{"question": "a"}]).to_parquet(data)
     with pytest.raises(DataError, match="has no column context"):
         Questions.read(data)
     data.write_bytes(b"no parquet")
     with pytest.raises(DataError, match="is no parquet file"):
         Questions.read(data)
-
-
-@pytest.mark.peer
-def test_kvpress_reads_the_folder(demo, tmp_path: Path) -> None:
-    """By its own scorer and configuration, which are in its source distribution alone."""
-    pandas = pytest.importorskip("pandas", reason="pandas is not installed (the extra eval)")
-    if "KVPRESS_SOURCE" not in os.environ:
-        pytest.skip("KVPRESS_SOURCE is not set: `pip download --no-deps --no-binary kvpress kvpress`, unpacked")
-    evaluation = Path(os.environ["KVPRESS_SOURCE"]) / "evaluation"
-    checkpoint, network = demo
-    rows = [row(task=task, answer=answers) for task in ("niah", "qa_1") for answers in (("17",), ("17", "41"), ("86",))]
-    data = tmp_path / "4096.parquet"
-    pandas.DataFrame(rows).to_parquet(data)
-    questions = Questions.read(data)
-    for removed in (None, 0.9):
-        questions.ask(network.model, checkpoint.tokenizer, {"pretrained": "org/model"}, tmp_path / "out", removed)
-    scorer = runpy.run_path(str(evaluation / "benchmarks" / "ruler" / "calculate_metrics.py"))["calculate_metrics"]
-    (written,) = (
-        node
-        for node in ast.parse((evaluation / "evaluate.py").read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == "EvaluationConfig"
-    )
-    presses = {"no_press": None, "rotor": None}
-    names: dict = {"DATASET_REGISTRY": ["ruler"], "SCORER_REGISTRY": ["ruler"], "PRESS_REGISTRY": presses}
-    names |= {"dataclass": dataclass, "Path": Path, "Optional": Optional, "Dict": dict, "Any": Any, "logger": logging}
-    exec(compile(ast.Module([written], []), "evaluate.py", "exec"), names)
-    for folder in (tmp_path / "out").iterdir():
-        config = names["EvaluationConfig"](**yaml.safe_load((folder / "config.yaml").read_text()))
-        assert config.get_results_dir(tmp_path / "theirs").name == folder.name
-        table = pandas.read_csv(folder / "predictions.csv", keep_default_na=False)
-        assert table["compression_ratio"].tolist() == [config.compression_ratio] * 6
-        table["answer"] = [own["answer"] for own in rows]
-        assert scorer(table) == json.loads((folder / "metrics.json").read_text())

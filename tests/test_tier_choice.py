@@ -43,8 +43,7 @@ def run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def network(run) -> Any:
     found, bases = in_memory(run), run.bases()
-    chosen = bases.select([next(iter(bases[0]))] * len(bases))
-    found.compress(chosen, [[full_ranks(layer)] * len(layer.qk.encode) for layer in chosen])
+    found.compress(bases, [[full_ranks(layer)] * len(layer.qk.encode) for layer in bases])
     return found
 
 

@@ -32,12 +32,12 @@ from rotor.codes.allocation import bit_curve
 from rotor.codes.layer import coded_bases, layer_codes
 from rotor.codes.quantiser import SAMPLES
 from rotor.format.channels import PLANE, Channels
-from rotor.format.layout import AttentionShape, Candidate, KeyForm
+from rotor.format.layout import AttentionShape, KeyForm, LayerForm
 
 HEADS, SHARED, DIM, LENGTH = 2, 4, 64, 512
 SHAPE = AttentionShape(1, HEADS * SHARED, HEADS, DIM, 512)
-CANDIDATE = Candidate(KeyForm(64, 0), HEADS, joint=True)
-NAME = stored_name(CANDIDATE.form, joint=True)
+FORM = LayerForm(KeyForm(64, 0), HEADS, joint=True)
+NAME = stored_name(FORM.keys, joint=True)
 WIDTHS = (0, 4, 8, 12, 16)
 BITS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)
 ALIKE = {4.0: Channels(n4=2 * HEADS * DIM), 8.0: Channels(n8=2 * HEADS * DIM)}
@@ -137,7 +137,7 @@ def per_token(rows: Tensor, bits: float) -> Tensor:
 
 def table(kind: str) -> None:
     statistics, fisher = calibrate(kind)
-    bases = layer_bases(statistics, None, SHAPE, CANDIDATE, "fisher", "fisher", fisher)  # type: ignore[arg-type]
+    bases = layer_bases(statistics, None, FORM, "fisher", "fisher", fisher)  # type: ignore[arg-type]
     codes, drawn = layer_codes(bases, fisher), Drawn(kind, TESTED, 1)
     curve = bit_curve(codes.qk.losses(0, WIDTHS), WIDTHS)
 

@@ -1,4 +1,4 @@
-"""Bits of every channel, form of keys and group size of every layer, for any number of bytes."""
+"""Bits of every channel of every layer, for any number of bytes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,10 @@ STEPS = 1024
 UNIT_BYTES = PLANE // 2
 """What rows grow by: the unit in which bytes are split."""
 
-STEP = f"at least {UNIT_BYTES} bytes a latent", "calibrate with larger groups.size"
-"""What plans of codes are made of, and what makes that finer."""
-
-
-def layer_curves(codes: LayerCodes, widths: tuple[int, ...]) -> tuple[BitCurve, ...]:
-    """Of each latent of each group of a candidate of a layer, group by group."""
-    groups = range(len(codes.qk.weight))
-    return tuple(bit_curve(side.losses(group, widths), widths) for group in groups for side in codes.sides)
-
 
 @dataclass(frozen=True)
-class _Candidate:
-    """The curves of one candidate of a layer, the latents of each group in turn, and their best split.
+class _LayerBits:
+    """The curves of a layer, the latents of each group in turn, and their best split.
 
     latents: of a group: that of keys and that of values, or one of both. exact: of bytes that are all filled.
     """
@@ -63,7 +54,7 @@ class _Candidate:
 
     def channels(self, units: int) -> GroupChannels:
         """The channels of each group when there are so many units for all of them."""
-        split = self.path.split(min(units, len(self.path.loss) - 1))
+        split = self.path.split(units)
         sides = [
             curve.channels(int(planes[own])) for curve, planes, own in zip(self.curves, self.planes, split, strict=True)
         ]
@@ -74,49 +65,40 @@ class BitsPath(RankPath):
     """Path of the plans of least predicted loss for each number of bytes.
 
     The predicted loss of a plan is the sum over all channels of Fisher information times squared error of the code, so
-    that neither a price nor a probe is needed, and layers, sides, forms of keys and group sizes compare.
+    that no probe is needed, and layers and sides compare.
 
     Args:
-        codes: per layer, by candidate.
+        codes: of each layer.
         widths: bits that a channel may have, 0 among them.
         element_bytes: of one number of the model's dtype: what is compressed.
         uniform_rows: all layers store rows of as many bytes.
     Source: docs/design.md, Mathematics, Codes; reverse water-filling (Cover and Thomas, section 10.3.3).
     """
 
-    step = STEP
+    step = f"at least {UNIT_BYTES} bytes a latent", "calibrate with larger groups.size"
 
     def __init__(
         self,
-        codes: Sequence[dict[str, LayerCodes]],
+        codes: Sequence[LayerCodes],
         shape: AttentionShape,
         widths: tuple[int, ...],
         element_bytes: int,
         uniform_rows: bool = False,
     ) -> None:
-        self.shape, self.element_bytes, self.uniform_rows = shape, element_bytes, uniform_rows
-        self._layers = [
-            {
-                key: _Candidate(layer_curves(found, widths), len(found.sides), exact=uniform_rows)
-                for key, found in layer.items()
-            }
-            for layer in codes
-        ]
-        self._best = [
-            least_loss([candidate.path.loss for candidate in layer.values()], exact=uniform_rows)
-            for layer in self._layers
-        ]
-        self._path = (equal_path if uniform_rows else bit_path)([loss for loss, _ in self._best])
+        self.uniform_rows = uniform_rows
+        self._uncompressed_bytes = uncompressed_kv_bytes_per_token(shape, element_bytes)
+        self._layers = []
+        for layer in codes:
+            groups = range(len(layer.qk.weight))
+            curves = [bit_curve(side.losses(group, widths), widths) for group in groups for side in layer.sides]
+            self._layers.append(_LayerBits(tuple(curves), len(layer.sides), exact=uniform_rows))
+        self._path = (equal_path if uniform_rows else bit_path)([layer.path.loss for layer in self._layers])
         self._least_units = int(np.isfinite(self._path.loss).argmax())
 
     def at_compression(self, target: float) -> RankPlan | None:
         """The plan of the most bytes that removes at least `target` of them, or None if there is none."""
         units = int((1 - target + SLACK) * self._uncompressed_bytes / UNIT_BYTES)
         return None if units < self._least_units else self._plan(min(units, len(self._path.loss) - 1))
-
-    @property
-    def _uncompressed_bytes(self) -> int:
-        return uncompressed_kv_bytes_per_token(self.shape, self.element_bytes)
 
     def _plans(self) -> list[RankPlan]:
         step = max(1, self._uncompressed_bytes // (UNIT_BYTES * STEPS))
@@ -127,7 +109,8 @@ class BitsPath(RankPath):
         if self.uniform_rows:
             return []
         split = [channels_bytes([layer]) // UNIT_BYTES for layer in plan.channels or []]
-        lost = [float(loss[own - 1] - loss[own]) for (loss, _), own in zip(self._best, split, strict=True)]
+        losses = [layer.path.loss for layer in self._layers]
+        lost = [float(loss[own - 1] - loss[own]) for loss, own in zip(losses, split, strict=True)]
         order = [index for index in np.argsort(lost) if np.isfinite(lost[index])]
         return [self._of([own - (place == index) for place, own in enumerate(split)]) for index in order]
 
@@ -136,35 +119,7 @@ class BitsPath(RankPath):
 
     def _of(self, split: Sequence[int]) -> RankPlan:
         """The plan of so many units of bytes in each layer."""
-        choice, channels = [], []
-        for layer, (_, best), own in zip(self._layers, self._best, split, strict=True):
-            choice.append(list(layer)[int(best[own])])
-            channels.append(layer[choice[-1]].channels(own))
-        return coded_plan(float(sum(split)), tuple(choice), channels, self.shape, self.element_bytes)
-
-
-def coded_plan(
-    parameter: float,
-    choice: tuple[str, ...],
-    channels: list[GroupChannels],
-    shape: AttentionShape,
-    element_bytes: int,
-    saving: float | None = None,
-) -> RankPlan:
-    """The plan of these channels of every layer's groups; `saving` is None where what is saved are bytes."""
-    ranks = [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in channels]
-    stored = 1.0 - channels_bytes(channels) / uncompressed_kv_bytes_per_token(shape, element_bytes)
-    return RankPlan(parameter, choice, ranks, ranks, stored, stored, stored if saving is None else saving, channels)
-
-
-def least_loss(losses: list[np.ndarray], exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """The least loss of several candidates for each number of units, and which of them gives it.
-
-    Args:
-        exact: of units that are all filled; else more units than a candidate can fill are as good as its most.
-    """
-    size = max(map(len, losses))
-    beyond = [np.full(size - len(loss), np.inf if exact else loss[-1]) for loss in losses]
-    padded = np.stack([np.concatenate(parts) for parts in zip(losses, beyond, strict=True)])
-    best = padded.argmin(0)
-    return padded[best, np.arange(size)], best
+        channels = [layer.channels(own) for layer, own in zip(self._layers, split, strict=True)]
+        ranks = [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in channels]
+        stored = 1.0 - channels_bytes(channels) / self._uncompressed_bytes
+        return RankPlan(float(sum(split)), ranks, ranks, stored, stored, channels)

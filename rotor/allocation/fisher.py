@@ -12,8 +12,7 @@ class FisherPath(SpectraPath):
     """
 
     def _plans(self) -> list[RankPlan]:
-        (choice, only), information = self._only(), self.inputs.gradients()
-        columns = only[0].qk.shape[-1]
+        columns, information = self.columns, self.inputs.gradients()
         values = [float(v) for pair in information for side in pair for v in side]
         scale = columns / max(min(values), max(values) * 1e-6)
         # From the factor at which even the least informative group is full, down to where the most informative has
@@ -28,11 +27,10 @@ class FisherPath(SpectraPath):
         plans = []
         for factor in factors:
             exact = []
-            for pair, spectra in zip(information, only, strict=True):
+            for pair in information:
                 sides = [[_clip(factor * float(v), columns) for v in side] for side in pair]
-                assert len(sides[0]) == spectra.qk.shape[0]
                 exact.append(list(zip(*sides, strict=True)))
-            plans.append(self._make(factor, choice, exact))
+            plans.append(self._make(factor, exact))
         return plans
 
 

@@ -23,8 +23,6 @@ class RankMethod:
     summary: one line, for help and tables; papers by their short names (see rotor).
     implementation: file in this package, and the SpectraPath in it.
     needs: what has to be measured beside the spectra.
-    chooses: takes form of keys and group size of each layer too, where the recipe leaves them open, and weighs costs
-        other than bytes.
     uniform_rows: can give all layers rows of one width.
     """
 
@@ -32,7 +30,6 @@ class RankMethod:
     summary: str
     implementation: str
     needs: frozenset[Need] = frozenset()
-    chooses: bool = False
     uniform_rows: bool = False
 
     def path(self, inputs: RankInputs) -> RankPath:
@@ -63,18 +60,14 @@ _METHODS = (
     ),
     RankMethod(
         "global",
-        "water-filling over all layers by probed sensitivities; also weighs decode time, form of keys and group size",
+        "water-filling over all layers by probed sensitivities",
         "water_filling:WaterFillingPath",
         frozenset({"sensitivities"}),
-        chooses=True,
     ),
 )
 
 RANK_METHODS = {method.name: method for method in _METHODS}
 """By the names that `ranks.method` may have."""
-
-CHOOSING = ", ".join(name for name, method in RANK_METHODS.items() if method.chooses)
-"""Names of those that choose form of keys and group size too, for messages."""
 
 OF_ONE_WIDTH = " or ".join(name for name, method in RANK_METHODS.items() if method.uniform_rows)
 """Names of those that can give all layers rows of one width, for messages."""

@@ -40,9 +40,7 @@ class RemovalRatePath(SpectraPath):
 
     def __init__(self, inputs: RankInputs) -> None:
         super().__init__(inputs)
-        power = 2 if inputs.squares else 1
-        self._choice, only = self._only()
-        self._shares = [(tail_shares(s.qk**power), tail_shares(s.vo**power)) for s in only]
+        self._shares = [(tail_shares(s.qk), tail_shares(s.vo)) for s in self.spectra]
 
     def plan(self, removal_rate: float) -> RankPlan:
         """Ranks of all groups at one shared removal rate in [0, 1)."""
@@ -50,7 +48,7 @@ class RemovalRatePath(SpectraPath):
             list(zip(ranks_from_shares(qk, removal_rate), ranks_from_shares(vo, removal_rate), strict=True))
             for qk, vo in self._shares
         ]
-        return self._make(removal_rate, self._choice, exact)
+        return self._make(removal_rate, exact)
 
     def _plans(self) -> list[RankPlan]:
         # Only tails that start on a multiple change what is stored; the first column always stays.

@@ -12,10 +12,7 @@ class UniformPath(SpectraPath):
     """
 
     def _plans(self) -> list[RankPlan]:
-        choice, only = self._only()
-        columns = only[0].qk.shape[-1]
-        plans = []
-        for rank in range(columns, 0, -self.multiple_of):
-            exact = [[(rank, rank)] * s.qk.shape[0] for s in only]
-            plans.append(self._make(rank / columns, choice, exact))
-        return plans
+        return [
+            self._make(rank / self.columns, [[(rank, rank)] * len(spectra.qk) for spectra in self.spectra])
+            for rank in range(self.columns, 0, -self.multiple_of)
+        ]

@@ -1,68 +1,76 @@
-"""Ranks, form of keys and group size of every layer by gain per cost: water-filling on measured sensitivities.
+"""Ranks of every layer by gain per byte: water-filling on measured sensitivities.
 
 The loss that a plan is predicted to make is the sum, over layers and sides, of a sensitivity times the dropped energy
 (squared singular values). The sensitivity is measured at a few ranks, because it rises where a layer loses what it
-works with, and interpolated between them. Rounding is inside the optimisation: only multiples are considered.
+works with, and interpolated between them. Rounding is inside the optimisation: only multiples are considered. At each
+price of a column every side of every group takes the rank of least loss plus price times rank.
+
+Source: docs/design.md; Shoham and Gersho, "Efficient bit allocation for an arbitrary set of quantizers", 1988.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..format.channels import Numbers
-from ..format.layout import LayerRanks
-from .plan import RankInputs, RankPlan, SideSensitivity, Spectra, SpectraPath
-from .priced import Choice, PricedPath
+from .plan import RankPlan, SideSensitivity, SpectraPath
+
+PRICES = 2000
+"""Prices in the sweep, equally spaced in logarithm."""
+
+GAP, HALVINGS = 0.005, 10
+"""Where neighbouring plans are further apart in compression than GAP and several ranks changed at once, the interval of
+prices between them is halved, at most this often: a small model has few plans, and each may be the one."""
 
 
-class WaterFillingPath(PricedPath, SpectraPath):
-    """Path of all plans that the sweep over prices gives; a side costs half of a group whose other side is as wide.
+class WaterFillingPath(SpectraPath):
+    """Path of the plans that are best at some price."""
 
-    Source: docs/design.md.
-    """
+    def _plans(self) -> list[RankPlan]:
+        columns, step = self.columns, self.multiple_of
+        ranks = np.array([*range(step, columns, step), columns])[::-1]  # a price of nothing removes nothing
+        losses = self._losses(ranks)
+        cost = ranks / (2 * columns * losses.shape[2] * self.shape.num_layers)
 
-    def __init__(self, inputs: RankInputs) -> None:
-        super().__init__(inputs)
-        assert inputs.cost is not None
-        self._cost = inputs.cost()
+        def sweep(prices: np.ndarray) -> list[RankPlan]:
+            """The best plan at every price."""
+            taken = np.stack([(loss + prices[:, None] * cost).argmin(1) for loss in losses.reshape(-1, len(ranks))])
+            chosen = ranks[taken].reshape(*losses.shape[:3], len(prices)).transpose(3, 0, 2, 1).tolist()
+            return [
+                self._make(price, [[(qk, v) for qk, v in layer] for layer in layers])
+                for price, layers in zip(prices.tolist(), chosen, strict=True)
+            ]
 
-    def _choices(self) -> list[dict[str, list[Choice]]]:
-        return [
-            {key: self._sides(key, found, sensitivity[key]) for key, found in layer.items()}
-            for layer, sensitivity in zip(self.spectra, self.inputs.sensitivities, strict=True)
-        ]
-
-    def _sides(self, key: str, spectra: Spectra, sensitivity: tuple[SideSensitivity, SideSensitivity]) -> list[Choice]:
-        """The ranks of each group's keys, then of each group's values, with their losses and costs.
-
-        The largest rank first, so that a price of nothing removes nothing that carries energy.
-        """
-        found = []
-        for side, values in enumerate((spectra.qk, spectra.vo)):
-            columns = values.shape[-1]
-            ranks = torch.tensor([*range(self.multiple_of, columns, self.multiple_of), columns])
-            tails = values.square().flip(-1).cumsum(-1).flip(-1)
-            tails = torch.cat([tails, tails.new_zeros(len(tails), 1)], dim=-1)
-            losses = interpolated(sensitivity[side], ranks) * tails[:, ranks]
-            losses = losses.flip(-1).cummax(-1).values  # fewer columns never cost less
-            options = ranks.tolist()[::-1]
-            cost = np.array([self._cost(key, Numbers(rank), Numbers(rank)) / 2 for rank in options])
-            found += [Choice(options, loss, cost, float(loss.max() / cost.max())) for loss in losses.numpy()]
+        top = 10 * losses.max() / cost.max()  # here only the smallest rank is worth its cost
+        found = sweep(np.logspace(-12, 0, PRICES) * (top or 1.0))
+        for _ in range(HALVINGS):
+            crowded = [a.parameter * b.parameter for a, b in pairwise(found) if _crowded(a, b)]
+            if not crowded:
+                break
+            found = sorted(found + sweep(np.sqrt(crowded)), key=lambda plan: plan.parameter)
         return found
 
-    def _priced_plan(self, price: float, choice: tuple[str, ...], options: list[list[Any]]) -> RankPlan:
-        ranks: list[LayerRanks] = [
-            list(zip(sides[: len(sides) // 2], sides[len(sides) // 2 :], strict=True)) for sides in options
-        ]
-        return self._make(price, choice, ranks)
+    def _losses(self, ranks: np.ndarray) -> np.ndarray:
+        """Predicted losses at these descending ranks, [layers, 2 sides, groups, ranks]."""
+        found, wanted = [], torch.from_numpy(ranks.copy())
+        for spectra, sensitivity in zip(self.spectra, self.inputs.sensitivities, strict=True):
+            for values, of_side in zip((spectra.qk, spectra.vo), sensitivity, strict=True):
+                tails = values.square().flip(-1).cumsum(-1).flip(-1)
+                tails = torch.cat([tails, tails.new_zeros(len(tails), 1)], dim=-1)
+                losses = interpolated(of_side, wanted) * tails[:, wanted]
+                found.append(losses.cummax(-1).values.numpy())  # fewer columns never cost less
+        return np.stack(found).reshape(len(self.spectra), 2, -1, len(ranks))
 
-    def _saving(self, choice: tuple[str, ...], rounded: list[LayerRanks]) -> float:
-        pairs = ((key, pair) for key, layer in zip(choice, rounded, strict=True) for pair in layer)
-        return 1.0 - sum(self._cost(key, Numbers(qk), Numbers(v)) for key, (qk, v) in pairs)
+
+def _crowded(first: RankPlan, second: RankPlan) -> bool:
+    """Whether a plan between these two is wanted, and there may be one."""
+    if abs(second.stored - first.stored) <= GAP:
+        return False
+    pairs = zip(chain(*first.rounded), chain(*second.rounded), strict=True)
+    return sum((a != c) + (b != d) for (a, b), (c, d) in pairs) > 1
 
 
 def interpolated(sensitivity: SideSensitivity, ranks: Tensor) -> Tensor:

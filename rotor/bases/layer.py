@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, NumericsError
-from ..format.layout import AttentionShape, Candidate, KeyForm
+from ..format.layout import AttentionShape, KeyForm, LayerForm
 from ..numerics import one_thread
 from ..runtime.projections import AttentionWeights
 from . import fisher
@@ -53,7 +53,7 @@ class LayerBases:
         """Check bases that were computed, or read from a file.
 
         Args:
-            where: names the file, layer and candidate in errors.
+            where: names the file or layer in errors.
         Raises:
             CheckpointError: shapes that are not of such a layer. NumericsError: a NaN or Inf; names the tensor.
         """
@@ -63,6 +63,8 @@ class LayerBases:
             for name in ("encode", "decode"):
                 check_stored(getattr(pair, name), (groups, width, columns), f"{where}: {side}.{name}")
             check_stored(pair.singular_values, (groups, columns), f"{where}: {side}.singular_values")
+        if self.outputs is not None:
+            check_stored(self.outputs, (shape.num_heads, width, width), f"{where}: outputs")
 
 
 def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:
@@ -80,14 +82,12 @@ def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:
         raise NumericsError(f"{where} has elements that are NaN or Inf.", "Run `rotor calibrate` again.")
 
 
-def needed_statistics(
-    qk_method: str, vo_method: str, form: KeyForm, refit: bool = False, joint: bool = False
-) -> frozenset[str]:
+def needed_statistics(qk_method: str, vo_method: str, form: LayerForm, refit: bool = False) -> frozenset[str]:
     """Names of the moments that the methods read, as capture reports them; never empty."""
-    if joint:
-        return frozenset({stored_name(form, joint)})
+    key = stored_name(form.keys, form.joint)
+    if form.joint:
+        return frozenset({key})
     needed = QK_METHODS[qk_method].moments | VO_METHODS[vo_method].moments
-    key = stored_name(form)
     named = {key if name == "key" else name for name in needed}
     return frozenset(named | ({"output"} if refit else set()) or {"value"})
 
@@ -95,8 +95,7 @@ def needed_statistics(
 def layer_bases(
     statistics: LayerStatistics,
     weights: AttentionWeights,
-    shape: AttentionShape,
-    candidate: Candidate,
+    form: LayerForm,
     qk_method: str,
     vo_method: str,
     gradients: Gradients | None = None,
@@ -106,16 +105,16 @@ def layer_bases(
 
     Args:
         gradients: for methods that read them.
-        candidate: joint latents are by Fisher information.
+        form: joint latents are by Fisher information.
         where: names the layer in errors.
     Raises:
         NumericsError: a factorisation fails or its result is not finite.
     Source: that of each method, beside it.
     """
-    inputs = Inputs(statistics, weights, shape, candidate.form, candidate.group_size, gradients)
+    inputs = Inputs(statistics, weights, form.keys, gradients)
     try:
         with one_thread():
-            if candidate.joint:
+            if form.joint:
                 qk, vo = fisher.of_both(inputs)
             else:
                 qk, vo = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)
@@ -125,6 +124,6 @@ def layer_bases(
             f"{' '.join(str(error).split())}",
             "Calibrate with --dtype float32, or with other bases.",
         ) from error
-    bases = LayerBases(candidate.form, candidate.group_size, qk, vo, joint=candidate.joint)
-    bases.check(shape, where)
+    bases = LayerBases(form.keys, form.group_size, qk, vo, joint=form.joint)
+    bases.check(statistics.shape, where)
     return bases

@@ -16,14 +16,14 @@ from .moments import LayerStatistics, stored_name
 class Gradients(Protocol):
     """Gradients of the model's loss by keys and values of one layer, and samples of these: a LayerFisher.
 
-    name: `value`, or what `stored_name` gives, of groups of `group_size` KV heads.
+    name: `value`, or what `stored_name` gives.
     """
 
-    def per_token(self, name: str, group_size: int) -> Tensor:
+    def per_token(self, name: str) -> Tensor:
         """E[g g^T], [num_groups, n, n], float64."""
         ...
 
-    def sampled(self, name: str, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    def sampled(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         """Samples of keys or values and the gradients by them, [num_groups, samples, n], and the share of all tokens
         that each stands for, [samples]; float64.
         """
@@ -36,10 +36,16 @@ class Inputs:
 
     statistics: LayerStatistics
     weights: AttentionWeights
-    shape: AttentionShape
     form: KeyForm
-    group_size: int
     gradients: Gradients | None = None
+
+    @property
+    def shape(self) -> AttentionShape:
+        return self.statistics.shape
+
+    @property
+    def group_size(self) -> int:
+        return self.statistics.group_size
 
     @property
     def key_name(self) -> str:
@@ -48,33 +54,32 @@ class Inputs:
 
     def keys(self) -> Tensor:
         """Moments of keys as they are stored [num_groups, n, n], n = group_size * head_dim."""
-        return self.statistics.moment(self.key_name, self.group_size)
+        return self.statistics.moment(self.key_name)
 
     def centred(self, name: str) -> Tensor:
         """Moments of keys or values less their mean, [num_groups, n, n]."""
-        mean = self.statistics.mean(self.group_size, name)
-        centred = mean.unsqueeze(-1) * mean.unsqueeze(-2) / self.statistics.tokens
-        return self.statistics.moment(name, self.group_size) - centred
+        mean = self.statistics.sums[f"{name}_mean"]
+        return self.statistics.moment(name) - mean.unsqueeze(-1) * mean.unsqueeze(-2) / self.statistics.tokens
 
     def information(self, name: str) -> Tensor:
         """E[g g^T] of the gradients by keys or values, [num_groups, n, n]."""
         assert self.gradients is not None  # who makes the inputs has looked at `BasisMethod.gradients`
-        return self.gradients.per_token(name, self.group_size)
+        return self.gradients.per_token(name)
 
     def queries(self) -> Tensor:
         """Moments of queries [num_groups, n, n], block-diagonal; averaged over relative positions, but after RoPE."""
-        queries = self.statistics.moment("query", self.group_size)
+        queries = self.statistics.moment("query")
         if self.form.rope_block is not None:
             queries = rotary_average(queries, self.shape.rotary_dim)
         return block_diagonal(queries, self.group_size)
 
     def values(self) -> Tensor:
         """Second moments of values [num_groups, n, n]."""
-        return self.statistics.moment("value", self.group_size)
+        return self.statistics.moment("value")
 
     def outputs(self) -> Tensor:
         """Second moments of attention outputs [num_groups, n, n], summed over the query heads of each group."""
-        outputs = self.statistics.moment("output", self.group_size)
+        outputs = self.statistics.moment("output")
         return outputs.unflatten(0, (-1, self.group_size * self.shape.heads_per_kv)).sum(1)
 
     def readers(self) -> Tensor:

@@ -1,8 +1,6 @@
 """Second moments of queries, keys, values and attention outputs: streamed sums, per layer and group of KV heads.
 
-Everything that rotor computes from data needs only these sums, so no activation is kept. Sums are float64, can be
-merged over batches and processes, and are stored as one safetensors file a layer. The moments of a group contain those
-of every smaller group in its diagonal blocks.
+Everything that rotor computes from data needs only these sums, so no activation is kept. They are float64.
 """
 
 from __future__ import annotations
@@ -97,73 +95,22 @@ class LayerStatistics:
             self.sums[name] = torch.zeros(shape, dtype=torch.float64, device=like.device)
         return self.sums[name]
 
-    def moment(self, name: str, group_size: int) -> Tensor:
-        """A second moment for groups of `group_size` KV heads (a divisor of the stored size), symmetrised; float64.
-
-        Returns:
-            As in `sums`; `output` and the others per group of that size.
-        Raises:
-            CheckpointError: the statistics do not hold it.
-        """
+    def moment(self, name: str) -> Tensor:
+        """A second moment as in `sums`, symmetrised; raises CheckpointError if the statistics do not hold it."""
         if name not in self.sums:
             raise CheckpointError(
                 f"the statistics hold {', '.join(sorted(self.sums))}, but not {name}.", "Run `rotor calibrate` again."
             )
         total = self.sums[name]
-        total = (total + total.mT).div_(2)
-        if name == "query" or group_size == self.group_size:
-            return total
-        parts = self.group_size // group_size
-        width = total.shape[-1] // parts
-        blocks = total.unflatten(-1, (parts, width)).unflatten(-3, (parts, width))
-        if name == "output":
-            # Each query head keeps the block of the smaller group that it belongs to.
-            per_kv_head = self.shape.heads_per_kv
-            heads = torch.arange(self.shape.num_heads)
-            part = heads // per_kv_head % self.group_size // group_size
-            return blocks[heads, part, :, part]
-        return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
+        return (total + total.mT).div_(2)
 
-    def mean(self, group_size: int, name: str) -> Tensor:
-        """The summed vectors of a moment, none of UNCENTRED, [num_groups, group_size * head_dim]; of joint ones twice
-        as wide."""
-        total = self.sums[f"{name}_mean"]
-        return total.reshape(-1, total.shape[-1] // self.group_size * group_size)
-
-    def merge(self, other: LayerStatistics) -> LayerStatistics:
-        """The statistics of both inputs together."""
-        sums = {name: total + other.sums[name] for name, total in self.sums.items()}
-        return LayerStatistics(self.shape, self.group_size, sums, self.tokens + other.tokens)
-
-    def check_shapes(self, where: str) -> None:
-        """Raises CheckpointError, naming the moment and `where`, if sums that were read do not fit the shape."""
-        heads, size, dim = self.shape.num_kv_heads, self.group_size, self.shape.head_dim
-        if not (1 <= size <= heads and heads % size == 0 and self.tokens >= 1):
-            raise CheckpointError(
-                f"{where}: group_size {size} and {self.tokens} tokens, expected a divisor of {heads} KV heads and at "
-                "least 1 token.",
-                "Run `rotor calibrate` again.",
-            )
-        groups, width = heads // size, size * dim
-        special = {"query": (heads, dim, dim), "output": (self.shape.num_heads, width, width)}
-        for name, total in self.sums.items():
-            own = 2 * width if name.startswith(JOINT) else width
-            expected = special.get(name, (groups, own) if name.endswith("_mean") else (groups, own, own))
-            if tuple(total.shape) != expected or total.dtype != torch.float64:
-                raise CheckpointError(
-                    f"{where}: {name} is {total.dtype} of shape {list(total.shape)}, expected float64 of "
-                    f"{list(expected)}.",
-                    "Run `rotor calibrate` again.",
-                )
-
-    def check_finite(
-        self, where: str, hint: str = "The model overflows on the calibration tokens; calibrate with --dtype float32."
-    ) -> None:
-        """Raises NumericsError that names `where` (a layer, a file) and the first moment with a NaN or Inf."""
+    def check_finite(self, where: str) -> None:
+        """Raises NumericsError that names `where` (a layer) and the first moment with a NaN or Inf."""
         for name, total in self.sums.items():
             if not torch.isfinite(total).all():
                 raise NumericsError(
-                    f"{where}: the second moment of {name} is not finite after {self.tokens} tokens.", hint
+                    f"{where}: the second moment of {name} is not finite after {self.tokens} tokens.",
+                    "The model overflows on the calibration tokens; calibrate with --dtype float32.",
                 )
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..bases.layer import LayerBases, layer_bases
+from ..bases.layer import layer_bases
 from ..bases.moments import LayerStatistics
 from ..codes.layer import layer_codes
 from ..data.documents import Document
@@ -38,14 +37,13 @@ from ..recipe import Recipe, text_overrides
 from ..recipe.settings import CalibrationSettings, Compute
 from ..runtime.projections import read_attention
 from ..versions import versions
-from .candidates import wanted_gradients
 from .capture import layer_statistics
+from .form import wanted_gradients
 from .gradients import LayerFisher, fisher_information, weight_information
 from .job import CalibrationJob
 from .partial import PartialRun
-from .processes import Processes
 from .pruning import prune_rows
-from .run import FISHER, INFO, Run, candidate_info, write_bases, write_codes, write_fisher, write_statistics
+from .run import FISHER, INFO, Run, form_info, write_bases, write_codes, write_fisher
 
 TOKENS = "tokens.safetensors"
 """Calibration tokens of an unfinished run, so that those that the model writes need not be written again."""
@@ -67,7 +65,7 @@ def calibrate(
     resume: bool = False,
     progress: Progress | None = None,
 ) -> Run:
-    """Find the bases of a model's KV heads and write them, with their statistics, to a run folder.
+    """Find the bases of a model's KV heads and write them to a run folder.
 
     The folder `OUT.partial` holds what is done until everything is.
 
@@ -97,14 +95,11 @@ def calibrate(
 @system_errors()
 def run_calibration(settings: CalibrationSettings, progress: Progress | None = None) -> Run:
     """Calibrate, with the arguments in one object; raises likewise."""
-    processes = Processes.from_environment()
-    progress = progress if progress is not None and processes.is_first else Progress()
-    job = processes.in_each(lambda: CalibrationJob.check(settings, processes))
+    progress, job = progress or Progress(), CalibrationJob.check(settings)
     fit_threads(job.checkpoint.total_bytes())
-    streamed, memory = processes.in_first(job.streams)
-    partial = PartialRun(job.out, processes.rank)
-
-    def begin() -> None:
+    streamed, memory = job.streams()
+    partial = PartialRun(job.out)
+    with ExitStack() as held:
         held.enter_context(exclusive(job.out.path))
         recover(job.out)
         job.check_out()  # again: who held it may have written
@@ -113,63 +108,38 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
         held.push(partial.ended)
         partial.open(settings.resume)
         held.enter_context(log_file(partial.folder, "calibrate"))
-        for line in (memory, describe_text(job.recipe, job.checkpoint.tokenizer), *_departures(job)):
+        for line in (memory, describe_text(job.recipe, job.checkpoint.tokenizer)):
             progress.message(line)
-
-    with ExitStack() as held:
-        processes.in_first(begin)
         Calibration(job, partial, streamed, progress).run()
     return Run.open(job.out.path)
 
 
-def _departures(job: CalibrationJob) -> Iterator[str]:
-    """What of the recipe is otherwise for this model than a user may expect, a line each."""
-    recipe, shape = job.recipe, job.shape
-    if recipe.groups.size == "auto" and job.group_size < shape.num_kv_heads:
-        yield (
-            f"groups: {job.group_size} of {shape.num_kv_heads} KV heads share a latent: more are predicted to make "
-            f"attention slower than uncompressed on {recipe.objective.device}; --set groups.size=all takes fewer bytes"
-        )
-    if recipe.groups.domain == "block" and shape.rotary_dim and job.outline.frequencies is None:
-        yield (
-            "keys: compressed after RoPE as a whole: its frequencies depend on the length of a sequence, so that no "
-            "part of a rotation can be left for later (groups.domain)"
-        )
-    if recipe.groups.joint and not any(candidate.joint for candidate in job.candidates.values()):
-        why = "keys are compressed after RoPE"
-        if not recipe.joins_latents:
-            why = "the recipe has no codes in bases by fisher without refit"
-        yield f"latents: keys and values keep one each: {why} (groups.joint)"
-
-
 class Calibration:
-    """The stages of one calibration. Processes share the tokens of `_layers`; all else the first one does."""
+    """The stages of one calibration."""
 
     def __init__(self, job: CalibrationJob, partial: PartialRun, streamed: bool, progress: Progress) -> None:
         self.job, self.partial, self.streamed, self.progress = job, partial, streamed, progress
-        self.processes, self.recipe, self.times = job.processes, job.recipe, StageTimes()
+        self.recipe, self.times = job.recipe, StageTimes()
 
     def run(self) -> None:
-        in_first = self.processes.in_first
-        hashes = in_first(self._check_model)
+        hashes = self._check_model()
         with self.times.stage("tokens"):
-            rows, about_tokens = in_first(self._sample)
+            rows, about_tokens = self._sample()
         fingerprint = {
             "model": hashes,
             "recipe": self.recipe.to_dict(),
             "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
             "batch_tokens": self.job.settings.batch_tokens,
-            "processes": self.processes.count,
             "threads": torch.get_num_threads(),
             "device": self.job.device.type,
             "dtype": str(self.job.dtype),
             "versions": versions(),
         }
-        in_first(lambda: self.partial.agree(fingerprint))
-        in_first(lambda: self._fisher(rows))
-        in_first(lambda: self._gradients(rows))
+        self.partial.agree(fingerprint)
+        self._fisher(rows)
+        self._gradients(rows)
         self._layers(rows)
-        in_first(lambda: self._finish(hashes, about_tokens))
+        self._finish(hashes, about_tokens)
 
     @cached_property
     def weights(self) -> Weights:
@@ -208,7 +178,7 @@ class Calibration:
                 return calibration_share(documents, held_out) if held_out.source == "text" else documents
 
             sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, select)
-        pruned, least = prune_rows(sample, self.recipe.prune), job.group_size * job.shape.head_dim
+        pruned, least = prune_rows(sample, self.recipe.prune), job.form.group_size * job.shape.head_dim
         rows = pruned.rows
         if rows.numel() < least:
             raise DataError(
@@ -248,58 +218,32 @@ class Calibration:
             spec, seed = self.recipe.codes, self.recipe.tokens.seed
             vocabulary = ordinary_tokens(job.checkpoint.config, job.checkpoint.tokenizer)
             rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed, vocabulary)
-            wanted = wanted_gradients(job.candidates)
+            wanted = wanted_gradients(job.form)
             with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as advance:
-                for layer, found in fisher_information(network, rows, job.group_size, wanted, advance=advance):
+                for layer, found in fisher_information(network, rows, job.form.group_size, wanted, advance=advance):
                     partial.keep(_gradients_of(layer), found.to_tensors())
-
-    def _top_shares(self) -> list[float]:
-        """Of each layer's Fisher information, what the tokens with most of it have."""
-        found = []
-        for layer in range(self.job.shape.num_layers):
-            with safe_open(self.partial.work / _gradients_of(layer), framework="pt") as file:  # not all that is in it
-                found.append(float(file.get_tensor("top_share")))
-        return found
 
     def _layers(self, rows: Tensor) -> None:
         """Statistics and bases of every layer that has none yet."""
-        job, processes, batch_tokens = self.job, self.processes, self.job.settings.batch_tokens
-        start, layers = processes.in_first(lambda: self.partial.finished_layers), job.shape.num_layers
+        start, layers = self.partial.finished_layers, self.job.shape.num_layers
         if start == layers:
             return
-        mine = processes.share(rows, max(1, batch_tokens // rows.shape[1]))
-        network = processes.in_each(lambda: LayerwiseModel(self.weights, batch_tokens))
+        network = LayerwiseModel(self.weights, self.job.settings.batch_tokens)
         with self.times.stage("capture"):
-            states = processes.in_each(lambda: self._first_states(network, start, mine))
-        with self.progress.task("calibrate", (layers - start) * mine.numel(), "token layers") as advance:
+            states = self.partial.states(start, (*rows.shape, self.job.shape.hidden_size), self.job.dtype)
+            if start == 0:
+                network.embed(rows, states)
+        with self.progress.task("calibrate", (layers - start) * rows.numel(), "token layers") as advance:
             for layer in range(start, layers):
                 states = self._layer(network, layer, states, advance)
-
-    def _first_states(self, network: LayerwiseModel, layer: int, rows: Tensor) -> Tensor:
-        """The hidden states that enter the first layer to do."""
-        size = (*rows.shape, self.job.shape.hidden_size)
-        if layer > 0:
-            return self.partial.kept_states(layer, size, self.job.dtype)
-        states = self.partial.states(layer, size, self.job.dtype)
-        network.embed(rows, states)
-        return states
 
     def _layer(self, network: LayerwiseModel, layer: int, states: Tensor, advance: Advance) -> Tensor:
         """Put hidden states through a layer, and write what it yields; returns the states that leave it."""
         job, partial, prune = self.job, self.partial, self.recipe.prune
-
-        def capture() -> tuple[Tensor, LayerStatistics]:
-            out = partial.states(layer + 1, tuple(states.shape), job.dtype)
-            found = layer_statistics(network, layer, states, out, job.group_size, job.wanted, prune, advance)
-            if layer + 1 < job.shape.num_layers:
-                partial.keep_states(layer + 1)
-            return out, found
-
         with self.times.stage("capture"):
-            out, moments = self.processes.in_each(capture)
-            self.processes.merge(moments)
-        self.processes.in_first(lambda: self._commit(layer, moments))
-        partial.drop_states(layer)
+            out = partial.states(layer + 1, tuple(states.shape), job.dtype)
+            moments = layer_statistics(network, layer, states, out, job.form.group_size, job.wanted, prune, advance)
+        self._commit(layer, moments)
         return out
 
     def _commit(self, layer: int, moments: LayerStatistics) -> None:
@@ -311,18 +255,16 @@ class Calibration:
             if self.recipe.needs_gradients:
                 kept = self.partial.kept(_gradients_of(layer))
                 assert kept is not None
-                gradients = LayerFisher.from_tensors(load_file(kept), job.shape, job.group_size)
+                gradients = LayerFisher.from_tensors(load_file(kept), job.shape, job.form.group_size)
             methods = (self.recipe.bases.qk, self.recipe.bases.vo)
-            bases: dict[str, LayerBases] = {
-                key: layer_bases(moments, weights, job.shape, candidate, *methods, gradients, f"layer {layer}, {key}")
-                for key, candidate in job.candidates.items()
-            }
+            bases = layer_bases(moments, weights, job.form, *methods, gradients, f"layer {layer}")
+            if self.recipe.bases.refit:
+                bases = dataclasses.replace(bases, outputs=moments.moment("output"))
         codes = None
         if gradients is not None:
             with self.times.stage("codes"):
-                codes = {key: layer_codes(found, gradients) for key, found in bases.items()}
+                codes = layer_codes(bases, gradients)
         with self.times.stage("write"):
-            write_statistics(self.partial.folder, layer, moments)
             write_bases(self.partial.folder, layer, bases)
             if codes is not None:
                 write_codes(self.partial.folder, layer, codes)
@@ -341,7 +283,7 @@ class Calibration:
                 "model_type": config.model_type,
                 **hashes,
             },
-            "candidates": {key: candidate_info(candidate) for key, candidate in job.candidates.items()},
+            "form": form_info(job.form),
             "element_bytes": (config.dtype or torch.float32).itemsize,
             "shape": dataclasses.asdict(job.shape),
             "tokens": about_tokens,
@@ -350,8 +292,6 @@ class Calibration:
             "versions": versions(),
             "stages": self.times.stages,
         }
-        if self.recipe.needs_gradients:
-            info["fisher_top_share"] = self._top_shares()
         write_text(folder / RECIPE, self.recipe.to_yaml())
         write_json(folder / INFO, info)
         self.partial.publish()

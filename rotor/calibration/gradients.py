@@ -14,7 +14,7 @@ gradients: a model whose weights are read layer by layer needs no more memory fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,9 +31,6 @@ from ..runtime.families import Family
 from .capture import StoredKeys, observed_attention
 from .samples import GradientClip, SampleKeeper, TokenSamples
 
-TOP = 0.001
-"""Of the tokens, whose share of the information is told."""
-
 
 @dataclass(frozen=True)
 class LayerFisher:
@@ -42,17 +39,14 @@ class LayerFisher:
     information: second moments of the gradients by what was wanted of keys, values and both; the gradient of the summed
         loss, so that information / tokens is per token. Those of few tokens are shortened.
     samples: keys and values themselves, and the gradients by them, of some tokens, by the same names.
-    top_share: of the trace of the information of keys and values, before any gradient is shortened, what the TOP of the
-        tokens have whose gradients are longest.
     """
 
     information: LayerStatistics
     samples: dict[str, TokenSamples]
-    top_share: float
 
-    def per_token(self, name: str, group_size: int) -> Tensor:
+    def per_token(self, name: str) -> Tensor:
         """The Fisher information of one token's keys or values, [num_groups, n, n], float64."""
-        return self.information.moment(name, group_size) / self.information.tokens
+        return self.information.moment(name) / self.information.tokens
 
     def to_tensors(self) -> dict[str, Tensor]:
         """What `from_tensors` reads: one triangle of each moment in float32, and the samples."""
@@ -60,8 +54,7 @@ class LayerFisher:
         samples = {
             f"{part}.{name}": tensor for name, found in self.samples.items() for part, tensor in vars(found).items()
         }
-        counts = {"tokens": torch.tensor(self.information.tokens), "top_share": torch.tensor(self.top_share)}
-        return moments | samples | counts
+        return moments | samples | {"tokens": torch.tensor(self.information.tokens)}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], shape: AttentionShape, group_size: int) -> LayerFisher:
@@ -74,9 +67,9 @@ class LayerFisher:
         statistics = LayerStatistics(shape, group_size, parts.pop("information"), int(tensors["tokens"]))
         names = next(iter(parts.values()))
         samples = {name: TokenSamples(**{kind: parts[kind][name] for kind in parts}) for name in names}
-        return cls(statistics, samples, float(tensors["top_share"]))
+        return cls(statistics, samples)
 
-    def sampled(self, name: str, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    def sampled(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         """The samples of each group side by side and the gradients by them, [num_groups, samples, n], and their shares,
         [samples]; float64.
         """
@@ -84,7 +77,7 @@ class LayerFisher:
 
         def stacked(tensor: Tensor) -> Tensor:
             wide = tensor.to(torch.float64).flatten(1)
-            return wide.unflatten(1, (tensor.shape[1] // group_size, -1)).transpose(0, 1)
+            return wide.unflatten(1, (-1, self.information.group_size * tensor.shape[2])).transpose(0, 1)
 
         return stacked(found.vectors), stacked(found.gradients), found.share
 
@@ -101,7 +94,7 @@ def fisher_information(
 
     Args:
         rows: [n, seq_len] tokens, written by the model itself.
-        group_size: KV heads whose products are summed; the largest group that is wanted.
+        group_size: KV heads whose products are summed.
         wanted: `value`, and what `stored_name` gives.
         samples: tokens of which keys and values are kept, at most; see SampleKeeper.
         advance: is called with tokens times passes through a layer.
@@ -156,7 +149,6 @@ def _layer_backward(
     clips = {name: GradientClip(tokens) for name in kept}
     stored = StoredKeys(network.model, network.family, network.shape)
     seen: dict[str, Tensor] = {}
-    squares: list[Tensor] = []  # of the gradients by the keys and values of each token
 
     def observe(layer: int, tensors: dict[str, Tensor], output: Tensor) -> None:
         seen.update({name: tensor for name, tensor in tensors.items() if name != "query"})
@@ -179,24 +171,17 @@ def _layer_backward(
             gradients = stored.of(kept, index, seq_len, dict(zip(names, by_all[1:], strict=True)))
             vectors = stored.of(kept, index, seq_len, {name: tensor.detach() for name, tensor in seen.items()})
             information.add(gradients)
-            by_name = dict(zip(names, by_all[1:], strict=True))
-            of_both = (by_name[name].double().square().sum((1, 3)) for name in ("key_post", "value"))
-            squares.append((next(of_both) + next(of_both)).flatten())
             for name, by_them in gradients.items():
                 kept[name].add(vectors[name], by_them)
                 clips[name].add(by_them)
             advance(2 * hidden.shape[0] * hidden.shape[1])
     excess.add({name: clip.excess() for name, clip in clips.items()})
     information.sums = {name: (information.sums[name] - excess.sums[name]).cpu() for name in kept}
-    found = {name: keeper.samples() for name, keeper in kept.items()}
-    shortened = {name: clips[name].shortened(part.gradients) for name, part in found.items()}
-    by_token = torch.cat(squares)
-    longest = by_token.topk(max(1, round(TOP * tokens))).values
-    return LayerFisher(
-        information,
-        {name: TokenSamples(part.vectors, shortened[name], part.share) for name, part in found.items()},
-        float(longest.sum() / by_token.sum()),
-    )
+    found = {}
+    for name, keeper in kept.items():
+        own = keeper.samples()
+        found[name] = replace(own, gradients=clips[name].shortened(own.gradients))
+    return LayerFisher(information, found)
 
 
 def weight_information(

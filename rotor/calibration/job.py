@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from ..data.readiness import check_text
-from ..errors import UsageError
-from ..format.layout import AttentionShape
+from ..format.layout import AttentionShape, LayerForm
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
 from ..models.hardware import pick_device, pick_dtype
@@ -18,17 +17,12 @@ from ..models.memory import Estimates, stream_weights
 from ..recipe import Recipe
 from ..recipe.settings import CalibrationSettings
 from ..runtime.families import Family
-from .candidates import Candidates, wanted_moments
-from .outline import ModelOutline, largest_group, needs_whole_model
-from .processes import ALONE, Processes
+from .outline import ModelOutline, needs_whole_model, wanted_moments
 
 
 @dataclass(frozen=True)
 class CalibrationJob:
-    """A calibration request, with everything that is known before any work.
-
-    candidates: by key.
-    """
+    """A calibration request, with everything that is known before any work."""
 
     settings: CalibrationSettings
     out: OutputFolder
@@ -36,25 +30,19 @@ class CalibrationJob:
     checkpoint: Checkpoint
     outline: ModelOutline
     recipe: Recipe
-    candidates: Candidates
+    form: LayerForm
     device: torch.device
     dtype: torch.dtype
-    processes: Processes = ALONE
 
     @classmethod
-    def check(cls, settings: CalibrationSettings, processes: Processes = ALONE) -> CalibrationJob:
+    def check(cls, settings: CalibrationSettings) -> CalibrationJob:
         """Raises RotorError where the request cannot be carried out."""
         recipe, out = settings.check(), OutputFolder.at(settings.out, "run")
-        if processes.count > 1 and recipe.prune.kmeans is not None:
-            raise UsageError(
-                f"prune.kmeans with {processes.count} processes: centroids of parts are not those of the whole.",
-                "Run it in one process, or give --set prune.kmeans=null.",
-            )
         source = find_source(settings.model, settings.revision)
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
-        candidates = outline.candidates(recipe)
-        device = pick_device(processes.device(settings.compute.device))
+        form = outline.form(recipe)
+        device = pick_device(settings.compute.device)
         job = cls(
             settings,
             out,
@@ -62,14 +50,12 @@ class CalibrationJob:
             checkpoint,
             outline,
             recipe,
-            candidates,
+            form,
             device,
             pick_dtype(settings.compute.dtype, outline.dtype, device),
-            processes,
         )
         job.check_out()
-        if processes.is_first:
-            check_text(recipe, checkpoint.config, checkpoint.tokenizer)  # also refuses a tokenizer that does not load
+        check_text(recipe, checkpoint.config, checkpoint.tokenizer)  # also refuses a tokenizer that does not load
         return job
 
     def check_out(self) -> None:
@@ -80,12 +66,7 @@ class CalibrationJob:
     @property
     def wanted(self) -> frozenset[str]:
         """Names of the moments."""
-        return wanted_moments(self.recipe, self.candidates)
-
-    @property
-    def group_size(self) -> int:
-        """Of the largest groups."""
-        return largest_group(self.candidates)
+        return wanted_moments(self.recipe, self.form)
 
     @property
     def family(self) -> Family:
@@ -98,7 +79,7 @@ class CalibrationJob:
     def streams(self) -> tuple[bool, str]:
         """Whether weights are read layer by layer, and the estimate in words; raises UsageError if they cannot be."""
         offload, whole = self.settings.compute.offload, needs_whole_model(self.recipe)
-        return stream_weights(offload, self.estimates(), self.device, whole, self.processes.count)
+        return stream_weights(offload, self.estimates(), self.device, whole)
 
     def estimates(self) -> Estimates:
         return self.outline.calibration(self.recipe, self.device, self.dtype, self.settings.batch_tokens)

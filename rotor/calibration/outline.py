@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ..bases.layer import needed_statistics
 from ..bases.moments import CHUNK_BYTES, JOINT
 from ..codes.quantiser import SAMPLES
-from ..format.layout import AttentionShape, Candidate
+from ..format.layout import AttentionShape, LayerForm
 from ..models.checkpoint import Checkpoint
 from ..models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates, WholeModel
 from ..models.projections import longest_row
 from ..recipe import Evaluation, Recipe
 from ..recipe.metric_registry import primitive_metrics
 from ..runtime.families import FAMILIES, Family, attention_shape, find_family
-from .candidates import Candidates, Frequencies, candidates_of, wanted_moments
+from .form import Frequencies, layer_form
 
 LIBRARIES_BYTES = 600 << 20
 """Resident memory of Python with torch and transformers imported and used (measured: 0.45 to 0.6 GB)."""
@@ -88,19 +89,19 @@ class ModelOutline:
         found = {rotary_frequencies(self.config, layer) for layer in range(self.shape.num_layers)}
         return None if None in found else sorted(of_kind for of_kind in found if of_kind)
 
-    def candidates(self, recipe: Recipe) -> Candidates:
-        """What each layer may be compressed to; see `candidates_of`."""
-        return candidates_of(recipe, self.shape, self.frequencies)
+    def form(self, recipe: Recipe) -> LayerForm:
+        """What every layer is compressed to; see `layer_form`."""
+        return layer_form(recipe, self.shape, self.frequencies)
 
     def calibration(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, batch_tokens: int) -> Estimates:
         """Estimate what `rotor calibrate` takes."""
-        shape, candidates, number = self.shape, self.candidates(recipe), dtype.itemsize
-        moments, seq_len = wanted_moments(recipe, candidates), longest_row(recipe.tokens.seq_len, self.config)
+        shape, form, number = self.shape, self.form(recipe), dtype.itemsize
+        moments, seq_len = wanted_moments(recipe, form), longest_row(recipe.tokens.seq_len, self.config)
         num_rows = -(-recipe.tokens.count // seq_len)
-        count, group_size = num_rows * seq_len, largest_group(candidates)
+        count, group_size = num_rows * seq_len, form.group_size
         groups, width, kv_width = shape.num_kv_heads // group_size, group_size * shape.head_dim, _kv_width(shape)
         elements = _moment_elements(shape, group_size, moments)
-        bases = sum(_bases_bytes(shape, candidate) for candidate in candidates.values())
+        bases = _bases_bytes(shape, form)
         statistics = 8 * sum(elements.values())
         if recipe.prune.kmeans is not None:  # vectors and centroids of queries, keys and values, a few times
             statistics += 24 * (max(1024, 3 * recipe.prune.kmeans) + recipe.prune.kmeans) * 3 * kv_width
@@ -108,18 +109,17 @@ class ModelOutline:
         solving = statistics + 8 * max(elements.values()) + 96 * groups * width**2
         solving += 8 * (shape.num_heads * shape.head_dim + kv_width) * shape.hidden_size
         running = statistics + self._activations(max(1, batch_tokens // seq_len) * seq_len, group_size, number, moments)
-        stored, gradients, codes = 8 * sum(elements.values()), 0, 0
-        if "output" in elements:  # float32, and only one triangle of it
-            stored += 2 * shape.num_heads * width * (width + 1) - 8 * elements["output"]
+        gradients = codes = 0
+        outputs = 2 * shape.num_heads * width * (width + 1) if recipe.bases.refit else 0  # float32, one triangle
         if recipe.needs_gradients:
             # Moments of the gradients, one triangle in float32, and samples, until a layer's codes are there; backward
             # through one layer keeps what it computed.
-            latent = width * (2 if any(candidate.joint for candidate in candidates.values()) else 1)
+            latent = width * (2 if form.joint else 1)
             tokens = min(count, recipe.codes.tokens)
             gradients = 3 * groups * (2 * latent * (latent + 1) + 8 * min(tokens, SAMPLES) * latent)
             running, solving = 3 * running, solving + 3 * gradients
-            codes = len(candidates) * 2 * 17 * 8 * kv_width  # weight, variance, three numbers at each of five widths
-        kept_bytes = shape.num_layers * (stored + bases + codes)
+            codes = 2 * 17 * 8 * kv_width  # weight, variance, three numbers at each of five widths
+        kept_bytes = shape.num_layers * (outputs + bases + codes)
         disk_bytes = kept_bytes + shape.num_layers * gradients + 2 * count * shape.hidden_size * number  # hidden states
         on_gpu = device.type == "cuda"
         stages = {"activations and statistics of one layer": running if on_gpu else max(running, solving)}
@@ -134,13 +134,12 @@ class ModelOutline:
 
     def evaluation(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Estimates:
         """Estimate what measuring accuracy takes (`rotor export --accuracy`): each layer rewritten, run, dropped."""
-        spec, shape, candidates = recipe.evaluation, self.shape, self.candidates(recipe).values()
-        widest = max(candidates, key=lambda candidate: candidate.group_size)._replace(joint=False)
+        spec, shape, form = recipe.evaluation, self.shape, self.form(recipe)._replace(joint=False)
         attention = 2 * (shape.num_heads * shape.head_dim + _kv_width(shape)) * shape.hidden_size
-        outputs = shape.num_heads * (widest.group_size * shape.head_dim) ** 2 * 8 if recipe.bases.refit else 0
-        rewriting = 3 * outputs + 3 * _bases_bytes(shape, widest) + attention * 2 * 8
+        outputs = shape.num_heads * (form.group_size * shape.head_dim) ** 2 * 8 if recipe.bases.refit else 0
+        rewriting = 3 * outputs + 3 * _bases_bytes(shape, form) + attention * 2 * 8
         scoring = LOGIT_COPIES * max(LOGIT_BYTES[device.type], HEAD_POSITIONS * 4 * self.config.vocab_size)
-        work = {"activations": max(self._activations(2048, widest.group_size, dtype.itemsize), scoring)}
+        work = {"activations": max(self._activations(2048, form.group_size, dtype.itemsize), scoring)}
         searched = spec.search_tokens + _prompt_tokens(spec, primitive_metrics(spec.metric))
         rows = max(searched, spec.report_tokens + _prompt_tokens(spec, ("lookup", "copy")))
         disk_bytes = 3 * rows * shape.hidden_size * dtype.itemsize  # of hidden states
@@ -152,10 +151,10 @@ class ModelOutline:
 
         Of a mixture of experts, as if all of them worked.
         """
-        tokens, shape, candidates = recipe.tokens.count, self.shape, self.candidates(recipe)
+        tokens, shape, form = recipe.tokens.count, self.shape, self.form(recipe)
         layers = 2.0 * sum(self.layers)
         whole = layers + 2.0 * max(self.vocabulary, default=0)
-        elements = _moment_elements(shape, largest_group(candidates), wanted_moments(recipe, candidates))
+        elements = _moment_elements(shape, form.group_size, wanted_moments(recipe, form))
         per_token = sum(count * (shape.heads_per_kv if name == "query" else 1) for name, count in elements.items())
         flops = {"text": whole * tokens} if recipe.tokens.source == "synthetic" else {}
         if recipe.needs_gradients:  # forward once, then each layer again and twice as much backward
@@ -202,9 +201,9 @@ class ModelOutline:
         return tokens * numbers * number_bytes + 2 * max(copies, head)
 
 
-def largest_group(candidates: Candidates) -> int:
-    """The size of the largest groups among candidates."""
-    return max(candidate.group_size for candidate in candidates.values())
+def wanted_moments(recipe: Recipe, form: LayerForm) -> frozenset[str]:
+    """Names of the moments that the recipe's methods read."""
+    return needed_statistics(recipe.bases.qk, recipe.bases.vo, form, recipe.bases.refit)
 
 
 def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
@@ -260,9 +259,9 @@ def _moment_elements(shape: AttentionShape, group_size: int, moments: frozenset[
     return {name: joint if name.startswith(JOINT) else blocks.get(name, groups * width**2) for name in moments}
 
 
-def _bases_bytes(shape: AttentionShape, candidate: Candidate) -> int:
-    """Both sides of one candidate of one layer, encode and decode, float64."""
-    return (8 if candidate.joint else 4) * 8 * _kv_width(shape) * candidate.group_size * shape.head_dim
+def _bases_bytes(shape: AttentionShape, form: LayerForm) -> int:
+    """Both sides of one layer, encode and decode, float64."""
+    return (8 if form.joint else 4) * 8 * _kv_width(shape) * form.group_size * shape.head_dim
 
 
 def _kv_width(shape: AttentionShape) -> int:

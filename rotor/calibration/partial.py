@@ -1,7 +1,7 @@
 """An unfinished run: what calibration has done so far, layer by layer, in a folder beside the run (`RUN.partial`).
 
 A layer counts as done when `work/progress.json` says so, which is written last and holds the SHA-256 of its files. The
-hidden states that enter the next layer are kept likewise, so that a resumed run goes on exactly where the other ended.
+hidden states that enter the next layer are among them, so that a resumed run goes on exactly where the other ended.
 The folder becomes the run with all of `work/`, which goes last: at no moment is there a partial run that does not say
 what it was begun with.
 """
@@ -28,7 +28,7 @@ from ..logs import log
 from ..models.layerwise import new_states
 
 FINGERPRINT, PROGRESS, WORK = "fingerprint.json", "progress.json", "work"
-LAYER_FOLDERS = ("statistics", "bases", "codes")
+LAYER_FOLDERS = ("bases", "codes")
 START_AGAIN = "Give --overwrite to start again."
 
 
@@ -36,11 +36,11 @@ class PartialRun:
     """The folder `OUT.partial`. Whoever writes to it holds the lock of OUT (see rotor.format.locks).
 
     Args:
-        out: the run folder that it will become. rank: of the process whose hidden states these are.
+        out: the run folder that it will become.
     """
 
-    def __init__(self, out: OutputFolder, rank: int = 0) -> None:
-        self.out, self.folder, self.rank = out, out.partial, rank
+    def __init__(self, out: OutputFolder) -> None:
+        self.out, self.folder = out, out.partial
         self.work, self.resumed = self.folder / WORK, False
 
     @property
@@ -109,44 +109,20 @@ class PartialRun:
 
     def commit(self, finished_layers: int) -> None:
         """All files of the layers before are on disk, and so are the states that enter the next."""
-        files = self._done()
-        for name in entries_below(self.folder):
-            if name.split("/")[0] in LAYER_FOLDERS and name.endswith(".safetensors") and name not in files:
-                files[name] = file_sha256(self.folder / name)
+        done, names = self._done(), [f"{WORK}/{self._states(finished_layers).name}"]
+        names += [name for name in entries_below(self.folder) if name.split("/")[0] in LAYER_FOLDERS]
+        sync(self.folder / names[0])
+        files = {name: done.get(name) or file_sha256(self.folder / name) for name in names}
         sync(self.work)
         write_json(self.work / PROGRESS, {"finished_layers": finished_layers, "files": files})
+        self._states(finished_layers - 1).unlink(missing_ok=True)
 
     def states(self, layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Room for the hidden states that enter a layer."""
+        """Room for the hidden states that enter a layer; those of a resumed run are in it."""
         return new_states(shape, dtype, self._states(layer))
 
-    def keep_states(self, layer: int) -> None:
-        """The hidden states that enter a layer are complete: they are on the disk when this returns."""
-        path = self._states(layer)
-        sync(path)
-        write_json(path.with_suffix(".json"), {"sha256": file_sha256(path)})
-
-    def kept_states(self, layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The hidden states that enter a layer, as they were kept; others of this process are removed.
-
-        Raises:
-            CheckpointError: they are gone, or not what was kept.
-        """
-        path = self._states(layer)
-        _check(path, read_json(path.with_suffix(".json"), START_AGAIN).get("sha256"), f"layer {layer} was to begin")
-        for other in self.work.glob(f"states-{self.rank}-*"):
-            if other.stem != path.stem:
-                other.unlink()
-        return self.states(layer, shape, dtype)
-
-    def drop_states(self, layer: int) -> None:
-        """The hidden states that entered a layer, once what comes after it is done for good."""
-        path = self._states(layer)
-        path.unlink(missing_ok=True)
-        path.with_suffix(".json").unlink(missing_ok=True)
-
     def _states(self, layer: int) -> Path:
-        return self.work / f"states-{self.rank}-{layer:04d}.bin"
+        return self.work / f"states-{layer:04d}.bin"
 
     def _progress(self) -> dict[str, Any]:
         path = self.work / PROGRESS
@@ -167,10 +143,12 @@ class PartialRun:
 
     def publish(self) -> None:
         """The folder becomes the run."""
+        files = {name: digest for name, digest in self._done().items() if not name.startswith(WORK)}
+        write_json(self.work / PROGRESS, {"finished_layers": self.finished_layers, "files": files})
         for path in self.work.iterdir():
             if path.name not in (FINGERPRINT, PROGRESS):  # what is large; the rest is needed until the run is there
-                path.unlink(missing_ok=True)  # another process may drop its states now
-        write_manifest(self.folder, "run", self._done())
+                path.unlink()
+        write_manifest(self.folder, "run", files)
         publish_folder(self.folder, self.out)
         shutil.rmtree(self.out.path / WORK)
 

@@ -119,14 +119,13 @@ class ClusteredStatistics(LayerStatistics):
         return StreamingKMeans(self.prune.kmeans, seed)
 
     def finish(self) -> LayerStatistics:
-        """The moments of the centroids, sum_c n_c c c^T; not weighted, all that stand for any vector count alike."""
+        """The moments of the centroids, sum_c n_c c c^T, for n_c vectors that a centroid c stands for."""
         result = LayerStatistics(self.shape, self.group_size, self.sums, self.tokens).finish()
         for name, streams in self.clusters.items():
             moments, totals = [], []
             for centroids, counts in (stream.finish() for stream in streams):
-                weights = counts if self.prune.weighted else (counts > 0) * (self.tokens / len(counts))
-                moments.append(torch.from_numpy((centroids * weights[:, None]).T @ centroids))
-                totals.append(torch.from_numpy(weights @ centroids))
+                moments.append(torch.from_numpy((centroids * counts[:, None]).T @ centroids))
+                totals.append(torch.from_numpy(counts @ centroids))
             result.sums[name] = torch.stack(moments)
             if name not in UNCENTRED:
                 result.sums[f"{name}_mean"] = torch.stack(totals)

@@ -1,14 +1,13 @@
 """The run folder: what calibration found, and what searches measured.
 
-RUN/  recipe.yaml  run.json  statistics/layer-0000.safetensors ...  bases/layer-0000.safetensors ...
-      codes/layer-0000.safetensors ...  fisher.safetensors  tables/KEY.json ...  probes/KEY.json ...  log.txt
+RUN/  recipe.yaml  run.json  bases/layer-0000.safetensors ...  codes/layer-0000.safetensors ...  fisher.safetensors
+       tables/KEY.json ...  probes/KEY.json ...  log.txt
 
 Files of a layer are written when it is done and read when it is needed, so that no command holds those of all layers.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..bases.layer import LayerBases, check_stored
-from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
+from ..bases.moments import pack_symmetric, unpack_symmetric
 from ..bases.pair import BasisPair
 from ..checked import Reader
 from ..codes.layer import MEASURED, GroupChannels, LayerCodes, SideCodes, coded_bases
@@ -27,10 +26,10 @@ from ..errors import CheckpointError, MissingError, UsageError
 from ..format.atomic import replacing
 from ..format.file_names import RECIPE
 from ..format.json_files import check_regular
-from ..format.layout import AttentionShape, Candidate, KeyForm
+from ..format.layout import AttentionShape, KeyForm, LayerForm
 from ..format.manifest import Manifest
 from ..format.publishing import write_tensors
-from ..format.schemas import CandidateInfo, RunInfo, check_run, read_file
+from ..format.schemas import FormInfo, RunInfo, check_run, read_file
 from ..models.hub import find_model
 from ..recipe import Recipe, load_recipe
 
@@ -40,38 +39,14 @@ CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
 
 def layer_path(folder: Path, kind: str, layer: int) -> Path:
-    """The file of a layer's `statistics`, `bases` or `codes`."""
+    """The file of a layer's `bases` or `codes`."""
     return folder / kind / f"layer-{layer:04d}.safetensors"
 
 
-def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> None:
-    """Write one layer's moments, float64; those of the attention outputs as pack_symmetric keeps them."""
-    # One key, since safetensors writes several in any order, and equal runs are to have equal files.
-    metadata = {"rotor": json.dumps({"tokens": statistics.tokens, "group_size": statistics.group_size})}
-    tensors = {n: pack_symmetric(t) if n == "output" else t.contiguous() for n, t in sorted(statistics.sums.items())}
-    _write(layer_path(folder, "statistics", layer), tensors, metadata)
-
-
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     path.parent.mkdir(exist_ok=True)
     with replacing(path) as temporary:
-        write_tensors(temporary, tensors, metadata)
-
-
-def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerStatistics:
-    """Raises CheckpointError if the layer's file is missing or damaged."""
-    path = layer_path(folder, "statistics", layer)
-    tensors = _Stored(path)
-    try:
-        counts = json.loads(tensors.metadata["rotor"][:1000])
-        tokens, group_size = int(counts["tokens"]), int(counts["group_size"])
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable ({error!r}).", CALIBRATE_AGAIN) from error
-    sums = {name: unpack_symmetric(tensor) if name == "output" else tensor for name, tensor in tensors.items()}
-    statistics = LayerStatistics(shape, group_size, sums, tokens)
-    statistics.check_shapes(str(path))
-    statistics.check_finite(f"{path}: layer {layer}", CALIBRATE_AGAIN)
-    return statistics
+        write_tensors(temporary, tensors)
 
 
 class _Stored(dict[str, Tensor]):
@@ -87,7 +62,6 @@ class _Stored(dict[str, Tensor]):
         try:
             with safe_open(path, framework="pt") as handle:
                 self.update({name: handle.get_tensor(name) for name in (handle.keys() if names is None else names)})
-                self.metadata: dict[str, str] = handle.metadata() or {}
         except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
 
@@ -113,25 +87,25 @@ def read_fisher(folder: Path, shape: AttentionShape) -> Tensor:
     return found
 
 
-def write_bases(folder: Path, layer: int, bases: dict[str, LayerBases]) -> None:
-    """Write all columns of the bases of a layer's candidates, float64, with their singular values."""
+def write_bases(folder: Path, layer: int, bases: LayerBases) -> None:
+    """Write all columns of the bases of a layer, float64, with their singular values, and what W_o is refitted by."""
     tensors: dict[str, Tensor] = {}
-    for key, candidate in bases.items():
-        for side, pair in (("qk", candidate.qk), ("vo", candidate.vo)):
-            tensors[f"{key}.{side}.encode"] = pair.encode.contiguous()
-            if not pair.is_orthonormal:
-                tensors[f"{key}.{side}.decode"] = pair.decode.contiguous()
-            tensors[f"{key}.{side}.singular_values"] = pair.singular_values.contiguous()
+    for side, pair in (("qk", bases.qk), ("vo", bases.vo)):
+        tensors[f"{side}.encode"] = pair.encode.contiguous()
+        if not pair.is_orthonormal:
+            tensors[f"{side}.decode"] = pair.decode.contiguous()
+        tensors[f"{side}.singular_values"] = pair.singular_values.contiguous()
+    if bases.outputs is not None:
+        tensors["outputs"] = pack_symmetric(bases.outputs)
     _write(layer_path(folder, "bases", layer), tensors)
 
 
-def write_codes(folder: Path, layer: int, codes: dict[str, LayerCodes]) -> None:
-    """Write what is known of the codes of each channel of a layer's candidates, float64."""
+def write_codes(folder: Path, layer: int, codes: LayerCodes) -> None:
+    """Write what is known of the codes of each channel of a layer, float64."""
     tensors = {
-        f"{key}.{side}.{name}": tensor.contiguous()
-        for key, candidate in codes.items()
-        for side, codes in zip(SIDES, candidate.sides, strict=False)  # values may share the latent of keys
-        for name, tensor in vars(codes).items()
+        f"{side}.{name}": tensor.contiguous()
+        for side, found in zip(SIDES, codes.sides, strict=False)  # values may share the latent of keys
+        for name, tensor in vars(found).items()
     }
     _write(layer_path(folder, "codes", layer), tensors)
 
@@ -194,11 +168,6 @@ class Run:
         return frozenset(map(str, self.info.get("tokens", {}).get("documents_sha256", ())))
 
     @property
-    def top_shares(self) -> str:
-        """Of each layer's Fisher information, the share of the 0.1 % of tokens with most of it, as it is shown."""
-        return ", ".join(f"{share:.2f}" for share in self.info.get("fisher_top_share", ()))
-
-    @property
     def model_folder(self) -> Path:
         """Where the calibrated model was."""
         return Path(self.info["model"]["path"])
@@ -214,113 +183,84 @@ class Run:
             return find_model(model["hub_id"], model["revision"]).folder
         return self.model_folder
 
-    def bases(self) -> RunBases:
-        """The bases of each layer's candidates by key, read when they are asked for."""
-        return RunBases(self)
+    def bases(self, channels: Sequence[GroupChannels] | None = None) -> RunBases:
+        """The bases of each layer, read when they are asked for; see RunBases."""
+        return RunBases(self, channels)
 
-    def layer_bases(self, layer: int) -> dict[str, LayerBases]:
-        """The bases of one layer's candidates, by key.
+    def layer_bases(self, layer: int) -> LayerBases:
+        """The bases of one layer.
 
         Raises:
             CheckpointError: the layer's file is missing, damaged or does not fit run.json.
         """
-        path = layer_path(self.folder, "bases", layer)
-        tensors = _Stored(path)
-        statistics = read_statistics(self.folder, layer, self.shape) if self.recipe.bases.refit else None
-        found = {}
-        for key, candidate in self.candidates.items():
-            pairs = []
-            for side in SIDES:
-                encode, values = tensors[f"{key}.{side}.encode"], tensors[f"{key}.{side}.singular_values"]
-                pairs.append(BasisPair(encode, tensors.get(f"{key}.{side}.decode", encode), values))
-            outputs = None if statistics is None else statistics.moment("output", candidate.group_size)
-            found[key] = LayerBases(candidate.form, candidate.group_size, pairs[0], pairs[1], outputs, candidate.joint)
-            found[key].check(self.shape, f"{path}: {key}")
+        path, form = layer_path(self.folder, "bases", layer), self.form
         self.verify(path)
-        if statistics is not None:
-            self.verify(layer_path(self.folder, "statistics", layer))
+        tensors = _Stored(path)
+
+        def pair(side: str) -> BasisPair:
+            encode = tensors[f"{side}.encode"]
+            return BasisPair(encode, tensors.get(f"{side}.decode", encode), tensors[f"{side}.singular_values"])
+
+        outputs = unpack_symmetric(tensors["outputs"]) if self.recipe.bases.refit else None
+        found = LayerBases(form.keys, form.group_size, pair("qk"), pair("vo"), outputs, form.joint)
+        found.check(self.shape, str(path))
         return found
 
-    def layer_codes(self, layer: int) -> dict[str, LayerCodes]:
-        """What is known of the codes of one layer's candidates, by key; raises likewise."""
+    def layer_codes(self, layer: int) -> LayerCodes:
+        """What is known of the codes of one layer; raises likewise."""
         path = layer_path(self.folder, "codes", layer)
-        tensors, found = _Stored(path), {}
-        for key, candidate in self.candidates.items():
-            sides = []
-            for side in SIDES[: 2 - candidate.joint]:
-                parts = {part.name: tensors[f"{key}.{side}.{part.name}"] for part in fields(SideCodes)}
-                for part, tensor in parts.items():
-                    widths = () if part in ("weight", "variance") else (len(MEASURED),)
-                    check_stored(tensor, (*widths, *self.columns(candidate)), f"{path}: {key}.{side}.{part}")
-                sides.append(SideCodes(**parts))
-            found[key] = LayerCodes(sides[0], None if candidate.joint else sides[1])
+        tensors, sides = _Stored(path), []
+        for side in SIDES[: 2 - self.form.joint]:
+            parts = {part.name: tensors[f"{side}.{part.name}"] for part in fields(SideCodes)}
+            for part, tensor in parts.items():
+                widths = () if part in ("weight", "variance") else (len(MEASURED),)
+                check_stored(tensor, (*widths, *self.columns), f"{path}: {side}.{part}")
+            sides.append(SideCodes(**parts))
         self.verify(path)
-        return found
+        return LayerCodes(sides[0], None if self.form.joint else sides[1])
+
+    def spectra(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Singular values of qk and of vo of one layer, each [num_groups, columns]; raises likewise."""
+        path, names = layer_path(self.folder, "bases", layer), [f"{side}.singular_values" for side in SIDES]
+        tensors = _Stored(path, names)
+        for name in names:
+            check_stored(tensors[name], self.columns, f"{path}: {name}")
+        self.verify(path)
+        return tensors[names[0]], tensors[names[1]]
 
     @property
-    def candidates(self) -> dict[str, Candidate]:
-        """What each layer may be compressed to, by key."""
-        return {
-            key: Candidate(KeyForm(c["rope_block"], c["fast_planes"]), c["group_size"], c["joint"])
-            for key, c in self.info["candidates"].items()
-        }
+    def form(self) -> LayerForm:
+        """What every layer is compressed to."""
+        form = self.info["form"]
+        return LayerForm(KeyForm(form["rope_block"], form["fast_planes"]), form["group_size"], form["joint"])
 
-    def columns(self, candidate: Candidate) -> tuple[int, int]:
+    @property
+    def columns(self) -> tuple[int, int]:
         """Groups of a layer, and the columns of each of their latents."""
-        size = candidate.group_size
-        return self.shape.num_kv_heads // size, size * self.shape.head_dim * (2 if candidate.joint else 1)
+        _, size, joint = self.form
+        return self.shape.num_kv_heads // size, size * self.shape.head_dim * (2 if joint else 1)
 
 
-def candidate_info(candidate: Candidate) -> CandidateInfo:
-    """A candidate as run.json has it."""
-    form, group_size, joint = candidate
-    return {**form._asdict(), "group_size": group_size, "joint": joint}  # type: ignore[typeddict-item]
+def form_info(form: LayerForm) -> FormInfo:
+    """The form of layers as run.json has it."""
+    return {**form.keys._asdict(), "group_size": form.group_size, "joint": form.joint}  # type: ignore[typeddict-item]
 
 
-class RunBases(Sequence[dict[str, LayerBases]]):
-    """The bases of a run's layers; each is read when it is asked for, and not kept."""
+class RunBases(Sequence[LayerBases]):
+    """The bases of a run's layers; each is read when it is asked for, and not kept.
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    channels: where columns are codes: those of a plan, by which they are ordered and coded.
+    """
+
+    def __init__(self, run: Run, channels: Sequence[GroupChannels] | None = None) -> None:
+        self.run, self.channels = run, channels
 
     def __len__(self) -> int:
         return self.run.shape.num_layers
 
     def __getitem__(self, index: Any) -> Any:
-        return self.run.layer_bases(range(len(self))[index])
-
-    def spectra(self, layer: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Singular values of qk and of vo of one layer's candidates, each [num_groups, columns]; raises likewise."""
-        path = layer_path(self.run.folder, "bases", layer)
-        expected = {key: self.run.columns(candidate) for key, candidate in self.run.candidates.items()}
-        tensors = _Stored(path, [f"{key}.{side}.singular_values" for key in expected for side in SIDES])
-
-        def read(key: str, side: str) -> Tensor:
-            values = tensors[f"{key}.{side}.singular_values"]
-            check_stored(values, expected[key], f"{path}: {key}: {side}.singular_values")
-            return values
-
-        self.run.verify(path)
-        return {key: (read(key, "qk"), read(key, "vo")) for key in expected}
-
-    def select(self, choice: Sequence[str], channels: list[GroupChannels] | None = None) -> ChosenBases:
-        """The chosen candidate of each layer; where columns are codes, ordered and coded as a plan says."""
-        return ChosenBases(self, choice, channels)
-
-
-class ChosenBases(Sequence[LayerBases]):
-    """Bases of one candidate of each layer; read when it is asked for, and not kept."""
-
-    def __init__(self, bases: RunBases, choice: Sequence[str], channels: list[GroupChannels] | None = None) -> None:
-        self.bases, self.choice, self.channels = bases, tuple(choice), channels
-
-    def __len__(self) -> int:
-        return len(self.bases)
-
-    def __getitem__(self, index: Any) -> Any:
         index = range(len(self))[index]
-        key = self.choice[index]
-        found = self.bases[index][key]
+        found = self.run.layer_bases(index)
         if self.channels is None:
             return found
-        return coded_bases(found, self.bases.run.layer_codes(index)[key], self.channels[index])
+        return coded_bases(found, self.run.layer_codes(index), self.channels[index])

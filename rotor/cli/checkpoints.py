@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.text import Text
 
-from ..logs import is_first_process
 from .app import check_folder, command, numbers, resumable, split
 from .console import in_interval, print_seconds, print_table, say
 from .options import NONE, Count, MemoryOptions, Printed
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 @command(
     epilog="Example: rotor calibrate artifacts/demo-model -o runs/demo --recipe fdc --set tokens.count=16384. "
-    "Several processes that share the tokens: torchrun --nproc-per-node 4 -m rotor calibrate ... "
     "After an interruption: the same command with --resume."
 )
 def calibrate(
@@ -59,19 +57,15 @@ def calibrate(
     progress = output.progress()
     with resumable(lambda: _how_to_resume(out)):
         run = run_calibration(settings, progress)
-    if is_first_process():
-        data = {"run": str(run.folder), "recipe": run.recipe.name, **run.info}
-        output.show(data, lambda: _print_run(run, Checkpoint(run.model_folder).tokenizer is not None))
+    data = {"run": str(run.folder), "recipe": run.recipe.name, **run.info}
+    output.show(data, lambda: _print_run(run, Checkpoint(run.model_folder).tokenizer is not None))
 
 
 def _print_run(run: Run, measurable: bool) -> None:
-    candidates = ", ".join(f"{key} joint" if found.joint else key for key, found in run.candidates.items())
     say(
-        f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (keys-group size) {candidates}, "
+        f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, {run.form.in_words(run.shape)}, "
         f"{run.info['tokens']['count']} tokens"
     )
-    if run.top_shares:
-        say(f"Share of each layer's Fisher information in the top 0.1 % of tokens: {run.top_shares}")
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
     folder = shlex.quote(str(run.folder))
     if measurable:
@@ -98,10 +92,8 @@ def export(
     compute: MemoryOptions,
     output: Printed,
     accuracy: float | None = None,
-    confidence: float | None = None,
     compression: float | None = None,
     removal_rate: float | None = None,
-    objective: str | None = None,
     overrides: list[str] = NONE,
     no_measure: bool = False,
     cache: str | None = None,
@@ -112,27 +104,24 @@ def export(
 
     An --accuracy measures the points that its search needs, and keeps them in the run; the report split is measured
     once, for the point that is written. Of the recipe, --set can still change the sections ranks, codes, evaluation,
-    search, objective and cache.
+    search and cache.
 
     Args:
         run: Run folder that `rotor calibrate` wrote.
         out: Checkpoint folder to write.
         accuracy: Remove as much as keeps this accuracy (ratio to the model) on the search split.
-        confidence: 0.95: the lower end of the 95 % interval has to reach --accuracy, not the value alone.
         compression: Remove at least this share of the KV cache.
         removal_rate: Singular-value removal rate.
-        objective: memory (bytes of cache), latency (predicted decode time on objective.device), or a weight from 0 to 1
-            between.
         cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), or a YAML
             file.
         without_weights: Write bases in place of weights, which are rewritten from the source's on loading.
     """
     from ..recipe.settings import ExportSettings, Goal
 
-    goal = Goal(accuracy, compression, removal_rate, confidence)
+    goal = Goal(accuracy, compression, removal_rate)
     how: dict[str, Any] = {"overwrite": overwrite, "measure": not no_measure, "cache": cache}
     how["without_weights"] = without_weights
-    settings = ExportSettings(run, out, goal, tuple(overrides), objective, compute.checked(), **how)
+    settings = ExportSettings(run, out, goal, tuple(overrides), compute.checked(), **how)
     settings.check()
 
     from ..export.export import run_export
@@ -212,7 +201,7 @@ def validate(folders: list[Path], options: ValidateOptions, output: Printed, no_
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
 
     Args:
-        folders: One or more folders that `rotor export` wrote.
+        folders: One or more folders that `rotor export` wrote; with --cache also uncompressed models.
         model: Source model, if it is not where it was; checkpoints without weights take them from it.
         run: Run folder, if it is not where it was.
         recipe: Recipe whose section evaluation says how accuracy is measured.
@@ -225,7 +214,7 @@ def validate(folders: list[Path], options: ValidateOptions, output: Printed, no_
     from ..validation.validate import validate as run_validate
 
     how: dict[str, Any] = vars(options) | {"measure": not no_measure, "progress": output.progress()}
-    how |= {"tasks": split(options.tasks or ""), "lengths": numbers("--lengths", options.lengths)}
+    how |= {"tasks": split(options.tasks or ""), "lengths": numbers("--lengths", options.lengths), "shared": {}}
     results = [run_validate(folder, **how) for folder in folders]
 
     def text() -> None:

@@ -1,4 +1,4 @@
-"""What calibration finds of the codes of one layer's candidate, and its bases with the channels of a plan."""
+"""What calibration finds of the codes of one layer, and its bases with the channels of a plan."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def channels_bytes(channels: list[GroupChannels]) -> int:
 
 @dataclass(frozen=True)
 class SideCodes:
-    """Of one side (keys or values) of a candidate of a layer, batched over its groups; float64.
+    """Of one side (keys or values) of a layer, batched over its groups; float64.
 
     weight: [num_groups, channels], what a squared error of 1 in each channel costs in nats per token. variance:
     likewise, each token weighed by its squared gradient. mean, scale, distortion: [widths, num_groups, channels], at
@@ -70,7 +70,7 @@ class SideCodes:
 
 @dataclass(frozen=True)
 class LayerCodes:
-    """The latents of a candidate of a layer: of keys and of values, or one of both (vo is None)."""
+    """The latents of a layer: of keys and of values, or one of both (vo is None)."""
 
     qk: SideCodes
     vo: SideCodes | None
@@ -95,7 +95,7 @@ class CodedBases(LayerBases):
 
 
 def layer_codes(bases: LayerBases, gradients: Gradients) -> LayerCodes:
-    """Fit the codes of every channel of a candidate at every width, and weigh their errors.
+    """Fit the codes of every channel at every width, and weigh their errors.
 
     An error e of token t costs g_t^2 e^2 / 2. Tokens of large latents often have large gradients, so that the mean of
     the product is not the product of means: codes are fitted, and their distortions measured, with each token's own
@@ -104,17 +104,17 @@ def layer_codes(bases: LayerBases, gradients: Gradients) -> LayerCodes:
     Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """
     if bases.joint:
-        return LayerCodes(_side(bases.stored_name, bases.latents["joint"], bases.group_size, gradients), None)
+        return LayerCodes(_side(bases.stored_name, bases.latents["joint"], gradients), None)
     return LayerCodes(
-        _side(bases.stored_name, bases.qk, bases.group_size, gradients),
-        _side("value", bases.vo, bases.group_size, gradients),
+        _side(bases.stored_name, bases.qk, gradients),
+        _side("value", bases.vo, gradients),
     )
 
 
-def _side(name: str, pair: BasisPair, group_size: int, gradients: Gradients) -> SideCodes:
-    information = gradients.per_token(name, group_size)
+def _side(name: str, pair: BasisPair, gradients: Gradients) -> SideCodes:
+    information = gradients.per_token(name)
     weight = torch.einsum("gir,gij,gjr->gr", pair.decode, information, pair.decode) / 2
-    vectors, by_them, share = gradients.sampled(name, group_size)
+    vectors, by_them, share = gradients.sampled(name)
     squares = (by_them @ pair.decode).square()
     mean = (share[:, None] * squares).sum(1, keepdim=True)
     costs = share[:, None] * (OWN * squares + (1 - OWN) * mean)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -18,13 +18,18 @@ from ..errors import DataError
 from ..models.layerwise import LayerwiseModel
 from ..policies import Policy
 from ..progress import Progress
-from ..recipe.metric_registry import METRICS, metric_info, primitive_metrics
-from .cached import check_in_memory, final_states_through_cache
+from ..recipe.metric_registry import LM_EVAL, METRICS, metric_info, primitive_metrics
+from .cached import check_in_memory, final_states_through_cache, prefill_of
 from .fitting import fit_cache_policy
-from .metrics import EvaluationContext, Measurement, Metric, Outputs, make_metric, smallest
-from .scoring import score
+from .harness import LMEval
+from .measurement import Measurement, measure_text, smallest
+from .prompts import PROMPTS, EvaluationContext, Prompts, make_prompts
+from .scoring import AnswerScores, Scores, answer_scores, score
 
 TEXT = METRICS["text"].parts
+LEAST_BASE = 0.3
+"""Below this mean probability the uncompressed model cannot do a task of prompts, and a ratio to it says nothing."""
+
 AT_CHANCE = 0.9
 """A model whose perplexity is at least this share of the vocabulary's size guesses."""
 
@@ -52,11 +57,6 @@ class Fidelity:
         """What pydantic reads."""
         interval = None if self.interval is None else list(self.interval)
         return {"accuracy": self.accuracy, "interval_95": interval, "values": dict(self.values)}
-
-    @property
-    def lower(self) -> float | None:
-        """The lower end of the interval."""
-        return None if self.interval is None else self.interval[0]
 
     def against(self, target: float) -> tuple[bool, str]:
         """Whether a target is met, and where it is not, or not by the value itself, what lies below it.
@@ -102,7 +102,9 @@ class FidelityMeter:
             "search": tuple(dict.fromkeys([*own, *TEXT])),
             "report": tuple(report or dict.fromkeys([*own, *(n for n, info in METRICS.items() if not info.parts)])),
         }
-        self._metrics: dict[str, Metric] = {}
+        self._prompts: dict[str, dict[str, Prompts]] = {}
+        self._text: dict[str, Scores] = {}
+        self._answers: dict[str, dict[str, AnswerScores]] = {}
         self._references: dict[str, Tensor] = {}
         self.base: dict[str, dict[str, Any]] = {}
         self.left_out: dict[str, dict[str, str]] = {}
@@ -114,22 +116,33 @@ class FidelityMeter:
         Raises:
             DataError: the recipe's metric, where it is not the smallest of several, cannot be measured on this model.
         """
-        self.left_out[split] = {}
-        rows: dict[str, Tensor | None] = {}
-        for name in self._names[split]:
-            try:
-                rows[name] = self._made(name).rows(split)
-            except DataError as error:
-                self._leave_out(name, split, error)
-        outputs = self._run(network, split, rows, None, None)
-        found = outputs.text.as_dict()
-        for name in rows:
-            try:
-                found |= self._made(name).measure_base(outputs, split)
-            except DataError as error:
-                self._leave_out(name, split, error)
-        if any(self._made(name).needs_reference for name in self.measured(split)):
-            self._references[split] = outputs.states
+        task, self.left_out[split], self._prompts[split] = self._task, {}, {}
+        for name in PROMPTS:
+            if name in self._names[split]:
+                try:
+                    self._prompts[split][name] = make_prompts(name, self.context, split)
+                except DataError as error:
+                    self._leave_out(name, split, error)
+        text, states, answers = self._run(network, split, None, None)
+        found: dict[str, Any] = text.as_dict()
+        for name, base in answers.items():
+            filler_tokens = self._prompts[split][name].filler_tokens
+            if base.mean_probability >= LEAST_BASE:
+                found |= {name: round(base.mean_probability, 6), f"{name}_filler_tokens": filler_tokens}
+                continue
+            missing = DataError(
+                f"{name}: the uncompressed model gives the right answers a mean probability of "
+                f"{base.mean_probability:.3f} over {filler_tokens} tokens of other text ({split} split), expected at "
+                f"least {LEAST_BASE}.",
+                "This model cannot do the task; choose another metric, or a smaller evaluation.filler_tokens.",
+            )
+            self._leave_out(name, split, missing)
+            del self._prompts[split][name]
+        if task is not None:
+            found |= task.measure_base(network, split)
+        self._text[split], self._answers[split] = text, answers
+        if "kl_div" in self._names[split]:
+            self._references[split] = states
         vocab_size = int(self.context.config.vocab_size)
         if found["perplexity"] >= AT_CHANCE * vocab_size:
             found["at_chance"] = True
@@ -173,9 +186,18 @@ class FidelityMeter:
         """
         if read is None and self.policy is not None:
             read = partial(final_states_through_cache, network, policy=self.fitted_policy(network))
-        rows = {name: self._made(name).rows(split) for name in self.measured(split)}
-        outputs = self._run(network, split, rows, self._references.get(split), read)
-        found = {name: self._made(name).measure(outputs, split) for name in self.measured(split)}
+        text, _, answers = self._run(network, split, self._references.get(split), read)
+
+        def measure(name: str) -> Measurement:
+            if self._task and name == self.metric:
+                return self._task.measure(network, split)
+            if name not in PROMPTS:
+                return measure_text(name, self._text[split], text)
+            before, after = self._answers[split][name], answers[name]
+            absolute = {f"compressed_{name}": round(after.mean_probability, 6)}
+            return Measurement.bootstrap(lambda a, b: b / a, before.probability, after.probability, **absolute)
+
+        found = {name: measure(name) for name in self.measured(split)}
         values: dict[str, float | None] = {}
         for name, one in found.items():
             values |= {metric_info(name).accuracy_field: one.value, **one.fields}
@@ -184,16 +206,15 @@ class FidelityMeter:
             if parts and set(info.parts) <= {*found, *self.left_out[split]}:
                 values[name] = smallest(parts).value
         result = found[self.metric] if self.metric in found else smallest(self._parts(self.metric, found))
-        values |= {f"compressed_{name}": value for name, value in outputs.text.as_dict().items()}
+        values |= {f"compressed_{name}": value for name, value in text.as_dict().items()}
         return Fidelity(result.value, result.interval, values)
 
     def _parts(self, name: str, found: dict[str, Measurement]) -> list[Measurement]:
         return [found[part] for part in metric_info(name).parts if part in found]
 
-    def _made(self, name: str) -> Metric:
-        if name not in self._metrics:
-            self._metrics[name] = make_metric(name, self.context)
-        return self._metrics[name]
+    @cached_property
+    def _task(self) -> LMEval | None:
+        return LMEval(self.metric, self.context) if self.metric.startswith(LM_EVAL) else None
 
     def _leave_out(self, name: str, split: str, error: DataError) -> None:
         """One ratio of several may be missing, which is said once; the recipe's own metric may not."""
@@ -210,24 +231,20 @@ class FidelityMeter:
             self.progress.message(text)
 
     def _run(
-        self,
-        network: LayerwiseModel,
-        split: str,
-        rows: dict[str, Tensor | None],
-        reference: Tensor | None,
-        read: Read | None,
-    ) -> Outputs:
-        """One pass through the layers for the text and for all rows that metrics ask for, or by `read` in steps."""
-        text, start = self.context.rows[split], self._prefill(split)
-        asked = {name: prompts for name, prompts in rows.items() if prompts is not None}
-        parts = [text, *asked.values()]
+        self, network: LayerwiseModel, split: str, reference: Tensor | None, read: Read | None
+    ) -> tuple[Scores, Tensor, dict[str, AnswerScores]]:
+        """One pass through the layers for the text and all prompts, or by `read` in steps: the scores of the text, what
+        left the last layer on it, and the scores of answers."""
+        start, asked = self._prefill(split), self._prompts[split]
+        parts = [self.context.rows[split], *(prompts.rows for prompts in asked.values())]
         with self.progress.task("measure", sum(part.numel() for part in parts), "tokens") as advance:
             if read is None:
                 states, *own = network.final_states_of(parts, advance)
             else:
-                prefills = [start, *(self._made(name).prefill(split) or start for name in asked)]
+                prefills = [start, *(prefill_of(prompts.answers) for prompts in asked.values())]
                 pairs = zip(parts, prefills, strict=True)
                 states, *own = (read(rows=rows, prefill=prefill, advance=advance) for rows, prefill in pairs)
         states = states[:, start:]
-        scores = score(network, self.text(split), reference=reference, states=states)
-        return Outputs(network, scores, states, dict(zip(asked, own, strict=True)))
+        text = score(network, self.text(split), reference=reference, states=states)
+        scored = zip(asked.items(), own, strict=True)
+        return text, states, {n: answer_scores(network, p.rows, p.answers, found) for (n, p), found in scored}

@@ -1,17 +1,15 @@
-"""Questions of kvpress' benchmarks, answered as its pipeline answers them, in the files that its evaluation writes.
+"""Questions of kvpress' benchmarks, answered as its pipeline answers them.
 
 A parquet file has the columns context, question, answer_prefix, answer (strings expected), max_new_tokens and task.
 The context is read first, by itself; the question and the answer go through the cache that is left of it. Scored as
-RULER is there: the share of the expected strings in the answer, in percent; of tasks `qa_*` whether one is.
+RULER is there: the share of the expected strings in the answer; of tasks `qa_*` whether one is.
 
 Source: https://github.com/NVIDIA/kvpress
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,10 @@ COLUMNS = ("context", "question", "answer_prefix", "answer", "max_new_tokens", "
 
 @dataclass(frozen=True)
 class Questions:
-    """Rows of a parquet file, a table of pandas; fraction: the share of its rows that was taken."""
+    """Rows of a parquet file, a table of pandas."""
 
     path: Path
     table: Any
-    fraction: float = 1.0
 
     @classmethod
     def read(cls, path: Path, limit: int | None = None) -> Questions:
@@ -50,42 +47,16 @@ class Questions:
         if missing or not len(table):
             what = f"has no column {', '.join(missing)}" if missing else "has no rows"
             raise DataError(f"{path}: {what}; expected {', '.join(COLUMNS)}.", "Give a data set as kvpress has them.")
-        taken = table if limit is None else table.groupby("task").head(limit)
-        return cls(path, taken, len(taken) / len(table))
+        return cls(path, table if limit is None else table.groupby("task").head(limit))
 
-    def ask(
-        self, model: Any, tokenizer: Any, about: Mapping[str, Any], out: Path, removed: float | None
-    ) -> dict[str, list[float]]:
-        """Answer all questions and write predictions.csv, metrics.json and config.yaml; the scores by task.
-
-        Args:
-            about, out, removed: as of `TaskSuite.measure`. The folder in `out` has the name that kvpress gives it.
-        """
-        import yaml
-
+    def ask(self, model: Any, tokenizer: Any, out: Path) -> dict[str, list[float]]:
+        """Answer all questions, write them to a CSV file, and return the scores by task."""
         table = self.table.copy()
         table["predicted_answer"] = [answer(model, tokenizer, row) for row in table.itertuples()]
-        table["compression_ratio"] = removed or 0.0
+        table.drop(columns="context").to_csv(out, index=False)
         scores = [score(row) for row in table.itertuples()]
-        found = {task: [scores[i] for i in rows] for task, rows in table.groupby("task").indices.items()}
-        metrics = {task: {"string_match": round(100 * sum(own) / len(own), 2)} for task, own in found.items()}
-        config: dict[str, Any] = {
-            "dataset": "ruler",
-            "data_dir": self.path.stem,
-            "model": str(about["pretrained"]),
-            "press_name": "no_press" if removed is None else str(about.get("cache", "rotor")).replace(" ", "-"),
-            "compression_ratio": removed or 0.0,
-            "fraction": self.fraction,
-            "press_init_command": json.dumps(dict(about), default=str),
-        }
-        taken = [f"fraction{config['fraction']:.3f}"] if config["fraction"] < 1 else []
-        parts = ("ruler", self.path.stem, config["model"].replace("/", "--"), config["press_name"])
-        folder = out / "__".join((*parts, f"{config['compression_ratio']:.2f}", *taken))
-        folder.mkdir(parents=True)
-        table.drop(columns="context").to_csv(folder / "predictions.csv", index=False)
-        (folder / "metrics.json").write_text(json.dumps(metrics, indent=4))
-        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        return {f"{self.path.stem} {task}": own for task, own in found.items()}
+        by_task = table.groupby("task").indices.items()
+        return {f"{self.path.stem} {task}": [scores[i] for i in rows] for task, rows in by_task}
 
 
 @torch.no_grad()

@@ -124,21 +124,15 @@ def score(
 class AnswerScores:
     """What a model makes of the marked tokens of rows, each [rows].
 
-    hits: right first choices. probability: the sum of the probabilities that it gives them. answers: how many there
-    are.
+    probability: the sum of the probabilities that it gives them. answers: how many there are.
     """
 
-    hits: np.ndarray
     probability: np.ndarray
     answers: np.ndarray
 
     @property
     def mean_probability(self) -> float:
         return float(self.probability.sum() / self.answers.sum())
-
-    @property
-    def mean_hits(self) -> float:
-        return float(self.hits.sum() / self.answers.sum())
 
 
 def answer_scores(network: LayerwiseModel, rows: Tensor, answers: Tensor, states: Tensor) -> AnswerScores:
@@ -151,14 +145,13 @@ def answer_scores(network: LayerwiseModel, rows: Tensor, answers: Tensor, states
     row, position = answers[:, 1:].nonzero(as_tuple=True)
     labels, chosen = rows[:, 1:][row, position], states[row, position]
     step = max(1, LOGIT_BYTES[network.device.type] // (4 * network.config.vocab_size))
-    hits, probability = [], []
+    probability = []
     with network.head() as head:
         for part, wanted in zip(chosen.split(step), labels.split(step), strict=True):
             logits = finite(head(part[:, None]).float())[:, 0].cpu()  # each a row: a model has only so many positions
-            hits.append(logits.argmax(-1) == wanted)
             probability.append(logits.double().softmax(-1).gather(-1, wanted[:, None])[:, 0])
 
     def by_row(values: Tensor) -> np.ndarray:
         return torch.zeros(len(rows), dtype=torch.float64).index_add_(0, row, values.double()).numpy()
 
-    return AnswerScores(by_row(torch.cat(hits)), by_row(torch.cat(probability)), by_row(torch.ones(len(labels))))
+    return AnswerScores(by_row(torch.cat(probability)), by_row(torch.ones(len(labels))))

@@ -1,6 +1,6 @@
 """Tasks of lm-eval and questions of kvpress' benchmarks, loaded once and asked of several models.
 
-What is found goes to the files that lm-eval and kvpress write, so that what reads theirs reads these.
+What is found goes to the files that lm-eval writes, so that what reads theirs reads these.
 
 Source: https://github.com/EleutherAI/lm-evaluation-harness
 """
@@ -8,7 +8,6 @@ Source: https://github.com/EleutherAI/lm-evaluation-harness
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -20,15 +19,12 @@ from typing import Any
 from ..errors import CheckpointError, DataError, RotorError, UsageError
 from ..installing import pip_install
 from .kvpress import Questions
-from .long_context import LONG_CONTEXT, task_config
-from .metrics.base import Measurement
+from .measurement import Measurement
+from .needles import NEEDLES, needles_task
 
 BATCH_SIZE = 8
 SAMPLES = 500
-"""Documents of a task of LONG_CONTEXT at each length where no number is given, as RULER has."""
-
-ESSAYS = re.compile(r"niah_(single_[23]|multikey_1|multivalue|multiquery)|ruler")
-"""RULER's tasks that cut essays into sentences."""
+"""Documents of NEEDLES at each length where no number is given, as RULER has."""
 
 DocumentScores = dict[str, list[float]]
 """By task and metric, the score of each document."""
@@ -52,18 +48,17 @@ def paired(before: DocumentScores, after: DocumentScores) -> list[Paired]:
     for task, own in after.items():
         first, count = before[task], len(own)
         got = Measurement.bootstrap(lambda a, b: (b - a) / count, first, own)  # noqa: B023
-        assert got.interval is not None
         found.append(Paired(task, count, sum(first) / count, sum(own) / count, got.value, got.interval))
     return found
 
 
 class TaskSuite:
-    """What is to be asked: tasks of lm-eval, by name or YAML file, those of LONG_CONTEXT, parquet files of kvpress.
+    """What is to be asked: tasks of lm-eval, by name or YAML file, NEEDLES, parquet files of kvpress.
 
     Args:
         names: of all these. tokenizer: the model's.
-        lengths: tokens of the documents of LONG_CONTEXT and of lm-eval's own tasks of RULER.
-        limit: documents of a task, those of LONG_CONTEXT at each length; None is all.
+        lengths: tokens of the documents of NEEDLES and of lm-eval's tasks of RULER.
+        limit: documents of a task, of NEEDLES at each length; None is all.
         what: asks for them, as an error says.
     Raises:
         UsageError: a package is not installed. DataError: a task cannot be loaded, or there is no tokenizer.
@@ -94,16 +89,16 @@ class TaskSuite:
         except ImportError as error:
             what = f"{self.what}: the lm-eval package cannot be imported ({error})."
             raise UsageError(what, pip_install("eval")) from error
-        own = [name for name in names if name in LONG_CONTEXT]
-        known = any(not Path(name).expanduser().is_file() for name in names if name not in own)
-        for name in filter(ESSAYS.fullmatch, names):
-            _require_sentences(name)
-        specs: list[Any] = [task_config(n, lengths, self._limit or SAMPLES, self._seed, self._tokenizer) for n in own]
+        others = [name for name in names if name != NEEDLES]
+        known = any(not Path(name).expanduser().is_file() for name in others)
+        asked: list[Any] = others
+        if NEEDLES in names:
+            asked = [needles_task(lengths, self._limit or SAMPLES, self._seed, self._tokenizer), *others]
         metadata = {"pretrained": self._tokenizer.name_or_path, "max_seq_lengths": list(lengths)}
         hint = "Give a name that `lm-eval ls tasks` lists, or the path of a task's YAML file."
         with _in_one_line(f"{self.what}: lm-eval cannot load the task", hint):
             self._manager = lm_eval.tasks.TaskManager(include_defaults=known, metadata=metadata)
-            loaded: Any = self._manager.load([*specs, *(name for name in names if name not in own)])
+            loaded: Any = self._manager.load(asked)
         inner = {name for group in loaded["groups"].values() for name in group.child_names}
         every = {**loaded["groups"], **loaded["tasks"]}
         self.tasks, self._asked = loaded["tasks"], [task for name, task in every.items() if name not in inner]
@@ -122,8 +117,8 @@ class TaskSuite:
 
         # A copy, because the wrapper sets a padding token.
         wrapped = HFLM(pretrained=model, tokenizer=copy.deepcopy(self._tokenizer), batch_size=BATCH_SIZE)
-        if self._limit and samples is None:  # those of LONG_CONTEXT were made in that number at each length
-            known = {name: task for name, task in self.tasks.items() if name not in LONG_CONTEXT}
+        if self._limit and samples is None:  # NEEDLES has that number at each length
+            known = {name: task for name, task in self.tasks.items() if name != NEEDLES}
             samples = {name: list(range(min(self._limit, len(task.eval_docs)))) for name, task in known.items()}
         with _in_one_line(f"{self.what}: lm-eval cannot run the task"):
             return lm_eval.simple_evaluate(  # type: ignore[return-value]
@@ -155,11 +150,11 @@ class TaskSuite:
         except OSError as error:
             raise CheckpointError(f"{out}: cannot be written ({error.strerror}).", "Choose another place.") from error
 
-    def measure(self, model: Any, about: Mapping[str, Any], out: Path, removed: float | None) -> DocumentScores:
-        """Ask a model everything, and write what lm-eval and kvpress write, into folders of the model's name.
+    def measure(self, model: Any, about: Mapping[str, Any], out: Path) -> DocumentScores:
+        """Ask a model everything, and write what lm-eval writes, into a folder of the model's name.
 
         Args:
-            about: as of `evaluate`. removed: the share of the cache that is; None of the uncompressed model.
+            about: as of `evaluate`.
         Raises:
             CheckpointError: the files cannot be written.
         """
@@ -178,7 +173,8 @@ class TaskSuite:
             if len(list(folder.glob("samples_*.jsonl"))) < len(self.tasks):  # lm-eval only logs that it failed
                 raise CheckpointError(f"{folder}: lm-eval could not write its results.", "Is the disk full?")
         for questions in self._questions:
-            found |= questions.ask(model, self._tokenizer, about, out / "kvpress", removed)
+            name = f"{about['pretrained']}-{questions.path.stem}.csv".strip("/").replace("/", "--")
+            found |= questions.ask(model, self._tokenizer, out / name)
         return found
 
 
@@ -191,20 +187,6 @@ def document_scores(samples: Mapping[str, list[dict[str, Any]]]) -> DocumentScor
                 if isinstance(sample[metric], (int, float)):
                     found.setdefault(f"{task} {metric}", []).append(float(sample[metric]))
     return found
-
-
-def _require_sentences(task: str) -> None:
-    """Raises DataError where NLTK's data for sentences are missing, which lm-eval would fetch."""
-    try:
-        import nltk
-
-        nltk.data.find("tokenizers/punkt_tab")
-    except (ImportError, LookupError) as error:
-        raise DataError(
-            f"task {task}: cuts essays into sentences, for which NLTK's punkt_tab is missing.",
-            "With a network: `python -m nltk.downloader -d FOLDER punkt_tab`; then set NLTK_DATA=FOLDER. The essays "
-            "are the hub's data set baber/paul_graham_essays. Without: " + ", ".join(LONG_CONTEXT),
-        ) from error
 
 
 @contextmanager

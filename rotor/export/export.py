@@ -65,9 +65,7 @@ def export(
     accuracy: float | None = None,
     compression: float | None = None,
     removal_rate: float | None = None,
-    confidence: float | None = None,
     overrides: Iterable[str] = (),
-    objective: str | float | None = None,
     device: str = "auto",
     dtype: str = "auto",
     offload: str = "auto",
@@ -84,11 +82,9 @@ def export(
         out: the checkpoint folder; it appears whole or not at all.
         accuracy: least accuracy on the search split (see Evaluation), in (0, 1); the report split is then measured
             once.
-        confidence: 0.95 asks that the lower end of the 95 % interval on the search split reaches `accuracy`; None: that
-            the value does.
         compression: least share of the KV cache to remove, in (0, 1).
         removal_rate: singular-value removal rate, in [0, 1).
-        overrides: `section.field=value` for the recipe's ranks, codes, evaluation, search, objective and cache;
+        overrides: `section.field=value` for the recipe's ranks, codes, evaluation, search and cache;
             `cache.tiers=0.1` chooses ratios per token on top of the ranks (see rotor.policies.tiers).
         device, dtype, offload: where the model runs when something is measured; see calibrate.
         measure: False writes a compression or removal rate without loading the model or reading text; its accuracy is
@@ -97,16 +93,14 @@ def export(
             (`gear-2`), or the path of a YAML file; needs all weights in memory to be measured.
         without_weights: leaves the weights to the source, from which they are rewritten when the folder is loaded, or
             written by `materialise`.
-        objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
     """
     settings = ExportSettings(
         run,
         out,
-        Goal(accuracy, compression, removal_rate, confidence),
+        Goal(accuracy, compression, removal_rate),
         tuple(overrides),
-        objective,
         Compute(device, dtype, offload),
         overwrite,
         measure,
@@ -136,7 +130,7 @@ def _export(search: RankSearch) -> ExportResult:
     search.close()
     table, times = None if job.unmeasured else search.table, search.times
     with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
-        chosen = search.bases.select(point.choice, point.channels)
+        chosen = job.run.bases(point.channels)
         report, digest = _write(staging, job, policy, chosen, point, table, search.progress)
     if job.unmeasured:
         log.warning("accuracy is not measured: %s", job.unmeasured)
@@ -290,7 +284,6 @@ def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str
     excluded = sorted(job.run.calibrated_documents) if context is None else list(context.excluded)
     accuracy = {
         "target": job.goal.accuracy,
-        "confidence": job.goal.confidence,
         "metric": job.recipe.evaluation.metric,
         "search": search and search.accuracy,
         "report": report and report.accuracy,

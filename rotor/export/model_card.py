@@ -122,8 +122,6 @@ def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:
     if accuracy["interval_95"] is not None:
         interval = ", 95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
     target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
-    if accuracy["confidence"] is not None:
-        target += f" for the lower end of the {100 * accuracy['confidence']:g} % interval"
     said = below_target(accuracy)
     tokens = f"{base.get('tokens', 0)} predicted tokens of the report split, which chose nothing"
     rows = [

@@ -101,15 +101,20 @@ def pre_rope(shape: AttentionShape) -> KeyForm:
     return KeyForm(MOST_ROPE_BLOCK, shape.rotary_planes) if shape.rotary_dim else POST_ROPE
 
 
-class Candidate(NamedTuple):
-    """What a layer may be compressed to.
+class LayerForm(NamedTuple):
+    """What every layer is compressed to.
 
-    group_size: KV heads that share a latent. joint: values share it too. form: of the stored keys.
+    keys: how they are stored. group_size: KV heads that share a latent. joint: values share it too.
     """
 
-    form: KeyForm
+    keys: KeyForm
     group_size: int
     joint: bool = False
+
+    def in_words(self, shape: AttentionShape) -> str:
+        """`joint, pre-RoPE, 2 heads`; `apart` where keys and values have latents of their own."""
+        heads = f"{self.group_size} head{'s' if self.group_size > 1 else ''}"
+        return f"{'joint' if self.joint else 'apart'}, {self.keys.in_words(shape)}, {heads}"
 
 
 @dataclass(frozen=True)

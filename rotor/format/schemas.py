@@ -41,8 +41,8 @@ class SourceInfo(TypedDict):
     shards: dict[str, str]
 
 
-class CandidateInfo(TypedDict):
-    """A candidate of a run; see rotor.format.layout.Candidate."""
+class FormInfo(TypedDict):
+    """What a run's layers are compressed to; see rotor.format.layout.LayerForm."""
 
     rope_block: RopeBlock | None
     fast_planes: int
@@ -61,13 +61,12 @@ class RunInfo(TypedDict):
     """run.json."""
 
     model: ModelInfo
-    candidates: Annotated[dict[str, CandidateInfo], Field(min_length=1)]
+    form: FormInfo
     element_bytes: ElementBytes
     shape: dict[str, int | bool]
     tokens: NotRequired[dict[str, Any]]
     versions: NotRequired[dict[str, Any]]
     stages: NotRequired[dict[str, StageInfo]]
-    fisher_top_share: NotRequired[list[float]]
 
 
 class CompressionInfo(TypedDict):
@@ -96,9 +95,9 @@ class SizeInfo(TypedDict):
 class AccuracyInfo(TypedDict):
     """What was measured of a checkpoint.
 
-    confidence: of the interval whose lower end had to reach the target. base: of the uncompressed model, by split.
-    left_out: ratios that were not measured, by split and name. excluded_documents: digests of held-out text that was
-    calibrated on. table: key in the run. not_measured: why `search`, `report` and `table` are null.
+    base: of the uncompressed model, by split. left_out: ratios that were not measured, by split and name.
+    excluded_documents: digests of held-out text that was calibrated on. table: key in the run. not_measured: why
+    `search`, `report` and `table` are null.
     """
 
     target: float | None
@@ -108,7 +107,6 @@ class AccuracyInfo(TypedDict):
     interval_95: tuple[float, float] | None
     data_sha256: str | None
     measurements: dict[str, Any]
-    confidence: NotRequired[float | None]
     base: NotRequired[dict[str, dict[str, Any] | None]]
     left_out: NotRequired[dict[str, dict[str, str]]]
     excluded_documents: NotRequired[list[str]]
@@ -159,13 +157,13 @@ def read_file(path: Path, kind: Any, hint: str) -> Any:
 def check_run(info: RunInfo, reader: Reader) -> AttentionShape:
     """What the types of run.json do not express; returns its shape."""
     shape: AttentionShape = reader.read(AttentionShape, info["shape"], "shape")
-    for key, candidate in info["candidates"].items():
-        size, planes = candidate["group_size"], candidate["fast_planes"]
-        if size < 1 or shape.num_kv_heads % size:
-            raise reader.fail(f"candidates.{key}.group_size", size, f"a divisor of {shape.num_kv_heads} KV heads")
-        if candidate["rope_block"] is not None and not shape.rotary_dim:
-            raise reader.fail(f"candidates.{key}.rope_block", candidate["rope_block"], "null in a model without RoPE")
-        most = 0 if candidate["rope_block"] is None else shape.rotary_planes
-        if not 0 <= planes <= most:
-            raise reader.fail(f"candidates.{key}.fast_planes", planes, f"a number from 0 to {most}")
+    form = info["form"]
+    size, block, planes = form["group_size"], form["rope_block"], form["fast_planes"]
+    if size < 1 or shape.num_kv_heads % size:
+        raise reader.fail("form.group_size", size, f"a divisor of {shape.num_kv_heads} KV heads")
+    if block is not None and not shape.rotary_dim:
+        raise reader.fail("form.rope_block", block, "null in a model without RoPE")
+    most = 0 if block is None else shape.rotary_planes
+    if not 0 <= planes <= most:
+        raise reader.fail("form.fast_planes", planes, f"a number from 0 to {most}")
     return shape

@@ -103,13 +103,12 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def stream_weights(
-    offload: str, estimates: Estimates, device: torch.device, whole: WholeModel | None = None, processes: int = 1
+    offload: str, estimates: Estimates, device: torch.device, whole: WholeModel | None = None
 ) -> tuple[bool, str]:
     """Whether to read weights layer by layer, and one line with the estimate against what there is.
 
     Args:
         whole: what was asked for that needs the whole model in memory, if anything does.
-        processes: that each hold their own weights.
     Raises:
         UsageError: the whole model is needed, and does not fit or is not to be in memory.
     """
@@ -120,13 +119,11 @@ def stream_weights(
 
     def fits(estimate: Estimate) -> bool:
         on_device = gpu is None or estimate.device_bytes <= DEVICE_SHARE * gpu
-        return processes * estimate.host_bytes <= int(HOST_SHARE * host) and on_device
+        return estimate.host_bytes <= int(HOST_SHARE * host) and on_device
 
     stream = offload == "always" or (offload == "auto" and not fits(estimates.resident))
     if stream and whole is not None:
-        why = (
-            "--offload always was given" if offload == "always" else f"it takes {_needs(estimates.resident, processes)}"
-        )
+        why = "--offload always was given" if offload == "always" else f"it takes {_needs(estimates.resident)}"
         raise UsageError(
             f"{whole.request} needs the whole model in memory, but {why} ({there}).",
             f"{whole.instead} Or give --offload never to try all the same.",
@@ -135,13 +132,12 @@ def stream_weights(
     kind = "one layer of weights at a time" if stream else "all weights in memory"
     sizes = {**chosen.host, **chosen.device}.items()
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in sizes if size >= 5e7)
-    line = f"memory: about {_needs(chosen, processes)}, {kind} ({parts}); {there}"
+    line = f"memory: about {_needs(chosen)}, {kind} ({parts}); {there}"
     if not fits(chosen):
         line += "; this may not be enough: lower --batch-tokens, or use a machine with more"
     return stream, line
 
 
-def _needs(estimate: Estimate, processes: int) -> str:
-    times = f" in each of {processes} processes" if processes > 1 else ""
+def _needs(estimate: Estimate) -> str:
     gpu = f" and {estimate.device_bytes / 1e9:.1f} GB of GPU memory" if estimate.device else ""
-    return f"{estimate.host_bytes / 1e9:.1f} GB{gpu}{times}"
+    return f"{estimate.host_bytes / 1e9:.1f} GB{gpu}"

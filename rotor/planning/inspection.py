@@ -17,7 +17,7 @@ import torch
 
 from ..calibration.outline import ModelOutline, needs_whole_model
 from ..errors import MissingError
-from ..format.layout import AttentionShape, Candidate, uncompressed_kv_bytes_per_token
+from ..format.layout import AttentionShape, LayerForm, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
 from ..models.hardware import matmul_rate, pick_device, pick_dtype
 from ..models.hub import find_source
@@ -63,7 +63,7 @@ class Inspection:
     """What `rotor inspect` shows.
 
     kv_cache_bytes: of one sequence, by its tokens. bits: that a channel may have.
-    keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
+    keys: what happens to keys.
     objective, instructions_per_cycle: the device and the load that decode_times are predicted for.
     calibrate, export: what the commands take on this machine.
     """
@@ -80,7 +80,7 @@ class Inspection:
     recipe: str
     bits: tuple[int, ...]
     tokens: dict[str, Any]
-    keys: dict[str, str]
+    keys: str
     objective: ObjectiveSettings
     instructions_per_cycle: float
     decode_times: list[DecodeTime]
@@ -127,7 +127,7 @@ def inspect(
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, outline.dtype, target)
     per_token = uncompressed_kv_bytes_per_token(shape, outline.dtype.itemsize)
-    candidates = outline.candidates(spec)
+    form = outline.form(spec)
     load = spec.objective
     device_rates = find_device(load.device, load.device_file)
     step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
@@ -152,10 +152,10 @@ def inspect(
         recipe=spec.name,
         bits=spec.codes.bits,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
-        keys={key: _keys(candidate, shape) for key, candidate in candidates.items()},
+        keys=_keys(form, shape),
         objective=load,
         instructions_per_cycle=device_rates.instructions_per_cycle,
-        decode_times=decode_times(shape, device_rates, step, candidates.values()),
+        decode_times=decode_times(shape, device_rates, step, form),
         calibrate=Needs.of(taken, streamed, taken.disk_bytes, taken.kept_disk_bytes, seconds),
         export=Needs.of(measuring[layerwise], layerwise, grown, grown, {}),
         available_device_bytes=available_device_bytes(target),
@@ -170,9 +170,9 @@ def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: i
     return sum(kept[: shape.num_layers]) * per_token // shape.num_layers
 
 
-def _keys(candidate: Candidate, shape: AttentionShape) -> str:
-    shared = ", one latent with the values" if candidate.joint else ""
-    block, fast = candidate.form
+def _keys(form: LayerForm, shape: AttentionShape) -> str:
+    shared = ", one latent with the values" if form.joint else ""
+    block, fast = form.keys
     how = "basis applied behind the key norm" if shape.key_norm else "basis inside W_k"
     if not shape.rotary_dim:
         return f"no RoPE: basis inside W_q and W_k, no overhead{shared}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..format.channels import PLANE, Channels, Latent, Numbers
@@ -10,9 +9,9 @@ from ..format.layout import (
     MOST_ROPE_BLOCK,
     POST_ROPE,
     AttentionShape,
-    Candidate,
     GroupLayout,
     KeyForm,
+    LayerForm,
     LayerLayout,
     kv_bytes_per_token,
     pre_rope,
@@ -45,22 +44,21 @@ class DecodeTime:
 
 
 def decode_times(
-    shape: AttentionShape, device: Device, step: DecodeStep, chosen: Iterable[Candidate] = ()
+    shape: AttentionShape, device: Device, step: DecodeStep, chosen: LayerForm | None = None
 ) -> list[DecodeTime]:
     """Codes of every group size in each of SCENARIOS, all layers alike: joint latents without fast planes, with
     FAST_PLANES and with all of them, and, of a model with RoPE, latents of their own for keys after it and values.
 
     Args:
-        chosen: candidates of a recipe, which are among them in any case.
+        chosen: by a recipe, which is among them in any case.
     """
     block, apart = MOST_ROPE_BLOCK, [(POST_ROPE, False)]
     planes = sorted({0, min(FAST_PLANES, shape.rotary_planes)})
     forms = [*((KeyForm(block, count), True) for count in planes), (pre_rope(shape), True), *apart]
     if not shape.rotary_dim:
         forms = [(POST_ROPE, True), *apart]
-    candidates = [Candidate(form, size, joint) for form, joint in forms for size in group_sizes(shape)]
-    own = list(chosen)
-    candidates = [*(found for found in own if found not in candidates), *candidates]
+    candidates = [LayerForm(keys, size, joint) for keys, joint in forms for size in group_sizes(shape)]
+    candidates = [*(() if chosen in (None, *candidates) else (chosen,)), *candidates]
     base, found = uncompressed_layer_time(shape, device, step), []
     for candidate in candidates:
         for scenario, removed in SCENARIOS:
@@ -68,21 +66,16 @@ def decode_times(
             time = layer_time(layout, shape, device, step)
             found.append(
                 DecodeTime(
-                    _described(candidate, shape),
+                    candidate.in_words(shape),
                     scenario,
                     kv_bytes_per_token([layout] * shape.num_layers, step.element_bytes),
                     time.instructions / step.keys / shape.num_kv_heads,
                     shape.num_layers * time.attention_s,
                     time.attention_s / base.attention_s,
-                    candidate in own,
+                    candidate == chosen,
                 )
             )
     return found
-
-
-def _described(candidate: Candidate, shape: AttentionShape) -> str:
-    heads = f"{candidate.group_size} head{'s' if candidate.group_size > 1 else ''}"
-    return f"{'joint' if candidate.joint else 'apart'}, {candidate.form.in_words(shape)}, {heads}"
 
 
 def group_sizes(shape: AttentionShape) -> list[int]:
@@ -94,33 +87,33 @@ REMOVED = {True: 0.875, False: 0.5}
 """Share of the bytes removed at which group sizes are compared: of codes, and of numbers."""
 
 
-def largest_fast_group(shape: AttentionShape, kind: Candidate, coded: bool, device: Device, step: DecodeStep) -> int:
+def largest_fast_group(shape: AttentionShape, form: LayerForm, coded: bool, device: Device, step: DecodeStep) -> int:
     """Find the most KV heads that can share a latent without making attention slower, as predicted.
 
     A decode step with REMOVED of the bytes is predicted to take no longer than the uncompressed model's, or than that
     of one KV head a group, where all are slower.
 
     Args:
-        kind: of any group size.
+        form: of any group size.
     """
 
     def seconds(size: int) -> float:
-        layout = uniform_layout(shape, kind._replace(group_size=size), 1 - REMOVED[coded], coded)
+        layout = uniform_layout(shape, form._replace(group_size=size), 1 - REMOVED[coded], coded)
         return layer_time(layout, shape, device, step).seconds
 
     most = max(seconds(1), uncompressed_layer_time(shape, device, step).seconds)
     return max(size for size in group_sizes(shape) if seconds(size) <= most)
 
 
-def uniform_layout(shape: AttentionShape, candidate: Candidate, kept: float, coded: bool) -> LayerLayout:
+def uniform_layout(shape: AttentionShape, form: LayerForm, kept: float, coded: bool) -> LayerLayout:
     """A layer whose groups all keep a share of their bytes, at 16-bit numbers or in channels of four bits.
 
     A joint latent has as many places as two latents have together.
     """
-    form, size, joint = candidate
+    keys, size, joint = form
     places = kept * size * shape.head_dim * (2 if joint else 1) * (4 if coded else 1)
     count = max(PLANE, round(places / PLANE) * PLANE)
     latent: Latent = Channels(n4=count) if coded else Numbers(count)
     heads = range(shape.num_kv_heads)
     groups = (GroupLayout(tuple(heads[i : i + size]), latent, None if joint else latent) for i in heads[::size])
-    return LayerLayout(tuple(groups), *form)
+    return LayerLayout(tuple(groups), *keys)

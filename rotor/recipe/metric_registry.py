@@ -1,7 +1,6 @@
 """The metrics that there are, as data: what accuracy may mean, what each needs, and the words for it.
 
-Names in recipes, help texts, tables and columns derive from these entries. A new metric is one
-file in rotor/evaluation/metrics and one entry here.
+Names in recipes, help texts, tables and columns derive from these entries.
 """
 
 from __future__ import annotations
@@ -19,14 +18,12 @@ class MetricInfo:
 
     name: as in `evaluation.metric`. field: of a measured split, where its accuracy is; 1 is equal to the uncompressed
     model. description, label: as a sentence's end, and as a column's head.
-    implementation: MODULE:CLASS in rotor/evaluation/metrics; empty where it is the smallest of `parts`.
     parts: names of the metrics that it is the smallest of.
     """
 
     name: str
     description: str
     label: str
-    implementation: str = ""
     parts: tuple[str, ...] = ()
     field: str = ""
 
@@ -53,39 +50,33 @@ _ROWS = (
         "token_accuracy",
         "the next-token accuracy ratio to the uncompressed model on held-out text",
         "next-token accuracy ratio",
-        "next_token:TokenAccuracy",
     ),
     MetricInfo(
         "ppl_ratio",
         "the perplexity of the uncompressed model on held-out text over that of this one",
         "perplexity ratio (base over compressed)",
-        "next_token:PerplexityRatio",
     ),
     MetricInfo(
         "lookup",
         "the mean probability of values looked up by keys from the start of the row, across held-out text, as a ratio "
         "to the uncompressed model's",
         "look-up ratio (keys across filler text)",
-        "distance:Lookup",
     ),
     MetricInfo(
         "copy",
         "the mean probability of a run of random tokens that is repeated after held-out text, as a ratio to the "
         "uncompressed model's",
         "copying ratio (random tokens across filler text)",
-        "distance:Copy",
     ),
     MetricInfo(
         "top1_agreement",
         "the share of tokens where the most likely next token is the uncompressed model's",
         "top-1 agreement",
-        "next_token:Top1Agreement",
     ),
     MetricInfo(
         "kl_div",
         "exp(-KL) of the next-token distribution against the uncompressed model's; the nats are recorded too",
         "KL divergence (nats per token)",
-        "next_token:KLDivergence",
         field="kl_accuracy",
     ),
 )
@@ -98,7 +89,7 @@ def metric_info(name: str) -> MetricInfo:
     """The row of a metric; for a task of lm-eval one that is made up."""
     if name in METRICS:
         return METRICS[name]
-    return MetricInfo(name, f"the score of {name}, as a ratio to the uncompressed model's", name, "harness:LMEval")
+    return MetricInfo(name, f"the score of {name}, as a ratio to the uncompressed model's", name)
 
 
 def primitive_metrics(name: str) -> tuple[str, ...]:

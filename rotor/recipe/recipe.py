@@ -11,7 +11,7 @@ import yaml
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from ..allocation.registry import CHOOSING, OF_ONE_WIDTH, Need
+from ..allocation.registry import OF_ONE_WIDTH, Need
 from ..bases.registry import QK_METHODS
 from ..checked import Unfit
 from ..format.channels import WIDTHS
@@ -29,7 +29,7 @@ from .sections import (
     Tokens,
 )
 
-EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search", "objective", "cache")
+EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search", "cache")
 """Sections that may still be overridden on export, because calibration does not depend on them."""
 
 
@@ -93,21 +93,11 @@ class Recipe:
         need(tokens.source != "text" or bool(tokens.path), "tokens.path", file)
         need(evaluation.source != "text" or bool(evaluation.path), "evaluation.path", file)
         need(
-            self.coded or ranks.rule.chooses or not self.groups.left_open,
-            "ranks.method",
-            f"{CHOOSING}, as only it, or bits of codes, chooses where groups says any, or auto of fast_planes",
-        )
-        need(
             not ranks.uniform_rows or self.coded or ranks.rule.uniform_rows,
             "ranks.rows",
             f"ragged, as ranks.method is {ranks.method}: {OF_ONE_WIDTH}, or bits of codes, can do uniform",
         )
-        need(
-            not ranks.uniform_rows or self.objective.weight == 0,
-            "ranks.rows",
-            f"ragged, as objective.kind is {self.objective.kind}: of uniform rows bytes are what is saved",
-        )
-        domains = {"pre", "post"} if domain == "any" else {"pre" if domain == "block" else domain}
-        methods = [name for name, method in QK_METHODS.items() if domains <= set(method.domains)]
+        where = "pre" if domain == "block" else domain
+        methods = [name for name, method in QK_METHODS.items() if where in method.domains]
         need(self.bases.qk in methods, "bases.qk", f"one of {', '.join(methods)}, as groups.domain is {domain}")
         return self

@@ -76,8 +76,6 @@ class Prune:
     kmeans: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     """Centroids that replace queries, keys and values, of each KV head or group apart; null for the exact moments,
     which are both more accurate and cheaper."""
-    weighted: bool = True
-    """Each centroid counts as often as there are vectors in its cluster, instead of each alike."""
     seed: Seed = 0
     """Of which sequences are dropped, and of the first centroids."""
 
@@ -86,13 +84,12 @@ class Prune:
 class Groups:
     """Groups of KV heads, and where RoPE stands in the keys that are compressed."""
 
-    size: Size | Literal["all", "auto", "any"] = 1
+    size: Size | Literal["all", "auto"] = 1
     """KV heads of a layer that share a latent, or `all` of them; `auto` takes as many as make attention no slower than
-    the uncompressed model's, as predicted for `objective`; `any` leaves it to the ranks' method `global`, or to bits of
-    codes, to choose for each layer among all divisors."""
-    domain: Literal["post", "pre", "block", "any"] = "post"
-    """Where keys are compressed: `post` RoPE, where nothing is rebuilt, or `pre`, where attention rebuilds them; `any`
-    leaves it to the ranks likewise; `block`: the slow rotary planes rotated within blocks of `rope_block` positions,
+    the uncompressed model's, as predicted for `objective`."""
+    domain: Literal["post", "pre", "block"] = "post"
+    """Where keys are compressed: `post` RoPE, where nothing is rebuilt, or `pre`, where attention rebuilds them;
+    `block`: the slow rotary planes rotated within blocks of `rope_block` positions,
     where attention rotates queries, once a block, and `fast_planes` before RoPE, which attention rebuilds. A model
     without RoPE has none of them."""
     joint: bool = False
@@ -101,17 +98,10 @@ class Groups:
     rope_block: RopeBlock = MOST_ROPE_BLOCK
     """Positions of a block of domain `block`, a power of two from 2 to 64: fewer take fewer bytes at equal accuracy,
     more take less arithmetic."""
-    fast_planes: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["quarter", "all", "auto"] = "quarter"
+    fast_planes: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["quarter", "all"] = "quarter"
     """Rotary planes of a head, the fastest, that domain `block` stores before RoPE: more take fewer bytes at equal
     accuracy, fewer less arithmetic. `quarter`: those that rotate by a right angle or more within a block; `all`: as
-    domain `pre`; `auto` leaves it to bits of codes, or to the ranks' method `global`, to choose for each layer among 0,
-    8, 16 and so on: by bytes alone that is `all`, so that it wants an objective of latency."""
-
-    @property
-    def left_open(self) -> bool:
-        """Whether the ranks choose among several candidates of a layer."""
-        in_blocks = self.domain == "block" and self.fast_planes == "auto"
-        return "any" in (self.size, self.domain) or in_blocks
+    domain `pre`."""
 
 
 @dataclass(frozen=True, config=MODEL)
@@ -137,8 +127,6 @@ class Ranks:
 
     method: Annotated[str, OneOf(RANK_METHODS)] = "removal-rate"
     """A name in rotor.allocation (`rotor recipes` lists them)."""
-    spectrum: Literal["values", "squares"] = "values"
-    """Whether the removal rate is a share of the sum of singular values (the papers) or of their squares."""
     multiple_of: Size = 16
     """Stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide."""
     rows: Literal["ragged", "uniform"] = "ragged"
@@ -170,8 +158,8 @@ class Codes:
         tuple[int, ...], Expect(_are_widths, f"0 and at least one of {', '.join(map(str, sorted(WIDTHS)))}, each once")
     ] = (0, 16)
     """Widths that a channel may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
-    many. With 12, 8 or 4 among them, channels are codes: bits are allocated over all layers, sides and candidates by
-    what an error in each channel costs the model's own loss, and of `ranks` only `rows` is used."""
+    many. With 12, 8 or 4 among them, channels are codes: bits are allocated over all layers and sides by what
+    an error in each channel costs the model's own loss, and of `ranks` only `rows` is used."""
     tokens: Count = 16384
     """Calibration tokens, the first ones, whose gradients say that."""
     repeats: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -237,11 +225,8 @@ class CacheSettings:
 
 @dataclass(frozen=True, config=MODEL)
 class ObjectiveSettings:
-    """Cost of a rank when ranks are chosen, and the serving load for which decode time is predicted."""
+    """The serving load for which decode time is predicted."""
 
-    kind: Literal["memory", "latency"] | Annotated[float, Field(ge=0, le=1)] = "memory"
-    """`memory` (bytes of cache), `latency` (predicted attention time of a decode step), or a number between 0 (memory)
-    and 1 (latency) that weighs the two."""
     device: str = "h200"
     """A device that comes with rotor (rotor/prediction/devices.yaml), or one of `device_file`."""
     device_file: str | None = None
@@ -250,8 +235,3 @@ class ObjectiveSettings:
     """Tokens in the cache of each sequence."""
     batch_size: Size = 8
     """Sequences decoded together."""
-
-    @property
-    def weight(self) -> float:
-        """`kind` as a number."""
-        return {"memory": 0.0, "latency": 1.0}[self.kind] if isinstance(self.kind, str) else self.kind

@@ -14,9 +14,6 @@ from ..errors import MissingError, UsageError
 from ..format.file_names import RECIPE
 from . import EXPORT_SECTIONS, Recipe, load_recipe, override
 
-CONFIDENCE = 0.95
-"""The confidence of the intervals that are measured."""
-
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -72,28 +69,21 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class Goal:
-    """Exactly one of accuracy, compression and removal rate is given.
-
-    confidence: with an accuracy, CONFIDENCE asks that the lower end of the interval reaches it; None: the value itself.
-    """
+    """Exactly one of accuracy, compression and removal rate is given."""
 
     accuracy: Share | None = None
     compression: Share | None = None
     removal_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
-    confidence: Annotated[float, Expect(CONFIDENCE.__eq__, str(CONFIDENCE))] | None = None
 
     def check(self) -> None:
         """Raises UsageError if not one, or out of range."""
-        goals = ("accuracy", "compression", "removal_rate")
-        given = [f"--{name.replace('_', '-')}" for name in goals if getattr(self, name) is not None]
+        given = [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
         if len(given) != 1:
             raise UsageError(
                 f"got {' and '.join(given) or 'no goal'}, expected one of --accuracy, --compression, --removal-rate.",
                 "Example: --accuracy 0.99",
             )
         _check_options(self)
-        if self.confidence is not None and self.accuracy is None:
-            raise UsageError(f"--confidence {self.confidence}: expected together with --accuracy.")
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,6 @@ class ExportSettings:
     out: str | Path
     goal: Goal
     overrides: tuple[str, ...] = ()
-    objective: str | float | None = None
     compute: Compute = Compute()
     overwrite: bool = False
     measure: bool = True
@@ -129,5 +118,4 @@ class ExportSettings:
 
     def override(self, recipe: Recipe) -> Recipe:
         """The recipe of a run with what this export changes of it."""
-        kind = [] if self.objective is None else [f"objective.kind={self.objective}"]
-        return override(recipe, [*self.overrides, *kind], EXPORT_SECTIONS)
+        return override(recipe, self.overrides, EXPORT_SECTIONS)

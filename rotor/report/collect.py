@@ -50,14 +50,10 @@ def collect_run(run: Run) -> ReportData:
     point = None
     if table and table.points:
         data.metric = metric_info(table.context.metric).description
-        asked = sorted(table.requests, key=lambda request: -request.target)
-        best = next((request for request in asked if table.point(request.point)), None)
-        point = table.point(best.point) if best else max(table.points, key=_shown_accuracy)
-        assert point is not None
-        data.target = best.target if best else None
+        point = max(table.points, key=lambda point: (point.report is not None, point.stored))
         data.points, data.chosen = table.points, point
-        at = "the best accuracy" if data.target is None else f"accuracy {data.target:g}"
-        data.ranks_of = f"of the point that keeps {at}: compression {point.stored:.3f}"
+        what = "exported" if point.report else "measured"
+        data.ranks_of = f"of the strongest point that was {what}: compression {point.stored:.3f}"
         split = "report" if point.report else "search"
         data.ratios_of = split
         data.ratios = _ratios(point.fidelity(split), table.base.get(split) or {}, table.left_out)
@@ -86,7 +82,7 @@ def collect_checkpoint(
         for split, found in accuracy["measurements"].items()
     }
     shares = report["compression"]
-    chosen = Point(0.0, shares["planned"], shares["stored"], (), [], [], fidelity.get("search"), fidelity.get("report"))
+    chosen = Point(0.0, shares["planned"], shares["stored"], [], [], fidelity.get("search"), fidelity.get("report"))
     data.ratios = _ratios(
         fidelity.get("report"), accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {})
     )
@@ -143,8 +139,6 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         ("calibrated on", f"{info.get('device')} in {info.get('dtype')}"),
         ("versions", ", ".join(f"{k} {v}" for k, v in info.get("versions", {}).items())),
     ]
-    if run.top_shares:
-        data.facts.append(("Fisher information in the top 0.1 % of tokens", f"by layer {run.top_shares}"))
     if table and table.base:
         split = "report" if "report" in table.base else "search"
         base, context = table.base[split], table.context
@@ -162,28 +156,26 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
     except RotorError as error:
         data.absent["sizes"] = f"The source model is not where run.json says: {error.message}"
     try:
-        bases = run.bases()
-        spectra = [bases.spectra(layer) for layer in range(len(bases))]  # not the bases, which are far larger
+        spectra = [run.spectra(layer) for layer in range(shape.num_layers)]  # not the bases, which are far larger
     except RotorError as error:
         data.absent["spectra"] = error.message
         return
-    choice = point.choice if point else [next(iter(layer)) for layer in spectra]
-    chosen = [layer[key] for layer, key in zip(spectra, choice, strict=True)]
-    data.spectra_of = [_spectrum_names(run, key) for key in choice]
+    names = _spectrum_names(run)
+    data.spectra_of = [names] * len(spectra)
     data.spectra = [
         {side: _mean_spectrum(layer[SIDES.index(side)] if side in SIDES else layer[0]) for side in names}
-        for names, layer in zip(data.spectra_of, chosen, strict=True)
+        for layer in spectra
     ]
     if point and not data.ranks:
         data.ranks, data.head_dim = groups_of_point(run, point), shape.head_dim
 
 
-def _spectrum_names(run: Run, key: str) -> dict[str, str]:
-    """By side, what a candidate's singular values are of; those of different names belong into different axes.
+def _spectrum_names(run: Run) -> dict[str, str]:
+    """By side, what a layer's singular values are of; those of different names belong into different axes.
 
     A joint latent has one set of them, of `joint`.
     """
-    form, heads, joint = run.candidates[key]
+    form, heads, joint = run.form
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
     where = f"{form.in_words(run.shape)}, {size}"
     return {JOINT: where} if joint else {"qk": where, "vo": size}
@@ -208,11 +200,6 @@ def _ratios(found: Fidelity | None, base: dict[str, Any], left_out: dict[str, di
         elif name in missing:
             rows.append((info.label, f"left out: {missing[name]}"))
     return rows
-
-
-def _shown_accuracy(point: Point) -> float:
-    found = point.report or point.search
-    return -1.0 if found is None else found.accuracy
 
 
 def _run_bytes(run: Run, point: Point) -> tuple[int, int]:

@@ -46,9 +46,8 @@ class Cell:
 
 def groups_of_point(run: Run, point: Point) -> list[list[GroupLayout]]:
     """Of each layer of a measured point."""
-    layers = []
-    for index, key in enumerate(point.choice):
-        size = run.candidates[key].group_size
+    layers, size = [], run.form.group_size
+    for index in range(len(point.ranks)):
         pairs: Sequence[tuple[Latent, Latent | None]] = [(Numbers(qk), Numbers(v)) for qk, v in point.ranks[index]]
         if point.channels:
             pairs = point.channels[index]

@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..allocation.registry import CHOOSING
 from ..calibration.run import Run
 from ..errors import CheckpointError, UsageError
 from ..format.hashes import file_sha256
@@ -114,12 +113,6 @@ def _check_recipe(recipe: Recipe, run: Run, settings: ExportSettings) -> None:
         raise UsageError(
             f"{bits}: {run.folder} was calibrated without codes.",
             f"Calibrate again with --set codes.bits={json.dumps(recipe.codes.bits)}.",
-        )
-    if recipe.objective.weight > 0 and not recipe.coded and not recipe.ranks.rule.chooses:
-        raise UsageError(
-            f"objective {recipe.objective.kind}: only ranks.method {CHOOSING} weighs anything but bytes, this "
-            f"run's is {recipe.ranks.method}.",
-            f"Give --set ranks.method={CHOOSING}, or leave the objective at memory.",
         )
     if settings.goal.removal_rate is not None and (recipe.coded or recipe.ranks.method != "removal-rate"):
         what = bits if recipe.coded else method

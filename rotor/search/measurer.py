@@ -8,15 +8,13 @@ from functools import cached_property
 import torch
 
 from ..allocation.bits import BitsPath
-from ..allocation.plan import GroupCost, RankInputs, RankPath, RankPlan, Sensitivity, Spectra
-from ..allocation.priced_bits import PricedBitsPath
-from ..calibration.run import Run, RunBases, read_fisher
+from ..allocation.plan import RankInputs, RankPath, RankPlan, Sensitivity, Spectra
+from ..calibration.run import Run, read_fisher
 from ..data.splits import SPLITS, EvaluationData
 from ..errors import UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..policies import Policy
-from ..prediction.objective import Objective
-from ..progress import Progress
+from ..progress import Progress, StageTimes
 from ..recipe import Recipe
 from ..rewriting.compressible import CompressibleModel
 from .point import Point
@@ -30,6 +28,7 @@ class Measurer:
     Args:
         recipe: the run's, with what was overridden. dtype, device: of forward passes.
         data, network, meter: held-out text, the model, and what compares it; called when they are needed.
+        times: of the stages.
     """
 
     def __init__(
@@ -44,9 +43,12 @@ class Measurer:
         network: Callable[[], CompressibleModel],
         meter: Callable[[], FidelityMeter],
         policy: Policy | None = None,
+        times: StageTimes | None = None,
     ) -> None:
         self.run, self.recipe, self.progress, self.policy = run, recipe, progress, policy
-        self.bases = run.bases()
+        self.times = times or StageTimes()
+        self.measured_points = 0
+        """How often a plan was measured on a split."""
         self._place, self._data, self._network, self._meter = (dtype, device), data, network, meter
 
     @cached_property
@@ -85,14 +87,13 @@ class Measurer:
 
     def path_of(self, recipe: Recipe) -> RankPath:
         """Likewise of one that differs in what plans are chosen by."""
-        found = None
-        if "sensitivities" in recipe.rank_needs:
-            self.probe()
-            found = self.probes.sensitivities
-        return rank_path(self.bases, self.run, recipe, found)
+        if "sensitivities" not in recipe.rank_needs:
+            return rank_path(self.run, recipe)
+        self.probe()
+        return rank_path(self.run, recipe, self.probes.sensitivities)
 
     def probe(self) -> None:
-        """Measure the sensitivity of every layer, side and candidate that has none yet, and keep it.
+        """Measure the sensitivity of every layer and side that has none yet, and keep it.
 
         Compresses that side of that layer alone, at each of the probed ranks; the sensitivity there is the KL
         divergence of the final logits, in nats per token, per unit of dropped energy (squared singular values).
@@ -100,9 +101,9 @@ class Measurer:
         probes = self.probes
         if probes.complete:
             return
-        known, layers = probes.sensitivities, self.run.shape.num_layers
-        with self.progress.task("probe", layers - len(known), "layers") as advance:
-            for found in probe(self.network, self.bases, self.recipe.ranks, probes.rows, len(known), advance):
+        known, layers, network = probes.sensitivities, self.run.shape.num_layers, self.network
+        with self.times.stage("probe"), self.progress.task("probe", layers - len(known), "layers") as advance:
+            for found in probe(network, self.run.bases(), self.recipe.ranks, probes.rows, len(known), advance):
                 known += found
                 probes.save()
 
@@ -110,25 +111,24 @@ class Measurer:
         """Fidelity of a plan on the search split."""
         return self.measure(plan, ["search"]).fidelity("search")
 
-    def missing(self, plan: RankPlan, splits: Sequence[str] = SPLITS) -> list[str]:
-        """The splits that a plan was not measured on yet."""
-        point = self.table.find(plan)
-        return [split for split in splits if point is None or not point.has(split)]
-
     def measure(self, plan: RankPlan, splits: Sequence[str] = SPLITS) -> Point:
         """The table's point for a plan, measured on those splits where it is not yet, with one rewrite of the model."""
-        point, missing = self.table.find(plan) or Point.of(plan), self.missing(plan, splits)
+        point = self.table.find(plan) or Point.of(plan)
+        missing = [split for split in splits if not point.has(split)]
         if not missing:
             return point
-        for split in missing:
-            if split not in self.meter.base:
-                self.network.restore()
-                self.meter.measure_base(self.network, split)
-            self.table.base[split] = self.meter.base[split]
-            self.table.left_out[split] = self.meter.left_out[split]
-        self.network.compress(plan.select(self.bases), plan.rounded)
-        for split in missing:
-            point = point.with_fidelity(split, self.meter.measure(self.network, split))
+        meter, network = self.meter, self.network
+        with self.times.stage("measure"):
+            for split in missing:
+                if split not in meter.base:
+                    network.restore()
+                    meter.measure_base(network, split)
+                self.table.base[split] = meter.base[split]
+                self.table.left_out[split] = meter.left_out[split]
+            network.compress(self.run.bases(plan.channels), plan.rounded)
+            for split in missing:
+                point = point.with_fidelity(split, meter.measure(network, split))
+        self.measured_points += len(missing)
         self.table.put(point)
         if "search" in missing:
             value = point.fidelity("search").accuracy
@@ -136,41 +136,28 @@ class Measurer:
         return point
 
 
-def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sensitivity] | None = None) -> RankPath:
-    """All rank plans that the recipe's rank method can give for these bases.
+def rank_path(run: Run, recipe: Recipe, sensitivities: Sequence[Sensitivity] = ()) -> RankPath:
+    """All rank plans that the recipe's rank method can give for a run's bases.
 
     Args:
         sensitivities: what `probe` measured; needed by methods that ask for it only.
     Raises:
         UsageError: ranks are asked for, of latents that keys and values share: these have singular values of no side.
     """
+    layers, ranks = range(run.shape.num_layers), recipe.ranks
     if recipe.coded:
-        codes = [run.layer_codes(layer) for layer in range(len(bases))]
-        sizes = run.shape, recipe.codes.bits, int(run.info["element_bytes"])
-        if recipe.objective.weight == 0:
-            return BitsPath(codes, *sizes, uniform_rows=recipe.ranks.uniform_rows)
-        return PricedBitsPath(codes, *sizes, group_cost(run, recipe))
-    if any(candidate.joint for candidate in run.candidates.values()):
+        codes = [run.layer_codes(layer) for layer in layers]
+        return BitsPath(codes, run.shape, recipe.codes.bits, int(run.info["element_bytes"]), ranks.uniform_rows)
+    if run.form.joint:
         raise UsageError(
             f"codes.bits {list(recipe.codes.bits)}: in this run keys and values share latents, whose channels are "
             "chosen by bits of codes alone.",
             "Give codes.bits 12, 8 or 4 too, or calibrate again with --set groups.joint=false.",
         )
-    layers = [bases.spectra(layer) for layer in range(len(bases))]
-    spectra, ranks = [{key: Spectra(qk, vo) for key, (qk, vo) in layer.items()} for layer in layers], recipe.ranks
+    spectra = [Spectra(*run.spectra(layer)) for layer in layers]
 
     def gradients() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        size = next(iter(run.info["candidates"].values()))["group_size"]
-        groups = read_fisher(run.folder, run.shape).unflatten(-1, (-1, size)).sum(-1)
+        groups = read_fisher(run.folder, run.shape).unflatten(-1, (-1, run.form.group_size)).sum(-1)
         return [(keys, values) for keys, values in groups]
 
-    squares, cost = ranks.spectrum == "squares", lambda: group_cost(run, recipe)
-    found = RankInputs(spectra, run.shape, ranks.multiple_of, squares, gradients, sensitivities or (), cost)
-    return ranks.rule.path(found)
-
-
-def group_cost(run: Run, recipe: Recipe) -> GroupCost:
-    """What a group costs under the recipe's objective; raises RecipeError if its device is not known."""
-    objective = Objective.of(recipe.objective, run.shape, int(run.info["element_bytes"]))
-    layers = run.shape.num_layers
-    return lambda key, keys, values: objective.group_cost(run.candidates[key], keys, values) / layers
+    return ranks.rule.path(RankInputs(spectra, run.shape, ranks.multiple_of, gradients, sensitivities))

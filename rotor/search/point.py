@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +23,6 @@ class _PointFile:
 
     parameter: float
     compression: CompressionInfo
-    choice: list[str]
     ranks: PointRanks
     search: Fidelity | None = None
     report: Fidelity | None = None
@@ -35,14 +33,13 @@ class Point:
     """A plan and its fidelity on each split that it was measured on.
 
     parameter: the rank method's own (a removal rate, a price). planned, stored: share of the KV cache removed by exact
-    and by stored ranks. choice: key of the candidate of each layer. exact, ranks: of each layer's groups, as given by
+    and by stored ranks. exact, ranks: of each layer's groups, as given by
     the method and as stored. channels: of each layer's groups, where they are codes.
     """
 
     parameter: float
     planned: float
     stored: float
-    choice: tuple[str, ...]
     exact: list[LayerRanks]
     ranks: list[LayerRanks]
     search: Fidelity | None = None
@@ -53,12 +50,12 @@ class Point:
     def of(cls, plan: RankPlan) -> Point:
         """A plan of which nothing is measured yet."""
         planned, stored = round(plan.planned, 6), round(plan.stored, 6)
-        return cls(plan.parameter, planned, stored, plan.choice, plan.exact, plan.rounded, channels=plan.channels)
+        return cls(plan.parameter, planned, stored, plan.exact, plan.rounded, channels=plan.channels)
 
     @property
     def key(self) -> str:
-        """Equal for points whose stored tensors are equal, whatever method or objective led to them."""
-        return plan_key(self.choice, self.ranks, self.channels)
+        """Equal for points whose stored tensors are equal, whatever method led to them."""
+        return plan_key(self.ranks, self.channels)
 
     def fidelity(self, split: str) -> Fidelity:
         """On a split that was measured; raises UsageError if it was not."""
@@ -88,7 +85,7 @@ class Point:
 
     def to_json(self) -> dict[str, Any]:
         """What from_json reads."""
-        data = {"parameter": self.parameter, "compression": self.compression_json, "choice": list(self.choice)}
+        data = {"parameter": self.parameter, "compression": self.compression_json}
         found = {split: self.fidelity(split).to_json() for split in SPLITS if self.has(split)}
         return data | {"ranks": self.ranks_json} | found
 
@@ -103,14 +100,12 @@ class Point:
             if [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in channels] != stored:
                 raise reader.fail(f"{name}.ranks.channels", found.ranks["channels"], "as many as ranks.stored says")
         planned, share = found.compression["planned"], found.compression["stored"]
-        choice = tuple(found.choice)
-        return cls(found.parameter, planned, share, choice, exact, stored, found.search, found.report, channels)
+        return cls(found.parameter, planned, share, exact, stored, found.search, found.report, channels)
 
 
-def plan_key(choice: Sequence[str], ranks: list[LayerRanks], channels: list[GroupChannels] | None = None) -> str:
+def plan_key(ranks: list[LayerRanks], channels: list[GroupChannels] | None = None) -> str:
     """See Point.key."""
-    parts = [list(choice), ranks] if channels is None else [list(choice), channels_json(channels)]
-    return json.dumps(parts, separators=(",", ":"))
+    return json.dumps(ranks if channels is None else channels_json(channels), separators=(",", ":"))
 
 
 def channels_json(channels: list[GroupChannels]) -> list[list[list[dict[str, int]]]]:

@@ -27,38 +27,32 @@ in memory."""
 KL_NOISE = 1e-9
 """A KL divergence, in nats per token, that is as good as none; positive, so that it has a logarithm."""
 
-CandidateBases = Sequence[dict[str, LayerBases]]
-"""The bases of each layer's candidates, by key."""
-
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe: one side (0: keys, 1: values) of one candidate of a layer at a rank, everything else whole.
+    """A probe: one side (0: keys, 1: values) of a layer at a rank, everything else whole.
 
     rank: of the side. ranks: of the layer. dropped: energy (squared singular values) beyond the rank.
     """
 
-    key: str
     side: int
     rank: int
     ranks: LayerRanks
     dropped: float
 
 
-def probes_of(layer: dict[str, LayerBases], settings: Ranks) -> list[Probe]:
-    """The probes of one layer: each candidate with one side at each of `probe_shares` of its columns."""
-    probes = []
-    for key, bases in layer.items():
-        full = full_ranks(bases)
-        for side, pair in enumerate((bases.qk, bases.vo)):
-            shares = [
-                round_rank(int(full[side] * share), settings.multiple_of, full[side]) for share in settings.probe_shares
-            ]
-            for rank in sorted(set(shares)):
-                ranks = (full[0], rank) if side else (rank, full[1])
-                dropped = float(pair.singular_values[:, rank:].square().sum())
-                if dropped > 0:
-                    probes.append(Probe(key, side, rank, [ranks] * len(pair.singular_values), dropped))
+def probes_of(bases: LayerBases, settings: Ranks) -> list[Probe]:
+    """The probes of one layer: one side at each of `probe_shares` of its columns."""
+    probes, full = [], full_ranks(bases)
+    for side, pair in enumerate((bases.qk, bases.vo)):
+        shares = [
+            round_rank(int(full[side] * share), settings.multiple_of, full[side]) for share in settings.probe_shares
+        ]
+        for rank in sorted(set(shares)):
+            ranks = (full[0], rank) if side else (rank, full[1])
+            dropped = float(pair.singular_values[:, rank:].square().sum())
+            if dropped > 0:
+                probes.append(Probe(side, rank, [ranks] * len(pair.singular_values), dropped))
     return probes
 
 
@@ -68,7 +62,7 @@ def full_ranks(bases: LayerBases) -> tuple[int, int]:
 
 
 def probe(
-    network: CompressibleModel, bases: CandidateBases, settings: Ranks, rows: Tensor, start: int, advance: Advance
+    network: CompressibleModel, bases: Sequence[LayerBases], settings: Ranks, rows: Tensor, start: int, advance: Advance
 ) -> Iterator[list[Sensitivity]]:
     """Sensitivities of the layers from `start` on, in order, some layers at a time.
 
@@ -81,24 +75,24 @@ def probe(
     for index in range(start):
         with network.layer(index):
             network.run(index, entering, entering)
-    together = _together(network, bases, settings, rows)
+    together = _together(network, settings, rows)
     for first in range(start, layers, together):
         last = min(layers, first + together)
         yield _probe_layers(network, bases, settings, rows, range(first, last), entering, reference)
         advance(last - first)
 
 
-def _together(network: CompressibleModel, bases: CandidateBases, settings: Ranks, rows: Tensor) -> int:
+def _together(network: CompressibleModel, settings: Ranks, rows: Tensor) -> int:
     """Layers that are probed together: more than one only where that saves reading weights."""
     if not network.source.streamed:
         return 1
     states = rows.numel() * network.shape.hidden_size * network.dtype.itemsize
-    return max(1, int(PROBE_STATES_BYTES // (states * 2 * len(settings.probe_shares) * len(bases[0]))))
+    return max(1, int(PROBE_STATES_BYTES // (states * 2 * len(settings.probe_shares))))
 
 
 def _probe_layers(
     network: CompressibleModel,
-    bases: CandidateBases,
+    bases: Sequence[LayerBases],
     settings: Ranks,
     rows: Tensor,
     layers: range,
@@ -112,16 +106,17 @@ def _probe_layers(
             for _, _, states in begun:
                 network.run(index, states, states)
             if index in layers:
-                for one in probes_of(bases[index], settings):
+                layer = bases[index]
+                for one in probes_of(layer, settings):
                     states = network.states_like(rows)
-                    with network.compressed_layer(index, bases[index][one.key], one.ranks):
+                    with network.compressed_layer(index, layer, one.ranks):
                         network.run(index, entering, states)
                     begun.append((index, one, states))
                 network.run(index, entering, entering)
-    found: list[Sensitivity] = [{key: ([], []) for key in bases[index]} for index in layers]
+    found: list[Sensitivity] = [([], []) for _ in layers]
     for index, one, states in begun:
         scores = score(network, rows, reference=reference, states=states)
         assert scores.kl_div is not None
         loss = max(float(scores.kl_div.mean()), KL_NOISE)
-        found[index - layers.start][one.key][one.side].append((one.rank, loss / one.dropped))
+        found[index - layers.start][one.side].append((one.rank, loss / one.dropped))
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 
 from ..allocation.plan import RankPlan
 from ..data.readiness import describe_evaluation
-from ..data.splits import SPLITS, EvaluationData, evaluation_data
+from ..data.splits import EvaluationData, evaluation_data
 from ..errors import UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
-from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
+from ..evaluation.prompts import EvaluationContext
 from ..models.hardware import pick_device, pick_dtype
 from ..policies import Policy
 from ..progress import Progress, StageTimes, in_time
@@ -23,7 +22,7 @@ from ..rewriting.compressible import CompressibleModel
 from .export_job import ExportJob
 from .measurer import Measurer
 from .point import Point
-from .search import most_points, plan_for, search_target
+from .search import find_plan, most_points, plan_for
 from .tiers import choose_tiers
 
 
@@ -42,10 +41,8 @@ class RankSearch(Measurer):
         load = self._load_model if network is None else lambda: network
         place = pick_dtype(compute.dtype, dtype, device), device
         sources: dict[str, Any] = {"data": self._load_text, "network": load, "meter": self._make_meter}
-        super().__init__(job.run, job.recipe, *place, progress, **sources, policy=job.policy)
-        self.job, self.times = job, times
-        self.measured_points = 0
-        """How often a plan was measured on a split."""
+        super().__init__(job.run, job.recipe, *place, progress, **sources, policy=job.policy, times=times)
+        self.job = job
 
     def point(self) -> Point:
         """The point that the goal leads to, measured on both splits (or, see ExportJob.unmeasured, on none).
@@ -55,7 +52,7 @@ class RankSearch(Measurer):
         Raises:
             AccuracyError: no point reaches the accuracy. UsageError: the compression cannot be reached.
         """
-        plan = self._plan(self.job.goal.accuracy)
+        plan = self._plan()
         return Point.of(plan) if self.job.unmeasured else self.measure(plan)
 
     def with_tiers(self) -> RankSearch:
@@ -72,14 +69,14 @@ class RankSearch(Measurer):
                 f"cache.tiers {settings.tiers:g}: {job.unmeasured}, and ratios per token are chosen by measuring.",
                 "Give --cache tiers-50, or the path of a policy.",
             )
-        plan, network = self._plan(None), self.network
+        plan, network = self._plan(), self.network
         if network.source.streamed:
             raise UsageError(
                 f"cache.tiers {settings.tiers:g}: a cache is read step by step, which needs all weights in memory.",
                 "Give --offload never on a machine that can hold them, or --cache tiers-50.",
             )
         with self.times.stage("tiers"):
-            network.compress(plan.select(self.bases), plan.rounded)
+            network.compress(self.run.bases(plan.channels), plan.rounded)
             search = self.data.search
             rows = search[: max(1, settings.tiers_tokens // search.shape[1])]
             policy, _ = choose_tiers(network, rows, settings.tiers, self.progress)
@@ -91,7 +88,7 @@ class RankSearch(Measurer):
             return self.policy
         meter, network = self.meter, self.network
         with self.times.stage("fit cache policy"), self.progress.task("fit cache policy", None, ""):
-            network.compress(self.bases.select(point.choice, point.channels), point.ranks)
+            network.compress(self.run.bases(point.channels), point.ranks)
             return meter.fitted_policy(network)
 
     def close(self) -> None:
@@ -99,24 +96,9 @@ class RankSearch(Measurer):
         for name in ("network", "meter"):
             self.__dict__.pop(name, None)
 
-    def probe(self) -> None:
-        if self.needs_probes:
-            self._prepare()
-            with self.times.stage("probe"):
-                super().probe()
-
-    def measure(self, plan: RankPlan, splits: Sequence[str] = SPLITS) -> Point:
-        missing = self.missing(plan, splits)
-        if not missing:
-            return super().measure(plan, splits)
-        self._prepare()
-        with self.times.stage("measure"):
-            self.measured_points += len(missing)
-            return super().measure(plan, missing)
-
-    def _plan(self, target: float | None) -> RankPlan:
-        """The plan of a target, or of the goal without one, measured where the table lacks something."""
-        goal = self.job.goal
+    def _plan(self) -> RankPlan:
+        """The plan of the goal, measured where the table lacks something."""
+        goal, target = self.job.goal, self.job.goal.accuracy
         if target is None:
             return plan_for(self.path, goal.removal_rate, goal.compression)
         most, seconds = most_points(self.recipe.search.resolution), list[float]()
@@ -131,17 +113,7 @@ class RankSearch(Measurer):
                     self.progress.message(f"accuracy {target:g}: about {most - 1} more point(s) to measure, {left}")
             return found
 
-        return search_target(self.table, self.path, self.recipe, target, fidelity, goal.confidence)
-
-    def _prepare(self) -> None:
-        """What measuring needs; raises UsageError where the run could not keep what it finds."""
-        folder = self.run.folder
-        if not self.run.writable:
-            raise UsageError(
-                f"{folder}: cannot be written, and what this export has to measure first is kept there.",
-                f"Copy the run (cp -r {folder} COPY), and export from the copy.",
-            )
-        _ = self.meter, self.network
+        return find_plan(self.path, self.recipe.search.resolution, target, fidelity)
 
     def _load_text(self) -> EvaluationData:
         evaluation, checkpoint = self.recipe.evaluation, self.job.checkpoint
@@ -155,7 +127,12 @@ class RankSearch(Measurer):
         return FidelityMeter(context, self.progress, self.policy)
 
     def _load_model(self) -> CompressibleModel:
-        job, checkpoint = self.job, self.job.checkpoint
+        job, checkpoint, folder = self.job, self.job.checkpoint, self.run.folder
+        if not self.run.writable:
+            raise UsageError(
+                f"{folder}: cannot be written, and what this export has to measure first is kept there.",
+                f"Copy the run (cp -r {folder} COPY), and export from the copy.",
+            )
         with self.times.stage("load model"):
             with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
                 for file in checkpoint.files:

@@ -8,20 +8,14 @@ Source: FDC section 5.2 (the function F_p).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice, pairwise
 
 from ..allocation.plan import SLACK, RankPath, RankPlan
 from ..allocation.removal_rate import RemovalRatePath
 from ..errors import AccuracyError, UsageError
 from ..evaluation.fidelity import Fidelity
-from ..recipe import Recipe
-from .point import Point
-from .table import RankTable, Request
 
 TRIES = 3
 """Gaps above a plan that reaches the target, or plans beside it, of which one has to reach it, too, or it is final."""
@@ -32,7 +26,6 @@ def find_plan(
     resolution: float,
     target: float,
     fidelity: Callable[[RankPlan], Fidelity],
-    confidence: float | None = None,
 ) -> RankPlan:
     """The plan that a target leads to, by bisection over what plans save.
 
@@ -45,19 +38,14 @@ def find_plan(
 
     Args:
         fidelity: of a plan on the search split, measured or known.
-        confidence: None compares the value with the target; 0.95 the lower end of its 95 % interval.
     Raises:
         AccuracyError: no plan reaches the target; names the best that was measured.
-        UsageError: a confidence of a metric that has no interval.
     """
     steps, tried = path.steps(), list[tuple[float, RankPlan]]()
     refused = {len(steps)}
 
     def reaches(plan: RankPlan) -> bool:
-        found = fidelity(plan)
-        value = found.accuracy if confidence is None else found.lower
-        if value is None:
-            raise UsageError("this metric has no interval, which --confidence asks for.", "Leave --confidence out.")
+        value = fidelity(plan).accuracy
         tried.append((value, plan))
         return value >= target
 
@@ -65,13 +53,13 @@ def find_plan(
         """Whether there are plans between two, and the two more than the resolution apart."""
         if high - low < 2 or low < 0:
             return high - low > 1
-        return steps[min(high, len(steps) - 1)].saving - steps[low].saving > resolution + SLACK
+        return steps[min(high, len(steps) - 1)].stored - steps[low].stored > resolution + SLACK
 
     def middle_reaches(low: int, high: int) -> int | None:
         """The plan halfway between two, or the mildest of few that are left; None where it is refused."""
-        begin, end = steps[max(low, 0)].saving, steps[min(high, len(steps) - 1)].saving
+        begin, end = steps[max(low, 0)].stored, steps[min(high, len(steps) - 1)].stored
         halfway = begin if end - begin <= resolution + SLACK else (begin + end) / 2
-        middle = min(range(low + 1, high), key=lambda i: abs(steps[i].saving - halfway))
+        middle = min(range(low + 1, high), key=lambda i: abs(steps[i].stored - halfway))
         if reaches(steps[middle]):
             return middle
         refused.add(middle)
@@ -88,50 +76,23 @@ def find_plan(
         reached, gaps = steps[low], (pair for pair in pairwise(sorted(i for i in refused if i > low)) if room(*pair))
         low = next((m for m in (middle_reaches(*pair) for pair in islice(gaps, TRIES)) if m is not None), None)
     while reached is not None:
-        beside = (other for other in path.lighter(reached)[:TRIES] if other.saving - reached.saving > resolution)
+        beside = (other for other in path.lighter(reached)[:TRIES] if other.stored - reached.stored > resolution)
         chosen = next(filter(reaches, beside), None)
         if chosen is None:
             return reached
         reached = chosen
-    best, plan = max(tried, key=lambda found: (found[0], found[1].saving), default=(math.nan, None))
-    of = "" if confidence is None else f" at the lower end of its {100 * confidence:g} % interval"
+    best, plan = max(tried, key=lambda found: (found[0], found[1].stored), default=(math.nan, None))
     raise AccuracyError(
-        f"accuracy {target} is out of reach: the best measured is {best:.4f}{of}, at compression {plan.stored:.3f}."
+        f"accuracy {target} is out of reach: the best measured is {best:.4f}, at compression {plan.stored:.3f}."
         if plan is not None
         else f"accuracy {target} is out of reach: this recipe has no rank plans to measure.",
         "Ask for less, or calibrate with another recipe or with more tokens.",
     )
 
 
-def search_target(
-    table: RankTable,
-    path: RankPath,
-    recipe: Recipe,
-    target: float,
-    fidelity: Callable[[RankPlan], Fidelity],
-    confidence: float | None = None,
-) -> RankPlan:
-    """`find_plan` on a path of a recipe, raising the same; the table notes what the request led to."""
-    request = Request(target, confidence, method_key(recipe), None)
-    try:
-        plan = find_plan(path, recipe.search.resolution, target, fidelity, confidence)
-    except AccuracyError:
-        table.note(request)
-        raise
-    table.note(replace(request, point=Point.of(plan).key))
-    return plan
-
-
 def most_points(resolution: float) -> int:
     """The most points that the search for one target measures, where plans lie close together and accuracy falls."""
     return max(1, math.ceil(math.log2(1 / resolution)) + 1 + TRIES)
-
-
-def method_key(recipe: Recipe) -> str:
-    """A hash of what a choice depends on besides target and context."""
-    data = recipe.to_dict()
-    parts = json.dumps([data["ranks"], data["codes"], data["objective"], data["search"]["resolution"]], sort_keys=True)
-    return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
 def plan_for(path: RankPath, removal_rate: float | None, compression: float | None) -> RankPlan:

@@ -1,10 +1,10 @@
 """What was measured of a run, one file for each context: points by ranks, and probes apart from them.
 
-RUN/tables/KEY.json: points. RUN/probes/KEY.json: sensitivities. RUN/tables/latest.json: which table was used last.
+RUN/tables/KEY.json: points. RUN/probes/KEY.json: sensitivities. RUN/tables/latest.json: the last table.
 Each has the SHA-256 of its content in it, so that one that was edited or damaged is refused.
 
 A context is all that a measured number depends on besides the ranks: the evaluation's tokens, dtype, kind of device,
-metric and the settings of it. Its hash names the file, so that another metric, objective or text adds a table and never
+metric and the settings of it. Its hash names the file, so that another metric or text adds a table and never
 wipes or reuses one.
 """
 
@@ -32,7 +32,7 @@ from ..recipe.metric_registry import LM_EVAL
 from .point import Point, plan_key
 
 TABLES, PROBES, LATEST = "tables", "probes", "latest.json"
-TABLE_VERSION = 5
+TABLE_VERSION = 6
 HINT = "Delete it, and the next export measures again."
 
 
@@ -74,20 +74,6 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A target that was asked for, and what it led to.
-
-    confidence: None, or that of the interval whose lower end had to reach the target. method: what else the choice
-    depended on (ranks, objective, resolution), hashed. point: key of the chosen one; None: out of reach.
-    """
-
-    target: float
-    confidence: float | None
-    method: str
-    point: str | None
-
-
-@dataclass(frozen=True)
 class _TableFile:
     """A RankTable in JSON."""
 
@@ -95,7 +81,6 @@ class _TableFile:
     context: Context
     base: dict[str, dict[str, Any]]
     left_out: dict[str, dict[str, str]]
-    requests: list[Request]
     points: list[dict[str, Any]]
 
 
@@ -104,7 +89,7 @@ class _ProbesFile:
     """A ProbeTable in JSON."""
 
     version: int
-    sensitivities: list[dict[str, tuple[list[tuple[int, float]], list[tuple[int, float]]]]]
+    sensitivities: list[Sensitivity]
 
 
 @dataclass
@@ -117,7 +102,6 @@ class RankTable:
     run: Run
     context: Context
     points: list[Point] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
     base: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -128,9 +112,9 @@ class RankTable:
 
     @classmethod
     def latest(cls, run: Run) -> RankTable | None:
-        """The table that was used last; None if there is none."""
-        key = _latest(run)
-        return None if key is None else cls.named(run, key)
+        """The table that was measured into last; None if there is none."""
+        found = _read(run.folder / TABLES / LATEST)
+        return None if found is None else cls.named(run, str(found.get("table")))
 
     @classmethod
     def named(cls, run: Run, key: str) -> RankTable | None:
@@ -147,23 +131,20 @@ class RankTable:
         points = [Point.from_json(point, f"points[{i}]", reader) for i, point in enumerate(found.points)]
         for index, point in enumerate(points):
             _check_point(point, f"points[{index}]", run, reader)
-        return cls(run, found.context, points, found.requests, found.base, found.left_out)
+        return cls(run, found.context, points, found.base, found.left_out)
 
     def save(self) -> None:
-        """Write the table, and that it is the last one used."""
+        """Write the table, and that it is the last one."""
         self.points.sort(key=lambda p: (p.stored, p.key))
         points = [point.to_json() for point in self.points]
-        content = _TableFile(TABLE_VERSION, self.context, self.base, self.left_out, self.requests, points)
+        content = _TableFile(TABLE_VERSION, self.context, self.base, self.left_out, points)
         path = _path(self.run, TABLES, self.context.key)
         _write(path, asdict(content))
         _write(path.with_name(LATEST), {"version": TABLE_VERSION, "table": self.context.key})
 
     def find(self, plan: RankPlan) -> Point | None:
         """What is known of a plan."""
-        return self.point(plan_key(plan.choice, plan.rounded, plan.channels))
-
-    def point(self, key: str | None) -> Point | None:
-        """By Point.key."""
+        key = plan_key(plan.rounded, plan.channels)
         return next((point for point in self.points if point.key == key), None)
 
     def put(self, point: Point) -> None:
@@ -171,33 +152,16 @@ class RankTable:
         self.points = [known for known in self.points if known.key != point.key] + [point]
         self.save()
 
-    def note(self, request: Request) -> None:
-        """Keep what a request led to, and save; a run that cannot be written stays as it is."""
-        if (request in self.requests and _latest(self.run) == self.context.key) or not self.run.writable:
-            return
-        same = request.target, request.confidence, request.method
-        self.requests = [r for r in self.requests if (r.target, r.confidence, r.method) != same] + [request]
-        self.save()
-
-
-def _latest(run: Run) -> str | None:
-    """Key of the table that was used last."""
-    path = run.folder / TABLES / LATEST
-    data = _read(path)
-    return None if data is None else str(data.get("table"))
-
 
 def _check_point(point: Point, name: str, run: Run, reader: Reader) -> None:
-    """Raises the reader's error if a point is not of this run: its layers, candidates, groups and columns."""
-    if len(point.choice) != run.shape.num_layers or not set(point.choice) <= set(run.candidates):
-        raise reader.fail(f"{name}.choice", list(point.choice), f"one of {', '.join(run.candidates)} for every layer")
-    sizes = [run.columns(run.candidates[key]) for key in point.choice]
+    """Raises the reader's error if a point is not of this run: its layers, groups and columns."""
+    groups, columns = run.columns
     fits = [
-        len(layer) == groups and all(1 <= rank <= columns for pair in layer for rank in pair)
-        for layer, (groups, columns) in zip(point.ranks, sizes, strict=False)
+        len(layer) == groups and all(1 <= rank <= columns for pair in layer for rank in pair) for layer in point.ranks
     ]
-    if len(point.ranks) != len(sizes) or not all(fits):
-        raise reader.fail(f"{name}.ranks.stored", point.ranks, f"(groups, most ranks) of each layer as {sizes}")
+    if len(fits) != run.shape.num_layers or not all(fits):
+        expected = f"{groups} groups of at most {columns} of each of {run.shape.num_layers} layers"
+        raise reader.fail(f"{name}.ranks.stored", point.ranks, expected)
 
 
 @dataclass
@@ -246,9 +210,8 @@ def read_probes(run: Run, key: str) -> list[Sensitivity] | None:
     if data is None:
         return None
     found: list[Sensitivity] = reader.read(_ProbesFile, data).sensitivities
-    if len(found) > run.shape.num_layers or any(set(layer) != set(run.candidates) for layer in found):
-        expected = f"{', '.join(run.candidates)} of at most {run.shape.num_layers} layers"
-        raise reader.fail("sensitivities", [list(layer) for layer in found], expected)
+    if len(found) > run.shape.num_layers:
+        raise reader.fail("sensitivities", f"{len(found)} layers", f"at most {run.shape.num_layers}")
     return found
 
 

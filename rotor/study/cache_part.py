@@ -81,7 +81,7 @@ class StudiedCache:
         plan = path.at_compression(self.removed)
         if self.policy is not None or plan is None:
             return None
-        layouts = [layout for layout, _ in planned_layouts(plan.select(measurer.bases), plan.rounded)]
+        layouts = [layout for layout, _ in planned_layouts(measurer.run.bases(plan.channels), plan.rounded)]
         return decode_seconds(layouts, shape, device, step) / whole
 
 

@@ -16,7 +16,7 @@ from ..errors import UnsupportedModelError
 from ..evaluation.cached import final_states_through_cache
 from ..evaluation.fidelity import FidelityMeter
 from ..evaluation.fitting import fit_cache_policy
-from ..evaluation.metrics import EvaluationContext
+from ..evaluation.prompts import EvaluationContext
 from ..policies import LONG_TOKENS, EvictingLayer, Eviction, Policy, random_rows, stored_bytes
 from ..progress import Progress
 from ..rewriting.compressible import CompressibleModel
@@ -129,7 +129,7 @@ class CacheBench:
         if plan is None:
             least = (1 - path.steps()[-1].stored) * self.whole
             return CacheRecord(name, skipped=f"out of reach: the least is {least:.0f} bytes")
-        self.network.compress(plan.select(measurer.bases), plan.rounded)
+        self.network.compress(measurer.run.bases(plan.channels), plan.rounded)
         return self.record(name, policy)
 
 

@@ -19,8 +19,8 @@ from ..data.splits import EvaluationData, evaluation_data, held_out_documents
 from ..errors import UsageError
 from ..evaluation.fidelity import FidelityMeter
 from ..evaluation.fitting import FIT_TOKENS
-from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
+from ..evaluation.prompts import EvaluationContext
 from ..format.layout import uncompressed_kv_bytes_per_token
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint

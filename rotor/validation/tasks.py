@@ -33,7 +33,7 @@ def compare_tasks(
     out: Path,
     progress: Progress,
 ) -> list[Paired]:
-    """Ask the source and the checkpoint, and write lm-eval's and kvpress' files of both, and COMPARISON.
+    """Ask the source and the checkpoint, and write the files of both, and COMPARISON.
 
     Args:
         policy: of the checkpoint's cache. names, lengths: as of TaskSuite. spec: its lm_eval_limit and seed count.
@@ -48,12 +48,12 @@ def compare_tasks(
     removed = report["compression"]["stored"]
     with TaskSuite.results(out) as folder:
         suite = TaskSuite(names, source.tokenizer, lengths, spec.lm_eval_limit, spec.seed)
-        for model, own, share in ((source, None, None), (checkpoint, policy, removed)):
+        for model, own in ((source, None), (checkpoint, policy)):
             about = {"pretrained": str(model.folder.resolve()), "dtype": str(place.dtype).removeprefix("torch.")}
             about |= {} if own is None else {"cache": f"rotor-{own.method}"}
             network: Any = weights_of(model, place.device, place.dtype, place.streamed).model
             with progress.task(f"tasks of {model.folder.name}", None, ""), cache_policy(network, own):
-                found[model.folder] = suite.measure(network, about, folder, share)
+                found[model.folder] = suite.measure(network, about, folder)
         rows = paired(*found.values())
         comparison = {
             "before": str(source.folder.resolve()),

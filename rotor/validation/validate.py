@@ -11,23 +11,25 @@ import torch
 from torch import Tensor
 
 from ..calibration.run import Run
+from ..data.documents import require_tokenizer
 from ..data.splits import EvaluationData, evaluation_data
 from ..data.tokens import random_tokens
 from ..errors import RotorError, UsageError
+from ..evaluation.cached import check_in_memory
 from ..evaluation.fidelity import Fidelity, FidelityMeter
-from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
+from ..evaluation.prompts import EvaluationContext
 from ..evaluation.scoring import batch_logits
 from ..format.file_names import RECIPE
 from ..models.checkpoint import Checkpoint
-from ..models.compressed import CompressedCheckpoint
+from ..models.compressed import CompressedCheckpoint, open_model
 from ..models.hardware import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.projections import longest_row
 from ..policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ..progress import Progress, StageTimes
-from ..recipe import Recipe, load_recipe, text_overrides
+from ..recipe import Evaluation, Recipe, load_recipe, override, text_overrides
 from ..recipe.metric_registry import METRICS
 from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
@@ -63,12 +65,13 @@ def validate(
     measure: bool = True,
     tasks: Sequence[str] = (),
     lengths: Sequence[int] = (4096,),
+    shared: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Validation:
-    """Check a compressed checkpoint.
+    """Check a compressed checkpoint, or measure an uncompressed model with `cache`.
 
     Args:
-        folder: what `rotor export` wrote.
+        folder: what `rotor export` wrote, or with `cache` an uncompressed model.
         model: the source model, also for the weights of a checkpoint without; by default where rotor.json says.
         run: likewise the run folder.
         recipe, overrides: how to measure accuracy, as for calibrate, where only `evaluation` counts; by default as
@@ -79,11 +82,22 @@ def validate(
         device, dtype, offload: as for calibrate. The cache is measured only with all weights in memory.
         tasks, lengths: benchmarks that the source and the checkpoint are asked, as of TaskSuite; of each the first
             evaluation.lm_eval_limit documents. What they say is in a new folder, FOLDER-tasks.
+        shared: empty at first, and the same for several folders: what those of one source share is measured once.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
     """
     progress, times, result = progress or Progress(), StageTimes(), Validation(Path(folder))
     asked = None if cache is None else find_policy(cache)
+    own = [*text_overrides(text, ("evaluation",)), *overrides]
+    if asked is not None and not isinstance(plain := open_model(folder), CompressedCheckpoint):
+        if tasks or not measure:
+            raise UsageError("an uncompressed model with --cache is only measured.", "Drop --tasks and --no-measure.")
+        measured_by = override(load_recipe(recipe or "rotor"), own, ("evaluation",))
+        with times.stage("accuracy"):
+            compute = Compute(device, dtype, offload)
+            result.summary = _with_policy(plain, str(cache), asked, measured_by, compute, progress)
+        result.seconds = times.seconds
+        return result
     if asked is not None and asked.needs_samples:
         raise UsageError(
             f"--cache {cache}: cache policy {asked.method} is fitted when a checkpoint is exported, and stored in it.",
@@ -94,7 +108,7 @@ def validate(
         checkpoint = check_integrity(result, progress)
     if not result.damaged:
         stored = load_recipe(str(checkpoint.folder / RECIPE))
-        trusted = trusted_evaluation(stored, recipe, [*text_overrides(text, ("evaluation",)), *overrides])
+        trusted = trusted_evaluation(stored, recipe, own)
         if not measure:
             trusted = replace(trusted, withheld="not measured (--no-measure)")
         with source_at(model):
@@ -107,6 +121,7 @@ def validate(
                 trusted,
                 Compute(device, dtype, offload),
                 read_stored(getattr(checkpoint.section, "cache", None)) if cache is None else asked,
+                {} if shared is None else shared,
                 progress,
             )
             if tasks:
@@ -142,6 +157,7 @@ class _Numerics:
     trusted: TrustedEvaluation
     compute: Compute
     policy: Policy | None
+    shared: dict[str, Any]
     progress: Progress
 
     def check(self) -> None:
@@ -172,7 +188,11 @@ class _Numerics:
             elif self.policy is not None and place.streamed:
                 result.skip("accuracy target", f"the cache policy {self.policy.method} needs all weights in memory")
             else:
-                meter = self._measured_source(source, data, place)
+                spec, policy = self.trusted.spec, self.policy
+                key = source.folder.resolve(), data.sha256, spec, place, repr(policy)
+                meter = self._once(
+                    "source", key, lambda: _measured(source, spec, data, place, policy, self.progress)[0]
+                )
         with self.progress.task("load model", None, ""):
             compressed = LayerwiseModel(weights_of(self.checkpoint, place.device, place.dtype, place.streamed))
         if meter is not None and data is not None:
@@ -196,8 +216,16 @@ class _Numerics:
         if isinstance(source, str) or self.trusted.withheld or source.tokenizer is None:
             return None
         excluded = tuple(self.checkpoint.report["accuracy"].get("excluded_documents", ()))
+        key, given = (source.folder.resolve(), self.trusted.spec, excluded), (source.config, source.tokenizer, excluded)
         with self.progress.task("load text", None, ""):
-            return evaluation_data(self.trusted.spec, source.config, source.tokenizer, excluded)
+            return self._once("text", key, lambda: evaluation_data(self.trusted.spec, *given))
+
+    def _once(self, kind: str, key: Any, measure: Callable[[], Any]) -> Any:
+        """What was measured for an earlier folder, if its `key` was the same: of each kind the last is kept."""
+        if kind not in self.shared or self.shared[kind][0] != key:
+            self.shared.pop(kind, None)  # frees its memory before the next one takes some
+            self.shared[kind] = key, measure()
+        return self.shared[kind][1]
 
     def _placement(self) -> Placement:
         """By what the source takes, the larger of the two, which are loaded one after the other."""
@@ -216,29 +244,11 @@ class _Numerics:
         fine = f"{len(expected)} file(s), {len(source.files)} of them shards"
         self.result.add_problems("source unchanged", problems, fine)
 
-    def _measured_source(self, source: Checkpoint, data: EvaluationData, place: Placement) -> FidelityMeter:
-        """What compares with the source on the report split; the source itself is dropped then."""
-        with self.progress.task("load model", None, ""):
-            base = LayerwiseModel(weights_of(source, place.device, place.dtype, place.streamed))
-        context = EvaluationContext(self.trusted.spec, data.rows, source.tokenizer, source.config)
-        meter = FidelityMeter(context, self.progress, self.policy)
-        meter.measure_base(base, "report")
-        return meter
-
     def _check_accuracy(self, meter: FidelityMeter, compressed: LayerwiseModel) -> None:
         """The compressed model against the source over the report split: every ratio, KL, agreement."""
         result, target, base = self.result, self.checkpoint.report["accuracy"]["target"], meter.base["report"]
-        found, rows = meter.measure(compressed, "report"), meter.text("report")
-        result.summary["accuracy"] = {
-            "metric": meter.metric,
-            "value": found.accuracy,
-            "interval_95": None if found.interval is None else list(found.interval),
-            "target": target,
-            **found.values,
-            **{f"base_{name}": base[name] for name in base if name in METRICS},
-            "left_out": meter.left_out["report"],
-            "tokens": rows.shape[0] * (rows.shape[1] - 1),
-        }
+        found = meter.measure(compressed, "report")
+        result.summary["accuracy"] = _accuracy(meter, found, target)
         met, text = against_target(meter.metric, found, target)
         text = f"on the report split {text}"
         if base.get("at_chance"):
@@ -273,19 +283,73 @@ class _Numerics:
         result.add("KV bytes per token", fits, f"measured {measured:g}, planned {planned:g}")
 
 
+def _measured(
+    source: Checkpoint,
+    spec: Evaluation,
+    data: EvaluationData,
+    place: Placement,
+    policy: Policy | None,
+    progress: Progress,
+) -> tuple[FidelityMeter, LayerwiseModel]:
+    """What compares with a source model on the report split, and that model."""
+    with progress.task("load model", None, ""):
+        base = LayerwiseModel(weights_of(source, place.device, place.dtype, place.streamed))
+    if policy is not None:
+        check_in_memory(base, policy)
+    meter = FidelityMeter(EvaluationContext(spec, data.rows, source.tokenizer, source.config), progress, policy)
+    meter.measure_base(base, "report")
+    return meter, base
+
+
+def _accuracy(meter: FidelityMeter, found: Fidelity, target: float | None) -> dict[str, Any]:
+    """What is said of the report split."""
+    base, rows = meter.base["report"], meter.text("report")
+    return {
+        "metric": meter.metric,
+        "value": found.accuracy,
+        "interval_95": None if found.interval is None else list(found.interval),
+        "target": target,
+        **found.values,
+        **{f"base_{name}": base[name] for name in base if name in METRICS},
+        "left_out": meter.left_out["report"],
+        "tokens": rows.shape[0] * (rows.shape[1] - 1),
+    }
+
+
+def _with_policy(
+    source: Checkpoint, cache: str, policy: Policy, recipe: Recipe, compute: Compute, progress: Progress
+) -> dict[str, Any]:
+    """Accuracy and bytes of an uncompressed model's cache by a policy, fitted on the search split, against a plain one.
+
+    Raises:
+        DataError: no tokenizer. UsageError: not all weights fit in memory, or the policy cannot serve the model.
+    """
+    require_tokenizer(source.tokenizer)
+    place, spec = Placement.choose(source, recipe, compute, progress), recipe.evaluation
+    data = evaluation_data(spec, source.config, source.tokenizer)
+    meter, network = _measured(source, spec, data, place, policy, progress)
+    meter.policy = meter.fitted_policy(network)
+    accuracy = _accuracy(meter, meter.measure(network, "report"), None) | {"data": data.description}
+    model, rows, sizes = network.model.to(source.config.dtype or torch.float32), data.report[:1].to(place.device), []
+    for used in (None, meter.policy):
+        with torch.inference_mode(), cache_policy(model, used):
+            sizes.append(stored_bytes(model(rows, use_cache=True).past_key_values) / rows.numel())
+    return {
+        "recipe": cache,
+        "compression": {"stored": round(1 - sizes[1] / sizes[0], 6)},
+        "kv_bytes_per_token": {"before": round(sizes[0]), "after": sizes[1], "tokens": rows.shape[1]},
+        "accuracy": accuracy,
+    }
+
+
 def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool) -> float:
     """What a rewrite that keeps all columns changes of float32 logits."""
     bases = run.bases()
     cpu = torch.device("cpu")
     network = CompressibleModel(source, cpu, torch.float32, rewrite_dtype=torch.float32, streamed=streamed)
     expected = batch_logits(network, rows)
-    error = 0.0
-    for key in bases[0]:
-        chosen = bases.select([key] * len(bases))
-        network.compress(chosen, [[full_ranks(b)] * len(b.qk.encode) for b in chosen])
-        got = batch_logits(network, rows)
-        error = max(error, float((got - expected).norm() / expected.norm()))
-    return error
+    network.compress(bases, [[full_ranks(b)] * len(b.qk.encode) for b in bases])
+    return float((batch_logits(network, rows) - expected).norm() / expected.norm())
 
 
 def against_target(metric: str, found: Fidelity, target: float | None) -> tuple[bool | None, str]:

@@ -68,7 +68,7 @@ def _measure(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
     if device.sms is None:
         raise UsageError(f"device {settings.device}: its number of SMs is not known.", "Name another objective.device.")
     step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)
-    layouts = [layout for layout, _ in planned_layouts(plan.select(measurer.bases), plan.rounded)]
+    layouts = [layout for layout, _ in planned_layouts(measurer.run.bases(plan.channels), plan.rounded)]
     lengths = [settings.context_tokens] * settings.batch_size
     balances = {
         b.schedule: b.largest_over_mean for b in simulate(layouts, shape, lengths, device, device.sms, element_bytes)

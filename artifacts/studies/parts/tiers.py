@@ -99,7 +99,7 @@ def _record(study: StudyContext, name: str, recipe: Recipe, kind: str) -> CacheR
 
 def compress(study: StudyContext, name: str, recipe: Recipe, network: CompressibleModel, removed: float = 0.0) -> None:
     """To all channels of the bases, or all but a share of each group's."""
-    bases, ranks = [next(iter(layer.values())) for layer in study.run(name, recipe).bases()], []
+    bases, ranks = list(study.run(name, recipe).bases()), []
     for layer in bases:
         qk, vo = (max(1, round((1 - removed) * rank)) for rank in full_ranks(layer))
         ranks.append([(qk, vo)] * len(layer.qk.encode))

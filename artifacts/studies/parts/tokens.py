@@ -217,7 +217,7 @@ def measure_variant(
         plan = path.at_compression(AT)
         if plan is None:
             return {**record, "skipped": f"compression {AT:g} is out of reach"}
-        return {**record, **point_record(measurer.measure(plan)), "bases": describe(first_candidates(measurer.run))}
+        return {**record, **point_record(measurer.measure(plan)), "bases": describe(bases_of(measurer.run))}
     except DataError as error:  # fewer tokens than dimensions, or than the text has, or than centroids
         return {**facts, "skipped": error.message}
     finally:
@@ -229,7 +229,7 @@ def _tokens(study: StudyContext, source: str, variant: Recipe) -> dict[str, Any]
     references = {}
     for reference in REFERENCES:
         write_text(study, reference)
-        references[reference] = first_candidates(study.run(f"sources/{reference}", from_source(study, reference)))
+        references[reference] = bases_of(study.run(f"sources/{reference}", from_source(study, reference)))
     write_text(study, source)
 
     def describe(bases: Sequence[LayerBases]) -> dict[str, Any]:
@@ -240,9 +240,9 @@ def _tokens(study: StudyContext, source: str, variant: Recipe) -> dict[str, Any]
     return measure_variant(study, variant, facts, describe)
 
 
-def first_candidates(run: Run) -> list[LayerBases]:
-    """The bases of each layer's first candidate: the only one, unless the recipe leaves the choice to the ranks."""
-    return [replace(next(iter(layer.values())), outputs=None) for layer in run.bases()]
+def bases_of(run: Run) -> list[LayerBases]:
+    """The bases of each layer, without what W_o is refitted by, which is far larger."""
+    return [replace(layer, outputs=None) for layer in run.bases()]
 
 
 def stage_seconds(run: Run) -> dict[str, float]:

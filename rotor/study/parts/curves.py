@@ -12,7 +12,7 @@ from ...recipe import Recipe
 from ...recipe.metric_registry import METRICS
 from ...report.style import accuracy_axis, shown_loss
 from ...search.point import Point
-from ...search.search import most_points, search_target
+from ...search.search import find_plan, most_points
 from ..context import TARGETS, StudyContext
 from ..part import Part, Table, Task, number
 from ..plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
@@ -88,7 +88,7 @@ def curve_tasks(study: StudyContext, part: str, name: str, recipe: Recipe, folde
         (measurer, path), found = study.path(folder, recipe), dict[str, Any]()
         for target in TARGETS:
             try:
-                plan = search_target(measurer.table, path, recipe, target, measurer.search)
+                plan = find_plan(path, recipe.search.resolution, target, measurer.search)
             except AccuracyError as error:
                 found[f"{target:.2f}"] = {"out_of_reach": error.message}
             else:

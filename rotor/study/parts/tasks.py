@@ -10,7 +10,7 @@ from typing import Any
 from ...evaluation.tasks import TaskSuite, paired
 from ...policies import cache_policy, find_policy
 from ...recipe import Recipe
-from ...search.search import search_target
+from ...search.search import find_plan
 from ..caches import cache_bytes
 from ..context import TARGETS, StudyContext
 from ..part import Part, Table, Task
@@ -33,8 +33,8 @@ class Tasks(Part):
             whole, network, length = study.whole_bytes, study.network, max(study.plan.lengths)
             if recipe is not None:
                 measurer, path = study.path(recipe.name, recipe)
-                plan = search_target(measurer.table, path, recipe, TARGETS[0], measurer.search)
-                return asked(label, network.compress(plan.select(measurer.bases), plan.rounded), plan.stored)
+                plan = find_plan(path, recipe.search.resolution, TARGETS[0], measurer.search)
+                return asked(label, network.compress(measurer.run.bases(plan.channels), plan.rounded), plan.stored)
             if label == SOURCE:
                 with network.uncompressed() as model:
                     return asked(label, model, None)
@@ -49,7 +49,7 @@ class Tasks(Part):
             folder = study.store.folder / self.name
             folder.mkdir(exist_ok=True)
             with TaskSuite.results(folder / label.replace(" ", "-")) as out:
-                scores = suite().measure(model, about, out, removed)
+                scores = suite().measure(model, about, out)
             return {"compression": removed or 0.0, "scores": scores}
 
         yield Task(f"{self.name}/{SOURCE}", partial(ask, SOURCE, None))
