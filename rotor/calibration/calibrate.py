@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -274,7 +275,7 @@ class Calibration:
         """Describe the run, and give the folder its name."""
         job, folder = self.job, self.partial.folder
         source, config = job.source, job.checkpoint.config
-        info = {
+        info: dict[str, Any] = {
             "model": {
                 "path": str(source.folder.resolve()),
                 "name": source.name,
@@ -292,6 +293,11 @@ class Calibration:
             "versions": versions(),
             "stages": self.times.stages,
         }
+        if self.recipe.needs_gradients:
+            info["fisher_top_share"] = []
+            for layer in range(job.shape.num_layers):
+                with safe_open(self.partial.work / _gradients_of(layer), framework="pt") as file:
+                    info["fisher_top_share"].append(float(file.get_tensor("top_share")))
         write_text(folder / RECIPE, self.recipe.to_yaml())
         write_json(folder / INFO, info)
         self.partial.publish()
