@@ -1,4 +1,4 @@
-"""Token sequences to calibrate on: random ones, rows of text, and text that the model itself writes."""
+"""Token sequences to calibrate on: random ones, rows of text and data sets, and text that the model itself writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..models.weights import Weights
 from ..numerics import first_not_finite
 from ..progress import Advance, Progress
 from ..recipe import Tokens
-from .documents import Document, read_topics
+from .documents import Document, dataset_documents, read_topics
 from .rows import separator_token, spread_indices, spread_rows, topic_rows
 
 SPAN, TIMES = 32, 2
@@ -63,7 +63,7 @@ def calibration_tokens(
     Returns:
         At least spec.count tokens in rows of spec.seq_len, or of the model's longest sequence if that is shorter.
     Raises:
-        DataError: the text is missing or too short.
+        DataError: the text or data set is missing or too short.
         NumericsError: the model that writes the text overflows.
     """
     seq_len = longest_row(spec.seq_len, config)
@@ -77,10 +77,15 @@ def calibration_tokens(
         with progress.task("sample", count * seq_len, "tokens") as advance:
             rows = synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance)
         return CalibrationTokens.of_one_topic(rows, spec.source)
-    documents = select(read_topics(Path(spec.path or "")))
+    if spec.source == "text":
+        documents, what = read_topics(Path(spec.path or "")), f"tokens.path {spec.path}"
+    else:
+        with progress.task("read data set", None, ""):
+            documents, what = dataset_documents(spec, tokenizer, count * seq_len), f"tokens.dataset {spec.dataset}"
+    documents = select(documents)
     rows, topics = topic_rows(documents, tokenizer, seq_len)
     check_ids(rows, config.vocab_size)
-    taken = spread_rows(rows, count, f"tokens.path {spec.path}")
+    taken = spread_rows(rows, count, what)
     chosen = (topics[i] for i in spread_indices(len(rows), count).tolist())
     return CalibrationTokens(taken, tuple(chosen), tuple(document.text for document in documents))
 
