@@ -75,8 +75,8 @@ class FittedQuantiser(Quantiser):
         if len(self.found) != count:
             raise UsageError(
                 f"cache policy {self.method}: was fitted to {len(self.found)} layers, the model has {count}.",
-                "It is fitted to text by `rotor validate MODEL --cache`, `rotor study`, and where a checkpoint can "
-                "store it `rotor export --cache`; rotor.fit_cache_policy(model, policy, rows) gives a fitted policy.",
+                "`rotor validate MODEL --cache NAME` and `rotor study` fit it to text, and so does export where a "
+                "checkpoint can store it; rotor.fit_cache_policy(model, policy, rows) gives a fitted policy.",
             )
         return [CodedLayer(self.streams_of(found)) for found in self.found]
 

@@ -18,6 +18,9 @@ from .style import STYLE, accuracy_axis, layer_colours, layer_legend, shown_loss
 KEYS, MUTED, ACCENT = "#1f5fbf", "#8a93a3", "#0f7b53"
 SIDE_NAMES = {"qk": "keys", "vo": "values", JOINT: "keys and values together"}
 
+SVG_STYLE: dict[Any, Any] = {**STYLE, "svg.fonttype": "none", "svg.hashsalt": "rotor"}
+"""With the same bytes for the same data."""
+
 FLOOR = 1e-6
 """Smallest share that a logarithmic axis of a spectrum shows."""
 
@@ -32,7 +35,7 @@ def figures(data: ReportData) -> dict[str, str]:
     from matplotlib.figure import Figure
 
     drawn: dict[str, str] = {}
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(SVG_STYLE):
         for name, (draw, text) in _drawings(data).items():
             figure = Figure(figsize=(4.4, 3.2))
             draw(figure)
