@@ -52,7 +52,7 @@ demo-full: setup
 	$(BIN)/rotor generate out/demo-rotor-0.99 "def main(" --max-new-tokens 40
 	$(BIN)/rotor validate $(foreach recipe,fdc rotor,$(foreach target,$(TARGETS),out/demo-$(recipe)-$(target)))
 
-MODEL ?= artifacts/demo-model
+MODEL ?= artifacts/reference-model
 REFERENCE := rotor rotor-post palu fdc
 reference: setup
 	@for recipe in $(REFERENCE); do \
