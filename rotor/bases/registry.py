@@ -41,11 +41,6 @@ class BasisMethod:
     gradients: bool = False
 
     @property
-    def reads_tokens(self) -> bool:
-        """Whether calibration tokens decide anything of it; if not, it is of the weights alone."""
-        return bool(self.moments) or self.gradients
-
-    @property
     def compute(self) -> Callable[[Inputs], BasisPair]:
         """The function, imported when it is asked for."""
         module, _, function = self.implementation.partition(":")
@@ -141,9 +136,3 @@ QK_METHODS = {method.name: method for method in METHODS if method.side == "qk"}
 
 VO_METHODS = {method.name: method for method in METHODS if method.side == "vo"}
 """By the names that `bases.vo` may have."""
-
-
-def sides_that_read_tokens(qk_method: str, vo_method: str) -> tuple[Side, ...]:
-    """The sides whose basis depends on calibration tokens; a method that is not known counts among them."""
-    methods: dict[Side, BasisMethod | None] = {"qk": QK_METHODS.get(qk_method), "vo": VO_METHODS.get(vo_method)}
-    return tuple(side for side, method in methods.items() if method is None or method.reads_tokens)

@@ -34,7 +34,8 @@ class Budgets(CachePart):
     def caches(self, study: StudyContext) -> dict[str, StudiedCache]:
         found = dict(CONTROL)
         for share in BUDGETS:
-            for name, policy in _methods(share).items():
+            for name, method in METHODS.items():
+                policy = method(share)
                 found[of_budget(name, "alike", share)] = StudiedCache(name, policy)
                 for p in SQUEEZE:
                     how = f"SqueezeAttention {p:g}"
@@ -45,7 +46,3 @@ class Budgets(CachePart):
 def of_budget(name: str, how: str, share: float) -> str:
     """The name of a record."""
     return f"{name}, {how}, {share:g} of the tokens"
-
-
-def _methods(share: float) -> dict[str, Eviction]:
-    return {name: method(share) for name, method in METHODS.items()}
