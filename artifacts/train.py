@@ -5,8 +5,8 @@
 It is grown from the bundled model, so that it looks things up from the first step: the weights of 192 channels lie in
 those of 512, the rest is noise, and training goes on from there. The text is Python source of installed packages
 without the modules that rotor measures on; a share of every batch is synthetic: runs of tokens that repeat, and keys
-that are looked up again. Matrices are trained by Muon, embeddings and norms by AdamW. The same command goes on from
---state.
+that are looked up again, half of them behind other text. Matrices are trained by Muon, embeddings and norms by AdamW.
+The same command goes on from --state; with --init artifacts/reference-model a new one goes on from its weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def config(vocabulary: int) -> LlamaConfig:
 
 @torch.no_grad()
 def grow(small: torch.nn.Module, large: torch.nn.Module) -> None:
-    """Put a smaller model into a larger one, which then computes nearly the same: the rest is noise, and small.
+    """Put a model into a larger one, which then computes nearly the same: the rest is noise, and small.
 
     RMSNorm's mean is over more numbers, so that its weights are smaller by the root of the ratio of widths. Each KV
     head gets one query head more.
@@ -93,10 +93,10 @@ def corpus(limit: float) -> list[str]:
 
 
 class Synthetic:
-    """Rows whose continuation can only be known by attending far back."""
+    """Rows whose continuation can only be known by attending far back. text: tokens to stand between."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int):
-        self.tokenizer, self.random = tokenizer, random.Random(seed)
+    def __init__(self, tokenizer: Tokenizer, seed: int, text: np.ndarray):
+        self.tokenizer, self.random, self.text = tokenizer, random.Random(seed), text
         words = (word for word in tokenizer.get_vocab() if word.isascii() and word.isalpha() and word.islower())
         self.words = sorted(word for word in words if 3 <= len(word) <= 9)
 
@@ -116,12 +116,19 @@ class Synthetic:
         while len(out) <= length:
             if kind == "repeat":
                 run = [draw.randrange(300, 900) for _ in range(draw.randint(4, 32))]
-                out += [0] + run * draw.randint(2, 7)
+                out += [0, *run, *self.between(), *run * draw.randint(1, 6)]
             else:
                 keys = draw.randint(2, 16)
                 prompt, asked = self.lookup(keys, 2 * keys)
-                out += [0, *self.tokenizer.encode(prompt + "".join(f"{a}{b}\n" for a, b in asked)).ids]
+                out += [0, *self.tokenizer.encode(prompt).ids, *self.between()]
+                out += self.tokenizer.encode("".join(f"{a}{b}\n" for a, b in asked)).ids
         return out[: length + 1]
+
+    def between(self) -> list[int]:
+        """Nothing, or as often up to 256 tokens of text."""
+        count = self.random.choice([0, self.random.randint(16, 256)])
+        at = self.random.randrange(len(self.text) - count)
+        return self.text[at : at + count].tolist()
 
 
 @torch.no_grad()
@@ -160,7 +167,8 @@ def main() -> None:
     parser.add_argument("--init", default="artifacts/demo-model", help="a smaller model to grow from")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--state", type=Path, required=True)
-    parser.add_argument("--tokens", type=float, default=60e6, help="the rate falls over the last two fifths of them")
+    parser.add_argument("--tokens", type=float, default=60e6, help="the rate falls over the last half of them")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="the same, of time")
     parser.add_argument("--rate", type=float, default=3e-3)
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -174,15 +182,15 @@ def main() -> None:
     if not given.state.exists():
         grow(AutoModelForCausalLM.from_pretrained(given.init, dtype=torch.float32), model)
     steps = optimisers(model, given.rate)
-    step, tokens, log = 0, 0, []
+    step, tokens, seconds, log = 0, 0, 0.0, []
     if given.state.exists():
         kept = torch.load(given.state, weights_only=True)
         model.load_state_dict(kept["model"])
         for optimiser, state in zip(steps, kept["optimisers"], strict=True):
             optimiser.load_state_dict(state)
-        step, tokens, log = kept["step"], kept["tokens"], kept["log"]
+        step, tokens, seconds, log = kept["step"], kept["tokens"], kept["seconds"], kept["log"]
         print(f"goes on at {tokens / 1e6:.1f} M tokens", flush=True)
-    draw, synthetic = np.random.default_rng(step), Synthetic(tokenizer, step)
+    draw, synthetic = np.random.default_rng(step), Synthetic(tokenizer, step, data)
 
     def losses(ids: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -194,18 +202,22 @@ def main() -> None:
     def keep() -> None:
         new = given.state.with_suffix(".new")
         states = [optimiser.state_dict() for optimiser in steps]
-        torch.save({"model": model.state_dict(), "optimisers": states, "step": step, "tokens": tokens, "log": log}, new)
+        done = {"step": step, "tokens": tokens, "seconds": spent(), "log": log}
+        torch.save({"model": model.state_dict(), "optimisers": states, **done}, new)
         new.replace(given.state)
 
+    def spent() -> float:
+        return seconds + time.monotonic() - started
+
     started = saved = time.monotonic()
-    while (done := tokens / given.tokens) < 1:
-        batch, length = (16, 256) if done < 0.3 else (16, 512)
+    batch, length = 16, 512
+    while (done := max(tokens / given.tokens, spent() / 60 / given.minutes)) < 1:
         kinds = [str(kind) for kind in draw.choice(["text", "repeat", "lookup"], batch, p=[0.65, 0.16, 0.19])]
         rows = []
         for kind in kinds:
             at = int(draw.integers(0, len(data) - length - 1))
             rows.append(data[at : at + length + 1].tolist() if kind == "text" else synthetic.row(kind, length))
-        rate = given.rate * min(1, (step + 1) / 100) * min(1, max(0.02, (1 - done) / 0.4))
+        rate = given.rate * min(1, (step + 1) / 100) * min(1, max(0.02, (1 - done) / 0.5))
         for optimiser in steps:
             for group in optimiser.param_groups:
                 group["lr"] = rate
@@ -219,18 +231,20 @@ def main() -> None:
         if step % 20 == 0:
             of_kind = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in sorted(set(kinds))}
             by = {kind: round(loss[rows].mean().item(), 3) for kind, rows in of_kind.items()}
-            log.append({"step": step, "tokens": tokens, "seconds": round(time.monotonic() - started), **by})
+            log.append({"step": step, "tokens": tokens, "seconds": round(spent()), **by})
             print(json.dumps(log[-1]), flush=True)
         if time.monotonic() - saved > 420:
             keep()
             saved = time.monotonic()
     keep()
     model.eval()
-    accuracy = lookup_accuracy(model, Synthetic(tokenizer, 10_000))
+    accuracy = lookup_accuracy(model, Synthetic(tokenizer, 10_000, data))
     model.to(torch.bfloat16).save_pretrained(given.out, max_shard_size="15MB")
     special = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(given.out)
-    about = {"steps": step, "tokens": tokens, "lookup_accuracy": accuracy, "log": log[-3:]}
+    before = Path(given.init, "train.json")
+    earlier = json.loads(before.read_text())["tokens"] if before.exists() else 0
+    about = {"steps": step, "tokens": earlier + tokens, "lookup_accuracy": accuracy, "log": log[-3:]}
     (given.out / "train.json").write_text(json.dumps(about, indent=1) + "\n")
     print(f"{step} steps, {tokens / 1e6:.1f} M tokens, look-up accuracy {accuracy:.3f}")
 
