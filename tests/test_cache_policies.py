@@ -116,8 +116,6 @@ def test_what_a_policy_cannot_serve_is_said(policy_models: PolicyModels, tiny, t
         use_cache_policy(plain, Tiers())
     with pytest.raises(UsageError, match="rows are codes already"):
         use_cache_policy(policy_models.model("codes"), KIVI())
-    with pytest.raises(UsageError, match="it quantises, and this checkpoint's rows are codes"):
-        use_cache_policy(policy_models.model("codes"), H2O(bits=4))
     with pytest.raises(RecipeError, match="did you mean 'gear-2'"):
         find_policy("gear2")
     holes = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1, 1]])

@@ -53,7 +53,6 @@ LOSSY: list[Policy] = [
     H2O(share=0.4),
     H2O(share=0.4, squeeze=0.4),
     Keyformer(share=0.4),
-    Keyformer(share=0.4, bits=4, group=8),
     Random(share=0.5),
     Tiers(important=0.4, qk_important=0.1, qk_unimportant=0.6, v_unimportant=0.5),
     Tiers(important=0.4, qk_unimportant=0.8, v_unimportant=0.5, importance="random"),
@@ -67,7 +66,7 @@ def serves(policy: Policy, kind: str) -> bool:
         return kind != "plain"
     if policy.turns_keys and kind == "post":
         return False
-    return kind != "codes" or (policy.evicts and getattr(policy, "bits", 16) == 16)
+    return kind != "codes" or policy.evicts
 
 
 def on_every_kind(policies: list[Policy]) -> list[Any]:
@@ -144,7 +143,6 @@ def test_reported_bytes_are_those_of_the_tensors(policy: Policy, models) -> None
     "policy",
     [
         H2O(tokens=8),
-        H2O(tokens=8, bits=4),
         Tiers(important=0.4, qk_unimportant=0.8),
         KIVI(bits=2, group=4, residual=8),
         GEAR(bits=2, sparsity=0.2, buffer=6),
@@ -180,9 +178,7 @@ class Offloading(DynamicCache):
         return found
 
 
-@pytest.mark.parametrize(
-    "policy", [GEAR(bits=2, sparsity=0.2, buffer=6), Keyformer(share=0.4, bits=4), Tiers()], **NAMES
-)
+@pytest.mark.parametrize("policy", [GEAR(bits=2, sparsity=0.2, buffer=6), Keyformer(share=0.4), Tiers()], **NAMES)
 def test_an_offloaded_cache_gives_the_same_tokens(policy: Policy, models) -> None:
     model, rows = models("pre"), prompts(2, 20)
     options = {"attention_mask": left_padded(rows, [4, 0]), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}

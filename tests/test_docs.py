@@ -41,7 +41,6 @@ QUICKER = {
 PARSED_ALONE = {
     "--tasks": "test_tasks.py",
     "bench": "test_bench.py",
-    "cache.tiers=0.1": "test_tier_choice.py",
     "compile": "test_precompile.py",
     "gpu": "kernels/test_gpu.py",
     "run": "test_autoload.py",

@@ -25,7 +25,6 @@ from rotor.policies import (
     cache_policy,
     use_cache_policy,
 )
-from rotor.policies.affine import AffineCode
 from rotor.policies.budgets import squeeze_shares, three_means
 from rotor.policies.layer import noise_of
 from rotor.search.probe import full_ranks
@@ -113,44 +112,12 @@ def test_what_is_kept_is_that_of_float64(policy: Eviction) -> None:
     x = logits()
     layer = drive(policy, x)
     (sequence,) = layer.sequences
-    got = sequence.sides[0][0].decode()[0, :, :, 0].long().tolist()
+    got = sequence.sides[0][0][0, :, :, 0].long().tolist()
     index = torch.arange(TOKENS).expand(1, GROUPS, -1)
     table = noise_of(index, getattr(policy, "seed", 0), 1)[0].double().numpy()
     assert got == truth(policy, x, table)
     assert layer.places[0].tolist() == got
     assert not policy.needs_weights or sequence.scores.shape == sequence.index.shape
-
-
-@pytest.mark.parametrize(
-    "spans", [None, [(slice(0, 6), slice(6, 9)), (slice(0, 2), slice(2, 9))]], ids=["heads", "packed"]
-)
-def test_what_is_kept_is_coded_token_by_token(spans) -> None:
-    generator = torch.Generator().manual_seed(0)
-    heads = 2 if spans is None else 1
-    rows = [torch.randn(2, heads, TOKENS, 9, generator=generator) for _ in range(2)]
-    layer, exact = (EvictingLayer(Random(tokens=6, bits=bits, group=4), 0) for bits in (4, 16))
-    spans = spans or [(slice(None),)] * 2
-    for one in (layer, exact):
-        one.spans = spans
-    for step in [slice(0, PROMPT), *(slice(t, t + 1) for t in range(PROMPT, TOKENS))]:
-        for one in (layer, exact):
-            one.begin(None, 2, step.stop - step.start, torch.device("cpu"))
-            seen = one.update(*(part[:, :, step] for part in rows))
-            if one is layer:  # a token is exact in its own step
-                assert all(
-                    torch.equal(s[:, :, -1], part[:, :, step.stop - 1]) for s, part in zip(seen, rows, strict=True)
-                )
-            one.finish(None)
-    assert torch.equal(layer.places, exact.places)
-    code = AffineCode(4, 1, 4)
-    sides = [[s for row in one.sequences for sides in row.sides for s in sides] for one in (layer, exact)]
-    for codes, whole in zip(*sides, strict=True):
-        kept = whole.decode()
-        assert torch.equal(codes.decode(), code.decode(code.encode(kept), heads, kept.shape[-1]))
-        assert 0 < float((codes.decode() - kept).abs().max()) < 0.3
-    slots = 2 * heads * 6
-    coded = sum(-(-width * 4 // 8) + 4 * -(-width // 4) for width in ((9, 9) if heads == 2 else (6, 3, 2, 7)))
-    assert layer.stored_bytes() == slots * coded + layer.places.numel() * 4
 
 
 def test_noise_is_a_tokens_own() -> None:

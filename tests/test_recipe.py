@@ -35,8 +35,8 @@ def test_yaml_round_trip_keeps_every_field() -> None:
 
 def test_an_exponent_makes_a_number() -> None:
     """YAML 1.1 takes both for text, for want of a point and of a sign."""
-    recipe = load_recipe("rotor", ["search.resolution=1e-3", "cache.tiers=2.5e1"])
-    assert (recipe.search.resolution, recipe.cache.tiers) == (0.001, 25.0)
+    recipe = load_recipe("rotor", ["search.resolution=1e-3", "codes.repeats=2.5e-1"])
+    assert (recipe.search.resolution, recipe.codes.repeats) == (0.001, 0.25)
 
 
 @pytest.mark.parametrize(

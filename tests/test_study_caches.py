@@ -148,7 +148,7 @@ def test_the_front_has_what_nothing_else_beats() -> None:
     assert pareto_front(points, higher=False) == [(1, 5), (2, 3), (4, 1)]
     assert pareto_front(points, higher=True) == [(1, 5)]
     for name, method in (
-        *(("KIVI-2", "KIVI"), ("GEAR-L-4", "GEAR-L"), ("h2o-50-4", "h2o"), ("per token, 2 bits", "per token")),
+        *(("KIVI-2", "KIVI"), ("GEAR-L-4", "GEAR-L"), ("per token, 2 bits", "per token")),
         *(("rotor-post", "rotor-post"), ("rotor-post, 96 bytes", "rotor-post"), ("rotor-16, 320 bytes", "rotor-16")),
         ("H2O, alike, 0.2 of the tokens", "H2O, alike"),
     ):

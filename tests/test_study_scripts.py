@@ -10,7 +10,6 @@ import pytest
 from conftest import FAST_EVALUATION, ROOT, SHORT_TEXT
 
 from rotor.policies import find_policy
-from rotor.search import tiers as tier_search
 from rotor.study import caches, study
 from rotor.study.cache_part import StudiedCache
 from rotor.study.context import StudyContext
@@ -20,7 +19,7 @@ from rotor.study.parts.methods import Methods
 FOLDER = ROOT / "artifacts" / "studies" / "parts"
 OVERRIDES = [*FAST_EVALUATION, *SHORT_TEXT, "tokens.source=random", "tokens.count=512", "tokens.seq_len=64"]
 OVERRIDES += ["evaluation.seq_len=64", "evaluation.report_tokens=128", "evaluation.search_tokens=64"]
-OVERRIDES += ["evaluation.metric=text", "cache.tiers_tokens=64", "ranks.multiple_of=1"]
+OVERRIDES += ["evaluation.metric=text", "ranks.multiple_of=1"]
 
 
 class Few(Methods):
@@ -47,7 +46,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "memory.py:Memory": ({"Methods": Few}, "memory/per-token-4", "What fits into 16 GB"),
     "overhead.py:Overhead": ({}, "overhead/fdc", "Overheads, predicted"),
     "shift.py:Shift": ({"TEXTS": {"numbers": lambda: "1, 2, " * 4000}}, "shift/numbers: fdc, 512 bytes", "Other text"),
-    "tiers.py:Tiers": ({"LIMIT": 2.0}, "tiers/fdc: one ratio", "Ratios per token at equal bytes"),
 }
 
 
@@ -63,7 +61,6 @@ def test_a_part_measures_and_shows(name: str, tiny, tmp_path: Path, monkeypatch:
         return found
 
     monkeypatch.setattr(study, "find_part", with_constants)
-    monkeypatch.setattr(tier_search, "STEP", 0.4)
     monkeypatch.setattr(caches, "LONG_TOKENS", 256)
     part = f"{FOLDER / name}"
     result = study.study(tiny("llama"), tmp_path / "study", ["fdc"], OVERRIDES, parts=[part], sizes=[512], plots=False)

@@ -106,8 +106,8 @@ def export(
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
 
     An --accuracy measures the points that its search needs, and keeps them in the run; the report split is measured
-    once, for the point that is written. Of the recipe, --set can still change the sections ranks, codes, evaluation,
-    search and cache.
+    once, for the point that is written. Of the recipe, --set can still change the sections ranks, codes,
+    evaluation and search.
 
     Args:
         run: Run folder that `rotor calibrate` wrote.

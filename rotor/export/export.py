@@ -84,8 +84,7 @@ def export(
             once.
         compression: least share of the KV cache to remove, in (0, 1).
         removal_rate: singular-value removal rate, in [0, 1).
-        overrides: `section.field=value` for the recipe's ranks, codes, evaluation, search and cache;
-            `cache.tiers=0.1` chooses ratios per token on top of the ranks (see rotor.policies.tiers).
+        overrides: `section.field=value` for the recipe's ranks, codes, evaluation and search.
         device, dtype, offload: where the model runs when something is measured; see calibrate.
         measure: False writes a compression or removal rate without loading the model or reading text; its accuracy is
             then not known, and rotor.json and the card say so. Likewise where the model has no tokenizer.
@@ -120,8 +119,7 @@ def run_export(settings: ExportSettings, progress: Progress | None = None) -> Ex
         held.enter_context(exclusive(job.out.path))
         job.out.check(settings.overwrite, job.sources)  # who held it until now may have written to it
         held.enter_context(log_file(job.run.folder, "export"))
-        search = RankSearch(job, StageTimes(), progress or Progress())
-        return _export(search if job.recipe.cache.tiers is None else search.with_tiers())
+        return _export(RankSearch(job, StageTimes(), progress or Progress()))
 
 
 def _export(search: RankSearch) -> ExportResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -15,12 +16,11 @@ from ..format.layout import LayerLayout
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..runtime.rope import rows_of
 from ..runtime.steps import Step, attend_to_rows
-from .affine import AffineCode
 from .budgets import SqueezeBudgets
 from .column_sums import ScoreSoftmax, column_sums
 from .layer import PolicyLayer, StoredSequence, between, mask_of_places, noise_of, right_aligned
-from .policy import Bits, Policy, Share
-from .store import Codec, Exact, Side, Stream, spans_of
+from .policy import Policy, Share
+from .store import spans_of
 
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
@@ -51,12 +51,9 @@ class Eviction(Policy):
     Args:
         share: of the prompt's tokens that are the budget. tokens: the budget in tokens, in place of a share.
         squeeze: p of SqueezeAttention, by which budgets differ between layers; see rotor.policies.budgets.
-        bits, group: codes of the rows that are kept, as the policy `per-token` has them: 16 (none), 8, 4, 3 or 2, in
-            groups of so many columns. A token is exact in its own step.
 
-    The prompt, the first step, sees itself whole and is then cut. Bytes: those of the kept rows (of codes
-    bits / 8 + 4 / group a number), and an int32 place (and where there are scores a float32) for each kept token and
-    group.
+    The prompt, the first step, sees itself whole and is then cut. Bytes: those of the kept rows, and an int32 place
+    (and where there are scores a float32) for each kept token and group.
     Limits: a prompt that comes in several steps is cut after the first: give `tokens` then. A compressed model runs its
     PyTorch path.
     """
@@ -65,12 +62,6 @@ class Eviction(Policy):
     share: PositiveShare = 0.5
     tokens: PositiveInt | None = None
     squeeze: PositiveShare | None = None
-    bits: Bits = 16
-    group: PositiveInt = 64
-
-    @property
-    def quantises(self) -> bool:
-        return self.bits < 16
 
     @property
     def needs_states(self) -> bool:
@@ -121,13 +112,13 @@ class ScoringEviction(Eviction):
 
 
 class HeldSequence(StoredSequence):
-    """sides: keys and values, without what was dropped; of packed rows each group's by itself.
+    """sides: keys and values, [1, heads, slots, width], without what was dropped; packed rows by groups.
 
     index: [groups, slots] int32, where the tokens are in the sequence. scores: of the same shape, float32, where the
     policy has any. budget: None before the prompt was seen.
     """
 
-    sides: tuple[list[Side], ...] = ()
+    sides: Sequence[list[Tensor]] = ()
     index: Tensor
     scores: Tensor | None = None
     budget: int | None = None
@@ -227,18 +218,15 @@ class EvictingLayer(PolicyLayer):
 
     def store(self, sequence: HeldSequence, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what is held, in the order of `index`."""
+        new = [[states[..., span] for span in spans] for states, spans in zip((keys, values), self.spans, strict=True)]
         if not sequence.sides:
-            coded = self.policy.quantises
-            codec: Codec = AffineCode(self.policy.bits, 1, self.policy.group) if coded else Exact()
-            sequence.sides = tuple(
-                [Side(Stream(codec, exact_step=coded), states[..., span]) for span in spans]
-                for states, spans in zip((keys, values), self.spans, strict=True)
-            )
+            sequence.sides = [[part[:, :, :0] for part in side] for side in new]
             sequence.index = sequence.index.expand(max(keys.shape[1], len(self.spans[0])), -1)
-        key, value = (
-            torch.cat([side.update(states[..., span]) for side, span in zip(sides, spans, strict=True)], -1)
-            for states, sides, spans in zip((keys, values), sequence.sides, self.spans, strict=True)
-        )
+        sequence.sides = [
+            [torch.cat(pair, dim=2) for pair in zip(*pairs, strict=True)]
+            for pairs in zip(sequence.sides, new, strict=True)
+        ]
+        key, value = (torch.cat(side, dim=-1) for side in sequence.sides)
         return key, value
 
     def observe_weights(self, weights: Tensor | None) -> None:
@@ -297,8 +285,9 @@ class EvictingLayer(PolicyLayer):
             sequence.index = sequence.index.gather(-1, order)
             sequence.scores = None if sequence.scores is None else sequence.scores.gather(-1, order)
             for sides in sequence.sides:
-                for side, kept in zip(sides, order.split(len(order) // len(sides)), strict=True):
-                    side.take(kept[None])
+                for group, kept in enumerate(order.split(len(order) // len(sides))):
+                    index = kept[None, :, :, None].expand(-1, -1, -1, sides[group].shape[-1])
+                    sides[group] = sides[group].gather(2, index)
 
 
 def _groups_of_heads(parameters: AttentionParameters) -> Tensor:

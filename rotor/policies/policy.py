@@ -62,11 +62,6 @@ class Policy(ABC):
             reader.read(hints[field.name], getattr(self, field.name), field.name)
 
     @property
-    def quantises(self) -> bool:
-        """Whether it codes numbers, so that rows which are codes already are not for it."""
-        return False
-
-    @property
     def needs_states(self) -> bool:
         """Whether its layers want `observe_states`."""
         return False
@@ -94,17 +89,12 @@ class Policy(ABC):
     def layers(self, count: int) -> list[PolicyLayer]:
         """Empty layers of one cache, for a model of so many."""
 
-    def check_rows(self, coded: bool, post_rope: bool) -> None:
+    def check_rows(self, coded: bool, post_rope: bool) -> None:  # noqa: B027
         """Raises UsageError unless the policy can hold rows of a compressed model.
 
         Args:
             coded: of codes, or of 16-bit columns. post_rope: of keys after RoPE, which is in their latents.
         """
-        if coded and self.quantises:
-            raise UsageError(
-                f"cache policy {self.method}: it quantises, and this checkpoint's rows are codes already.",
-                "Use --cache none or a policy that only evicts, or a recipe whose columns have 16 bits (rotor-16).",
-            )
 
     def check_config(self, config: Any) -> int:
         """The number of layers of a model that the policy can serve.

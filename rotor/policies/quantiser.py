@@ -23,9 +23,12 @@ class Quantiser(Policy):
     def streams(self) -> tuple[Stream, Stream]:
         """How keys and values are coded."""
 
-    @property
-    def quantises(self) -> bool:
-        return True
+    def check_rows(self, coded: bool, post_rope: bool) -> None:
+        if coded:
+            raise UsageError(
+                f"cache policy {self.method}: it quantises, and this checkpoint's rows are codes already.",
+                "Use --cache none or a policy that only evicts, or a recipe whose columns have 16 bits (rotor-16).",
+            )
 
     @property
     def longest_step(self) -> int | None:

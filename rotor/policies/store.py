@@ -92,7 +92,7 @@ class Stream:
     codec: codes them. block: tokens that are coded together; fewer wait, exactly, until there are so many.
     window: newest tokens that stay exact. whole_prompt: the first tokens are coded at once, whatever their number.
     prompt_codec: codes the first tokens, if that differs; `codec` reads what it stores.
-    exact_step: attention reads a token exactly in the step that brings it. first: tokens of a row that stay exact.
+    first: tokens of a row that stay exact.
     """
 
     codec: Codec
@@ -100,13 +100,12 @@ class Stream:
     window: int = 0
     whole_prompt: bool = False
     prompt_codec: Codec | None = None
-    exact_step: bool = False
     first: int = 0
 
     @property
     def waits(self) -> bool:
         """Whether new tokens are exact at first; else attention reads their codes from the step that brings them."""
-        return self.block > 1 or self.window > 0 or self.exact_step
+        return self.block > 1 or self.window > 0
 
     @property
     def longest_step(self) -> int | None:
@@ -174,13 +173,6 @@ class Side(Stored):
             for block in waiting[:, :, :count].split(stream.block if stream.block > 1 else count, dim=2):
                 stream.codec.append(self.segments, block)
         self.waiting = waiting[:, :, count:].clone()  # a view would keep alive what was coded
-
-    def take(self, slots: Tensor) -> None:
-        """Keep the tokens `slots`, [1, 1 or heads, kept], of codes by token where none waits."""
-        index = slots.expand(-1, self.num_heads, -1).unsqueeze(-1)
-        self.segments = [
-            tuple(part.gather(2, index.expand(-1, -1, -1, part.shape[-1])) for part in parts) for parts in self.segments
-        ]
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -18,7 +18,6 @@ from ..format.channels import WIDTHS
 from .sections import (
     MODEL,
     Bases,
-    CacheSettings,
     Codes,
     Evaluation,
     Groups,
@@ -29,7 +28,7 @@ from .sections import (
     Tokens,
 )
 
-EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search", "cache")
+EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search")
 """Sections that may still be overridden on export, because calibration does not depend on them."""
 
 
@@ -50,7 +49,6 @@ class Recipe:
     evaluation: Evaluation = Evaluation()
     search: Search = Search()
     objective: ObjectiveSettings = ObjectiveSettings()
-    cache: CacheSettings = CacheSettings()
 
     @property
     def coded(self) -> bool:

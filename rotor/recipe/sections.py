@@ -220,18 +220,6 @@ class Search:
 
 
 @dataclass(frozen=True, config=MODEL)
-class CacheSettings:
-    """Ratios per token, chosen by measurement on export (ZDC section 5.2). They become the checkpoint's cache
-    policy."""
-
-    tiers: Annotated[float, Field(gt=0)] | None = None
-    """The largest loss of quality that they may cost, (perplexity' - perplexity) / perplexity on the search split,
-    against the same checkpoint without them (ZDC: 0.1); null for none."""
-    tiers_tokens: Count = 4096
-    """Tokens of the search split that they are measured on."""
-
-
-@dataclass(frozen=True, config=MODEL)
 class ObjectiveSettings:
     """The serving load for which decode time is predicted."""
 

@@ -104,11 +104,7 @@ class ExportJob:
 
 def _check_recipe(recipe: Recipe, run: Run, settings: ExportSettings) -> None:
     """Raises UsageError where the recipe does not fit the run or the goal."""
-    bits, method, tiers = (
-        f"codes.bits {list(recipe.codes.bits)}",
-        f"ranks.method {recipe.ranks.method}",
-        recipe.cache.tiers,
-    )
+    bits, method = f"codes.bits {list(recipe.codes.bits)}", f"ranks.method {recipe.ranks.method}"
     if recipe.coded and not run.has_codes:
         raise UsageError(
             f"{bits}: {run.folder} was calibrated without codes.",
@@ -123,12 +119,6 @@ def _check_recipe(recipe: Recipe, run: Run, settings: ExportSettings) -> None:
         raise UsageError(
             f"--no-measure: {method} chooses ranks by what is measured of every layer.",
             "Leave --no-measure out, or give another method (see `rotor recipes`) with --set ranks.method=NAME.",
-        )
-    if tiers is not None and (settings.cache or settings.goal.accuracy is not None or not settings.measure):
-        beside = f"--cache {settings.cache}" if settings.cache else "--accuracy" if settings.measure else "--no-measure"
-        raise UsageError(
-            f"cache.tiers {tiers:g} measures ratios per token for ranks that are known, got {beside} beside it.",
-            "Give --compression or --removal-rate, and nothing of these; or --cache tiers-50.",
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,24 +22,16 @@ from .export_job import ExportJob
 from .measurer import Measurer
 from .point import Point
 from .search import find_plan, most_points, plan_for
-from .tiers import choose_tiers
 
 
 class RankSearch(Measurer):
-    """The ranks that an export's goal asks for.
+    """The ranks that an export's goal asks for."""
 
-    Args:
-        network: the job's model, where it is loaded already.
-    """
-
-    def __init__(
-        self, job: ExportJob, times: StageTimes, progress: Progress, network: CompressibleModel | None = None
-    ) -> None:
+    def __init__(self, job: ExportJob, times: StageTimes, progress: Progress) -> None:
         compute, dtype = job.settings.compute, job.checkpoint.config.dtype or torch.float32
         device = pick_device(compute.device)
-        load = self._load_model if network is None else lambda: network
         place = pick_dtype(compute.dtype, dtype, device), device
-        sources: dict[str, Any] = {"data": self._load_text, "network": load, "meter": self._make_meter}
+        sources: dict[str, Any] = {"data": self._load_text, "network": self._load_model, "meter": self._make_meter}
         super().__init__(job.run, job.recipe, *place, progress, **sources, policy=job.policy, times=times)
         self.job = job
 
@@ -54,33 +45,6 @@ class RankSearch(Measurer):
         """
         plan = self._plan()
         return Point.of(plan) if self.job.unmeasured else self.measure(plan)
-
-    def with_tiers(self) -> RankSearch:
-        """The search of the same job with the cache policy that `cache.tiers` asks for, chosen for the goal's ranks.
-
-        Raises:
-            UsageError: nothing can be measured, or weights are read layer by layer. Others as `point`, and
-            AccuracyError: no ratios cost so little.
-        """
-        job, settings = self.job, self.recipe.cache
-        assert settings.tiers is not None
-        if job.unmeasured:
-            raise UsageError(
-                f"cache.tiers {settings.tiers:g}: {job.unmeasured}, and ratios per token are chosen by measuring.",
-                "Give --cache tiers-50, or the path of a policy.",
-            )
-        plan, network = self._plan(), self.network
-        if network.source.streamed:
-            raise UsageError(
-                f"cache.tiers {settings.tiers:g}: a cache is read step by step, which needs all weights in memory.",
-                "Give --offload never on a machine that can hold them, or --cache tiers-50.",
-            )
-        with self.times.stage("tiers"):
-            network.compress(self.run.bases(plan.channels), plan.rounded)
-            search = self.data.search
-            rows = search[: max(1, settings.tiers_tokens // search.shape[1])]
-            policy, _ = choose_tiers(network, rows, settings.tiers, self.progress)
-        return RankSearch(replace(job, policy=policy), self.times, self.progress, network)
 
     def stored_policy(self, point: Point) -> Policy | None:
         """The cache policy that is stored: with what is found of the model at this point, on the search split."""

@@ -35,7 +35,6 @@ class Streaming(Eviction):
         return self.positions == "cache"
 
     def check_rows(self, coded: bool, post_rope: bool) -> None:
-        super().check_rows(coded, post_rope)
         if self.turns_keys and post_rope:
             raise _cannot_turn("this checkpoint's keys are compressed after RoPE, which is in their latents")
 
