@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rotor.codes.fold import fold_code
+from rotor.codes.quantiser import ChannelCode
 from rotor.format.channels import Channels, Latent, Numbers
 from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
 from rotor.format.section import FORMAT_VERSION, MARK
-from rotor.format.tensors import layer_tensors
 from rotor.models.checkpoint import Checkpoint
 from rotor.runtime.families import FAMILIES, attention_shape
+from rotor.runtime.projections import AttentionWeights
+from rotor.runtime.rewrite import FoldedBases, FoldedBasis, rewrite
 
 SHAPE = AttentionShape(1, 8, 4, 16, 64, rotary_dim=16)
 NORMED = AttentionShape(1, 8, 4, 16, 64, rotary_dim=16, key_norm=True)
@@ -55,53 +59,68 @@ def random_tensors(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Of a layer, without norms: what goes into codes uses their range, what reads them knows a nibble's power."""
+    """Of a layer, without norms: random projections, folded into random bases."""
     generator = torch.Generator().manual_seed(seed)
-    heads = layout.group_size * shape.heads_per_kv
-    of_keys, of_values = [g.key for g in layout.groups], [g.values for g in layout.groups]
-    tensors = {}
-    for name, spec in layer_tensors(layout, shape, biases).items():
-        module, rows = name.split(".")[0], spec.shape[0]
+    heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = {"q": (heads, shape.hidden_size), "k": (kv, shape.hidden_size), "v": (kv, shape.hidden_size)}
+    sizes["o"] = shape.hidden_size, heads
+    drawn = {f"{p}_weight": 1.5 * torch.randn(size, generator=generator) / size[1] ** 0.5 for p, size in sizes.items()}
+    drawn |= {f"{p}_bias": 0.3 * torch.randn(sizes[p][0], generator=generator) for p in biases}
+    weights = AttentionWeights(**{name: tensor.to(dtype) for name, tensor in drawn.items()})
+    return rewrite(weights, random_bases(layout, shape, generator)[0], layout, shape)
 
-        def noise(*sizes: int, per: int = spec.shape[-1]) -> Tensor:
-            return torch.randn(sizes, generator=generator, dtype=dtype) * 1.5 / per**0.5
 
-        if module == "query_basis":
-            made = torch.cat([read(noise(rows, own.rank, per=own.rank), own) for own in of_keys], -1)
-        elif module == "o_proj" and len(spec.shape) == 2:
-            made = torch.cat([read(noise(rows, own.rank), own) for own in of_values for _ in range(heads)], -1)
-        elif module == "q_proj" and not shape.rotary_dim:
-            sizes = [(own, own.rank) for own in of_keys for _ in range(heads)]
-            columns = spec.shape[1:]
-            made = torch.cat([read(noise(*columns, rank, per=shape.hidden_size), own) for own, rank in sizes], -1)
-            made = made.movedim(-1, 0)
-        elif module in ("key_basis", "key_shift"):
-            made = noise(*spec.shape, per=max(rows, 64)) * torch.cat([steps(own) for own in of_keys])
-        elif module == "v_proj" or (module == "k_proj" and layout.folds_keys(shape)):
-            joint = module == "k_proj" or layout.joint
-            own = torch.cat([steps(latent) for latent in (of_keys if joint else of_values)])
-            made = noise(*spec.shape, per=shape.hidden_size) * own.view(-1, *[1] * (len(spec.shape) - 1))
+def random_bases(
+    layout: LayerLayout, shape: AttentionShape, generator: torch.Generator, rounded: bool = False
+) -> tuple[FoldedBases, list[ChannelCode] | None]:
+    """Bases of a layer's groups with their codes folded in, and these codes, of keys and of values, for all groups.
+
+    Args:
+        rounded: the codes are not folded in, for a layer that stores numbers in their place.
+    """
+
+    def draw(latent: Latent, width: int, parts: int) -> tuple[list[FoldedBasis], ChannelCode | None]:
+        """Of a latent of so many numbers side by side: keys, values, or (two parts) both."""
+        square = torch.linalg.qr(torch.randn(width, width, generator=generator).double())[0][:, : latent.rank]
+        stretch = 1 + torch.rand(latent.rank, generator=generator).double()
+        mean = 0.1 * torch.randn(latent.rank, generator=generator).double()
+        pairs = zip((square * stretch).chunk(parts), (square / stretch).chunk(parts), strict=True)
+        if not isinstance(latent, Channels):
+            return [FoldedBasis(latent, *pair) for pair in pairs], None
+        bits = torch.tensor(latent.bits)
+        code = ChannelCode(bits, mean, 8.0 / 2.0**bits)
+        if rounded:
+            return [FoldedBasis(Numbers(latent.rank), *pair) for pair in pairs], code
+        return [fold_code(*pair, code, latent) for pair in pairs], code
+
+    found: list[list[FoldedBasis]] = []
+    codes: list[list[ChannelCode | None]] = []
+    width = layout.group_size * shape.head_dim
+    for group in layout.groups:
+        if group.value is None:
+            bases, code = draw(group.key, 2 * width, 2)
+            own = [code, code]
         else:
-            made = noise(*spec.shape, per=max(spec.shape[-1], 16))
-        tensors[name] = made.to(torch.float32 if spec.float32 else dtype).contiguous()
-    return tensors
+            ((key,), key_code), ((value,), value_code) = (draw(latent, width, 1) for latent in (group.key, group.value))
+            bases, own = [key, value], [key_code, value_code]
+        found.append(bases)
+        codes.append(own)
+    keys, values = zip(*found, strict=True)
+    if codes[0][0] is None:
+        return FoldedBases(keys, values), None
+    return FoldedBases(keys, values), [
+        ChannelCode(*(torch.cat([getattr(code, name) for code in side]) for name in ("bits", "mean", "scale")))
+        for side in zip(*codes, strict=True)
+    ]
 
 
-def steps(latent: Latent) -> Tensor:
-    """A third of the codes below zero, by channel; of numbers 1."""
-    return torch.tensor([2.0 ** (bits - 1) / 3 for bits in latent.bits] if latent.coded else [1.0] * latent.rank)
-
-
-def read(columns: Tensor, latent: Latent) -> Tensor:
-    """[..., rank] by channel -> [..., width] by nibble, such that a channel counts as much as another."""
-    if not latent.coded:
-        return columns
-    out = columns.new_zeros(*columns.shape[:-1], latent.width)
-    for place, nibble in enumerate(latent.nibbles):
-        if nibble is not None:
-            channel, power = nibble
-            out[..., place] = columns[..., channel] * 2.0 * 16**power / 2.0 ** (latent.bits[channel] - 1)
-    return out
+def of_numbers(layout: LayerLayout) -> LayerLayout:
+    """With a number in place of each code."""
+    groups = (
+        replace(g, key=Numbers(g.key.rank), value=None if g.value is None else Numbers(g.value.rank))
+        for g in layout.groups
+    )
+    return replace(layout, groups=tuple(groups))
 
 
 LayoutOf = Callable[[AttentionShape], LayerLayout]

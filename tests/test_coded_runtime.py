@@ -181,19 +181,6 @@ def test_a_cache_takes_the_bytes_that_the_layout_says(name, dtype, pair) -> None
     assert stored_bytes(cache) == 20 * expected
 
 
-def test_layers_of_codes_and_of_numbers_in_one_model(tiny, tmp_path) -> None:
-    rows = prompts(2, 30)
-    mixed = write_pair(
-        tiny("gpt_neox"), tmp_path / "out", Folding(PRE._replace(fast_planes=2), bits=MIXED, coded_layers=1)
-    )
-    assert [layout.coded for layout in mixed.layouts] == [True, False]
-    with torch.no_grad():
-        got = mixed.load(torch.float64)(rows).logits
-        with mixed.reference() as model:
-            expected = model(rows).logits
-    assert relative_error(got, expected) < 2e-3
-
-
 class Quantised(QuantizedLayer):
     """Stands for those of quanto and HQQ, which need their packages."""
 
