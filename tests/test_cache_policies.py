@@ -143,14 +143,6 @@ def test_commands_take_a_policy_by_name(policy_models: PolicyModels, tiny, capsy
         assert code == 0
         sizes.append(json.loads(out)["kv_cache_bytes"])
     assert sizes[0] > sizes[1]
-    code, _, error = command(capsys, "generate", coded, "def", "--cache", "kivi-2", "-q")
-    assert code == 2
-    assert "codes already" in error
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("method: h2o\nshare: 2\n")
-    code, _, error = command(capsys, "generate", tiny("llama"), "def", "--cache", mine, "-q")
-    assert code == 2
-    assert "share: got 2, expected" in error
     code, out, _ = command(capsys, "recipes")
     assert code == 0
     assert "streaming-50" in out

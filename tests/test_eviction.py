@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -197,27 +195,3 @@ def test_positions_within_the_cache_are_refused_where_keys_cannot_turn(policy_mo
             use_cache_policy(policy_models.model(kind), Streaming())
         use_cache_policy(policy_models.model(kind), Streaming(positions="sequence"))
         use_cache_policy(policy_models.model(kind), None)
-
-
-@pytest.mark.peer
-@pytest.mark.parametrize("ratio", [0.25, 0.5])
-def test_kvpress_keeps_the_same_tokens(ratio: float) -> None:
-    kvpress = pytest.importorskip("kvpress")
-    x, share = logits()[:, :, :PROMPT, :PROMPT], 1 - ratio
-    heads = GROUPS * HEADS
-    config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=GROUPS)
-    module = SimpleNamespace(config=config, num_key_value_groups=HEADS, head_dim=4)
-    causal = np.where(np.tril(np.ones((PROMPT, PROMPT))) > 0, x, -np.inf)
-    attention = torch.tensor(softmax(causal)).float().reshape(1, heads, PROMPT, PROMPT)
-    keys = torch.zeros(1, GROUPS, PROMPT, 4)
-    for press, policy in (
-        (kvpress.StreamingLLMPress(compression_ratio=ratio, n_sink=4), Streaming(share=share)),
-        (kvpress.StreamingLLMPress(compression_ratio=ratio, n_sink=0), Window(share=share)),
-    ):
-        scores = press.score(module, torch.zeros(1, PROMPT, 8), keys, keys, attention, {})
-        kept = scores.topk(int(PROMPT * share), dim=-1).indices.sort(-1).values
-        layer = EvictingLayer(policy, 0)
-        layer.begin(None, 1, PROMPT, torch.device("cpu"))
-        layer.update(keys, keys)
-        layer.observe_weights(attention)
-        assert torch.equal(layer.places.long(), kept)

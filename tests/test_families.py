@@ -105,15 +105,6 @@ def test_layers_are_as_the_family_says(name: str, tiny) -> None:
     assert kinds == [family.layer_returns_tuple] * len(layers)
 
 
-@pytest.mark.parametrize(
-    ("name", "kv_heads", "rotary_dim"),
-    [("falcon", 1, 16), ("falcon-40b", 2, 16), ("gpt_neox", 2, 20), ("phi3", 2, 72), ("llama", 4, 16)],
-)
-def test_sizes(name: str, kv_heads: int, rotary_dim: int) -> None:
-    shape = attention_shape(CONFIGS[name]())
-    assert (shape.num_kv_heads, shape.rotary_dim) == (kv_heads, rotary_dim)
-
-
 @pytest.mark.parametrize("seq_len", [1, 5])
 @pytest.mark.parametrize("masked", ["none", "bool", "float"])
 def test_soft_capped_attention(seq_len: int, masked: str) -> None:

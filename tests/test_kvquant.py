@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from cache_truth import states
 from conftest import FAST_EVALUATION, SHORT_TEXT, calibrated
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -21,16 +22,10 @@ from rotor.policies import CodedLayer, KVQuant, LayerSample, cache_policy, find_
 from rotor.policies.methods.kvquant import weighted_means
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    scales = torch.rand(shape[-1], generator=generator) * 3 + 0.2
-    return torch.randn(shape, generator=generator) * scales + scales.flip(0)
-
-
 def sample(seed: int = 0) -> LayerSample:
     """Two rows of 30 tokens of 12 numbers."""
-    parts = [numbers(2, 30, 12, seed=seed + i) for i in range(2)]
-    gradients = [numbers(2, 30, 12, seed=seed + 9 + i) for i in range(2)]
+    parts = [states(2, 30, 12, seed=seed + i) for i in range(2)]
+    gradients = [states(2, 30, 12, seed=seed + 9 + i) for i in range(2)]
     return LayerSample(*parts, *gradients)
 
 
@@ -62,7 +57,7 @@ def token_truth(row: np.ndarray, outliers: float) -> tuple[list[int], float, flo
 
 
 def test_means_are_those_of_float64() -> None:
-    x, weights = numbers(200).double().numpy(), numbers(200, seed=3).abs().double().numpy()
+    x, weights = states(200).double().numpy(), states(200, seed=3).abs().double().numpy()
     weights[::7] = 0
     found = weighted_means(torch.tensor(x), torch.tensor(weights), 8, 6).numpy()
     np.testing.assert_allclose(found, means_truth(x, weights, 8, 6), rtol=1e-9)
@@ -99,7 +94,7 @@ def test_codes_are_those_of_float64(outliers: float) -> None:
     policy = KVQuant(3, outliers, first=0).fitted([sample()])
     levels = policy.levels[0]
     key, value = (stream.codec for stream in policy.streams())
-    x = numbers(2, 3, 9, 4, seed=5)  # three heads of four numbers
+    x = states(2, 3, 9, 4, seed=5)  # three heads of four numbers
     x[0, :, 4] *= 9  # a token of outliers alone
     rows = x.transpose(1, 2).flatten(2).double().numpy()
     low, high = np.array(levels.key_low), np.array(levels.key_high)
@@ -122,7 +117,7 @@ def test_codes_are_those_of_float64(outliers: float) -> None:
 def test_first_tokens_and_outliers_are_kept_as_they_are() -> None:
     policy = KVQuant(2, outliers=0.1, first=3).fitted([sample()])
     layer = policy.layers(1)[0]
-    x = numbers(2, 3, 9, 4, seed=5)
+    x = states(2, 3, 9, 4, seed=5)
     for start, end in ((0, 2), (2, 5), (5, 9)):  # the first tokens come in two steps
         key, value = layer.update(x[:, :, start:end], x[:, :, start:end])
     assert torch.equal(key[:, :, :3], x[:, :, :3])
@@ -139,7 +134,7 @@ def test_first_tokens_and_outliers_are_kept_as_they_are() -> None:
 
 def test_bytes_are_those_of_the_formula() -> None:
     policy = KVQuant(4, outliers=0.1, first=1).fitted([sample()])
-    layer, levels, x = policy.layers(1)[0], policy.levels[0], numbers(1, 3, 51, 4).bfloat16()
+    layer, levels, x = policy.layers(1)[0], policy.levels[0], states(1, 3, 51, 4).bfloat16()
     layer.update(x[:, :, :20], x[:, :, :20])
     for start in range(20, 51):
         layer.update(x[:, :, start : start + 1], x[:, :, start : start + 1])

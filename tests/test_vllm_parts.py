@@ -24,7 +24,7 @@ from rotor.kernels.reference import attention, project_keys
 from rotor.kernels.rotary import Rotation, rotate, when_read, within_blocks
 from rotor.kernels.rows import pack_layer
 from rotor.plugins.vllm.attention import RotorSelfAttention
-from rotor.plugins.vllm.pages import PagedLayer, Step, step_batches, within
+from rotor.plugins.vllm.pages import PagedLayer, Step, within
 from rotor.plugins.vllm.served import TESTED, refusal
 from rotor.plugins.vllm.shards import Shard, check_size, padded_rows, row_bytes, shard_of
 from rotor.plugins.vllm.stores import OPTION, SEED, keep_apart, prefix_mark
@@ -208,12 +208,6 @@ def test_only_what_is_added_before_rounding_keeps_float32() -> None:
         torch.set_default_dtype(torch.float32)
     kept = {name for name, parameter in module.named_parameters() if parameter.dtype == torch.float32}
     assert kept == {"key_shift", "key_constant"}
-
-
-def test_requests_of_similar_lengths_decode_together() -> None:
-    starts, lengths = [0, 1, 2, 3, 4, 6, 8], [10, 600, 60, 900, 10, 10]
-    tokens = [[[0], [2]], [[1], [3]], [[4, 5]], [[6, 7]]]
-    assert step_batches(starts, lengths) == list(zip([[0, 2], [1, 3], [4], [5]], tokens, strict=True))
 
 
 def test_prompts_are_attended_to_in_runs_that_fit_into_memory() -> None:

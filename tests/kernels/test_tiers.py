@@ -153,17 +153,3 @@ def test_shares_are_of_planes_and_at_least_one_stays() -> None:
         assert cut_layout(layout, 0.0, 0.0) == layout
         for before, after in zip(layout.groups, cut_layout(layout, 0.5, 0.3).groups, strict=True):
             assert after.key.width < before.key.width
-
-
-def test_the_choice_by_chance_is_a_tokens_own() -> None:
-    def tiers(scale: float) -> list[bool]:
-        (kept,) = Tiers(important=0.5, importance="random", seed=3).layers(1)
-        assert isinstance(kept, TieredLayer)
-        kept.follow(LAYOUTS["post"], torch.float32)
-        kept.begin(None, 1, 20, torch.device("cpu"))
-        kept.update(torch.zeros(1, 1, 20, 32), torch.zeros(1, 1, 20, 22))
-        kept.choose(scale * torch.arange(20.0)[None, :, None])
-        return kept.sequences[0].important.tolist()
-
-    assert tiers(1.0) == tiers(-1.0)
-    assert sum(tiers(1.0)) == 10

@@ -5,7 +5,6 @@ Plain tensors, nothing of vLLM. By the Triton kernels where they serve the layer
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -139,12 +138,10 @@ class PagedLayer:
         if shape.rotary_dim:
             query = query.unflatten(-1, (shape.num_heads, shape.head_dim))
         if self.kernels is None:
-            for requests, tokens in step_batches(step.starts, step.lengths):
-                index = torch.tensor(tokens, device=query.device)
-                longest = max(step.lengths[i] for i in requests)
-                output[index] = self.attend_alike(
-                    query[index], rows, step.block_table[requests], step.seq_lens[requests], longest
-                )
+            for request, (start, end) in enumerate(pairwise(step.starts)):
+                if end > start:
+                    table, kv_len = step.block_table[request], int(step.seq_lens[request])
+                    output[start:end] = self.attend_alone(query[start:end], rows, table, kv_len)
             return
         from ...kernels.attention import attend_pages  # imports Triton
 
@@ -156,47 +153,32 @@ class PagedLayer:
                 rotation=self.rotation, window=self.window, varlen=self.varlen, out=output[own],
             )  # fmt: skip
 
-    def attend_alike(
-        self, query: Tensor, rows: tuple[Tensor, Tensor], block_table: Tensor, kv_lens: Tensor, longest: int
-    ) -> Tensor:
-        """In plain PyTorch: causal attention of the last tokens of each sequence, as many of each, over its pages.
+    def attend_alone(self, query: Tensor, rows: tuple[Tensor, Tensor], block_table: Tensor, kv_len: int) -> Tensor:
+        """In plain PyTorch: causal attention of the last tokens of a sequence over its pages.
 
         Args:
-            query: [batch_size, seq_len, num_heads, head_dim], rotated, or absorbed [batch_size, seq_len, sum over query
-                heads of width].
-            rows: of pages, which hold these tokens' own rows already.
-            block_table: [batch_size, pages of a sequence]. kv_lens: [batch_size], the new tokens among them.
-            longest: at least the largest of these, known to the host.
+            query: [seq_len, num_heads, head_dim], rotated, or absorbed [seq_len, sum over query heads of width].
+            rows: of pages, which hold these tokens' own rows already. block_table: [pages of the sequence].
+            kv_len: its tokens, the new ones among them.
         Returns:
-            [batch_size, seq_len, sum over query heads of value width] in query's dtype.
+            [seq_len, sum over query heads of value width] in query's dtype.
         """
-        page_size, seq_len, window, kv_lens = rows[0].shape[1], query.shape[1], self.window, kv_lens.long()
-        position = kv_lens[:, None] - seq_len + torch.arange(seq_len, device=query.device)  # of the queries
-        span, first_page = longest, torch.zeros_like(kv_lens)
+        seq_len, window = len(query), self.window
+        first = 0 if window is None else max(0, kv_len - seq_len - window + 1)
+        places = torch.arange(first, kv_len, device=query.device)
+        position = places[-seq_len:, None]
+        visible = places <= position
         if window is not None:
-            first_page = (position[:, 0] - window + 1).clamp(min=0) // page_size
-            span = min(longest, window + seq_len + page_size)
-        places = first_page[:, None] * page_size + torch.arange(span, device=query.device)  # of the keys
-        pages = block_table.gather(1, (places // page_size).clamp(max=block_table.shape[1] - 1)).long()
-        stored = places < kv_lens[:, None]
-
-        def gathered(pages_of: Tensor) -> Tensor:
-            """[batch_size, 1, span, bytes]; zeros where pages hold anything, NaN too."""
-            return pages_of[pages, places % page_size].masked_fill_(~stored[..., None], 0).unsqueeze(1)
-
-        key = gathered(rows[0])
-        value = key if self.shard.layout.joint else gathered(rows[1])
-        visible = places[:, None] <= position[..., None]
-        if window is not None:
-            visible &= places[:, None] > position[..., None] - window
+            visible &= places > position - window
+        page_size = rows[0].shape[1]
+        pages = block_table[places // page_size].long()
+        key, value = (side[pages, places % page_size][None, None] for side in rows)
         key_rotation = None
         if self.rotation is not None:
-            own = places.clamp(max=len(self.rotation[0]) - 1)
-            own = own[0] if window is None else own.unsqueeze(1)
-            key_rotation = when_read(self.rotation, self.parameters.layout.form, own)
-        query_heads = query.transpose(1, 2) if query.dim() == 4 else query
-        found = partial_attention(query_heads, key, value, self.parameters, key_rotation, visible.unsqueeze(1))
-        return found[0].to(query.dtype)
+            key_rotation = when_read(self.rotation, self.parameters.layout.form, places)
+        heads = query.transpose(0, 1) if query.dim() == 3 else query
+        found = partial_attention(heads[None], key, value, self.parameters, key_rotation, visible[None, None])
+        return found[0][0].to(query.dtype)
 
     def decodes(self, tokens: int) -> bool:
         """Whether a CUDA graph may be captured of requests of so many tokens each: they are decoded by one kernel."""
@@ -229,18 +211,6 @@ class PagedLayer:
         from ...kernels.stock import MOST_BYTES  # imports Triton
 
         return MOST_BYTES // (2 * self.shard.shape.num_kv_heads * self.widest * self.dtype.itemsize)
-
-
-def step_batches(starts: list[int], lengths: list[int]) -> list[tuple[list[int], list[list[int]]]]:
-    """Requests that are attended to at once, and their tokens: those of one token whose lengths are within twice each
-    other (or one block), others one by one.
-    """
-    batches: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for i, length in enumerate(lengths):
-        count = starts[i + 1] - starts[i]
-        if count:
-            batches[count, i if count > 1 else max(length, 63).bit_length()].append(i)
-    return [(own, [list(range(starts[i], starts[i + 1])) for i in own]) for own in batches.values()]
 
 
 def within(lengths: list[int], first: int, most: int) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -15,8 +15,8 @@ from ...kernels.parameters import seq_len_of
 from ...kernels.reference import partial_attention
 from ...kernels.rows import resize_layer
 from ...runtime.steps import Step
-from ..layer import PolicyLayer, StoredSequence, behind_padding, noise_of
-from ..policy import Policy, Seed, Share
+from ..layer import PolicyLayer, StoredSequence, behind_padding
+from ..policy import Policy, Share
 
 Rows = tuple[Tensor, Tensor]
 """Of keys and of values."""
@@ -44,8 +44,6 @@ class Tiers(Policy):
         important: g. layer_important: g of each layer, in its place.
         qk_important, qk_unimportant: p_QK^i and p_QK^u, shares of a key latent's bytes that are removed.
         v_important, v_unimportant: p_VW^i and p_VW^u, of a value latent's; joint latents are keys'.
-        importance: `denominator`, as above; `random`: a number drawn for each token, the control.
-        seed: of the drawn numbers.
 
     A token's importance is settled against those before it: when g n tokens are more than there are room for, the least
     of the important ones loses channels for good. So generated tokens are ranked as the prompt's are.
@@ -67,8 +65,6 @@ class Tiers(Policy):
     qk_unimportant: Removed = 0.5
     v_important: Removed = 0.0
     v_unimportant: Removed = 0.25
-    importance: Literal["denominator", "random"] = "denominator"
-    seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,9 +152,6 @@ class TieredLayer(PolicyLayer):
         """
         worth = torch.logsumexp(log_sums.float(), dim=-1)
         for sequence, own in zip(self.sequences, worth, strict=True):
-            new = range(sequence.tokens - sequence.new, sequence.tokens)
-            if self.policy.importance == "random" and new:
-                own = noise_of(torch.tensor(new)[None, None], self.policy.seed, self.index)[0, 0]
             fresh = own[len(own) - sequence.new :].to(sequence.scores.device)
             sequence.scores = torch.cat([sequence.scores, fresh])
             order = sequence.scores.argsort(descending=True, stable=True)
