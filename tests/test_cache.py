@@ -38,7 +38,6 @@ def test_bytes_are_those_of_the_formulas() -> None:
         return layer.stored_bytes() / tokens
 
     numbers = 2 * 2 * 64  # keys and values of two heads
-    assert per_token(PerToken(bits=16), 128) == 2 * numbers
     assert per_token(PerToken(bits=4, group=64), 128) == numbers * (0.5 + 4 / 64)
     assert per_token(PerToken(bits=3, group=32), 128) == numbers * (3 / 8 + 4 / 32)
     assert per_token(FP8(), 128) == numbers * (1 + 2 / 64)

@@ -17,6 +17,7 @@ from rotor.policies import (
     H2O,
     KCVT,
     KIVI,
+    Eviction,
     Keyformer,
     PerToken,
     Policy,
@@ -32,9 +33,7 @@ from rotor.policies.store import stored_tensors
 
 ALL = 10_000
 EVERYTHING: list[Policy] = [
-    PerToken(bits=16),
-    KCVT(bits=16, buffer=5),
-    KIVI(bits=16, group=4, residual=8),
+    KIVI(group=4, residual=ALL),
     Streaming(tokens=ALL),
     H2O(tokens=ALL),
     Keyformer(tokens=ALL),
@@ -64,7 +63,7 @@ def serves(policy: Policy, kind: str) -> bool:
         return kind != "plain"
     if policy.turns_keys and kind == "post":
         return False
-    return kind != "codes" or policy.evicts
+    return kind != "codes" or isinstance(policy, Eviction)
 
 
 def on_every_kind(policies: list[Policy]) -> list[Any]:

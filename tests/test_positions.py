@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from rotor.errors import UsageError
 from rotor.format.layout import POST_ROPE, KeyForm
-from rotor.policies import H2O, PerToken, Tiers, cache_policy
+from rotor.policies import H2O, KIVI, Tiers, cache_policy
 from rotor.runtime.families import attention_shape
 
 IDS = torch.arange(7, 19).reshape(1, 12)
@@ -138,7 +138,15 @@ COPIES: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] = {
 WINDOWED = ("gemma2", "gemma3_text", "mistral")
 OTHERS = ("falcon", "gemma2", "gpt_neox", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Families with RoPE that are nowhere else in the test of copies."""
-POLICIES = {"h2o": H2O(tokens=1000), "coded": PerToken(bits=16), "tiers": Tiers(qk_unimportant=0.0, v_unimportant=0.0)}
+POLICIES = {
+    "h2o": H2O(tokens=1000),
+    "coded": KIVI(group=4, residual=1000),
+    "tiers": Tiers(qk_unimportant=0.0, v_unimportant=0.0),
+}
+    "h2o": H2O(tokens=1000),
+    "coded": KIVI(group=4, residual=1000),
+    "tiers": Tiers(qk_unimportant=0.0, v_unimportant=0.0),
+}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rotor.errors import UsageError
 from rotor.policies.affine import AffineCode
-from rotor.policies.policy import CodeBits, LayerSample
+from rotor.policies.policy import Bits, LayerSample
 from rotor.policies.quantiser import FittedQuantiser
 from rotor.policies.store import Codec, Parts, Stream, heads_apart, heads_together
 
@@ -35,7 +35,7 @@ class WUSH(FittedQuantiser):
     """
 
     method: ClassVar[str] = "wush"
-    bits: CodeBits = 4
+    bits: Bits = 4
 
     def check_rows(self, coded: bool, post_rope: bool) -> None:
         raise UsageError("cache policy wush: is for uncompressed models.")

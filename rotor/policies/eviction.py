@@ -58,7 +58,6 @@ class Eviction(Policy):
     PyTorch path.
     """
 
-    evicts: ClassVar[bool] = True
     share: PositiveShare = 0.5
     tokens: PositiveInt | None = None
     squeeze: PositiveShare | None = None

@@ -18,9 +18,8 @@ from ..format.layout import LayerLayout
 from .layer import PolicyLayer
 from .store import tensor_bytes
 
-Bits = Annotated[int, Expect((16, 8, 4, 3, 2).__contains__, "one of 16, 8, 4, 3, 2")]
-CodeBits = Annotated[int, Expect((8, 4, 3, 2).__contains__, "one of 8, 4, 3, 2")]
-"""Bits of a number; 16: no code."""
+Bits = Annotated[int, Expect((8, 4, 3, 2).__contains__, "one of 8, 4, 3, 2")]
+"""Bits of a number."""
 
 LONG_TOKENS = 32768
 """Tokens of context to which bytes are extrapolated."""
@@ -47,13 +46,11 @@ class Policy(ABC):
     """A method that codes or thins out a cache, with its parameters. Subclasses are frozen dataclasses, a file each.
 
     A parameter's type says which values it may have. method: its name in recipes. needs_weights: attention has to hand
-    out its weights. evicts: tokens are dropped, so that attention has to go by stored positions. rows_only: it is for
-    the rows of a compressed model.
+    out its weights. rows_only: it is for the rows of a compressed model.
     """
 
     method: ClassVar[str]
     needs_weights: ClassVar[bool] = False
-    evicts: ClassVar[bool] = False
     rows_only: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

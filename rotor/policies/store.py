@@ -32,7 +32,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
-        """[batch_size, num_heads, tokens, width], float32 (or the dtype that was stored exactly)."""
+        """[batch_size, num_heads, tokens, width], float32."""
 
     def typical(self, states: Tensor) -> Tensor:
         """Of random numbers, such as take the bytes that text takes."""
@@ -45,16 +45,6 @@ class Codec(ABC):
             segments[-1] = tuple(torch.cat(pair, dim=2) for pair in zip(segments[-1], parts, strict=True))
         else:
             segments.append(parts)
-
-
-class Exact(Codec):
-    """Stores the numbers as they are: the case of 16 bits."""
-
-    def encode(self, states: Tensor) -> Parts:
-        return (states.clone(),)  # of its own: a view would keep alive what it was cut from
-
-    def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
-        return parts[0]
 
 
 def spans_of(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, ...]]:

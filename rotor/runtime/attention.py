@@ -16,7 +16,7 @@ from transformers import cache_utils
 from ..errors import UsageError
 from ..format.kernel_config import LayerKernels
 from ..format.layout import AttentionShape, LayerLayout
-from ..format.tensors import FLOAT32, TensorSpec, layer_tensors
+from ..format.tensors import FLOAT32, layer_tensors
 from ..kernels.defaults import default_layer
 from ..kernels.dispatch import kernels_serve
 from ..kernels.parameters import AttentionParameters
@@ -24,6 +24,7 @@ from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer
 from .families import Family
+from .projections import CompressedProjections
 from .rope import RotaryTable, Rotations, rope_of
 from .steps import InCache, Step
 
@@ -31,7 +32,7 @@ from .steps import InCache, Step
 QUANTISING = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 
 
-class RotorAttention(nn.Module):
+class RotorAttention(CompressedProjections):
     """Compressed attention: the same inputs and outputs as the family's own module.
 
     Its tensors are those of `format.tensors.layer_tensors`.
@@ -46,15 +47,6 @@ class RotorAttention(nn.Module):
     store: where its rows are kept, and how queries meet them.
     """
 
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear | None
-    o_proj: nn.Linear
-    key_basis: nn.Parameter | None
-    query_basis: nn.Parameter | None
-    key_shift: nn.Parameter | None
-    key_constant: nn.Parameter | None
-
     def __init__(
         self,
         base: nn.Module,
@@ -64,7 +56,8 @@ class RotorAttention(nn.Module):
         biases: frozenset[str],
         rotary: RotaryTable | None,
     ) -> None:
-        super().__init__()
+        shapes = {name: spec.shape for name, spec in layer_tensors(layout, shape, biases).items()}
+        super().__init__(shapes, shape.head_dim, {name: base.get_submodule(name) for name in family.norms})
         self.config: Any = base.config
         self.layer_idx: int = int(base.layer_idx)  # type: ignore[arg-type]
         # Falcon's attention has no such attribute, and the default.
@@ -76,16 +69,6 @@ class RotorAttention(nn.Module):
         self.store: Any = InCache()
         self.rotary = rotary
         self.rope = rope_of(layout, shape, rotary)
-        tensors = layer_tensors(layout, shape, biases)
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            weight, bias = tensors.get(f"{name}.weight"), f"{name}.bias" in tensors
-            linear = None if weight is None else nn.Linear(weight.shape[1], weight.shape[0], bias=bias)
-            self.register_module(name, linear)
-        for name in ("key_basis", "query_basis", *FLOAT32):
-            spec = tensors.get(name)
-            self.register_parameter(name, None if spec is None else _frozen(spec))
-        for name in family.norms:
-            self.add_module(name, base.get_submodule(name))
 
     def forward(
         self,
@@ -109,7 +92,7 @@ class RotorAttention(nn.Module):
         self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, place)
         rotations = self.rope(place, position_embeddings, hidden_states, served)
 
-        projected = self._projected(hidden_states)
+        projected = self.projected(hidden_states)
         with torch.autocast(hidden_states.device.type, enabled=False):
             parameters = self._parameters_of_attention()
             if kernels is None:
@@ -134,23 +117,6 @@ class RotorAttention(nn.Module):
             self.key_shift,
         )
 
-    def _projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys by heads, [batch_size, seq_len, heads, head_dim], normed; what is folded as latents,
-        [batch_size, seq_len, *], as values are: those of a joint latent are their part of it, or nothing.
-        """
-        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
-        value = key[..., :0] if self.v_proj is None else self.v_proj(hidden_states)
-        if self.query_basis is not None:
-            query = self._heads(query, "q_norm")
-        if self.key_basis is not None:
-            key = self._heads(key, "k_norm")
-        return query, key, value
-
-    def _heads(self, x: Tensor, norm: str) -> Tensor:
-        """[batch_size, seq_len, n * head_dim] -> [batch_size, seq_len, n, head_dim], normed where the family does."""
-        heads = x.unflatten(-1, (-1, self.shape.head_dim))
-        return self.get_submodule(norm)(heads) if norm in self._modules else heads
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotorAttention:
         """What `.to()` and its kin go through: they move key_shift and key_constant, and leave them in float32."""
         kept = {name: p.detach() for name, p in self._parameters.items() if p is not None and name in FLOAT32}
@@ -166,11 +132,6 @@ class RotorAttention(nn.Module):
         ranks = ", ".join(group.ranks_in_words for group in self.layout.groups)
         text = f"{self.layout.form.in_words(self.shape)}, group_size={self.layout.group_size}, ranks=[{ranks}]"
         return f"{text}, row_bytes={sum(self.layout.row_bytes(2))}" if self.layout.coded else text
-
-
-def _frozen(spec: TensorSpec) -> nn.Parameter:
-    dtype = torch.float32 if spec.float32 else None
-    return nn.Parameter(torch.empty(spec.shape, dtype=dtype), requires_grad=False)
 
 
 def plain_rows(

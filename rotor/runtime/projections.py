@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..format.layout import AttentionShape
+from ..format.tensors import FLOAT32
 from .families import Family
 
 GetTensor = Callable[[str], Tensor]
@@ -97,3 +99,51 @@ def split_projections(family: Family, get: GetTensor, names: frozenset[str], sha
 def oriented(family: Family, tensor: Tensor) -> Tensor:
     """A weight as nn.Linear has it, [out_features, in_features]; a bias as it is."""
     return tensor.mT if family.transposed and tensor.dim() == 2 else tensor
+
+
+class CompressedProjections(nn.Module):
+    """The tensors of a compressed layer, of those that `format.tensors.layer_tensors` lists, and its norms.
+
+    Args:
+        shapes: of the tensors that there are. head_dim: of the model. norms: of queries and keys, by name.
+    """
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear | None
+    o_proj: nn.Linear
+    key_basis: nn.Parameter | None
+    query_basis: nn.Parameter | None
+    key_shift: nn.Parameter | None
+    key_constant: nn.Parameter | None
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], head_dim: int, norms: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            weight, bias = shapes.get(f"{name}.weight"), f"{name}.bias" in shapes
+            self.register_module(name, None if weight is None else nn.Linear(weight[1], weight[0], bias=bias))
+        for name in ("key_basis", "query_basis", *FLOAT32):
+            dtype = torch.float32 if name in FLOAT32 else None
+            tensor = torch.empty(shapes[name], dtype=dtype) if name in shapes else None
+            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+        for name, norm in norms.items():
+            self.add_module(name, norm)
+
+    def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys by heads, [..., heads, head_dim], normed; what is folded as latents, [..., *].
+
+        Values are latents; those of a joint one are their part of it, or nothing.
+        """
+        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        value = key[..., :0] if self.v_proj is None else self.v_proj(hidden_states)
+        if self.query_basis is not None:
+            query = self._heads(query, "q_norm")
+        if self.key_basis is not None:
+            key = self._heads(key, "k_norm")
+        return query, key, value
+
+    def _heads(self, x: Tensor, norm: str) -> Tensor:
+        """[..., n * head_dim] -> [..., n, head_dim], normed where the family does."""
+        heads = x.unflatten(-1, (-1, self.head_dim))
+        return self.get_submodule(norm)(heads) if norm in self._modules else heads

@@ -162,7 +162,7 @@ def cache_bytes(
     empty = make() if make else DynamicCache(config=network.config)
     layers: list[Any] = policy.layers(len(likes)) if policy else list(empty.layers)
     # Of layers that store alike, one of each shape is counted.
-    apart = policy is not None and (policy.evicts or policy.rows_only)
+    apart = policy is not None and (isinstance(policy, Eviction) or policy.rows_only)
     counted = list(range(len(likes))) if apart else [shapes.index(shape) for shape in shapes]
     totals = [0] * (tokens - prompt + 1)
     rows = {

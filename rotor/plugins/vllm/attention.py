@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ...format.tensors import FLOAT32
 from ...kernels.rotary import Rotation, rotate, within_blocks
+from ...runtime.projections import CompressedProjections
 from .shards import Shard
 
 
-class RotorSelfAttention(nn.Module):
+class RotorSelfAttention(CompressedProjections):
     """Takes the place of a native attention module; its parameters have the names of the checkpoint.
 
     Args:
@@ -27,14 +27,6 @@ class RotorSelfAttention(nn.Module):
     """
 
     attn: nn.Module
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear | None
-    o_proj: nn.Linear
-    key_basis: nn.Parameter | None
-    query_basis: nn.Parameter | None
-    key_shift: nn.Parameter | None
-    key_constant: nn.Parameter | None
     cos: Tensor
     sin: Tensor
     key_cos: Tensor
@@ -49,21 +41,10 @@ class RotorSelfAttention(nn.Module):
         reduce: Callable[[Tensor], Tensor],
         returns_tuple: bool,
     ) -> None:
-        super().__init__()
-        self.index, self.shard, self.reduce, self.returns_tuple = index, shard, reduce, returns_tuple
         layout, shape = shard.layout, shard.shape
-        for name, norm in norms.items():
-            self.add_module(name, norm)
-        shapes = shard.shapes()
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            weight = shapes.get(f"{name}.weight")
-            linear = weight and nn.Linear(weight[1], weight[0], bias=f"{name}.bias" in shapes)
-            self.register_module(name, linear.requires_grad_(False) if linear else None)
-        for name in ("key_basis", "query_basis", *FLOAT32):
-            dtype = torch.float32 if name in FLOAT32 else None
-            tensor = torch.empty(shapes[name], dtype=dtype) if name in shapes else None
-            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
-        self.folded = layout.folds_keys(shape)
+        super().__init__(shard.shapes(), shape.head_dim, norms)
+        self.requires_grad_(False)
+        self.index, self.shard, self.reduce, self.returns_tuple = index, shard, reduce, returns_tuple
         self.block = layout.rope_block
         if rotation is not None:
             cos, sin = rotation
@@ -72,7 +53,6 @@ class RotorSelfAttention(nn.Module):
                 rotation = within_blocks((cos, sin), first, layout.form)
             for name, table in zip(("cos", "sin", "key_cos", "key_sin"), (cos, sin, *rotation), strict=True):
                 self.register_buffer(name, table, persistent=False)
-        self.rotates_queries = rotation is not None
         self.rotates_keys = rotation is not None and layout.fast_planes < shape.rotary_planes
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -102,25 +82,18 @@ class RotorSelfAttention(nn.Module):
 
         Keys are rotated as they are stored; what lies between them and a row is done where the row is written.
         """
-        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
-        value = key[..., :0] if self.v_proj is None else self.v_proj(hidden_states)
-        if self.rotates_queries:
+        query, key, value = self.projected(hidden_states)
+        if self.query_basis is not None:
             assert positions is not None
-            query = self._rotated(self._heads(query, "q_norm"), (self.cos, self.sin), positions)
-        if not self.folded:
-            heads = self._heads(key, "k_norm")
+            query = self._rotated(query, (self.cos, self.sin), positions).flatten(1)
+        if self.key_basis is not None:
             if self.rotates_keys:
                 assert positions is not None
                 places = positions if self.block is None else positions % self.block
-                heads = self._rotated(heads, (self.key_cos, self.key_sin), places)
-            key = heads.flatten(1)
-        output = self.reduce(self.o_proj(self.attn(query.flatten(1), key, value)))
+                key = self._rotated(key, (self.key_cos, self.key_sin), places)
+            key = key.flatten(1)
+        output = self.reduce(self.o_proj(self.attn(query, key, value)))
         return (output, None) if self.returns_tuple else output
-
-    def _heads(self, x: Tensor, norm: str) -> Tensor:
-        """[tokens, n * head_dim] -> [tokens, n, head_dim], normed where the family does."""
-        heads = x.unflatten(-1, (-1, self.shard.shape.head_dim))
-        return self.get_submodule(norm)(heads) if norm in self._modules else heads
 
     @staticmethod
     def _rotated(heads: Tensor, rotation: Rotation, places: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ..affine import LARGEST
 from ..outliers import stored_index, take_out
-from ..policy import CodeBits
+from ..policy import Bits
 from ..quantiser import Quantiser
 from ..store import Codec, Parts, Stream, heads_apart, heads_together
 from .kcvt import KCVT
@@ -40,7 +40,7 @@ class GEAR(Quantiser):
     """
 
     method: ClassVar[str] = "gear"
-    bits: CodeBits = 4
+    bits: Bits = 4
     backbone: Literal["kcvt", "kivi"] = "kcvt"
     sparsity: Annotated[float, Field(ge=0, lt=1)] = 0.02
     rank: NonNegativeInt = 4

@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 from ..affine import AffineCode
 from ..policy import Bits
 from ..quantiser import Quantiser
-from ..store import Codec, Exact, Stream
+from ..store import Codec, Stream
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class KCVT(Quantiser):
     The prompt is one run of tokens; later tokens wait, exactly, until there are `buffer` of them.
 
     Args:
-        bits: 16 (no code), 8, 4, 3 or 2. buffer: tokens that wait (n_b).
+        bits: 8, 4, 3 or 2. buffer: tokens that wait (n_b).
 
     Bytes of a number: keys bits / 8 + 4 / n (n the prompt, then `buffer`), values bits / 8 + 4 / (heads * width).
     Limits: the range of a channel is that of the whole prompt; padding must be known (use_cache_policy).
@@ -32,7 +32,7 @@ class KCVT(Quantiser):
     buffer: PositiveInt = 20
 
     def streams(self) -> tuple[Stream, Stream]:
-        key, value = self.codecs() if self.bits < 16 else (Exact(), Exact())
+        key, value = self.codecs()
         return Stream(key, self.buffer, whole_prompt=True), Stream(value, self.buffer, whole_prompt=True)
 
     def codecs(self) -> tuple[Codec, Codec]:

@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 from ..affine import AffineCode
 from ..policy import Bits
 from ..quantiser import Quantiser
-from ..store import Codec, Exact, Stream
+from ..store import Codec, Stream
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class KIVI(Quantiser):
     groups of `group` channels, once `residual` newer ones are there.
 
     Args:
-        bits: 16 (no code), 8, 4, 3 or 2. group: g. residual: R, a multiple of g.
+        bits: 8, 4, 3 or 2. group: g. residual: R, a multiple of g.
 
     Bytes of a number: bits / 8 + 4 / g; and up to R keys and R values that are exact.
     Limits: exact as published when tokens come one at a time; the tokens of a longer step see each other exactly.
@@ -37,7 +37,7 @@ class KIVI(Quantiser):
         self.require(self.residual % self.group == 0, "residual", f"a multiple of the group, {self.group}")
 
     def streams(self) -> tuple[Stream, Stream]:
-        key, value = self.codecs() if self.bits < 16 else (Exact(), Exact())
+        key, value = self.codecs()
         return Stream(key, block=self.residual), Stream(value, window=self.residual)
 
     def codecs(self) -> tuple[Codec, Codec]:

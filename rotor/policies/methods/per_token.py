@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 from ..affine import AffineCode
 from ..policy import Bits
 from ..quantiser import Quantiser
-from ..store import Exact, Stream
+from ..store import Stream
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class PerToken(Quantiser):
     """Asymmetric quantisation of each token's keys and values in groups of columns.
 
     Args:
-        bits: 16 (no code), 8, 4, 3 or 2.
+        bits: 8, 4, 3 or 2.
         group: columns in a group; at most the width of a head, or of a packed row.
 
     Bytes of a number: bits / 8 + 4 / group. Nothing waits; a token's own step reads its code.
@@ -30,5 +30,5 @@ class PerToken(Quantiser):
     group: PositiveInt = 64
 
     def streams(self) -> tuple[Stream, Stream]:
-        stream = Stream(Exact() if self.bits == 16 else AffineCode(self.bits, 1, self.group))
+        stream = Stream(AffineCode(self.bits, 1, self.group))
         return stream, stream
