@@ -143,10 +143,6 @@ POLICIES = {
     "coded": KIVI(group=4, residual=1000),
     "tiers": Tiers(qk_unimportant=0.0, v_unimportant=0.0),
 }
-    "h2o": H2O(tokens=1000),
-    "coded": KIVI(group=4, residual=1000),
-    "tiers": Tiers(qk_unimportant=0.0, v_unimportant=0.0),
-}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ transformers' integration, and nothing of the offline half.
 from __future__ import annotations
 
 from ...runtime.families import architectures
-from .served import refusal, served_name
+from .served import PREFIX, refusal
 
 
 def register() -> None:
@@ -28,7 +28,7 @@ def register() -> None:
 
     known = set(ModelRegistry.get_supported_archs())
     for name in architectures() & known:
-        if served_name(name) not in known:
+        if PREFIX + name not in known:
             # By name: a model's module is imported only where such a checkpoint is loaded.
-            ModelRegistry.register_model(served_name(name), f"{__name__}.adapter:{served_name(name)}")
+            ModelRegistry.register_model(PREFIX + name, f"{__name__}.adapter:{PREFIX}{name}")
             watch(name)

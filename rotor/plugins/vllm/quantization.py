@@ -11,7 +11,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 
 from ...errors import UnsupportedModelError, UsageError
 from ...format.section import METHOD, is_compressed
-from .served import PREFIX, served_name
+from .served import PREFIX
 
 
 @register_quantization_config(METHOD)
@@ -62,12 +62,12 @@ class RotorQuantization(QuantizationConfig):
             raise UsageError(cls.refusal, "Install one of these, or serve with transformers.")
         if hf_config is not None:
             served = {name.removeprefix(PREFIX) for name in ModelRegistry.models if name.startswith(PREFIX)}
-            names = list(hf_config.architectures or [])
-            unknown = [name for name in names if name.removeprefix(PREFIX) not in served]
+            names = [name.removeprefix(PREFIX) for name in hf_config.architectures or []]
+            unknown = [name for name in names if name not in served]
             if unknown or not names:
                 raise UnsupportedModelError(
                     f"{', '.join(unknown) or 'a model without `architectures`'}: not served compressed by vLLM.",
                     f"Served: {', '.join(sorted(served))}; transformers loads all that rotor compresses.",
                 )
-            hf_config.architectures = [served_name(name.removeprefix(PREFIX)) for name in names]
+            hf_config.architectures = [PREFIX + name for name in names]
         return METHOD

@@ -20,8 +20,4 @@ def refusal(version: str) -> str | None:
 
 
 PREFIX = "Rotor"
-
-
-def served_name(architecture: str) -> str:
-    """The name under which the compressed class of an architecture is registered."""
-    return PREFIX + architecture
+"""Of the names under which compressed classes of architectures are registered."""
