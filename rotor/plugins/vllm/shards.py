@@ -118,10 +118,7 @@ def padded_rows(row_bytes: Sequence[int], kinds: Sequence[str] | None) -> list[i
     """
     if kinds is None or len(set(kinds)) < 2:
         return list(row_bytes)
-    widest: dict[str, int] = {}
-    for kind, size in zip(kinds, row_bytes, strict=True):
-        widest[kind] = max(widest.get(kind, 0), size)
-    return [widest[kind] for kind in kinds]
+    return [max(size for size, other in zip(row_bytes, kinds, strict=True) if other == kind) for kind in kinds]
 
 
 def _of_groups(layout: LayerLayout, indices: Sequence[int]) -> LayerLayout:

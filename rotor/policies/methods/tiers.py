@@ -111,7 +111,7 @@ class TieredLayer(PolicyLayer):
 
     def __init__(self, policy: Tiers, index: int) -> None:
         super().__init__()
-        self.policy, self.index = policy, index
+        self.policy = policy
         self.share = policy.layer_important[index] if policy.layer_important else policy.important
 
     def follow(self, layout: LayerLayout, dtype: torch.dtype) -> None:
