@@ -24,7 +24,7 @@ from rotor.policies import (
     use_cache_policy,
 )
 from rotor.policies.budgets import squeeze_shares, three_means
-from rotor.policies.layer import noise_of
+from rotor.policies.eviction import Held
 from rotor.search.probe import full_ranks
 
 GROUPS, HEADS, PROMPT, TOKENS = 2, 3, 12, 20
@@ -112,7 +112,7 @@ def test_what_is_kept_is_that_of_float64(policy: Eviction) -> None:
     (sequence,) = layer.sequences
     got = sequence.sides[0][0][0, :, :, 0].long().tolist()
     index = torch.arange(TOKENS).expand(1, GROUPS, -1)
-    table = noise_of(index, getattr(policy, "seed", 0), 1)[0].double().numpy()
+    table = Held(index, None, 1, 0).noise(getattr(policy, "seed", 0))[0].double().numpy()
     assert got == truth(policy, x, table)
     assert layer.places[0].tolist() == got
     assert not policy.needs_weights or sequence.scores.shape == sequence.index.shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -18,11 +19,14 @@ from ..runtime.rope import rows_of
 from ..runtime.steps import Step, attend_to_rows
 from .budgets import SqueezeBudgets
 from .column_sums import ScoreSoftmax, column_sums
-from .layer import PolicyLayer, StoredSequence, between, mask_of_places, noise_of, right_aligned
+from .layer import PolicyLayer, StoredSequence, between, mask_of_places, right_aligned
 from .policy import Policy, Share
 from .store import spans_of
 
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
+
+NOISE_BLOCK = 1024
+"""Tokens whose random numbers are drawn together."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,17 @@ class Held:
     generated: int
 
     def noise(self, seed: int) -> Tensor:
-        """A number from (0, 1) for each token, the same wherever its row lies."""
-        return noise_of(self.index, seed, self.layer)
+        """A number from (0, 1) for each token, the same wherever its row lies; any where there is none."""
+        count = max(0, int(self.index.max())) // NOISE_BLOCK + 1
+        blocks = [_noise_block(seed, self.layer, block, self.index.shape[1]) for block in range(count)]
+        table = torch.cat(blocks, dim=1).to(self.index.device)
+        return table.expand(len(self.index), -1, -1).gather(-1, self.index.clamp(min=0).long())
+
+
+@lru_cache(maxsize=1024)
+def _noise_block(seed: int, layer: int, block: int, groups: int) -> Tensor:
+    generator = torch.Generator().manual_seed(((seed * 1_000_003 + layer) * 1_000_003 + block) % 2**63)
+    return torch.rand(groups, NOISE_BLOCK, generator=generator).clamp(1e-6, 1 - 1e-6)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ A layer's length is the number of tokens it was given, so that masks and positio
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,9 +28,6 @@ from ..kernels.rotary import Rotation, rotate
 from ..runtime.rope import RotaryTable
 from ..runtime.steps import Keeper, Step, attend_to_rows
 from .store import Stored, mapped, tensor_bytes
-
-NOISE_BLOCK = 1024
-"""Tokens whose random numbers are drawn together."""
 
 
 class StoredSequence(Stored):
@@ -239,17 +235,3 @@ def real_tokens(mask: Tensor | None, batch_size: int, length: int) -> list[int]:
 
 def _padding_inside() -> UsageError:
     return UsageError("the attention mask has padding that is not on the left of its row.", "Set padding_side='left'.")
-
-
-def noise_of(index: Tensor, seed: int, layer: int) -> Tensor:
-    """Numbers from (0, 1), for tokens at the places `index` of their rows, [batch_size, groups, slots]; of negative
-    ones any."""
-    count = max(0, int(index.max())) // NOISE_BLOCK + 1
-    table = torch.cat([_block(seed, layer, block, index.shape[1]) for block in range(count)], dim=1).to(index.device)
-    return table.expand(len(index), -1, -1).gather(-1, index.clamp(min=0).long())
-
-
-@lru_cache(maxsize=1024)
-def _block(seed: int, layer: int, block: int, groups: int) -> Tensor:
-    generator = torch.Generator().manual_seed(((seed * 1_000_003 + layer) * 1_000_003 + block) % 2**63)
-    return torch.rand(groups, NOISE_BLOCK, generator=generator).clamp(1e-6, 1 - 1e-6)
