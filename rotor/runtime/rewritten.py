@@ -47,6 +47,7 @@ class RewrittenTensors:
         file_of: shard by name of the source's tensors. read: reads one of them; on the meta device, with bases there
             too, for shapes and dtypes alone.
         bases: those of a layer.
+        read_replaced: reads one that is rewritten, in place of `read`.
 
     file_of: shard by name of the tensors that there are.
     """
@@ -60,9 +61,10 @@ class RewrittenTensors:
         file_of: Mapping[str, str],
         read: GetTensor,
         bases: Callable[[int], FoldedBases],
+        read_replaced: GetTensor | None = None,
     ) -> None:
         self.family, self.shape, self.layouts, self.biases = family, shape, layouts, biases
-        self._read, self.bases = read, bases
+        self._read, self._read_replaced, self.bases = read, read_replaced or read, bases
         self._source_names, self.file_of = frozenset(file_of), dict(file_of)
         self._layer_of: dict[str, int] = {}
         self._held: dict[int, dict[str, Tensor]] = {}
@@ -106,29 +108,30 @@ class RewrittenTensors:
                 yield name, self.tensor(name)
 
     def _layer(self, index: int) -> dict[str, Tensor]:
-        weights = read_attention(self.family, index, self._source_names, self._read, self.shape)
+        weights = read_attention(self.family, index, self._source_names, self._read_replaced, self.shape)
         found = rewrite(weights, self.bases(index), self.layouts[index], self.shape)
         return {weights.prefix + name: tensor for name, tensor in found.items()}
 
 
 class _Opened:
-    """Safetensors files of a folder, whose tensors are read by name, from a map whose memory goes with the tensor."""
+    """Safetensors files of a folder, whose tensors are read by name."""
 
     def __init__(self, folder: Path, files: Sequence[str]) -> None:
-        self.folder = folder
-        self.file_of = {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
-
-    def _open(self, file: str) -> Any:
         try:
-            return safe_open(self.folder / file, framework="pt")
+            self.files: dict[str, Any] = {file: safe_open(folder / file, framework="pt") for file in files}
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.folder}: {' '.join(str(error).split())}", "Get the folder again.") from error
+            raise CheckpointError(f"{folder}: {' '.join(str(error).split())}", "Get the folder again.") from error
+        self.folder = folder
+        self.file_of = {name: file for file, opened in self.files.items() for name in opened.keys()}  # noqa: SIM118
 
     def tensor(self, name: str) -> Tensor:
         if name not in self.file_of:
             raise CheckpointError(f"{self.folder}: tensor {name} is missing.", "Get the folder again.")
-        tensor: Tensor = self._open(self.file_of[name]).get_tensor(name)
-        return tensor
+        return self.files[self.file_of[name]].get_tensor(name)
+
+    def unmapped_tensor(self, name: str) -> Tensor:
+        """Likewise, from a map of its own, whose memory goes with the tensor."""
+        return (_Opened(self.folder, [self.file_of[name]]) if name in self.file_of else self).tensor(name)
 
 
 def open_rewritten(bases: Path, config: Any, section: CompressedSection) -> RewrittenTensors:
@@ -147,10 +150,12 @@ def open_rewritten(bases: Path, config: Any, section: CompressedSection) -> Rewr
 
     def bases_of(layer: int) -> FoldedBases:
         where = f"{bases}, layer {layer}"
-        return FoldedBases.read(lambda name: stored.tensor(f"{layer}.{name}"), layouts[layer], shape, where)
+        return FoldedBases.read(lambda name: stored.unmapped_tensor(f"{layer}.{name}"), layouts[layer], shape, where)
 
     biases = frozenset(section.biases)
-    return RewrittenTensors(family, shape, layouts, biases, source.file_of, source.tensor, bases_of)
+    return RewrittenTensors(
+        family, shape, layouts, biases, source.file_of, source.tensor, bases_of, source.unmapped_tensor
+    )
 
 
 def find_source(source: SourceInfo, folder: Path) -> Path:
