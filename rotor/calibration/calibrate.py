@@ -18,7 +18,6 @@ from torch import Tensor
 from ..bases.layer import layer_bases
 from ..bases.moments import LayerStatistics
 from ..codes.layer import layer_codes
-from ..data.documents import Document
 from ..data.readiness import describe_text
 from ..data.splits import calibration_share, digests
 from ..data.tokens import CalibrationTokens, calibration_tokens, ordinary_tokens, with_repeats
@@ -169,18 +168,17 @@ class Calibration:
         job, spec = self.job, self.recipe.tokens
         kept = self.partial.kept(TOKENS)
         if spec.source == "synthetic" and kept is not None:
-            sample = CalibrationTokens.of_one_topic(load_file(kept)["rows"], spec.source)
+            sample = CalibrationTokens(load_file(kept)["rows"])
         else:
             weights = self.weights if spec.source == "synthetic" else None
             config, tokenizer, held_out = job.checkpoint.config, job.checkpoint.tokenizer, self.recipe.evaluation
 
-            def select(documents: list[Document]) -> list[Document]:
+            def select(documents: list[str]) -> list[str]:
                 """Without those that search and report."""
                 return calibration_share(documents, held_out) if held_out.source == "text" else documents
 
             sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, select)
-        pruned, least = prune_rows(sample, self.recipe.prune), job.form.group_size * job.shape.head_dim
-        rows = pruned.rows
+        rows, least = prune_rows(sample.rows, self.recipe.prune), job.form.group_size * job.shape.head_dim
         if rows.numel() < least:
             raise DataError(
                 f"{rows.numel()} calibration tokens, fewer than the {least} dimensions of a group.",
@@ -192,7 +190,6 @@ class Calibration:
             "count": rows.numel(),
             "rows": rows.shape[0],
             "seq_len": rows.shape[1],
-            "topics": pruned.topic_counts(),
             "pruned_rows": len(sample.rows) - len(rows),
             "documents_sha256": digests(sample.documents),
         }

@@ -91,8 +91,6 @@ class Recipe:
         tokens, evaluation, ranks, domain = self.tokens, self.evaluation, self.ranks, self.groups.domain
         file = "a file or folder, as source is text"
         need(tokens.source != "text" or bool(tokens.path), "tokens.path", file)
-        data_set = "a name on the hub or a folder, as source is dataset"
-        need(tokens.source != "dataset" or bool(tokens.dataset), "tokens.dataset", data_set)
         need(evaluation.source != "text" or bool(evaluation.path), "evaluation.path", file)
         need(
             not ranks.uniform_rows or self.coded or ranks.rule.uniform_rows,
