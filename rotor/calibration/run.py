@@ -25,7 +25,6 @@ from ..codes.layer import MEASURED, GroupChannels, LayerCodes, SideCodes, coded_
 from ..errors import CheckpointError, MissingError, UsageError
 from ..format.atomic import replacing
 from ..format.file_names import RECIPE
-from ..format.json_files import check_regular
 from ..format.layout import AttentionShape, KeyForm, LayerForm
 from ..format.manifest import Manifest
 from ..format.publishing import write_tensors
@@ -57,7 +56,6 @@ class _Stored(dict[str, Tensor]):
     """
 
     def __init__(self, path: Path, names: list[str] | None = None) -> None:
-        check_regular(path, CALIBRATE_AGAIN)
         self.path = path
         try:
             with safe_open(path, framework="pt") as handle:
@@ -126,8 +124,6 @@ class Run:
         path = Path(folder)
         if not path.is_dir():
             raise MissingError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
-        for file in (path / INFO, path / RECIPE):
-            check_regular(file, CALIBRATE_AGAIN)
         info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
         check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
         run = cls(path, load_recipe(str(path / RECIPE)), info, Manifest.read(path, CALIBRATE_AGAIN))

@@ -65,5 +65,5 @@ def test_the_file_of_another_model_is_refused() -> None:
         default_config(LAYOUTS).check(LAYOUTS[:2])
     with pytest.raises(CheckpointError, match=r"layers\[0\].layout: .* expected the layer of config.json, 'apart"):
         default_config(LAYOUTS).check(LAYOUTS[::-1])
-    with pytest.raises(CheckpointError, match="version 2, this rotor reads 3"):
+    with pytest.raises(CheckpointError, match="version: got 2, expected 3"):
         KernelConfig.from_dict(written() | {"version": 2})
