@@ -6,7 +6,7 @@ import json
 
 import pytest
 from conftest import ROOT
-from test_cli import expect_error, rotor
+from test_cli import rotor
 
 from rotor.recipe import EXPORT_SECTIONS, load_recipe, parse_recipe
 from rotor.recipe.reference import recipe_fields, reference_page
@@ -32,14 +32,6 @@ def test_a_shown_recipe_is_one_to_start_from(name: str, capsys) -> None:
     assert parse_recipe(printed, "x") == load_recipe(name)
     assert all(f"  {setting.partition('.')[2]}:" in printed for setting in SETTINGS)
     assert json.loads(rotor(capsys, "recipes", "--show", name, "--json")[1])["tokens"]["source"] in printed
-
-
-def test_a_shown_recipe_may_be_a_file(tmp_path, capsys) -> None:
-    (tmp_path / "own.yaml").write_text("name: own\nsummary: mine\ntokens: {count: 77}\n")
-    assert "count: 77" in rotor(capsys, "recipes", "--show", tmp_path / "own.yaml")[1]
-    for given, meant in (("FDC", "fdc"), ("Rotor-Post", "rotor-post"), ("zac", "zack")):
-        expect_error(capsys, 2, f"did you mean '{meant}'?", "recipes", "--show", given)
-    expect_error(capsys, 2, "expected one of them", "recipes", "--show", "fdc", "--fields")
 
 
 def test_every_field_has_a_text_a_default_and_its_values() -> None:
