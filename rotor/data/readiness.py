@@ -48,10 +48,8 @@ def check_text(recipe: Recipe, config: Any, tokenizer: Any) -> None:
 
     calibrated = list[str]()
     if tokens.source == "text":
-        own = read_documents(Path(tokens.path or ""))
-        if evaluation.source == "text":  # a study calibrates on the standard library's splits too, never to measure
-            own = calibration_share(own, evaluation)
-            calibrated = digests(own)
+        own = calibration_share(read_documents(Path(tokens.path or "")), evaluation)
+        calibrated = digests(own) if evaluation.source == "text" else []
         need("calibration", "tokens.count", own, tokens.count, tokens.seq_len)
     held_out = held_out_documents(evaluation, calibrated)
     for split in SPLITS:

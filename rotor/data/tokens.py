@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from ..models.tokenizer import check_ids
 from ..models.weights import Weights
 from ..numerics import first_not_finite
 from ..progress import Advance, Progress
-from ..recipe import Tokens
+from ..recipe import Evaluation, Tokens
 from .documents import read_documents
 from .rows import separator_token, spread_rows, text_rows
+from .splits import calibration_share
 
 SPAN, TIMES = 32, 2
 """Tokens that are stated again in some rows, and how often."""
@@ -40,7 +40,7 @@ def calibration_tokens(
     tokenizer: Any,
     weights: Weights | None = None,
     progress: Progress | None = None,
-    select: Callable[[list[str]], list[str]] = lambda documents: documents,
+    held_out: Evaluation | None = None,
 ) -> CalibrationTokens:
     """Sequences to calibrate on.
 
@@ -49,7 +49,7 @@ def calibration_tokens(
         config: the model's transformers config (vocabulary size, longest sequence).
         tokenizer: the model's tokenizer, or None if the folder has none.
         weights: of the model; only the source `synthetic` runs it.
-        select: which documents of a text may be taken; held-out ones may not.
+        held_out: names the text whose documents may not be taken.
     Returns:
         At least spec.count tokens in rows of spec.seq_len, or of the model's longest sequence if that is shorter.
     Raises:
@@ -66,7 +66,9 @@ def calibration_tokens(
         with progress.task("sample", count * seq_len, "tokens") as advance:
             rows = synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance)
         return CalibrationTokens(rows)
-    documents = select(read_documents(Path(spec.path or "")))
+    documents = read_documents(Path(spec.path or ""))
+    if held_out is not None:
+        documents = calibration_share(documents, held_out)
     rows = text_rows(documents, tokenizer, seq_len)
     check_ids(rows, config.vocab_size)
     return CalibrationTokens(spread_rows(rows, count, f"tokens.path {spec.path}"), tuple(documents))
