@@ -20,7 +20,7 @@ from ..format.atomic import replacing, sync, write_json
 from ..format.json_differences import differences, shorten_json
 from ..format.json_files import read_json
 from ..format.manifest import write_manifest
-from ..format.places import OutputFolder, check_removable, is_ours, mark_unfinished, remove
+from ..format.places import OutputFolder, check_removable, mark_unfinished, remove
 from ..format.publishing import publish_folder, write_tensors
 from ..logs import log
 from ..models.layerwise import new_states
@@ -63,8 +63,7 @@ class PartialRun:
             self.remove()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not is_ours(self.folder):
-                mark_unfinished(self.folder, "run")
+            mark_unfinished(self.folder, "run")
             self.work.mkdir(exist_ok=True)
         except OSError as error:
             raise CheckpointError(
