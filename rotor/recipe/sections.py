@@ -129,20 +129,12 @@ class Ranks:
     """A name in rotor.allocation (`rotor recipes` lists them)."""
     multiple_of: Size = 16
     """Stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide."""
-    rows: Literal["ragged", "uniform"] = "ragged"
-    """`ragged` gives each layer as many bytes a token as pay there; `uniform` gives all layers as many, at the least
-    loss, for engines that pad rows to the widest (see docs/serving.md). Bits of codes heed it too."""
     probe_shares: Shares = (0.35, 0.125)
     """Shares of channels kept in the probes of `global`; each layer and side is probed at each."""
     probe_tokens: Count = 4096
     """Tokens of the search split that the probes run on."""
     fisher_tokens: Count = 4096
     """Calibration tokens whose gradients `fisher` sums."""
-
-    @property
-    def uniform_rows(self) -> bool:
-        """Whether all layers store rows of one width."""
-        return self.rows == "uniform"
 
     @property
     def rule(self) -> RankMethod:
@@ -159,7 +151,7 @@ class Codes:
     ] = (0, 16)
     """Widths that a channel may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
     many. With 12, 8 or 4 among them, channels are codes: bits are allocated over all layers and sides by what
-    an error in each channel costs the model's own loss, and of `ranks` only `rows` is used."""
+    an error in each channel costs the model's own loss, and `ranks` is not used."""
     tokens: Count = 16384
     """Calibration tokens, the first ones, whose gradients say that."""
     repeats: Annotated[float, Field(ge=0, le=1)] = 0.5
