@@ -31,7 +31,7 @@ def anisotropic(rows: int, dim: int, seed: int) -> torch.Tensor:
 
 def test_svd_equals_scipy_on_the_stacked_matrix_up_to_sign() -> None:
     queries, keys = anisotropic(300, 16, 1), anisotropic(100, 16, 2)
-    pair = svd.from_moments((queries.T @ queries)[None], (keys.T @ keys)[None])
+    pair = svd.of_moment((queries.T @ queries + keys.T @ keys)[None])
     _, values, right = scipy.linalg.svd(np.concatenate([queries.numpy(), keys.numpy()]), full_matrices=False)
     np.testing.assert_allclose(pair.singular_values[0].numpy(), values, rtol=1e-6)
     alignment = np.abs(np.sum(pair.encode[0].numpy() * right.T, axis=0))
@@ -82,7 +82,7 @@ def test_degenerate_moments_give_finite_bases() -> None:
         assert torch.isfinite(tensor).all()
     rows = random(200, 8)
     rows[:, 5] = 0
-    pair = svd.from_moments((rows.T @ rows)[None], (rows.T @ rows)[None])
+    pair = svd.of_moment(2 * (rows.T @ rows)[None])
     assert pair.singular_values[0, -1] == 0
     assert (pair.singular_values[0, :-1] > 0).all()
 

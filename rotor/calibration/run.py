@@ -66,6 +66,11 @@ class _Stored(dict[str, Tensor]):
     def __missing__(self, name: str) -> Tensor:
         raise CheckpointError(f"{self.path}: tensor {name!r} is missing.", CALIBRATE_AGAIN)
 
+    def checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of that shape; see check_stored."""
+        check_stored(self[name], shape, f"{self.path}: {name}")
+        return self[name]
+
 
 def write_fisher(folder: Path, information: Tensor) -> None:
     """Fisher information of the weights of keys and of values, [num_layers, 2, num_kv_heads], if it is finite."""
@@ -80,9 +85,7 @@ def read_fisher(folder: Path, shape: AttentionShape) -> Tensor:
         raise UsageError(
             f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
         )
-    found = _Stored(path)["information"]
-    check_stored(found, (shape.num_layers, 2, shape.num_kv_heads), f"{path}: information")
-    return found
+    return _Stored(path).checked("information", (shape.num_layers, 2, shape.num_kv_heads))
 
 
 def write_bases(folder: Path, layer: int, bases: LayerBases) -> None:
@@ -207,11 +210,11 @@ class Run:
         path = layer_path(self.folder, "codes", layer)
         tensors, sides = _Stored(path), []
         for side in SIDES[: 2 - self.form.joint]:
-            parts = {part.name: tensors[f"{side}.{part.name}"] for part in fields(SideCodes)}
-            for part, tensor in parts.items():
+            found = {}
+            for part in (own.name for own in fields(SideCodes)):
                 widths = () if part in ("weight", "variance") else (len(MEASURED),)
-                check_stored(tensor, (*widths, *self.columns), f"{path}: {side}.{part}")
-            sides.append(SideCodes(**parts))
+                found[part] = tensors.checked(f"{side}.{part}", (*widths, *self.columns))
+            sides.append(SideCodes(**found))
         self.verify(path)
         return LayerCodes(sides[0], None if self.form.joint else sides[1])
 
@@ -219,10 +222,8 @@ class Run:
         """Singular values of qk and of vo of one layer, each [num_groups, columns]; raises likewise."""
         path, names = layer_path(self.folder, "bases", layer), [f"{side}.singular_values" for side in SIDES]
         tensors = _Stored(path, names)
-        for name in names:
-            check_stored(tensors[name], self.columns, f"{path}: {name}")
         self.verify(path)
-        return tensors[names[0]], tensors[names[1]]
+        return tensors.checked(names[0], self.columns), tensors.checked(names[1], self.columns)
 
     @property
     def form(self) -> LayerForm:
