@@ -72,11 +72,6 @@ class Inputs:
         """Second moment of the rows of W_o that read each head's values, block-diagonal [num_groups, n, n]."""
         return block_diagonal(output_moments(self.weights.o_weight, self.shape), self.group_size)
 
-    @property
-    def width(self) -> int:
-        """Columns of a group: n."""
-        return self.group_size * self.shape.head_dim
-
 
 def block_diagonal(moments: Tensor, group_size: int) -> Tensor:
     """Place [num_kv_heads, d, d] into [num_groups, group_size * d, group_size * d], zero between heads.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -93,7 +94,7 @@ def write_bases(folder: Path, layer: int, bases: LayerBases) -> None:
     tensors: dict[str, Tensor] = {}
     for side, pair in (("qk", bases.qk), ("vo", bases.vo)):
         tensors[f"{side}.encode"] = pair.encode.contiguous()
-        if not pair.is_orthonormal:
+        if not torch.equal(pair.encode, pair.decode):
             tensors[f"{side}.decode"] = pair.decode.contiguous()
         tensors[f"{side}.singular_values"] = pair.singular_values.contiguous()
     if bases.outputs is not None:

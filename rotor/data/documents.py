@@ -42,8 +42,6 @@ def read_documents(path: Path) -> list[str]:
         except UnicodeDecodeError:
             if path.is_file():
                 raise DataError(f"text {path}: not UTF-8.", "Convert it to UTF-8.") from None
-        except OSError as error:
-            raise DataError(f"text {file}: cannot be read ({error.strerror}).") from error
     documents = [text for text in documents if text.strip()]
     if not documents:
         raise DataError(f"text {path}: no text in it.", "Give a text file, or a folder with UTF-8 files.")
