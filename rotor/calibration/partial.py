@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, DataError, NumericsError, UsageError
+from ..errors import DataError, NumericsError, UsageError
 from ..format.atomic import replacing, sync, write_json
 from ..format.json_differences import differences, shorten_json
 from ..format.json_files import read_json
@@ -57,18 +57,13 @@ class PartialRun:
             log.info("--resume: no unfinished run is at %s; this one begins at the start.", self.folder)
 
     def open(self, resume: bool) -> None:
-        """Make the folder, or go on with the one that is there; raises CheckpointError if it cannot be written."""
+        """Make the folder, or go on with the one that is there."""
         self.resumed = self.exists and resume
         if not self.resumed:
             self.remove()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            mark_unfinished(self.folder, "run")
-            self.work.mkdir(exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.folder}: cannot be written ({error.strerror}).", "Choose another place."
-            ) from error
+        self.folder.mkdir(parents=True, exist_ok=True)
+        mark_unfinished(self.folder, "run")
+        self.work.mkdir(exist_ok=True)
 
     def agree(self, fingerprint: dict[str, Any]) -> None:
         """Keep what the run depends on, or compare with what was kept.
