@@ -10,21 +10,15 @@ from dataclasses import dataclass
 
 from ..format.channels import Numbers
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
-from .plan import token_runs
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that are sent, by what they are: queries, rows (keys and values) and outputs.
-
-    busiest_bytes: what the process sends or receives, whichever is more, that sends or receives most: links carry both
-    at once.
-    """
+    """Bytes that are sent, by what they are: queries, rows (keys and values) and outputs."""
 
     queries: int = 0
     rows: int = 0
     outputs: int = 0
-    busiest_bytes: int = 0
 
     @property
     def total(self) -> int:
@@ -36,11 +30,9 @@ def of_rows(row_bytes: int, tokens: int, processes: int) -> Traffic:
     ring.
 
     Args:
-        row_bytes: of the keys and values of one token over all layers. tokens: at least two a process.
+        row_bytes: of the keys and values of one token over all layers.
     """
-    lengths = [sum(map(len, runs)) for runs in token_runs(tokens, processes)]
-    busiest = max(max((processes - 1) * length, tokens - length) for length in lengths)
-    return Traffic(rows=(processes - 1) * tokens * row_bytes, busiest_bytes=busiest * row_bytes)
+    return Traffic(rows=(processes - 1) * tokens * row_bytes)
 
 
 def of_heads(
@@ -59,8 +51,7 @@ def of_heads(
             outputs += heads * group.values.width
     rows = sum(sum(layout.row_bytes(element_bytes)) for layout in layouts)
     each = (element_bytes * queries, rows, element_bytes * outputs)
-    sent = Traffic(*(size * tokens * (processes - 1) // processes for size in each))
-    return Traffic(sent.queries, sent.rows, sent.outputs, sent.total // processes)
+    return Traffic(*(size * tokens * (processes - 1) // processes for size in each))
 
 
 def uncompressed(shape: AttentionShape) -> list[LayerLayout]:
