@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from timeit import Timer
 from typing import Any
 
@@ -43,7 +43,7 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention of a layer: every sequence attends to all its keys, the last seq_len of them causally.
+    """Attention of a layer, causal: a step of one token, or a prompt of all its keys.
 
     query: [batch_size, num_heads, seq_len, head_dim], rotated; in a model without RoPE [batch_size, seq_len, sum over
         query heads of width].
@@ -69,12 +69,6 @@ class Problem:
     def kv_len(self) -> int:
         return self.key.shape[2]
 
-    def mask(self, seq_len: int) -> Tensor | None:
-        """Of the last seq_len queries, [1, 1, seq_len, kv_len], bool; None where they are one, or as many as keys."""
-        if seq_len in (1, self.kv_len):
-            return None
-        return _lower_right(seq_len, self.kv_len, self.key.device)
-
     def exact(self) -> Tensor:
         """The float64 value of the last CHECKED_QUERIES queries."""
         count, p = min(self.seq_len, CHECKED_QUERIES), self.parameters
@@ -85,14 +79,8 @@ class Problem:
         exact = replace(p, query_basis=wide(p.query_basis), key_constant=wide(p.key_constant))
         query = wide(self.query).narrow(1 if self.query.dim() == 3 else 2, self.seq_len - count, count)
         rotation = self.rotation and when_read((wide(self.rotation[0]), wide(self.rotation[1])), self.layout.form)
-        return reference.attention(query, wide(self.key), wide(self.value), exact, rotation, self.mask(count))
-
-
-@lru_cache(maxsize=2)
-def _lower_right(seq_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """One tensor for all layers, as in a model."""
-    every = torch.ones(seq_len, kv_len, dtype=torch.bool, device=device)
-    return every.tril(kv_len - seq_len)[None, None]
+        mask = torch.ones(count, self.kv_len, dtype=torch.bool, device=self.key.device).tril(self.kv_len - count)
+        return reference.attention(query, wide(self.key), wide(self.value), exact, rotation, mask[None, None])
 
 
 def random_problem(
@@ -136,22 +124,21 @@ def random_problem(
 
 
 def kernel(problem: Problem, kernels: LayerKernels | None = None) -> Call:
-    """The kernels as a layer of a model calls them: a step, some new tokens behind cached keys, or a prompt."""
+    """The kernels as a layer of a model calls them."""
     from ..kernels.attention import attend
 
     p = problem
-    options: dict[str, Any] = {"rotation": p.rotation, "attention_mask": p.mask(p.seq_len), "layer_idx": 0}
     launches = kernels or default_layer(p.parameters.layout)
-    return lambda: attend(p.query, p.key, p.value, p.parameters, launches, **options)
+    return lambda: attend(p.query, p.key, p.value, p.parameters, launches, rotation=p.rotation, layer_idx=0)
 
 
 def pytorch_path(problem: Problem) -> Call:
     """rotor's own path where no kernel serves: keys rebuilt or queries absorbed, a block at a time."""
-    p, rotation, mask = problem, None, problem.mask(problem.seq_len)
+    p, rotation = problem, None
     if p.rotation is not None:
         cos, sin = when_read(p.rotation, p.parameters.layout.form)
         rotation = cos.to(p.query.dtype), sin.to(p.query.dtype)
-    return lambda: reference.attention(p.query, p.key, p.value, p.parameters, rotation, mask)
+    return lambda: reference.attention(p.query, p.key, p.value, p.parameters, rotation)
 
 
 BACKENDS = {
