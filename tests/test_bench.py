@@ -8,17 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from random_layers import NARROW, SHAPE, WIDE, layout_of
+from random_layers import NARROW, WIDE, layout_of
 from typer.testing import CliRunner
 
 from rotor.bench import attention, gpu
-from rotor.bench.attention import CHECKED_QUERIES, pytorch_path, random_problem, relative_error
-from rotor.bench.bench import BenchSettings, bench, spread_layers
+from rotor.bench.attention import pytorch_path
+from rotor.bench.bench import BenchSettings, bench
 from rotor.bench.precompile import named_subjects
 from rotor.cli.commands import app
 from rotor.errors import NumericsError, UsageError
 from rotor.export.export import export
-from rotor.format.layout import KeyForm, LayerLayout
+from rotor.format.layout import KeyForm
 from rotor.kernels.defaults import default_layer
 
 APART = layout_of(1, [(WIDE, NARROW)] * 4)
@@ -87,23 +87,6 @@ def test_what_a_backend_refuses_is_a_reason_and_a_defect_of_ours_an_error(
     monkeypatch.setattr(attention, "pytorch_path", lambda problem: refuse(attention.BACKENDS["flash"]))
     with pytest.raises(RuntimeError, match="no such"):
         bench(folder, SMALL, device="cpu")
-
-
-@pytest.mark.parametrize("seq_len", [1, 3 * CHECKED_QUERIES])
-@pytest.mark.parametrize("layout", [APART, FAST], ids=["apart", "fast"])
-def test_rows_agree_with_the_truth(layout: LayerLayout, seq_len: int) -> None:
-    kv_len = seq_len if seq_len > 1 else 100
-    problem = random_problem(layout, SHAPE, 3, seq_len, kv_len, torch.float32, torch.Generator().manual_seed(0))
-    exact = problem.exact()
-    assert exact.dtype == torch.float64
-    assert exact.shape[:2] == (3, min(seq_len, CHECKED_QUERIES))
-    assert relative_error(pytorch_path(problem)(), exact) < 4e-6
-
-
-def test_layers_are_spread_over_the_depth() -> None:
-    assert spread_layers(32, 4) == [0, 10, 21, 31]
-    assert spread_layers(2, 4) == [0, 1]
-    assert spread_layers(5, 1) == [0]
 
 
 def test_command_line(folder: Path) -> None:

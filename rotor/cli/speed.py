@@ -112,9 +112,8 @@ def schedule(folder: Path, output: Json, sms: Count = 132, lengths: str = "32768
     balances = simulate(checkpoint.layouts, checkpoint.shape, tokens, device, sms, checkpoint.dtype.itemsize)
 
     def text() -> None:
-        ratios = [(f"{b.largest_over_mean:.3f}", f"{max(b.loads):.3f}") for b in balances]
-        rows = [(b.schedule, a, b.parts, b.worst_layer, c) for b, (a, c) in zip(balances, ratios, strict=True)]
-        right = "largest over mean", "partial results", "worst layer", "largest over mean there"
+        rows = [(b.schedule, f"{b.largest_over_mean:.3f}", b.parts) for b in balances]
+        right = "largest over mean", "partial results"
         print_table(f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", ("schedule",), right, rows)
 
     found = {"schedules": [*map(asdict, balances)]}
@@ -134,7 +133,7 @@ def parse_lengths(text: str) -> list[int]:
 
 @command(epilog="Example: rotor traffic out/demo --processes 2,4,8")
 def traffic(folder: Path, output: Json, processes: str = "2,4,8", tokens: Count = 1024) -> None:
-    """Count the bytes that a prompt sends over several processes (generate --parallel sequence), and alternatives.
+    """Count the bytes that a prompt sends over several processes (generate --parallel sequence).
 
     Counted from the checkpoint's layouts; nothing is run.
 
@@ -142,20 +141,17 @@ def traffic(folder: Path, output: Json, processes: str = "2,4,8", tokens: Count 
         processes: Numbers of processes, as in 2,4,8.
         tokens: Tokens of the prompt.
     """
-    from ..bench.traffic import LABELS, count_traffic
+    from ..bench.traffic import count_traffic
 
     result = count_traffic(folder, numbers("--processes", processes), tokens, command_line())
 
     def text() -> None:
         rows = []
         for entry in result["counted"]:
-            for name, label in LABELS.items():
-                found = entry[name]
-                parts = (f"{found[part] / tokens:.0f}" for part in ("queries", "rows", "outputs", "bytes"))
-                share = found["bytes"] / entry["ulysses"]["bytes"] if entry["ulysses"]["bytes"] else 0.0
-                rows.append((entry["processes"], label, *parts, f"{share:.3f}"))
-        right = ("queries", "rows", "outputs", "bytes a token", "of Ulysses")
-        print_table(f"Sent by all processes, {tokens} tokens, {result['dtype']}", ("processes", "what"), right, rows)
+            sizes = (f"{entry[name] / tokens:.0f}" for name in ("bytes", "bytes_uncompressed"))
+            rows.append((entry["processes"], *sizes, entry["decode_bytes_per_token"]))
+        right = ("bytes a token", "of uncompressed rows", "decoding, bytes a token")
+        print_table(f"Sent by all processes, {tokens} tokens, {result['dtype']}", ("processes",), right, rows)
 
     output.show(result, text)
 
