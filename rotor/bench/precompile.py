@@ -24,7 +24,7 @@ from ..kernels.dispatch import triton_installed
 from ..models.compressed import CompressedCheckpoint
 from ..prediction.cost import DecodeStep, LayerTime, layer_bytes, uncompressed_layer_time
 from ..prediction.devices import find_device
-from ..prediction.instructions import HEAD_DIM, Counts, Specialisation, grid, table_data
+from ..prediction.instructions import HEAD_DIM, Counts, Specialisation, bundled_table, table_data
 from ..progress import Progress
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ class CountedLayer:
     """A layer's step on one architecture.
 
     layers: that are alike. instructions_per_key: of all kernels of its step, a key and KV head.
-    spilled_bytes: the most of a kernel of it. memory_s, issue_s: the limits of attention. share: of the uncompressed
-    layer's attention, the larger of the two.
+    spilled_bytes: the most of a kernel of it. share: of the uncompressed layer's predicted time of attention.
     """
 
     layout: str
@@ -76,8 +75,6 @@ class CountedLayer:
     instructions_per_key: float | None
     spilled_bytes: int
     bytes_per_key: float
-    memory_s: float | None
-    issue_s: float | None
     share: float | None
     kernels: tuple[Kernel, ...]
 
@@ -205,15 +202,14 @@ def _layer(subject: Subject, arch: int, kernels: tuple[Kernel, ...]) -> CountedL
     counts = [kernel.instructions_per_key for kernel in kernels if kernel.instructions_per_key is not None]
     a_key = None if any(kernel.error for kernel in kernels) else sum(counts)
     size, heads = layer_bytes(subject.layout, subject.shape, subject.dtype.itemsize), subject.shape.num_kv_heads
-    memory = issue = share = None
+    share = None
     if arch in DEVICE_OF_ARCH and a_key is not None:
         device = find_device(DEVICE_OF_ARCH[arch])
         time = LayerTime.of(STEP.keys * size, STEP.keys * heads * a_key, 0.0, device)
-        memory, issue = device.read_seconds(time.cache_bytes), device.issue_seconds(time.instructions)
         share = time.attention_s / uncompressed_layer_time(subject.shape, device, STEP).attention_s
     spilled = max((kernel.spilled_bytes or 0 for kernel in kernels if kernel.instructions_per_key), default=0)
     about = subject.name, f"sm_{arch}", subject.layers, a_key, spilled
-    return CountedLayer(*about, size / heads, memory, issue, share, kernels)
+    return CountedLayer(*about, size / heads, share, kernels)
 
 
 def count_specialisation(wanted: Specialisation, arch: int, progress: Progress | None = None) -> Counts:
@@ -236,12 +232,12 @@ def count_specialisation(wanted: Specialisation, arch: int, progress: Progress |
 
 
 def write_counts(path: Path, arch: int, progress: Progress | None = None) -> None:
-    """Count every specialisation of the table of instructions, and write it.
+    """Count every specialisation of the bundled table of instructions anew, and write them.
 
     Raises:
         UsageError: Triton is not installed; a kernel cannot be counted.
     """
-    table = {wanted: count_specialisation(wanted, arch, progress) for wanted in grid()}
+    table = {wanted: count_specialisation(wanted, arch, progress) for wanted in bundled_table()}
     import triton
 
     write_json(path, table_data(table, arch=f"sm_{arch}", triton=triton.__version__, page=PAGE))

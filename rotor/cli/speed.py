@@ -76,18 +76,13 @@ def compile_kernels(
 
 
 def _print_layers(layers: list[Any], title: str) -> None:
-    """One line a layer: instructions, both limits, and the share of the uncompressed model's attention."""
+    """One line a layer: instructions, and the share of the uncompressed model's attention."""
     rows = []
     for x in layers:
-        times = (_known(x.memory_s, ".1f", 1e6), _known(x.issue_s, ".1f", 1e6))
-        about = (x.layout, x.arch, x.layers, f"{x.bytes_per_key:g}", _known(x.instructions_per_key), x.spilled_bytes)
-        rows.append((*about, *times, _known(x.share)))
-    right = "layers", "bytes a key and head", "instructions", "spilled B", "us by memory", "us by issue"
-    print_table(title, ("layer", "arch"), (*right, "over uncompressed"), rows)
-
-
-def _known(value: float | None, form: str = ".2f", scale: float = 1) -> str:
-    return "-" if value is None else format(scale * value, form)
+        counts = ("-" if value is None else f"{value:.2f}" for value in (x.instructions_per_key, x.share))
+        rows.append((x.layout, x.arch, x.layers, f"{x.bytes_per_key:g}", x.spilled_bytes, *counts))
+    right = "layers", "bytes a key and head", "spilled B", "instructions", "over uncompressed"
+    print_table(title, ("layer", "arch"), right, rows)
 
 
 @command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200")
@@ -203,7 +198,7 @@ def _print_bench(result: dict[str, Any]) -> None:
         load = f"{r['batch_size']} x {r['length']}"
         rows.append((r["row"], r["phase"], load, middle, f"{low} - {high}", f"{r['over_stock']:.2f}"))
     title = f"Attention of layers {result['layers']}, medians, cold caches"
-    print_table(title, ("row", "phase", "batch x tokens"), ("ms", "quartiles", "over the fastest SDPA"), rows)
+    print_table(title, ("row", "phase", "batch x tokens"), ("ms", "quartiles", "over SDPA"), rows)
     rows = []
     for r in result["model"]:
         load = f"{r['batch_size']} x {r['length']}"
