@@ -83,15 +83,6 @@ def test_the_longer_of_reading_and_issuing(table) -> None:
     assert decode_seconds([layout] * 32, LLAMA, H200, STEP) == pytest.approx(32 * time.seconds)
 
 
-def test_projections_are_the_tensors_of_the_layer(table) -> None:
-    """Joint latents of 4 heads and 256 places: o_proj has twice the columns of the source's, a basis for each side."""
-    time = layer_time(joint(256, 4), LLAMA, H200, STEP)
-    q, k, v, o = 4096 * 4096, 1024 * 4096, 512 * 4096, 4096 * 32 * 256
-    bases = 2 * 512 * 512
-    small = 2 * 4096 + 4 * (512 + 8 * 128)  # the bias of o_proj; float32 shifts and constants
-    assert time.projection_bytes == 2 * (q + k + v + o + bases) + small
-
-
 def test_keys_that_are_rebuilt_in_memory_are_written_and_read(table) -> None:
     time = layer_time(joint(256, 4, pre_rope(LLAMA)), LLAMA, H200, STEP)
     assert time.instructions == 0

@@ -56,25 +56,6 @@ def test_of_branches_the_longer_way():
     assert graph.count([Loop(5)]) == 5 * (4 + 3) + 1
 
 
-def test_clones_of_a_loop_are_one():
-    graph = by_hand(
-        "@P0 BRA `(.L_x_2)",
-        ".L_x_1:",
-        "FADD R1, R1, R1",
-        "@P1 BRA `(.L_x_1)",
-        "BRA `(.L_x_3)",
-        ".L_x_2:",
-        "FMUL R1, R1, R1",
-        "FMUL R1, R1, R1",
-        "@P1 BRA `(.L_x_2)",
-        ".L_x_3:",
-        "IADD3 R1, R1, R1, RZ",
-        "@P1 BRA `(.L_x_3)",
-        "EXIT",
-    )
-    assert graph.count([Loop(10), Loop(100)]) == 1 + 10 * 3 + 100 * 2 + 1
-
-
 def test_a_called_routine_counts_at_each_call():
     graph = by_hand(
         "CALL.REL.NOINC `($__internal_0_$div)",

@@ -8,15 +8,12 @@ import pytest
 
 from rotor.cli.speed import parse_lengths
 from rotor.errors import UsageError
-from rotor.format.channels import Channels, Numbers
-from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout, ordered_by_class
+from rotor.format.channels import Numbers
+from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, LayerLayout, ordered_by_class
 from rotor.prediction.devices import find_device
-from rotor.prediction.instructions import group_instructions
 from rotor.prediction.simulation import (
-    KEYS,
     Tasks,
     equal_slices,
-    layer_tasks,
     longest_first,
     simulate,
 )
@@ -56,18 +53,6 @@ def test_schedules_assign_every_tile_once_and_evenly(workers: int) -> None:
     in_line = [task for mine in slices for task, count in mine for _ in range(count)]
     assert in_line == [task for task, count in enumerate(tasks.tiles) for _ in range(count)]
     assert max(abs(load - whole) for load in of_each_sm(slices, tasks)) <= max(tasks.tile_seconds) + 1e-9
-
-
-CODED = LayerLayout(tuple(GroupLayout((h,), Channels(n4=64), None) for h in range(8)), *KeyForm(64, 16))
-
-
-@pytest.mark.parametrize("layout", [ragged_layout(), CODED], ids=["numbers", "codes"])
-def test_tiles_cost_the_longer_of_reading_and_issuing(layout: LayerLayout) -> None:
-    tasks, group = layer_tasks(layout, SHAPE, [100], H200, 132, 2), layout.groups[0]
-    assert tasks.tiles == (2,) * 8
-    read = KEYS * sum(latent.row_bytes(2) for latent in group.latents) / H200.bandwidth_bytes_per_s
-    issued = KEYS * H200.issue_seconds(group_instructions(layout, group, SHAPE))
-    assert tasks.tile_seconds[0] == pytest.approx(132 * max(read, issued))
 
 
 @pytest.mark.parametrize("lengths", [[32768], [200, 16000, 7, 1], [4096] * 64])
