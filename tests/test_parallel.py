@@ -29,12 +29,12 @@ from parallel_processes import Processes
 from torch import Tensor
 from transformers import AutoModel, DynamicCache, StaticCache
 
+from rotor.bench.traffic import of_prompt, of_token
 from rotor.errors import RotorError, UsageError
 from rotor.format.layout import POST_ROPE, KeyForm, kv_bytes_per_token
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.generation import continue_prompt
 from rotor.parallel import sequence_parallel
-from rotor.parallel.traffic import of_prompt, of_token
 from rotor.policies import cache_policy, stored_bytes
 from rotor.runtime.steps import InCache
 

@@ -1,4 +1,8 @@
-"""Bytes that a long prompt over several processes sends, and what uncompressed rows would take."""
+"""Bytes that a long prompt over several processes sends, and what uncompressed rows would take.
+
+Counted from layouts alone, as `Wire.sent` counts them: sums over the processes; what a process keeps for itself is not
+sent.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from ..format.layout import AttentionShape, LayerLayout, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..models.compressed import CompressedCheckpoint
-from ..parallel.traffic import of_prompt, of_token
 from .records import provenance
 
 
-def count_traffic(folder: Path, processes: Sequence[int], tokens: int, command: str = "") -> dict[str, Any]:
+def of_prompt(row_bytes: int, tokens: int, processes: int) -> int:
+    """Every process's rows to all the others, as `sequence_parallel` sends a prompt (batch of one).
+
+    Args:
+        row_bytes: of the keys and values of one token over all layers.
+    """
+    return (processes - 1) * tokens * row_bytes
+
+
+def of_token(layouts: Sequence[LayerLayout], shape: AttentionShape, processes: int, element_bytes: int) -> int:
+    """What all processes send to decode one token: outputs and log-sum-exps, float32 or wider, from each to each."""
+    heads = [layout.group_size * shape.heads_per_kv for layout in layouts]
+    numbers = sum(n * sum(g.values.width + 1 for g in layout.groups) for n, layout in zip(heads, layouts, strict=True))
+    return processes * (processes - 1) * numbers * max(element_bytes, 4)
+
+
+def count_traffic(folder: Path, processes: Sequence[int], tokens: int, command: str) -> dict[str, Any]:
     """Count what a prompt of one sequence sends, for each number of processes.
 
     Args:
