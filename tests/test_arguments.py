@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, calibrated
+from conftest import ROOT
 from test_cli import rotor
 
 import rotor as rotor_package
@@ -23,6 +23,7 @@ from rotor.cli import console
 
 REFUSED = {
     ("--help",): (0, ""),
+    ("--version",): (0, ""),
     ("export", "--help"): (0, ""),
     ("recipes",): (0, ""),
     ("export", "RUN", "-o", "OUT", "--accuracy", "99"): (2, "--accuracy: got 99.0, expected a finite number above 0"),
@@ -124,15 +125,6 @@ def test_help_has_whole_summaries_at_the_width_of_the_terminal(capsys, monkeypat
     assert "..." not in shown.replace("COMMAND [ARGS]...", "")
     assert max(map(len, shown.splitlines())) in range(90, 101)
     assert f"Documentation: {ROOT}/docs/commands.md" in " ".join(shown.split())
-
-
-def test_quiet_prints_nothing_and_json_all_the_same(tiny, tmp_path: Path, capsys) -> None:
-    run = calibrated(tiny("llama"), tmp_path / "run", "post", 1).folder
-    export = ["export", run, "--compression", "0.3", "--no-measure"]
-    assert rotor(capsys, *export, "-o", tmp_path / "out", "-q") == (0, "", "")
-    code, text, _ = rotor(capsys, *export, "-o", tmp_path / "again", "-q", "--json")
-    assert (code, json.loads(text)["folder"]) == (0, str(tmp_path / "again"))
-    assert "bytes per token" in rotor(capsys, "inspect", tiny("llama"))[1]  # and the next one is not quiet
 
 
 def test_resuming_nothing_is_said(tiny, tmp_path: Path, capsys) -> None:
