@@ -17,7 +17,6 @@ from shortcuts import (
     figures_as_ever,
     figures_only_where_asked,
     long_texts_encoded_once,
-    one_trial_of_the_bundled_tokenizer,
     plots_as_they_fall,
 )
 from tiny_models import CONFIGS, LLAMA3_ROPE, MOE, NO_ROPE, SIZES, build_tiny  # noqa: F401
@@ -44,7 +43,6 @@ def shortcuts() -> Iterator[None]:
     with (
         figures_only_where_asked(),
         plots_as_they_fall(),
-        one_trial_of_the_bundled_tokenizer(),
         long_texts_encoded_once(),
     ):
         yield

@@ -12,7 +12,6 @@ import pytest
 
 import rotor
 from rotor.data import rows
-from rotor.models import tokenizer as tokenizers
 from rotor.report import report
 from rotor.report.style import STYLE
 
@@ -47,23 +46,6 @@ def plots_as_they_fall() -> Iterator[None]:
     """A study's plots are drawn, but not laid out: to move axes until no labels overlap takes longer than the rest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(STYLE, "figure.constrained_layout.use", False)
-        yield
-
-
-@contextmanager
-def one_trial_of_the_bundled_tokenizer() -> Iterator[None]:
-    """It is tried in a process of its own once, and not with every config.json beside it."""
-    trial, verdicts = tokenizers._trial, []
-
-    def tried(folder: Path) -> dict[str, Any]:
-        if not _bundled(folder):
-            return trial(folder)
-        if not verdicts:
-            verdicts.append(trial(folder))
-        return dict(verdicts[0])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizers, "_trial", tried)
         yield
 
 

@@ -164,7 +164,6 @@ def test_calibrating_on_a_text_file(tmp_path: Path) -> None:
         "count": 1024,
         "rows": 2,
         "seq_len": 512,
-        "topics": {"text.txt": 2},
         "pruned_rows": 0,
     }
 

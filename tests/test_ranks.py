@@ -7,14 +7,14 @@ import torch
 
 from rotor.allocation.fisher import FisherPath
 from rotor.allocation.plan import RankInputs, Spectra, round_rank
-from rotor.allocation.removal_rate import RemovalRatePath, removal_rate_ranks
+from rotor.allocation.removal_rate import RemovalRatePath, ranks_from_shares, tail_shares
 from rotor.allocation.uniform import UniformPath
 from rotor.allocation.water_filling import WaterFillingPath, interpolated
 from rotor.format.layout import AttentionShape, compression
 
 
 def rank(values: list[float], rate: float) -> int:
-    return removal_rate_ranks(torch.tensor([values], dtype=torch.float64), rate)[0]
+    return ranks_from_shares(tail_shares(torch.tensor([values], dtype=torch.float64)), rate)[0]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_equation_1_holds_as_written() -> None:
     generator = torch.Generator().manual_seed(0)
     for rate in (0.01, 0.1, 0.35, 0.8):
         values = torch.rand(1, 64, dtype=torch.float64, generator=generator).sort(descending=True).values
-        kept = removal_rate_ranks(values, rate)[0]
+        kept = ranks_from_shares(tail_shares(values), rate)[0]
         total = values.sum()
         assert values[0, kept:].sum() / total <= rate
         assert values[0, kept - 1 :].sum() / total > rate
