@@ -82,7 +82,8 @@ class FidelityMeter:
             measured on the report split, by default all.
 
     base: what was recorded of the uncompressed model, by split. left_out: why a ratio was not measured, by split and
-    name.
+    name. What the search split left out, measured or known from before, is left out on the report split too, and what
+    it measured is measured there, so that a target counts the same ratios in both.
     """
 
     def __init__(
@@ -116,10 +117,13 @@ class FidelityMeter:
         Raises:
             DataError: the recipe's metric, where it is not the smallest of several, cannot be measured on this model.
         """
+        decided = self.left_out.get("search") if split == "report" else None
         task, self.left_out[split], self._prompts[split] = self._task, {}, {}
         for name in PROMPTS:
             if name in self._names[split]:
                 try:
+                    if decided and name in decided:
+                        raise DataError(decided[name])
                     self._prompts[split][name] = make_prompts(name, self.context, split)
                 except DataError as error:
                     self._leave_out(name, split, error)
@@ -127,7 +131,8 @@ class FidelityMeter:
         found: dict[str, Any] = text.as_dict()
         for name, base in answers.items():
             filler_tokens = self._prompts[split][name].filler_tokens
-            if base.mean_probability >= LEAST_BASE:
+            searched = decided is not None and name in self._names["search"]
+            if searched or base.mean_probability >= LEAST_BASE:
                 found |= {name: round(base.mean_probability, 6), f"{name}_filler_tokens": filler_tokens}
                 continue
             missing = DataError(

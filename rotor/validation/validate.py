@@ -188,10 +188,12 @@ class _Numerics:
             elif self.policy is not None and place.streamed:
                 result.skip("accuracy target", f"the cache policy {self.policy.method} needs all weights in memory")
             else:
-                spec, policy = self.trusted.spec, self.policy
-                key = source.folder.resolve(), data.sha256, spec, place, repr(policy)
+                spec, policy, accuracy = self.trusted.spec, self.policy, self.checkpoint.report["accuracy"]
+                # What the export's search left out counts for as long as it is measured as it was there.
+                searched = accuracy.get("left_out", {}).get("search") if spec == self.recipe.evaluation else None
+                key = source.folder.resolve(), data.sha256, spec, place, repr(policy), repr(searched)
                 meter = self._once(
-                    "source", key, lambda: _measured(source, spec, data, place, policy, self.progress)[0]
+                    "source", key, lambda: _measured(source, spec, data, place, policy, self.progress, searched)[0]
                 )
         with self.progress.task("load model", None, ""):
             compressed = LayerwiseModel(weights_of(self.checkpoint, place.device, place.dtype, place.streamed))
@@ -290,13 +292,19 @@ def _measured(
     place: Placement,
     policy: Policy | None,
     progress: Progress,
+    searched: dict[str, str] | None = None,
 ) -> tuple[FidelityMeter, LayerwiseModel]:
-    """What compares with a source model on the report split, and that model."""
+    """What compares with a source model on the report split, and that model.
+
+    Args:
+        searched: what the search split left out, with why, if that is known.
+    """
     with progress.task("load model", None, ""):
         base = LayerwiseModel(weights_of(source, place.device, place.dtype, place.streamed))
     if policy is not None:
         check_in_memory(base, policy)
     meter = FidelityMeter(EvaluationContext(spec, data.rows, source.tokenizer, source.config), progress, policy)
+    meter.left_out |= {} if searched is None else {"search": searched}
     meter.measure_base(base, "report")
     return meter, base
 
