@@ -121,8 +121,6 @@ def test_swapping_the_attention_leaves_both_models_as_they_were(demo_run) -> Non
             "got 'top1', expected one of default, text, token_accuracy, ppl_ratio, lookup, copy, top1_agreement, kl",
         ),
         ("kldiv", "did you mean 'kl_div'?"),
-        ("lm-eval", "or lm-eval:TASK; did you mean 'lm-eval:'?"),
-        ("'lm-eval:'", "evaluation.metric: got 'lm-eval:'"),
     ],
 )
 def test_an_unknown_metric_names_the_nearest(metric: str, text: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -18,10 +18,9 @@ from ..errors import DataError
 from ..models.layerwise import LayerwiseModel
 from ..policies import Policy
 from ..progress import Progress
-from ..recipe.metric_registry import LM_EVAL, METRICS, metric_info, primitive_metrics
+from ..recipe.metric_registry import METRICS, metric_info, primitive_metrics
 from .cached import check_in_memory, final_states_through_cache, prefill_of
 from .fitting import fit_cache_policy
-from .harness import LMEval
 from .measurement import Measurement, measure_text, smallest
 from .prompts import PROMPTS, EvaluationContext, Prompts, make_prompts
 from .scoring import AnswerScores, Scores, answer_scores, score
@@ -118,7 +117,7 @@ class FidelityMeter:
             DataError: the recipe's metric, where it is not the smallest of several, cannot be measured on this model.
         """
         decided = self.left_out.get("search") if split == "report" else None
-        task, self.left_out[split], self._prompts[split] = self._task, {}, {}
+        self.left_out[split], self._prompts[split] = {}, {}
         for name in PROMPTS:
             if name in self._names[split]:
                 try:
@@ -143,8 +142,6 @@ class FidelityMeter:
             )
             self._leave_out(name, split, missing)
             del self._prompts[split][name]
-        if task is not None:
-            found |= task.measure_base(network, split)
         self._text[split], self._answers[split] = text, answers
         if "kl_div" in self._names[split]:
             self._references[split] = states
@@ -194,8 +191,6 @@ class FidelityMeter:
         text, _, answers = self._run(network, split, self._references.get(split), read)
 
         def measure(name: str) -> Measurement:
-            if self._task and name == self.metric:
-                return self._task.measure(network, split)
             if name not in PROMPTS:
                 return measure_text(name, self._text[split], text)
             before, after = self._answers[split][name], answers[name]
@@ -216,10 +211,6 @@ class FidelityMeter:
 
     def _parts(self, name: str, found: dict[str, Measurement]) -> list[Measurement]:
         return [found[part] for part in metric_info(name).parts if part in found]
-
-    @cached_property
-    def _task(self) -> LMEval | None:
-        return LMEval(self.metric, self.context) if self.metric.startswith(LM_EVAL) else None
 
     def _leave_out(self, name: str, split: str, error: DataError) -> None:
         """One ratio of several may be missing, which is said once; the recipe's own metric may not."""

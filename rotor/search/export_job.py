@@ -14,7 +14,6 @@ from ..format.publishing import check_space
 from ..models.checkpoint import Checkpoint
 from ..policies import Policy, find_policy
 from ..recipe import Recipe
-from ..recipe.metric_registry import LM_EVAL
 from ..recipe.settings import ExportSettings, Goal
 from ..runtime.families import Family, find_family
 
@@ -136,7 +135,7 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, settings:
     """The cache policy of a name, if it is not `none`.
 
     Raises:
-        UsageError: it cannot serve the model, its rows, or the metric.
+        UsageError: it cannot serve the model or its rows.
     """
     policy = find_policy(name)
     if policy is None:
@@ -150,9 +149,4 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, settings:
             "Leave --no-measure out, or take another --cache.",
         )
     policy.check_rows(recipe.coded, recipe.groups.domain == "post")
-    if recipe.evaluation.metric.startswith(LM_EVAL):
-        raise UsageError(
-            f"--cache {name}: {recipe.evaluation.metric} does not read what such a cache stores.",
-            "Choose another --set evaluation.metric.",
-        )
     return policy

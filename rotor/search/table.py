@@ -28,7 +28,6 @@ from ..format.atomic import write_json
 from ..format.json_files import read_json
 from ..policies import Policy
 from ..recipe import Evaluation, Ranks
-from ..recipe.metric_registry import LM_EVAL
 from .point import Point, plan_key
 
 TABLES, PROBES, LATEST = "tables", "probes", "latest.json"
@@ -63,7 +62,6 @@ class Context:
     ) -> Context:
         """policy: that the cache was kept by, if any."""
         names = ["seed", "lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "filler_tokens"]
-        names += ["lm_eval_limit"] if spec.metric.startswith(LM_EVAL) else []
         settings = {name: getattr(spec, name) for name in names} | ({"cache": policy.as_dict()} if policy else {})
         kind = str(dtype).removeprefix("torch.")
         return cls(spec.metric, settings, data.description, data.sha256, kind, device.type, data.excluded)
