@@ -69,7 +69,7 @@ def test_what_is_missing_is_said_with_what_to_do(demo, tmp_path: Path, monkeypat
         TaskSuite([TASK], None)
     with pytest.raises(UsageError, match="--parts tasks: there are no tasks"):
         study(DEMO_MODEL, tmp_path / "study", ["fdc"], parts=["tasks"], plots=False)
-    assert chosen_parts(None, {}, ["vt"]) == ["curves", "tasks"]
+    assert chosen_parts(None, ["vt"]) == ["curves", "tasks"]
     (tmp_path / "there").mkdir()
     with pytest.raises(UsageError, match="there: exists"), TaskSuite.results(tmp_path / "there"):
         pass

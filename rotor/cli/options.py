@@ -64,7 +64,6 @@ NAMES = {
 
 METAVARS = {
     "overrides": "KEY=VALUE",
-    "ablation": "NAME:KEY=VALUE ...",
     "program": "COMMAND [ARGS]...",
     "tasks": "A,B",
     "lengths": "A,B",

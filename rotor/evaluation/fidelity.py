@@ -44,28 +44,25 @@ class Fidelity:
     """What was measured of a model on one split.
 
     accuracy: of the recipe's metric; 1 is equal to the uncompressed model, below 1 is worse.
-    interval: its 95 % interval, or None where there is none.
+    interval: its 95 % interval.
     values: each measured ratio under its own name, and what is recorded beside it.
     """
 
     accuracy: float
-    interval: Annotated[tuple[float, float] | None, Field(alias="interval_95")]
+    interval: Annotated[tuple[float, float], Field(alias="interval_95")]
     values: dict[str, float | None]
 
     def to_json(self) -> dict[str, Any]:
         """What pydantic reads."""
-        interval = None if self.interval is None else list(self.interval)
-        return {"accuracy": self.accuracy, "interval_95": interval, "values": dict(self.values)}
+        return {"accuracy": self.accuracy, "interval_95": list(self.interval), "values": dict(self.values)}
 
     def against(self, target: float) -> tuple[bool, str]:
         """Whether a target is met, and where it is not, or not by the value itself, what lies below it.
 
-        It is missed where the whole interval lies below it, or, of a metric without an interval, the value.
+        It is missed where the whole interval lies below it.
         """
         if self.accuracy >= target:
             return True, ""
-        if self.interval is None:
-            return False, "the value is below the target"
         if self.interval[1] >= target:
             return True, "the value is below the target, its 95 % interval is not"
         return False, "the whole 95 % interval is below the target"

@@ -161,7 +161,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         data.absent["spectra"] = error.message
         return
     names = _spectrum_names(run)
-    data.spectra_of = [names] * len(spectra)
+    data.spectra_of = names
     data.spectra = [
         {side: _mean_spectrum(layer[SIDES.index(side)] if side in SIDES else layer[0]) for side in names}
         for layer in spectra
@@ -171,10 +171,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
 
 
 def _spectrum_names(run: Run) -> dict[str, str]:
-    """By side, what a layer's singular values are of; those of different names belong into different axes.
-
-    A joint latent has one set of them, of `joint`.
-    """
+    """By side, what singular values are of; a joint latent has one set of them, of `joint`."""
     form, heads, joint = run.form
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
     where = f"{form.in_words(run.shape)}, {size}"
@@ -219,8 +216,8 @@ def _headline(data: ReportData, point: Point, size: tuple[int, int]) -> None:
         target += f"{why and ': '}{why}"
     measured = ("accuracy", "not measured", target)
     if found is not None:
-        interval = found.interval and "95 % interval {:.4f} to {:.4f}".format(*found.interval)
-        measured = ("accuracy", f"{found.accuracy:.4f}", f"{interval or 'no interval'} on the {split} split; {target}")
+        interval = "95 % interval {:.4f} to {:.4f}".format(*found.interval)
+        measured = ("accuracy", f"{found.accuracy:.4f}", f"{interval} on the {split} split; {target}")
     data.headline = [
         ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
         ("bytes per token", f"{before} → {after}", "KV cache over all layers"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,14 @@ from ..logs import log_file
 from ..models.checkpoint import Checkpoint
 from ..models.hub import find_source
 from ..progress import Progress
-from ..recipe import Recipe, text_overrides
+from ..recipe import text_overrides
 from ..recipe.settings import Compute
 from .context import StudyContext
 from .output import SUMMARY, write_tables
 from .part import Part, find_part
 from .parts import PARTS
 from .plots import require_matplotlib, write_plots
-from .request import StudyPlan, ablated, chosen_parts, same_conditions
+from .request import StudyPlan, chosen_parts, same_conditions
 from .store import StudyStore
 
 
@@ -66,7 +66,6 @@ def study(
     *,
     text: str | Path | None = None,
     parts: Iterable[str] | None = None,
-    ablations: Mapping[str, list[str]] | None = None,
     sizes: Iterable[int] = (),
     caches: Iterable[str] = (),
     tasks: Iterable[str] = (),
@@ -90,9 +89,7 @@ def study(
         recipes: names of bundled recipes or paths of YAML files.
         overrides: `section.field=value` for all recipes.
         text: calibrate on and measure accuracy on this file or folder, as for calibrate.
-        parts: which to run, of rotor.study.parts.PARTS or `FILE.py:CLASS`; by default `curves`, and `ablation` where
-            there are ablations.
-        ablations: overrides of the first recipe, by name.
+        parts: which to run, of rotor.study.parts.PARTS or `FILE.py:CLASS`; by default `curves`.
         sizes: bytes of cache per token at which `methods` measures the recipes; by default shares of the uncompressed
             model's.
         caches: policies of your own for `methods`, as `--cache` takes them.
@@ -105,11 +102,11 @@ def study(
         RotorError: see rotor.errors; what was measured before stays in `out`.
     """
     start, out, progress = time.perf_counter(), Path(out), progress or Progress()
-    overrides, ablations, tasks = [*text_overrides(text), *overrides], ablations or {}, tuple(tasks)
-    names = chosen_parts(parts, ablations, tasks)
+    overrides, tasks = [*text_overrides(text), *overrides], tuple(tasks)
+    names = chosen_parts(parts, tasks)
     chosen, found = [find_part(name) for name in names], same_conditions(recipes, overrides)
     first = next(iter(found.values()))
-    plan = StudyPlan(found, ablated(first, ablations), tuple(sizes), tuple(caches), tasks, tuple(lengths))
+    plan = StudyPlan(found, tuple(sizes), tuple(caches), tasks, tuple(lengths))
     if plots and not dry_run:
         require_matplotlib()
     compute, source = Compute(device, dtype, offload), find_source(model)
@@ -175,12 +172,7 @@ def _in_words(record: dict[str, Any]) -> str:
 def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Placement) -> dict[str, Any]:
     """Settings that make records comparable: a study continues only with the same."""
     first, shared = plan.first, ("summary", "evaluation", "search", "cache")
-
-    def own(recipes: Mapping[str, Recipe]) -> dict[str, Any]:
-        """What they do not share with the others of the study."""
-        found = {name: recipe.to_dict() for name, recipe in recipes.items()}
-        return {name: {key: value for key, value in of.items() if key not in shared} for name, of in found.items()}
-
+    recipes = {name: recipe.to_dict() for name, recipe in plan.recipes.items()}
     benchmarks = {"tasks": {"names": list(plan.tasks), "lengths": list(plan.lengths)}} if plan.tasks else {}
     return {
         **benchmarks,
@@ -189,6 +181,5 @@ def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Pla
         "tokens": {key: getattr(first.tokens, key) for key in ("count", "seq_len", "seed")},
         "evaluation": dataclasses.asdict(first.evaluation),
         "search": dataclasses.asdict(first.search),
-        "recipes": own(plan.recipes),
-        "ablations": own(plan.variants),
+        "recipes": {name: {key: of[key] for key in of if key not in shared} for name, of in recipes.items()},
     }

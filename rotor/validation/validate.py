@@ -323,7 +323,7 @@ def _accuracy(meter: FidelityMeter, found: Fidelity, target: float | None) -> di
     return {
         "metric": meter.metric,
         "value": found.accuracy,
-        "interval_95": None if found.interval is None else list(found.interval),
+        "interval_95": list(found.interval),
         "target": target,
         **found.values,
         **{f"base_{name}": base[name] for name in base if name in METRICS},
@@ -370,8 +370,7 @@ def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool)
 
 def against_target(metric: str, found: Fidelity, target: float | None) -> tuple[bool | None, str]:
     """Whether a target is met on the report split (see Fidelity.against), and why; None where none was set."""
-    bounds = "" if found.interval is None else " [{:.4f}, {:.4f}]".format(*found.interval)
-    text = f"{metric} {found.accuracy:.4f}{bounds}"
+    text = "{} {:.4f} [{:.4f}, {:.4f}]".format(metric, found.accuracy, *found.interval)
     if target is None:
         return None, f"none was set; {text}"
     met, why = found.against(target)
