@@ -15,7 +15,7 @@ from rotor.report.style import shown_loss
 from rotor.search.measurer import rank_path
 from rotor.study import context as study_context
 from rotor.study.part import find_part
-from rotor.study.parts import curves, tasks
+from rotor.study.parts import curves, methods
 from rotor.study.parts.curves import METRIC_LABELS
 from rotor.study.store import StudyStore
 from rotor.study.study import study
@@ -141,9 +141,9 @@ def test_tables_and_plots_appear_as_parts_complete(tmp_path: Path, monkeypatch) 
         seen.append(sorted(path.name for path in [*out.glob("*.md"), *(out / "plots").glob("*.png")]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tasks.Tasks, "tasks", begin)
+    monkeypatch.setattr(methods.Methods, "tasks", begin)
     with pytest.raises(KeyboardInterrupt):
-        study(DEMO_MODEL, out, ["fdc"], SMALL, tasks=["vt"])
+        study(DEMO_MODEL, out, ["fdc"], SMALL, parts=["curves", "methods"])
     assert seen == [["recipes.png", "summary.md"]]
 
 

@@ -15,10 +15,6 @@ from rotor.evaluation.needles import ANSWER_TOKENS, needles_score
 from rotor.evaluation.tasks import TaskSuite, document_scores, paired
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
-from rotor.study.part import find_part
-from rotor.study.request import chosen_parts
-from rotor.study.store import StudyStore
-from rotor.study.study import study
 from rotor.validation.validate import validate
 
 TASK = "several_needles"
@@ -39,23 +35,6 @@ def test_differences_are_paired_by_document() -> None:
     assert -0.62 < half.interval[0] < -0.5 < half.interval[1] < -0.38  # 1.96 sqrt(0.25 / 100)
 
 
-def test_a_study_sets_caches_beside_the_source(tmp_path: Path) -> None:
-    records = {"uncompressed": (0.0, [1.0, 1.0]), "rotor at 0.99": (0.9, [1.0, 1.0]), "kivi-4": (0.7, [0.0, 0.0])}
-    store = StudyStore(tmp_path, {})
-    for label, (removed, scores) in records.items():
-        store.put(f"tasks/{label}", {"compression": removed, "scores": {"vt 512": scores}})
-    (table,) = find_part("tasks").tables(store)
-    assert table.header == [
-        "task",
-        "documents",
-        "uncompressed",
-        "rotor at 0.99, 0.900 removed",
-        "kivi-4, 0.700 removed",
-    ]
-    differences = "1.000 (+0.000 [+0.000, +0.000])", "0.000 (-1.000 [-1.000, -1.000])"
-    assert table.rows == [["vt 512", "2", "1.000", *differences]]
-
-
 def test_scores_of_answers() -> None:
     asked = {"max_length": 1024, "outputs": ["41", "17", "86"], "names": ["ash", "elm", "oak"], "gen_prefix": "ash:"}
     assert needles_score(asked, [" 41\nelm: 71\noak: 86\nelm: 17"]) == {"1024": pytest.approx(2 / 3)}
@@ -67,9 +46,6 @@ def test_what_is_missing_is_said_with_what_to_do(demo, tmp_path: Path, monkeypat
     checkpoint, _ = demo
     with pytest.raises(DataError, match="several_needles: needs a tokenizer"):
         TaskSuite([TASK], None)
-    with pytest.raises(UsageError, match="--parts tasks: there are no tasks"):
-        study(DEMO_MODEL, tmp_path / "study", ["fdc"], parts=["tasks"], plots=False)
-    assert chosen_parts(None, ["vt"]) == ["curves", "tasks"]
     (tmp_path / "there").mkdir()
     with pytest.raises(UsageError, match="there: exists"), TaskSuite.results(tmp_path / "there"):
         pass

@@ -14,8 +14,7 @@ from .console import print_table, say
 from .options import NONE, Count, MemoryOptions, Printed
 
 ABOUT_PARTS = (
-    "Default: curves. methods, every cache policy and recipes at equal bytes, takes longest; tasks needs --tasks. "
-    "FILE.py:CLASS is a part of your own."
+    "methods, every cache policy and recipes at equal bytes, takes longest. FILE.py:CLASS is a part of your own."
 )
 
 
@@ -26,11 +25,9 @@ def study(
     compute: MemoryOptions,
     output: Printed,
     recipes: str = "fdc,rotor",
-    parts: Annotated[str | None, typer.Option(help=f"Some of {', '.join(PARTS)}, with commas. {ABOUT_PARTS}")] = None,
+    parts: Annotated[str, typer.Option(help=f"Some of {', '.join(PARTS)}, with commas. {ABOUT_PARTS}")] = "curves",
     sizes: str = "",
     caches: str = "",
-    tasks: str = "",
-    lengths: str = "4096",
     text: Path | None = None,
     overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
@@ -62,11 +59,9 @@ def study(
     from ..study.study import study as run_study
 
     request: dict[str, Any] = {
-        "parts": None if parts is None else split(parts),
+        "parts": split(parts),
         "sizes": numbers("--bytes", sizes) if sizes else (),
         "caches": split(caches),
-        "tasks": split(tasks),
-        "lengths": numbers("--lengths", lengths),
     }
     request |= {"text": text, "batch_tokens": batch_tokens, "plots": plots, "dry_run": dry_run} | vars(compute)
     with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):

@@ -17,14 +17,11 @@ class StudyPlan:
 
     recipes: by name, under the same conditions.
     sizes: bytes of cache per token, if any are asked for. caches: policies of your own.
-    tasks: benchmarks; lengths: tokens of the documents of those that have any length.
     """
 
     recipes: dict[str, Recipe]
     sizes: tuple[int, ...] = ()
     caches: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = (4096,)
 
     @property
     def first(self) -> Recipe:
@@ -32,18 +29,15 @@ class StudyPlan:
         return next(iter(self.recipes.values()))
 
 
-def chosen_parts(parts: Iterable[str] | None, tasks: Iterable[str]) -> list[str]:
+def chosen_parts(parts: Iterable[str]) -> list[str]:
     """The parts to run, the bundled ones first, in the order of PARTS.
 
     Raises:
-        UsageError: there is none, or nothing for one to do.
+        UsageError: there is none.
     """
-    wanted = ["curves"] if parts is None else list(parts)
+    wanted = list(parts)
     if not wanted:
         raise UsageError(f"--parts is empty: expected some of {', '.join(PARTS)}, or FILE.py:CLASS.")
-    if "tasks" in wanted and not tasks:
-        raise UsageError("--parts tasks: there are no tasks.", "Name some with --tasks.")
-    wanted += ["tasks"] if tasks else []
     return list(dict.fromkeys([name for name in PARTS if name in wanted] + wanted))
 
 

@@ -65,11 +65,9 @@ def study(
     overrides: Iterable[str] = (),
     *,
     text: str | Path | None = None,
-    parts: Iterable[str] | None = None,
+    parts: Iterable[str] = ("curves",),
     sizes: Iterable[int] = (),
     caches: Iterable[str] = (),
-    tasks: Iterable[str] = (),
-    lengths: Iterable[int] = (4096,),
     device: str = "auto",
     dtype: str = "auto",
     batch_tokens: int = 2048,
@@ -89,11 +87,10 @@ def study(
         recipes: names of bundled recipes or paths of YAML files.
         overrides: `section.field=value` for all recipes.
         text: calibrate on and measure accuracy on this file or folder, as for calibrate.
-        parts: which to run, of rotor.study.parts.PARTS or `FILE.py:CLASS`; by default `curves`.
+        parts: which to run, of rotor.study.parts.PARTS or `FILE.py:CLASS`.
         sizes: bytes of cache per token at which `methods` measures the recipes; by default shares of the uncompressed
             model's.
         caches: policies of your own for `methods`, as `--cache` takes them.
-        tasks, lengths: benchmarks of the part `tasks`, which they add, and tokens of their documents, as of validate.
         device, dtype, batch_tokens, offload: as for calibrate.
         plots: draw them, which needs matplotlib.
         dry_run: only say what is left to do; nothing is written.
@@ -102,11 +99,9 @@ def study(
         RotorError: see rotor.errors; what was measured before stays in `out`.
     """
     start, out, progress = time.perf_counter(), Path(out), progress or Progress()
-    overrides, tasks = [*text_overrides(text), *overrides], tuple(tasks)
-    names = chosen_parts(parts, tasks)
-    chosen, found = [find_part(name) for name in names], same_conditions(recipes, overrides)
-    first = next(iter(found.values()))
-    plan = StudyPlan(found, tuple(sizes), tuple(caches), tasks, tuple(lengths))
+    overrides = [*text_overrides(text), *overrides]
+    chosen = [find_part(name) for name in chosen_parts(parts)]
+    plan = StudyPlan(same_conditions(recipes, overrides), tuple(sizes), tuple(caches))
     if plots and not dry_run:
         require_matplotlib()
     compute, source = Compute(device, dtype, offload), find_source(model)
@@ -115,7 +110,7 @@ def study(
     with ExitStack() as held:
         if not dry_run:
             held.enter_context(exclusive(out))
-        placement = Placement.choose(checkpoint, first, compute, Progress() if dry_run else progress)
+        placement = Placement.choose(checkpoint, plan.first, compute, Progress() if dry_run else progress)
         store = StudyStore.read(out, _settings(plan, source.name, checkpoint, placement))
         options = {**dataclasses.asdict(compute), "batch_tokens": batch_tokens, "progress": progress}
         context = StudyContext(plan, store, checkpoint, placement, progress, options)
@@ -173,9 +168,7 @@ def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Pla
     """Settings that make records comparable: a study continues only with the same."""
     first, shared = plan.first, ("summary", "evaluation", "search", "cache")
     recipes = {name: recipe.to_dict() for name, recipe in plan.recipes.items()}
-    benchmarks = {"tasks": {"names": list(plan.tasks), "lengths": list(plan.lengths)}} if plan.tasks else {}
     return {
-        **benchmarks,
         "model": {"name": name, "shards": {f: file_sha256(checkpoint.folder / f) for f in checkpoint.files}},
         "dtype": str(placement.dtype).removeprefix("torch."),
         "tokens": {key: getattr(first.tokens, key) for key in ("count", "seq_len", "seed")},
