@@ -23,37 +23,14 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @contextmanager
-def figures_only_where_asked() -> Iterator[None]:
-    """Reports are as without matplotlib: drawing takes longer than the rest of an export."""
+def quicker() -> Iterator[None]:
+    """Reports are as without matplotlib, since drawing takes longer than the rest of an export, and a study's plots are
+    drawn but not laid out. The bundled tokenizer is tried in a process of its own once, not with every config.json
+    beside it. Of long texts, that of held-out text is the same for most measurements, tokens are kept."""
+    trial, encode, verdicts, known = tokenizers._trial, rows.encode, [], {}
 
     def missing(data: object) -> dict[str, str]:
         raise ImportError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "figures", missing)
-        yield
-
-
-@contextmanager
-def figures_as_ever(draw: Any = report.figures) -> Iterator[None]:
-    """What takes that back."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "figures", draw)
-        yield
-
-
-@contextmanager
-def plots_as_they_fall() -> Iterator[None]:
-    """A study's plots are drawn, but not laid out: to move axes until no labels overlap takes longer than the rest."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(STYLE, "figure.constrained_layout.use", False)
-        yield
-
-
-@contextmanager
-def one_trial_of_the_bundled_tokenizer() -> Iterator[None]:
-    """It is tried in a process of its own once, and not with every config.json beside it."""
-    trial, verdicts = tokenizers._trial, []
 
     def tried(folder: Path) -> dict[str, Any]:
         if not _bundled(folder):
@@ -61,16 +38,6 @@ def one_trial_of_the_bundled_tokenizer() -> Iterator[None]:
         if not verdicts:
             verdicts.append(trial(folder))
         return dict(verdicts[0])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizers, "_trial", tried)
-        yield
-
-
-@contextmanager
-def long_texts_encoded_once() -> Iterator[None]:
-    """The held-out text is the same for most measurements, and takes a second each time."""
-    encode, known = rows.encode, {}
 
     def encoded(tokenizer: Any, text: str) -> list[int]:
         if len(text) < 2000 or not _bundled(Path(getattr(tokenizer, "name_or_path", ""))):
@@ -81,7 +48,18 @@ def long_texts_encoded_once() -> Iterator[None]:
         return known[key].tolist()
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "figures", missing)
+        patch.setitem(STYLE, "figure.constrained_layout.use", False)
+        patch.setattr(tokenizers, "_trial", tried)
         patch.setattr(rows, "encode", encoded)
+        yield
+
+
+@contextmanager
+def figures_as_ever(draw: Any = report.figures) -> Iterator[None]:
+    """What takes the first of these back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "figures", draw)
         yield
 
 

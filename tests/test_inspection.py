@@ -88,12 +88,6 @@ def test_more_tokens_and_wider_groups_need_more() -> None:
     assert wide.kept_disk_bytes > narrow.kept_disk_bytes
 
 
-def test_command_line() -> None:
-    data = json.loads(CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), "--json"]).stdout)
-    assert data["shape"]["num_layers"] == 5
-    assert data["kv_bytes_per_token"] == 2560
-
-
 def test_layers_with_a_sliding_window_keep_no_more_than_it(tiny) -> None:
     """Mistral's layers all have one, of Gemma 2's two layers one."""
     for family, layers in (("mistral", 2), ("gemma2", 1)):

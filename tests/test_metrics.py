@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -202,19 +201,3 @@ def test_the_search_split_decides_what_the_model_can_do(
         assert values["default"] == min(
             values[n] for n in ("token_accuracy", "ppl_ratio", "lookup", "copy") if n in values
         )
-
-
-def test_another_metric_adds_a_table_and_wipes_none(run_copy, tmp_path: Path) -> None:
-    run = run_copy("fdc")
-    shutil.rmtree(run.folder / "tables", ignore_errors=True)  # of tests before
-    first = export(run.folder, tmp_path / "a", accuracy=0.9, overrides=["evaluation.metric=text"])
-    table = RankTable.latest(run)
-    export(run.folder, tmp_path / "b", compression=0.4, overrides=["evaluation.metric=kl_div"])
-    other = RankTable.latest(run)
-    assert table is not None
-    assert other is not None
-    assert (table.context.metric, other.context.metric) == ("text", "kl_div")
-    assert len(list((run.folder / "tables").glob("*.json"))) == 3  # and latest.json
-    again = export(run.folder, tmp_path / "c", accuracy=0.9, overrides=["evaluation.metric=text"])
-    assert again.measured_points == 0
-    assert again.report["ranks"] == first.report["ranks"]
