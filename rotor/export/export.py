@@ -283,7 +283,7 @@ def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str
     # What was calibrated on is no text for `validate` to measure on.
     excluded = sorted(job.run.calibrated_documents) if context is None else list(context.excluded)
     accuracy = {
-        "target": job.goal.accuracy,
+        "target": job.settings.goal.accuracy,
         "metric": job.recipe.evaluation.metric,
         "search": search and search.accuracy,
         "report": report and report.accuracy,

@@ -15,7 +15,7 @@ from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
 from ..format.file_names import RECIPE, ROTOR_JSON
 from ..format.layout import LayerLayout, uncompressed_kv_bytes_per_token
-from ..format.schemas import AccuracyInfo, CheckpointInfo
+from ..format.schemas import CheckpointInfo
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import read_report
 from ..recipe import Recipe, load_recipe
@@ -96,8 +96,13 @@ def collect_checkpoint(
         data.ranks.append(sorted(groups, key=lambda group: group.kv_heads))
     data.ranks_of = "of this checkpoint"
     _headline(data, chosen, (size["before"], size["after"]))
-    if isinstance(run, Run):
-        _join_run(data, run, report, accuracy)
+    if isinstance(run, Run):  # which has other measured points, spectra and timings
+        key = accuracy.get("table")
+        table = None if key is None else RankTable.named(run, key)
+        point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
+        if table and point:
+            data.points, data.chosen = table.points, point
+        _add_run(data, run, table, point)
     else:
         for section in ("spectra", "timings"):
             data.absent[section] = f"The run folder is not where rotor.json says ({run})."
@@ -111,16 +116,6 @@ def _opened_run(folder: Path, recorded: str) -> Run | str:
         return Run.open(folder.resolve() / recorded)
     except RotorError as error:
         return error.message.replace(str(folder.resolve()), folder.name)
-
-
-def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: AccuracyInfo) -> None:
-    """What the run of a checkpoint adds: the other measured points, spectra and timings."""
-    key = accuracy.get("table")
-    table = None if key is None else RankTable.named(run, key)
-    point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
-    if table and point:
-        data.points, data.chosen = table.points, point
-    _add_run(data, run, table, point)
 
 
 def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point | None) -> None:

@@ -14,7 +14,7 @@ from ..format.publishing import check_space
 from ..models.checkpoint import Checkpoint
 from ..policies import Policy, find_policy
 from ..recipe import Recipe
-from ..recipe.settings import ExportSettings, Goal
+from ..recipe.settings import ExportSettings
 from ..runtime.families import Family, find_family
 
 
@@ -48,15 +48,11 @@ class ExportJob:
         return job
 
     @property
-    def goal(self) -> Goal:
-        return self.settings.goal
-
-    @property
     def unmeasured(self) -> str:
         """Why the accuracy of what is written is not measured; empty where it is."""
         if not self.settings.measure:
             return "the export was asked not to measure it (--no-measure)"
-        if self.goal.accuracy is None and self.checkpoint.tokenizer is None:
+        if self.settings.goal.accuracy is None and self.checkpoint.tokenizer is None:
             return "the model has no tokenizer to read text with"
         return ""
 

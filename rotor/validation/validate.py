@@ -259,14 +259,15 @@ class _Numerics:
         result, target, base = self.result, self.checkpoint.report["accuracy"]["target"], meter.base["report"]
         found = meter.measure(compressed, "report")
         result.summary["accuracy"] = _accuracy(meter, found, target)
-        met, text = against_target(meter.metric, found, target)
-        text = f"on the report split {text}"
+        text, chance = "{} {:.4f} [{:.4f}, {:.4f}]".format(meter.metric, found.accuracy, *found.interval), ""
         if base.get("at_chance"):
             result.summary["accuracy"]["at_chance"] = True
-            text += "; the source is at chance on this text, where ratios to it mean nothing"
-        if met is None:
-            result.skip("accuracy target", text)
+            chance = "; the source is at chance on this text, where ratios to it mean nothing"
+        if target is None:
+            result.skip("accuracy target", f"on the report split none was set; {text}{chance}")
         else:
+            met, why = found.against(target)
+            text = f"on the report split {text}, target {target}{why and ': '}{why}{chance}"
             result.add("accuracy target", met, text)
 
     def _measure_cache(self, network: LayerwiseModel, rows: Tensor) -> None:
@@ -366,15 +367,6 @@ def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool)
     expected = batch_logits(network, rows)
     network.compress(bases, [[full_ranks(b)] * len(b.qk.encode) for b in bases])
     return float((batch_logits(network, rows) - expected).norm() / expected.norm())
-
-
-def against_target(metric: str, found: Fidelity, target: float | None) -> tuple[bool | None, str]:
-    """Whether a target is met on the report split (see Fidelity.against), and why; None where none was set."""
-    text = "{} {:.4f} [{:.4f}, {:.4f}]".format(metric, found.accuracy, *found.interval)
-    if target is None:
-        return None, f"none was set; {text}"
-    met, why = found.against(target)
-    return met, f"{text}, target {target}{why and ': '}{why}"
 
 
 def cache_bytes_per_token(cache: Any) -> float:
