@@ -87,7 +87,7 @@ test-min:
 	$(TESTED) .venv-min/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
 gpu: setup
-	$(BIN)/rotor gpu $(if $(DRY),--dry -o runs/gpu-dry.jsonl,-o artifacts/benchmarks/gpu.jsonl)
+	$(BIN)/rotor gpu -o artifacts/benchmarks/gpu.jsonl
 
 # vLLM for CPUs, without what it needs for pictures and sounds (torchvision, torchaudio, torchcodec).
 test-vllm: .venv-vllm/.done

@@ -31,12 +31,12 @@ HELD_OUT = (
 )
 
 
-def config(vocabulary: int) -> LlamaConfig:
+def config(vocabulary: int, hidden: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocabulary,
         bos_token_id=0,
         eos_token_id=0,
-        hidden_size=512,
+        hidden_size=hidden,
         intermediate_size=768,
         num_hidden_layers=5,
         num_attention_heads=8,
@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--tokens", type=float, default=60e6, help="the rate falls over the last half of them")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="the same, of time")
+    parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--rate", type=float, default=3e-3)
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -176,7 +177,7 @@ def main() -> None:
     texts = corpus(100e6)
     parts = (tokenizer.encode_batch(texts[i : i + 200]) for i in range(0, len(texts), 200))
     data = np.concatenate([np.array([0, *row.ids], dtype=np.uint16) for part in parts for row in part])
-    model = AutoModelForCausalLM.from_config(config(tokenizer.get_vocab_size()))
+    model = AutoModelForCausalLM.from_config(config(tokenizer.get_vocab_size(), given.hidden))
     size = sum(p.numel() for p in model.parameters())
     print(f"{size / 1e6:.1f} M parameters, {len(data) / 1e6:.1f} M tokens of text", flush=True)
     if not given.state.exists():

@@ -19,18 +19,18 @@ SLICES_PER_SM = 8
 """Programs of decoding on an SM; with one warp each and 255 registers a thread so many fit."""
 
 HEADS_PER_KV = 4
-"""Query heads of a KV head, where nobody says how many."""
+"""Query heads of a KV head that the rule goes by, as of an 8B."""
 
 
-def default_config(layouts: Sequence[LayerLayout], heads_per_kv: int = HEADS_PER_KV) -> KernelConfig:
+def default_config(layouts: Sequence[LayerLayout]) -> KernelConfig:
     """The kernel configuration of a model, by rule."""
-    return KernelConfig(tuple(default_layer(layout, heads_per_kv) for layout in layouts))
+    return KernelConfig(tuple(default_layer(layout) for layout in layouts))
 
 
 @lru_cache(maxsize=4096)
-def default_layer(layout: LayerLayout, heads_per_kv: int = HEADS_PER_KV) -> LayerKernels:
+def default_layer(layout: LayerLayout) -> LayerKernels:
     """The launches of a layer."""
-    sm_80, sm_90 = (decode_tile(layout, layout.group_size * heads_per_kv, of) for of in ARCHITECTURES)
+    sm_80, sm_90 = (decode_tile(layout, layout.group_size * HEADS_PER_KV, of) for of in ARCHITECTURES)
     materialise = layout.fast_planes * layout.group_size > MOST_REBUILT
     return LayerKernels(layout_class(layout), sm_80, sm_90, max(1, SLICES_PER_SM // sm_90.warps), materialise)
 

@@ -90,11 +90,10 @@ class ClassRows(NamedTuple):
         c, rows = self.cls, self.value_rows[:, part]
         return read_class(rows, c.value, c.value_byte, c.value_stride, c.count, self.wide).transpose(1, 2)
 
-    def keys(self, part: slice, rotation: Rotation, latents: Tensor | None = None) -> Tensor:
+    def keys(self, part: slice, rotation: Rotation) -> Tensor:
         """Materialised keys, rotated, [batch_size, count, group_size, keys, head_dim]."""
-        latents = self.latents(part) if latents is None else latents
         basis, constant = self.parameters.basis(self.cls), self.parameters.constant(self.cls)
-        keys = torch.einsum("bnlr,ngdr->bngld", latents.to(basis.dtype), basis)
+        keys = torch.einsum("bnlr,ngdr->bngld", self.latents(part).to(basis.dtype), basis)
         if constant is not None:
             keys = keys.to(torch.promote_types(keys.dtype, constant.dtype)) + constant.unsqueeze(2)
         tables = (self.table(table)[..., part, :] for table in rotation)

@@ -41,12 +41,10 @@ class KeyRanges:
         return self.begin.shape[0]
 
     @classmethod
-    def of_lengths(cls, kv_lens: Tensor, kv_start: Tensor | None = None, window: int | None = None) -> KeyRanges:
-        """One token a sequence, the last of its kv_lens keys; those before kv_start (left padding) are not seen."""
+    def of_lengths(cls, kv_lens: Tensor, window: int | None = None) -> KeyRanges:
+        """One token a sequence, the last of its kv_lens keys."""
         end = kv_lens.int()
-        first = torch.zeros_like(end) if kv_start is None else kv_start.int()
-        if window is not None:
-            first = torch.maximum(first, end - window)
+        first = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
         return cls(first, end, first, end)
 
     @classmethod

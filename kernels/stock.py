@@ -7,7 +7,6 @@ are copied. Widths of keys and values are made equal (zeros behind), which PyTor
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -107,47 +106,13 @@ def attend(
     """[batch_size, heads, seq_len, width] over as many or fewer key and value heads -> [batch_size, seq_len, heads,
     width].
     """
-    on_gpu = query.device.type == "cuda"
-    if on_gpu and softcap is not None:
-        found = _flex(query, key, value, scaling, mask, softcap)
-        return found.transpose(1, 2)
-    if on_gpu and mask is not None and query.shape[2] > 1 and query.shape[1] != key.shape[1]:
+    by_sdpa = query.device.type == "cuda" and softcap is None
+    if by_sdpa and mask is not None and query.shape[2] > 1 and query.shape[1] != key.shape[1]:
         # With a mask PyTorch has no fused kernel for heads that share keys, and would store all logits.
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
     found = attend_by_sdpa(query, key, value, scaling, mask, softcap=softcap)
     return found.unflatten(2, (query.shape[1], -1))
-
-
-def _flex(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, softcap: float | None
-) -> Tensor:
-    """FlexAttention: what caps logits without storing them."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    q_len, kv_len = query.shape[2], key.shape[2]
-
-    def capped(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return score if softcap is None else softcap * torch.tanh(score / softcap)
-
-    def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
-        if mask is None:
-            return q + (kv_len - q_len) >= k
-        return mask[b if mask.shape[0] > 1 else 0, 0, q if mask.shape[2] > 1 else 0, k]
-
-    if mask is not None and mask.shape[-1] == 1:
-        mask = mask.expand(*mask.shape[:-1], kv_len)
-    batch = 1 if mask is None else mask.shape[0]
-    blocks = create_block_mask(seen, batch, 1, q_len, kv_len, device=str(query.device))
-    call = _compiled_flex(query.device.type)
-    return call(query, key, value, capped, blocks, scaling, query.shape[1] != key.shape[1])
-
-
-@lru_cache(maxsize=2)
-def _compiled_flex(device: str) -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
 
 
 def packed_attention(

@@ -68,18 +68,6 @@ def traffic(group: Any, folder: str, ids: Tensor) -> dict[str, Any]:
     return {"sent": dict(parallel.wire.sent), "sizes": sizes, "tokens": tokens}
 
 
-def beams(group: Any, folder: str, ids: Tensor, mask: Tensor) -> Tensor:
-    model = load(folder)
-    with sequence_parallel(model, group):
-        return best_beams(model, ids, mask)
-
-
-def best_beams(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
-    return model.generate(
-        ids, attention_mask=mask, num_beams=3, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-
-
 def different_inputs(group: Any, folder: str, ids: Tensor) -> None:
     model = load(folder)
     with sequence_parallel(model, group) as parallel:

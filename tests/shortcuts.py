@@ -12,7 +12,6 @@ import pytest
 
 import rotor
 from rotor.data import rows
-from rotor.models import tokenizer as tokenizers
 from rotor.report import report
 from rotor.report.style import STYLE
 
@@ -25,19 +24,11 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 @contextmanager
 def quicker() -> Iterator[None]:
     """Reports are as without matplotlib, since drawing takes longer than the rest of an export, and a study's plots are
-    drawn but not laid out. The bundled tokenizer is tried in a process of its own once, not with every config.json
-    beside it. Of long texts, that of held-out text is the same for most measurements, tokens are kept."""
-    trial, encode, verdicts, known = tokenizers._trial, rows.encode, [], {}
+    drawn but not laid out. Tokens of long texts are kept, since held-out text is the same for most measurements."""
+    encode, known = rows.encode, {}
 
     def missing(data: object) -> dict[str, str]:
         raise ImportError
-
-    def tried(folder: Path) -> dict[str, Any]:
-        if not _bundled(folder):
-            return trial(folder)
-        if not verdicts:
-            verdicts.append(trial(folder))
-        return dict(verdicts[0])
 
     def encoded(tokenizer: Any, text: str) -> list[int]:
         if len(text) < 2000 or not _bundled(Path(getattr(tokenizer, "name_or_path", ""))):
@@ -50,7 +41,6 @@ def quicker() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "figures", missing)
         patch.setitem(STYLE, "figure.constrained_layout.use", False)
-        patch.setattr(tokenizers, "_trial", tried)
         patch.setattr(rows, "encode", encoded)
         yield
 

@@ -13,7 +13,7 @@ from test_cli import rotor
 
 from rotor.calibration.calibrate import calibrate
 from rotor.checked import Reader
-from rotor.data.documents import Document, read_topics
+from rotor.data.documents import read_documents
 from rotor.data.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
 from rotor.errors import CheckpointError, DataError
 from rotor.evaluation.fidelity import Fidelity
@@ -54,17 +54,16 @@ def test_the_three_splits_share_no_document_and_no_copies(texts: Path) -> None:
 def test_a_calibration_on_the_held_out_text_takes_its_own_share_alone(texts: Path, tmp_path: Path) -> None:
     spec = Evaluation("text", str(texts))
     found = held_out_documents(spec)
-    assert {share.text for share in calibration_share(read_topics(texts), spec)} == set(found.calibration)
+    assert set(calibration_share(read_documents(texts), spec)) == set(found.calibration)
     one = tmp_path / "one.txt"
     one.write_text("".join(f"{i:04d} " for i in range(600)))
     thirds = held_out_documents(Evaluation("text", str(one)))
     parts = ["".join(part) for part in (thirds.calibration, thirds.search, thirds.report)]
     assert "".join(parts) == one.read_text()
     assert [len(part) for part in parts] == [1000, 1000, 1000]
-    share = calibration_share(read_topics(one), Evaluation("text", str(one)))
-    assert "".join(part.text for part in share) == one.read_text()[:1000]
-    apart = [Document("something else", "a topic")]
-    assert calibration_share(apart, spec) == apart
+    share = calibration_share(read_documents(one), Evaluation("text", str(one)))
+    assert "".join(share) == one.read_text()[:1000]
+    assert calibration_share(["something else"], spec) == ["something else"]
 
 
 def test_what_was_calibrated_on_is_left_out_and_nothing_left_is_an_error(texts: Path) -> None:

@@ -28,7 +28,6 @@ from rotor.kernels.rotary import rotate, when_read
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.recipe import load_recipe
-from rotor.report.collect import collect
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.rewriting.rewrite import planned_layouts
 from rotor.search.measurer import rank_path
@@ -194,15 +193,6 @@ def test_accuracy_and_its_table_of_points(coded_run, tmp_path: Path):
     assert again.report["tensors"] == first.report["tensors"]
 
 
-def test_report_and_card_say_channels_by_bits(coded_run, tmp_path: Path):
-    run = coded_run("llama", "rotor")
-    result = export(run.folder, tmp_path / "out", compression=COMPRESSION)
-    card = (result.folder / "README.md").read_text()
-    assert "at 8 bits" in card
-    for page in (collect(result.folder), collect(run.folder)):
-        assert all(group.key.coded for layer in page.ranks for group in layer)
-
-
 def test_the_card_counts_a_joint_latent_once() -> None:
     joint = LayerLayout((GroupLayout((0, 1), Channels(n4=8), None),), 64, 4)
     apart = LayerLayout((GroupLayout((0, 1), Channels(n4=8), Channels(n8=16)),))
@@ -227,13 +217,6 @@ def test_bits_of_a_run_can_be_changed_on_export(coded_run, tmp_path: Path):
     plain = export(apart.folder, tmp_path / "plain", compression=0.3, overrides=numbers)
     assert "channels" not in plain.report["ranks"]
     assert not CompressedCheckpoint(plain.folder).layouts[0].coded
-
-
-def test_papers_recipe_with_codes(coded_run, tmp_path: Path):
-    run = coded_run("llama", "fdc", "tokens.source=synthetic", "groups.size=1", BITS)
-    result = export(run.folder, tmp_path / "out", compression=0.7)
-    layouts = CompressedCheckpoint(result.folder).layouts
-    assert all(layout.coded and layout.group_size == 1 and layout.form == POST_ROPE for layout in layouts)
 
 
 def test_plans_of_a_path(coded_run):

@@ -79,26 +79,6 @@ def test_bars_on_a_terminal_alone(tmp_path: Path, capsys, monkeypatch) -> None:
     assert "0:00:0" in terminal.getvalue()  # time left
 
 
-def test_the_other_commands_print_one_json_object(tmp_path: Path, capsys) -> None:
-    run = calibrated(DEMO_MODEL, tmp_path / "run", "post", 1).folder
-    code, text, error = rotor(capsys, "export", run, "-o", tmp_path / "out", "--compression", "0.5", "--json")
-    assert (code, set(json.loads(text)) > {"folder", "ranks"}) == (0, True)
-    assert "memory: " in error
-    for command, key in (
-        (["inspect", DEMO_MODEL], "shape"),
-        (["schedule", tmp_path / "out"], "schedules"),
-        (["report", run], "figures"),
-        (["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc", "--parts", "curves", *STUDY], "records"),
-    ):
-        code, text, error = rotor(capsys, *command, "--json")
-        assert code == 0, error
-        assert key in json.loads(text)
-    assert "study has finished" in (tmp_path / "study" / "log.txt").read_text()
-
-
-STUDY = ["--no-plots", "--set", "tokens.seq_len=64", *SETTINGS]
-
-
 def test_exit_codes_are_documented(capsys) -> None:
     """Each of them is tested: 0, 1, 2 and 3 in test_cli.py, 130 in test_processes.py."""
     code, shown, _ = rotor(capsys, "--help")
@@ -137,13 +117,6 @@ def watched(stop: str, *arguments: str | Path) -> tuple[int, str, list[str]]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     return done.returncode, done.stdout, done.stderr.splitlines()
-
-
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["export", "--help"], ["recipes", "--help"]])
-def test_what_needs_no_model_imports_neither_torch_nor_transformers(arguments: list[str]) -> None:
-    code, said, error = watched("nothing", *arguments)
-    assert (code, error) == (0, [""])
-    assert said
 
 
 def test_inspect_imports_no_models_of_transformers() -> None:

@@ -25,13 +25,11 @@ from rotor.prediction.instructions import (
     Counts,
     Specialisation,
     bundled_table,
-    grid,
     group_instructions,
     look_up,
     read_table,
     table_data,
 )
-from rotor.recipe import load_recipe
 
 LLAMA = AttentionShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
 STEP = DecodeStep(context_tokens=32768, batch_size=8)
@@ -54,7 +52,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[Specialisation, Counts]:
         rebuilt = of.fast_planes * of.kv_heads * of.width / 64
         return Counts(of.width * apart * of.rows / 8 * short + rebuilt, 3.0 * of.rows / 8)
 
-    found = {of: counts(of) for of in grid()}
+    found = {of: counts(of) for of in bundled_table()}
     monkeypatch.setattr(instructions, "bundled_table", lambda: found)
     group_instructions.cache_clear()
     yield found
@@ -83,15 +81,6 @@ def test_the_longer_of_reading_and_issuing(table) -> None:
     unknown = replace(H200, sms=None)
     assert layer_time(layout, LLAMA, unknown, STEP).attention_s == H200.read_seconds(time.cache_bytes)
     assert decode_seconds([layout] * 32, LLAMA, H200, STEP) == pytest.approx(32 * time.seconds)
-
-
-def test_projections_are_the_tensors_of_the_layer(table) -> None:
-    """Joint latents of 4 heads and 256 places: o_proj has twice the columns of the source's, a basis for each side."""
-    time = layer_time(joint(256, 4), LLAMA, H200, STEP)
-    q, k, v, o = 4096 * 4096, 1024 * 4096, 512 * 4096, 4096 * 32 * 256
-    bases = 2 * 512 * 512
-    small = 2 * 4096 + 4 * (512 + 8 * 128)  # the bias of o_proj; float32 shifts and constants
-    assert time.projection_bytes == 2 * (q + k + v + o + bases) + small
 
 
 def test_keys_that_are_rebuilt_in_memory_are_written_and_read(table) -> None:
@@ -130,19 +119,11 @@ def test_what_the_table_does_not_have_follows_from_what_it_has(table) -> None:
 
 def test_the_bundled_table_is_whole() -> None:
     found = bundled_table()
-    assert set(found) == set(grid())
     assert read_table(json.loads(json.dumps(table_data(found, arch="sm_90")))) == found
     for of, counts in found.items():
         assert counts.decode > 0, of
         wider = of._replace(width=2 * of.width)
         assert wider not in found or found[wider].decode > counts.decode, of
-
-
-def test_the_issues_goals_as_shares_of_the_uncompressed_time() -> None:
-    """17 instructions a key and KV head are 0.42 of the uncompressed time on an H200, 28 are 0.67."""
-    base = uncompressed_layer_time(LLAMA, H200, STEP).attention_s
-    assert H200.issue_seconds(17.6 * STEP.keys * 8) / base == pytest.approx(0.42, abs=0.005)
-    assert H200.issue_seconds(28.2 * STEP.keys * 8) / base == pytest.approx(0.67, abs=0.005)
 
 
 def test_sizes_of_groups_by_time(table) -> None:
@@ -164,20 +145,6 @@ def test_times_of_an_8b(table) -> None:
     assert times["joint, pre-RoPE, 8 heads", "0.94"].instructions_per_key == 0
     without = AttentionShape(12, 12, 12, 64, 768)
     assert {t.candidate.partition(",")[0] for t in decode_times(without, H200, STEP)} == {"joint", "apart"}
-
-
-@pytest.mark.parametrize(
-    ("item", "text"),
-    [
-        ("objective.context_tokens=0", "objective.context_tokens: got 0, expected a whole number from 1 to"),
-        ("objective.batch_size=-1", "objective.batch_size: got -1, expected a whole number from 1 to"),
-        ("objective.devise=h200", "unknown key 'objective.devise'; did you mean 'device'?"),
-    ],
-)
-def test_a_wrong_objective_says_what_is_wrong(item: str, text: str) -> None:
-    with pytest.raises(RecipeError) as error:
-        load_recipe("fdc", [item])
-    assert text in str(error.value)
 
 
 def test_bundled_devices_are_from_data_sheets() -> None:
@@ -212,19 +179,8 @@ def test_a_device_file_adds_and_replaces(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- 1", "got [1], expected a mapping"),
-        ("x: [", "not valid YAML"),
-        ("x: 3", "x: got 3, expected a mapping"),
         (f"x: {{{FIELDS}, clok_hz: 1}}", "unknown key 'x.clok_hz'; did you mean 'clock_hz'?"),
-        ("x: {source: measured}", "missing key 'x.bandwidth_bytes_per_s'"),
-        (f"x: {{{FIELDS.replace('4.4e12', 'fast')}}}", "x.bandwidth_bytes_per_s: got 'fast', expected a finite number"),
         (f"x: {{{FIELDS.replace('4.4e12', '0')}}}", "x.bandwidth_bytes_per_s: got 0, expected a finite number above 0"),
-        (f"x: {{{FIELDS.replace('4.4e12', '.inf')}}}", "x.bandwidth_bytes_per_s: got 'Infinity', expected a"),
-        (
-            f"x: {{{FIELDS}, instructions_per_cycle: 5}}",
-            "instructions_per_cycle: got 5, expected a finite number above 0",
-        ),
-        (f"x: {{{FIELDS.replace('measured', 'guessed')}}}", "x.source: got 'guessed', expected one of data-sheet"),
     ],
 )
 def test_a_wrong_device_file_says_what_and_where(text: str, message: str) -> None:

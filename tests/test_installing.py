@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-from email.message import Message
 
 import pytest
 from conftest import ROOT
 
-from rotor import installing
 from rotor.installing import PACKAGE, pip_install
-
-tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
 
 
 def test_the_command_has_one_place() -> None:
@@ -27,27 +23,3 @@ def test_the_command_has_one_place() -> None:
     }
     named = re.compile(rf"pip install ['\"]?{PACKAGE}|{PACKAGE}\[")
     assert [name for name, path in texts.items() if path.is_file() and named.search(path.read_text("utf-8"))] == []
-
-
-def test_one_setting_says_where_the_repository_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """[project.urls] of pyproject.toml, as the installed package has it."""
-    described = Message()
-    described["Project-URL"] = "Repository, https://example.org/rotor"
-    monkeypatch.setattr(installing, "metadata", lambda name: described)
-    installing.repository.cache_clear()
-    assert pip_install() == f"pip install '{installing.PACKAGE} @ git+https://example.org/rotor'"
-    assert pip_install("plots") == f"pip install '{installing.PACKAGE}[plots] @ git+https://example.org/rotor'"
-    monkeypatch.setattr(installing, "__file__", "/nowhere/rotor/installing.py")
-    assert installing.documentation() == "https://example.org/rotor"
-    installing.repository.cache_clear()
-
-
-def test_the_package_describes_itself() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["name"] == PACKAGE
-    assert project["version"] in (ROOT / "CHANGELOG.md").read_text()
-    assert {"License :: OSI Approved :: Apache Software License"}.isdisjoint(project["classifiers"])  # PEP 639
-    low, high = re.findall(r"3\.(\d+)", project["requires-python"])
-    minors = [c.rpartition(".")[2] for c in project["classifiers"] if re.fullmatch(r".*Python :: 3\.\d+", c)]
-    assert minors == [str(minor) for minor in range(int(low), int(high))]
-    assert len(project["keywords"]) >= 5

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, DEMO_MODEL, FAST_EVALUATION, build_tiny, close, relative_error
+from conftest import CONFIGS, FAST_EVALUATION, build_tiny, close, relative_error
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
 
-from rotor.bases.layer import layer_bases
 from rotor.bases.moments import pack_symmetric, unpack_symmetric
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.capture import layer_statistics
 from rotor.calibration.outline import ModelOutline
 from rotor.errors import CheckpointError, UsageError
 from rotor.evaluation.scoring import score
 from rotor.export.export import export
-from rotor.format.layout import KeyForm, LayerForm
 from rotor.models import layerwise, memory
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel, new_states
 from rotor.models.loading import load_model
 from rotor.models.memory import Estimate, Estimates, WholeModel, available_host_bytes, stream_weights
 from rotor.models.weights import StreamedWeights
-from rotor.planning.inspection import inspect
-from rotor.rewriting.compressible import CompressibleModel
-from rotor.rewriting.rewrite import layer_layout, rewrite_layer
-from rotor.runtime.projections import read_attention
 from rotor.search.table import RankTable
 
 CPU = torch.device("cpu")
@@ -109,25 +100,6 @@ def test_calibration_and_measuring_do_not_depend_on_where_weights_are(sharded, t
     assert close(*([point.to_json() for point in table.points] for table in tables))
 
 
-def test_compressed_models_score_the_same(tiny, tmp_path: Path, rows: torch.Tensor) -> None:
-    run = calibrate(tiny("gpt2"), tmp_path / "run", "rotor-16", SMALL)
-    bases = run.bases()
-    checkpoint = Checkpoint(run.model_folder)
-    found = []
-    for stream in (False, True):
-        network = CompressibleModel(checkpoint, CPU, torch.float32, streamed=stream)
-        reference = network.final_states(rows)
-        ranks = [[(20, 24)] * len(layer.qk.encode) for layer in bases]
-        network.compress(bases, ranks)
-        scores = score(network, rows, reference=reference)
-        assert scores.kl_div is not None
-        assert scores.kl_div.min() > 0
-        found.append((scores.nll.tolist(), scores.kl_div.tolist()))
-        network.restore()
-        assert relative_error(network.final_states(rows), reference) < 1e-6
-    assert close(*found)
-
-
 def test_parts_of_a_row_score_like_the_whole(tiny, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large vocabulary leaves room for the logits of a few positions only."""
     network = LayerwiseModel.of(load_model(tiny("llama"), CPU, torch.float32))
@@ -189,21 +161,6 @@ def test_weights_are_read_layer_by_layer_when_they_do_not_fit(monkeypatch: pytes
         stream_weights("auto", Estimates(large, small), CPU, WholeModel("x", "y"))
 
 
-def test_inspection_chooses_to_stream_by_the_memory_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an 8B on a machine with 24 GB: its text is written layer by layer."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
-    LlamaConfig(**sizes, dtype="bfloat16").save_pretrained(tmp_path / "8b")
-    monkeypatch.setattr(memory, "available_host_bytes", lambda: 21_500_000_000)
-    needs = {dtype: inspect(tmp_path / "8b", dtype=dtype).calibrate for dtype in ("float32", "bfloat16")}
-    assert [needs[dtype].streamed for dtype in needs] == [True, True]
-    in_all = {dtype: sum(needed.host_bytes.values()) for dtype, needed in needs.items()}
-    assert in_all["bfloat16"] < in_all["float32"] < 0.8 * 21.5e9
-    for size in (700_000_000, 100_000_000_000):
-        monkeypatch.setattr(memory, "available_host_bytes", lambda size=size: size)
-        shown = inspect(DEMO_MODEL).calibrate
-        assert shown.streamed == (size < 1e9)
-
-
 def test_available_memory_is_that_of_the_tightest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_host_bytes() > 0
     used = memory.resource.getrusage(memory.resource.RUSAGE_SELF).ru_maxrss << 10
@@ -221,26 +178,8 @@ def test_sizes_count_every_tensor_once(family: str, tiny) -> None:
     assert sizes.rest < sizes.vocabulary[0]
 
 
-def test_packed_output_moments_leave_the_refit_as_it_is() -> None:
-    """Stored as one float32 triangle, they give the same W_o as in float64, within what bfloat16 rounds away."""
-    checkpoint = Checkpoint(DEMO_MODEL)
-    network = LayerwiseModel.of(load_model(DEMO_MODEL, CPU, torch.float32))
-    tokens = torch.randint(1, 4096, (8, 256), generator=torch.Generator().manual_seed(0))
-    states = network.embed(tokens)
-    wanted = frozenset({"query", "key_64_8", "output"})
-    moments = layer_statistics(network, 0, states, states, 2, wanted)
-    weights = read_attention(network.family, 0, checkpoint.names, checkpoint.tensor, network.shape)
-    weights.v_weight = weights.v_weight.float()  # what is rewritten has its dtype
-    bases = layer_bases(moments, weights, LayerForm(KeyForm(64, 8), 2), "kq", "kq-output")
-    exact = moments.moment("output")
-    packed = pack_symmetric(exact)
-    assert packed.dtype == torch.float32
-    assert packed.numel() == 6 * 128 * 129 / 2
-    assert torch.equal(unpack_symmetric(packed), unpack_symmetric(packed).mT)
-    layout, order = layer_layout(bases, [(64, 40)])
-    written = [
-        rewrite_layer(weights, replace(bases, outputs=outputs), layout, order, network.shape)["o_proj.weight"]
-        for outputs in (exact, unpack_symmetric(packed), None)
-    ]
-    assert relative_error(written[1], written[0]) < 1e-4
-    assert relative_error(written[2], written[0]) > 1e-2  # without the refit
+def test_packed_moments_are_one_triangle_in_float32() -> None:
+    half = torch.randn(3, 2, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    packed = pack_symmetric(half + half.mT)
+    assert (packed.shape, packed.dtype) == ((3, 2, 45), torch.float32)
+    torch.testing.assert_close(unpack_symmetric(packed), half + half.mT, rtol=1e-6, atol=1e-6)

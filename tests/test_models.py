@@ -156,23 +156,6 @@ def test_chunked_prefill_into_a_static_cache(traced: bool, compressed) -> None:
         assert relative_error(torch.cat(parts, dim=1), expected) < 1e-5
 
 
-def test_where_the_key_basis_is(compressed, tiny) -> None:
-    """Qwen3 norms keys between k_proj and RoPE, so its basis cannot be folded; without RoPE every basis is (ZACK)."""
-    qwen, llama, gpt2 = (
-        load(compressed(*case)[1]) for case in (("qwen3", "pre", "all"), ("llama", "pre", "all"), ("gpt2", "post", 1))
-    )
-    attention = qwen.model.layers[0].self_attn
-    assert attention.key_basis is not None
-    assert attention.k_proj.out_features == 64
-    attention = llama.model.layers[0].self_attn
-    assert attention.key_basis is None
-    assert attention.k_proj.out_features == attention.layout.key_rank
-    attention = gpt2.transformer.h[0].attn
-    assert (attention.key_basis, attention.query_basis) == (None, None)
-    assert attention.q_proj.out_features == attention.layout.key_width
-    assert gpt2.num_parameters() < load(tiny("gpt2")).num_parameters()
-
-
 def test_what_attention_cannot_do_is_refused(compressed, tiny) -> None:
     """A mask of another attention, and layers that are not compressed."""
     model = load(compressed("llama", "post", 1)[1])

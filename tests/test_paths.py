@@ -14,7 +14,7 @@ from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.errors import CheckpointError, UsageError
 from rotor.export.export import export
-from rotor.format.places import OutputFolder, check_apart, mark_unfinished
+from rotor.format.places import mark_unfinished
 
 SETTINGS = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "groups.size=1", "ranks.multiple_of=4"]
 
@@ -169,14 +169,3 @@ def test_the_root_files_and_long_names(run: Run, tmp_path: Path, capsys) -> None
             code = 2 if "is " in why else 1
             expect_error(capsys, code, why, *command, "-o", out, "--overwrite")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_places_are_compared_by_what_they_are(tmp_path: Path) -> None:
-    a, link = tmp_path / "a", tmp_path / "link"
-    (a / "b").mkdir(parents=True)
-    link.symlink_to(a)
-    for out, source, why in ((link / "b" / "new", a, "lies in"), (a, link / "b", "contains"), (a, link, "lies in")):
-        with pytest.raises(UsageError, match=why):
-            check_apart(out, [source])
-    check_apart(tmp_path / "ab", [a, a / "b", tmp_path / "nowhere"])
-    assert OutputFolder.at(link / "x", "run").path == a / "x"

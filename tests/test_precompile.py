@@ -9,17 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from rotor.bench import precompile as module
-from rotor.bench.precompile import count_layers, count_specialisation, named_layouts, named_subjects, parse_archs
+from rotor.bench.precompile import STEP, count_layers, count_specialisation, named_subjects, parse_archs
 from rotor.cli.commands import app
 from rotor.errors import UsageError
 from rotor.export.export import export
 from rotor.format.layout import kv_bytes_per_token
-from rotor.prediction.cost import DecodeStep
 from rotor.prediction.devices import find_device
 from rotor.prediction.instructions import Specialisation, bundled_table, group_instructions
 
 needs_triton = pytest.mark.skipif(not module.triton_installed(), reason="triton is not installed")
-STEP = DecodeStep(32768, 8)
 DEVICES = {90: find_device("h200"), 80: find_device("a100-80g")}
 
 
@@ -28,10 +26,6 @@ def folder(demo_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("compile") / "out"
     export(demo_run("fdc").folder, out, removal_rate=0.2)
     return out
-
-
-def subject(name: str) -> module.Subject:
-    return next(subject for subject in named_subjects() if subject.name == name)
 
 
 @pytest.fixture
@@ -45,7 +39,7 @@ def decoding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_named_layouts() -> None:
     """Bytes that each removes of 512 a key and KV head."""
-    found = named_layouts()
+    found = {name: subject.layout for name, subject in named_subjects().items()}
     removed = {name: 1 - kv_bytes_per_token([layout], 2) / (8 * 512) for name, layout in found.items()}
     assert removed == {
         "joint-64-fast": 0.9375,
@@ -65,18 +59,20 @@ def test_named_layouts() -> None:
 @pytest.mark.parametrize(("name", "arch", "goal"), [("joint-64-fast", 90, 20.0), ("numbers-64", 80, 24.0)])
 def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, decoding_alone) -> None:
     """And as many as predictions look up."""
-    (layer,) = count_layers([subject(name)], [arch], STEP)
+    (layer,) = count_layers([named_subjects()[name]], [arch])
     assert [kernel.error for kernel in layer.kernels] == [None] * len(layer.kernels)
     assert goal / 3 < layer.instructions_per_key < goal
     assert layer.spilled_bytes == 0
     assert [kernel.name.partition(" ")[0] for kernel in layer.kernels] == ["absorb", "decode", "join"]
     assert all(16 <= kernel.registers <= 255 for kernel in layer.kernels)
-    assert layer.issue_s == pytest.approx(DEVICES[arch].issue_seconds(STEP.keys * 8 * layer.instructions_per_key))
-    assert layer.memory_s == DEVICES[arch].read_seconds(STEP.keys * 8 * layer.bytes_per_key)
-    base = DEVICES[arch].read_seconds(STEP.keys * 8 * 512)
-    assert layer.share == pytest.approx(max(layer.issue_s, layer.memory_s) / base)
+    device, keys = DEVICES[arch], STEP.keys * 8
+    issued, read = (
+        device.issue_seconds(keys * layer.instructions_per_key),
+        device.read_seconds(keys * layer.bytes_per_key),
+    )
+    assert layer.share == pytest.approx(max(issued, read) / device.read_seconds(keys * 512))
     if arch == 90:
-        of = subject(name)
+        of = named_subjects()[name]
         looked_up = group_instructions(of.layout, of.layout.groups[0], of.shape)
         assert looked_up == pytest.approx(layer.instructions_per_key, rel=0.15)
 
@@ -94,7 +90,7 @@ def test_the_bundled_table_is_what_is_counted(decoding_alone) -> None:
 def test_one_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch, decoding_alone) -> None:
     from rotor.bench.variants import Variant
 
-    compile_variant, some = Variant.compile, [subject("joint-64")]
+    compile_variant, some = Variant.compile, {"joint-64": named_subjects()["joint-64"]}
 
     def compile_or_fail(variant):
         if variant.name.startswith("absorb"):
@@ -120,7 +116,7 @@ def test_one_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch
 
 @needs_triton
 def test_a_checkpoint(folder: Path, decoding_alone) -> None:
-    done = CliRunner().invoke(app, ["compile", str(folder), "--arch", "sm_90", "--json", "-q", "--batch", "1"])
+    done = CliRunner().invoke(app, ["compile", str(folder), "--arch", "sm_90", "--json", "-q"])
     assert done.exit_code == 0, done.output
     layers = json.loads(done.stdout)["layers"]
     assert sum(layer["layers"] for layer in layers) == 5
@@ -141,5 +137,5 @@ def test_requests_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             CliRunner().invoke(app, call, catch_exceptions=False)
     monkeypatch.setattr(module, "triton_installed", lambda: False)
     with pytest.raises(UsageError, match="not installed") as caught:
-        count_layers(named_subjects(), [90], STEP)
+        count_layers(named_subjects().values(), [90])
     assert "PATH/TO/rotor[kernels]" in caught.value.hint

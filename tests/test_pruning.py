@@ -7,22 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import DEMO_MODEL, FAST_EVALUATION, relative_error
+from conftest import DEMO_MODEL, relative_error
 
 from rotor.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.pruning import ClusteredStatistics, StreamingKMeans, prune_rows
-from rotor.data.tokens import CalibrationTokens
 from rotor.errors import DataError, NumericsError
 from rotor.format.layout import AttentionShape
-from rotor.recipe import Prune, load_recipe, parse_recipe
+from rotor.recipe import Prune
 
 SHAPE = AttentionShape(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=8, hidden_size=64)
-
-
-def labelled(**topics: int) -> CalibrationTokens:
-    names = tuple(name for name, count in topics.items() for _ in range(count))
-    return CalibrationTokens(torch.arange(len(names))[:, None].expand(-1, 4).clone(), names)
 
 
 def activations(tokens: int, distinct: int | None = None) -> dict[str, torch.Tensor]:
@@ -46,24 +40,18 @@ def exact(data: dict[str, torch.Tensor], group_size: int = 1) -> LayerStatistics
     return found
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.9])
-def test_the_share_is_dropped_within_each_topic(share: float) -> None:
-    tokens = labelled(a=40, b=17, c=3, d=100)
-    kept, again, other = (prune_rows(tokens, Prune(share=share, seed=seed)) for seed in (0, 0, 1))
-    assert len(kept.topics) == len(kept.rows) == 160 - round(160 * share)
-    for topic, count in tokens.topic_counts().items():
-        assert abs(kept.topic_counts().get(topic, 0) - count * (1 - share)) < 1
-    assert kept.rows[:, 0].diff().gt(0).all()  # the order is kept
-    assert all(tokens.topics[i] == topic for i, topic in zip(kept.rows[:, 0].tolist(), kept.topics, strict=True))
-    assert torch.equal(kept.rows, again.rows)
-    assert torch.equal(kept.rows, other.rows) == (share == 0)
-
-
-def test_too_little_to_prune() -> None:
+def test_the_share_is_dropped() -> None:
+    rows = torch.arange(160)[:, None].expand(-1, 4)
+    for share in (0.0, 0.25, 0.9):
+        kept, again, other = (prune_rows(rows, Prune(share=share, seed=seed)) for seed in (0, 0, 1))
+        assert len(kept) == 160 - round(160 * share)
+        assert kept[:, 0].diff().gt(0).all()  # the order is kept
+        assert torch.equal(kept, again)
+        assert torch.equal(kept, other) == (share == 0)
     with pytest.raises(DataError, match=r"prune.share 0.9 leaves none of 1 rows(.|\n)*tokens.count=N"):
-        prune_rows(labelled(a=1), Prune(share=0.9))
+        prune_rows(rows[:1], Prune(share=0.9))
     with pytest.raises(DataError, match=r"prune.kmeans: 9 centroids for 8 tokens"):
-        prune_rows(labelled(a=4), Prune(share=0.5, kmeans=9))
+        prune_rows(rows[:4], Prune(share=0.5, kmeans=9))
 
 
 @pytest.mark.parametrize("group_size", [1, 4])
@@ -120,20 +108,7 @@ def test_a_vector_that_is_not_finite_names_its_layer() -> None:
         clustered(Prune(kmeans=4), data, 10)
 
 
-def test_recipe_round_trip() -> None:
-    recipe = load_recipe("fdc", ["prune.share=0.5", "prune.kmeans=1024", "tokens.source=synthetic"])
-    assert recipe.prune == Prune(0.5, 1024, 0)
-    assert parse_recipe(recipe.to_yaml(), "x") == recipe
-    assert load_recipe("fdc").prune == Prune()
-
-
-def test_calibrating_with_pruned_topics_and_centroids(tmp_path: Path) -> None:
-    for topic in ("one", "two"):
-        (tmp_path / "text" / topic).mkdir(parents=True)
-        (tmp_path / "text" / topic / "a.txt").write_text(f"def {topic}(a, b):\n    return a + b\n" * 400)
-    settings = ["tokens.count=2048", "tokens.seq_len=64", *FAST_EVALUATION, "tokens.source=text", "prune.share=0.5"]
-    settings.append(f"tokens.path={tmp_path / 'text'}")
-    run = calibrate(DEMO_MODEL, tmp_path / "run", "fdc", [*settings, "prune.kmeans=64"])
-    info = run.info["tokens"]
+def test_calibrating_on_half_of_the_rows_with_centroids(tmp_path: Path) -> None:
+    settings = ["tokens.count=2048", "tokens.seq_len=64", "tokens.source=random", "prune.kmeans=64"]
+    info = calibrate(DEMO_MODEL, tmp_path / "run", "zdc", settings).info["tokens"]
     assert (info["count"], info["rows"], info["pruned_rows"]) == (1024, 16, 16)
-    assert info["topics"] == {"one": 8, "two": 8}

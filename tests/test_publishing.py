@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_resume import SETTINGS, drive, interrupted, tensors
+from test_resume import SETTINGS, drive, tensors
 from test_resume import model as model
 from test_resume import whole as whole
 
@@ -96,28 +96,6 @@ def test_a_run_that_was_killed_while_it_was_published_keeps_its_recipe(model: Pa
     assert tensors(run).items() >= tensors(whole).items()
     again = calibrate(model, run.folder, "rotor-16", SETTINGS, batch_tokens=64, overwrite=True)
     assert tensors(again) == tensors(whole)
-
-
-def test_what_a_power_loss_tore_is_not_gone_on_with(model: Path, tmp_path: Path, monkeypatch) -> None:
-    """States and bases of another moment than progress.json says, and a fingerprint that is gone."""
-    partial = interrupted(model, tmp_path / "run", monkeypatch, at=2)
-    assert {path.name for path in (partial / "work").glob("states-*")} == {
-        f"states-{layer:04d}.bin" for layer in (2, 3)
-    }
-    for name, text in (
-        ("work/states-0002.bin", "is not what was written when its layer was finished"),
-        ("bases/layer-0001.safetensors", "is not what was written when its layer was finished"),
-        ("bases/layer-0000.safetensors", "is not what was written when its layer was finished"),
-    ):
-        original = (partial / name).read_bytes()
-        (partial / name).write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
-        with pytest.raises(CheckpointError, match=text) as caught:
-            calibrate(model, tmp_path / "run", "rotor-16", SETTINGS, batch_tokens=64, resume=True)
-        assert "--overwrite" in caught.value.hint
-        (partial / name).write_bytes(original)
-    (partial / "work" / "fingerprint.json").unlink()
-    with pytest.raises(UsageError, match="nobody knows what the run was begun with"):
-        calibrate(model, tmp_path / "run", "rotor-16", SETTINGS, batch_tokens=64, resume=True)
 
 
 def test_sidecars_are_those_of_a_model(tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ import torch
 
 from rotor.allocation.fisher import FisherPath
 from rotor.allocation.plan import RankInputs, Spectra, round_rank
-from rotor.allocation.removal_rate import RemovalRatePath, removal_rate_ranks
+from rotor.allocation.removal_rate import RemovalRatePath, ranks_from_shares, tail_shares
 from rotor.allocation.uniform import UniformPath
 from rotor.allocation.water_filling import WaterFillingPath, interpolated
 from rotor.format.layout import AttentionShape, compression
 
 
 def rank(values: list[float], rate: float) -> int:
-    return removal_rate_ranks(torch.tensor([values], dtype=torch.float64), rate)[0]
+    return ranks_from_shares(tail_shares(torch.tensor([values], dtype=torch.float64)), rate)[0]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_an_exponent_makes_a_number() -> None:
         ("tokens.count=many", "tokens.count: got 'many', expected a whole number from 1 to"),
         ("tokens.count=true", "tokens.count: got True, expected a whole number"),
         ("tokens.count=0", "tokens.count: got 0, expected a whole number from 1 to 67108864"),
-        ("tokens.source=randm", "expected one of random, synthetic, text, dataset; did you mean 'random'?"),
+        ("tokens.source=randm", "expected one of random, synthetic, text; did you mean 'random'?"),
         ("tokens.count", "expected section.field=value"),
         ("tokens.count=[1", "not valid YAML"),
         ("tokens.source=text", "tokens.path: got None, expected a file or folder"),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from conftest import ROOT
-from test_cli import expect_error, rotor
+from test_cli import rotor
 
 from rotor.recipe import EXPORT_SECTIONS, load_recipe, parse_recipe
 from rotor.recipe.reference import recipe_fields, reference_page
@@ -34,14 +34,6 @@ def test_a_shown_recipe_is_one_to_start_from(name: str, capsys) -> None:
     assert json.loads(rotor(capsys, "recipes", "--show", name, "--json")[1])["tokens"]["source"] in printed
 
 
-def test_a_shown_recipe_may_be_a_file(tmp_path, capsys) -> None:
-    (tmp_path / "own.yaml").write_text("name: own\nsummary: mine\ntokens: {count: 77}\n")
-    assert "count: 77" in rotor(capsys, "recipes", "--show", tmp_path / "own.yaml")[1]
-    for given, meant in (("FDC", "fdc"), ("Rotor-Post", "rotor-post"), ("zac", "zack")):
-        expect_error(capsys, 2, f"did you mean '{meant}'?", "recipes", "--show", given)
-    expect_error(capsys, 2, "expected one of them", "recipes", "--show", "fdc", "--fields")
-
-
 def test_every_field_has_a_text_a_default_and_its_values() -> None:
     found = {field.name: field for section in recipe_fields().values() for field in section}
     assert set(found) == SETTINGS | {"name", "summary"}
@@ -51,7 +43,7 @@ def test_every_field_has_a_text_a_default_and_its_values() -> None:
     assert found["tokens.path"].default == "null"
     assert found["codes.bits"].default == "[0, 16]"
     assert found["name"].default is None
-    assert found["tokens.source"].values == "one of random, synthetic, text, dataset"
+    assert found["tokens.source"].values == "one of random, synthetic, text"
     assert found["tokens.count"].values == "a whole number from 1 to 67108864"
     assert found["ranks.method"].values == "one of removal-rate, uniform, fisher, global"
     assert "stdlib" in found["evaluation.source"].text

@@ -115,7 +115,7 @@ def test_killed_after_and_within_each_layer(model: Path, whole: Run, tmp_path: P
         assert not out.exists()
         partial = out.with_name(f"{out.name}.partial")
         progress = json.loads((partial / "work" / "progress.json").read_text())
-        assert (progress["finished_layers"], len(progress["files"])) == (layer, layer + 1)
+        assert progress["finished_layers"] == layer
         with pytest.raises(CheckpointError):
             Run.open(partial)
         resumed = calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="always", resume=True)

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +22,6 @@ from rotor.cli import console
 from rotor.cli.console import print_json
 from rotor.errors import RotorError, from_system, system_errors
 from rotor.logs import log, log_file
-
-SETTINGS = ["--set", "tokens.source=random", "--set", "tokens.count=512", "--set", "tokens.seq_len=64"]
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
@@ -57,26 +54,6 @@ def test_what_a_terminal_in_ascii_cannot_show_is_escaped(tmp_path: Path) -> None
     assert [line.startswith(b"error: ") for line in done.stderr.splitlines()] == [True, False] * 3
     assert b"\x1b" not in done.stderr
     assert done.stderr.isascii()
-
-
-def test_a_model_in_a_folder_of_any_name(tiny, tmp_path: Path, capsys) -> None:
-    """Calibrate, export and validate, with a name that has brackets and escape sequences."""
-    name = "m\u00e9[b]\x1b[31m"
-    shutil.copytree(tiny("llama"), tmp_path / name)
-    model, run, out = (tmp_path / f"{name}{end}" for end in ("", "-run", "-out"))
-    text = ["evaluation.source=text", f"evaluation.path={ROOT / 'LICENSE'}", "groups.size=1"]
-    small = [*text, "evaluation.search_tokens=512", "evaluation.report_tokens=512"]
-    overrides = [*SETTINGS, *(word for setting in small for word in ("--set", setting))]
-    for command in (
-        ["calibrate", model, "-o", run, *overrides],
-        ["export", run, "-o", out, "--compression", "0.3"],
-        ["validate", out],
-    ):
-        code, said, error = rotor(capsys, *command)
-        assert code == 0, error
-        assert "\x1b" not in said + error
-    for path in (run / "log.txt", out / "README.md"):
-        assert "\x1b" not in path.read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +9,8 @@ import torch
 from conftest import CONFIGS, DEMO_MODEL
 
 from rotor.data import tokens as tokens_module
-from rotor.data.documents import Document, read_documents
-from rotor.data.rows import text_rows, topic_rows
+from rotor.data.documents import read_documents
+from rotor.data.rows import text_rows
 from rotor.data.tokens import (
     SPAN,
     TIMES,
@@ -101,18 +98,6 @@ def test_the_documents_of_a_folder(tmp_path: Path, demo) -> None:
     assert tokens.documents == tuple(documents)
     every = text_rows(documents, demo.tokenizer, 64)
     assert torch.equal(tokens.rows, every[torch.arange(16) * len(every) // 16])
-    assert set(tokens.topics) == {"code", "loose.txt", "prose"}
-    for row, topic in zip(tokens.rows, tokens.topics, strict=True):
-        text = demo.tokenizer.decode(row)
-        assert text.count(f"text of {topic}") >= text.count("text of ") // 2
-
-
-def test_a_row_over_a_border_has_the_topic_of_most_of_its_tokens(demo) -> None:
-    length = len(demo.tokenizer("word " * 30, add_special_tokens=False)["input_ids"]) + 1
-    documents = [Document("word " * 30, "b"), Document("word " * 30, "a")]
-    assert topic_rows(documents, demo.tokenizer, 4 * length // 5)[1] == ["b", "a"]
-    rows, topics = topic_rows(documents[:1], demo.tokenizer, length + 1)
-    assert (rows.shape, topics) == ((0, length + 1), [])
 
 
 @pytest.mark.parametrize(
@@ -133,58 +118,6 @@ def test_text_that_is_missing_or_short(spec: Tokens, message: str, demo) -> None
 def test_text_without_a_tokenizer(demo) -> None:
     with pytest.raises(DataError, match=r"needs a tokenizer(.|\n)*tokenizer\.json"):
         calibration_tokens(Tokens("text", __file__), demo.config, None)
-
-
-def test_a_dataset_without_the_package_names_what_to_install(demo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"x: the package `datasets`(.|\n)*pip install 'PATH/TO/rotor\[eval\]'"):
-        calibration_tokens(Tokens("dataset", dataset="x"), demo.config, demo.tokenizer)
-
-
-@pytest.fixture
-def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of JSON lines: 40 documents, one of them empty."""
-    monkeypatch.setattr(pytest.importorskip("datasets").config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    lines = [
-        {"text": f"{kind} number {i}. " * 40, "kind": kind, "n": i} for i in range(20) for kind in ("story", "poem")
-    ]
-    lines[7]["text"] = " "
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return tmp_path / "data"
-
-
-def test_local_datasets(data_folder: Path, demo) -> None:
-    import datasets
-
-    spec = Tokens("dataset", dataset=str(data_folder), count=2048, seq_len=64)
-    tokens = calibration_tokens(spec, demo.config, demo.tokenizer)
-    assert tokens.rows.shape == (32, 64)
-    assert torch.equal(tokens.rows, calibration_tokens(spec, demo.config, demo.tokenizer).rows)
-    assert tokens.topic_counts() == {"dataset": 32}
-    datasets.load_dataset(str(data_folder)).save_to_disk(str(data_folder.parent / "saved"))
-    for folder in (data_folder, data_folder.parent / "saved"):
-        kinds = replace(spec, dataset=str(folder), topic_column="kind")
-        found = calibration_tokens(kinds, demo.config, demo.tokenizer)
-        assert set(found.topics) == {"poem", "story"}
-        assert all(topic in demo.tokenizer.decode(row) for row, topic in zip(found.rows, found.topics, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"dataset": "./nowhere"}, r"tokens.dataset ./nowhere, split train: cannot be read"),
-        ({"split": "tset"}, r"split tset: cannot be read.*train"),
-        ({"column": "txt"}, r"no column 'txt'(.|\n)*There are text, kind, n"),
-        ({"topic_column": "topic"}, r"no column 'topic'"),
-        ({"column": "n"}, r"column 'n' holds int, expected text"),
-        ({"count": 10**6}, r"rows of 512 tokens, expected 1954"),
-    ],
-)
-def test_datasets_that_cannot_be_used(fields: dict, message: str, data_folder: Path, demo) -> None:
-    spec = Tokens(**{"source": "dataset", "dataset": str(data_folder), **fields})
-    with pytest.raises(DataError, match=message):
-        calibration_tokens(spec, demo.config, demo.tokenizer)
 
 
 def test_repeats_state_a_span_again_further_on():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, SHORT_TEXT
+from conftest import SHORT_TEXT
 from random_layers import NARROW, WIDE, Form, LayoutOf, groups_of, write_random
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, LLAMA3_ROPE, MOE, SIZES, build_tiny
@@ -30,7 +30,6 @@ from vllm_engine import (
     served_tokens,
 )
 
-from rotor.bench.serving import ServingSettings, bench_serving
 from rotor.calibration.calibrate import calibrate
 from rotor.export.export import export
 from rotor.format.channels import Numbers
@@ -308,23 +307,6 @@ def test_kernels_in_the_interpreter_give_the_tokens_of_transformers(folder_of, e
     for folder, (tokens, called) in zip(folders, found, strict=True):
         assert tokens == [row[:3] for row in expected(folder)[1:5]]
         assert called == ["append", "attend_pages"]
-
-
-def test_a_benchmark_serves_source_and_compressed_side_by_side(tmp_path: Path) -> None:
-    """Of the bundled model, whose heads are such as vLLM's own attention takes."""
-    overrides = ["tokens.count=1024", "evaluation.seq_len=128", "codes.tokens=512", *SHORT_TEXT]
-    run = calibrate(DEMO_MODEL, tmp_path / "run", "rotor", overrides)
-    folder = export(run.folder, tmp_path / "out", compression=0.8, measure=False).folder
-    settings = ServingSettings((1, 3), prompt_tokens=40, new_tokens=4, cache_bytes=64 << 20, repetitions=1)
-    report = bench_serving(folder, settings, model=DEMO_MODEL, command="rotor bench")
-    cache = report["cache"]
-    assert cache["ratio_of_tokens"] == pytest.approx(cache["ratio_of_bytes"], rel=0.02)  # pages of 128 tokens
-    assert [(r["row"], r["concurrency"]) for r in report["serving"]] == [
-        (f"vllm, {row}", n) for n in (1, 3) for row in ("source", "compressed")
-    ]
-    assert all(r["tokens_per_s"]["median"] > 0 and r["time_to_first_token_s"]["median"] > 0 for r in report["serving"])
-    assert report["serving"][0]["throughput_over_source"] == 1.0
-    json.dumps(report, default=list)
 
 
 def test_a_checkpoint_without_weights_is_served_as_with_them(tmp_path: Path) -> None:

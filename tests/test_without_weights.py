@@ -16,7 +16,7 @@ from conftest import ROOT
 from safetensors.torch import load_file, save_file
 from test_cli import expect_error, rotor
 from test_end_to_end import contents
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rotor import export, materialise, validate
 from rotor.calibration.calibrate import calibrate
@@ -189,18 +189,6 @@ def test_a_source_on_the_hub_is_fetched_at_its_commit(both: tuple[Path, Path], t
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
     AutoModelForCausalLM.from_pretrained(apart)
     assert set(asked) == {("somebody/model", "0123")}
-
-
-def test_a_dtype_that_only_the_weights_tell(tiny, tmp_path: Path) -> None:
-    model = shutil.copytree(tiny("gpt2"), tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    config.pop("dtype")
-    (model / "config.json").write_text(json.dumps(config))
-    whole, apart = exported(model, tmp_path, "fdc", ["ranks.multiple_of=4"])
-    assert AutoModelForCausalLM.from_pretrained(apart).dtype == torch.float32
-    assert AutoConfig.from_pretrained(whole).dtype is None
-    materialise(apart, tmp_path / "again" / "out")
-    assert contents(tmp_path / "again" / "out") == contents(whole)
 
 
 LOAD = """

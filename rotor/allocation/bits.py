@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..codes.allocation import BitCurve, BitPath, bit_curve, bit_path, equal_path
+from ..codes.allocation import BitCurve, BitPath, bit_curve, bit_path
 from ..codes.layer import GroupChannels, LayerCodes, as_pair, channels_bytes
 from ..format.channels import PLANE, aligned
 from ..format.layout import AttentionShape, uncompressed_kv_bytes_per_token
@@ -25,32 +25,24 @@ UNIT_BYTES = PLANE // 2
 class _LayerBits:
     """The curves of a layer, the latents of each group in turn, and their best split.
 
-    latents: of a group: that of keys and that of values, or one of both. exact: of bytes that are all filled.
+    latents: of a group: that of keys and that of values, or one of both.
     """
 
     curves: tuple[BitCurve, ...]
     latents: int
-    exact: bool
 
     @cached_property
     def planes(self) -> tuple[np.ndarray, ...]:
-        """Of each latent: the most planes in 0, 1, ... units of bytes; -1 where they are not filled and must be."""
+        """Of each latent: the most planes in 0, 1, ... units of bytes."""
         groups, found = len(self.curves) // self.latents, []
         for curve in self.curves:
             sizes = np.array([aligned(PLANE * planes, groups) // UNIT_BYTES for planes in range(len(curve.loss))])
-            units = np.arange(sizes[-1] + 1)
-            planes = np.searchsorted(sizes, units, side="right") - 1
-            found.append(np.where((sizes[planes] == units) | (not self.exact), planes, -1))
+            found.append(np.searchsorted(sizes, np.arange(sizes[-1] + 1), side="right") - 1)
         return tuple(found)
 
     @cached_property
     def path(self) -> BitPath:
-        return bit_path(
-            [
-                np.where(planes < 0, np.inf, curve.loss[planes])
-                for curve, planes in zip(self.curves, self.planes, strict=True)
-            ]
-        )
+        return bit_path([curve.loss[planes] for curve, planes in zip(self.curves, self.planes, strict=True)])
 
     def channels(self, units: int) -> GroupChannels:
         """The channels of each group when there are so many units for all of them."""
@@ -71,28 +63,21 @@ class BitsPath(RankPath):
         codes: of each layer.
         widths: bits that a channel may have, 0 among them.
         element_bytes: of one number of the model's dtype: what is compressed.
-        uniform_rows: all layers store rows of as many bytes.
     Source: docs/design.md, Mathematics, Codes; reverse water-filling (Cover and Thomas, section 10.3.3).
     """
 
     step = f"at least {UNIT_BYTES} bytes a latent", "calibrate with larger groups.size"
 
     def __init__(
-        self,
-        codes: Sequence[LayerCodes],
-        shape: AttentionShape,
-        widths: tuple[int, ...],
-        element_bytes: int,
-        uniform_rows: bool = False,
+        self, codes: Sequence[LayerCodes], shape: AttentionShape, widths: tuple[int, ...], element_bytes: int
     ) -> None:
-        self.uniform_rows = uniform_rows
         self._uncompressed_bytes = uncompressed_kv_bytes_per_token(shape, element_bytes)
         self._layers = []
         for layer in codes:
             groups = range(len(layer.qk.weight))
             curves = [bit_curve(side.losses(group, widths), widths) for group in groups for side in layer.sides]
-            self._layers.append(_LayerBits(tuple(curves), len(layer.sides), exact=uniform_rows))
-        self._path = (equal_path if uniform_rows else bit_path)([layer.path.loss for layer in self._layers])
+            self._layers.append(_LayerBits(tuple(curves), len(layer.sides)))
+        self._path = bit_path([layer.path.loss for layer in self._layers])
         self._least_units = int(np.isfinite(self._path.loss).argmax())
 
     def at_compression(self, target: float) -> RankPlan | None:
@@ -105,9 +90,7 @@ class BitsPath(RankPath):
         return [self._plan(units) for units in range(len(self._path.loss) - 1, self._least_units - 1, -step)]
 
     def lighter(self, plan: RankPlan) -> list[RankPlan]:
-        """Plans with a plane less in one layer, by the loss that is predicted; of rows of one width none."""
-        if self.uniform_rows:
-            return []
+        """Plans with a plane less in one layer, by the loss that is predicted."""
         split = [channels_bytes([layer]) // UNIT_BYTES for layer in plan.channels or []]
         losses = [layer.path.loss for layer in self._layers]
         lost = [float(loss[own - 1] - loss[own]) for loss, own in zip(losses, split, strict=True)]

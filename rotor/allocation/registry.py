@@ -23,14 +23,12 @@ class RankMethod:
     summary: one line, for help and tables; papers by their short names (see rotor).
     implementation: file in this package, and the SpectraPath in it.
     needs: what has to be measured beside the spectra.
-    uniform_rows: can give all layers rows of one width.
     """
 
     name: str
     summary: str
     implementation: str
     needs: frozenset[Need] = frozenset()
-    uniform_rows: bool = False
 
     def path(self, inputs: RankInputs) -> RankPath:
         """All its plans; the module is imported when they are asked for."""
@@ -50,7 +48,6 @@ _METHODS = (
         "uniform",
         "the same share of columns everywhere (FDC section 6.6, /AC)",
         "uniform:UniformPath",
-        uniform_rows=True,
     ),
     RankMethod(
         "fisher",
@@ -68,6 +65,3 @@ _METHODS = (
 
 RANK_METHODS = {method.name: method for method in _METHODS}
 """By the names that `ranks.method` may have."""
-
-OF_ONE_WIDTH = " or ".join(name for name, method in RANK_METHODS.items() if method.uniform_rows)
-"""Names of those that can give all layers rows of one width, for messages."""

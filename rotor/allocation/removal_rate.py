@@ -11,27 +11,23 @@ TIE = 1e-12
 """Slack in comparing a tail with the removal rate, so that rounding errors do not decide ties."""
 
 
-def removal_rate_ranks(singular_values: Tensor, removal_rate: float) -> list[int]:
-    """Count columns to keep in each row: the largest tail whose share of the sum is at most `removal_rate` is removed.
-
-    One column always stays.
+def tail_shares(singular_values: Tensor) -> Tensor:
+    """Share of the row's sum held by columns i, i + 1, ...: [groups, columns], non-increasing; zeros for a zero row.
 
     Args:
         singular_values: [groups, columns], each row descending and not negative.
-        removal_rate: in [0, 1).
-    Source: FDC equation 1 (ZACK equation 6); the rank is j + 1 there.
     """
-    return ranks_from_shares(tail_shares(singular_values), removal_rate)
-
-
-def tail_shares(singular_values: Tensor) -> Tensor:
-    """Share of the row's sum held by columns i, i + 1, ...: [groups, columns], non-increasing; zeros for a zero row."""
     tails = singular_values.flip(-1).cumsum(-1).flip(-1)
     return torch.where(tails[..., :1] > 0, tails / tails[..., :1], 0.0)
 
 
 def ranks_from_shares(shares: Tensor, removal_rate: float) -> list[int]:
-    """Equation 1 on the result of `tail_shares`."""
+    """Count columns to keep in each row of `tail_shares`: the largest tail of a share of at most `removal_rate` goes.
+
+    One column always stays.
+
+    Source: FDC equation 1 (ZACK equation 6); the rank is j + 1 there.
+    """
     return (shares > removal_rate + TIE).sum(-1).clamp(min=1).tolist()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,10 +13,13 @@ from ..format.layout import AttentionShape, KeyForm, LayerForm
 from ..numerics import one_thread
 from ..runtime.projections import AttentionWeights
 from . import fisher
-from .method import Gradients, Inputs
+from .method import Inputs
 from .moments import LayerStatistics, stored_name
 from .pair import BasisPair, stacked_pair
 from .registry import QK_METHODS, VO_METHODS
+
+if TYPE_CHECKING:
+    from ..calibration.gradients import LayerFisher
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ def layer_bases(
     form: LayerForm,
     qk_method: str,
     vo_method: str,
-    gradients: Gradients | None = None,
+    gradients: LayerFisher | None = None,
     where: str = "a layer",
 ) -> LayerBases:
     """Compute both bases of one layer by the methods that a recipe names.

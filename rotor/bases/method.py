@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,22 +12,8 @@ from ..format.layout import AttentionShape, KeyForm
 from ..runtime.projections import AttentionWeights
 from .moments import LayerStatistics, stored_name
 
-
-class Gradients(Protocol):
-    """Gradients of the model's loss by keys and values of one layer, and samples of these: a LayerFisher.
-
-    name: `value`, or what `stored_name` gives.
-    """
-
-    def per_token(self, name: str) -> Tensor:
-        """E[g g^T], [num_groups, n, n], float64."""
-        ...
-
-    def sampled(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Samples of keys or values and the gradients by them, [num_groups, samples, n], and the share of all tokens
-        that each stands for, [samples]; float64.
-        """
-        ...
+if TYPE_CHECKING:
+    from ..calibration.gradients import LayerFisher
 
 
 @dataclass(frozen=True)
@@ -37,7 +23,7 @@ class Inputs:
     statistics: LayerStatistics
     weights: AttentionWeights
     form: KeyForm
-    gradients: Gradients | None = None
+    gradients: LayerFisher | None = None
 
     @property
     def shape(self) -> AttentionShape:
@@ -85,11 +71,6 @@ class Inputs:
     def readers(self) -> Tensor:
         """Second moment of the rows of W_o that read each head's values, block-diagonal [num_groups, n, n]."""
         return block_diagonal(output_moments(self.weights.o_weight, self.shape), self.group_size)
-
-    @property
-    def width(self) -> int:
-        """Columns of a group: n."""
-        return self.group_size * self.shape.head_dim
 
 
 def block_diagonal(moments: Tensor, group_size: int) -> Tensor:

@@ -22,10 +22,6 @@ class BasisPair:
     decode: Tensor
     singular_values: Tensor
 
-    @property
-    def is_orthonormal(self) -> bool:
-        return torch.equal(self.encode, self.decode)
-
 
 def split_pair(joint: BasisPair, group_size: int) -> tuple[BasisPair, BasisPair]:
     """The rows of keys and those of values of bases over both: of each head its key, then its value."""

@@ -28,8 +28,8 @@ def from_weight(weight: Tensor, rows: int) -> BasisPair:
 
 
 def of_key_projection(inputs: Inputs) -> BasisPair:
-    return from_weight(inputs.weights.k_weight, inputs.width)
+    return from_weight(inputs.weights.k_weight, inputs.group_size * inputs.shape.head_dim)
 
 
 def of_value_projection(inputs: Inputs) -> BasisPair:
-    return from_weight(inputs.weights.v_weight, inputs.width)
+    return from_weight(inputs.weights.v_weight, inputs.group_size * inputs.shape.head_dim)

@@ -1,21 +1,19 @@
 """Attention of compressed layers beside PyTorch's on the uncompressed cache: every row is checked, then timed.
 
-Rows, on random inputs: rotor's kernel and its path in plain PyTorch, and each backend of PyTorch's SDPA on keys and
-values of full width.
+Rows, on random inputs: rotor's kernel and its path in plain PyTorch, and PyTorch's SDPA on keys and values of full
+width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
 from timeit import Timer
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from ..errors import NumericsError
@@ -43,7 +41,7 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention of a layer: every sequence attends to all its keys, the last seq_len of them causally.
+    """Attention of a layer, causal: a step of one token, or a prompt of all its keys.
 
     query: [batch_size, num_heads, seq_len, head_dim], rotated; in a model without RoPE [batch_size, seq_len, sum over
         query heads of width].
@@ -69,12 +67,6 @@ class Problem:
     def kv_len(self) -> int:
         return self.key.shape[2]
 
-    def mask(self, seq_len: int) -> Tensor | None:
-        """Of the last seq_len queries, [1, 1, seq_len, kv_len], bool; None where they are one, or as many as keys."""
-        if seq_len in (1, self.kv_len):
-            return None
-        return _lower_right(seq_len, self.kv_len, self.key.device)
-
     def exact(self) -> Tensor:
         """The float64 value of the last CHECKED_QUERIES queries."""
         count, p = min(self.seq_len, CHECKED_QUERIES), self.parameters
@@ -85,14 +77,8 @@ class Problem:
         exact = replace(p, query_basis=wide(p.query_basis), key_constant=wide(p.key_constant))
         query = wide(self.query).narrow(1 if self.query.dim() == 3 else 2, self.seq_len - count, count)
         rotation = self.rotation and when_read((wide(self.rotation[0]), wide(self.rotation[1])), self.layout.form)
-        return reference.attention(query, wide(self.key), wide(self.value), exact, rotation, self.mask(count))
-
-
-@lru_cache(maxsize=2)
-def _lower_right(seq_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """One tensor for all layers, as in a model."""
-    every = torch.ones(seq_len, kv_len, dtype=torch.bool, device=device)
-    return every.tril(kv_len - seq_len)[None, None]
+        mask = torch.ones(count, self.kv_len, dtype=torch.bool, device=self.key.device).tril(self.kv_len - count)
+        return reference.attention(query, wide(self.key), wide(self.value), exact, rotation, mask[None, None])
 
 
 def random_problem(
@@ -136,44 +122,34 @@ def random_problem(
 
 
 def kernel(problem: Problem, kernels: LayerKernels | None = None) -> Call:
-    """The kernels as a layer of a model calls them: a step, some new tokens behind cached keys, or a prompt."""
+    """The kernels as a layer of a model calls them."""
     from ..kernels.attention import attend
 
     p = problem
-    options: dict[str, Any] = {"rotation": p.rotation, "attention_mask": p.mask(p.seq_len), "layer_idx": 0}
     launches = kernels or default_layer(p.parameters.layout)
-    return lambda: attend(p.query, p.key, p.value, p.parameters, launches, **options)
+    return lambda: attend(p.query, p.key, p.value, p.parameters, launches, rotation=p.rotation, layer_idx=0)
 
 
 def pytorch_path(problem: Problem) -> Call:
     """rotor's own path where no kernel serves: keys rebuilt or queries absorbed, a block at a time."""
-    p, rotation, mask = problem, None, problem.mask(problem.seq_len)
+    p, rotation = problem, None
     if p.rotation is not None:
         cos, sin = when_read(p.rotation, p.parameters.layout.form)
         rotation = cos.to(p.query.dtype), sin.to(p.query.dtype)
-    return lambda: reference.attention(p.query, p.key, p.value, p.parameters, rotation, mask)
+    return lambda: reference.attention(p.query, p.key, p.value, p.parameters, rotation)
 
 
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-
-
-def sdpa(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend) -> Call:
-    """PyTorch's attention with one backend, over [batch_size, heads, tokens, head_dim]; causal to the lower right."""
+def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Call:
+    """PyTorch's attention over [batch_size, heads, tokens, head_dim], causal to the lower right."""
     batch_size, _, seq_len, head_dim = query.shape
-    if seq_len == 1:  # query heads that share keys as rows of one query: the keys are read once, by every backend
+    if seq_len == 1:  # query heads that share keys as rows of one query: the keys are read once
         query = query.reshape(batch_size, key.shape[1], -1, head_dim)
     mask = causal_lower_right(seq_len, key.shape[2]) if 1 < seq_len < key.shape[2] else None
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": 1 < seq_len == key.shape[2]}
     options["enable_gqa"] = query.shape[1] != key.shape[1]
 
     def run() -> Tensor:
-        with sdpa_kernel(backend):
-            output = functional.scaled_dot_product_attention(query, key, value, **options)
+        output = functional.scaled_dot_product_attention(query, key, value, **options)
         return output.reshape(batch_size, 1, -1) if seq_len == 1 else output.transpose(1, 2).flatten(2)
 
     return run
@@ -203,33 +179,24 @@ def bench_layer(
     problem = random_problem(layout, shape, *load, dtype, generator)
     query, key, value = uncompressed_heads(shape, *load, dtype, generator)
     last = query[:, :, -CHECKED_QUERIES:].double(), key.double(), value.double()
-    compressed, uncompressed = problem.exact(), sdpa(*last, SDPBackend.MATH)()
-    rows: dict[str, tuple[Callable[[], Call], Tensor]] = {}
+    compressed, uncompressed = problem.exact(), sdpa(*last)()
+    rows: dict[str, tuple[Call, Tensor]] = {}
     if device.type == "cuda" and layer_served(layout, shape, dtype, device):
-        rows["rotor, kernel"] = partial(kernel, problem), compressed
+        rows["rotor, kernel"] = kernel(problem), compressed
     else:
         left_out["rotor, kernel"] = "the Triton kernels need a CUDA device, and sizes and a dtype that they have"
-    rows["rotor, PyTorch path"] = partial(pytorch_path, problem), compressed
-    for name, backend in BACKENDS.items():
-        rows[f"SDPA {name}"] = partial(sdpa, query, key, value, backend), uncompressed
-    calls, errors = {}, {}
-    for name, (prepare, exact) in rows.items():
-        try:
-            call = prepare()
-            errors[name] = relative_error(call(), exact)
-        except RuntimeError as failure:  # so PyTorch says that a backend does not fit
-            if not name.startswith("SDPA"):
-                raise
-            left_out[name] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:100]}"
-            continue
+    rows["rotor, PyTorch path"] = pytorch_path(problem), compressed
+    rows["SDPA"] = sdpa(query, key, value), uncompressed
+    errors = {}
+    for name, (call, exact) in rows.items():
+        errors[name] = relative_error(call(), exact)
         if not errors[name] <= TOLERANCE[dtype]:  # NaN is no number below it
             raise NumericsError(
                 f"benchmark row {name!r}, {load[1]} of {load[2]} tokens: relative error {errors[name]:.3g} against "
                 f"float64, allowed is {TOLERANCE[dtype]:.3g}; nothing is reported.",
                 "The row computes something wrong: a defect of rotor, of PyTorch or of the driver; report it.",
             )
-        calls[name] = call
-    return {name: {**timed(call, device, repetitions), "error": errors[name]} for name, call in calls.items()}
+    return {name: {**timed(call, device, repetitions), "error": errors[name]} for name, (call, _) in rows.items()}
 
 
 def relative_error(output: Tensor, exact: Tensor) -> float:

@@ -122,7 +122,7 @@ def _attention(
     repetitions: int,
     left_out: dict[str, str],
 ) -> list[dict[str, Any]]:
-    """Every row at a load, times summed over layers; `over_stock` is over the fastest SDPA."""
+    """Every row at a load, times summed over layers; `over_stock` is over SDPA."""
     phase, length, batch = load
     sizes = batch, 1 if phase == "decode" else length, length
     found = [
@@ -134,7 +134,7 @@ def _attention(
         seconds = {part: sum(rows[name][part] for rows in found) for part in ("median", "low", "high")}
         record = {"row": name, "phase": phase, "length": length, "batch_size": batch, "seconds": seconds}
         records.append({**record, "largest_error": max(rows[name]["error"] for rows in found)})
-    stock = min(record["seconds"]["median"] for record in records if record["row"].startswith("SDPA"))
+    (stock,) = (record["seconds"]["median"] for record in records if record["row"] == "SDPA")
     return [record | {"over_stock": record["seconds"]["median"] / stock} for record in records]
 
 

@@ -6,10 +6,10 @@ Of every kernel of a step the instructions in its machine code are counted (`sas
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,14 +17,14 @@ from ..errors import UsageError
 from ..format.atomic import write_json
 from ..format.channels import Channels, Numbers
 from ..format.kernel_config import LayerKernels, layout_class
-from ..format.layout import MOST_ROPE_BLOCK, AttentionShape, GroupLayout, LayerLayout
+from ..format.layout import AttentionShape, GroupLayout, LayerLayout
 from ..installing import pip_install
 from ..kernels.defaults import default_layer
 from ..kernels.dispatch import triton_installed
 from ..models.compressed import CompressedCheckpoint
 from ..prediction.cost import DecodeStep, LayerTime, layer_bytes, uncompressed_layer_time
 from ..prediction.devices import find_device
-from ..prediction.instructions import HEAD_DIM, Counts, Specialisation, grid, table_data
+from ..prediction.instructions import HEAD_DIM, Counts, Specialisation, bundled_table, table_data
 from ..progress import Progress
 
 if TYPE_CHECKING:
@@ -36,8 +36,11 @@ ARCHS = (80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
 DEVICE_OF_ARCH = {80: "a100-80g", 89: "l40s", 90: "h200", 100: "b200"}
 """Whose rates predictions for an architecture take."""
 
+STEP = DecodeStep(context_tokens=32768, batch_size=8)
+"""Whose instructions are counted, a key, and whose time is predicted."""
+
 PAGE = 64
-NAMED_SHAPE = AttentionShape(1, 32, 8, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
+"""Keys of a page, in layers that no checkpoint has."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,7 @@ class CountedLayer:
     """A layer's step on one architecture.
 
     layers: that are alike. instructions_per_key: of all kernels of its step, a key and KV head.
-    spilled_bytes: the most of a kernel of it. memory_s, issue_s: the limits of attention. share: of the uncompressed
-    layer's attention, the larger of the two.
+    spilled_bytes: the most of a kernel of it. share: of the uncompressed layer's predicted time of attention.
     """
 
     layout: str
@@ -73,8 +75,6 @@ class CountedLayer:
     instructions_per_key: float | None
     spilled_bytes: int
     bytes_per_key: float
-    memory_s: float | None
-    issue_s: float | None
     share: float | None
     kernels: tuple[Kernel, ...]
 
@@ -88,8 +88,8 @@ class Subject:
     layout: LayerLayout
     kernels: LayerKernels
     shape: AttentionShape
-    dtype: torch.dtype = torch.bfloat16
-    page: int = PAGE
+    dtype: torch.dtype
+    page: int = 0
     softcap: bool = False
 
     def compiled(self, arch: int, progress: Progress | None = None) -> tuple[Kernel, ...]:
@@ -102,9 +102,7 @@ class Subject:
             raise UsageError("Triton, which compiles the kernels, is not installed.", pip_install("kernels"))
         from .variants import layer_variants
 
-        variants = layer_variants(
-            self.layout, self.shape, self.kernels, self.dtype, arch, page=self.page, softcap=self.softcap
-        )
+        variants = layer_variants(self, arch)
         with (progress or Progress()).task(f"compile {self.name}, sm_{arch}", len(variants), "kernels") as advance:
             found = []
             for variant in variants:
@@ -142,48 +140,42 @@ def subjects_of(folder: Path) -> list[Subject]:
     ]
 
 
-def named_layouts() -> dict[str, LayerLayout]:
-    """Layouts that are counted without a checkpoint: heads of 128, 4 query heads a KV head, 8 KV heads."""
-    return {
-        "joint-64-fast": _layout(Channels(n4=64), fast_planes=16),
-        "joint-128-fast": _layout(Channels(n4=128), fast_planes=16),
-        "joint-128x2-fast": _layout(Channels(n4=128), 2, fast_planes=16),
-        "joint-256x4-fast": _layout(Channels(n4=256), 4, fast_planes=16),
-        "joint-64": _layout(Channels(n4=64)),
-        "joint-128": _layout(Channels(n4=128)),
-        "apart-64": _layout(Channels(n4=64), joint=False),
-        "numbers-64": _layout(Numbers(64), joint=False),
-    }
+NAMED = {
+    "joint-64-fast": Specialisation("joint", 64, 4, 16),
+    "joint-128-fast": Specialisation("joint", 128, 4, 16),
+    "joint-128x2-fast": Specialisation("joint", 128, 8, 16, 2),
+    "joint-256x4-fast": Specialisation("joint", 256, 16, 16, 4),
+    "joint-64": Specialisation("joint", 64, 4),
+    "joint-128": Specialisation("joint", 128, 4),
+    "apart-64": Specialisation("apart", 64, 4),
+    "numbers-64": Specialisation("numbers", 64, 4),
+}
+"""Layers that are counted without a checkpoint: 4 query heads a KV head."""
 
 
-def _layout(
-    latent: Channels | Numbers,
-    heads: int = 1,
-    *,
-    joint: bool = True,
-    rope_block: int = MOST_ROPE_BLOCK,
-    fast_planes: int = 0,
-) -> LayerLayout:
-    """Of 8 KV heads, `heads` of them a group: joint latents in blocks, or those apart after RoPE."""
-    values = None if joint else latent
-    groups = (GroupLayout(tuple(range(i, i + heads)), latent, values) for i in range(0, 8, heads))
-    return LayerLayout(tuple(groups), rope_block if joint else None, fast_planes)
+def subject_of(name: str, of: Specialisation) -> Subject:
+    """A layer of 8 KV heads of HEAD_DIM: joint latents in blocks, or those apart after RoPE; bfloat16, in pages."""
+    latent = Numbers(of.width) if of.kind == "numbers" else Channels(n4=of.width)
+    values, block = (None, of.rope_block) if of.kind == "joint" else (latent, None)
+    groups = (GroupLayout(tuple(range(i, i + of.kv_heads)), latent, values) for i in range(0, 8, of.kv_heads))
+    layout = LayerLayout(tuple(groups), block, of.fast_planes)
+    shape = AttentionShape(1, len(layout.groups) * of.rows, 8, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
+    return Subject(name, 1, layout, default_layer(layout), shape, torch.bfloat16, PAGE)
 
 
-def named_subjects() -> list[Subject]:
-    """The named layouts, in pages of PAGE keys, bfloat16."""
-    return [Subject(name, 1, x, default_layer(x), NAMED_SHAPE) for name, x in named_layouts().items()]
+def named_subjects() -> dict[str, Subject]:
+    return {name: subject_of(name, of) for name, of in NAMED.items()}
 
 
 def count_layers(
-    subjects: Sequence[Subject], archs: Sequence[int], step: DecodeStep, *, progress: Progress | None = None
+    subjects: Iterable[Subject], archs: Sequence[int], progress: Progress | None = None
 ) -> list[CountedLayer]:
     """Compile every kernel that layers need and count those of a decode step; Triton's cache keeps what comes out.
 
     Raises:
         UsageError: Triton is not installed.
     """
-    return [_layer(subject, arch, subject.compiled(arch, progress), step) for arch in archs for subject in subjects]
+    return [_layer(subject, arch, subject.compiled(arch, progress)) for arch in archs for subject in subjects]
 
 
 def _kernel(variant: Variant, arch: int, kv_heads: int) -> Kernel:
@@ -206,55 +198,46 @@ def _kernel(variant: Variant, arch: int, kv_heads: int) -> Kernel:
     return Kernel(*about, *takes, counted * variant.warps * variant.groups / (variant.keys * kv_heads))
 
 
-def _layer(subject: Subject, arch: int, kernels: tuple[Kernel, ...], step: DecodeStep) -> CountedLayer:
+def _layer(subject: Subject, arch: int, kernels: tuple[Kernel, ...]) -> CountedLayer:
     counts = [kernel.instructions_per_key for kernel in kernels if kernel.instructions_per_key is not None]
     a_key = None if any(kernel.error for kernel in kernels) else sum(counts)
     size, heads = layer_bytes(subject.layout, subject.shape, subject.dtype.itemsize), subject.shape.num_kv_heads
-    memory = issue = share = None
+    share = None
     if arch in DEVICE_OF_ARCH and a_key is not None:
         device = find_device(DEVICE_OF_ARCH[arch])
-        time = LayerTime.of(step.keys * size, step.keys * heads * a_key, 0.0, device)
-        memory, issue = device.read_seconds(time.cache_bytes), device.issue_seconds(time.instructions)
-        share = time.attention_s / uncompressed_layer_time(subject.shape, device, step).attention_s
+        time = LayerTime.of(STEP.keys * size, STEP.keys * heads * a_key, 0.0, device)
+        share = time.attention_s / uncompressed_layer_time(subject.shape, device, STEP).attention_s
     spilled = max((kernel.spilled_bytes or 0 for kernel in kernels if kernel.instructions_per_key), default=0)
     about = subject.name, f"sm_{arch}", subject.layers, a_key, spilled
-    return CountedLayer(*about, size / heads, memory, issue, share, kernels)
+    return CountedLayer(*about, size / heads, share, kernels)
 
 
 def count_specialisation(wanted: Specialisation, arch: int, progress: Progress | None = None) -> Counts:
-    """What the table of instructions has of a specialisation: of a layer of 8 KV heads, in pages.
+    """What the table of instructions has of a specialisation.
 
     Raises:
         UsageError: a kernel cannot be compiled or counted.
     """
-    latent = Numbers(wanted.width) if wanted.kind == "numbers" else Channels(n4=wanted.width)
-    kind: dict[str, Any] = {
-        "joint": wanted.kind == "joint",
-        "rope_block": wanted.rope_block,
-        "fast_planes": wanted.fast_planes,
-    }
-    layout = _layout(latent, wanted.kv_heads, **kind)
-    groups = 8 // wanted.kv_heads
-    shape = AttentionShape(1, groups * wanted.rows, 8, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
+    subject = subject_of(str(wanted), wanted)
     found = {"decode": 0.0, "absorb": 0.0}
     spilled = 0
-    for kernel in Subject(str(wanted), 1, layout, default_layer(layout), shape).compiled(arch, progress):
+    for kernel in subject.compiled(arch, progress):
         if kernel.error is not None:
             raise UsageError(f"{wanted}, {kernel.name}: {kernel.error}", "A kernel has to compile; see its change.")
         if kernel.instructions_per_key is not None:
             spilled = max(spilled, kernel.spilled_bytes or 0)
             part = "absorb" if kernel.name.startswith("absorb") else "decode"
-            found[part] += kernel.instructions_per_key * 8 / groups  # of a group
+            found[part] += kernel.instructions_per_key * wanted.kv_heads  # of a group
     return Counts(round(found["decode"], 2), round(found["absorb"], 2), spilled)
 
 
 def write_counts(path: Path, arch: int, progress: Progress | None = None) -> None:
-    """Count every specialisation of the table of instructions, and write it.
+    """Count every specialisation of the bundled table of instructions anew, and write them.
 
     Raises:
         UsageError: Triton is not installed; a kernel cannot be counted.
     """
-    table = {wanted: count_specialisation(wanted, arch, progress) for wanted in grid()}
+    table = {wanted: count_specialisation(wanted, arch, progress) for wanted in bundled_table()}
     import triton
 
     write_json(path, table_data(table, arch=f"sm_{arch}", triton=triton.__version__, page=PAGE))

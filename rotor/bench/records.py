@@ -16,8 +16,9 @@ import torch
 from ..versions import versions
 
 
-def provenance(command: str, **more: str) -> dict[str, Any]:
-    """What made a measurement; `command` is what the user gave, `more` the versions of other libraries."""
+def provenance(command: str) -> dict[str, Any]:
+    """What made a measurement; `command` is what the user gave."""
+    more = {}
     if find_spec("triton") is not None:
         import triton
 

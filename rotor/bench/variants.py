@@ -22,10 +22,11 @@ from ..kernels.decoding import BlockRotations, DecodeLayer, decode_attention
 from ..kernels.materialise import PagesOf, materialise
 from ..kernels.parameters import AttentionParameters
 from ..kernels.ranges import KeyRanges
+from .precompile import STEP, Subject
 from .sass import Loop
 
-SEQUENCES, LENGTH, SMS = 8, 32768, 132
-"""The step, and the GPU, that loops' trips are stated for."""
+SMS = 132
+"""Of the GPU that loops' trips are stated for."""
 
 CPU = torch.device("cpu")
 
@@ -82,28 +83,15 @@ def recorded(arch: int) -> Iterator[list[Variant]]:
         driver._active = active
 
 
-def layer_variants(
-    layout: LayerLayout,
-    shape: AttentionShape,
-    kernels: LayerKernels,
-    dtype: torch.dtype,
-    arch: int,
-    *,
-    page: int = 0,
-    softcap: bool = False,
-) -> list[Variant]:
-    """The distinct kernels of a layer: of a step, and of a prompt, with the trips of their loops in a step.
-
-    Args:
-        kernels: the launches of the layer, with tiles by architecture.
-        page: keys of a page of the cache, 0 for a contiguous one. softcap: whether the model caps its logits.
-    """
+def layer_variants(subject: Subject, arch: int) -> list[Variant]:
+    """The distinct kernels of a layer: of a step, and of a prompt, with the trips of their loops in a step."""
+    layout, shape, kernels, dtype, page = subject.layout, subject.shape, subject.kernels, subject.dtype, subject.page
     basis = constant = None
     if not layout.folds_queries(shape):
         basis = torch.zeros(layout.group_size * shape.head_dim, layout.key_width, dtype=dtype)
         if layout.coded:
             constant = torch.zeros(shape.num_kv_heads, shape.head_dim)
-    parameters = AttentionParameters(layout, shape, 1.0, basis, constant, 1.0 if softcap else None)
+    parameters = AttentionParameters(layout, shape, 1.0, basis, constant, 1.0 if subject.softcap else None)
     rotation = None
     if shape.rotary_dim:
         cos, sin = torch.zeros(2, 4 * (layout.rope_block or 64), shape.rotary_dim)
@@ -176,14 +164,15 @@ def _append(
 
 def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dict[str, dict[str, Any]]:
     """Of each kernel of a decode step of one token a sequence: its loops, and the keys that a program serves."""
+    length, sequences = STEP.context_tokens, STEP.batch_size
     groups, step = len(layer.layout.groups), layer.step(kernels.tile(arch))
-    chunks = -(-(LENGTH // layer.block if layer.block else 1) // layer.absorb_constants(1)["COUNT"])
-    programs = min(chunks, max(1, 4 * SMS // (groups * layer.group_rows * SEQUENCES)))
-    tiles = SEQUENCES * groups * LENGTH / step / (SMS * kernels.slices_per_sm)
-    parts = 1 + tiles * step / LENGTH
+    chunks = -(-(length // layer.block if layer.block else 1) // layer.absorb_constants(1)["COUNT"])
+    programs = min(chunks, max(1, 4 * SMS // (groups * layer.group_rows * sequences)))
+    tiles = sequences * groups * length / step / (SMS * kernels.slices_per_sm)
+    parts = 1 + tiles * step / length
     loops = Loop(1), Loop(parts, (Loop(1), Loop(tiles / parts)))
     return {
-        "absorb": {"loops": (Loop(chunks / programs),), "keys": LENGTH / programs / layer.group_rows, "groups": groups},
+        "absorb": {"loops": (Loop(chunks / programs),), "keys": length / programs / layer.group_rows, "groups": groups},
         "decode": {"loops": loops, "keys": tiles * step, "groups": groups},
-        "join": {"loops": (Loop(1),) * 3, "keys": LENGTH / layer.group_rows, "groups": groups},
+        "join": {"loops": (Loop(1),) * 3, "keys": length / layer.group_rows, "groups": groups},
     }

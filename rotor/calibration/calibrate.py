@@ -11,27 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ..bases.layer import layer_bases
 from ..bases.moments import LayerStatistics
 from ..codes.layer import layer_codes
-from ..data.documents import Document
-from ..data.readiness import describe_text
-from ..data.splits import calibration_share, digests
+from ..data.readiness import check_text, describe_text
+from ..data.splits import digests
 from ..data.tokens import CalibrationTokens, calibration_tokens, ordinary_tokens, with_repeats
 from ..errors import DataError, system_errors
 from ..format.atomic import write_json, write_text
 from ..format.file_names import RECIPE
 from ..format.hashes import file_sha256
 from ..format.locks import exclusive
+from ..format.places import OutputFolder
 from ..format.publishing import check_space, recover
 from ..logs import log_file
-from ..models.hardware import fit_threads
+from ..models.checkpoint import Checkpoint
+from ..models.hardware import fit_threads, pick_device, pick_dtype
+from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
+from ..models.memory import stream_weights
 from ..models.weights import Weights
 from ..progress import Advance, Progress, StageTimes
 from ..recipe import Recipe, text_overrides
@@ -41,7 +43,7 @@ from ..versions import versions
 from .capture import layer_statistics
 from .form import wanted_gradients
 from .gradients import LayerFisher, fisher_information, weight_information
-from .job import CalibrationJob
+from .outline import ModelOutline, needs_whole_model, wanted_moments
 from .partial import PartialRun
 from .pruning import prune_rows
 from .run import FISHER, INFO, Run, form_info, write_bases, write_codes, write_fisher
@@ -96,31 +98,53 @@ def calibrate(
 @system_errors()
 def run_calibration(settings: CalibrationSettings, progress: Progress | None = None) -> Run:
     """Calibrate, with the arguments in one object; raises likewise."""
-    progress, job = progress or Progress(), CalibrationJob.check(settings)
-    fit_threads(job.checkpoint.total_bytes())
-    streamed, memory = job.streams()
-    partial = PartialRun(job.out)
+    work = Calibration(settings, progress or Progress())
+    partial = work.partial
     with ExitStack() as held:
-        held.enter_context(exclusive(job.out.path))
-        recover(job.out)
-        job.check_out()  # again: who held it may have written
+        held.enter_context(exclusive(work.out.path))
+        recover(work.out)
+        work.check_out()  # again: who held it may have written
         partial.check(settings.resume, settings.overwrite)
-        check_space(partial.folder, 0 if partial.exists else job.estimates()[streamed].disk_bytes)
+        check_space(partial.folder, 0 if partial.exists else work.estimates[work.streamed].disk_bytes)
         held.push(partial.ended)
         partial.open(settings.resume)
         held.enter_context(log_file(partial.folder, "calibrate"))
-        for line in (memory, describe_text(job.recipe, job.checkpoint.tokenizer)):
-            progress.message(line)
-        Calibration(job, partial, streamed, progress).run()
-    return Run.open(job.out.path)
+        for line in (work.memory, describe_text(work.recipe, work.checkpoint.tokenizer)):
+            work.progress.message(line)
+        work.run()
+    return Run.open(work.out.path)
 
 
 class Calibration:
-    """The stages of one calibration."""
+    """One calibration: its request, checked against the model before any work is done, and its stages.
 
-    def __init__(self, job: CalibrationJob, partial: PartialRun, streamed: bool, progress: Progress) -> None:
-        self.job, self.partial, self.streamed, self.progress = job, partial, streamed, progress
-        self.recipe, self.times = job.recipe, StageTimes()
+    streamed: whether weights are read layer by layer. memory: the estimate in words.
+
+    Raises:
+        RotorError: the request cannot be carried out.
+    """
+
+    def __init__(self, settings: CalibrationSettings, progress: Progress) -> None:
+        self.settings, self.progress, self.times = settings, progress, StageTimes()
+        self.recipe, self.out = settings.check(), OutputFolder.at(settings.out, "run")
+        self.partial = PartialRun(self.out)
+        self.source = find_source(settings.model, settings.revision)
+        self.checkpoint = Checkpoint(self.source.folder)
+        outline = ModelOutline.of(self.checkpoint)
+        self.family, self.shape, self.form = outline.family, outline.shape, outline.form(self.recipe)
+        self.device = pick_device(settings.compute.device)
+        self.dtype = pick_dtype(settings.compute.dtype, outline.dtype, self.device)
+        self.check_out()
+        check_text(self.recipe, self.checkpoint.config, self.checkpoint.tokenizer)  # refuses one that does not load
+        fit_threads(self.checkpoint.total_bytes())
+        self.estimates = outline.calibration(self.recipe, self.device, self.dtype, settings.batch_tokens)
+        whole = needs_whole_model(self.recipe)
+        self.streamed, self.memory = stream_weights(settings.compute.offload, self.estimates, self.device, whole)
+
+    def check_out(self) -> None:
+        """Raises UsageError where the run folder must not be written."""
+        text = self.recipe.tokens.path
+        self.out.check(self.settings.overwrite, [self.source.folder], [] if text is None else [Path(text)])
 
     def run(self) -> None:
         hashes = self._check_model()
@@ -130,10 +154,10 @@ class Calibration:
             "model": hashes,
             "recipe": self.recipe.to_dict(),
             "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
-            "batch_tokens": self.job.settings.batch_tokens,
+            "batch_tokens": self.settings.batch_tokens,
             "threads": torch.get_num_threads(),
-            "device": self.job.device.type,
-            "dtype": str(self.job.dtype),
+            "device": self.device.type,
+            "dtype": str(self.dtype),
             "versions": versions(),
         }
         self.partial.agree(fingerprint)
@@ -145,13 +169,12 @@ class Calibration:
     @cached_property
     def weights(self) -> Weights:
         """The model, loaded when it is first needed: errors in tokens need not wait for it."""
-        job = self.job
         with self.times.stage("load model"), self.progress.task("load model", None, ""):
-            return weights_of(job.checkpoint, job.device, job.dtype, self.streamed)
+            return weights_of(self.checkpoint, self.device, self.dtype, self.streamed)
 
     def _check_model(self) -> dict[str, dict[str, str]]:
         """SHA-256 of each shard and of the other files, having looked through all tensors."""
-        shards, job, checkpoint = {}, self.job, self.job.checkpoint
+        shards, checkpoint = {}, self.checkpoint
         with self.times.stage("check model"):
             with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
                 for file in checkpoint.files:
@@ -160,27 +183,21 @@ class Calibration:
                         checkpoint.tensor(name)  # raises on NaN or Inf
                     checkpoint.release()
                     advance((checkpoint.folder / file).stat().st_size)
-            for layer in range(job.shape.num_layers):  # raises on other shapes
-                read_attention(job.family, layer, checkpoint.names, checkpoint.unchecked_tensor, job.shape)
+            for layer in range(self.shape.num_layers):  # raises on other shapes
+                read_attention(self.family, layer, checkpoint.names, checkpoint.unchecked_tensor, self.shape)
         return {"shards": shards, "files": checkpoint.other_hashes()}
 
     def _sample(self) -> tuple[Tensor, dict[str, Any]]:
         """Rows of calibration tokens, and what run.json says of them."""
-        job, spec = self.job, self.recipe.tokens
+        spec = self.recipe.tokens
         kept = self.partial.kept(TOKENS)
         if spec.source == "synthetic" and kept is not None:
-            sample = CalibrationTokens.of_one_topic(load_file(kept)["rows"], spec.source)
+            sample = CalibrationTokens(load_file(kept)["rows"])
         else:
             weights = self.weights if spec.source == "synthetic" else None
-            config, tokenizer, held_out = job.checkpoint.config, job.checkpoint.tokenizer, self.recipe.evaluation
-
-            def select(documents: list[Document]) -> list[Document]:
-                """Without those that search and report."""
-                return calibration_share(documents, held_out) if held_out.source == "text" else documents
-
-            sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, select)
-        pruned, least = prune_rows(sample, self.recipe.prune), job.form.group_size * job.shape.head_dim
-        rows = pruned.rows
+            config, tokenizer = self.checkpoint.config, self.checkpoint.tokenizer
+            sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, self.recipe.evaluation)
+        rows, least = prune_rows(sample.rows, self.recipe.prune), self.form.group_size * self.shape.head_dim
         if rows.numel() < least:
             raise DataError(
                 f"{rows.numel()} calibration tokens, fewer than the {least} dimensions of a group.",
@@ -192,7 +209,6 @@ class Calibration:
             "count": rows.numel(),
             "rows": rows.shape[0],
             "seq_len": rows.shape[1],
-            "topics": pruned.topic_counts(),
             "pruned_rows": len(sample.rows) - len(rows),
             "documents_sha256": digests(sample.documents),
         }
@@ -201,9 +217,9 @@ class Calibration:
         """Information of the projections' weights, for ranks.method fisher."""
         if "gradients" not in self.recipe.rank_needs or (self.partial.folder / FISHER).is_file():
             return
-        job, count, model = self.job, self.recipe.ranks.fisher_tokens, self.weights.model
+        count, model = self.recipe.ranks.fisher_tokens, self.weights.model
         with self.times.stage("gradients"):
-            found = weight_information(model, job.family, job.shape, rows, count, self.progress)
+            found = weight_information(model, self.family, self.shape, rows, count, self.progress)
             write_fisher(self.partial.folder, found)
 
     def _gradients(self, rows: Tensor) -> None:
@@ -211,27 +227,27 @@ class Calibration:
 
         The last layer comes first: with the first one all are there.
         """
-        job, partial = self.job, self.partial
+        partial = self.partial
         if not self.recipe.needs_gradients or partial.kept(_gradients_of(0)) is not None:
             return
-        network = LayerwiseModel(self.weights, job.settings.batch_tokens, partial.work)
+        network = LayerwiseModel(self.weights, self.settings.batch_tokens, partial.work)
         with self.times.stage("gradients"):
             spec, seed = self.recipe.codes, self.recipe.tokens.seed
-            vocabulary = ordinary_tokens(job.checkpoint.config, job.checkpoint.tokenizer)
+            vocabulary = ordinary_tokens(self.checkpoint.config, self.checkpoint.tokenizer)
             rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed, vocabulary)
-            wanted = wanted_gradients(job.form)
-            with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as advance:
-                for layer, found in fisher_information(network, rows, job.form.group_size, wanted, advance=advance):
+            wanted = wanted_gradients(self.form)
+            with self.progress.task("gradients", 3 * rows.numel() * self.shape.num_layers, "token layers") as advance:
+                for layer, found in fisher_information(network, rows, self.form.group_size, wanted, advance=advance):
                     partial.keep(_gradients_of(layer), found.to_tensors())
 
     def _layers(self, rows: Tensor) -> None:
         """Statistics and bases of every layer that has none yet."""
-        start, layers = self.partial.finished_layers, self.job.shape.num_layers
+        start, layers = self.partial.finished_layers, self.shape.num_layers
         if start == layers:
             return
-        network = LayerwiseModel(self.weights, self.job.settings.batch_tokens)
+        network = LayerwiseModel(self.weights, self.settings.batch_tokens)
         with self.times.stage("capture"):
-            states = self.partial.states(start, (*rows.shape, self.job.shape.hidden_size), self.job.dtype)
+            states = self.partial.states(start, (*rows.shape, self.shape.hidden_size), self.dtype)
             if start == 0:
                 network.embed(rows, states)
         with self.progress.task("calibrate", (layers - start) * rows.numel(), "token layers") as advance:
@@ -240,25 +256,25 @@ class Calibration:
 
     def _layer(self, network: LayerwiseModel, layer: int, states: Tensor, advance: Advance) -> Tensor:
         """Put hidden states through a layer, and write what it yields; returns the states that leave it."""
-        job, partial, prune = self.job, self.partial, self.recipe.prune
+        partial, prune, wanted = self.partial, self.recipe.prune, wanted_moments(self.recipe, self.form)
         with self.times.stage("capture"):
-            out = partial.states(layer + 1, tuple(states.shape), job.dtype)
-            moments = layer_statistics(network, layer, states, out, job.form.group_size, job.wanted, prune, advance)
+            out = partial.states(layer + 1, tuple(states.shape), self.dtype)
+            moments = layer_statistics(network, layer, states, out, self.form.group_size, wanted, prune, advance)
         self._commit(layer, moments)
         return out
 
     def _commit(self, layer: int, moments: LayerStatistics) -> None:
-        job, read = self.job, self.job.checkpoint.unchecked_tensor
+        read = self.checkpoint.unchecked_tensor
         gradients = None
         with self.times.stage("bases"):
             moments.check_finite(f"layer {layer}")
-            weights = read_attention(job.family, layer, job.checkpoint.names, read, job.shape)
+            weights = read_attention(self.family, layer, self.checkpoint.names, read, self.shape)
             if self.recipe.needs_gradients:
                 kept = self.partial.kept(_gradients_of(layer))
                 assert kept is not None
-                gradients = LayerFisher.from_tensors(load_file(kept), job.shape, job.form.group_size)
+                gradients = LayerFisher.from_tensors(load_file(kept), self.shape, self.form.group_size)
             methods = (self.recipe.bases.qk, self.recipe.bases.vo)
-            bases = layer_bases(moments, weights, job.form, *methods, gradients, f"layer {layer}")
+            bases = layer_bases(moments, weights, self.form, *methods, gradients, f"layer {layer}")
             if self.recipe.bases.refit:
                 bases = dataclasses.replace(bases, outputs=moments.moment("output"))
         codes = None
@@ -273,9 +289,8 @@ class Calibration:
 
     def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: dict[str, Any]) -> None:
         """Describe the run, and give the folder its name."""
-        job, folder = self.job, self.partial.folder
-        source, config = job.source, job.checkpoint.config
-        info: dict[str, Any] = {
+        folder, source, config = self.partial.folder, self.source, self.checkpoint.config
+        info = {
             "model": {
                 "path": str(source.folder.resolve()),
                 "name": source.name,
@@ -284,20 +299,15 @@ class Calibration:
                 "model_type": config.model_type,
                 **hashes,
             },
-            "form": form_info(job.form),
+            "form": form_info(self.form),
             "element_bytes": (config.dtype or torch.float32).itemsize,
-            "shape": dataclasses.asdict(job.shape),
+            "shape": dataclasses.asdict(self.shape),
             "tokens": about_tokens,
-            "device": str(job.device),
-            "dtype": str(job.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
             "versions": versions(),
             "stages": self.times.stages,
         }
-        if self.recipe.needs_gradients:
-            info["fisher_top_share"] = []
-            for layer in range(job.shape.num_layers):
-                with safe_open(self.partial.work / _gradients_of(layer), framework="pt") as file:
-                    info["fisher_top_share"].append(float(file.get_tensor("top_share")))
         write_text(folder / RECIPE, self.recipe.to_yaml())
         write_json(folder / INFO, info)
         self.partial.publish()

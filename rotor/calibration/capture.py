@@ -207,7 +207,7 @@ class StoredKeys:
         Returns:
             Each [tokens, num_kv_heads, head_dim]; of joint ones twice as wide: of each head the key, then the value.
         """
-        by_token = {name: self._by_token(name, tensor) for name, tensor in seen.items() if name != "query"}
+        by_token = {name: seen[name].transpose(1, 2).flatten(0, 1) for name in ("key_post", "value")}
         found = {}
         for name in names:
             form = named_form(name)
@@ -216,16 +216,13 @@ class StoredKeys:
                 continue
             keys = by_token["key_post"]
             if form.rope_block is not None:
-                keys = self._within_blocks(layer, by_token["key_pre"], seq_len, form)
+                keys = keys_before_rope(self.family, seen["key_pre"], self.shape).unflatten(
+                    -1, (-1, self.shape.head_dim)
+                )
+                keys = self._within_blocks(layer, keys, seq_len, form)
             joint = name.startswith(JOINT)
             found[name] = torch.cat([keys, by_token["value"].to(keys.dtype)], dim=-1) if joint else keys
         return found
-
-    def _by_token(self, name: str, tensor: Tensor) -> Tensor:
-        """As a module has it -> [tokens, num_kv_heads, head_dim]."""
-        if name == "key_pre":
-            return keys_before_rope(self.family, tensor, self.shape).unflatten(-1, (-1, self.shape.head_dim))
-        return tensor.transpose(1, 2).flatten(0, 1)
 
     def _within_blocks(self, layer: int, keys: Tensor, seq_len: int, form: KeyForm) -> Tensor:
         """Keys of whole rows of seq_len tokens, slow planes rotated within blocks; float32 or wider if any is."""

@@ -1,4 +1,4 @@
-"""Pruning of calibration data: sequences dropped within each topic, and K-means centroids in place of vectors.
+"""Pruning of calibration data: sequences dropped, and K-means centroids in place of vectors.
 
 The second moments of the centroids stand where the exact ones would; nothing after them differs. W_o is never
 clustered. Source: ZDC section 5.1.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..bases.moments import JOINT, UNCENTRED, LayerStatistics
-from ..data.tokens import CalibrationTokens
 from ..errors import DataError, NumericsError
 from ..recipe import Prune
 
@@ -27,27 +26,20 @@ BATCH_VECTORS = 1024
 """Vectors of a mini-batch; fixed, so that the result does not depend on how tokens are batched."""
 
 
-def prune_rows(tokens: CalibrationTokens, prune: Prune) -> CalibrationTokens:
-    """Drop `prune.share` of the rows of each topic at random, less than one row off, keeping the order of the others.
+def prune_rows(rows: Tensor, prune: Prune) -> Tensor:
+    """Drop `prune.share` of the rows at random, keeping the order of the others.
 
     Raises:
         DataError: nothing would be left, or fewer tokens, and so fewer keys of a head, than centroids.
     """
-    generator = torch.Generator().manual_seed(prune.seed)
-    keep = torch.ones(len(tokens.topics), dtype=torch.bool)
-    before = 0
-    for topic in tokens.topic_counts():
-        rows = torch.tensor([i for i, name in enumerate(tokens.topics) if name == topic])
-        dropped = round((before + len(rows)) * prune.share) - round(before * prune.share)
-        before += len(rows)
-        keep[rows[torch.randperm(len(rows), generator=generator)[:dropped]]] = False
-    left = tokens.rows[keep]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(prune.seed))
+    left = rows[order[round(len(rows) * prune.share) :].sort().values]
     hint = "Lower it, or ask for more tokens with --set tokens.count=N."
     if not len(left):
-        raise DataError(f"prune.share {prune.share} leaves none of {len(keep)} rows.", hint)
+        raise DataError(f"prune.share {prune.share} leaves none of {len(rows)} rows.", hint)
     if prune.kmeans is not None and prune.kmeans > left.numel():
         raise DataError(f"prune.kmeans: {prune.kmeans} centroids for {left.numel()} tokens.", hint)
-    return replace(tokens, rows=left, topics=tuple(tokens.topics[i] for i in keep.nonzero().flatten().tolist()))
+    return left
 
 
 class StreamingKMeans:

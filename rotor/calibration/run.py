@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from ..codes.layer import MEASURED, GroupChannels, LayerCodes, SideCodes, coded_
 from ..errors import CheckpointError, MissingError, UsageError
 from ..format.atomic import replacing
 from ..format.file_names import RECIPE
-from ..format.json_files import check_regular
 from ..format.layout import AttentionShape, KeyForm, LayerForm
 from ..format.manifest import Manifest
 from ..format.publishing import write_tensors
@@ -57,7 +57,6 @@ class _Stored(dict[str, Tensor]):
     """
 
     def __init__(self, path: Path, names: list[str] | None = None) -> None:
-        check_regular(path, CALIBRATE_AGAIN)
         self.path = path
         try:
             with safe_open(path, framework="pt") as handle:
@@ -67,6 +66,11 @@ class _Stored(dict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         raise CheckpointError(f"{self.path}: tensor {name!r} is missing.", CALIBRATE_AGAIN)
+
+    def checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of that shape; see check_stored."""
+        check_stored(self[name], shape, f"{self.path}: {name}")
+        return self[name]
 
 
 def write_fisher(folder: Path, information: Tensor) -> None:
@@ -82,9 +86,7 @@ def read_fisher(folder: Path, shape: AttentionShape) -> Tensor:
         raise UsageError(
             f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
         )
-    found = _Stored(path)["information"]
-    check_stored(found, (shape.num_layers, 2, shape.num_kv_heads), f"{path}: information")
-    return found
+    return _Stored(path).checked("information", (shape.num_layers, 2, shape.num_kv_heads))
 
 
 def write_bases(folder: Path, layer: int, bases: LayerBases) -> None:
@@ -92,7 +94,7 @@ def write_bases(folder: Path, layer: int, bases: LayerBases) -> None:
     tensors: dict[str, Tensor] = {}
     for side, pair in (("qk", bases.qk), ("vo", bases.vo)):
         tensors[f"{side}.encode"] = pair.encode.contiguous()
-        if not pair.is_orthonormal:
+        if not torch.equal(pair.encode, pair.decode):
             tensors[f"{side}.decode"] = pair.decode.contiguous()
         tensors[f"{side}.singular_values"] = pair.singular_values.contiguous()
     if bases.outputs is not None:
@@ -126,8 +128,6 @@ class Run:
         path = Path(folder)
         if not path.is_dir():
             raise MissingError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
-        for file in (path / INFO, path / RECIPE):
-            check_regular(file, CALIBRATE_AGAIN)
         info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
         check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
         run = cls(path, load_recipe(str(path / RECIPE)), info, Manifest.read(path, CALIBRATE_AGAIN))
@@ -211,11 +211,11 @@ class Run:
         path = layer_path(self.folder, "codes", layer)
         tensors, sides = _Stored(path), []
         for side in SIDES[: 2 - self.form.joint]:
-            parts = {part.name: tensors[f"{side}.{part.name}"] for part in fields(SideCodes)}
-            for part, tensor in parts.items():
+            found = {}
+            for part in (own.name for own in fields(SideCodes)):
                 widths = () if part in ("weight", "variance") else (len(MEASURED),)
-                check_stored(tensor, (*widths, *self.columns), f"{path}: {side}.{part}")
-            sides.append(SideCodes(**parts))
+                found[part] = tensors.checked(f"{side}.{part}", (*widths, *self.columns))
+            sides.append(SideCodes(**found))
         self.verify(path)
         return LayerCodes(sides[0], None if self.form.joint else sides[1])
 
@@ -223,10 +223,8 @@ class Run:
         """Singular values of qk and of vo of one layer, each [num_groups, columns]; raises likewise."""
         path, names = layer_path(self.folder, "bases", layer), [f"{side}.singular_values" for side in SIDES]
         tensors = _Stored(path, names)
-        for name in names:
-            check_stored(tensors[name], self.columns, f"{path}: {name}")
         self.verify(path)
-        return tensors[names[0]], tensors[names[1]]
+        return tensors.checked(names[0], self.columns), tensors.checked(names[1], self.columns)
 
     @property
     def form(self) -> LayerForm:

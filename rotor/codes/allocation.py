@@ -123,36 +123,3 @@ def bit_path(curves: Sequence[np.ndarray]) -> BitPath:
         total = merged
         taken.append(units)
     return BitPath(total, tuple(taken))
-
-
-@dataclass(frozen=True)
-class EqualPath:
-    """For every number of units the best split into as many for each curve, which may leave some over.
-
-    loss: [units + 1], the least total, never rising; infinite where there is no such split. each: [units + 1], units of
-        a curve, 0 where there is none.
-    """
-
-    loss: np.ndarray
-    each: np.ndarray
-    _curves: int
-
-    def split(self, units: int) -> list[int]:
-        """Units of each curve, when there are at most so many in all."""
-        return [int(self.each[units])] * self._curves
-
-
-def equal_path(curves: Sequence[np.ndarray]) -> EqualPath:
-    """Give each curve as many units.
-
-    Args:
-        curves: the loss of each at exactly 0, 1, ... units, infinite where it cannot fill them.
-    """
-    rows = min(map(len, curves))
-    total = np.sum([loss[:rows] for loss in curves], axis=0)
-    best = np.zeros(rows, dtype=np.int64)
-    for units in range(1, rows):
-        best[units] = units if total[units] < total[best[units - 1]] else best[units - 1]
-    best[~np.isfinite(total[best])] = 0
-    each = np.repeat(best, len(curves))[: (rows - 1) * len(curves) + 1]
-    return EqualPath(total[each], each, len(curves))

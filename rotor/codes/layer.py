@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..bases.layer import LayerBases
-from ..bases.method import Gradients
 from ..bases.pair import BasisPair
 from ..format.channels import WIDTHS, Channels, aligned
 from .quantiser import ChannelCode, measure_channels
+
+if TYPE_CHECKING:
+    from ..calibration.gradients import LayerFisher
 
 MEASURED = (0, *reversed(WIDTHS))
 """Bits at which every channel is measured, so that any of them can be allocated later."""
@@ -94,7 +97,7 @@ class CodedBases(LayerBases):
     value_codes: tuple[ChannelCode, ...] = ()
 
 
-def layer_codes(bases: LayerBases, gradients: Gradients) -> LayerCodes:
+def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
     """Fit the codes of every channel at every width, and weigh their errors.
 
     An error e of token t costs g_t^2 e^2 / 2. Tokens of large latents often have large gradients, so that the mean of
@@ -111,7 +114,7 @@ def layer_codes(bases: LayerBases, gradients: Gradients) -> LayerCodes:
     )
 
 
-def _side(name: str, pair: BasisPair, gradients: Gradients) -> SideCodes:
+def _side(name: str, pair: BasisPair, gradients: LayerFisher) -> SideCodes:
     information = gradients.per_token(name)
     weight = torch.einsum("gir,gij,gjr->gr", pair.decode, information, pair.decode) / 2
     vectors, by_them, share = gradients.sampled(name)

@@ -1,15 +1,12 @@
-"""Documents, each with a topic: of files and folders, of data sets, of Python's own standard library."""
+"""Documents of files and folders, and of Python's own standard library."""
 
 from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import DataError, MissingError
-from ..installing import pip_install
-from ..models.tokenizer import encode
-from ..recipe import Tokens
 
 HELD_OUT_MODULES = (
     "argparse.py",
@@ -28,22 +25,8 @@ HELD_OUT_MODULES = (
 """Standard-library modules and packages that the bundled model was not trained on."""
 
 
-class Document(NamedTuple):
-    """A text and the topic that its source gives it."""
-
-    text: str
-    topic: str
-
-
 def read_documents(path: Path) -> list[str]:
-    """The texts of `read_topics`, which raises likewise."""
-    return [document.text for document in read_topics(path)]
-
-
-def read_topics(path: Path) -> list[Document]:
     """The text of a file, or of every UTF-8 file in a folder, sorted by name.
-
-    The topic of a file is the sub-folder of `path` that it lies in, at any depth, or its own name if it lies in none.
 
     Raises:
         MissingError: there is no such place. DataError: nothing to read there.
@@ -54,71 +37,15 @@ def read_topics(path: Path) -> list[Document]:
         )
     documents = []
     for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
-        topic = file.name if file == path else file.relative_to(path).parts[0]
         try:
-            documents.append(Document(file.read_text("utf-8"), topic))
+            documents.append(file.read_text("utf-8"))
         except UnicodeDecodeError:
             if path.is_file():
                 raise DataError(f"text {path}: not UTF-8.", "Convert it to UTF-8.") from None
-        except OSError as error:
-            raise DataError(f"text {file}: cannot be read ({error.strerror}).") from error
-    documents = [document for document in documents if document.text.strip()]
+    documents = [text for text in documents if text.strip()]
     if not documents:
         raise DataError(f"text {path}: no text in it.", "Give a text file, or a folder with UTF-8 files.")
     return documents
-
-
-def require_datasets(spec: Tokens) -> Any:
-    """The package that reads data sets; raises DataError where it is missing."""
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            f"tokens.dataset {spec.dataset}: the package `datasets` is not installed.",
-            f"Install it with: {pip_install('eval')}",
-        ) from None
-    return datasets
-
-
-def dataset_documents(spec: Tokens, tokenizer: Any, tokens: int) -> list[Document]:
-    """Documents of a data set in a seeded order, as many as make up `tokens` tokens, sorted by topic.
-
-    Of a data set on the hub only the beginning is read.
-
-    Raises:
-        DataError: the package is missing, or the data set cannot be read or has no such split or column.
-    """
-    datasets, what = require_datasets(spec), f"tokens.dataset {spec.dataset}, split {spec.split}"
-    require_tokenizer(tokenizer)
-    folder = Path(str(spec.dataset))
-    name, _, config = (str(folder), "", "") if folder.exists() else str(spec.dataset).partition(":")
-    saved = folder / spec.split if (folder / "dataset_dict.json").is_file() else folder
-    documents: list[Document] = []
-    try:
-        if (saved / "state.json").is_file():
-            examples = datasets.load_from_disk(str(saved))
-        else:
-            examples = datasets.load_dataset(name, config or None, split=spec.split, streaming=True)
-        for example in examples.shuffle(seed=spec.seed):
-            for column in (spec.column, spec.topic_column):
-                if column is not None and column not in example:
-                    raise DataError(f"{what}: no column {column!r}.", f"There are {', '.join(example)}.")
-            text, topic = example[spec.column], "dataset" if spec.topic_column is None else example[spec.topic_column]
-            if not isinstance(text, str):
-                raise DataError(f"{what}: column {spec.column!r} holds {type(text).__name__}, expected text.")
-            if text.strip():
-                documents.append(Document(text, str(topic)))
-                tokens -= len(encode(tokenizer, text))
-            if tokens <= 0:
-                break
-    except DataError:
-        raise
-    except Exception as error:  # errors of file readers, of pyarrow and of the network all come through `datasets`
-        raise DataError(
-            f"{what}: cannot be read: {' '.join(str(error).split())[:300]}",
-            "Give the name of a data set on the hub (NAME or NAME:CONFIG), or a folder with one.",
-        ) from error
-    return sorted(documents, key=lambda document: document.topic)
 
 
 def stdlib_documents() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..models.tokenizer import encode
-from .documents import Document, require_tokenizer
+from .documents import require_tokenizer
 
 
 def separator_token(tokenizer: Any) -> int | None:
@@ -22,22 +21,14 @@ def separator_token(tokenizer: Any) -> int | None:
 
 def text_rows(documents: list[str], tokenizer: Any, seq_len: int) -> Tensor:
     """Documents joined by the model's separator token and cut into rows: [rows, seq_len], the rest dropped."""
-    return topic_rows([Document(text, "") for text in documents], tokenizer, seq_len)[0]
-
-
-def topic_rows(documents: Sequence[Document], tokenizer: Any, seq_len: int) -> tuple[Tensor, list[str]]:
-    """Rows as of `text_rows`, and the topic of each: the one that most of its tokens come from."""
     require_tokenizer(tokenizer)
     separator = separator_token(tokenizer)
-    topics = sorted({document.topic for document in documents})
-    ids, owners = list[int](), list[int]()
-    for text, topic in documents:
+    ids = list[int]()
+    for text in documents:
         ids += [] if separator is None else [separator]
         ids += encode(tokenizer, text)
-        owners += [topics.index(topic)] * (len(ids) - len(owners))
     count = len(ids) // seq_len
-    rows, owner = (torch.tensor(x[: count * seq_len], dtype=torch.int64).reshape(count, seq_len) for x in (ids, owners))
-    return rows, [topics[i] for i in owner.mode(1).values.tolist()]
+    return torch.tensor(ids[: count * seq_len], dtype=torch.int64).reshape(count, seq_len)
 
 
 def rows_in(documents: list[str], tokenizer: Any, seq_len: int, enough: int) -> int:
@@ -61,9 +52,4 @@ def spread_rows(rows: Tensor, count: int, what: str) -> Tensor:
             f"{what}: {rows.shape[0]} rows of {rows.shape[1]} tokens, expected {count}.",
             "Give a longer text, or ask for fewer or shorter rows with --set.",
         )
-    return rows[spread_indices(len(rows), count)]
-
-
-def spread_indices(there: int, count: int) -> Tensor:
-    """Of `count` rows at equal distances among those that are there."""
-    return torch.arange(count) * there // max(count, 1)
+    return rows[torch.arange(count) * len(rows) // max(count, 1)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import DataError
 from ..models.projections import longest_row
 from ..recipe import Evaluation
-from .documents import Document, read_documents, stdlib_documents
+from .documents import read_documents, stdlib_documents
 from .rows import spread_rows, text_rows
 
 SPLITS = ("search", "report")
@@ -121,18 +121,20 @@ def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Do
     return Documents(splits[0], kept[0], kept[1], description, excluded)
 
 
-def calibration_share(documents: list[Document], spec: Evaluation) -> list[Document]:
+def calibration_share(documents: list[str], spec: Evaluation) -> list[str]:
     """Those of a calibration text that are in neither of the splits that search and report.
 
     Args:
         spec: names the held-out text.
     """
+    if spec.source != "text":  # a study calibrates on the standard library's splits too, never to measure
+        return documents
     held = held_out_documents(spec)
     others = {digest(unit) for unit in (*held.search, *held.report)}
-    units = [Document(part, d.topic) for d in documents for part in _parts(d.text)]
-    if len(documents) >= FEW or not others & {digest(unit.text) for unit in units}:
+    units = divided(documents)
+    if not others & set(map(digest, units)):
         units = documents
-    return [unit for unit in units if digest(unit.text) not in others]
+    return [unit for unit in units if digest(unit) not in others]
 
 
 def digests(documents: Sequence[str]) -> list[str]:
@@ -142,12 +144,14 @@ def digests(documents: Sequence[str]) -> list[str]:
 
 def divided(documents: Sequence[str]) -> list[str]:
     """The documents; where there are fewer than FEW, each in PARTS of equal length."""
-    return list(documents) if len(documents) >= FEW else [part for d in documents for part in _parts(d)]
-
-
-def _parts(text: str) -> list[str]:
-    step = -(-len(text) // PARTS)
-    return [text[start : start + step] for start in range(0, len(text), max(1, step))]
+    if len(documents) >= FEW:
+        return list(documents)
+    steps = (max(1, -(-len(text) // PARTS)) for text in documents)
+    return [
+        text[start : start + step]
+        for text, step in zip(documents, steps, strict=True)
+        for start in range(0, len(text), step)
+    ]
 
 
 def digest(document: str) -> str:

@@ -1,9 +1,7 @@
-"""Token sequences to calibrate on: random ones, rows of text and data sets, and text that the model itself writes."""
+"""Token sequences to calibrate on: random ones, rows of text, and text that the model itself writes."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,10 @@ from ..models.tokenizer import check_ids
 from ..models.weights import Weights
 from ..numerics import first_not_finite
 from ..progress import Advance, Progress
-from ..recipe import Tokens
-from .documents import Document, dataset_documents, read_topics
-from .rows import separator_token, spread_indices, spread_rows, topic_rows
+from ..recipe import Evaluation, Tokens
+from .documents import read_documents
+from .rows import separator_token, spread_rows, text_rows
+from .splits import calibration_share
 
 SPAN, TIMES = 32, 2
 """Tokens that are stated again in some rows, and how often."""
@@ -29,19 +28,10 @@ SPAN, TIMES = 32, 2
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """Rows of tokens to calibrate on, [num_rows, seq_len], the topic of each, and the texts that they come from."""
+    """Rows of tokens to calibrate on, [num_rows, seq_len], and the texts that they come from."""
 
     rows: Tensor
-    topics: tuple[str, ...]
     documents: tuple[str, ...] = ()
-
-    @classmethod
-    def of_one_topic(cls, rows: Tensor, topic: str) -> CalibrationTokens:
-        return cls(rows, (topic,) * len(rows))
-
-    def topic_counts(self) -> dict[str, int]:
-        """Rows of each topic, sorted by name."""
-        return dict(sorted(Counter(self.topics).items()))
 
 
 def calibration_tokens(
@@ -50,7 +40,7 @@ def calibration_tokens(
     tokenizer: Any,
     weights: Weights | None = None,
     progress: Progress | None = None,
-    select: Callable[[list[Document]], list[Document]] = lambda documents: documents,
+    held_out: Evaluation | None = None,
 ) -> CalibrationTokens:
     """Sequences to calibrate on.
 
@@ -59,35 +49,29 @@ def calibration_tokens(
         config: the model's transformers config (vocabulary size, longest sequence).
         tokenizer: the model's tokenizer, or None if the folder has none.
         weights: of the model; only the source `synthetic` runs it.
-        select: which documents of a text may be taken; held-out ones may not.
+        held_out: names the text whose documents may not be taken.
     Returns:
         At least spec.count tokens in rows of spec.seq_len, or of the model's longest sequence if that is shorter.
     Raises:
-        DataError: the text or data set is missing or too short.
+        DataError: the text is missing or too short.
         NumericsError: the model that writes the text overflows.
     """
     seq_len = longest_row(spec.seq_len, config)
     count = -(-spec.count // seq_len)
     progress = progress or Progress()
     if spec.source == "random":
-        rows = random_tokens(count, seq_len, config, tokenizer, spec.seed)
-        return CalibrationTokens.of_one_topic(rows, spec.source)
+        return CalibrationTokens(random_tokens(count, seq_len, config, tokenizer, spec.seed))
     if spec.source == "synthetic":
         assert weights is not None
         with progress.task("sample", count * seq_len, "tokens") as advance:
             rows = synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance)
-        return CalibrationTokens.of_one_topic(rows, spec.source)
-    if spec.source == "text":
-        documents, what = read_topics(Path(spec.path or "")), f"tokens.path {spec.path}"
-    else:
-        with progress.task("read data set", None, ""):
-            documents, what = dataset_documents(spec, tokenizer, count * seq_len), f"tokens.dataset {spec.dataset}"
-    documents = select(documents)
-    rows, topics = topic_rows(documents, tokenizer, seq_len)
+        return CalibrationTokens(rows)
+    documents = read_documents(Path(spec.path or ""))
+    if held_out is not None:
+        documents = calibration_share(documents, held_out)
+    rows = text_rows(documents, tokenizer, seq_len)
     check_ids(rows, config.vocab_size)
-    taken = spread_rows(rows, count, what)
-    chosen = (topics[i] for i in spread_indices(len(rows), count).tolist())
-    return CalibrationTokens(taken, tuple(chosen), tuple(document.text for document in documents))
+    return CalibrationTokens(spread_rows(rows, count, f"tokens.path {spec.path}"), tuple(documents))
 
 
 def ordinary_tokens(config: Any, tokenizer: Any) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -20,12 +20,10 @@ from .file_names import KERNEL_CONFIG
 from .json_files import read_json
 from .layout import LayerLayout
 
-VERSION = 3
-
 ARCHITECTURES = (80, 90)
 """Compute capabilities that a file has tiles for; a GPU takes those of the last that is not above its own."""
 
-EDITED = "Undo the edit, or remove the file: without it the kernels go by their own rules."
+EDITED = "Export it again, or remove the file: without it the kernels go by their own rules."
 
 
 @dataclass(frozen=True)
@@ -89,15 +87,17 @@ class KernelConfig:
     """The kernels of a model, layer by layer.
 
     cache: the policy by which the cache is kept, as config.json has it; the kernels do not serve one that evicts.
+    version: of the file; no other is read.
     """
 
     layers: tuple[LayerKernels, ...]
     cache: dict[str, Any] | None = None
+    version: Literal[3] = 3
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` reads, in JSON's types."""
         cache = {} if self.cache is None else {"cache": self.cache}
-        return {"version": VERSION, "layers": [layer.to_dict() for layer in self.layers], **cache}
+        return {"version": self.version, "layers": [layer.to_dict() for layer in self.layers], **cache}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = KERNEL_CONFIG) -> KernelConfig:
@@ -106,13 +106,7 @@ class KernelConfig:
         Raises:
             CheckpointError: another version, a field that is missing, unknown or of no sensible value; names `where`.
         """
-        if data.get("version") != VERSION:
-            raise CheckpointError(
-                f"{where}: version {data.get('version')!r}, this rotor reads {VERSION}.",
-                "Export the checkpoint again, or remove the file: without it the kernels go by their own rules.",
-            )
-        fields = {key: value for key, value in data.items() if key != "version"}
-        config: KernelConfig = Reader(where, CheckpointError, EDITED).read(cls, fields)
+        config: KernelConfig = Reader(where, CheckpointError, EDITED).read(cls, data)
         return config
 
     @classmethod

@@ -79,17 +79,10 @@ class Manifest:
         return "" if file_sha256(path) == self.files[name] else "differs from its SHA-256"
 
 
-def write_manifest(folder: Path, kind: Kind, known: Mapping[str, str] | None = None) -> str:
-    """List all files of a folder that is about to be published.
-
-    Args:
-        known: hashes that were computed while files were written.
-    Returns:
-        The digest.
-    """
-    known = known or {}
+def write_manifest(folder: Path, kind: Kind) -> str:
+    """List all files of a folder that is about to be published; returns the digest."""
     names = [name for name in entries_below(folder) if name not in MARKERS and not CHANGING[kind].fullmatch(name)]
-    files = {name: known.get(name) or file_sha256(folder / name) for name in names}
+    files = {name: file_sha256(folder / name) for name in names}
     write_json(folder / MANIFEST, {"rotor_manifest": VERSION, "kind": kind, "files": files})
     return file_sha256(folder / MANIFEST)
 

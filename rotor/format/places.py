@@ -119,11 +119,6 @@ def unmark(folder: Path) -> None:
     sync(folder)
 
 
-def is_ours(folder: Path) -> bool:
-    """Whether a folder says that rotor made it, whatever else is in it."""
-    return any((folder / name).is_file() for name in MARKERS)
-
-
 def check_removable(folder: Path, kind: Kind) -> None:
     """Raises UsageError unless a folder is empty, or an unfinished or finished one of that kind and nothing else."""
     if folder.is_symlink() or not folder.is_dir():

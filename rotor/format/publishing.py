@@ -31,13 +31,8 @@ def staged_folder(out: OutputFolder, overwrite: bool, sources: list[Path], neede
         UsageError: `out` must not be written. CheckpointError: the disk is too small or fails.
     """
     out.check(overwrite, sources)
-    try:
-        out.path.parent.mkdir(parents=True, exist_ok=True)
-        recover(out)
-    except OSError as error:
-        raise CheckpointError(
-            f"{out.path.parent}: cannot be written ({error.strerror}).", "Choose another place."
-        ) from error
+    out.path.parent.mkdir(parents=True, exist_ok=True)
+    recover(out)
     out.check(overwrite, sources)  # again: an old folder may have been put back
     check_space(out.path, needed_bytes)
     staging = out.staging

@@ -17,7 +17,7 @@ from ..errors import CheckpointError, MissingError, NumericsError, RotorError, U
 from ..format.hashes import file_sha256
 from ..format.json_files import read_json
 from .sidecars import sidecars
-from .source_config import check_config, check_generation_config
+from .source_config import check_config
 from .tokenizer import load_tokenizer
 
 SINGLE_FILE = "model.safetensors"
@@ -74,7 +74,7 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer in the folder, or None; tried in a child process before."""
+        """The tokenizer in the folder, or None."""
         return load_tokenizer(self.folder, self.config.vocab_size)
 
     def tensor(self, name: str) -> Tensor:
@@ -209,13 +209,9 @@ def config_of(folder: Path) -> Any:
     """The transformers config of a model folder; code in it is never run.
 
     Raises:
-        CheckpointError: config.json is missing or not one that transformers knows, or what it or generation_config.json
-            says is refused.
+        CheckpointError: config.json is missing or not one that transformers knows, or what it says is refused.
     """
     check_config(folder / "config.json", read_json(folder / "config.json"))
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        check_generation_config(generation, read_json(generation))
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except RotorError:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import TextStreamer
 
 from ..errors import CheckpointError, DataError, UsageError
 from ..parallel import sequence_parallel
-from ..parallel.launch import launched
+from ..parallel.launch import join_processes
 from ..policies import find_policy, stored_bytes, use_cache_policy
 from ..progress import Progress
 from .compressed import open_model
@@ -65,19 +66,12 @@ def continue_prompt(
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
         raise CheckpointError(f"{folder}: no tokenizer in it.", "Add tokenizer.json.")
-    processes = None
     if parallel_timeout_s is not None:
-        processes = launched()
-        if processes is None:
-            raise UsageError(
-                "the prompt is to be spread over processes, and torchrun did not start this one.",
-                "torchrun --nproc-per-node N -m rotor generate OUT ... --parallel sequence",
-            )
-        processes.join(timedelta(seconds=parallel_timeout_s))
-    target = pick_device(device if processes is None else processes.device(device))
+        device = join_processes(device, timedelta(seconds=parallel_timeout_s))
+    target = pick_device(device)
     compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
     chat = bool(tokenizer.chat_template) and not raw
-    text = as_chat(folder, prompt) if chat else prompt
+    text = as_chat(tokenizer, prompt) if chat else prompt
     inputs = tokenizer(text, add_special_tokens=not chat, return_tensors="pt").to(target)
     if inputs["input_ids"].shape[1] == 0:
         raise DataError("the prompt is empty.", "Give some text to continue.")
@@ -91,7 +85,7 @@ def continue_prompt(
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     streamer = None if on_text is None else _Streamer(tokenizer, on_text, skip_prompt=chat)
     waiting = progress.task("generate", None, "") if on_text is None else nullcontext()
-    with waiting, nullcontext() if processes is None else sequence_parallel(model) as parallel:
+    with waiting, nullcontext() if parallel_timeout_s is None else sequence_parallel(model) as parallel:
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
@@ -111,8 +105,8 @@ def continue_prompt(
         "new_tokens": len(tokens) - prompt_tokens,
         "kv_cache_bytes": sum(sizes),
     }
-    if processes is not None and parallel is not None:
-        processes.leave()
+    if parallel is not None:
+        dist.destroy_process_group()
         result |= {"kv_cache_bytes_by_process": sizes, "sent_bytes": dict(sorted(parallel.wire.sent.items()))}
     return result
 

@@ -1,6 +1,6 @@
-"""What config.json and generation_config.json of unknown origin may say, checked before transformers sees them.
+"""What a config.json of unknown origin may say, checked before transformers sees it.
 
-transformers builds lists, tables and modules from these files, fetches code that they name from the hub, and lets them
+transformers builds lists, tables and modules from this file, fetches code that it names from the hub, and lets it
 change what a forward pass returns. Only what would do so is checked here; transformers checks the rest.
 """
 
@@ -62,21 +62,6 @@ def check_config(path: Path, config: dict[str, Any]) -> None:
                     "transformers would fetch from the hub.",
                     HINT,
                 )
-
-
-def check_generation_config(path: Path, config: dict[str, Any]) -> None:
-    """Look through generation_config.json, which a compressed checkpoint takes along.
-
-    Raises:
-        CheckpointError: a value that transformers cannot use.
-    """
-    from transformers import GenerationConfig  # loads most of transformers, which reading headers does not need
-
-    try:
-        GenerationConfig.from_dict(dict(config))
-    except Exception as error:  # whatever transformers makes of values that it does not expect
-        text = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{path}: transformers cannot read it: {text}", HINT) from error
 
 
 def _entries(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:

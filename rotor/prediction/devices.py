@@ -25,15 +25,12 @@ class Device:
 
     bandwidth_bytes_per_s: reading of device memory.
     source: `data-sheet` (peak rates, which no kernel reaches) or `measured`.
-    link_bytes_per_s: what it sends to its neighbours in one machine (NVLink, Infinity Fabric, PCIe), in one direction;
-        None: not known, and times of traffic are not predicted for it.
     sms, clock_hz: streaming multiprocessors and their clock; None: not known, and what they issue is no limit then.
     instructions_per_cycle: warp instructions that an SM issues in a cycle of attention.
     """
 
     bandwidth_bytes_per_s: Rate
     source: Literal["data-sheet", "measured"]
-    link_bytes_per_s: Rate | None = None
     sms: Annotated[int, Field(gt=0)] | None = None
     clock_hz: Rate | None = None
     instructions_per_cycle: Annotated[float, Field(gt=0, le=4)] = INSTRUCTIONS_PER_CYCLE

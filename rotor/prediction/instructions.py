@@ -30,9 +30,6 @@ WIDTHS, ROWS = (64, 128, 256, 512), (8, 16, 32)
 PLANES = (16, 32, 64)
 """Fast planes of a KV head that a tile rebuilds, likewise."""
 
-WIDE = ((128, 8, 2), (256, 8, 2), (256, 16, 4), (512, 16, 4))
-"""Width, rows and KV heads of groups of several heads whose keys a tile rebuilds, of PLANES[0] planes each."""
-
 SHORT_BLOCKS = (16, 32)
 """Positions of a block, beside BLOCK, that the table has of joint latents with nothing rebuilt."""
 
@@ -64,21 +61,6 @@ class Counts:
 
 
 Table = Mapping[Specialisation, Counts]
-
-
-def grid() -> list[Specialisation]:
-    """What the table is to have: joint latents in blocks of positions, those apart for all positions."""
-    found = [Specialisation("joint", width, rows) for rows in ROWS for width in WIDTHS]
-    found += [
-        Specialisation(kind, width, rows)
-        for kind in ("apart", "numbers")
-        for rows in ROWS[:2]
-        for width in WIDTHS[:3]
-        if (kind, width, rows) != ("apart", WIDTHS[2], ROWS[1])  # in proportion to 8 rows
-    ]
-    found += [Specialisation("joint", WIDTHS[0], ROWS[0], rope_block=block) for block in SHORT_BLOCKS]
-    found += [Specialisation("joint", width, ROWS[0], planes) for width in WIDTHS[:3] for planes in PLANES]
-    return found + [Specialisation("joint", width, rows, PLANES[0], heads) for width, rows, heads in WIDE]
 
 
 @lru_cache(maxsize=1)

@@ -116,14 +116,11 @@ class Balance:
 
     largest_over_mean: time of the step over what it would take if every SM were loaded alike.
     parts: partial results that a step writes, over all layers; as many as tasks where none is split.
-    loads: of the SMs in the layer that is balanced worst, over their mean. worst_layer: its index.
     """
 
     schedule: str
     largest_over_mean: float
     parts: int
-    loads: tuple[float, ...]
-    worst_layer: int
 
 
 def simulate(
@@ -153,16 +150,7 @@ def simulate(
             [sum(count * tasks.tile_seconds[task] for task, count in mine) for mine in each]
             for tasks, each in zip(layers, parts, strict=True)
         ]
-        means = [sum(each) / sms for each in loads]
-        ratios = [max(each) / mean for each, mean in zip(loads, means, strict=True)]
-        worst = ratios.index(max(ratios))
-        balances.append(
-            Balance(
-                schedule=name,
-                largest_over_mean=sum(map(max, loads)) / sum(means),
-                parts=sum(len(mine) for each in parts for mine in each),
-                loads=tuple(load / means[worst] for load in loads[worst]),
-                worst_layer=worst,
-            )
-        )
+        mean = sum(map(sum, loads)) / sms
+        parts_written = sum(len(mine) for each in parts for mine in each)
+        balances.append(Balance(name, sum(map(max, loads)) / mean, parts_written))
     return balances

@@ -6,20 +6,15 @@ nearest known key. Any field can be overridden by its dotted name (`tokens.count
 
 from .reading import bundled_recipes, load_recipe, override, parse_recipe, text_overrides
 from .recipe import EXPORT_SECTIONS, Recipe
-from .sections import Bases, CacheSettings, Codes, Evaluation, Groups, ObjectiveSettings, Prune, Ranks, Search, Tokens
+from .sections import Evaluation, ObjectiveSettings, Prune, Ranks, Tokens
 
 __all__ = [
     "EXPORT_SECTIONS",
-    "Bases",
-    "CacheSettings",
-    "Codes",
     "Evaluation",
-    "Groups",
     "ObjectiveSettings",
     "Prune",
     "Ranks",
     "Recipe",
-    "Search",
     "Tokens",
     "bundled_recipes",
     "load_recipe",

@@ -11,7 +11,7 @@ import yaml
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from ..allocation.registry import OF_ONE_WIDTH, Need
+from ..allocation.registry import Need
 from ..bases.registry import QK_METHODS
 from ..checked import Unfit
 from ..format.channels import WIDTHS
@@ -88,17 +88,10 @@ class Recipe:
             if not fits:
                 raise Unfit(name, attrgetter(name)(self), expected)
 
-        tokens, evaluation, ranks, domain = self.tokens, self.evaluation, self.ranks, self.groups.domain
+        tokens, evaluation, domain = self.tokens, self.evaluation, self.groups.domain
         file = "a file or folder, as source is text"
         need(tokens.source != "text" or bool(tokens.path), "tokens.path", file)
-        data_set = "a name on the hub or a folder, as source is dataset"
-        need(tokens.source != "dataset" or bool(tokens.dataset), "tokens.dataset", data_set)
         need(evaluation.source != "text" or bool(evaluation.path), "evaluation.path", file)
-        need(
-            not ranks.uniform_rows or self.coded or ranks.rule.uniform_rows,
-            "ranks.rows",
-            f"ragged, as ranks.method is {ranks.method}: {OF_ONE_WIDTH}, or bits of codes, can do uniform",
-        )
         where = "pre" if domain == "block" else domain
         methods = [name for name, method in QK_METHODS.items() if where in method.domains]
         need(self.bases.qk in methods, "bases.qk", f"one of {', '.join(methods)}, as groups.domain is {domain}")

@@ -49,26 +49,18 @@ def _are_widths(bits: tuple[int, ...]) -> bool:
 class Tokens:
     """Calibration tokens."""
 
-    source: Literal["random", "synthetic", "text", "dataset"] = "random"
+    source: Literal["random", "synthetic", "text"] = "random"
     """`random` draws uniformly from the vocabulary without its special tokens (FDC section 5.1: at least 8K);
     `synthetic` samples text from the model itself, from random starts (ZACK: at least 16K); `text` reads the file or
-    folder `path`; `dataset` reads `column` of a `split` of `dataset`."""
+    folder `path`."""
     path: str | None = None
     """Of `text`: a UTF-8 file, or a folder of them; `rotor calibrate --text FILE` sets it here and in `evaluation`."""
-    dataset: str | None = None
-    """Of `dataset`: a name on the hub (NAME or NAME:CONFIG), or a local folder."""
-    split: str = "train"
-    """Of the data set."""
-    column: str = "text"
-    """Of the data set, with the text."""
-    topic_column: str | None = None
-    """Of the data set, with the topics that `prune` goes by; null for a single topic."""
     count: Count = 8192
     """Tokens in all, before any are pruned."""
     seq_len: RowLength = 512
     """Tokens in a row, or the model's longest sequence if that is shorter."""
     seed: Seed = 0
-    """Of what is drawn: random tokens, the text that the model writes, the order of a data set."""
+    """Of what is drawn: random tokens, the text that the model writes."""
 
 
 @dataclass(frozen=True, config=MODEL)
@@ -76,7 +68,7 @@ class Prune:
     """Pruning of calibration data, and centroids that stand for the rest (ZDC section 5.1)."""
 
     share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the sequences dropped within each topic, at random (ZDC: 0.5)."""
+    """Share of the sequences dropped, at random (ZDC: 0.5, within each topic)."""
     kmeans: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     """Centroids that replace queries, keys and values, of each KV head or group apart; null for the exact moments,
     which are both more accurate and cheaper."""
@@ -133,20 +125,12 @@ class Ranks:
     """A name in rotor.allocation (`rotor recipes` lists them)."""
     multiple_of: Size = 16
     """Stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide."""
-    rows: Literal["ragged", "uniform"] = "ragged"
-    """`ragged` gives each layer as many bytes a token as pay there; `uniform` gives all layers as many, at the least
-    loss, for engines that pad rows to the widest (see docs/serving.md). Bits of codes heed it too."""
     probe_shares: Shares = (0.35, 0.125)
     """Shares of channels kept in the probes of `global`; each layer and side is probed at each."""
     probe_tokens: Count = 4096
     """Tokens of the search split that the probes run on."""
     fisher_tokens: Count = 4096
     """Calibration tokens whose gradients `fisher` sums."""
-
-    @property
-    def uniform_rows(self) -> bool:
-        """Whether all layers store rows of one width."""
-        return self.rows == "uniform"
 
     @property
     def rule(self) -> RankMethod:
@@ -163,7 +147,7 @@ class Codes:
     ] = (0, 16)
     """Widths that a channel may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
     many. With 12, 8 or 4 among them, channels are codes: bits are allocated over all layers and sides by what
-    an error in each channel costs the model's own loss, and of `ranks` only `rows` is used."""
+    an error in each channel costs the model's own loss, and `ranks` is not used."""
     tokens: Count = 16384
     """Calibration tokens, the first ones, whose gradients say that."""
     repeats: Annotated[float, Field(ge=0, le=1)] = 0.5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,18 @@ class CompressibleModel(LayerwiseModel):
     @contextmanager
     def uncompressed(self) -> Iterator[Any]:
         """The uncompressed model for the length of a `with`; the modules in use before are put back after it."""
-        modules = [self.family.attention_module(self.model, i) for i in range(self.shape.num_layers)]
+        with self._put_back(range(self.shape.num_layers)):
+            yield self.restore()
+
+    @contextmanager
+    def _put_back(self, layers: Iterable[int]) -> Iterator[None]:
+        """After a `with` the attention of these layers is what it was before."""
+        modules = {index: self.family.attention_module(self.model, index) for index in layers}
         implementation, compressed = self.config._attn_implementation, self._compressed
         try:
-            yield self.restore()
+            yield
         finally:
-            for index, module in enumerate(modules):
+            for index, module in modules.items():
                 self.family.replace_attention(self.model, index, module)
             self.config._attn_implementation, self._compressed = implementation, compressed
 
@@ -106,14 +112,10 @@ class CompressibleModel(LayerwiseModel):
     @contextmanager
     def compressed_layer(self, index: int, bases: LayerBases, ranks: LayerRanks) -> Iterator[None]:
         """Compress one layer, whose weights must be loaded, for the length of a `with`, whatever the others are."""
-        before, implementation = self.family.attention_module(self.model, index), self.config._attn_implementation
-        try:
+        with self._put_back([index]):
             self.family.replace_attention(self.model, index, self._originals[index])
             self._put_compressed(index, bases, ranks)
             yield
-        finally:
-            self.family.replace_attention(self.model, index, before)
-            self.config._attn_implementation = implementation
 
     def _put_compressed(self, index: int, bases: LayerBases, ranks: LayerRanks) -> None:
         weights = self.attention_weights(index)

@@ -149,7 +149,7 @@ def rank_path(run: Run, recipe: Recipe, sensitivities: Sequence[Sensitivity] = (
     layers, ranks = range(run.shape.num_layers), recipe.ranks
     if recipe.coded:
         codes = [run.layer_codes(layer) for layer in layers]
-        return BitsPath(codes, run.shape, recipe.codes.bits, int(run.info["element_bytes"]), ranks.uniform_rows)
+        return BitsPath(codes, run.shape, recipe.codes.bits, int(run.info["element_bytes"]))
     if run.form.joint:
         raise UsageError(
             f"codes.bits {list(recipe.codes.bits)}: in this run keys and values share latents, whose channels are "

@@ -62,9 +62,10 @@ def check(
     if holes:
         generator = torch.Generator().manual_seed(3)
         allowed = [own & (torch.rand(own.shape, generator=generator) > 0.3) for own in allowed]
+    if holes or starts is not None:
         ranges = ranges_of_mask(torch.cat(allowed))
     elif tokens is None:
-        ranges = KeyRanges.of_lengths(kv_lens, None if starts is None else torch.tensor(starts), window)
+        ranges = KeyRanges.of_lengths(kv_lens, window)
     else:
         query_start = torch.tensor([0, *counts]).cumsum(0).int()
         ranges = KeyRanges.packed(query_start, kv_lens, sum(counts), max(counts), window)

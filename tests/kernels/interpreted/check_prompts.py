@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import LAYERS, Case, case_of, causal, in_pages, packed_queries
-from torch.nn.attention.flex_attention import flex_attention
 
 from rotor.kernels import stock
 from rotor.kernels.materialise import PagesOf
@@ -40,19 +39,6 @@ def test_chunks_behind_a_cache_and_padding(name, window, monkeypatch) -> None:
     check(prompt(case, allowed[:, None]), exact)
     monkeypatch.setattr(stock, "MOST_BYTES", 1)  # sequences one after another
     check(prompt(case, allowed[:, None]), exact)
-
-
-@pytest.mark.parametrize("mask", [False, True])
-def test_flexattention_as_a_gpu_takes_it(mask, monkeypatch) -> None:
-    case = case_of("fast", 2, 40, 40, softcap=2.0)
-    allowed = causal(2, 40, 40).clone()
-    if mask:
-        allowed[1, :, 5:17] = False
-    monkeypatch.setattr(stock, "_compiled_flex", lambda device: flex_attention)
-    monkeypatch.setattr(
-        stock, "attend", lambda q, k, v, scaling, seen, cap: stock._flex(q, k, v, scaling, seen, cap).transpose(1, 2)
-    )
-    check(prompt(case, allowed[:, None] if mask else None), case.exact(allowed)[0])
 
 
 @pytest.mark.parametrize(
