@@ -11,14 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from shortcuts import (
-    DEMO_MODEL,
-    ROOT,
-    figures_as_ever,
-    figures_only_where_asked,
-    long_texts_encoded_once,
-    plots_as_they_fall,
-)
+from shortcuts import DEMO_MODEL, ROOT, figures_as_ever, quicker
 from tiny_models import CONFIGS, LLAMA3_ROPE, MOE, NO_ROPE, SIZES, build_tiny  # noqa: F401
 
 from rotor.calibration.calibrate import calibrate
@@ -33,18 +26,9 @@ from rotor.rewriting.compressible import CompressibleModel
 console.SECONDS_BETWEEN_LINES = math.inf  # no test goes by how busy the machine is
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes minutes in one process, so that no worker is left with it alone at the end."""
-    items.sort(key=lambda item: item.path.name != "test_kernels.py")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def shortcuts() -> Iterator[None]:
-    with (
-        figures_only_where_asked(),
-        plots_as_they_fall(),
-        long_texts_encoded_once(),
-    ):
+    with quicker():
         yield
 
 

@@ -27,12 +27,7 @@ def scores(logits: torch.Tensor, reference: torch.Tensor | None = None) -> Score
     return Scores.of(parts, len(logits))
 
 
-def context(spec: Evaluation | None = None, checkpoint: Checkpoint | None = None) -> EvaluationContext:
-    rows = {split: ROWS for split in ("search", "report")}
-    if checkpoint is None:
-        return EvaluationContext(spec or Evaluation(), rows, None, None)
-    spec = spec or Evaluation()
-    data = evaluation_data(
-        replace(spec, search_tokens=2048, report_tokens=2048), checkpoint.config, checkpoint.tokenizer
-    )
+def context(spec: Evaluation, checkpoint: Checkpoint) -> EvaluationContext:
+    short = replace(spec, search_tokens=2048, report_tokens=2048)
+    data = evaluation_data(short, checkpoint.config, checkpoint.tokenizer)
     return EvaluationContext(spec, data.rows, checkpoint.tokenizer, checkpoint.config)

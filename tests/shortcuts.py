@@ -22,37 +22,13 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @contextmanager
-def figures_only_where_asked() -> Iterator[None]:
-    """Reports are as without matplotlib: drawing takes longer than the rest of an export."""
+def quicker() -> Iterator[None]:
+    """Reports are as without matplotlib, since drawing takes longer than the rest of an export, and a study's plots are
+    drawn but not laid out. Tokens of long texts are kept, since held-out text is the same for most measurements."""
+    encode, known = rows.encode, {}
 
     def missing(data: object) -> dict[str, str]:
         raise ImportError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "figures", missing)
-        yield
-
-
-@contextmanager
-def figures_as_ever(draw: Any = report.figures) -> Iterator[None]:
-    """What takes that back."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "figures", draw)
-        yield
-
-
-@contextmanager
-def plots_as_they_fall() -> Iterator[None]:
-    """A study's plots are drawn, but not laid out: to move axes until no labels overlap takes longer than the rest."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(STYLE, "figure.constrained_layout.use", False)
-        yield
-
-
-@contextmanager
-def long_texts_encoded_once() -> Iterator[None]:
-    """The held-out text is the same for most measurements, and takes a second each time."""
-    encode, known = rows.encode, {}
 
     def encoded(tokenizer: Any, text: str) -> list[int]:
         if len(text) < 2000 or not _bundled(Path(getattr(tokenizer, "name_or_path", ""))):
@@ -63,7 +39,17 @@ def long_texts_encoded_once() -> Iterator[None]:
         return known[key].tolist()
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "figures", missing)
+        patch.setitem(STYLE, "figure.constrained_layout.use", False)
         patch.setattr(rows, "encode", encoded)
+        yield
+
+
+@contextmanager
+def figures_as_ever(draw: Any = report.figures) -> Iterator[None]:
+    """What takes the first of these back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "figures", draw)
         yield
 
 

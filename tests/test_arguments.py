@@ -101,7 +101,7 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
 SHOWN = {"as_json", "quiet", "dry_run"}
 """Options of what is printed."""
 
-OTHERWISE = {"no_measure": "measure", "folders": "folder", "ablation": "ablations"}
+OTHERWISE = {"no_measure": "measure", "folders": "folder"}
 
 
 @pytest.mark.parametrize("name", ["inspect", "calibrate", "export", "validate", "study"])

@@ -20,9 +20,7 @@ from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from rotor.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
-from rotor.data.splits import digests
 from rotor.errors import CheckpointError
 from rotor.evaluation.fidelity import FidelityMeter
 from rotor.export.export import export
@@ -130,42 +128,6 @@ def test_several_folders_of_a_source_measure_it_once(run_copy, tmp_path: Path, m
     alone = validate(tmp_path / "0.3")
     assert (together[1].checks, together[1].summary) == (alone.checks, alone.summary)
     assert together[0].summary["accuracy"] != alone.summary["accuracy"]
-
-
-def test_moments_streamed_in_batches_equal_those_of_all_activations_at_once(tiny) -> None:
-    from rotor.calibration.capture import layer_statistics
-    from rotor.models.layerwise import LayerwiseModel
-    from rotor.models.loading import load_model
-
-    tokens = torch.randint(1, 4096, (16, 64), generator=torch.Generator().manual_seed(0))
-    model = load_model(tiny("qwen3"), torch.device("cpu"), torch.float32)
-    wanted = frozenset({"query", "key_64_4", "key_post", "value"})
-
-    def collect(rows: torch.Tensor, batch_tokens: int) -> list[LayerStatistics]:
-        network = LayerwiseModel.of(model, batch_tokens)
-        states = network.embed(rows)
-        return [layer_statistics(network, layer, states, states, 2, wanted) for layer in range(2)]
-
-    whole = collect(tokens, 10**9)
-    batched = collect(tokens.flip(0), 64)
-    assert whole[1].tokens == batched[1].tokens == 1024
-    for name, total in whole[1].sums.items():
-        torch.testing.assert_close(batched[1].sums[name], total, rtol=1e-5, atol=1e-3)
-
-
-def test_calibrating_on_a_text_file(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 500)
-    settings = ["tokens.source=text", f"tokens.path={tmp_path / 'text.txt'}", "tokens.count=1024", *FAST_EVALUATION]
-    run = calibrate(DEMO_MODEL, tmp_path / "run", "fdc", settings)
-    documents = run.info["tokens"].pop("documents_sha256")
-    assert documents == digests([(tmp_path / "text.txt").read_text()])
-    assert run.info["tokens"] == {
-        "source": "text",
-        "count": 1024,
-        "rows": 2,
-        "seq_len": 512,
-        "pruned_rows": 0,
-    }
 
 
 def test_shards_are_kept_and_a_layer_may_be_spread_over_them(tmp_path: Path, tiny) -> None:

@@ -17,12 +17,10 @@ from rotor.format.layout import AttentionShape, KeyForm, LayerForm
 from rotor.planning.inspection import inspect
 from rotor.prediction.cost import (
     DecodeStep,
-    decode_seconds,
     layer_time,
-    uncompressed_decode_seconds,
     uncompressed_layer_time,
 )
-from rotor.prediction.decode_times import decode_times, largest_fast_group, uniform_layout
+from rotor.prediction.decode_times import decode_times, uniform_layout
 from rotor.prediction.devices import find_device
 from rotor.progress import in_time
 
@@ -88,12 +86,6 @@ def test_more_tokens_and_wider_groups_need_more() -> None:
     assert wide.kept_disk_bytes > narrow.kept_disk_bytes
 
 
-def test_command_line() -> None:
-    data = json.loads(CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), "--json"]).stdout)
-    assert data["shape"]["num_layers"] == 5
-    assert data["kv_bytes_per_token"] == 2560
-
-
 def test_layers_with_a_sliding_window_keep_no_more_than_it(tiny) -> None:
     """Mistral's layers all have one, of Gemma 2's two layers one."""
     for family, layers in (("mistral", 2), ("gemma2", 1)):
@@ -124,17 +116,6 @@ def test_decode_times_of_8b_and_70b_shapes(heads: int, layers: int, hidden: int)
     predicted = layer_time(one, shape, device, LOAD)
     assert time.seconds == pytest.approx(layers * predicted.attention_s)
     assert time.instructions_per_key == pytest.approx(predicted.instructions / 8 / LOAD.keys)
-
-
-@pytest.mark.parametrize(("heads", "head_dim"), [(8, 128), (2, 64), (7, 256)])
-def test_as_many_heads_share_a_latent_as_cost_no_time(heads: int, head_dim: int) -> None:
-    shape = AttentionShape(4, 4 * heads, heads, head_dim, 4 * heads * head_dim, rotary_dim=head_dim)
-    device, kind = find_device("h200"), LayerForm(KeyForm(64, 16), 1, joint=True)
-    chosen = largest_fast_group(shape, kind, True, device, LOAD)
-    most = uncompressed_decode_seconds(shape, device, LOAD)
-    for size in (size for size in range(chosen + 1, heads + 1) if heads % size == 0):
-        layout = uniform_layout(shape, kind._replace(group_size=size), 1 / 8, True)
-        assert decode_seconds([layout] * 4, shape, device, LOAD) > most
 
 
 def test_decode_times_are_shown_as_a_prediction_with_the_recipes_marked(tiny) -> None:

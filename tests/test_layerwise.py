@@ -146,9 +146,6 @@ def test_what_needs_the_whole_model_is_refused_before_any_work(tiny, tmp_path: P
     with pytest.raises(UsageError, match="--offload: got 'sometimes', expected one of auto, never, always"):
         calibrate(model, out, "fdc", offload="sometimes")
     assert list(tmp_path.iterdir()) == []
-    run = calibrate(model, out, "fdc", SMALL)
-    with pytest.raises(UsageError, match="lm-eval:x needs the whole model"):
-        export(run.folder, tmp_path / "o", compression=0.5, overrides=["evaluation.metric=lm-eval:x"], offload="always")
 
 
 def test_weights_are_read_layer_by_layer_when_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,17 +40,6 @@ def test_equation_1_by_hand(values: list[float], rate: float, expected: int) -> 
     assert rank(values, rate) == expected
 
 
-def test_equation_1_holds_as_written() -> None:
-    """tail from j + 1 has a share of at most r, the tail from j more than r (FDC equation 1)."""
-    generator = torch.Generator().manual_seed(0)
-    for rate in (0.01, 0.1, 0.35, 0.8):
-        values = torch.rand(1, 64, dtype=torch.float64, generator=generator).sort(descending=True).values
-        kept = ranks_from_shares(tail_shares(values), rate)[0]
-        total = values.sum()
-        assert values[0, kept:].sum() / total <= rate
-        assert values[0, kept - 1 :].sum() / total > rate
-
-
 @pytest.mark.parametrize(
     ("exact", "multiple", "columns", "expected"),
     [(1, 16, 64, 16), (16, 16, 64, 16), (17, 16, 64, 32), (60, 16, 62, 62)],
@@ -176,15 +165,3 @@ def test_sensitivity_between_probes_is_a_power_of_the_rank() -> None:
     values = interpolated([(8, 4.0), (32, 1.0)], ranks)
     assert values.tolist() == pytest.approx([4.0, 4.0, 2.0, 1.0, 1.0])
     assert interpolated([], ranks).tolist() == [0.0] * 5
-
-
-def test_water_filling_heeds_a_layer_that_breaks_at_a_low_rank() -> None:
-    """Two layers alike at a moderate rank; the one that a second probe finds fragile keeps more."""
-    steep, flat = [(16, 50.0), (48, 1.0)], [(16, 1.0), (48, 1.0)]
-    probed = [(steep, flat), (flat, flat)]
-    path = WaterFillingPath(RankInputs(spectra(1) * 2, SHAPE, 8, sensitivities=probed))
-    plan = path.at_compression(0.7)
-    assert plan is not None
-    (fragile, _), (robust, _) = plan.rounded
-    assert fragile[0] > robust[0]
-    assert fragile[1] == robust[1]

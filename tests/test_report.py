@@ -130,7 +130,7 @@ def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exp
 
 
 def test_a_ratio_that_was_left_out_says_why() -> None:
-    found = Fidelity(0.9, None, {"token_accuracy": 0.9})
+    found = Fidelity(0.9, (0.9, 0.9), {"token_accuracy": 0.9})
     assert _ratios(found, {}, {"search": {}, "report": {"copy": "it cannot"}}) == [
         (METRICS["token_accuracy"].label, "0.9000"),
         (METRICS["copy"].label, "left out: it cannot"),
@@ -143,7 +143,7 @@ def test_a_run_that_measured_nothing_says_so(demo_run, tmp_path: Path) -> None:
     shutil.rmtree(folder / "probes", ignore_errors=True)
     result = report(folder, tmp_path / "page.html")
     page = read(tmp_path / "page.html")
-    assert result.figures == ["spectra-qk-0", "spectra-vo-0"]
+    assert result.figures == ["spectra-qk", "spectra-vo"]
     assert "No point was measured yet" in page.text
 
 
@@ -183,7 +183,7 @@ def test_command(exported, tmp_path: Path, capsys) -> None:
     run, out = exported("fdc")
     code, printed, _ = rotor(capsys, "report", out, "-o", tmp_path / "page.html", "--json")
     assert code == 0
-    assert json.loads(printed)["figures"] == ["points", "spectra-qk-0", "spectra-vo-0"]
+    assert json.loads(printed)["figures"] == ["points", "spectra-qk", "spectra-vo"]
     expect_error(capsys, 2, "a report is an .html file", "report", out, "-o", out / "model.safetensors")
     expect_error(capsys, 1, "neither run.json nor rotor.json", "report", DEMO_MODEL)
     expect_error(capsys, 2, "cannot be written", "report", run, "-o", tmp_path / "nowhere" / "page.html")

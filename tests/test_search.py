@@ -92,7 +92,7 @@ def test_beside_the_path_units_are_taken_while_the_target_is_reached() -> None:
     def fidelity(plan: Any) -> Fidelity:
         tried.append((round(plan.stored, 2), getattr(plan, "taken", "")))
         reached = plan.stored <= 0.4 or (plan.stored < 0.52 and getattr(plan, "taken", "") == "b")
-        return Fidelity(1.0 if reached else 0.9, None, {})
+        return Fidelity(1.0 if reached else 0.9, (0.9, 1.0), {})
 
     tried: list[tuple[float, str]] = []
     path = path_of([0.2, 0.4, 0.6], lighter)

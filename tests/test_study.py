@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 from conftest import DEMO_MODEL
 
-from rotor.calibration.run import Run
 from rotor.errors import UsageError
 from rotor.report.style import shown_loss
-from rotor.search.measurer import rank_path
 from rotor.study import context as study_context
 from rotor.study.part import find_part
-from rotor.study.parts import ablation, curves
+from rotor.study.parts import curves, methods
 from rotor.study.parts.curves import METRIC_LABELS
 from rotor.study.store import StudyStore
 from rotor.study.study import study
@@ -42,7 +40,6 @@ def small(tmp_path_factory: pytest.TempPathFactory):
     arguments = {
         "recipes": ["rotor", "fdc"],
         "overrides": SMALL,
-        "ablations": {"per-head": ["groups.size=1"]},
         "plots": False,
     }
     yield study(DEMO_MODEL, out, **arguments), arguments
@@ -56,9 +53,9 @@ def test_small_study_measures_every_part(small) -> None:
     stored = json.loads((result.folder / "results.json").read_text())
     assert stored["records"] == records
     assert stored["settings"]["tokens"]["count"] == 1024
-    for name, part in (("fdc", "curves"), ("rotor", "curves"), ("rotor-per-head", "ablation")):
+    for name in ("fdc", "rotor"):
         for p in (0.3, 0.6):
-            point = records[f"{part}/{name}/p{p:.2f}"]
+            point = records[f"curves/{name}/p{p:.2f}"]
             assert point["stored"] >= p
             for split in ("search", "report"):
                 parts = ("token_accuracy", "ppl_ratio", "lookup", "copy")
@@ -66,30 +63,13 @@ def test_small_study_measures_every_part(small) -> None:
                 assert point[split]["accuracy"] == pytest.approx(smallest, abs=1e-6)
             assert point["report"]["kl_div"] >= 0
             assert 0 < point["report"]["top1_agreement"] <= 1
-        mild, strong = (records[f"{part}/{name}/p{p:.2f}"]["report"]["kl_div"] for p in (0.3, 0.6))
+        mild, strong = (records[f"curves/{name}/p{p:.2f}"]["report"]["kl_div"] for p in (0.3, 0.6))
         assert mild < strong
-        targets = records[f"{part}/{name}/targets"]
+        targets = records[f"curves/{name}/targets"]
         assert list(targets) == ["0.99", "0.95", "0.90"]
         for target, point in targets.items():
             assert "out_of_reach" in point or point["search"]["accuracy"] >= float(target)
     assert records["curves/rotor/p0.60"]["report"]["kl_div"] < records["curves/fdc/p0.60"]["report"]["kl_div"]
-
-
-def test_fidelity_is_what_validate_reports(small, tmp_path: Path) -> None:
-    """KL and agreement of a point against a compressed checkpoint loaded beside the source."""
-    from rotor.export.export import export
-    from rotor.validation.validate import validate
-
-    result, _ = small
-    run = Run.open(result.folder / "runs" / "fdc")
-    plan = rank_path(run, run.recipe).at_compression(0.6)
-    assert plan is not None
-    export(run.folder, tmp_path / "out", compression=0.6)
-    summary = validate(tmp_path / "out", dtype="float32").summary
-    point = result.records["curves/fdc/p0.60"]
-    assert point["stored"] == pytest.approx(plan.stored)
-    assert summary["accuracy"]["kl_div"] == pytest.approx(point["report"]["kl_div"], rel=1e-3, abs=1e-6)
-    assert summary["accuracy"]["top1_agreement"] == pytest.approx(point["report"]["top1_agreement"], abs=0.003)
 
 
 def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +84,7 @@ def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -
     again = study(DEMO_MODEL, result.folder, **arguments)
     assert again.added == 0
     found = study(DEMO_MODEL, result.folder, **arguments, dry_run=True)
-    assert [tuple(vars(part).values()) for part in found.left] == [("curves", 0, 0), ("ablation", 0, 0)]
+    assert [tuple(vars(part).values()) for part in found.left] == [("curves", 0, 0)]
     assert found.records == json.loads(before)["records"]
     assert (result.folder / "results.json").read_text() == before
 
@@ -129,8 +109,6 @@ def test_other_settings_are_refused(small) -> None:
         study(DEMO_MODEL, result.folder, **{**arguments, "overrides": others})
     with pytest.raises(UsageError, match=r"recipes\.fdc\.ranks\.multiple_of was 16, now 8"):
         study(DEMO_MODEL, result.folder, **{**arguments, "overrides": [*SMALL, "ranks.multiple_of=8"]})
-    with pytest.raises(UsageError, match="all are measured the same way"):
-        study(DEMO_MODEL, result.folder, **{**arguments, "ablations": {"x": ["evaluation.seq_len=32"]}})
 
 
 def test_tables_and_plots_appear_as_parts_complete(tmp_path: Path, monkeypatch) -> None:
@@ -140,13 +118,13 @@ def test_tables_and_plots_appear_as_parts_complete(tmp_path: Path, monkeypatch) 
     out = tmp_path / "study"
     seen: list[list[str]] = []
 
-    def tasks(self, context) -> None:
+    def begin(self, context) -> None:
         seen.append(sorted(path.name for path in [*out.glob("*.md"), *(out / "plots").glob("*.png")]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ablation.Ablation, "tasks", tasks)
+    monkeypatch.setattr(methods.Methods, "tasks", begin)
     with pytest.raises(KeyboardInterrupt):
-        study(DEMO_MODEL, out, ["fdc"], SMALL, ablations={"a": ["groups.size=1"]})
+        study(DEMO_MODEL, out, ["fdc"], SMALL, parts=["curves", "methods"])
     assert seen == [["recipes.png", "summary.md"]]
 
 
@@ -163,7 +141,7 @@ def read_store(folder: Path) -> StudyStore:
 def test_curves_start_at_the_uncompressed_model_and_show_crossings(small) -> None:
     """With intervals on KL too; accuracy logarithmic in what is lost."""
     store = read_store(small[0].folder)
-    found = curves.curves(store, "curves")
+    found = curves.curves(store)
     accuracy, divergence = drawn("curves", "recipes", store).axes
     assert accuracy.get_yscale() == divergence.get_yscale() == "log"
     for axes, start in ((accuracy, shown_loss(1)), (divergence, 1e-6)):
@@ -190,8 +168,6 @@ def test_csv_and_summary(small) -> None:
         ("curves", "rotor", "0.6"),
         ("curves", "fdc", "0.3"),
         ("curves", "fdc", "0.6"),
-        ("ablation", "rotor-per-head", "0.3"),
-        ("ablation", "rotor-per-head", "0.6"),
     ]
     point = result.records["curves/rotor/p0.60"]
     assert {f"{split}_{metric}" for split in ("search", "report") for metric in METRIC_LABELS} <= set(rows[0])
@@ -201,12 +177,9 @@ def test_csv_and_summary(small) -> None:
 
     summary = (result.folder / "summary.md").read_text()
     assert summary.startswith("# Study of demo-model\n")
-    for title in ("Recipes", "Ablation"):
-        assert f"\n## {title}" in summary
+    assert "\n## Recipes" in summary
     assert "| recipe | at 0.99 | at 0.95 | at 0.9 |" in summary
     assert f"| {point['report']['kl_div']:.5f} |" in summary
-    ablation = summary[summary.index("\n## Ablation") :]
-    assert ablation.index("| `rotor` |") < ablation.index("| `rotor-per-head` |")  # what was changed comes first
     widths: set[int] = set()
     for line in summary.splitlines():
         widths = widths | {line.count("|")} if line.startswith("|") else set()
@@ -219,11 +192,10 @@ def test_plots_are_written(small) -> None:
     assert not any(path.suffix == ".png" for path in first.files)
     result = study(DEMO_MODEL, first.folder, **{**arguments, "plots": True})
     assert result.added == 0
-    for name in ("recipes", "ablation"):
-        png = result.folder / "plots" / f"{name}.png"
-        assert png in result.files
-        assert png.read_bytes().startswith(b"\x89PNG")
-        assert b"<svg" in png.with_suffix(".svg").read_bytes()
+    png = result.folder / "plots" / "recipes.png"
+    assert png in result.files
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in png.with_suffix(".svg").read_bytes()
 
 
 def test_a_part_of_ones_own_is_a_class_in_a_file(tiny, tmp_path: Path) -> None:

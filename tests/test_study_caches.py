@@ -23,7 +23,6 @@ from rotor.progress import Progress
 from rotor.recipe import Evaluation
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.runtime.families import attention_shape
-from rotor.search.measurer import rank_path
 from rotor.study import caches
 from rotor.study.cache_part import StudiedCache, draw_fidelity, method_of, pareto_front
 from rotor.study.caches import CacheBench, CacheRecord, cache_bytes
@@ -49,12 +48,8 @@ def bench(run) -> Iterator[CacheBench]:
         patch.setattr("rotor.evaluation.fidelity.LEAST_BASE", 0.0)  # random weights can do nothing
         patch.setattr("rotor.evaluation.fidelity.make_prompts", lambda *given: Prompts(rows, answers, 0))
         patch.setattr(caches, "PROMPT_SHARE", 0.34)
-        yield bench_of(network, rows)
-
-
-def bench_of(network: CompressibleModel, rows: torch.Tensor, progress: Progress | None = None) -> CacheBench:
-    context = EvaluationContext(Evaluation(), {"report": rows}, None, network.config)
-    return CacheBench(network, context, ["copy"], 256, lambda: rows, progress or Progress())
+        context = EvaluationContext(Evaluation(), {"report": rows}, None, network.config)
+        yield CacheBench(network, context, ["copy"], 256, lambda: rows, Progress())
 
 
 def test_the_uncompressed_cache_loses_nothing(bench) -> None:
@@ -91,16 +86,6 @@ def test_the_mean_over_lengths_counts_what_waits(bench) -> None:
     prompt = sides * (8 * coded + scales) + 2 * 8 * 4  # a value's scale and zero is shared by the heads
     sizes = [prompt, prompt + sides * waiting, prompt + sides * (2 * coded + scales) + 2 * 2 * 4]
     assert cache_bytes(bench.network, 8, 10, KCVT(4, buffer=2)) == sizes
-
-
-def test_a_compressed_model_is_measured_like_a_baseline(bench, run) -> None:
-    plan = rank_path(run, run.recipe).at_compression(0.5)
-    bench.network.compress(run.bases(plan.channels), plan.rounded)
-    record, coded = (bench.record("rotor", policy) for policy in (None, PerToken(4)))
-    bench.network.restore()
-    assert record.kv_bytes_per_token == pytest.approx(0.5 * 2 * 2 * 4 * 16 * 2, rel=0.2)
-    assert record.kl_div > 0
-    assert coded.kv_bytes_per_token < 0.5 * record.kv_bytes_per_token
 
 
 @pytest.mark.peer
@@ -154,24 +139,6 @@ def test_the_front_has_what_nothing_else_beats() -> None:
     ):
         assert method_of(name) == method
     assert CacheRecord(**asdict(CacheRecord("a", answers={"copy": 1.0}))).answers == {"copy": 1.0}
-
-
-class Messages(Progress):
-    """Keeps them."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.messages.append(text)
-
-
-def test_a_task_that_the_uncompressed_model_cannot_do_is_left_out(bench, monkeypatch) -> None:
-    monkeypatch.setattr("rotor.evaluation.fidelity.LEAST_BASE", 1.1)
-    progress = Messages()
-    record = bench_of(bench.network, bench.samples(), progress).of_policy("uncompressed", None)
-    assert record.answers == {}
-    assert any("`copy`: copy: the uncompressed model gives the right answers a mean" in m for m in progress.messages)
 
 
 RECIPES = ["palu", "rotor-plain"]

@@ -1,4 +1,4 @@
-"""What a study is asked for: conditions, ablations, the store, dry runs, parts that cannot run, the command."""
+"""What a study is asked for: conditions, the store, dry runs, parts that cannot run, the command."""
 
 from __future__ import annotations
 
@@ -34,21 +34,14 @@ def test_recipes_get_the_same_conditions(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "ablations.yaml"
-    path.write_text('post: ["groups.domain=post"]\nper head: groups.size=1\n')
     command = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--dry-run"]
-    for more, message in (
-        (["--ablations", path], "expected a mapping from names to lists of KEY=VALUE"),
-        (["--bytes", "320,few"], "--bytes 320,few"),
-        (["--lengths", ""], "--lengths"),
-    ):
-        code, _, error = rotor(capsys, *command, *more)
-        assert code in (1, 2)
-        assert message in error
+    code, _, error = rotor(capsys, *command, "--bytes", "320,few")
+    assert code == 2
+    assert "--bytes 320,few" in error
 
 
 def test_store_keeps_every_record_and_names_what_differs(tmp_path: Path) -> None:
-    settings = {"model": {"a": "1"}, "recipes": {"fdc": {"rank": 16}}, "ablations": {}}
+    settings = {"model": {"a": "1"}, "recipes": {"fdc": {"rank": 16}}}
     StudyStore.read(tmp_path / "s", settings).put("curves/fdc/p0.10", {"x": 1})
     more = {**settings, "recipes": {"rotor": {"rank": 8}}}
     store = StudyStore.read(tmp_path / "s", more)
@@ -70,14 +63,12 @@ def test_a_dry_run_tells_what_each_part_takes(tmp_path: Path, capsys, monkeypatc
     monkeypatch.setattr(curves, "COMPRESSIONS", (0.3, 0.6))
     arguments = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "rotor,fdc", "--dry-run"]
     arguments += [item for setting in SMALL for item in ("--set", setting)]
-    path = tmp_path / "ablations.yaml"
-    path.write_text('a: ["groups.size=1"]\n')
-    code, out, err = rotor(capsys, *arguments, "--ablations", path, "--json")
+    code, out, err = rotor(capsys, *arguments, "--json")
     assert code == 0, err
     found = json.loads(out)
     parts = {part["part"]: (part["calibrations"], part["points"]) for part in found["parts"]}
     searched = most_points(0.2)  # a bisection for each of three targets, then the report split of what it chose
-    assert parts == {"curves": (2, 2 * (2 + 3 * searched)), "ablation": (1, 2 + 3 * searched)}
+    assert parts == {"curves": (2, 2 * (2 + 3 * searched))}
     assert found["known_records"] == 0
     code, out, _ = rotor(capsys, *arguments)
     assert code == 0
@@ -97,9 +88,8 @@ def test_a_text_of_ones_own_is_for_all_recipes(tmp_path: Path, monkeypatch) -> N
 
 def test_parts_that_cannot_run_are_refused_by_name(tmp_path: Path) -> None:
     for parts, message in (
-        (["curves", "tables"], "--parts tables: expected some of curves, ablation, methods, tasks"),
+        (["curves", "tables"], "--parts tables: expected some of curves, methods"),
         ([], "--parts is empty"),
-        (["ablation"], "--parts ablation: there are no ablations"),
     ):
         with pytest.raises(UsageError, match=message):
             study(DEMO_MODEL, tmp_path / "study", ["fdc"], SMALL, parts=parts, plots=False)

@@ -1,4 +1,4 @@
-"""Benchmarks: tasks of lm-eval and of our own, and questions of kvpress, in the files of both."""
+"""Benchmarks: tasks of lm-eval and of our own, in lm-eval's files."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import DEMO_MODEL
 
-from rotor.errors import DataError, MissingError, UsageError
-from rotor.evaluation import kvpress
-from rotor.evaluation.kvpress import Questions
+from rotor.errors import DataError, UsageError
 from rotor.evaluation.needles import ANSWER_TOKENS, needles_score
 from rotor.evaluation.tasks import TaskSuite, document_scores, paired
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
-from rotor.study.part import find_part
-from rotor.study.request import chosen_parts
-from rotor.study.store import StudyStore
-from rotor.study.study import study
 from rotor.validation.validate import validate
 
 TASK = "several_needles"
@@ -42,23 +35,6 @@ def test_differences_are_paired_by_document() -> None:
     assert -0.62 < half.interval[0] < -0.5 < half.interval[1] < -0.38  # 1.96 sqrt(0.25 / 100)
 
 
-def test_a_study_sets_caches_beside_the_source(tmp_path: Path) -> None:
-    records = {"uncompressed": (0.0, [1.0, 1.0]), "rotor at 0.99": (0.9, [1.0, 1.0]), "kivi-4": (0.7, [0.0, 0.0])}
-    store = StudyStore(tmp_path, {})
-    for label, (removed, scores) in records.items():
-        store.put(f"tasks/{label}", {"compression": removed, "scores": {"vt 512": scores}})
-    (table,) = find_part("tasks").tables(store)
-    assert table.header == [
-        "task",
-        "documents",
-        "uncompressed",
-        "rotor at 0.99, 0.900 removed",
-        "kivi-4, 0.700 removed",
-    ]
-    differences = "1.000 (+0.000 [+0.000, +0.000])", "0.000 (-1.000 [-1.000, -1.000])"
-    assert table.rows == [["vt 512", "2", "1.000", *differences]]
-
-
 def test_scores_of_answers() -> None:
     asked = {"max_length": 1024, "outputs": ["41", "17", "86"], "names": ["ash", "elm", "oak"], "gen_prefix": "ash:"}
     assert needles_score(asked, [" 41\nelm: 71\noak: 86\nelm: 17"]) == {"1024": pytest.approx(2 / 3)}
@@ -66,51 +42,10 @@ def test_scores_of_answers() -> None:
     assert document_scores({"t": samples}) == {"t 512": [1.0], "t 1024": [0.0]}
 
 
-def row(question: str = "What is b?", answer: tuple[str, ...] = ("17",), task: str = "niah", **fields) -> dict:
-    lines = "a: 41\nb: 17\nc: 86\n"
-    return {"context": lines, "question": question, "answer_prefix": "b:", "answer": list(answer)} | {
-        "max_new_tokens": 6,
-        "task": task,
-        **fields,
-    }
-
-
-def test_an_answer_of_a_plain_cache_is_that_of_the_whole_text(demo) -> None:
-    checkpoint, network = demo
-    asked, tokenizer = SimpleNamespace(**row()), checkpoint.tokenizer
-    text = f"{tokenizer.bos_token}{asked.context}{asked.question}\n{asked.answer_prefix}"
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    whole = network.model.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert kvpress.answer(network.model, tokenizer, asked) == tokenizer.decode(whole, skip_special_tokens=True)
-
-
-@pytest.mark.peer
-def test_answers_are_those_of_kvpress(demo) -> None:
-    kvpress_package = pytest.importorskip("kvpress", reason="kvpress is not installed")
-    checkpoint, network = demo
-    asked = SimpleNamespace(**row())
-    pipeline = kvpress_package.KVPressTextGenerationPipeline(model=network.model, tokenizer=checkpoint.tokenizer)
-    theirs = pipeline(asked.context, question=asked.question, answer_prefix=asked.answer_prefix, max_new_tokens=6)
-    assert kvpress.answer(network.model, checkpoint.tokenizer, asked) == theirs["answer"]
-
-
-def test_scores_of_kvpress_questions() -> None:
-    scored = [
-        SimpleNamespace(predicted_answer=" A and\x00 b", answer=["a", "c"], task="niah_single_1"),
-        SimpleNamespace(predicted_answer="A", answer=["a", "c"], task="qa_1"),
-    ]
-    assert [kvpress.score(one) for one in scored] == [0.5, 1.0]
-
-
 def test_what_is_missing_is_said_with_what_to_do(demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, _ = demo
     with pytest.raises(DataError, match="several_needles: needs a tokenizer"):
         TaskSuite([TASK], None)
-    with pytest.raises(MissingError, match=r"gone\.parquet: no such file"):
-        TaskSuite([str(tmp_path / "gone.parquet")], checkpoint.tokenizer)
-    with pytest.raises(UsageError, match="--parts tasks: there are no tasks"):
-        study(DEMO_MODEL, tmp_path / "study", ["fdc"], parts=["tasks"], plots=False)
-    assert chosen_parts(None, {}, ["vt"]) == ["curves", "tasks"]
     (tmp_path / "there").mkdir()
     with pytest.raises(UsageError, match="there: exists"), TaskSuite.results(tmp_path / "there"):
         pass
@@ -181,29 +116,3 @@ def test_lm_eval_reads_what_validate_writes(run_copy, tmp_path: Path) -> None:
             assert {key: data["results"][name][key] for key in aggregated} == aggregated
     with pytest.raises(UsageError, match="out-tasks: exists"):
         validate(tmp_path / "out", measure=False, **asked)
-
-
-@pytest.mark.peer
-def test_questions_of_kvpress_are_asked(run_copy, tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas", reason="pandas is not installed (the extra eval)")
-    pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra eval)")
-    data = tmp_path / "4096.parquet"
-    rows = [row(), row("What is c?", ("86",), answer_prefix="c:"), row(task="qa_1", answer=("17", "41"))]
-    pandas.DataFrame(rows).to_parquet(data)
-    run = run_copy("fdc")
-    export(run.folder, tmp_path / "out", compression=0.3, measure=False)
-    found = validate(tmp_path / "out", measure=False, tasks=[str(data)]).summary["tasks"]
-    assert [(one["task"], one["documents"]) for one in found["results"]] == [("4096 niah", 2), ("4096 qa_1", 1)]
-    files = list((tmp_path / "out-tasks").glob("*.csv"))
-    assert len(files) == 2
-    for path in files:
-        table = pandas.read_csv(path)
-        assert len(table) == 3
-        assert "predicted_answer" in table
-        assert "context" not in table
-    pandas.DataFrame([{"question": "a"}]).to_parquet(data)
-    with pytest.raises(DataError, match="has no column context"):
-        Questions.read(data)
-    data.write_bytes(b"no parquet")
-    with pytest.raises(DataError, match="is no parquet file"):
-        Questions.read(data)

@@ -22,7 +22,6 @@ from rotor.models.checkpoint import Checkpoint
 from rotor.models.tokenizer import check_ids
 from rotor.recipe import Recipe, load_recipe, override
 from rotor.recipe.reference import recipe_fields
-from rotor.validation.trusted import TrustedEvaluation, trusted_evaluation
 from rotor.validation.validate import validate
 
 
@@ -74,22 +73,13 @@ def test_nonsense_in_config(values: dict[str, Any], text: str, model: Path) -> N
         Checkpoint(model)
 
 
-TASK = """
-task: planted
-dataset_path: json
-test_split: test
-output_type: multiple_choice
-doc_to_text: !function planted.touch
-doc_to_choice: [a, b]
-doc_to_target: 0
-"""
-
-
-def accuracy_check(folder: Path, **values: Any) -> Any:
-    """The check of a checkpoint whose recipe names something to measure on."""
+def test_what_a_checkpoint_names_is_not_opened(exported: Path, tmp_path: Path) -> None:
+    """A pipe would be waited for, and any file of this machine be read."""
+    folder = shutil.copytree(exported.parent, tmp_path / "away") / "out"
+    os.mkfifo(tmp_path / "pipe")
     path = folder / "recipe.yaml"
     data = yaml.safe_load(path.read_text())
-    data["evaluation"].update(values)
+    data["evaluation"].update(source="text", path=str(tmp_path / "pipe"))
     path.write_text(yaml.safe_dump(data))
     reseal(folder)
     result = validate(folder)
@@ -97,20 +87,6 @@ def accuracy_check(folder: Path, **values: Any) -> Any:
     assert "full-rank rewrite" in {check.name for check in result.checks if check.status == "pass"}
     (check,) = (check for check in result.checks if check.name == "accuracy target")
     assert check.status == "skipped"
-    return check
-
-
-def test_what_a_checkpoint_names_is_not_opened(exported: Path, tmp_path: Path) -> None:
-    """A task could run the code of its !function; a pipe would be waited for, and any file of this machine be read."""
-    folder, mark = shutil.copytree(exported.parent, tmp_path / "away") / "out", tmp_path / "mark"
-    (folder / "task.yaml").write_text(TASK)
-    (folder / "planted.py").write_text(f"open({str(mark)!r}, 'w')\ndef touch(doc): return ''\n")
-    check = accuracy_check(folder, source="stdlib", path=None, metric=f"lm-eval:{folder / 'task.yaml'}")
-    assert check.detail.startswith("recipe.yaml names 'lm-eval:/")
-    assert "--set evaluation.metric=..." in check.detail
-    assert not mark.exists()
-    os.mkfifo(tmp_path / "pipe")
-    check = accuracy_check(folder, source="text", path=str(tmp_path / "pipe"), metric="token_accuracy")
     assert check.detail.startswith("recipe.yaml names '/")
     assert "--set evaluation.path=..." in check.detail
 
@@ -123,10 +99,6 @@ def test_what_the_user_names_is_opened(exported: Path, tmp_path: Path) -> None:
     assert validate(exported, recipe=str(recipe)).summary["accuracy"] == named.summary["accuracy"]
     with pytest.raises(RecipeError, match="only evaluation can be changed"):
         validate(exported, overrides=["tokens.count=5"])
-    stored = load_recipe("fdc")
-    trusted = trusted_evaluation(stored, None, ["evaluation.metric=kl_div"])
-    assert (trusted.withheld, trusted.spec.metric) == ("", "kl_div")
-    assert trusted_evaluation(stored, None, ()) == TrustedEvaluation(stored.evaluation)
 
 
 def in_tokenizer(folder: Path, damage: str) -> None:

@@ -28,11 +28,7 @@ class FisherPath(SpectraPath):
         for factor in factors:
             exact = []
             for pair in information:
-                sides = [[_clip(factor * float(v), columns) for v in side] for side in pair]
+                sides = [[max(1, min(columns, int(factor * float(v) + 1e-9))) for v in side] for side in pair]
                 exact.append(list(zip(*sides, strict=True)))
             plans.append(self._make(factor, exact))
         return plans
-
-
-def _clip(rank: float, columns: int) -> int:
-    return max(1, min(columns, int(rank + 1e-9)))

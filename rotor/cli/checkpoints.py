@@ -197,7 +197,7 @@ class ValidateOptions(MemoryOptions):
 def validate(folders: list[Path], options: ValidateOptions, output: Printed, no_measure: bool = False) -> None:
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
-    A text or an lm-eval task that only the checkpoint names is not opened: name it with --text, --set or --recipe.
+    A text that only the checkpoint names is not opened: name it with --text, --set or --recipe.
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
 
     Args:

@@ -138,5 +138,4 @@ def in_bytes(size: int) -> str:
 
 
 def in_interval(accuracy: dict[str, Any]) -> str:
-    """` [low, high]`, or nothing where a metric has no interval."""
-    return "" if accuracy["interval_95"] is None else " [{:.4f}, {:.4f}]".format(*accuracy["interval_95"])
+    return " [{:.4f}, {:.4f}]".format(*accuracy["interval_95"])

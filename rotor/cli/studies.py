@@ -14,8 +14,7 @@ from .console import print_table, say
 from .options import NONE, Count, MemoryOptions, Printed
 
 ABOUT_PARTS = (
-    "Default: curves, and ablation where there are ablations. methods, every cache policy and recipes at equal bytes, "
-    "takes longest; tasks needs --tasks. FILE.py:CLASS is a part of your own."
+    "methods, every cache policy and recipes at equal bytes, takes longest. FILE.py:CLASS is a part of your own."
 )
 
 
@@ -26,12 +25,9 @@ def study(
     compute: MemoryOptions,
     output: Printed,
     recipes: str = "fdc,rotor",
-    parts: Annotated[str | None, typer.Option(help=f"Some of {', '.join(PARTS)}, with commas. {ABOUT_PARTS}")] = None,
-    ablations: Path | None = None,
+    parts: Annotated[str, typer.Option(help=f"Some of {', '.join(PARTS)}, with commas. {ABOUT_PARTS}")] = "curves",
     sizes: str = "",
     caches: str = "",
-    tasks: str = "",
-    lengths: str = "4096",
     text: Path | None = None,
     overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
@@ -48,7 +44,6 @@ def study(
     Args:
         out: Study folder; one with the same settings is continued.
         recipes: Names of bundled recipes or YAML files, with commas.
-        ablations: YAML file of changes to the first recipe: a mapping from names to lists of KEY=VALUE.
         sizes: Bytes of cache per token at which methods measures recipes, with commas; by default ten, 3.75 % to 50 %.
         caches: Policies of your own for methods, with commas, as --cache takes them.
     """
@@ -64,12 +59,9 @@ def study(
     from ..study.study import study as run_study
 
     request: dict[str, Any] = {
-        "parts": None if parts is None else split(parts),
-        "ablations": _read_ablations(ablations) if ablations else {},
+        "parts": split(parts),
         "sizes": numbers("--bytes", sizes) if sizes else (),
         "caches": split(caches),
-        "tasks": split(tasks),
-        "lengths": numbers("--lengths", lengths),
     }
     request |= {"text": text, "batch_tokens": batch_tokens, "plots": plots, "dry_run": dry_run} | vars(compute)
     with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
@@ -82,21 +74,6 @@ def study(
     output.show(shown, lambda: (_print_left if dry_run else _print_study)(result))
 
 
-def _read_ablations(path: Path) -> dict[str, list[str]]:
-    """Raises RecipeError where the file is not of that form."""
-    from ..errors import RecipeError
-    from ..format.yaml_files import read_text, read_yaml
-
-    found = read_yaml(read_text(path, f"--ablations {path}"), f"--ablations {path}")
-    lists = found.values() if isinstance(found, dict) else [found]
-    if not all(isinstance(own, list) and own and all(isinstance(change, str) for change in own) for own in lists):
-        raise RecipeError(
-            f"--ablations {path}: expected a mapping from names to lists of KEY=VALUE.",
-            'Example: per-head: ["groups.size=1"]',
-        )
-    return {str(name): changes for name, changes in found.items()}
-
-
 def _print_left(result: Any) -> None:
     """What a dry run found."""
     rows = [(part.part, part.calibrations, part.points) for part in result.left]
@@ -107,7 +84,7 @@ def _print_left(result: Any) -> None:
 
 
 def _print_study(result: Any) -> None:
-    """What every recipe and ablation removes at the target accuracies, and where all of it is."""
+    """What every recipe removes at the target accuracies, and where all of it is."""
     found = {key.split("/")[1]: record for key, record in result.records.items() if key.endswith("/targets")}
     targets = sorted({target for record in found.values() for target in record}, reverse=True)
     rows = [(name, *(_reached(record.get(target, {})) for target in targets)) for name, record in found.items()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -18,10 +18,9 @@ from ..errors import DataError
 from ..models.layerwise import LayerwiseModel
 from ..policies import Policy
 from ..progress import Progress
-from ..recipe.metric_registry import LM_EVAL, METRICS, metric_info, primitive_metrics
+from ..recipe.metric_registry import METRICS, metric_info, primitive_metrics
 from .cached import check_in_memory, final_states_through_cache, prefill_of
 from .fitting import fit_cache_policy
-from .harness import LMEval
 from .measurement import Measurement, measure_text, smallest
 from .prompts import PROMPTS, EvaluationContext, Prompts, make_prompts
 from .scoring import AnswerScores, Scores, answer_scores, score
@@ -45,28 +44,25 @@ class Fidelity:
     """What was measured of a model on one split.
 
     accuracy: of the recipe's metric; 1 is equal to the uncompressed model, below 1 is worse.
-    interval: its 95 % interval, or None where there is none.
+    interval: its 95 % interval.
     values: each measured ratio under its own name, and what is recorded beside it.
     """
 
     accuracy: float
-    interval: Annotated[tuple[float, float] | None, Field(alias="interval_95")]
+    interval: Annotated[tuple[float, float], Field(alias="interval_95")]
     values: dict[str, float | None]
 
     def to_json(self) -> dict[str, Any]:
         """What pydantic reads."""
-        interval = None if self.interval is None else list(self.interval)
-        return {"accuracy": self.accuracy, "interval_95": interval, "values": dict(self.values)}
+        return {"accuracy": self.accuracy, "interval_95": list(self.interval), "values": dict(self.values)}
 
     def against(self, target: float) -> tuple[bool, str]:
         """Whether a target is met, and where it is not, or not by the value itself, what lies below it.
 
-        It is missed where the whole interval lies below it, or, of a metric without an interval, the value.
+        It is missed where the whole interval lies below it.
         """
         if self.accuracy >= target:
             return True, ""
-        if self.interval is None:
-            return False, "the value is below the target"
         if self.interval[1] >= target:
             return True, "the value is below the target, its 95 % interval is not"
         return False, "the whole 95 % interval is below the target"
@@ -82,7 +78,8 @@ class FidelityMeter:
             measured on the report split, by default all.
 
     base: what was recorded of the uncompressed model, by split. left_out: why a ratio was not measured, by split and
-    name.
+    name. What the search split left out, measured or known from before, is left out on the report split too, and what
+    it measured is measured there, so that a target counts the same ratios in both.
     """
 
     def __init__(
@@ -116,10 +113,13 @@ class FidelityMeter:
         Raises:
             DataError: the recipe's metric, where it is not the smallest of several, cannot be measured on this model.
         """
-        task, self.left_out[split], self._prompts[split] = self._task, {}, {}
+        decided = self.left_out.get("search") if split == "report" else None
+        self.left_out[split], self._prompts[split] = {}, {}
         for name in PROMPTS:
             if name in self._names[split]:
                 try:
+                    if decided and name in decided:
+                        raise DataError(decided[name])
                     self._prompts[split][name] = make_prompts(name, self.context, split)
                 except DataError as error:
                     self._leave_out(name, split, error)
@@ -127,7 +127,8 @@ class FidelityMeter:
         found: dict[str, Any] = text.as_dict()
         for name, base in answers.items():
             filler_tokens = self._prompts[split][name].filler_tokens
-            if base.mean_probability >= LEAST_BASE:
+            searched = decided is not None and name in self._names["search"]
+            if searched or base.mean_probability >= LEAST_BASE:
                 found |= {name: round(base.mean_probability, 6), f"{name}_filler_tokens": filler_tokens}
                 continue
             missing = DataError(
@@ -138,8 +139,6 @@ class FidelityMeter:
             )
             self._leave_out(name, split, missing)
             del self._prompts[split][name]
-        if task is not None:
-            found |= task.measure_base(network, split)
         self._text[split], self._answers[split] = text, answers
         if "kl_div" in self._names[split]:
             self._references[split] = states
@@ -189,8 +188,6 @@ class FidelityMeter:
         text, _, answers = self._run(network, split, self._references.get(split), read)
 
         def measure(name: str) -> Measurement:
-            if self._task and name == self.metric:
-                return self._task.measure(network, split)
             if name not in PROMPTS:
                 return measure_text(name, self._text[split], text)
             before, after = self._answers[split][name], answers[name]
@@ -211,10 +208,6 @@ class FidelityMeter:
 
     def _parts(self, name: str, found: dict[str, Measurement]) -> list[Measurement]:
         return [found[part] for part in metric_info(name).parts if part in found]
-
-    @cached_property
-    def _task(self) -> LMEval | None:
-        return LMEval(self.metric, self.context) if self.metric.startswith(LM_EVAL) else None
 
     def _leave_out(self, name: str, split: str, error: DataError) -> None:
         """One ratio of several may be missing, which is said once; the recipe's own metric may not."""

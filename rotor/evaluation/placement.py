@@ -10,10 +10,9 @@ import torch
 from ..calibration.outline import ModelOutline
 from ..models.checkpoint import Checkpoint
 from ..models.hardware import fit_threads, pick_device, pick_dtype
-from ..models.memory import WholeModel, stream_weights
+from ..models.memory import stream_weights
 from ..progress import Progress
 from ..recipe import Recipe
-from ..recipe.metric_registry import LM_EVAL
 from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
 
@@ -28,20 +27,12 @@ class Placement:
 
     @classmethod
     def choose(cls, checkpoint: Checkpoint, recipe: Recipe, compute: Compute, progress: Progress) -> Placement:
-        """Decide by an estimate of memory, which `progress` shows.
-
-        Raises:
-            UsageError: the metric needs the whole model in memory, and it is not to be there.
-        """
+        """Decide by an estimate of memory, which `progress` shows."""
         outline, device = ModelOutline.of(checkpoint), pick_device(compute.device)
         compute.check()
         fit_threads(outline.stored_bytes)
         dtype = pick_dtype(compute.dtype, outline.dtype, device)
-        whole = None
-        if recipe.evaluation.metric.startswith(LM_EVAL):
-            whole = WholeModel(f"evaluation.metric {recipe.evaluation.metric}", "Choose another metric, e.g. kl_div.")
-        estimates = outline.evaluation(recipe, device, dtype)
-        stream, line = stream_weights(compute.offload, estimates, device, whole)
+        stream, line = stream_weights(compute.offload, outline.evaluation(recipe, device, dtype), device)
         progress.message(line)
         return cls(device, dtype, stream)
 

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval and questions of kvpress' benchmarks, loaded once and asked of several models.
+"""Tasks of lm-eval, loaded once and asked of several models.
 
 What is found goes to the files that lm-eval writes, so that what reads theirs reads these.
 
@@ -18,7 +18,6 @@ from typing import Any
 
 from ..errors import CheckpointError, DataError, RotorError, UsageError
 from ..installing import pip_install
-from .kvpress import Questions
 from .measurement import Measurement
 from .needles import NEEDLES, needles_task
 
@@ -53,13 +52,12 @@ def paired(before: DocumentScores, after: DocumentScores) -> list[Paired]:
 
 
 class TaskSuite:
-    """What is to be asked: tasks of lm-eval, by name or YAML file, NEEDLES, parquet files of kvpress.
+    """Tasks of lm-eval, by name or YAML file, and NEEDLES.
 
     Args:
         names: of all these. tokenizer: the model's.
         lengths: tokens of the documents of NEEDLES and of lm-eval's tasks of RULER.
         limit: documents of a task, of NEEDLES at each length; None is all.
-        what: asks for them, as an error says.
     Raises:
         UsageError: a package is not installed. DataError: a task cannot be loaded, or there is no tokenizer.
     """
@@ -71,18 +69,10 @@ class TaskSuite:
         lengths: Sequence[int] = (4096,),
         limit: int | None = None,
         seed: int = 0,
-        what: str = "--tasks ",
     ) -> None:
-        self.what, self._tokenizer, self._limit, self._seed = f"{what}{','.join(names)}", tokenizer, limit, seed
+        self.what, self._tokenizer, self._limit, self._seed = f"--tasks {','.join(names)}", tokenizer, limit, seed
         if tokenizer is None:
             raise DataError(f"{self.what}: needs a tokenizer, and the model's folder has none.", "Add tokenizer.json.")
-        self._questions = [Questions.read(Path(name), limit) for name in names if name.endswith(".parquet")]
-        asked = [name for name in names if not name.endswith(".parquet")]
-        self.tasks: dict[str, Any] = {}
-        if asked:
-            self._load(asked, lengths)
-
-    def _load(self, names: Sequence[str], lengths: Sequence[int]) -> None:
         try:
             import lm_eval.models.huggingface
             import lm_eval.tasks
@@ -93,8 +83,8 @@ class TaskSuite:
         known = any(not Path(name).expanduser().is_file() for name in others)
         asked: list[Any] = others
         if NEEDLES in names:
-            asked = [needles_task(lengths, self._limit or SAMPLES, self._seed, self._tokenizer), *others]
-        metadata = {"pretrained": self._tokenizer.name_or_path, "max_seq_lengths": list(lengths)}
+            asked = [needles_task(lengths, limit or SAMPLES, seed, tokenizer), *others]
+        metadata = {"pretrained": tokenizer.name_or_path, "max_seq_lengths": list(lengths)}
         hint = "Give a name that `lm-eval ls tasks` lists, or the path of a task's YAML file."
         with _in_one_line(f"{self.what}: lm-eval cannot load the task", hint):
             self._manager = lm_eval.tasks.TaskManager(include_defaults=known, metadata=metadata)
@@ -102,35 +92,6 @@ class TaskSuite:
         inner = {name for group in loaded["groups"].values() for name in group.child_names}
         every = {**loaded["groups"], **loaded["tasks"]}
         self.tasks, self._asked = loaded["tasks"], [task for name, task in every.items() if name not in inner]
-
-    def evaluate(
-        self, model: Any, about: Mapping[str, Any], samples: dict[str, list[int]] | None = None, tracker: Any = None
-    ) -> dict[str, Any]:
-        """What lm-eval's `simple_evaluate` returns of a model of transformers.
-
-        Args:
-            about: the model in lm-eval's words, such as `pretrained`. samples: indices of documents, by task.
-            tracker: lm-eval's, told of the model.
-        """
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-
-        # A copy, because the wrapper sets a padding token.
-        wrapped = HFLM(pretrained=model, tokenizer=copy.deepcopy(self._tokenizer), batch_size=BATCH_SIZE)
-        if self._limit and samples is None:  # NEEDLES has that number at each length
-            known = {name: task for name, task in self.tasks.items() if name != NEEDLES}
-            samples = {name: list(range(min(self._limit, len(task.eval_docs)))) for name, task in known.items()}
-        with _in_one_line(f"{self.what}: lm-eval cannot run the task"):
-            return lm_eval.simple_evaluate(  # type: ignore[return-value]
-                wrapped,
-                model_args=dict(about),
-                tasks=self._asked,
-                samples=samples,
-                bootstrap_iters=1000,
-                fewshot_random_seed=self._seed,
-                task_manager=self._manager,
-                evaluation_tracker=tracker,
-            )
 
     @staticmethod
     @contextmanager
@@ -151,31 +112,42 @@ class TaskSuite:
             raise CheckpointError(f"{out}: cannot be written ({error.strerror}).", "Choose another place.") from error
 
     def measure(self, model: Any, about: Mapping[str, Any], out: Path) -> DocumentScores:
-        """Ask a model everything, and write what lm-eval writes, into a folder of the model's name.
+        """Ask a model of transformers everything, and write what lm-eval writes, into a folder of the model's name.
 
         Args:
-            about: as of `evaluate`.
+            about: the model in lm-eval's words, such as `pretrained`.
         Raises:
             CheckpointError: the files cannot be written.
         """
-        found: DocumentScores = {}
-        if self.tasks:
-            from lm_eval.loggers import EvaluationTracker
+        import lm_eval
+        from lm_eval.loggers import EvaluationTracker
+        from lm_eval.models.huggingface import HFLM
 
-            tracker = EvaluationTracker(output_path=str(out))
-            results = self.evaluate(model, about, tracker=tracker)
-            samples = results.pop("samples")
-            found |= document_scores(samples)
-            tracker.save_results_aggregated(results=results, samples=samples)
-            for task in results["configs"]:
-                tracker.save_results_samples(task_name=task, samples=samples[task])
-            folder = out / str(tracker.general_config_tracker.model_name_sanitized)
-            if len(list(folder.glob("samples_*.jsonl"))) < len(self.tasks):  # lm-eval only logs that it failed
-                raise CheckpointError(f"{folder}: lm-eval could not write its results.", "Is the disk full?")
-        for questions in self._questions:
-            name = f"{about['pretrained']}-{questions.path.stem}.csv".strip("/").replace("/", "--")
-            found |= questions.ask(model, self._tokenizer, out / name)
-        return found
+        # A copy, because the wrapper sets a padding token.
+        wrapped = HFLM(pretrained=model, tokenizer=copy.deepcopy(self._tokenizer), batch_size=BATCH_SIZE)
+        chosen, tracker = None, EvaluationTracker(output_path=str(out))
+        if self._limit:  # NEEDLES has that number at each length
+            known = {name: task for name, task in self.tasks.items() if name != NEEDLES}
+            chosen = {name: list(range(min(self._limit, len(task.eval_docs)))) for name, task in known.items()}
+        with _in_one_line(f"{self.what}: lm-eval cannot run the task"):
+            results: Any = lm_eval.simple_evaluate(
+                wrapped,
+                model_args=dict(about),
+                tasks=self._asked,
+                samples=chosen,
+                bootstrap_iters=1000,
+                fewshot_random_seed=self._seed,
+                task_manager=self._manager,
+                evaluation_tracker=tracker,
+            )
+        samples = results.pop("samples")
+        tracker.save_results_aggregated(results=results, samples=samples)
+        for task in results["configs"]:
+            tracker.save_results_samples(task_name=task, samples=samples[task])
+        folder = out / str(tracker.general_config_tracker.model_name_sanitized)
+        if len(list(folder.glob("samples_*.jsonl"))) < len(self.tasks):  # lm-eval only logs that it failed
+            raise CheckpointError(f"{folder}: lm-eval could not write its results.", "Is the disk full?")
+        return document_scores(samples)
 
 
 def document_scores(samples: Mapping[str, list[dict[str, Any]]]) -> DocumentScores:

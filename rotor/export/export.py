@@ -281,11 +281,11 @@ def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str
     # What was calibrated on is no text for `validate` to measure on.
     excluded = sorted(job.run.calibrated_documents) if context is None else list(context.excluded)
     accuracy = {
-        "target": job.goal.accuracy,
+        "target": job.settings.goal.accuracy,
         "metric": job.recipe.evaluation.metric,
         "search": search and search.accuracy,
         "report": report and report.accuracy,
-        "interval_95": list(report.interval) if report and report.interval else None,
+        "interval_95": report and list(report.interval),
         "measurements": {split: fidelity.to_json() for split, fidelity in found.items()},
         "base": {split: table and table.base.get(split) for split in SPLITS},
         "left_out": table.left_out if table else {},

@@ -113,19 +113,17 @@ def _cache_row(report: dict[str, Any]) -> str:
 
 def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:
     """The table's rows of what was measured, and what it means; or that nothing was."""
-    if accuracy["report"] is None:
+    if accuracy["report"] is None or accuracy["interval_95"] is None:
         note = "Measure it, with `rotor validate` where the model has a tokenizer, before you rely on this checkpoint."
-        return [f"| accuracy | not measured: {accuracy['not_measured']} |"], note
+        return [f"| accuracy | not measured: {accuracy.get('not_measured', 'nobody says why')} |"], note
     metric, base = accuracy["metric"], accuracy["base"]["report"] or {}
     measured, left_out = accuracy["measurements"]["report"]["values"], accuracy["left_out"].get("report", {})
-    interval = ", no interval"
-    if accuracy["interval_95"] is not None:
-        interval = ", 95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
+    interval = "95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
     target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
     said = below_target(accuracy)
     tokens = f"{base.get('tokens', 0)} predicted tokens of the report split, which chose nothing"
     rows = [
-        f"| accuracy ({metric}) | {accuracy['report']:.4f}{interval}{said and '; '}{said} |",
+        f"| accuracy ({metric}) | {accuracy['report']:.4f}, {interval}{said and '; '}{said} |",
         f"| target of the search | {target}; the search split, which chose, measured {accuracy['search']:.4f} |",
         *_ratio_rows(measured, base, left_out),
         f"| measured on | {accuracy['data']}, {tokens}{chance_note(base)} |",
@@ -141,9 +139,7 @@ def below_target(accuracy: dict[str, Any]) -> str:
     """What lies below the target on the report split (see Fidelity.against), from rotor.json's accuracy; or nothing."""
     if accuracy["target"] is None:
         return ""
-    bounds = accuracy["interval_95"]
-    found = Fidelity(accuracy["report"], None if bounds is None else (bounds[0], bounds[1]), {})
-    return found.against(accuracy["target"])[1]
+    return Fidelity(accuracy["report"], accuracy["interval_95"], {}).against(accuracy["target"])[1]
 
 
 def markdown(text: str) -> str:

@@ -8,9 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-LM_EVAL = "lm-eval:"
-"""A task of the lm-eval package is named by this and its name."""
-
 
 @dataclass(frozen=True)
 class MetricInfo:
@@ -82,14 +79,12 @@ _ROWS = (
 )
 
 METRICS: dict[str, MetricInfo] = {info.name: info for info in _ROWS}
-"""By name; besides these `evaluation.metric` may be LM_EVAL and a task."""
+"""By name."""
 
 
 def metric_info(name: str) -> MetricInfo:
-    """The row of a metric; for a task of lm-eval one that is made up."""
-    if name in METRICS:
-        return METRICS[name]
-    return MetricInfo(name, f"the score of {name}, as a ratio to the uncompressed model's", name)
+    """The row of a metric; of one that only a foreign file names, its name."""
+    return METRICS.get(name) or MetricInfo(name, name, name)
 
 
 def primitive_metrics(name: str) -> tuple[str, ...]:

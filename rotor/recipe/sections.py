@@ -16,7 +16,7 @@ from ..bases.registry import QK_METHODS, VO_METHODS, BasisMethod
 from ..checked import Expect, OneOf
 from ..format.channels import WIDTHS
 from ..format.layout import MOST_ROPE_BLOCK, RopeBlock
-from .metric_registry import LM_EVAL, METRICS
+from .metric_registry import METRICS
 
 NAMES: dict[str, Mapping[str, BasisMethod | RankMethod]] = {
     "bases.qk": QK_METHODS,
@@ -38,11 +38,7 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 Shares = Annotated[tuple[Share, ...], Expect(lambda shares: 0 < len(shares) <= 256, "1 to 256 shares between 0 and 1")]
 
 
-def _is_metric(name: str) -> bool:
-    return name in METRICS or (name.startswith(LM_EVAL) and bool(name.removeprefix(LM_EVAL).strip()))
-
-
-Metric = Annotated[str, Expect(_is_metric, f"one of {', '.join(METRICS)} or {LM_EVAL}TASK", (*METRICS, LM_EVAL))]
+Metric = Annotated[str, Expect(METRICS.__contains__, f"one of {', '.join(METRICS)}", tuple(METRICS))]
 
 
 def _are_widths(bits: tuple[int, ...]) -> bool:
@@ -176,9 +172,8 @@ class Evaluation:
     report_tokens: Count = 24576
     """Of the split that is measured once, for what was chosen."""
     metric: Metric = "default"
-    """What accuracy means, `lm-eval:TASK` for a task of the lm-eval package. `default` is the smallest of the next-
-    token accuracy ratio, the perplexity ratio, and look-up over a distance (of keys, and of random tokens to be
-    copied)."""
+    """What accuracy means. `default` is the smallest of the next-token accuracy ratio, the perplexity ratio, and
+    look-up over a distance (of keys, and of random tokens to be copied)."""
     seed: Seed = 0
     """Of the deal to the splits, and of the prompts that metrics draw."""
     lookup_prompts: Prompts = 64
@@ -192,7 +187,7 @@ class Evaluation:
     filler_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 200
     """Held-out text between what is stated and what asks for it, in both, as far as seq_len has room."""
     lm_eval_limit: Annotated[int, Field(ge=1, le=1 << 24)] | None = 200
-    """Documents of the task in each split; null takes half of them all."""
+    """Documents of a task of --tasks; null takes them all."""
 
 
 @dataclass(frozen=True, config=MODEL)

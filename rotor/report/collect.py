@@ -15,7 +15,7 @@ from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
 from ..format.file_names import RECIPE, ROTOR_JSON
 from ..format.layout import LayerLayout, uncompressed_kv_bytes_per_token
-from ..format.schemas import AccuracyInfo, CheckpointInfo
+from ..format.schemas import CheckpointInfo
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import read_report
 from ..recipe import Recipe, load_recipe
@@ -96,8 +96,13 @@ def collect_checkpoint(
         data.ranks.append(sorted(groups, key=lambda group: group.kv_heads))
     data.ranks_of = "of this checkpoint"
     _headline(data, chosen, (size["before"], size["after"]))
-    if isinstance(run, Run):
-        _join_run(data, run, report, accuracy)
+    if isinstance(run, Run):  # which has other measured points, spectra and timings
+        key = accuracy.get("table")
+        table = None if key is None else RankTable.named(run, key)
+        point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
+        if table and point:
+            data.points, data.chosen = table.points, point
+        _add_run(data, run, table, point)
     else:
         for section in ("spectra", "timings"):
             data.absent[section] = f"The run folder is not where rotor.json says ({run})."
@@ -111,16 +116,6 @@ def _opened_run(folder: Path, recorded: str) -> Run | str:
         return Run.open(folder.resolve() / recorded)
     except RotorError as error:
         return error.message.replace(str(folder.resolve()), folder.name)
-
-
-def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: AccuracyInfo) -> None:
-    """What the run of a checkpoint adds: the other measured points, spectra and timings."""
-    key = accuracy.get("table")
-    table = None if key is None else RankTable.named(run, key)
-    point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
-    if table and point:
-        data.points, data.chosen = table.points, point
-    _add_run(data, run, table, point)
 
 
 def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point | None) -> None:
@@ -161,7 +156,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         data.absent["spectra"] = error.message
         return
     names = _spectrum_names(run)
-    data.spectra_of = [names] * len(spectra)
+    data.spectra_of = names
     data.spectra = [
         {side: _mean_spectrum(layer[SIDES.index(side)] if side in SIDES else layer[0]) for side in names}
         for layer in spectra
@@ -171,10 +166,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
 
 
 def _spectrum_names(run: Run) -> dict[str, str]:
-    """By side, what a layer's singular values are of; those of different names belong into different axes.
-
-    A joint latent has one set of them, of `joint`.
-    """
+    """By side, what singular values are of; a joint latent has one set of them, of `joint`."""
     form, heads, joint = run.form
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
     where = f"{form.in_words(run.shape)}, {size}"
@@ -219,8 +211,8 @@ def _headline(data: ReportData, point: Point, size: tuple[int, int]) -> None:
         target += f"{why and ': '}{why}"
     measured = ("accuracy", "not measured", target)
     if found is not None:
-        interval = found.interval and "95 % interval {:.4f} to {:.4f}".format(*found.interval)
-        measured = ("accuracy", f"{found.accuracy:.4f}", f"{interval or 'no interval'} on the {split} split; {target}")
+        interval = "95 % interval {:.4f} to {:.4f}".format(*found.interval)
+        measured = ("accuracy", f"{found.accuracy:.4f}", f"{interval} on the {split} split; {target}")
     data.headline = [
         ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
         ("bytes per token", f"{before} → {after}", "KV cache over all layers"),

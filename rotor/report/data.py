@@ -62,7 +62,7 @@ class ReportData:
 
     kind: `checkpoint` (a folder that export wrote) or `run` (one that calibrate wrote).
     headline: (label, value, note). spectra: per layer and side (or JOINT) singular values over the largest, averaged
-    over the groups; spectra_of: by side, what those of a layer are of. ratios: (name, value or why there is none) of
+    over the groups; spectra_of: by side, what they are of. ratios: (name, value or why there is none) of
     the point that is shown; ratios_of: the split that they are on.
     ranks: per layer its groups by KV heads, of latents of `head_dim` channels a head. chosen: of points, that which is
     shown. absent: section -> why there is nothing to show.
@@ -75,7 +75,7 @@ class ReportData:
     facts: list[tuple[str, str]] = field(default_factory=list)
     headline: list[tuple[str, str, str]] = field(default_factory=list)
     spectra: list[dict[str, list[float]]] = field(default_factory=list)
-    spectra_of: list[dict[str, str]] = field(default_factory=list)
+    spectra_of: dict[str, str] = field(default_factory=dict)
     ranks: list[list[GroupLayout]] = field(default_factory=list)
     head_dim: int = 0
     ranks_of: str = ""

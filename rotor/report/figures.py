@@ -26,7 +26,7 @@ FLOOR = 1e-6
 
 
 def figures(data: ReportData) -> dict[str, str]:
-    """Name -> <img>, for each that has something to draw; those of singular values are `spectra-SIDE-N`.
+    """Name -> <img>, for each that has something to draw; those of singular values are `spectra-SIDE`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -49,13 +49,10 @@ def _drawings(data: ReportData) -> dict[str, tuple[Callable[[Any], None], str]]:
     if data.points:
         text = f"Accuracy against compression: {len(data.points)} measured points; the numbers are in the table below."
         found["points"] = partial(_draw_points, data), text
-    for side in SIDE_NAMES:
-        names = [of.get(side) for of in data.spectra_of]
-        for number, name in enumerate(name for name in dict.fromkeys(names) if name is not None):
-            layers = [index for index, of in enumerate(names) if of == name]
-            text = f"Singular values of the {SIDE_NAMES[side]} ({name}) of {len(layers)} layers, falling from 1"
-            draw = partial(_draw_spectra, data=data, side=side, layers=layers, name=name)
-            found[f"spectra-{side}-{number}"] = draw, f"{text}{'; dots mark ranks' if data.ranks else ''}."
+    for side, name in data.spectra_of.items():
+        text = f"Singular values of the {SIDE_NAMES[side]} ({name}) of {len(data.spectra)} layers, falling from 1"
+        draw = partial(_draw_spectra, data=data, side=side, name=name)
+        found[f"spectra-{side}"] = draw, f"{text}{'; dots mark ranks' if data.ranks else ''}."
     return found
 
 
@@ -66,10 +63,9 @@ def _draw_points(data: ReportData, figure: Any) -> None:
         found = [(point.stored, getattr(point, split)) for point in points if getattr(point, split) is not None]
         x, y = [stored for stored, _ in found], [shown_loss(fidelity.accuracy) for _, fidelity in found]
         for stored, fidelity in found:
-            if fidelity.interval:
-                high, low = map(shown_loss, fidelity.interval)
-                axes.vlines(stored, low, high, color=colour, linewidth=1.2, alpha=0.6)
-                losses += [low, high]
+            high, low = map(shown_loss, fidelity.interval)
+            axes.vlines(stored, low, high, color=colour, linewidth=1.2, alpha=0.6)
+            losses += [low, high]
         if found:
             if split == "search":  # a line from the uncompressed model
                 axes.plot([0, *x], [shown_loss(1), *y], color=colour, linewidth=1, linestyle="--")
@@ -90,11 +86,11 @@ def _draw_points(data: ReportData, figure: Any) -> None:
     figure.legend(fontsize=8, loc="outside upper center", ncols=2)
 
 
-def _draw_spectra(figure: Any, *, data: ReportData, side: str, layers: list[int], name: str) -> None:
+def _draw_spectra(figure: Any, *, data: ReportData, side: str, name: str) -> None:
     """One line a layer in the colour of its place in the model, with a dot at the layer's mean rank."""
     axes, colours = figure.subplots(), layer_colours(len(data.spectra))
-    for index in layers:
-        values = [max(value, FLOOR) for value in data.spectra[index][side]]
+    for index, layer in enumerate(data.spectra):
+        values = [max(value, FLOOR) for value in layer[side]]
         share = [(i + 1) / len(values) for i in range(len(values))]
         axes.plot(share, values, color=colours[index], linewidth=1.2)
         if data.ranks:

@@ -101,7 +101,7 @@ def render(data: ReportData, drawn: dict[str, str] | None) -> str:
         spectra_figures=[name for name in drawn or {} if name.startswith("spectra-")],
         with_figures=drawn is not None,
         energies=energies,
-        sides={side: name for side, name in SIDE_NAMES.items() if any(side in layer for layer in energies)},
+        sides={side: SIDE_NAMES[side] for side in data.spectra_of},
         recipe_yaml=data.recipe.to_yaml(),
     )
 

@@ -14,8 +14,7 @@ from ..format.publishing import check_space
 from ..models.checkpoint import Checkpoint
 from ..policies import Policy, find_policy
 from ..recipe import Recipe
-from ..recipe.metric_registry import LM_EVAL
-from ..recipe.settings import ExportSettings, Goal
+from ..recipe.settings import ExportSettings
 from ..runtime.families import Family, find_family
 
 
@@ -49,15 +48,11 @@ class ExportJob:
         return job
 
     @property
-    def goal(self) -> Goal:
-        return self.settings.goal
-
-    @property
     def unmeasured(self) -> str:
         """Why the accuracy of what is written is not measured; empty where it is."""
         if not self.settings.measure:
             return "the export was asked not to measure it (--no-measure)"
-        if self.goal.accuracy is None and self.checkpoint.tokenizer is None:
+        if self.settings.goal.accuracy is None and self.checkpoint.tokenizer is None:
             return "the model has no tokenizer to read text with"
         return ""
 
@@ -126,7 +121,7 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, settings:
     """The cache policy of a name, if it is not `none`.
 
     Raises:
-        UsageError: it cannot serve the model, its rows, or the metric.
+        UsageError: it cannot serve the model or its rows.
     """
     policy = find_policy(name)
     if policy is None:
@@ -140,9 +135,4 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, settings:
             "Leave --no-measure out, or take another --cache.",
         )
     policy.check_rows(recipe.coded, recipe.groups.domain == "post")
-    if recipe.evaluation.metric.startswith(LM_EVAL):
-        raise UsageError(
-            f"--cache {name}: {recipe.evaluation.metric} does not read what such a cache stores.",
-            "Choose another --set evaluation.metric.",
-        )
     return policy

@@ -119,6 +119,8 @@ class Measurer:
             return point
         meter, network = self.meter, self.network
         with self.times.stage("measure"):
+            if "search" in self.table.left_out:
+                meter.left_out.setdefault("search", self.table.left_out["search"])
             for split in missing:
                 if split not in meter.base:
                     network.restore()

@@ -62,8 +62,8 @@ class RankSearch(Measurer):
 
     def _plan(self) -> RankPlan:
         """The plan of the goal, measured where the table lacks something."""
-        goal, target = self.job.goal, self.job.goal.accuracy
-        if target is None:
+        goal = self.job.settings.goal
+        if (target := goal.accuracy) is None:
             return plan_for(self.path, goal.removal_rate, goal.compression)
         most, seconds = most_points(self.recipe.search.resolution), list[float]()
 

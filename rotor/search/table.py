@@ -14,7 +14,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,12 +28,12 @@ from ..format.atomic import write_json
 from ..format.json_files import read_json
 from ..policies import Policy
 from ..recipe import Evaluation, Ranks
-from ..recipe.metric_registry import LM_EVAL
 from .point import Point, plan_key
 
-TABLES, PROBES, LATEST = "tables", "probes", "latest.json"
+TABLES, PROBES, LATEST = "tables", "probes", "latest"
 TABLE_VERSION = 6
 HINT = "Delete it, and the next export measures again."
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ class Context:
     ) -> Context:
         """policy: that the cache was kept by, if any."""
         names = ["seed", "lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "filler_tokens"]
-        names += ["lm_eval_limit"] if spec.metric.startswith(LM_EVAL) else []
         settings = {name: getattr(spec, name) for name in names} | ({"cache": policy.as_dict()} if policy else {})
         kind = str(dtype).removeprefix("torch.")
         return cls(spec.metric, settings, data.description, data.sha256, kind, device.type, data.excluded)
@@ -82,6 +81,14 @@ class _TableFile:
     base: dict[str, dict[str, Any]]
     left_out: dict[str, dict[str, str]]
     points: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Latest:
+    """Which table was written last, in JSON."""
+
+    version: int
+    table: str
 
 
 @dataclass(frozen=True)
@@ -113,8 +120,8 @@ class RankTable:
     @classmethod
     def latest(cls, run: Run) -> RankTable | None:
         """The table that was measured into last; None if there is none."""
-        found = _read(run.folder / TABLES / LATEST)
-        return None if found is None else cls.named(run, str(found.get("table")))
+        found, _ = _read(run, TABLES, LATEST, _Latest)
+        return None if found is None else cls.named(run, found.table)
 
     @classmethod
     def named(cls, run: Run, key: str) -> RankTable | None:
@@ -123,11 +130,9 @@ class RankTable:
         Raises:
             CheckpointError: damaged, or of another run.
         """
-        path = _path(run, TABLES, key)
-        data, reader = _read(path), Reader(str(path), CheckpointError, HINT)
-        if data is None:
+        found, reader = _read(run, TABLES, key, _TableFile)
+        if found is None:
             return None
-        found: _TableFile = reader.read(_TableFile, data)
         points = [Point.from_json(point, f"points[{i}]", reader) for i, point in enumerate(found.points)]
         for index, point in enumerate(points):
             _check_point(point, f"points[{index}]", run, reader)
@@ -138,9 +143,8 @@ class RankTable:
         self.points.sort(key=lambda p: (p.stored, p.key))
         points = [point.to_json() for point in self.points]
         content = _TableFile(TABLE_VERSION, self.context, self.base, self.left_out, points)
-        path = _path(self.run, TABLES, self.context.key)
-        _write(path, asdict(content))
-        _write(path.with_name(LATEST), {"version": TABLE_VERSION, "table": self.context.key})
+        _write(self.run, TABLES, self.context.key, content)
+        _write(self.run, TABLES, LATEST, _Latest(TABLE_VERSION, self.context.key))
 
     def find(self, plan: RankPlan) -> Point | None:
         """What is known of a plan."""
@@ -184,35 +188,18 @@ class ProbeTable:
         """
         tokens = hashlib.sha256(rows.numpy().tobytes()).hexdigest()
         key = _hash([tokens, list(rows.shape), str(dtype), device.type, ranks.multiple_of, list(ranks.probe_shares)])
-        return cls(run, key, rows, read_probes(run, key) or [])
+        found, reader = _read(run, PROBES, key, _ProbesFile)
+        known = [] if found is None else found.sensitivities
+        if len(known) > run.shape.num_layers:
+            raise reader.fail("sensitivities", f"{len(known)} layers", f"at most {run.shape.num_layers}")
+        return cls(run, key, rows, known)
 
     @property
     def complete(self) -> bool:
         return len(self.sensitivities) == self.run.shape.num_layers
 
     def save(self) -> None:
-        _write(_path(self.run, PROBES, self.key), probes_json(self.sensitivities))
-
-
-def probes_json(sensitivities: list[Sensitivity]) -> dict[str, Any]:
-    """What read_probes reads."""
-    return {"version": TABLE_VERSION, "sensitivities": sensitivities}
-
-
-def read_probes(run: Run, key: str) -> list[Sensitivity] | None:
-    """Sensitivities by their context's key; None if there are none.
-
-    Raises:
-        CheckpointError: damaged, or of another run.
-    """
-    path = _path(run, PROBES, key)
-    data, reader = _read(path), Reader(str(path), CheckpointError, HINT)
-    if data is None:
-        return None
-    found: list[Sensitivity] = reader.read(_ProbesFile, data).sensitivities
-    if len(found) > run.shape.num_layers:
-        raise reader.fail("sensitivities", f"{len(found)} layers", f"at most {run.shape.num_layers}")
-    return found
+        _write(self.run, PROBES, self.key, _ProbesFile(TABLE_VERSION, self.sensitivities))
 
 
 def _path(run: Run, kind: str, key: str) -> Path:
@@ -223,12 +210,14 @@ def _hash(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """What `_write` wrote; None if it is not there, or of another version."""
-    data = read_json(path, HINT) if path.is_file() else {}
-    return data if data.get("version") == TABLE_VERSION else None
+def _read(run: Run, kind: str, key: str, content: type[T]) -> tuple[T | None, Reader]:
+    """What `_write` wrote, None if it is not there, or of another version; and what says where it is damaged."""
+    path = _path(run, kind, key)
+    data, reader = read_json(path, HINT) if path.is_file() else {}, Reader(str(path), CheckpointError, HINT)
+    return (reader.read(content, data) if data.get("version") == TABLE_VERSION else None), reader
 
 
-def _write(path: Path, data: dict[str, Any]) -> None:
+def _write(run: Run, kind: str, key: str, content: _TableFile | _ProbesFile | _Latest) -> None:
+    path = _path(run, kind, key)
     path.parent.mkdir(exist_ok=True)
-    write_json(path, data)
+    write_json(path, asdict(content))

@@ -70,7 +70,8 @@ class CacheBench:
 
     Args:
         network: in the dtype whose cache is the measure of compression.
-        context: whose report split is read. prompts: names of the metrics whose prompts are read, too.
+        context: whose report split is read; its search split, if there is one, says which prompts the uncompressed
+            model can answer. prompts: names of the metrics whose prompts are read, too.
         whole: bytes of a token in the uncompressed cache.
         samples: gives the text that policies are fitted to, [rows, seq_len].
     """
@@ -86,7 +87,7 @@ class CacheBench:
     ) -> None:
         context = replace(context, spec=replace(context.spec, metric="default"))
         self.network, self.prompts, self.whole, self.samples = network, prompts, whole, samples
-        self.length = context.rows["report"].shape[1]
+        self.splits, self.length = list(context.rows), context.rows["report"].shape[1]
         self.meter = FidelityMeter(context, progress, prompt_share=PROMPT_SHARE, report=(*TEXT, *prompts))
 
     def record(self, name: str, policy: Policy | None = None, make: MakeCache | None = None) -> CacheRecord:
@@ -94,7 +95,8 @@ class CacheBench:
         network = self.network
         if not self.meter.base:
             with network.uncompressed():
-                self.meter.measure_base(network, "report")
+                for split in self.splits:
+                    self.meter.measure_base(network, split)
         prompt = self.length - self.meter.text("report").shape[1]
         try:
             if policy is not None and policy.needs_samples:

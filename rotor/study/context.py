@@ -103,13 +103,17 @@ class StudyContext:
     def bench(self) -> CacheBench:
         """Measures caches on the report split, its look-ups and its copies."""
         asked = primitive_metrics(self.evaluation.metric)
-        return self.bench_on(self.data.report, [name for name in PROMPTS if name in asked])
+        prompts = [name for name in PROMPTS if name in asked]
+        return self._bench(self.data.rows if prompts else {"report": self.data.report}, prompts)
 
-    def bench_on(self, text: Tensor, prompts: list[str] | None = None) -> CacheBench:
+    def bench_on(self, text: Tensor) -> CacheBench:
         """Measures caches on other text, [rows, seq_len]."""
-        samples = partial(self.calibration_rows, max(1, FIT_TOKENS // text.shape[1]))
-        context = self._metrics_of({"report": text})
-        return CacheBench(self.cache_network, context, prompts or [], self.whole_bytes, samples, self.progress)
+        return self._bench({"report": text}, [])
+
+    def _bench(self, rows: dict[str, Tensor], prompts: list[str]) -> CacheBench:
+        samples = partial(self.calibration_rows, max(1, FIT_TOKENS // rows["report"].shape[1]))
+        context = self._metrics_of(rows)
+        return CacheBench(self.cache_network, context, prompts, self.whole_bytes, samples, self.progress)
 
     @cached_property
     def cache_network(self) -> CompressibleModel:

@@ -13,7 +13,6 @@ from ..format.json_differences import differences, shorten_json
 from ..format.json_files import json_text, read_json
 
 STORE_VERSION = 2
-ADDED_LATER = ("recipes", "ablations")
 
 
 class StudyStore:
@@ -34,8 +33,8 @@ class StudyStore:
         """The store in `folder`, or a new one; nothing is written.
 
         Args:
-            settings: what decides the numbers. Names under `recipes` and `ablations` may be added by a later start;
-                everything else has to stay as it was.
+            settings: what decides the numbers. Names under `recipes` may be added by a later start; everything
+                else has to stay as it was.
         Raises:
             UsageError: the folder holds a study with other settings (names them with both values), or something else.
         """
@@ -48,15 +47,14 @@ class StudyStore:
         if data.get("version") != STORE_VERSION or not isinstance(data.get("records"), dict):
             raise UsageError(f"{store.path}: not a study of this version of rotor.", "Give another folder with -o.")
         stored = data.get("settings", {})
-        found = list(differences(stored, store.settings, optional=lambda name: name in ADDED_LATER))
+        found = list(differences(stored, store.settings, optional=lambda name: name == "recipes"))
         if found:
             shown = "; ".join(f"{name} was {shorten_json(a)}, now {shorten_json(b)}" for name, a, b in found[:4])
             raise UsageError(
                 f"{store.path}: was measured with other settings: {shown}{' ...' if len(found) > 4 else ''}.",
                 "Give the same settings (--set) to continue it, or another folder with -o.",
             )
-        for section in ADDED_LATER:
-            store.settings[section] = {**stored.get(section, {}), **store.settings.get(section, {})}
+        store.settings["recipes"] = {**stored.get("recipes", {}), **store.settings["recipes"]}
         store.records = data["records"]
         return store
 

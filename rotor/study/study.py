@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,14 @@ from ..logs import log_file
 from ..models.checkpoint import Checkpoint
 from ..models.hub import find_source
 from ..progress import Progress
-from ..recipe import Recipe, text_overrides
+from ..recipe import text_overrides
 from ..recipe.settings import Compute
 from .context import StudyContext
 from .output import SUMMARY, write_tables
 from .part import Part, find_part
 from .parts import PARTS
 from .plots import require_matplotlib, write_plots
-from .request import StudyPlan, ablated, chosen_parts, same_conditions
+from .request import StudyPlan, chosen_parts, same_conditions
 from .store import StudyStore
 
 
@@ -65,12 +65,9 @@ def study(
     overrides: Iterable[str] = (),
     *,
     text: str | Path | None = None,
-    parts: Iterable[str] | None = None,
-    ablations: Mapping[str, list[str]] | None = None,
+    parts: Iterable[str] = ("curves",),
     sizes: Iterable[int] = (),
     caches: Iterable[str] = (),
-    tasks: Iterable[str] = (),
-    lengths: Iterable[int] = (4096,),
     device: str = "auto",
     dtype: str = "auto",
     batch_tokens: int = 2048,
@@ -90,13 +87,10 @@ def study(
         recipes: names of bundled recipes or paths of YAML files.
         overrides: `section.field=value` for all recipes.
         text: calibrate on and measure accuracy on this file or folder, as for calibrate.
-        parts: which to run, of rotor.study.parts.PARTS or `FILE.py:CLASS`; by default `curves`, and `ablation` where
-            there are ablations.
-        ablations: overrides of the first recipe, by name.
+        parts: which to run, of rotor.study.parts.PARTS or `FILE.py:CLASS`.
         sizes: bytes of cache per token at which `methods` measures the recipes; by default shares of the uncompressed
             model's.
         caches: policies of your own for `methods`, as `--cache` takes them.
-        tasks, lengths: benchmarks of the part `tasks`, which they add, and tokens of their documents, as of validate.
         device, dtype, batch_tokens, offload: as for calibrate.
         plots: draw them, which needs matplotlib.
         dry_run: only say what is left to do; nothing is written.
@@ -105,11 +99,9 @@ def study(
         RotorError: see rotor.errors; what was measured before stays in `out`.
     """
     start, out, progress = time.perf_counter(), Path(out), progress or Progress()
-    overrides, ablations, tasks = [*text_overrides(text), *overrides], ablations or {}, tuple(tasks)
-    names = chosen_parts(parts, ablations, tasks)
-    chosen, found = [find_part(name) for name in names], same_conditions(recipes, overrides)
-    first = next(iter(found.values()))
-    plan = StudyPlan(found, ablated(first, ablations), tuple(sizes), tuple(caches), tasks, tuple(lengths))
+    overrides = [*text_overrides(text), *overrides]
+    chosen = [find_part(name) for name in chosen_parts(parts)]
+    plan = StudyPlan(same_conditions(recipes, overrides), tuple(sizes), tuple(caches))
     if plots and not dry_run:
         require_matplotlib()
     compute, source = Compute(device, dtype, offload), find_source(model)
@@ -118,7 +110,7 @@ def study(
     with ExitStack() as held:
         if not dry_run:
             held.enter_context(exclusive(out))
-        placement = Placement.choose(checkpoint, first, compute, Progress() if dry_run else progress)
+        placement = Placement.choose(checkpoint, plan.first, compute, Progress() if dry_run else progress)
         store = StudyStore.read(out, _settings(plan, source.name, checkpoint, placement))
         options = {**dataclasses.asdict(compute), "batch_tokens": batch_tokens, "progress": progress}
         context = StudyContext(plan, store, checkpoint, placement, progress, options)
@@ -175,20 +167,12 @@ def _in_words(record: dict[str, Any]) -> str:
 def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Placement) -> dict[str, Any]:
     """Settings that make records comparable: a study continues only with the same."""
     first, shared = plan.first, ("summary", "evaluation", "search", "cache")
-
-    def own(recipes: Mapping[str, Recipe]) -> dict[str, Any]:
-        """What they do not share with the others of the study."""
-        found = {name: recipe.to_dict() for name, recipe in recipes.items()}
-        return {name: {key: value for key, value in of.items() if key not in shared} for name, of in found.items()}
-
-    benchmarks = {"tasks": {"names": list(plan.tasks), "lengths": list(plan.lengths)}} if plan.tasks else {}
+    recipes = {name: recipe.to_dict() for name, recipe in plan.recipes.items()}
     return {
-        **benchmarks,
         "model": {"name": name, "shards": {f: file_sha256(checkpoint.folder / f) for f in checkpoint.files}},
         "dtype": str(placement.dtype).removeprefix("torch."),
         "tokens": {key: getattr(first.tokens, key) for key in ("count", "seq_len", "seed")},
         "evaluation": dataclasses.asdict(first.evaluation),
         "search": dataclasses.asdict(first.search),
-        "recipes": own(plan.recipes),
-        "ablations": own(plan.variants),
+        "recipes": {name: {key: of[key] for key in of if key not in shared} for name, of in recipes.items()},
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..calibration.run import Run
+from ..checked import shorten
 from ..data.documents import require_tokenizer
 from ..data.splits import EvaluationData, evaluation_data
 from ..data.tokens import random_tokens
@@ -37,7 +38,6 @@ from ..runtime.rewritten import source_at
 from ..search.probe import full_ranks
 from .integrity import Validation, check_integrity
 from .tasks import compare_tasks
-from .trusted import TrustedEvaluation, trusted_evaluation
 
 POLICY_TOLERANCE = 1.1
 """Measured bytes of a cache policy over planned ones, at most."""
@@ -75,7 +75,7 @@ def validate(
         model: the source model, also for the weights of a checkpoint without; by default where rotor.json says.
         run: likewise the run folder.
         recipe, overrides: how to measure accuracy, as for calibrate, where only `evaluation` counts; by default as
-            the checkpoint's recipe.yaml says, but no text or task is opened that only the checkpoint names.
+            the checkpoint's recipe.yaml says, but no text is opened that only the checkpoint names.
         text: the file or folder to measure it on.
         cache: the policy that the cache follows, by name; None is the checkpoint's own, if it has one.
         measure: False leaves out accuracy, which takes most of the time: numerics are compared on random tokens.
@@ -108,9 +108,12 @@ def validate(
         checkpoint = check_integrity(result, progress)
     if not result.damaged:
         stored = load_recipe(str(checkpoint.folder / RECIPE))
-        trusted = trusted_evaluation(stored, recipe, own)
-        if not measure:
-            trusted = replace(trusted, withheld="not measured (--no-measure)")
+        spec = override(load_recipe(recipe or stored), own, ("evaluation",)).evaluation
+        withheld = "" if measure else "not measured (--no-measure)"
+        named = recipe is not None or any(change.partition("=")[0].strip() == "evaluation.path" for change in own)
+        if spec.source == "text" and not named:  # any file of this machine
+            hint = "which is opened only if you do: --set evaluation.path=..."
+            withheld = withheld or f"recipe.yaml names {shorten(spec.path)}, {hint}"
         with source_at(model):
             numerics = _Numerics(
                 result,
@@ -118,7 +121,8 @@ def validate(
                 _find(model, checkpoint.source_folder, Checkpoint),
                 _find(run, checkpoint.run_folder, Run.open),
                 stored,
-                trusted,
+                spec,
+                withheld,
                 Compute(device, dtype, offload),
                 read_stored(getattr(checkpoint.section, "cache", None)) if cache is None else asked,
                 {} if shared is None else shared,
@@ -147,14 +151,18 @@ def _find(given: str | Path | None, recorded: Path, opener: Callable) -> Any:
 
 @dataclass
 class _Numerics:
-    """The checks of one folder that need a forward pass. A source or run that was not found is the reason as text."""
+    """The checks of one folder that need a forward pass. A source or run that was not found is the reason as text.
+
+    withheld: why accuracy is not measured, or nothing.
+    """
 
     result: Validation
     checkpoint: CompressedCheckpoint
     source: Checkpoint | str
     run: Run | str
     recipe: Recipe
-    trusted: TrustedEvaluation
+    spec: Evaluation
+    withheld: str
     compute: Compute
     policy: Policy | None
     shared: dict[str, Any]
@@ -184,14 +192,16 @@ class _Numerics:
             else:
                 result.skip("full-rank rewrite", no_run)
             if data is None:
-                result.skip("accuracy target", self.trusted.withheld or "no tokenizer to read text with")
+                result.skip("accuracy target", self.withheld or "no tokenizer to read text with")
             elif self.policy is not None and place.streamed:
                 result.skip("accuracy target", f"the cache policy {self.policy.method} needs all weights in memory")
             else:
-                spec, policy = self.trusted.spec, self.policy
-                key = source.folder.resolve(), data.sha256, spec, place, repr(policy)
+                spec, policy, accuracy = self.spec, self.policy, self.checkpoint.report["accuracy"]
+                # What the export's search left out counts for as long as it is measured as it was there.
+                searched = accuracy.get("left_out", {}).get("search") if spec == self.recipe.evaluation else None
+                key = source.folder.resolve(), data.sha256, spec, place, repr(policy), repr(searched)
                 meter = self._once(
-                    "source", key, lambda: _measured(source, spec, data, place, policy, self.progress)[0]
+                    "source", key, lambda: _measured(source, spec, data, place, policy, self.progress, searched)[0]
                 )
         with self.progress.task("load model", None, ""):
             compressed = LayerwiseModel(weights_of(self.checkpoint, place.device, place.dtype, place.streamed))
@@ -206,19 +216,19 @@ class _Numerics:
         """Raises UsageError without a source, and as tasks.compare_tasks."""
         if isinstance(self.source, str):
             raise UsageError(f"--tasks: source model not found ({self.source}).", "Pass --model.")
-        place, spec = self._placement(), self.trusted.spec
+        place, spec = self._placement(), self.spec
         asked = self.checkpoint, self.source, place, self.policy, names, lengths, spec, out, self.progress
         self.result.summary["tasks"] = {"folder": str(out), "results": [asdict(row) for row in compare_tasks(*asked)]}
 
     def _text(self) -> EvaluationData | None:
         """The held-out text; None where accuracy cannot be measured."""
         source = self.source
-        if isinstance(source, str) or self.trusted.withheld or source.tokenizer is None:
+        if isinstance(source, str) or self.withheld or source.tokenizer is None:
             return None
         excluded = tuple(self.checkpoint.report["accuracy"].get("excluded_documents", ()))
-        key, given = (source.folder.resolve(), self.trusted.spec, excluded), (source.config, source.tokenizer, excluded)
+        key, given = (source.folder.resolve(), self.spec, excluded), (source.config, source.tokenizer, excluded)
         with self.progress.task("load text", None, ""):
-            return self._once("text", key, lambda: evaluation_data(self.trusted.spec, *given))
+            return self._once("text", key, lambda: evaluation_data(self.spec, *given))
 
     def _once(self, kind: str, key: Any, measure: Callable[[], Any]) -> Any:
         """What was measured for an earlier folder, if its `key` was the same: of each kind the last is kept."""
@@ -249,14 +259,15 @@ class _Numerics:
         result, target, base = self.result, self.checkpoint.report["accuracy"]["target"], meter.base["report"]
         found = meter.measure(compressed, "report")
         result.summary["accuracy"] = _accuracy(meter, found, target)
-        met, text = against_target(meter.metric, found, target)
-        text = f"on the report split {text}"
+        text, chance = "{} {:.4f} [{:.4f}, {:.4f}]".format(meter.metric, found.accuracy, *found.interval), ""
         if base.get("at_chance"):
             result.summary["accuracy"]["at_chance"] = True
-            text += "; the source is at chance on this text, where ratios to it mean nothing"
-        if met is None:
-            result.skip("accuracy target", text)
+            chance = "; the source is at chance on this text, where ratios to it mean nothing"
+        if target is None:
+            result.skip("accuracy target", f"on the report split none was set; {text}{chance}")
         else:
+            met, why = found.against(target)
+            text = f"on the report split {text}, target {target}{why and ': '}{why}{chance}"
             result.add("accuracy target", met, text)
 
     def _measure_cache(self, network: LayerwiseModel, rows: Tensor) -> None:
@@ -290,13 +301,19 @@ def _measured(
     place: Placement,
     policy: Policy | None,
     progress: Progress,
+    searched: dict[str, str] | None = None,
 ) -> tuple[FidelityMeter, LayerwiseModel]:
-    """What compares with a source model on the report split, and that model."""
+    """What compares with a source model on the report split, and that model.
+
+    Args:
+        searched: what the search split left out, with why, if that is known.
+    """
     with progress.task("load model", None, ""):
         base = LayerwiseModel(weights_of(source, place.device, place.dtype, place.streamed))
     if policy is not None:
         check_in_memory(base, policy)
     meter = FidelityMeter(EvaluationContext(spec, data.rows, source.tokenizer, source.config), progress, policy)
+    meter.left_out |= {} if searched is None else {"search": searched}
     meter.measure_base(base, "report")
     return meter, base
 
@@ -307,7 +324,7 @@ def _accuracy(meter: FidelityMeter, found: Fidelity, target: float | None) -> di
     return {
         "metric": meter.metric,
         "value": found.accuracy,
-        "interval_95": None if found.interval is None else list(found.interval),
+        "interval_95": list(found.interval),
         "target": target,
         **found.values,
         **{f"base_{name}": base[name] for name in base if name in METRICS},
@@ -350,16 +367,6 @@ def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool)
     expected = batch_logits(network, rows)
     network.compress(bases, [[full_ranks(b)] * len(b.qk.encode) for b in bases])
     return float((batch_logits(network, rows) - expected).norm() / expected.norm())
-
-
-def against_target(metric: str, found: Fidelity, target: float | None) -> tuple[bool | None, str]:
-    """Whether a target is met on the report split (see Fidelity.against), and why; None where none was set."""
-    bounds = "" if found.interval is None else " [{:.4f}, {:.4f}]".format(*found.interval)
-    text = f"{metric} {found.accuracy:.4f}{bounds}"
-    if target is None:
-        return None, f"none was set; {text}"
-    met, why = found.against(target)
-    return met, f"{text}, target {target}{why and ': '}{why}"
 
 
 def cache_bytes_per_token(cache: Any) -> float:

@@ -1,7 +1,4 @@
 """The parts of a study that rotor has: each is a class in a file of its name."""
 
-PARTS = ("curves", "ablation", "methods", "tasks")
+PARTS = ("curves", "methods")
 """In the order in which a study measures them."""
-
-DEFAULT = ("curves", "ablation")
-"""Without a request: one calibration a recipe."""

@@ -33,25 +33,23 @@ Records = dict[str, dict[str, Any]]
 class Curves(Part):
     name = "curves"
     csv = "results.csv"
-    title = "Recipes"
-    plot = "recipes"
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         for name, recipe in study.plan.recipes.items():
-            yield from curve_tasks(study, self.name, name, recipe, name)
+            yield from curve_tasks(study, name, recipe)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
-        found = self.shown(store)
+        found = curves(store)
         if found:
-            yield Table((), (), self.title)
+            yield Table((), (), "Recipes")
             yield from _target_tables(found)
             yield _points_table(found)
 
     def rows(self, store: StudyStore) -> Iterator[dict[str, Any]]:
         """One a recipe and compression, with the metrics of both splits."""
-        for recipe, records in curves(store, self.name).items():
+        for recipe, records in curves(store).items():
             for point in points(records):
-                low, high = point["interval"] or ("", "")
+                low, high = point["interval"]
                 yield {
                     "part": self.name,
                     "recipe": recipe,
@@ -64,20 +62,16 @@ class Curves(Part):
                 }
 
     def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
-        found = self.shown(store)
-        return {self.plot: partial(_draw, found)} if any(map(points, found.values())) else {}
-
-    def shown(self, store: StudyStore) -> dict[str, Records]:
-        """What tables and plots show, by recipe."""
-        return curves(store, self.name)
+        found = curves(store)
+        return {"recipes": partial(_draw, found)} if any(map(points, found.values())) else {}
 
 
-def curve_tasks(study: StudyContext, part: str, name: str, recipe: Recipe, folder: str) -> Iterator[Task]:
-    """Of one recipe, whose run is kept in a folder below runs/."""
-    needs = {folder: recipe}
+def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task]:
+    """Of one recipe."""
+    needs = {name: recipe}
 
     def point(target: float) -> dict[str, Any]:
-        measurer, path = study.path(folder, recipe)
+        measurer, path = study.path(name, recipe)
         plan = path.at_compression(target)
         if plan is None:
             return {"target": target, "out_of_reach": round(path.steps()[-1].stored, 6)}
@@ -85,7 +79,7 @@ def curve_tasks(study: StudyContext, part: str, name: str, recipe: Recipe, folde
 
     def targets() -> dict[str, Any]:
         """By target, the point that `rotor export --accuracy` would choose, or why there is none."""
-        (measurer, path), found = study.path(folder, recipe), dict[str, Any]()
+        (measurer, path), found = study.path(name, recipe), dict[str, Any]()
         for target in TARGETS:
             try:
                 plan = find_plan(path, recipe.search.resolution, target, measurer.search)
@@ -96,9 +90,9 @@ def curve_tasks(study: StudyContext, part: str, name: str, recipe: Recipe, folde
         return found
 
     for target in COMPRESSIONS:
-        yield Task(f"{part}/{name}/p{target:.2f}", partial(point, target), needs)
+        yield Task(f"curves/{name}/p{target:.2f}", partial(point, target), needs)
     most = len(TARGETS) * most_points(recipe.search.resolution)
-    yield Task(f"{part}/{name}/targets", targets, needs, points=most)
+    yield Task(f"curves/{name}/targets", targets, needs, points=most)
 
 
 def point_record(point: Point) -> dict[str, Any]:
@@ -113,10 +107,10 @@ def point_record(point: Point) -> dict[str, Any]:
     return record | {"interval": report.interval, "kl_interval": bounds or None}
 
 
-def curves(store: StudyStore, part: str) -> dict[str, Records]:
-    """Records of a part by recipe."""
+def curves(store: StudyStore) -> dict[str, Records]:
+    """Records by recipe."""
     found: dict[str, Records] = {}
-    for key, record in store.part(part).items():
+    for key, record in store.part("curves").items():
         recipe, _, what = key.rpartition("/")
         found.setdefault(recipe, {})[what] = record
     return found
@@ -145,9 +139,8 @@ def _target_tables(found: Mapping[str, Records]) -> Iterator[Table]:
 def _target_cell(point: Mapping[str, Any]) -> str:
     if "stored" not in point:
         return "out of reach" if point else ""
-    interval = point.get("interval")
-    bounds = f" [{interval[0]:.4f}, {interval[1]:.4f}]" if interval else ""
-    return f"**{point['stored']:.3f}** ({point['report']['accuracy']:.4f}{bounds})"
+    bounds = "[{:.4f}, {:.4f}]".format(*point["interval"])
+    return f"**{point['stored']:.3f}** ({point['report']['accuracy']:.4f} {bounds})"
 
 
 def _points_table(found: Mapping[str, Records]) -> Table:
