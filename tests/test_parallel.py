@@ -99,7 +99,7 @@ def check(got: dict[str, Any], expected: dict[str, Any], mask: Tensor | None, ex
     for name in ("logits", "steps", "chunk"):
         one, other = (found[name][real] if name == "logits" else found[name] for found in (got, expected))
         assert torch.isfinite(one).all()
-        tolerance = 1e-9 if exact and name != "steps" else 1e-5  # generate() keeps logits in float32
+        tolerance = 1e-9 if exact and name != "steps" else 5e-5  # generate() keeps logits in float32
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
