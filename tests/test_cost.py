@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,7 @@ from rotor.prediction.cost import (
     uncompressed_layer_time,
 )
 from rotor.prediction.decode_times import decode_times, group_sizes, largest_fast_group, uniform_layout
-from rotor.prediction.devices import Device, bundled_devices, find_device, parse_devices
+from rotor.prediction.devices import bundled_devices, find_device
 from rotor.prediction.instructions import (
     BLOCK,
     Counts,
@@ -27,8 +26,6 @@ from rotor.prediction.instructions import (
     bundled_table,
     group_instructions,
     look_up,
-    read_table,
-    table_data,
 )
 
 LLAMA = AttentionShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
@@ -119,7 +116,6 @@ def test_what_the_table_does_not_have_follows_from_what_it_has(table) -> None:
 
 def test_the_bundled_table_is_whole() -> None:
     found = bundled_table()
-    assert read_table(json.loads(json.dumps(table_data(found, arch="sm_90")))) == found
     for of, counts in found.items():
         assert counts.decode > 0, of
         wider = of._replace(width=2 * of.width)
@@ -162,30 +158,3 @@ def test_an_unknown_device_names_the_nearest_and_lists_all() -> None:
         find_device("h20")
     assert "rtx-4090" in error.value.hint
     assert error.value.exit_code == 2
-
-
-FIELDS = "bandwidth_bytes_per_s: 4.4e12, source: measured"
-
-
-def test_a_device_file_adds_and_replaces(tmp_path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"h200: {{{FIELDS}}}\nmine: {{{FIELDS}}}\n")
-    assert find_device("h200", str(path)) == find_device("mine", str(path)) == Device(4.4e12, "measured")
-    assert find_device("l40s", str(path)) == find_device("l40s")
-    with pytest.raises(RecipeError, match=r"absent\.yaml: cannot be read"):
-        find_device("h200", str(tmp_path / "absent.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (f"x: {{{FIELDS}, clok_hz: 1}}", "unknown key 'x.clok_hz'; did you mean 'clock_hz'?"),
-        (f"x: {{{FIELDS.replace('4.4e12', '0')}}}", "x.bandwidth_bytes_per_s: got 0, expected a finite number above 0"),
-    ],
-)
-def test_a_wrong_device_file_says_what_and_where(text: str, message: str) -> None:
-    with pytest.raises(RecipeError) as error:
-        parse_devices(text, "mine.yaml")
-    assert message in str(error.value)
-    assert "device file mine.yaml: " in str(error.value)
-    assert "recipe" not in str(error.value)

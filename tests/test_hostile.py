@@ -29,7 +29,6 @@ from rotor.errors import CheckpointError, NumericsError, RecipeError, RotorError
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import check_fit
-from rotor.prediction.devices import parse_devices
 from rotor.progress import Progress
 from rotor.recipe import load_recipe, parse_recipe
 from rotor.report.collect import collect
@@ -282,6 +281,5 @@ def test_recipes() -> None:
     ],
 )
 def test_yaml_that_asks_for_too_much(text: str) -> None:
-    for read in (parse_recipe, parse_devices):
-        with pytest.raises(RecipeError):
-            read(text, "x.yaml")
+    with pytest.raises(RecipeError):
+        parse_recipe(text, "x.yaml")

@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from rotor.bench import precompile as module
-from rotor.bench.precompile import STEP, count_layers, count_specialisation, named_subjects, parse_archs
+from rotor.bench.precompile import STEP, count_layers, named_subjects, parse_archs
 from rotor.cli.commands import app
 from rotor.errors import UsageError
 from rotor.export.export import export
 from rotor.format.layout import kv_bytes_per_token
 from rotor.prediction.devices import find_device
-from rotor.prediction.instructions import Specialisation, bundled_table, group_instructions
+from rotor.prediction.instructions import group_instructions
 
 needs_triton = pytest.mark.skipif(not module.triton_installed(), reason="triton is not installed")
 DEVICES = {90: find_device("h200"), 80: find_device("a100-80g")}
@@ -78,15 +78,6 @@ def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, deco
 
 
 @needs_triton
-def test_the_bundled_table_is_what_is_counted(decoding_alone) -> None:
-    """`rotor compile --table rotor/prediction/instructions.json` counts it anew."""
-    wanted = Specialisation("joint", 64, 8)
-    counted, bundled = count_specialisation(wanted, 90), bundled_table()[wanted]
-    assert counted.decode == pytest.approx(bundled.decode, rel=0.05)
-    assert counted.absorb == pytest.approx(bundled.absorb, rel=0.05, abs=0.1)
-
-
-@needs_triton
 def test_one_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch, decoding_alone) -> None:
     from rotor.bench.variants import Variant
 
@@ -133,7 +124,7 @@ def test_architectures() -> None:
 
 def test_requests_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (["compile"], ["compile", str(tmp_path), "--named"]):
-        with pytest.raises(UsageError, match="expected one of OUT, --named and --table"):
+        with pytest.raises(UsageError, match="expected either OUT or --named"):
             CliRunner().invoke(app, call, catch_exceptions=False)
     monkeypatch.setattr(module, "triton_installed", lambda: False)
     with pytest.raises(UsageError, match="not installed") as caught:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from cache_truth import cache_of
 from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated
 
 from rotor.errors import UsageError
@@ -24,7 +22,7 @@ from rotor.recipe import Evaluation
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.runtime.families import attention_shape
 from rotor.study import caches
-from rotor.study.cache_part import StudiedCache, draw_fidelity, method_of, pareto_front
+from rotor.study.cache_part import draw_fidelity, method_of, pareto_front
 from rotor.study.caches import CacheBench, CacheRecord, cache_bytes
 from rotor.study.parts import methods
 from rotor.study.parts.methods import at_equal_bytes, fewest_bytes
@@ -69,8 +67,6 @@ def test_a_quantised_cache_is_measured_in_bytes_and_fidelity(bench) -> None:
     assert four.kv_bytes_per_token == 2 * 2 * 4 * (8 + 4)  # 16 codes in 8 bytes, scale and zero in 4
     assert four.compression == pytest.approx(1 - 4 * 2 * 2 * 12 / 256)
     assert set(four.answers) == {"copy"}
-    make = partial(cache_of, PerToken(4), bench.network.config)
-    assert bench.of_policy("q", None, make) == four  # given, as transformers' own are
 
 
 def test_bytes_of_long_contexts_are_those_of_a_cache_of_that_length(bench, monkeypatch) -> None:
@@ -86,17 +82,6 @@ def test_the_mean_over_lengths_counts_what_waits(bench) -> None:
     prompt = sides * (8 * coded + scales) + 2 * 8 * 4  # a value's scale and zero is shared by the heads
     sizes = [prompt, prompt + sides * waiting, prompt + sides * (2 * coded + scales) + 2 * 2 * 4]
     assert cache_bytes(bench.network, 8, 10, KCVT(4, buffer=2)) == sizes
-
-
-@pytest.mark.peer
-@pytest.mark.parametrize("name, package", [("quanto", "optimum.quanto"), ("hqq", "hqq.core.quantize")])
-def test_transformers_quantised_caches_are_counted_whole(name: str, package: str, bench) -> None:
-    pytest.importorskip(package)
-    make = partial(methods.of_transformers()[f"transformers {name}, 4 bits"].make, bench.network.config)
-    record = bench.of_policy(name, None, make)
-    assert record.kl_div > 0
-    # Codes of half a byte; groups of 64 numbers with scale and zero in the model's dtype.
-    assert record.long_kv_bytes_per_token == pytest.approx(2 * 2 * 4 * 16 * (0.5 + 4 / 64))
 
 
 def drawn(records: list[CacheRecord]) -> Any:
@@ -142,17 +127,15 @@ def test_the_front_has_what_nothing_else_beats() -> None:
 
 
 RECIPES = ["palu", "rotor-plain"]
-QUANTO, FOUR = "transformers quanto, 4 bits", "per-token-4"
-FEW = ("uncompressed", QUANTO, FOUR)
+FOUR = "per-token-4"
+FEW = ("uncompressed", FOUR)
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """A study of few baselines, of ranks and of codes: (result, keyword arguments that give it)."""
+    policies = methods.policies()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
-        every, policies = methods.of_transformers(), methods.policies()
-        patch.setattr(methods, "of_transformers", lambda: {QUANTO: every[QUANTO]})
         patch.setattr(methods, "policies", lambda own=(): {FOUR: policies[FOUR]})
         overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=2", "tokens.count=1024", "tokens.seq_len=128"]
         overrides += ["codes.tokens=256", "tokens.source=random", "evaluation.report_tokens=512"]
@@ -181,7 +164,6 @@ def test_the_part_measures_quantisers_and_recipes_at_equal_bytes(measured) -> No
     saved = device.read_seconds((2560 - records[FOUR]["long_kv_bytes_per_token"]) * step.keys)
     assert records[FOUR]["time_share"] == pytest.approx(1 - saved / whole)
     assert records["palu, 1 bytes"]["skipped"].startswith("out of reach: the least is ")
-    assert "You need to install optimum-quanto" in records[FEW[1]]["skipped"]
 
 
 def test_the_part_writes_a_table_and_a_csv(measured) -> None:
@@ -191,25 +173,21 @@ def test_the_part_writes_a_table_and_a_csv(measured) -> None:
     coded = result.records[f"methods/{FOUR}"]
     assert float(rows[FOUR]["kl_div"]) == coded["kl_div"]
     assert float(rows[FOUR]["lookup_answers"]) == coded["answers"]["lookup"]
-    assert rows[FEW[1]]["kl_div"] == ""
+    assert rows["palu, 1 bytes"]["kl_div"] == ""
     text = (result.folder / "summary.md").read_text()
     table = text[text.index("## All methods") :].partition("At equal bytes")[0].splitlines()
     lines = [line for line in table if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| uncompressed", "| palu, 1280 bytes"]
-    assert any("not measured: You need to install optimum-quanto" in line for line in lines)
+    assert any("not measured: out of reach" in line for line in lines)
 
 
-def test_a_second_start_measures_nothing_but_what_was_skipped(measured, monkeypatch) -> None:
+def test_a_second_start_measures_nothing(measured, monkeypatch) -> None:
     result, arguments = measured
     scored: list[str] = []
     monkeypatch.setattr(CacheBench, "record", lambda self, name, *rest: scored.append(name) or CacheRecord(name))
     assert study(DEMO_MODEL, result.folder, RECIPES, **arguments).added == 0
     assert scored == []
-    installed = {QUANTO: StudiedCache("transformers", make=lambda config: None)}
-    monkeypatch.setattr(methods, "of_transformers", lambda: installed)
-    assert study(DEMO_MODEL, result.folder, RECIPES, **arguments).added == 1
-    assert scored == [FEW[1]]
 
 
 def test_a_model_that_is_not_in_memory_is_refused(tmp_path) -> None:

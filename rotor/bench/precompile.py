@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import UsageError
-from ..format.atomic import write_json
 from ..format.channels import Channels, Numbers
 from ..format.kernel_config import LayerKernels, layout_class
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
@@ -24,7 +23,7 @@ from ..kernels.dispatch import triton_installed
 from ..models.compressed import CompressedCheckpoint
 from ..prediction.cost import DecodeStep, LayerTime, layer_bytes, uncompressed_layer_time
 from ..prediction.devices import find_device
-from ..prediction.instructions import HEAD_DIM, Counts, Specialisation, bundled_table, table_data
+from ..prediction.instructions import HEAD_DIM, Specialisation
 from ..progress import Progress
 
 if TYPE_CHECKING:
@@ -210,34 +209,3 @@ def _layer(subject: Subject, arch: int, kernels: tuple[Kernel, ...]) -> CountedL
     spilled = max((kernel.spilled_bytes or 0 for kernel in kernels if kernel.instructions_per_key), default=0)
     about = subject.name, f"sm_{arch}", subject.layers, a_key, spilled
     return CountedLayer(*about, size / heads, share, kernels)
-
-
-def count_specialisation(wanted: Specialisation, arch: int, progress: Progress | None = None) -> Counts:
-    """What the table of instructions has of a specialisation.
-
-    Raises:
-        UsageError: a kernel cannot be compiled or counted.
-    """
-    subject = subject_of(str(wanted), wanted)
-    found = {"decode": 0.0, "absorb": 0.0}
-    spilled = 0
-    for kernel in subject.compiled(arch, progress):
-        if kernel.error is not None:
-            raise UsageError(f"{wanted}, {kernel.name}: {kernel.error}", "A kernel has to compile; see its change.")
-        if kernel.instructions_per_key is not None:
-            spilled = max(spilled, kernel.spilled_bytes or 0)
-            part = "absorb" if kernel.name.startswith("absorb") else "decode"
-            found[part] += kernel.instructions_per_key * wanted.kv_heads  # of a group
-    return Counts(round(found["decode"], 2), round(found["absorb"], 2), spilled)
-
-
-def write_counts(path: Path, arch: int, progress: Progress | None = None) -> None:
-    """Count every specialisation of the bundled table of instructions anew, and write them.
-
-    Raises:
-        UsageError: Triton is not installed; a kernel cannot be counted.
-    """
-    table = {wanted: count_specialisation(wanted, arch, progress) for wanted in bundled_table()}
-    import triton
-
-    write_json(path, table_data(table, arch=f"sm_{arch}", triton=triton.__version__, page=PAGE))

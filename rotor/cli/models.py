@@ -43,7 +43,6 @@ def generate(
     cache: str | None = None,
     source: str | None = None,
     parallel: Literal["sequence"] | None = None,
-    parallel_timeout: Annotated[float, typer.Option(min=1.0)] = 300.0,
 ) -> None:
     """Continue a prompt with transformers' generate(); a model with a chat template answers it.
 
@@ -58,7 +57,6 @@ def generate(
         temperature: 0 is greedy; above, samples at this temperature.
         seed: Seed for sampling.
         parallel: sequence: spread the prompt and its cache over the processes that torchrun started.
-        parallel_timeout: Seconds that a process waits for another before all end.
     """
     from ..models.hub import check_name
 
@@ -74,7 +72,7 @@ def generate(
     first = is_first_process()
     how: dict[str, Any] = vars(compute) | {"cache": cache, "raw": raw, "progress": output.progress()}
     how |= {"on_text": _show if first and not output.as_json else None}
-    how |= {"parallel_timeout_s": None if parallel is None else parallel_timeout}
+    how |= {"parallel": parallel is not None}
     with source_at(source):
         result = continue_prompt(folder, text, max_new_tokens, temperature, seed, **how)
     if first:

@@ -18,15 +18,13 @@ from .options import Count, DeviceOptions, Json, Printed
 
 @command(
     name="compile",
-    epilog="Example: rotor compile out/demo --arch sm_80,sm_90. Without a checkpoint: rotor compile --named --json. "
-    "rotor compile --table rotor/prediction/instructions.json counts anew what predictions look up.",
+    epilog="Example: rotor compile out/demo --arch sm_80,sm_90. Without a checkpoint: rotor compile --named --json.",
 )
 def compile_kernels(
     output: Printed,
     folder: Annotated[Path | None, typer.Argument(metavar="OUT", show_default=False)] = None,
     arch: str = "sm_90",
     named: bool = False,
-    table: Path | None = None,
 ) -> None:
     """Compile Triton kernels ahead of time and count what they issue; no GPU is needed.
 
@@ -38,22 +36,16 @@ def compile_kernels(
     Args:
         arch: Architectures of NVIDIA GPUs, as in sm_80,sm_90.
         named: Count layouts that have names, without a checkpoint.
-        table: Count every size that predictions look up, and write this JSON file.
     """
-    if (folder is not None) + named + (table is not None) != 1:
-        raise UsageError("expected one of OUT, --named and --table.", "Example: rotor compile out/demo")
+    if (folder is not None) == named:
+        raise UsageError("expected either OUT or --named.", "Example: rotor compile out/demo")
     if folder is not None:
         check_folder(folder)
-    if table is not None:
-        check_file(table)
 
     from ..bench import precompile
     from ..bench.records import provenance
 
     archs, progress = precompile.parse_archs(arch), output.progress()
-    if table is not None:
-        precompile.write_counts(table, archs[0], progress)
-        return
     subjects = precompile.named_subjects().values() if folder is None else precompile.subjects_of(folder)
     layers = precompile.count_layers(subjects, archs, progress)
     batch, length = precompile.STEP.batch_size, precompile.STEP.context_tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def continue_prompt(
     raw: bool = False,
     on_text: Callable[[str], None] | None = None,
     progress: Progress | None = None,
-    parallel_timeout_s: float | None = None,
+    parallel: bool = False,
 ) -> dict[str, Any]:
     """Generate with transformers' generate() and its dynamic cache; greedy at temperature 0.
 
@@ -47,8 +46,7 @@ def continue_prompt(
         cache: the policy that the cache follows, by name; None is the checkpoint's own, if it has one.
         raw: continue the prompt as it is, whatever the tokenizer has.
         on_text: is told every piece of the text as soon as it is there.
-        parallel_timeout_s: spreads the prompt and its cache over the processes that torchrun started; each waits so
-            long for another.
+        parallel: spread the prompt and its cache over the processes that torchrun started.
     Returns:
         `text` (the prompt with its continuation, or the answer), `chat_template` (whether one was applied),
         `prompt_tokens`, `new_tokens`, and `kv_cache_bytes` at the end; of a spread cache also what each process had of
@@ -66,8 +64,8 @@ def continue_prompt(
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
         raise CheckpointError(f"{folder}: no tokenizer in it.", "Add tokenizer.json.")
-    if parallel_timeout_s is not None:
-        device = join_processes(device, timedelta(seconds=parallel_timeout_s))
+    if parallel:
+        device = join_processes(device)
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
     chat = bool(tokenizer.chat_template) and not raw
@@ -85,7 +83,7 @@ def continue_prompt(
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     streamer = None if on_text is None else _Streamer(tokenizer, on_text, skip_prompt=chat)
     waiting = progress.task("generate", None, "") if on_text is None else nullcontext()
-    with waiting, nullcontext() if parallel_timeout_s is None else sequence_parallel(model) as parallel:
+    with waiting, sequence_parallel(model) if parallel else nullcontext() as group:
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
@@ -96,7 +94,7 @@ def continue_prompt(
             **sampling,
         )
         size_bytes = stored_bytes(output.past_key_values)
-        sizes = [size_bytes] if parallel is None else parallel.of_each(size_bytes)
+        sizes = [size_bytes] if group is None else group.of_each(size_bytes)
     tokens, prompt_tokens = output.sequences[0], inputs["input_ids"].shape[1]
     result = {
         "text": tokenizer.decode(tokens[prompt_tokens:] if chat else tokens, skip_special_tokens=True),
@@ -105,9 +103,9 @@ def continue_prompt(
         "new_tokens": len(tokens) - prompt_tokens,
         "kv_cache_bytes": sum(sizes),
     }
-    if parallel is not None:
+    if group is not None:
         dist.destroy_process_group()
-        result |= {"kv_cache_bytes_by_process": sizes, "sent_bytes": dict(sorted(parallel.wire.sent.items()))}
+        result |= {"kv_cache_bytes_by_process": sizes, "sent_bytes": dict(sorted(group.wire.sent.items()))}
     return result
 
 

@@ -10,16 +10,19 @@ import torch.distributed as dist
 
 from ..errors import RotorError, UsageError
 
+TIMEOUT = timedelta(minutes=5)
+"""How long a process waits for another in any collective."""
 
-def join_processes(device: str, timeout: timedelta) -> str:
+
+def join_processes(device: str) -> str:
     """Form the default process group: gloo for CPUs and, where there are GPUs, NCCL for these.
 
     Args:
-        device: a name of one. timeout: how long a process waits for another in any collective.
+        device: a name of one.
     Returns:
         The device: of several processes `auto` and `cuda` are this one's own GPU.
     Raises:
-        UsageError: torchrun did not start this process. RotorError: the others were not found in that time.
+        UsageError: torchrun did not start this process. RotorError: the others were not found within TIMEOUT.
     """
     values = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     if not all(value.isdigit() for value in values):
@@ -36,7 +39,7 @@ def join_processes(device: str, timeout: timedelta) -> str:
         if count > 1 and device in ("auto", "cuda"):
             device = f"cuda:{own}"
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise RotorError(
             f"process {rank} of {count} did not find the others: {' '.join(str(error).split())[:200]}",

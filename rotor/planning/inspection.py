@@ -129,7 +129,7 @@ def inspect(
     per_token = uncompressed_kv_bytes_per_token(shape, outline.dtype.itemsize)
     form = outline.form(spec)
     load = spec.objective
-    device_rates = find_device(load.device, load.device_file)
+    device_rates = find_device(load.device)
     step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
     calibrating = outline.calibration(spec, target, compute_dtype, batch_tokens)
     streamed, _ = stream_weights("never" if needs_whole_model(spec) else "auto", calibrating, target)

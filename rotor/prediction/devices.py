@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ..checked import Reader, nearest_name
 from ..errors import RecipeError
-from ..format.yaml_files import read_text, read_yaml
+from ..format.yaml_files import read_yaml
 
 INSTRUCTIONS_PER_CYCLE = 1.5
 """What kernels of this kind are taken to issue of the 4 that an SM can, where nobody has measured it."""
@@ -48,33 +47,21 @@ class Device:
 
 def bundled_devices() -> dict[str, Device]:
     """The devices that come with rotor, by name."""
-    return parse_devices((resources.files("rotor.prediction") / "devices.yaml").read_text("utf-8"), "devices.yaml")
+    text = (resources.files("rotor.prediction") / "devices.yaml").read_text("utf-8")
+    devices: dict[str, Device] = Reader("devices.yaml").read(dict[str, Device], read_yaml(text, "devices.yaml"))
+    return devices
 
 
-def find_device(name: str, device_file: str | None = None) -> Device:
-    """A device of `device_file`, or else a bundled one.
+def find_device(name: str) -> Device:
+    """A bundled device.
 
     Raises:
-        RecipeError: no device of that name (names the nearest, and all), or the file is not valid.
+        RecipeError: no device of that name (names the nearest, and all).
     """
     devices = bundled_devices()
-    if device_file is not None:
-        devices |= parse_devices(read_text(Path(device_file), f"device file {device_file}"), device_file)
     if name not in devices:
         raise RecipeError(
             f"device {name!r} is not known{nearest_name(name, devices)}",
-            f"Known devices: {', '.join(devices)}; or give the rates of another one in a device file.",
+            f"Known devices: {', '.join(devices)}.",
         )
     return devices[name]
-
-
-def parse_devices(text: str, where: str) -> dict[str, Device]:
-    """Read a YAML mapping from device names to the fields of Device; `where` names it in errors.
-
-    Raises:
-        RecipeError: not valid YAML, an unknown key (names the nearest), a missing key, a value of the wrong type, or a
-            rate that is not positive and finite.
-    """
-    where = f"device file {where}"
-    devices: dict[str, Device] = Reader(where).read(dict[str, Device], read_yaml(text, where))
-    return devices

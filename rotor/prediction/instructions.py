@@ -1,7 +1,7 @@
 """Warp instructions that attention issues for a key, by layout: counted once in machine code, looked up afterwards.
 
-`instructions.json` holds what `rotor compile --table FILE` counted, for the sizes that the kernels are specialised for,
-per key and group: of decoding, and of absorbing queries for each block of positions.
+`instructions.json` holds what artifacts/count_instructions.py counted, for the sizes that the kernels are specialised
+for, per key and group: of decoding, and of absorbing queries for each block of positions.
 
 What the table does not have follows from what it has. Widths, query rows and fast planes are padded to the next entry,
 as kernels pad them, and beyond the last in proportion. What rebuilding planes adds is taken in proportion to planes, KV
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ def bundled_table() -> Table:
 
 
 def read_table(data: Mapping[str, Any]) -> Table:
-    """What `write_table` wrote."""
+    """What is in its file."""
     names = Specialisation._fields
     return {
         Specialisation(*(entry[name] for name in names)): Counts(
@@ -78,12 +78,6 @@ def read_table(data: Mapping[str, Any]) -> Table:
         )
         for entry in data["entries"]
     }
-
-
-def table_data(table: Table, **about: Any) -> dict[str, Any]:
-    """A table in JSON's types; `about` says what it was counted with."""
-    entries = [key._asdict() | asdict(table[key]) for key in sorted(table)]
-    return {**about, "block": BLOCK, "head_dim": HEAD_DIM, "entries": entries}
 
 
 def kind_of(layout: LayerLayout) -> str:

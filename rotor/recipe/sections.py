@@ -203,9 +203,7 @@ class ObjectiveSettings:
     """The serving load for which decode time is predicted."""
 
     device: str = "h200"
-    """A device that comes with rotor (rotor/prediction/devices.yaml), or one of `device_file`."""
-    device_file: str | None = None
-    """A YAML file of further devices."""
+    """A device that comes with rotor (rotor/prediction/devices.yaml)."""
     context_tokens: Annotated[int, Field(ge=1, le=1 << 32)] = 32768
     """Tokens in the cache of each sequence."""
     batch_size: Size = 8

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from transformers.cache_utils import Cache
-
 from ..policies import PerToken, Policy
 from ..prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from ..prediction.devices import find_device
@@ -33,37 +31,29 @@ GROUP = 64
 class StudiedCache:
     """One cache that a part measures: of the uncompressed model, or of a recipe's mildest plan that removes a share.
 
-    family: what has one colour in plots. policy: by which the cache is kept, if any. make: what makes a cache of
-    transformers' own from the model's config, in place of a policy.
+    family: what has one colour in plots. policy: by which the cache is kept, if any.
     """
 
     family: str
     policy: Policy | None = None
     recipe: str | None = None
     removed: float = 0.0
-    make: Callable[[Any], Cache] | None = None
 
     def task(self, study: StudyContext, key: str, name: str) -> Task:
         """On the report split and its tasks."""
         measure = partial(self.measure, study, name)
-        return Task(key, measure, self.calibrations(study), retried=self.make is not None)
+        return Task(key, measure, self.calibrations(study))
 
     def calibrations(self, study: StudyContext) -> dict[str, Recipe]:
         return {self.recipe: study.plan.recipes[self.recipe]} if self.recipe else {}
 
     def measure(self, study: StudyContext, name: str, bench: CacheBench | None = None) -> CacheRecord:
-        bench, make = bench or study.bench, None
+        bench = bench or study.bench
         if self.recipe:
             path = study.path(self.recipe, study.plan.recipes[self.recipe])
             record = bench.of_plan(name, *path, self.removed, self.policy)
         else:
-            if self.make is not None:
-                make = partial(self.make, study.checkpoint.config)
-                try:
-                    make()
-                except (ImportError, ValueError) as error:  # not installed, or not for this model
-                    return CacheRecord(name, skipped=" ".join(str(error).split()))
-            record = bench.of_policy(name, self.policy, make)
+            record = bench.of_policy(name, self.policy)
         share = None if record.skipped else self._time_share(study, record)
         return replace(record, family=self.family, time_share=share)
 
@@ -71,7 +61,7 @@ class StudiedCache:
         """Predicted time of attention in a decode step over the uncompressed model's: of a recipe by bytes and
         instructions, of a policy as if it read what it stores and did nothing else; of both together not predicted."""
         settings, shape = study.plan.first.objective, attention_shape(study.checkpoint.config)
-        device = find_device(settings.device, settings.device_file)
+        device = find_device(settings.device)
         step = DecodeStep(settings.context_tokens, settings.batch_size, study.cache_dtype.itemsize)
         whole = uncompressed_decode_seconds(shape, device, step)
         if self.recipe is None:

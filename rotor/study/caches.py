@@ -29,9 +29,6 @@ PROMPT_SHARE = 0.75
 TEXT = ("token_accuracy", "ppl_ratio", "top1_agreement", "kl_div")
 """What is measured of text."""
 
-MakeCache = Callable[[], Cache]
-"""Makes an empty cache of transformers' own."""
-
 
 @dataclass(frozen=True)
 class CacheRecord:
@@ -90,7 +87,7 @@ class CacheBench:
         self.splits, self.length = list(context.rows), context.rows["report"].shape[1]
         self.meter = FidelityMeter(context, progress, prompt_share=PROMPT_SHARE, report=(*TEXT, *prompts))
 
-    def record(self, name: str, policy: Policy | None = None, make: MakeCache | None = None) -> CacheRecord:
+    def record(self, name: str, policy: Policy | None = None) -> CacheRecord:
         """Measure the network as it is, compressed or not, with a cache; skipped where the policy cannot serve it."""
         network = self.network
         if not self.meter.base:
@@ -101,9 +98,9 @@ class CacheBench:
         try:
             if policy is not None and policy.needs_samples:
                 policy = fit_cache_policy(network.model, policy, self.samples())
-            sizes = cache_bytes(network, prompt, self.length, policy, make)
-            (long,) = cache_bytes(network, LONG_TOKENS, LONG_TOKENS, policy, make)
-            found = self.meter.measure(network, "report", partial(_read, network, policy, make)).values
+            sizes = cache_bytes(network, prompt, self.length, policy)
+            (long,) = cache_bytes(network, LONG_TOKENS, LONG_TOKENS, policy)
+            found = self.meter.measure(network, "report", partial(_read, network, policy)).values
         except UnsupportedModelError as error:
             return CacheRecord(name, skipped=error.message)
         size, after_prompt = sizes[-1] / self.length, list(enumerate(sizes[1:], prompt + 1))
@@ -118,10 +115,10 @@ class CacheBench:
             compression=1 - size / self.whole,
         )
 
-    def of_policy(self, name: str, policy: Policy | None, make: MakeCache | None = None) -> CacheRecord:
+    def of_policy(self, name: str, policy: Policy | None) -> CacheRecord:
         """A record of the uncompressed model."""
         with self.network.uncompressed():
-            return self.record(name, policy, make)
+            return self.record(name, policy)
 
     def of_plan(
         self, name: str, measurer: Measurer, path: RankPath, removed: float, policy: Policy | None = None
@@ -135,10 +132,8 @@ class CacheBench:
         return self.record(name, policy)
 
 
-def _read(
-    network: CompressibleModel, policy: Policy | None, make: MakeCache | None, rows: Tensor, **options: Any
-) -> Tensor:
-    return final_states_through_cache(network, rows, policy=of_row(policy, rows.shape[1]), make_cache=make, **options)
+def _read(network: CompressibleModel, policy: Policy | None, rows: Tensor, **options: Any) -> Tensor:
+    return final_states_through_cache(network, rows, policy=of_row(policy, rows.shape[1]), **options)
 
 
 def of_row(policy: Policy | None, tokens: int) -> Policy | None:
@@ -149,9 +144,7 @@ def of_row(policy: Policy | None, tokens: int) -> Policy | None:
 
 
 @torch.no_grad()
-def cache_bytes(
-    network: CompressibleModel, prompt: int, tokens: int, policy: Policy | None = None, make: MakeCache | None = None
-) -> list[int]:
+def cache_bytes(network: CompressibleModel, prompt: int, tokens: int, policy: Policy | None = None) -> list[int]:
     """Bytes of all layers after a prompt of random keys and values, and after each token that follows it, in a row
     of so many.
 
@@ -161,7 +154,7 @@ def cache_bytes(
     network.model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=network.device), past_key_values=plain)
     likes: list[Any] = list(plain.layers)
     shapes = [(like.keys.shape, like.values.shape) for like in likes]
-    empty = make() if make else DynamicCache(config=network.config)
+    empty = DynamicCache(config=network.config)
     layers: list[Any] = policy.layers(len(likes)) if policy else list(empty.layers)
     # Of layers that store alike, one of each shape is counted.
     apart = policy is not None and (isinstance(policy, Eviction) or policy.rows_only)

@@ -27,17 +27,15 @@ class Task:
     key: of the record in the store; begins with the part's name and a slash. measure: gives the record, a dict or a
     dataclass. calibrations: the recipes that it needs calibrated, by the folder below runs/ that keeps them.
     points: compressed models that it measures, at most.
-    retried: a record that was `skipped` is measured again when the study continues.
     """
 
     key: str
     measure: Callable[[], Any]
     calibrations: Mapping[str, Recipe] = field(default_factory=dict)
     points: int = 1
-    retried: bool = False
 
     def is_done(self, store: StudyStore) -> bool:
-        return self.key in store.records and not (self.retried and store.records[self.key].get("skipped"))
+        return self.key in store.records
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,11 @@
-"""`methods`: all methods at equal bytes: every bundled cache policy, transformers' own quantisers, and the recipes."""
+"""`methods`: all methods at equal bytes: every bundled cache policy, and the recipes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
-
-from transformers.cache_utils import Cache, QuantizedCache
 
 from ...policies import Policy, bundled_policies, find_policy
-from ..cache_part import GROUP, CachePart, StudiedCache, at_bytes, cache_records
+from ..cache_part import CachePart, StudiedCache, at_bytes, cache_records
 from ..caches import CacheRecord
 from ..context import TARGETS, StudyContext
 from ..part import Table
@@ -39,7 +35,7 @@ class Methods(CachePart):
     )
 
     def caches(self, study: StudyContext) -> dict[str, StudiedCache]:
-        found = {UNCOMPRESSED: StudiedCache(UNCOMPRESSED), **of_transformers()}
+        found = {UNCOMPRESSED: StudiedCache(UNCOMPRESSED)}
         for name, policy in policies(study.plan.caches).items():
             found[name] = StudiedCache(policy.method, policy)
         return found | at_bytes(study, SHARES)
@@ -56,22 +52,6 @@ class Methods(CachePart):
             header = ["accuracy", "complete row", "bytes", "32K tokens", "bytes at 32K tokens"]
             text = "The fewest bytes at an accuracy, the smallest of a row's ratios."
             yield Table(header, fewest_bytes(found), text=text)
-
-
-def of_transformers() -> dict[str, StudiedCache]:
-    """transformers' own quantised caches, each along the axis where it groups neighbouring numbers of a token."""
-    return {
-        f"transformers {backend}, {bits} bits": StudiedCache(
-            "transformers", make=partial(_quantised, backend, bits, axis)
-        )
-        for backend, axis in (("quanto", 0), ("hqq", 1))
-        for bits in (8, 4, 2)
-    }
-
-
-def _quantised(backend: str, bits: int, axis: int, config: Any) -> Cache:
-    sizes: Any = {"nbits": bits, "q_group_size": GROUP, "residual_length": GROUP}
-    return QuantizedCache(backend, config, axis_key=axis, axis_value=axis, **sizes)
 
 
 def policies(own: Sequence[str] = ()) -> dict[str, Policy]:

@@ -1,0 +1,30 @@
+"""Count every size of the bundled table of instructions anew, on sm_90: python artifacts/count_instructions.py FILE."""
+
+import json
+import sys
+from pathlib import Path
+
+import triton
+
+from rotor.bench.precompile import PAGE, subject_of
+from rotor.prediction.instructions import BLOCK, HEAD_DIM, Specialisation, bundled_table
+
+
+def count(wanted: Specialisation) -> dict[str, float]:
+    """Warp instructions a key and group, and the most that a thread spills."""
+    decode = absorb = spilled = 0.0
+    for kernel in subject_of(str(wanted), wanted).compiled(90):
+        if kernel.error is not None:
+            sys.exit(f"{wanted}, {kernel.name}: {kernel.error}")
+        if kernel.instructions_per_key is None:
+            continue
+        number = kernel.instructions_per_key * wanted.kv_heads
+        spilled = max(spilled, kernel.spilled_bytes or 0)
+        decode, absorb = (decode, absorb + number) if kernel.name.startswith("absorb") else (decode + number, absorb)
+    return {"decode": round(decode, 2), "absorb": round(absorb, 2), "spilled_bytes": int(spilled)}
+
+
+if __name__ == "__main__":
+    entries = [wanted._asdict() | count(wanted) for wanted in sorted(bundled_table())]
+    about = {"arch": "sm_90", "triton": triton.__version__, "page": PAGE, "block": BLOCK, "head_dim": HEAD_DIM}
+    Path(sys.argv[1]).write_text(json.dumps({**about, "entries": entries}, indent=2) + "\n")
