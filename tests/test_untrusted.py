@@ -15,6 +15,7 @@ import yaml
 from conftest import ROOT, calibrated, reseal
 from test_cli import expect_error, rotor
 
+import rotor.models.tokenizer as tokenizer_module
 from rotor.checked import options
 from rotor.errors import CheckpointError, DataError, RecipeError
 from rotor.export.export import export
@@ -107,6 +108,9 @@ def in_tokenizer(folder: Path, damage: str) -> None:
     if damage == "no-unk":
         data["model"] = {"type": "WordLevel", "vocab": {"the": 0, "quick": 1}, "unk_token": "nothing"}
         data["pre_tokenizer"], data["normalizer"] = {"type": "Whitespace"}, None
+    elif damage == "bomb":  # every letter becomes ten, twelve times over
+        step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+        data["normalizer"] = {"type": "Sequence", "normalizers": [step] * 12}
     elif damage == "large":
         data["model"]["vocab"]["far"] = 1 << 20
     elif damage == "merges":
@@ -118,14 +122,19 @@ def in_tokenizer(folder: Path, damage: str) -> None:
     ("damage", "text"),
     [
         ("no-unk", "the tokenizer cannot be loaded"),
+        ("bomb", "the process that tried it ended"),
         ("large", r"ids up to 1048576, config.json says vocab_size 4096"),
         ("merges", "the tokenizer cannot be loaded"),
         ("binary", "the tokenizer cannot be loaded"),
         ("deep", "the tokenizer cannot be loaded"),
     ],
 )
-def test_damaged_tokenizers_are_refused_before_any_work(damage: str, text: str, model: Path, capsys) -> None:
+def test_hostile_tokenizers_are_refused_before_any_work(
+    damage: str, text: str, model: Path, capsys, monkeypatch
+) -> None:
+    """In a process of their own: one that takes all memory, aborts or panics takes nothing else with it."""
     in_tokenizer(model, damage)
+    monkeypatch.setattr(tokenizer_module, "MEMORY_BYTES", 1 << 30)
     with pytest.raises(CheckpointError, match=text):
         _ = Checkpoint(model).tokenizer
     code, _, error = rotor(capsys, "calibrate", model, "-o", model.parent / "run")

@@ -71,7 +71,7 @@ def continue_prompt(
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
     chat = bool(tokenizer.chat_template) and not raw
-    text = as_chat(tokenizer, prompt) if chat else prompt
+    text = as_chat(folder, prompt) if chat else prompt
     inputs = tokenizer(text, add_special_tokens=not chat, return_tensors="pt").to(target)
     if inputs["input_ids"].shape[1] == 0:
         raise DataError("the prompt is empty.", "Give some text to continue.")

@@ -1,17 +1,34 @@
-"""The tokenizer of a model of unknown origin: loaded and tried; text to ids. No code in the folder is run."""
+"""The tokenizer of a model of unknown origin: tried in a child process with limits, then loaded; text to ids.
+
+A tokenizer is a program: its file can ask for any amount of memory or time, or end the process that reads it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, DataError
+from . import tokenizer_trial
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """One of these has every tokenizer."""
+
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+FILES = (*VOCABULARIES, "merges.txt", "vocab.txt", *SETTINGS)
+MEMORY_BYTES, CPU_S, TIMEOUT_S = 4 << 30, 60, 120.0
+"""What a trial may take: data in memory, seconds of processor time, and seconds in all."""
+
+CHAT_CPU_S = 20
+"""Seconds of processor time that a chat template may take, most of which is the start of the process."""
 
 TRIAL_TEXT = "\n".join(
     [
@@ -23,61 +40,89 @@ TRIAL_TEXT = "\n".join(
 )
 """What every tokenizer must be able to read: words, every printable character of ASCII, scripts."""
 
+_verdicts: dict[str, dict[str, Any]] = {}
+"""Of the trials in this process, by the SHA-256 of the files."""
+
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Any:
-    """The tokenizer of a model folder, or None if it has none.
+    """The tokenizer of a model folder, or None if it has none; no code in the folder is run.
 
     Args:
         vocab_size: the model's.
     Raises:
-        CheckpointError: it cannot be loaded or used, or gives ids that the model does not have.
+        CheckpointError: it cannot be loaded or used within the limits above, or gives ids that the model does not have.
     """
     if not any((folder / name).is_file() for name in VOCABULARIES):
         return None
+    verdict = _tried(folder)
+    error = verdict.get("error")
+    if error is None and verdict["largest"] >= vocab_size:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has ids up to {verdict['largest']}, config.json says vocab_size {vocab_size}.",
+            "Check that the tokenizer belongs to this model.",
+        )
     from transformers import AutoTokenizer  # brings all of transformers, which reading headers does not need
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        tokenizer.decode(encode(tokenizer, TRIAL_TEXT))
-        largest = _largest_id(tokenizer)
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # many classes, each with errors of its own; a panic is no Exception
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise CheckpointError(
-            f"{folder}: the tokenizer cannot be loaded: {reason}", "Download the model again."
-        ) from error
-    if largest >= vocab_size:
-        raise CheckpointError(
-            f"{folder}: the tokenizer has ids up to {largest}, config.json says vocab_size {vocab_size}.",
-            "Check that the tokenizer belongs to this model.",
-        )
-    return tokenizer
+        if error is None:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as caught:  # many classes, each with errors of its own
+        error = " ".join(str(caught).split())[:300]
+    raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}", "Download the model again.")
 
 
-def _largest_id(tokenizer: Any) -> int:
-    """Of the vocabulary without added tokens: some models have an added one beyond their embeddings."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        return max(backend.get_vocab(with_added_tokens=False).values(), default=-1)
-    added = tokenizer.get_added_vocab()
-    return max((number for word, number in tokenizer.get_vocab().items() if word not in added), default=-1)
+def _tried(folder: Path) -> dict[str, Any]:
+    """What the trial said, once for each content of the files."""
+    digest = hashlib.sha256()
+    for path in (folder / name for name in FILES if (folder / name).is_file()):
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    key = digest.hexdigest()
+    if key not in _verdicts:
+        _verdicts[key] = _trial(folder)
+    return _verdicts[key]
 
 
-def as_chat(tokenizer: Any, prompt: str) -> str:
-    """A user's prompt in the model's chat template, which jinja's sandbox runs, with the beginning of an answer.
+def as_chat(folder: Path, prompt: str) -> str:
+    """A user's prompt in the model's chat template, with the beginning of an answer.
+
+    A template is a program of the folder's: it is run where a tokenizer is tried.
 
     Raises:
-        CheckpointError: the template fails.
+        CheckpointError: it fails, or not within the limits above.
     """
-    said = [{"role": "user", "content": prompt}]
-    try:
-        return str(tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # whatever a template raises
+    verdict = _in_child("chat", folder, prompt, CHAT_CPU_S)
+    if "error" in verdict:
         raise CheckpointError(
-            f"{tokenizer.name_or_path}: its chat template cannot be applied: {' '.join(str(error).split())[:300]}",
+            f"{folder}: its chat template cannot be applied: {verdict['error']}",
             "Give --raw to continue the prompt as it is.",
-        ) from error
+        )
+    return str(verdict["text"])
+
+
+def _trial(folder: Path) -> dict[str, Any]:
+    return _in_child("text", folder, TRIAL_TEXT, CPU_S)
+
+
+def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> dict[str, Any]:
+    """Run rotor.models.tokenizer_trial in a process of its own."""
+    command = [sys.executable, tokenizer_trial.__file__, task, str(folder.absolute()), str(MEMORY_BYTES), str(cpu_s)]
+    try:
+        done = subprocess.run(
+            command,
+            input=text.encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=TIMEOUT_S,
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        )
+        verdict: dict[str, Any] = json.loads(done.stdout.rstrip().rpartition(b"\n")[2])
+        return verdict
+    except subprocess.TimeoutExpired:
+        return {"error": f"it was not done within {TIMEOUT_S:g} s"}
+    except OSError as error:
+        return {"error": f"the process that tries it cannot be started ({error.strerror})"}
+    except ValueError:  # it did not live to say anything
+        return {"error": f"the process that tried it ended with code {done.returncode} (a signal, if negative)"}
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -1,0 +1,83 @@
+"""Load a tokenizer of unknown origin and use it once, in a process of its own that may die of it.
+
+Run as a file: its arguments are the task (`text` or `chat`), the model folder, the bytes of memory and the seconds of
+processor time that it may take, and its standard input is a text. It prints one line of JSON: of `text` as `largest`
+the largest id of the vocabulary that text can give, of `chat` as `text` what the chat template makes of it, or `error`.
+It imports neither rotor nor torch, so that it starts within a second.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+import sys
+from typing import Any
+
+MOST_CHARACTERS = 1 << 20
+"""That a chat template may add."""
+
+
+def limit(memory_bytes: int, cpu_s: int) -> None:
+    """Bound memory and processor time, and write no files."""
+    limits = {resource.RLIMIT_DATA: memory_bytes, resource.RLIMIT_CPU: cpu_s}
+    for kind, value in (limits | {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}).items():
+        hard = resource.getrlimit(kind)[1]
+        lower = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (lower, lower))
+
+
+def without_torch() -> None:
+    """Let transformers find no torch, whose import takes longer than everything else here."""
+    find = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        return None if name.partition(".")[0] in ("torch", "torchvision", "accelerate") else find(name, package)
+
+    importlib.util.find_spec = find_spec
+
+
+def largest_id(tokenizer: Any) -> int:
+    """Of the vocabulary without added tokens: some models have an added one beyond their embeddings."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return max(backend.get_vocab(with_added_tokens=False).values(), default=-1)
+    added = tokenizer.get_added_vocab()
+    return max((number for word, number in tokenizer.get_vocab().items() if word not in added), default=-1)
+
+
+def trial(task: str, folder: str, text: str) -> dict[str, Any]:
+    without_torch()
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if task == "chat":
+        said = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+        if len(rendered) > len(text) + MOST_CHARACTERS:
+            return {"error": f"it makes {len(rendered)} characters of {len(text)}"}
+        return {"text": rendered}
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    tokenizer.decode(ids)
+    if not all(type(number) is int and number >= 0 for number in ids):
+        return {"error": "it gives ids that are not numbers from 0"}
+    return {"largest": largest_id(tokenizer), "tokens": len(ids)}
+
+
+def main() -> None:
+    os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="critical")
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # this file's folder, whose modules would hide others of the same name
+    task, folder, memory_bytes, cpu_s = sys.argv[1:]
+    text = sys.stdin.buffer.read().decode("utf-8")
+    limit(int(memory_bytes), int(cpu_s))
+    try:
+        verdict = trial(task, folder, text)
+    except BaseException as error:  # a panic of the tokenizers library is no Exception
+        verdict = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    print("\n" + json.dumps(verdict), flush=True)
+
+
+if __name__ == "__main__":
+    main()
