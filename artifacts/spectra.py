@@ -1,6 +1,6 @@
 """How many channels hold 99 % of the energy of a model's keys (before RoPE) and values: what compression lives on.
 
-    python artifacts/spectra.py artifacts/demo-model
+    python artifacts/spectra.py artifacts/demo-model [--json]
 
 For models of llama's kind, on rows of 512 tokens of the standard library's argparse, which no training here has seen.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 from pathlib import Path
 
 import torch
@@ -25,7 +26,11 @@ def channels(numbers: Tensor, share: float = 0.99) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    folder = parser.parse_args().model
+    parser.add_argument(
+        "--json", action="store_true", help="of each layer its keys, its values, and both, scaled alike"
+    )
+    given = parser.parse_args()
+    folder = given.model
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = AutoTokenizer.from_pretrained(folder)(inspect.getsource(argparse)).input_ids
     rows = torch.tensor(ids[: len(ids) // 512 * 512]).view(-1, 512)
@@ -37,14 +42,18 @@ def main() -> None:
     with torch.no_grad():
         model(rows)
     dim = model.config.head_dim
-    print(f"| layer | keys, of {dim} a head | values, of {dim} a head | a layer, scaled alike |")
-    print("|---|---|---|---|")
-    for index, (keys, values) in enumerate(zip(*found.values(), strict=True)):
+    layers = []
+    for keys, values in zip(*found.values(), strict=True):
         heads = [[channels(head) for head in side.split(dim, 1)] for side in (keys, values)]
         both = torch.cat([keys, values], 1)
-        alike = (both - both.mean(0)) / both.std(0)
-        cells = [", ".join(map(str, side)) for side in heads]
-        print(f"| {index} | {cells[0]} | {cells[1]} | {channels(alike)} of {alike.shape[1]} |")
+        layers.append((*heads, channels((both - both.mean(0)) / both.std(0))))
+    if given.json:
+        print(json.dumps(layers))
+        return
+    print(f"| layer | keys, of {dim} a head | values, of {dim} a head | a layer, scaled alike, of {both.shape[1]} |")
+    print("|---|---|---|---|")
+    for index, (of_keys, of_values, alike) in enumerate(layers):
+        print(f"| {index} | {', '.join(map(str, of_keys))} | {', '.join(map(str, of_values))} | {alike} |")
 
 
 if __name__ == "__main__":

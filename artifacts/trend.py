@@ -1,9 +1,9 @@
-"""What rotor brings by a model's shape: a table and a plot over models.
+"""What rotor brings by a model's shape and spectra: a table and a plot over models.
 
     python artifacts/trend.py artifacts/studies/trend/bundled artifacts/studies/trend/reference
 
-Each folder has the model's config.json, caches.csv of a study of the part artifacts/studies/fair.py:Fair, and the
-rotor.json of exports, as RECIPE.json. Writes trend.png beside the folders.
+Each folder has the model's config.json, spectra.json (`artifacts/spectra.py --json`), caches.csv of a study of the part
+artifacts/studies/fair.py:Fair, and the rotor.json of exports, as RECIPE.json. Writes trend.png beside the folders.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ RECIPES = ("rotor", "rotor-post", "palu-codes", "zack", "palu", "fdc")
 
 @dataclass(frozen=True)
 class Model:
-    """share: hidden size over a layer's keys and values. kl: of each cache by its bytes. exports: by recipe."""
+    """share: hidden size over a layer's keys and values. used: what part of these holds 99 % of the energy. kl: of each
+    cache by its bytes. exports: by recipe."""
 
     name: str
     config: dict
     share: float
-    whole: int
+    used: float
     kl: dict[str, dict[float, float]]
     exports: dict[str, dict]
 
@@ -50,8 +51,9 @@ class Model:
                 if row["kl_div"]:
                     kl.setdefault(name, {})[float(size)] = float(row["kl_div"])
         exports = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json") if path.stem in RECIPES}
-        whole = 2 * width * config["num_hidden_layers"]
-        return cls(folder.name, config, config["hidden_size"] / width, whole, kl, exports)
+        layers = json.loads((folder / "spectra.json").read_text())
+        used = sum(alike for *_, alike in layers) / len(layers) / width
+        return cls(folder.name, config, config["hidden_size"] / width, used, kl, exports)
 
     def bytes_at(self, recipe: str, kl: float) -> float | None:
         """Bytes at which a recipe loses so much, between those that were measured; None beyond them."""
@@ -66,7 +68,7 @@ def cell(value: float | None, form: str) -> str:
 
 
 def tables(models: list[Model]) -> str:
-    names = [f"{m.name} ({m.share:.2f})" for m in models]
+    names = [f"{m.name} ({m.share:.2f}, {m.used:.2f})" for m in models]
     searched = [
         [f"`{recipe}`", *(_exported(m.exports.get(recipe)) for m in models)]
         for recipe in RECIPES
@@ -89,6 +91,7 @@ def tables(models: list[Model]) -> str:
         equal.append([cache, *cells])
     parts = [
         "\n".join(f"- {m.name}: {shape_line(m.config)}" for m in models),
+        "In brackets: hidden size over keys and values, and the share of these that holds 99 % of the energy.",
         markdown(["removed at 0.99 (report)", *names], searched),
         markdown(["KL at equal bytes", "bytes", *names], ladder),
         markdown(["bytes of `rotor` at the KL of", *names], equal),
@@ -105,8 +108,10 @@ def _exported(about: dict | None) -> str:
 
 def plot(models: list[Model], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    places = ([m.share for m in models], [_parameters(m.config) / 1e6 for m in models])
-    for axis, at, label in zip(axes, places, ("hidden size / keys and values of a layer", "M parameters"), strict=True):
+    places = ([m.used for m in models], [_parameters(m.config) / 1e6 for m in models])
+    for axis, at, label in zip(
+        axes, places, ("share of channels with 99 % of the energy", "M parameters"), strict=True
+    ):
         for recipe, marker in zip(LADDER, "vsDPo^x", strict=True):
             size = sorted(models[0].kl["rotor"])[1]
             points = [(x, m.kl[recipe][size]) for x, m in zip(at, models, strict=True) if size in m.kl.get(recipe, {})]
@@ -130,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", type=Path, nargs="+")
     folders = parser.parse_args().folders
-    models = sorted(map(Model.read, folders), key=lambda m: m.share)
+    models = sorted(map(Model.read, folders), key=lambda m: m.used)
     print(tables(models))
     plot(models, folders[0].parent / "trend.png")
 

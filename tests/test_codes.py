@@ -126,7 +126,7 @@ def test_loss_of_a_channel_counts_each_tokens_own_gradient():
     information.add({"value": g, "key_post": g})
     keeper = SampleKeeper(512, 1024, seed=0)
     keeper.add(x, g)
-    fisher = LayerFisher(information, dict.fromkeys(("value", "key_post"), keeper.samples()))
+    fisher = LayerFisher(information, dict.fromkeys(("value", "key_post"), keeper.samples()), 0.0)
     pair = BasisPair(*(torch.eye(4, dtype=torch.float64)[None],) * 2, torch.ones(1, 4, dtype=torch.float64))
     codes = layer_codes(LayerBases(POST_ROPE, 1, pair, pair), fisher)
     for bits in (4, 8):
@@ -297,6 +297,7 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     AttentionInterface.register("rotor_test_fisher", attention)
     model.config._attn_implementation = "rotor_test_fisher"
     totals: dict[tuple[int, str], Tensor] = {}
+    of_tokens: dict[int, list[Tensor]] = {layer: [] for layer in found}
     for row in rows.split(1):
         logits = model(
             inputs_embeds=model.get_input_embeddings()(row).detach().requires_grad_(), use_cache=False
@@ -305,6 +306,10 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
         for key, g in zip(moved, torch.autograd.grad(loss, list(moved.values())), strict=True):
             stacked = g[0].transpose(0, 1).flatten(1).double()
             totals[key] = totals.get(key, 0) + stacked.T @ stacked
+            of_tokens[key[0]].append(stacked.square().sum(1))
+    for layer, squares in of_tokens.items():  # keys and values of each row; 0.1 % of so few tokens is one
+        by_token = torch.stack(squares).unflatten(0, (-1, 2)).sum(1)
+        assert found[layer].top_share == pytest.approx(float(by_token.max() / by_token.sum()), rel=1e-3)
     for (layer, name), expected in totals.items():
         got = found[layer].information.moment(name)[0]
         assert relative_error(got, expected) < 1e-3, (layer, name)

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rotor.calibration.calibrate import calibrate
+from rotor.cli.checkpoints import _print_run
 from rotor.errors import CheckpointError
 from rotor.evaluation.fidelity import FidelityMeter
 from rotor.export.export import export
@@ -39,9 +40,14 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("recipe", ["fdc", "rotor"])
-def test_main_job(recipe: str, run_copy, tmp_path: Path) -> None:
+def test_main_job(recipe: str, run_copy, tmp_path: Path, capsys) -> None:
     before = contents(DEMO_MODEL)
     run = run_copy(recipe)
+    shares = run.info.get("fisher_top_share", [])
+    assert len(shares) == (5 if recipe == "rotor" else 0)
+    assert all(0.001 <= share < 1 for share in shares)
+    _print_run(run, measurable=True)
+    assert ("in the top 0.1 % of tokens: 0." in capsys.readouterr().out) == (recipe == "rotor")
     first = export(run.folder, tmp_path / "out", accuracy=0.95)
     assert first.measured_points >= 2
     report = first.report

@@ -43,7 +43,7 @@ def test_every_field_has_a_text_a_default_and_its_values() -> None:
     assert found["tokens.path"].default == "null"
     assert found["codes.bits"].default == "[0, 16]"
     assert found["name"].default is None
-    assert found["tokens.source"].values == "one of random, synthetic, text"
+    assert found["tokens.source"].values == "one of random, synthetic, text, dataset"
     assert found["tokens.count"].values == "a whole number from 1 to 67108864"
     assert found["ranks.method"].values == "one of removal-rate, uniform, fisher, global"
     assert "stdlib" in found["evaluation.source"].text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +121,54 @@ def test_text_that_is_missing_or_short(spec: Tokens, message: str, demo) -> None
 def test_text_without_a_tokenizer(demo) -> None:
     with pytest.raises(DataError, match=r"needs a tokenizer(.|\n)*tokenizer\.json"):
         calibration_tokens(Tokens("text", __file__), demo.config, None)
+
+
+def test_a_dataset_without_the_package_names_what_to_install(demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"x: the package `datasets`(.|\n)*pip install 'PATH/TO/rotor\[eval\]'"):
+        calibration_tokens(Tokens("dataset", dataset="x"), demo.config, demo.tokenizer)
+
+
+@pytest.fixture
+def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of JSON lines: 40 documents, one of them empty."""
+    monkeypatch.setattr(pytest.importorskip("datasets").config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    lines = [{"text": f"story number {i}. " * 40, "n": i} for i in range(40)]
+    lines[7]["text"] = " "
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path / "data"
+
+
+def test_local_datasets(data_folder: Path, demo) -> None:
+    import datasets
+
+    spec = Tokens("dataset", dataset=str(data_folder), count=2048, seq_len=64)
+    tokens = calibration_tokens(spec, demo.config, demo.tokenizer)
+    assert tokens.rows.shape == (32, 64)
+    assert 1 < len(tokens.documents) < 39
+    assert torch.equal(tokens.rows, calibration_tokens(spec, demo.config, demo.tokenizer).rows)
+    other = calibration_tokens(replace(spec, seed=1), demo.config, demo.tokenizer)
+    assert other.documents != tokens.documents
+    saved = data_folder.parent / "saved"
+    datasets.load_dataset(str(data_folder)).save_to_disk(str(saved))
+    assert calibration_tokens(replace(spec, dataset=str(saved)), demo.config, demo.tokenizer).rows.shape == (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dataset": "./nowhere"}, r"tokens.dataset ./nowhere, split train: cannot be read"),
+        ({"split": "tset"}, r"split tset: cannot be read.*train"),
+        ({"column": "txt"}, r"no column 'txt'(.|\n)*There are text, n"),
+        ({"column": "n"}, r"column 'n' holds int, expected text"),
+        ({"count": 10**6}, r"rows of 512 tokens, expected 1954"),
+    ],
+)
+def test_datasets_that_cannot_be_used(fields: dict, message: str, data_folder: Path, demo) -> None:
+    spec = Tokens(**{"source": "dataset", "dataset": str(data_folder), **fields})
+    with pytest.raises(DataError, match=message):
+        calibration_tokens(spec, demo.config, demo.tokenizer)
 
 
 def test_repeats_state_a_span_again_further_on():

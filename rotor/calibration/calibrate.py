@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -290,7 +291,7 @@ class Calibration:
     def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: dict[str, Any]) -> None:
         """Describe the run, and give the folder its name."""
         folder, source, config = self.partial.folder, self.source, self.checkpoint.config
-        info = {
+        info: dict[str, Any] = {
             "model": {
                 "path": str(source.folder.resolve()),
                 "name": source.name,
@@ -308,6 +309,11 @@ class Calibration:
             "versions": versions(),
             "stages": self.times.stages,
         }
+        if self.recipe.needs_gradients:
+            info["fisher_top_share"] = []
+            for layer in range(self.shape.num_layers):
+                with safe_open(self.partial.work / _gradients_of(layer), framework="pt") as file:
+                    info["fisher_top_share"].append(float(file.get_tensor("top_share")))
         write_text(folder / RECIPE, self.recipe.to_yaml())
         write_json(folder / INFO, info)
         self.partial.publish()

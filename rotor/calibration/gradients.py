@@ -31,6 +31,9 @@ from ..runtime.families import Family
 from .capture import StoredKeys, observed_attention
 from .samples import GradientClip, SampleKeeper, TokenSamples
 
+TOP = 0.001
+"""Of the tokens, whose share of the information is reported."""
+
 
 @dataclass(frozen=True)
 class LayerFisher:
@@ -39,10 +42,13 @@ class LayerFisher:
     information: second moments of the gradients by what was wanted of keys, values and both; the gradient of the summed
         loss, so that information / tokens is per token. Those of few tokens are shortened.
     samples: keys and values themselves, and the gradients by them, of some tokens, by the same names.
+    top_share: of the squared gradients by keys and values, before any is shortened, what the TOP of the tokens have
+        whose gradients are longest.
     """
 
     information: LayerStatistics
     samples: dict[str, TokenSamples]
+    top_share: float
 
     def per_token(self, name: str) -> Tensor:
         """The Fisher information of one token's keys or values, [num_groups, n, n], float64."""
@@ -54,7 +60,8 @@ class LayerFisher:
         samples = {
             f"{part}.{name}": tensor for name, found in self.samples.items() for part, tensor in vars(found).items()
         }
-        return moments | samples | {"tokens": torch.tensor(self.information.tokens)}
+        counts = {"tokens": torch.tensor(self.information.tokens), "top_share": torch.tensor(self.top_share)}
+        return moments | samples | counts
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], shape: AttentionShape, group_size: int) -> LayerFisher:
@@ -67,7 +74,7 @@ class LayerFisher:
         statistics = LayerStatistics(shape, group_size, parts.pop("information"), int(tensors["tokens"]))
         names = next(iter(parts.values()))
         samples = {name: TokenSamples(**{kind: parts[kind][name] for kind in parts}) for name in names}
-        return cls(statistics, samples)
+        return cls(statistics, samples, float(tensors["top_share"]))
 
     def sampled(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         """The samples of each group side by side and the gradients by them, [num_groups, samples, n], and their shares,
@@ -149,6 +156,7 @@ def _layer_backward(
     clips = {name: GradientClip(tokens) for name in kept}
     stored = StoredKeys(network.model, network.family, network.shape)
     seen: dict[str, Tensor] = {}
+    squares: list[Tensor] = []  # of the gradients by the keys and values of each token
 
     def observe(layer: int, tensors: dict[str, Tensor], output: Tensor) -> None:
         seen.update({name: tensor for name, tensor in tensors.items() if name != "query"})
@@ -169,6 +177,8 @@ def _layer_backward(
                     "Calibrate with --dtype float32.",
                 )
             by_name = dict(zip(names, by_all[1:], strict=True))
+            by_keys, by_values = (by_name[name].double().square().sum((1, 3)) for name in ("key_post", "value"))
+            squares.append((by_keys + by_values).flatten())
             gradients = stored.of(kept, index, seq_len, by_name)
             vectors = stored.of(kept, index, seq_len, {name: tensor.detach() for name, tensor in seen.items()})
             information.add(gradients)
@@ -182,7 +192,9 @@ def _layer_backward(
     for name, keeper in kept.items():
         own = keeper.samples()
         found[name] = replace(own, gradients=clips[name].shortened(own.gradients))
-    return LayerFisher(information, found)
+    by_token = torch.cat(squares)
+    longest = by_token.topk(max(1, round(TOP * tokens))).values
+    return LayerFisher(information, found, float(longest.sum() / by_token.sum()))
 
 
 def weight_information(

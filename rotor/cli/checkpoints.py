@@ -67,6 +67,9 @@ def _print_run(run: Run, measurable: bool) -> None:
         f"{run.info['tokens']['count']} tokens"
     )
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
+    if shares := run.info.get("fisher_top_share"):
+        by_layer = ", ".join(f"{share:.2f}" for share in shares)
+        say(f"Share of each layer's Fisher information in the top 0.1 % of tokens: {by_layer}")
     folder = shlex.quote(str(run.folder))
     if measurable:
         say(f"Next: rotor export {folder} -o OUT --accuracy 0.99")

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import DataError
 from ..models.projections import longest_row
 from ..recipe import Evaluation, Recipe
-from .documents import read_documents, require_tokenizer
+from .documents import read_documents, require_datasets, require_tokenizer
 from .rows import rows_in
 from .splits import SPLITS, calibration_share, description_of, digests, held_out_documents
 
@@ -26,12 +26,14 @@ def check_text(recipe: Recipe, config: Any, tokenizer: Any) -> None:
     Args:
         config: the model's transformers config. tokenizer: the model's, or None.
     Raises:
-        DataError: a path or the tokenizer is missing, or there are too few tokens; says of each split how
+        DataError: a path, the tokenizer or a package is missing, or there are too few tokens; says of each split how
             many there are and how many are needed.
     """
     tokens, evaluation = recipe.tokens, recipe.evaluation
-    if "text" in (tokens.source, evaluation.source):
+    if tokens.source in ("text", "dataset") or evaluation.source == "text":
         require_tokenizer(tokenizer)
+    if tokens.source == "dataset":
+        require_datasets(tokens)
     if tokenizer is None:
         return
 
@@ -74,6 +76,7 @@ def describe_text(recipe: Recipe, tokenizer: Any) -> str:
         "random": "random tokens",
         "synthetic": "text that the model writes",
         "text": f"text {Path(tokens.path or '').name}",
+        "dataset": f"data set {tokens.dataset}",
     }[tokens.source]
     measured = describe_evaluation(recipe.evaluation, tokenizer)
     return f"text: calibrates on {tokens.count} tokens of {source}; {measured}"

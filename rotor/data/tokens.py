@@ -1,4 +1,4 @@
-"""Token sequences to calibrate on: random ones, rows of text, and text that the model itself writes."""
+"""Token sequences to calibrate on: random ones, rows of text and data sets, and text that the model itself writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..models.weights import Weights
 from ..numerics import first_not_finite
 from ..progress import Advance, Progress
 from ..recipe import Evaluation, Tokens
-from .documents import read_documents
+from .documents import dataset_documents, read_documents
 from .rows import separator_token, spread_rows, text_rows
 from .splits import calibration_share
 
@@ -53,7 +53,7 @@ def calibration_tokens(
     Returns:
         At least spec.count tokens in rows of spec.seq_len, or of the model's longest sequence if that is shorter.
     Raises:
-        DataError: the text is missing or too short.
+        DataError: the text or data set is missing or too short.
         NumericsError: the model that writes the text overflows.
     """
     seq_len = longest_row(spec.seq_len, config)
@@ -66,12 +66,16 @@ def calibration_tokens(
         with progress.task("sample", count * seq_len, "tokens") as advance:
             rows = synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance)
         return CalibrationTokens(rows)
-    documents = read_documents(Path(spec.path or ""))
+    if spec.source == "text":
+        documents, what = read_documents(Path(spec.path or "")), f"tokens.path {spec.path}"
+    else:
+        with progress.task("read data set", None, ""):
+            documents, what = dataset_documents(spec, tokenizer, count * seq_len), f"tokens.dataset {spec.dataset}"
     if held_out is not None:
         documents = calibration_share(documents, held_out)
     rows = text_rows(documents, tokenizer, seq_len)
     check_ids(rows, config.vocab_size)
-    return CalibrationTokens(spread_rows(rows, count, f"tokens.path {spec.path}"), tuple(documents))
+    return CalibrationTokens(spread_rows(rows, count, what), tuple(documents))
 
 
 def ordinary_tokens(config: Any, tokenizer: Any) -> Tensor:

@@ -67,6 +67,7 @@ class RunInfo(TypedDict):
     tokens: NotRequired[dict[str, Any]]
     versions: NotRequired[dict[str, Any]]
     stages: NotRequired[dict[str, StageInfo]]
+    fisher_top_share: NotRequired[list[float]]
 
 
 class CompressionInfo(TypedDict):

@@ -89,6 +89,12 @@ class Recipe:
         tokens, evaluation, domain = self.tokens, self.evaluation, self.groups.domain
         file = "a file or folder, as source is text"
         need(tokens.source != "text" or bool(tokens.path), "tokens.path", file)
+        data_set = "a name on the hub or a folder, as source is dataset"
+        need(tokens.source != "dataset" or bool(tokens.dataset), "tokens.dataset", data_set)
+        for name in ("dataset", "split", "column"):
+            default = getattr(Tokens(), name)
+            fits = tokens.source == "dataset" or getattr(tokens, name) == default
+            need(fits, f"tokens.{name}", f"{json.dumps(default)}, as source is not dataset")
         need(evaluation.source != "text" or bool(evaluation.path), "evaluation.path", file)
         where = "pre" if domain == "block" else domain
         methods = [name for name, method in QK_METHODS.items() if where in method.domains]

@@ -49,18 +49,24 @@ def _are_widths(bits: tuple[int, ...]) -> bool:
 class Tokens:
     """Calibration tokens."""
 
-    source: Literal["random", "synthetic", "text"] = "random"
+    source: Literal["random", "synthetic", "text", "dataset"] = "random"
     """`random` draws uniformly from the vocabulary without its special tokens (FDC section 5.1: at least 8K);
     `synthetic` samples text from the model itself, from random starts (ZACK: at least 16K); `text` reads the file or
-    folder `path`."""
+    folder `path`; `dataset` reads `column` of a `split` of `dataset`."""
     path: str | None = None
     """Of `text`: a UTF-8 file, or a folder of them; `rotor calibrate --text FILE` sets it here and in `evaluation`."""
+    dataset: str | None = None
+    """Of `dataset`: a name on the hub (NAME or NAME:CONFIG), or a local folder."""
+    split: str = "train"
+    """Of the data set."""
+    column: str = "text"
+    """Of the data set, with the text."""
     count: Count = 8192
     """Tokens in all, before any are pruned."""
     seq_len: RowLength = 512
     """Tokens in a row, or the model's longest sequence if that is shorter."""
     seed: Seed = 0
-    """Of what is drawn: random tokens, the text that the model writes."""
+    """Of what is drawn: random tokens, the text that the model writes, the order of a data set."""
 
 
 @dataclass(frozen=True, config=MODEL)
