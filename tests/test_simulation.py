@@ -19,7 +19,7 @@ from rotor.prediction.simulation import (
 )
 
 SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
-H200 = find_device("h200", None)
+H200 = find_device("h200")
 
 
 def ragged_layout(seed: int = 0) -> LayerLayout:
