@@ -32,8 +32,7 @@ class Memory(Part):
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         for name, case in Methods().caches(study).items():
-            if case.make is None:
-                yield Task(f"{self.name}/{name}", partial(_measure, study, case), case.calibrations(study), points=0)
+            yield Task(f"{self.name}/{name}", partial(_measure, study, case), case.calibrations(study), points=0)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
         rows = [
@@ -73,5 +72,5 @@ def _measure(study: StudyContext, case: StudiedCache) -> dict[str, Any]:
                 policy = fit_cache_policy(model, policy, study.bench.samples())
             row = cache_bytes(study.cache_network, PROMPT, TOKENS, policy)[-1]
     weights = sum((folder / name).stat().st_size for name in study.checkpoint.files)
-    device = find_device(settings.device, settings.device_file)
+    device = find_device(settings.device)
     return {"row_bytes": row, "weight_bytes": weights, "bytes_per_s": device.bandwidth_bytes_per_s}

@@ -64,7 +64,7 @@ def _measure(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
     if plan is None:
         raise UsageError(f"AT {AT:g}: {name} cannot remove as much.", "Give a smaller share.")
     shape, element_bytes = attention_shape(study.checkpoint.config), study.cache_dtype.itemsize
-    device = find_device(settings.device, settings.device_file)
+    device = find_device(settings.device)
     if device.sms is None:
         raise UsageError(f"device {settings.device}: its number of SMs is not known.", "Name another objective.device.")
     step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)
