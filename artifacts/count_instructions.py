@@ -1,5 +1,6 @@
 """Count every size of the bundled table of instructions anew, on sm_90: python artifacts/count_instructions.py FILE."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -25,6 +26,9 @@ def count(wanted: Specialisation) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    file = parser.parse_args().file
     entries = [wanted._asdict() | count(wanted) for wanted in sorted(bundled_table())]
     about = {"arch": "sm_90", "triton": triton.__version__, "page": PAGE, "block": BLOCK, "head_dim": HEAD_DIM}
-    Path(sys.argv[1]).write_text(json.dumps({**about, "entries": entries}, indent=2) + "\n")
+    file.write_text(json.dumps({**about, "entries": entries}, indent=2) + "\n")
