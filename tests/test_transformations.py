@@ -66,4 +66,4 @@ def test_the_table_of_quantisers_and_recipes_can_be_made(capsys, tmp_path: Path)
     code, out, _ = rotor(capsys, *arguments, "-o", tmp_path / "study")
     assert code == 0
     assert "fair" in out
-    assert " 25 " in out  # thirteen quantisers, and three sizes of four recipes
+    assert " 28 " in out  # thirteen quantisers, and three sizes of five recipes
