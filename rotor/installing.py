@@ -21,5 +21,5 @@ def documentation() -> str:
 
 
 def pip_install(extra: str = "") -> str:
-    """The command; `extra` (plots, kernels, eval, peers) names what is wanted beside."""
+    """The command; `extra` (plots, kernels, eval) names what is wanted beside."""
     return f"pip install '{FOLDER}[{extra}]'" if extra else f"pip install {FOLDER}"
