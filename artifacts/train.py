@@ -3,10 +3,11 @@
     python artifacts/train.py --state state.pt --out artifacts/reference-model
 
 It is grown from the bundled model, so that it looks things up from the first step: the weights of 192 channels lie in
-those of 512, the rest is noise, and training goes on from there. The text is Python source of installed packages
+those of 512, the rest is small noise, and training goes on from there. The text is Python source of installed packages
 without the modules that rotor measures on; a share of every batch is synthetic: runs of tokens that repeat, and keys
-that are looked up again, half of them behind other text. Matrices are trained by Muon, embeddings and norms by AdamW.
-The same command goes on from --state; with --init artifacts/reference-model a new one goes on from its weights.
+that are looked up again, half of them behind other text. AdamW trains it, as it did the models in use; with --muon Muon
+trains the matrices. The same command goes on from --state; with --init artifacts/reference-model a new one goes on from
+its weights.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def grow(small: torch.nn.Module, large: torch.nn.Module) -> None:
             new.fill_((width / wide) ** 0.5)
             new[:width] = old * (width / wide) ** 0.5
             continue
-        new.normal_(0, 0.06)
+        new.normal_(0, 0.02)
         rows = queries if "q_proj" in name else torch.arange(old.shape[0])
         columns = queries if "o_proj" in name else torch.arange(old.shape[1])
         new[rows[:, None], columns] = old.float()
@@ -151,14 +152,18 @@ def lookup_accuracy(model: torch.nn.Module, synthetic: Synthetic, prompts: int =
     return right / total
 
 
-def optimisers(model: torch.nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+def optimisers(model: torch.nn.Module, rate: float, by_muon: bool) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
     matrices = [p for name, p in named.items() if p.dim() == 2 and "embed" not in name]
     rest = [p for name, p in named.items() if p.dim() != 2 or "embed" in name]
+    adamw = torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    if not by_muon:
+        adamw.add_param_group({"params": matrices, "weight_decay": 0.1})
+        return [adamw]
     muon = torch.optim.Muon(
         matrices, lr=rate, momentum=0.95, weight_decay=0.05, adjust_lr_fn="match_rms_adamw", ns_steps=4
     )
-    return [muon, torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)]
+    return [muon, adamw]
 
 
 def main() -> None:
@@ -170,7 +175,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=60e6, help="the rate falls over the last half of them")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="the same, of time")
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--muon", action="store_true", help="matrices by Muon; a rate of 3e-3 suits it")
     given = parser.parse_args()
     torch.manual_seed(0)
     tokenizer = Tokenizer.from_file(given.tokenizer)
@@ -182,7 +188,7 @@ def main() -> None:
     print(f"{size / 1e6:.1f} M parameters, {len(data) / 1e6:.1f} M tokens of text", flush=True)
     if not given.state.exists():
         grow(AutoModelForCausalLM.from_pretrained(given.init, dtype=torch.float32), model)
-    steps = optimisers(model, given.rate)
+    steps = optimisers(model, given.rate, given.muon)
     step, tokens, seconds, log = 0, 0, 0.0, []
     if given.state.exists():
         kept = torch.load(given.state, weights_only=True)
@@ -193,8 +199,10 @@ def main() -> None:
         print(f"goes on at {tokens / 1e6:.1f} M tokens", flush=True)
     draw, synthetic = np.random.default_rng(step), Synthetic(tokenizer, step, data)
 
+    short = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # elsewhere a CPU takes a hundred times as long for bfloat16
+
     def losses(ids: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=short):
             logits = model(ids[:, :-1], use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
 

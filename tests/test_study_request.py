@@ -1,4 +1,4 @@
-"""What a study is asked for: conditions, the store, dry runs, parts that cannot run, the command."""
+"""What a study is asked for: conditions, the store, parts that cannot run, the command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from test_study import SMALL
 
 from rotor.errors import UsageError
 from rotor.recipe import load_recipe
-from rotor.search.search import most_points
 from rotor.study.parts import curves
 from rotor.study.request import same_conditions
 from rotor.study.store import StudyStore
@@ -34,7 +33,7 @@ def test_recipes_get_the_same_conditions(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path, capsys) -> None:
-    command = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--dry-run"]
+    command = ["study", DEMO_MODEL, "-o", tmp_path / "study"]
     code, _, error = rotor(capsys, *command, "--bytes", "320,few")
     assert code == 2
     assert "--bytes 320,few" in error
@@ -58,30 +57,12 @@ def test_store_keeps_every_record_and_names_what_differs(tmp_path: Path) -> None
         StudyStore.read(tmp_path / "other", settings)
 
 
-def test_a_dry_run_tells_what_each_part_takes(tmp_path: Path, capsys, monkeypatch) -> None:
-    """Counts by hand: calibrations that are kept are made once, whatever parts use them; nothing is written."""
-    monkeypatch.setattr(curves, "COMPRESSIONS", (0.3, 0.6))
-    arguments = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "rotor,fdc", "--dry-run"]
-    arguments += [item for setting in SMALL for item in ("--set", setting)]
-    code, out, err = rotor(capsys, *arguments, "--json")
-    assert code == 0, err
-    found = json.loads(out)
-    parts = {part["part"]: (part["calibrations"], part["points"]) for part in found["parts"]}
-    searched = most_points(0.2)  # a bisection for each of three targets, then the report split of what it chose
-    assert parts == {"curves": (2, 2 * (2 + 3 * searched))}
-    assert found["known_records"] == 0
-    code, out, _ = rotor(capsys, *arguments)
-    assert code == 0
-    assert "nothing is written in a dry run" in " ".join(out.split())
-    assert not (tmp_path / "study").exists()
-
-
 def test_a_text_of_ones_own_is_for_all_recipes(tmp_path: Path, monkeypatch) -> None:
     words = tmp_path / "words.txt"
     words.write_text("one word after another\n" * 50)
     asked = []
-    monkeypatch.setattr(sys.modules[study.__module__], "_left", lambda context, parts: asked.append(context.plan) or ())
-    study(DEMO_MODEL, tmp_path / "s", text=words, dry_run=True)
+    monkeypatch.setattr(sys.modules[study.__module__], "_measure", lambda s, *rest: asked.append(s.plan) or [])
+    study(DEMO_MODEL, tmp_path / "s", text=words, plots=False)
     found = {(r.tokens.source, r.tokens.path, r.evaluation.path) for r in asked[0].recipes.values()}
     assert found == {("text", str(words), str(words))}
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cache_truth import scores_behind
-from conftest import DEMO_MODEL, ROOT
-from test_cli import rotor
+from conftest import ROOT
 from transformers import AutoModelForCausalLM
 
 from rotor.calibration.calibrate import calibrate
 from rotor.export.export import export
 from rotor.policies import PerToken
+from rotor.study.part import find_part
+from rotor.study.request import StudyPlan, same_conditions
 
 LARGEST = 100.0
 """Ratio of the scales of channels."""
@@ -58,12 +60,9 @@ def test_a_transformed_model_loses_as_much_by_rotor_and_more_by_a_quantiser(mode
     assert per_token["transformed"] > 10 * per_token["plain"]
 
 
-def test_the_table_of_quantisers_and_recipes_can_be_made(capsys, tmp_path: Path) -> None:
+def test_the_table_of_quantisers_and_recipes_can_be_made() -> None:
     """Of the part and the recipes that README's and docs' numbers are of; nothing is measured here."""
     folder = ROOT / "artifacts" / "studies"
-    recipes = ",".join(["rotor", *map(str, sorted((folder / "shape").glob("*.yaml")))])
-    arguments = ["study", DEMO_MODEL, "--recipes", recipes, "--parts", f"{folder / 'fair.py'}:Fair", "--dry-run"]
-    code, out, _ = rotor(capsys, *arguments, "-o", tmp_path / "study")
-    assert code == 0
-    assert "fair" in out
-    assert " 28 " in out  # thirteen quantisers, and three sizes of five recipes
+    recipes = ["rotor", *map(str, sorted((folder / "shape").glob("*.yaml")))]
+    study = SimpleNamespace(plan=StudyPlan(same_conditions(recipes, ())), whole_bytes=2560)
+    assert len(list(find_part(f"{folder / 'fair.py'}:Fair").tasks(study))) == 13 + 3 * len(recipes)

@@ -72,18 +72,18 @@ class ConsoleHandler(logging.Handler):
             stderr.print(printable(record.getMessage()), highlight=False, markup=False, soft_wrap=True)
 
 
-def show_progress(quiet: bool, *, dry_run: bool = False) -> Progress:
+def show_progress(quiet: bool) -> Progress:
     """What shows progress, having sent messages to stderr.
 
     Args:
-        quiet: nothing is shown, results neither. dry_run: only results are.
+        quiet: nothing is shown, results neither.
     """
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    stdout.quiet = quiet and not dry_run
-    silent = quiet or dry_run or not is_first_process()
+    stdout.quiet = quiet
+    silent = quiet or not is_first_process()
     if silent or not stderr.is_terminal:
         disable_progress_bars()  # those of downloads
     for old in [handler for handler in log.handlers if isinstance(handler, ConsoleHandler)]:

@@ -36,7 +36,6 @@ HELP = {
     "calibrate, and accuracy is measured on source of Python's standard library (evaluation.source=stdlib).",
     "batch_tokens": "Tokens in one forward pass of a calibration.",
     "overwrite": "Replace a non-empty output folder.",
-    "dry_run": "Print what would be done and what it takes; write nothing.",
     "no_measure": "Leave accuracy unmeasured; of an export, with --compression or --removal-rate.",
     "cache": "How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of "
     "your own; default: the checkpoint's own.",
@@ -112,8 +111,8 @@ class Printed(Json):
 
     quiet: bool = False
 
-    def progress(self, *, dry_run: bool = False) -> Progress:
-        return show_progress(self.quiet, dry_run=dry_run)
+    def progress(self) -> Progress:
+        return show_progress(self.quiet)
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,12 +31,11 @@ def study(
     overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
     plots: Annotated[bool, typer.Option(help="Draw the results, which needs matplotlib.")] = True,
-    dry_run: bool = False,
 ) -> None:
     """Compare recipes on the same model, tokens and held-out data; writes JSON, CSV, Markdown and plots.
 
     Every measured point is kept at once, so that an interrupted study continues where it was with the same command;
-    tables and plots are written after each part. --dry-run tells what each part takes.
+    tables and plots are written after each part.
     --set applies to all recipes; the number of tokens is the largest that any of them asks for, and their seed, row
     length, evaluation and search are those of the first.
 
@@ -63,24 +61,12 @@ def study(
         "sizes": numbers("--bytes", sizes) if sizes else (),
         "caches": split(caches),
     }
-    request |= {"text": text, "batch_tokens": batch_tokens, "plots": plots, "dry_run": dry_run} | vars(compute)
+    request |= {"text": text, "batch_tokens": batch_tokens, "plots": plots} | vars(compute)
     with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
-        result = run_study(model, out, names, overrides, **request, progress=output.progress(dry_run=dry_run))
+        result = run_study(model, out, names, overrides, **request, progress=output.progress())
     shown: dict[str, Any] = {"study": str(out), "settings": result.settings, "records": result.records}
-    if dry_run:
-        shown = {"parts": [dataclasses.asdict(part) for part in result.left], "known_records": len(result.records)}
-    else:
-        shown |= {"files": [*map(str, result.files)], "measured_records": result.added, "seconds": result.seconds}
-    output.show(shown, lambda: (_print_left if dry_run else _print_study)(result))
-
-
-def _print_left(result: Any) -> None:
-    """What a dry run found."""
-    rows = [(part.part, part.calibrations, part.points) for part in result.left]
-    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
-    title = f"{result.settings['model']['name']} -> {result.folder}: what is left to do"
-    print_table(title, ("part",), ("calibrations", "at most points"), rows)
-    say(f"{len(result.records)} record(s) are there already; nothing is written in a dry run.")
+    shown |= {"files": [*map(str, result.files)], "measured_records": result.added, "seconds": result.seconds}
+    output.show(shown, lambda: _print_study(result))
 
 
 def _print_study(result: Any) -> None:

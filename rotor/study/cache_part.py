@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 from ..policies import PerToken, Policy
 from ..prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from ..prediction.devices import find_device
-from ..recipe import Recipe
 from ..rewriting.rewrite import planned_layouts
 from ..runtime.families import attention_shape
 from .caches import CacheBench, CacheRecord
@@ -41,11 +40,7 @@ class StudiedCache:
 
     def task(self, study: StudyContext, key: str, name: str) -> Task:
         """On the report split and its tasks."""
-        measure = partial(self.measure, study, name)
-        return Task(key, measure, self.calibrations(study))
-
-    def calibrations(self, study: StudyContext) -> dict[str, Recipe]:
-        return {self.recipe: study.plan.recipes[self.recipe]} if self.recipe else {}
+        return Task(key, partial(self.measure, study, name))
 
     def measure(self, study: StudyContext, name: str, bench: CacheBench | None = None) -> CacheRecord:
         bench = bench or study.bench

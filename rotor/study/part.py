@@ -9,12 +9,11 @@ import importlib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ..errors import UsageError
-from ..recipe import Recipe
 from .context import StudyContext
 from .parts import PARTS
 from .store import StudyStore
@@ -25,14 +24,11 @@ class Task:
     """One record that a part measures.
 
     key: of the record in the store; begins with the part's name and a slash. measure: gives the record, a dict or a
-    dataclass. calibrations: the recipes that it needs calibrated, by the folder below runs/ that keeps them.
-    points: compressed models that it measures, at most.
+    dataclass.
     """
 
     key: str
     measure: Callable[[], Any]
-    calibrations: Mapping[str, Recipe] = field(default_factory=dict)
-    points: int = 1
 
     def is_done(self, store: StudyStore) -> bool:
         return self.key in store.records
@@ -71,8 +67,8 @@ class Part(ABC):
 
     @abstractmethod
     def tasks(self, study: StudyContext) -> Iterator[Task]:
-        """All records of the part, in the order in which they are measured; a dry run counts them, so nothing is read
-        here. A task may use what earlier ones put into `study.store`."""
+        """All records of the part, in the order in which they are measured. A task may use what earlier ones put into
+        `study.store`."""
 
     def tables(self, store: StudyStore) -> Iterable[Table]:
         """Of summary.md, by the records that there are."""

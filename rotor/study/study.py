@@ -34,28 +34,15 @@ from .store import StudyStore
 
 
 @dataclass(frozen=True)
-class PartEstimate:
-    """What one part still needs. points: measurements of compressed models, at most."""
-
-    part: str
-    calibrations: int
-    points: int
-
-
-@dataclass(frozen=True)
 class Study:
-    """The result: `records` by key (see results.json), how many are new, and the files written.
-
-    left: of a dry run, what each part still needs.
-    """
+    """The result: `records` by key (see results.json), how many are new, and the files written."""
 
     folder: Path
     settings: dict[str, Any]
     records: dict[str, dict[str, Any]]
-    added: int = 0
-    files: tuple[Path, ...] = ()
-    seconds: float = 0.0
-    left: tuple[PartEstimate, ...] = ()
+    added: int
+    files: tuple[Path, ...]
+    seconds: float
 
 
 def study(
@@ -73,7 +60,6 @@ def study(
     batch_tokens: int = 2048,
     offload: str = "auto",
     plots: bool = True,
-    dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Study:
     """Compare recipes on one model and write what was found to a folder; a second start continues the first.
@@ -93,7 +79,6 @@ def study(
         caches: policies of your own for `methods`, as `--cache` takes them.
         device, dtype, batch_tokens, offload: as for calibrate.
         plots: draw them, which needs matplotlib.
-        dry_run: only say what is left to do; nothing is written.
     Raises:
         UsageError: contradicting requests, other settings than in `out`, or no matplotlib.
         RotorError: see rotor.errors; what was measured before stays in `out`.
@@ -102,20 +87,16 @@ def study(
     overrides = [*text_overrides(text), *overrides]
     chosen = [find_part(name) for name in chosen_parts(parts)]
     plan = StudyPlan(same_conditions(recipes, overrides), tuple(sizes), tuple(caches))
-    if plots and not dry_run:
+    if plots:
         require_matplotlib()
     compute, source = Compute(device, dtype, offload), find_source(model)
     check_apart(out, [source.folder])
     checkpoint = Checkpoint(source.folder)
-    with ExitStack() as held:
-        if not dry_run:
-            held.enter_context(exclusive(out))
-        placement = Placement.choose(checkpoint, plan.first, compute, Progress() if dry_run else progress)
+    with exclusive(out), ExitStack() as held:
+        placement = Placement.choose(checkpoint, plan.first, compute, progress)
         store = StudyStore.read(out, _settings(plan, source.name, checkpoint, placement))
         options = {**dataclasses.asdict(compute), "batch_tokens": batch_tokens, "progress": progress}
         context = StudyContext(plan, store, checkpoint, placement, progress, options)
-        if dry_run:
-            return Study(out, store.settings, store.records, left=_left(context, chosen))
         store.save()
         held.enter_context(log_file(out, "study"))
         progress.message(f"text: {describe_evaluation(context.evaluation, checkpoint.tokenizer)}")
@@ -140,17 +121,6 @@ def _measure(study: StudyContext, chosen: Sequence[Part], plots: bool) -> list[P
             files = [*write_tables(store, shown), *(write_plots(store, shown) if plots else ())]
         progress.message(f"study: {part.name} is done, in {store.folder}/{SUMMARY}{' and plots/' if plots else ''}")
     return files
-
-
-def _left(study: StudyContext, chosen: Sequence[Part]) -> tuple[PartEstimate, ...]:
-    found, known = [], set[str]()
-    for part in chosen:
-        tasks = [task for task in part.tasks(study) if task.key not in known and not task.is_done(study.store)]
-        runs = {name for task in tasks for name in task.calibrations if name not in known}
-        known |= {task.key for task in tasks} | runs
-        calibrations = sum(not study.folder(name).is_dir() for name in runs)
-        found.append(PartEstimate(part.name, calibrations, sum(task.points for task in tasks)))
-    return tuple(found)
 
 
 def _in_words(record: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ class Memory(Part):
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         for name, case in Methods().caches(study).items():
-            yield Task(f"{self.name}/{name}", partial(_measure, study, case), case.calibrations(study), points=0)
+            yield Task(f"{self.name}/{name}", partial(_measure, study, case))
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
         rows = [

@@ -39,7 +39,7 @@ class Overhead(Part):
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         for name, recipe in study.plan.recipes.items():
             key = f"{self.name}/{name}"
-            yield Task(key, partial(_measure, study, name, recipe), {name: recipe}, points=0)
+            yield Task(key, partial(_measure, study, name, recipe))
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
         rows = [

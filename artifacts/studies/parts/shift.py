@@ -53,7 +53,7 @@ class Shift(CachePart):
 
         for name, case in {**CONTROL, **at_bytes(study, SHARES)}.items():
             for kind in kinds():
-                yield Task(f"{self.name}/{kind}: {name}", partial(measure, kind, name, case), case.calibrations(study))
+                yield Task(f"{self.name}/{kind}: {name}", partial(measure, kind, name, case))
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
         records = {tuple(r.name.split(": ", 1)): r for r in cache_records(store, self.name)}

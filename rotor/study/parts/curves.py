@@ -12,7 +12,7 @@ from ...recipe import Recipe
 from ...recipe.metric_registry import METRICS
 from ...report.style import accuracy_axis, shown_loss
 from ...search.point import Point
-from ...search.search import find_plan, most_points
+from ...search.search import find_plan
 from ..context import TARGETS, StudyContext
 from ..part import Part, Table, Task, number
 from ..plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
@@ -68,7 +68,6 @@ class Curves(Part):
 
 def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task]:
     """Of one recipe."""
-    needs = {name: recipe}
 
     def point(target: float) -> dict[str, Any]:
         measurer, path = study.path(name, recipe)
@@ -90,9 +89,8 @@ def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task
         return found
 
     for target in COMPRESSIONS:
-        yield Task(f"curves/{name}/p{target:.2f}", partial(point, target), needs)
-    most = len(TARGETS) * most_points(recipe.search.resolution)
-    yield Task(f"curves/{name}/targets", targets, needs, points=most)
+        yield Task(f"curves/{name}/p{target:.2f}", partial(point, target))
+    yield Task(f"curves/{name}/targets", targets)
 
 
 def point_record(point: Point) -> dict[str, Any]:
