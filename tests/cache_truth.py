@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from rotor.evaluation.cached import final_states_through_cache
+from rotor.evaluation import cached
 from rotor.evaluation.scoring import Scores, score
 from rotor.models.layerwise import LayerwiseModel
 from rotor.policies import Policy
@@ -23,8 +25,8 @@ def cache_of(policy: Policy, config) -> Cache:
 def scores_behind(model, rows: Tensor, prefill: int, policy: Policy | None = None, step: int = 1) -> Scores:
     """Of what follows the prefill, read through a cache of a policy, against the model without one."""
     network = LayerwiseModel.of(model)
-    make = partial(cache_of, policy, model.config) if policy else None
-    states = final_states_through_cache(network, rows, prefill, step=step, make_cache=make)[:, prefill:]
+    with patch.object(cached, "DynamicCache", partial(cache_of, policy)) if policy else nullcontext():
+        states = cached.final_states_through_cache(network, rows, prefill, step=step)[:, prefill:]
     reference = network.final_states(rows)[:, prefill:]
     return score(network, rows[:, prefill:], reference=reference, states=states)
 

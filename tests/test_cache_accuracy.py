@@ -8,7 +8,7 @@ from conftest import calibrated, in_memory
 from transformers.cache_utils import DynamicCache
 
 from rotor.export.export import export
-from rotor.policies import GEAR, H2O, Random, cache_policy, stored_bytes
+from rotor.policies import GEAR, H2O, Window, cache_policy, stored_bytes
 from rotor.study.caches import cache_bytes, of_row
 
 
@@ -30,7 +30,7 @@ def test_export_measures_with_the_policy(run, tmp_path) -> None:
     assert "| cache policy | per-token;" in (tmp_path / "kept" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("policy", [H2O(share=0.5), Random(share=0.5), GEAR(4)], ids=str)
+@pytest.mark.parametrize("policy", [H2O(share=0.5), Window(share=0.5), GEAR(4)], ids=str)
 @pytest.mark.parametrize("compressed", [False, True])
 def test_bytes_by_shape_are_those_of_a_run(policy, compressed: bool, run) -> None:
     network = in_memory(run)

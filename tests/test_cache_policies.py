@@ -137,7 +137,7 @@ def test_commands_take_a_policy_by_name(policy_models: PolicyModels, tiny, capsy
     from test_cli import rotor as command
 
     sizes, coded = [], policy_models.checkpoint("codes")
-    for folder, name in ((tiny("llama"), "none"), (tiny("llama"), "random-50"), (coded, "streaming-50")):
+    for folder, name in ((tiny("llama"), "none"), (tiny("llama"), "window-50"), (coded, "streaming-50")):
         arguments = ("generate", folder, "def main(self, a, b): return a", "--cache", name, "--max-new-tokens", "4")
         code, out, _ = command(capsys, *arguments, "--json", "-q")
         assert code == 0

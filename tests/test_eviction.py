@@ -17,7 +17,6 @@ from rotor.policies import (
     EvictingLayer,
     Eviction,
     Keyformer,
-    Random,
     Streaming,
     Window,
     cache_policy,
@@ -36,7 +35,6 @@ ALL_METHODS = [
     H2O(share=0.5),
     Keyformer(tokens=6, steps=5),
     Keyformer(share=0.25),
-    Random(tokens=4),
 ]
 
 
@@ -94,10 +92,8 @@ def truth(policy: Eviction, x: np.ndarray, noise: np.ndarray) -> list[list[int]]
         scores += added
         for group in range(GROUPS):
             row = scores[group].copy()
-            if policy.method == "random":
-                row = noise[group].copy()
             sinks = min(policy.sinks, share - 1) if policy.method == "streaming" else 0
-            recent = {"window": share, "streaming": share - sinks, "random": 1}.get(policy.method)
+            recent = {"window": share, "streaming": share - sinks}.get(policy.method)
             recent = round(policy.recent * share) if recent is None else recent
             safe = [k for k in kept[group] if k < sinks or k > newest - recent]
             rest = sorted((k for k in kept[group] if k not in safe), key=lambda k: (-row[k], k))
@@ -119,10 +115,12 @@ def test_what_is_kept_is_that_of_float64(policy: Eviction) -> None:
 
 
 def test_noise_is_a_tokens_own() -> None:
-    one, two = drive(Random(tokens=5), logits()), drive(Random(tokens=5), -logits())
-    assert torch.equal(one.places, two.places)
-    other = drive(Random(tokens=5, seed=1), logits())
-    assert not torch.equal(one.places, other.places)
+    """Whatever rows and tokens lie beside it."""
+    places = torch.arange(8).expand(1, GROUPS, 8)
+    whole = Held(places, None, 1, 0).noise(0)
+    assert torch.equal(Held(places[..., 3:].expand(2, -1, -1), None, 1, 0).noise(0), whole[..., 3:].expand(2, -1, -1))
+    for other in (Held(places, None, 1, 0).noise(1), Held(places, None, 2, 0).noise(0)):
+        assert not torch.equal(other, whole)
 
 
 def test_three_means_against_every_split() -> None:

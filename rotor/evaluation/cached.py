@@ -5,12 +5,11 @@ A pass over whole rows never reads what a quantising or evicting cache has store
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from ..errors import DataError, UsageError
 from ..models.layerwise import LayerwiseModel
@@ -53,7 +52,6 @@ def final_states_through_cache(
     advance: Advance = lambda done: None,
     *,
     step: int | None = None,
-    make_cache: Callable[[], Cache] | None = None,
 ) -> Tensor:
     """Hidden states that leave the last layer, as `LayerwiseModel.final_states`, where the cache follows a policy.
 
@@ -62,7 +60,6 @@ def final_states_through_cache(
     Args:
         rows: [n, seq_len]. prefill: tokens of the first step.
         step: tokens of each later one; by default as many as see what they would see one by one.
-        make_cache: makes an empty cache of transformers' own, for a batch, in place of a plain one.
     Raises:
         UsageError: weights are read layer by layer.
     """
@@ -81,7 +78,7 @@ def final_states_through_cache(
     try:
         with cache_policy(network.model, policy):
             for part in network.batches(rows):
-                cache = make_cache() if make_cache else DynamicCache(config=network.config)
+                cache = DynamicCache(config=network.config)
                 for columns in steps:
                     inputs = rows[part, columns].to(network.device)
                     network.decoder(input_ids=inputs, past_key_values=cache, use_cache=True)

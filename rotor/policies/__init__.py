@@ -22,7 +22,6 @@ from .methods.kivi import KIVI
 from .methods.kvquant import KVQuant
 from .methods.kvtc import KVTC
 from .methods.per_token import PerToken
-from .methods.random import Random
 from .methods.streaming import Streaming
 from .methods.tiers import Tiers
 from .methods.window import Window

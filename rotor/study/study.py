@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,15 +91,15 @@ def study(
     compute, source = Compute(device, dtype, offload), find_source(model)
     check_apart(out, [source.folder])
     checkpoint = Checkpoint(source.folder)
-    with exclusive(out), ExitStack() as held:
+    with exclusive(out):
         placement = Placement.choose(checkpoint, plan.first, compute, progress)
         store = StudyStore.read(out, _settings(plan, source.name, checkpoint, placement))
         options = {**dataclasses.asdict(compute), "batch_tokens": batch_tokens, "progress": progress}
         context = StudyContext(plan, store, checkpoint, placement, progress, options)
         store.save()
-        held.enter_context(log_file(out, "study"))
-        progress.message(f"text: {describe_evaluation(context.evaluation, checkpoint.tokenizer)}")
-        files = _measure(context, chosen, plots)
+        with log_file(out, "study"):
+            progress.message(f"text: {describe_evaluation(context.evaluation, checkpoint.tokenizer)}")
+            files = _measure(context, chosen, plots)
     seconds = round(time.perf_counter() - start, 3)
     return Study(out, store.settings, store.records, store.added, tuple(files), seconds)
 

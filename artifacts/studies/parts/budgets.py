@@ -6,8 +6,9 @@ rotor study MODEL --parts artifacts/studies/parts/budgets.py:Budgets -o STUDY
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-from rotor.policies import H2O, Eviction, Random, Streaming, Window
+from rotor.policies import H2O, Eviction, Streaming, Window, find_policy
 from rotor.study.cache_part import CONTROL, CachePart, StudiedCache
 from rotor.study.context import StudyContext
 
@@ -18,7 +19,9 @@ SQUEEZE = (0.85, 0.15)
 """What the least important layers keep of their budget: by SqueezeAttention's text, which removes 0.1 to 0.2, and by
 its Algorithm 1 with that p."""
 
-METHODS: dict[str, type[Eviction]] = {"window": Window, "StreamingLLM": Streaming, "H2O": H2O, "random": Random}
+RANDOM = find_policy(f"{Path(__file__).parents[1] / 'random_tokens.py'}:Random")
+
+METHODS: dict[str, type[Eviction]] = {"window": Window, "StreamingLLM": Streaming, "H2O": H2O, "random": type(RANDOM)}
 """Those of SqueezeAttention's table 2, and the control."""
 
 

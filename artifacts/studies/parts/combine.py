@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-from rotor.policies import H2O, KIVI, Eviction, Keyformer, KVQuant, Policy, Random
-from rotor.recipe import Recipe
+from rotor.policies import H2O, KIVI, Eviction, Keyformer, KVQuant, Policy, find_policy
 from rotor.study.cache_part import GROUP, CachePart, StudiedCache
 from rotor.study.caches import CacheRecord
 from rotor.study.context import StudyContext
@@ -24,7 +24,9 @@ ACCURACY = 0.99
 STEPS = 50
 """Of the share removed, among which the strongest is found by bisection."""
 
-EVICTING: dict[str, type[Eviction]] = {"Keyformer": Keyformer, "H2O": H2O, "random": Random}
+RANDOM = find_policy(f"{Path(__file__).parents[1] / 'random_tokens.py'}:Random")
+
+EVICTING: dict[str, type[Eviction]] = {"Keyformer": Keyformer, "H2O": H2O, "random": type(RANDOM)}
 
 CODES: dict[str, Policy] = {"KVQuant-4": KVQuant(4), "KIVI-4": KIVI(4, GROUP, GROUP)}
 """4 bits, with which the papers keep 99 %."""
@@ -44,14 +46,12 @@ class Combine(CachePart):
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         for name, cache in CODES.items():
             yield StudiedCache(name, cache).task(study, f"{self.name}/{name} alone", f"{name} alone")
-        searched = {f"{name} alone": (alone(name), dict[str, Recipe]()) for name in EVICTING}
+        searched = {f"{name} alone": alone(name) for name in EVICTING}
         for name, recipe in study.plan.recipes.items():
-            searched |= {label: (found, {name: recipe}) for label, found in with_recipe(name, recipe.coded).items()}
-        for label, (found, needs) in searched.items():
+            searched |= with_recipe(name, recipe.coded)
+        for label, found in searched.items():
             name = f"{label}, at {ACCURACY:g}"
-            yield Task(
-                f"{self.name}/{name}", partial(strongest, study, name, found, ACCURACY), needs, STEPS.bit_length()
-            )
+            yield Task(f"{self.name}/{name}", partial(strongest, study, name, found, ACCURACY))
 
 
 def alone(name: str) -> Found:

@@ -133,13 +133,12 @@ class Tokens(VariantPart):
     second = "delta / epsilon of QK against other text (%)"
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
-        kept = {f"sources/{source}": from_source(study, source) for source in REFERENCES}
         for source in COUNTED:
             for count in COUNTS:
                 key = f"{self.name}/{study.plan.first.name}/{source}/{count}"
                 variant = from_source(study, source)
                 variant = replace(variant, tokens=replace(variant.tokens, count=count))
-                yield Task(key, partial(_tokens, study, source, variant), {**kept, key: variant})
+                yield Task(key, partial(_tokens, study, source, variant))
 
     def cells(self, record: dict[str, Any]) -> list[str]:
         cells = []
@@ -169,7 +168,7 @@ class Pruning(VariantPart):
             key = f"{self.name}/{recipe.name}/{label}"
             variant = replace(of_two_latents(recipe), prune=replace(recipe.prune, share=share, kmeans=kmeans))
             facts = {"recipe": recipe.name, "share": share, "kmeans": kmeans}
-            yield Task(key, partial(measure_variant, study, variant, facts, lambda bases: None), {key: variant})
+            yield Task(key, partial(measure_variant, study, variant, facts, lambda bases: None))
 
     def cells(self, record: dict[str, Any]) -> list[str]:
         return [f"{sum(record['seconds'].values()):.2f}"]

@@ -1,4 +1,7 @@
-"""Tokens dropped at random: what any other choice has to beat."""
+"""Tokens dropped at random: what any other choice has to beat.
+
+rotor validate MODEL --cache artifacts/studies/random_tokens.py:Random
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..eviction import Eviction, Held
-from ..policy import Seed
+from rotor.policies.eviction import Eviction, Held
+from rotor.policies.policy import Seed
 
 
 @dataclass(frozen=True)
