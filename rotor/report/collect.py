@@ -52,11 +52,9 @@ def collect_run(run: Run) -> ReportData:
         data.metric = metric_info(table.context.metric).description
         point = max(table.points, key=lambda point: (point.report is not None, point.stored))
         data.points, data.chosen = table.points, point
-        what = "exported" if point.report else "measured"
+        data.ratios_of, what = ("report", "exported") if point.report else ("search", "measured")
         data.ranks_of = f"of the strongest point that was {what}: compression {point.stored:.3f}"
-        split = "report" if point.report else "search"
-        data.ratios_of = split
-        data.ratios = _ratios(point.fidelity(split), table.base.get(split) or {}, table.left_out)
+        data.ratios = _ratios(point.fidelity(data.ratios_of), table.base.get(data.ratios_of) or {}, table.left_out)
         _headline(data, point, _run_bytes(run, point))
     else:
         why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` measures."

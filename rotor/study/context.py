@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ..format.layout import uncompressed_kv_bytes_per_token
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
 from ..progress import Progress
-from ..recipe import Recipe
+from ..recipe import Evaluation, Recipe
 from ..recipe.metric_registry import primitive_metrics
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.families import attention_shape
@@ -41,25 +40,21 @@ TARGETS = (0.99, 0.95, 0.90)
 """Accuracies for which the strongest compression is looked for."""
 
 
+@dataclass
 class StudyContext:
-    """See the module.
+    """See the module. options: of `calibrate`, for every calibration."""
 
-    Args:
-        options: of `calibrate`, for every calibration.
-    """
+    plan: StudyPlan
+    store: StudyStore
+    checkpoint: Checkpoint
+    placement: Placement
+    progress: Progress
+    options: dict[str, Any]
+    _open: tuple[str, Measurer, RankPath] | None = None
 
-    def __init__(
-        self,
-        plan: StudyPlan,
-        store: StudyStore,
-        checkpoint: Checkpoint,
-        placement: Placement,
-        progress: Progress,
-        options: dict[str, Any],
-    ) -> None:
-        self.plan, self.store, self.checkpoint, self.placement = plan, store, checkpoint, placement
-        self.progress, self.options, self.evaluation = progress, options, plan.first.evaluation
-        self._open: tuple[str, Measurer, RankPath] | None = None
+    @property
+    def evaluation(self) -> Evaluation:
+        return self.plan.first.evaluation
 
     @cached_property
     def network(self) -> CompressibleModel:
@@ -127,16 +122,13 @@ class StudyContext:
         rows = text_rows(found.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
         return spread_rows(rows, count, f"study, calibration part of {found.description}")
 
-    def folder(self, name: str) -> Path:
-        return self.store.folder / "runs" / name
-
     def run(self, name: str, recipe: Recipe) -> Run:
         """The run of a recipe, calibrated unless it is there.
 
         Raises:
             UsageError: the folder holds a run of another recipe or model.
         """
-        folder = self.folder(name)
+        folder = self.store.folder / "runs" / name
         if not folder.exists():
             self.progress.message(f"calibrate {name}")
             resume = PartialRun(OutputFolder.at(folder, "run")).exists

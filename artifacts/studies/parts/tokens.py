@@ -220,8 +220,8 @@ def measure_variant(
     except DataError as error:  # fewer tokens than dimensions, or than the text has, or than centroids
         return {**facts, "skipped": error.message}
     finally:
-        if study.folder(name).is_dir():
-            remove(study.folder(name), "run")
+        if (folder := study.store.folder / "runs" / name).is_dir():
+            remove(folder, "run")
 
 
 def _tokens(study: StudyContext, source: str, variant: Recipe) -> dict[str, Any]:
