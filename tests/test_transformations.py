@@ -66,4 +66,4 @@ def test_the_table_of_quantisers_and_recipes_can_be_made() -> None:
     folder = ROOT / "artifacts" / "studies"
     recipes = ["rotor", *map(str, sorted((folder / "shape").glob("*.yaml")))]
     study = SimpleNamespace(plan=StudyPlan(same_conditions(recipes, ())), whole_bytes=2560)
-    assert len(list(find_part(f"{folder / 'fair.py'}:Fair").tasks(study))) == 13 + 3 * len(recipes)
+    assert len(list(find_part(f"{folder / 'fair.py'}:Fair").tasks(study))) == 15 + 3 * len(recipes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rotor.policies import KIVI, KVQuant, PerToken, find_policy
+from rotor.policies import KIVI, KVTC, KVQuant, PerToken, find_policy
 from rotor.study.cache_part import CachePart, StudiedCache, at_bytes
 from rotor.study.context import StudyContext
 
@@ -21,12 +21,14 @@ QUANTISERS = {
     "KVQuant-4": KVQuant(4),
     "KVQuant-3": KVQuant(3),
     **{name: find_policy(name.lower()) for name in ("GEAR-4", "GEAR-2", "KVTC-4", "KVTC-2")},
+    **{f"KVTC-{bits}, no window": KVTC(bits, window=0) for bits in (4, 2)},
     **{f"WUSH-{bits}": WUSH(bits) for bits in (4, 3, 2)},
     "per token, 4 bits": PerToken(4, 64),
     "per token, 3 bits": PerToken(3, 64),
 }
 """KIVI with its authors' groups of 32 and 128 exact tokens; KVQuant with its outliers and the first token exact; GEAR
-on KIVI; WUSH with one scale and zero a token, and no token exact."""
+on KIVI; KVTC also without its window of exact tokens, a quarter of a row of 512; WUSH with one scale and zero a token,
+and no token exact."""
 
 SHARES = (0.3125, 0.125, 0.1)
 """Of the uncompressed bytes, where no list of bytes is given; the first is what KIVI-4 takes at 32 K tokens."""
