@@ -22,7 +22,6 @@ from rotor.policies import (
     PerToken,
     Policy,
     PolicyLayer,
-    Random,
     Streaming,
     Tiers,
     Window,
@@ -51,7 +50,6 @@ LOSSY: list[Policy] = [
     H2O(share=0.4),
     H2O(share=0.4, squeeze=0.4),
     Keyformer(share=0.4),
-    Random(share=0.5),
     Tiers(important=0.4, qk_important=0.1, qk_unimportant=0.6, v_unimportant=0.5),
 ]
 NAMES = {"ids": lambda policy: policy.method}
