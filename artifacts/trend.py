@@ -107,20 +107,27 @@ def _exported(about: dict | None) -> str:
 
 
 def plot(models: list[Model], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    places = ([m.used for m in models], [_parameters(m.config) / 1e6 for m in models])
-    for axis, at, label in zip(
-        axes, places, ("share of channels with 99 % of the energy", "M parameters"), strict=True
-    ):
+    """Against the share of channels that are used, joined by lines, and against shape and size, by marks alone."""
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), sharey=True)
+    places = {
+        "share of channels with 99 % of the energy": [m.used for m in models],
+        "hidden size over a layer's keys and values": [m.share for m in models],
+        "M parameters": [_parameters(m.config) / 1e6 for m in models],
+    }
+    for axis, line, (label, at) in zip(axes, ("-", "", ""), places.items(), strict=True):
         for recipe, marker in zip(LADDER, "vsDPo^x", strict=True):
             size = sorted(models[0].kl["rotor"])[1]
             points = [(x, m.kl[recipe][size]) for x, m in zip(at, models, strict=True) if size in m.kl.get(recipe, {})]
-            axis.plot(*zip(*sorted(points), strict=True), marker=marker, label=f"{recipe}, {size:g} bytes")
+            axis.plot(
+                *zip(*sorted(points), strict=True), marker=marker, linestyle=line, label=f"{recipe}, {size:g} bytes"
+            )
         quantised = [(x, next(iter(m.kl[BEATEN[0]].values()))) for x, m in zip(at, models, strict=True)]
-        axis.plot(*zip(*sorted(quantised), strict=True), "k--", label="4 bits a token, 720 bytes")
+        axis.plot(
+            *zip(*sorted(quantised), strict=True), "k_", linestyle=line and "--", label="4 bits a token, 720 bytes"
+        )
         axis.set(xlabel=label, yscale="log")
-    axes[0].set_ylabel("KL on held-out text")
-    axes[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes[0].set_ylabel(f"KL on held-out text, {size:g} bytes (4 bits a token: 720)")
+    axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=130, bbox_inches="tight")
 
 
