@@ -7,14 +7,16 @@ from pathlib import Path
 
 import triton
 
-from rotor.bench.precompile import PAGE, subject_of
+from rotor.bench.precompile import count_layers
+from rotor.bench.subjects import PAGE, subject_of
 from rotor.prediction.instructions import BLOCK, HEAD_DIM, Specialisation, bundled_table
 
 
 def count(wanted: Specialisation) -> dict[str, float]:
     """Warp instructions a key and group, and the most that a thread spills."""
     decode = absorb = spilled = 0.0
-    for kernel in subject_of(str(wanted), wanted).compiled(90):
+    (layer,) = count_layers([subject_of(str(wanted), wanted)], [90])
+    for kernel in layer.kernels:
         if kernel.error is not None:
             sys.exit(f"{wanted}, {kernel.name}: {kernel.error}")
         if kernel.instructions_per_key is None:

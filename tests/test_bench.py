@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rotor.bench import attention, gpu
 from rotor.bench.attention import pytorch_path
 from rotor.bench.bench import BenchSettings, bench
-from rotor.bench.precompile import named_subjects
+from rotor.bench.subjects import named_subjects
 from rotor.cli.commands import app
 from rotor.errors import NumericsError, UsageError
 from rotor.export.export import export

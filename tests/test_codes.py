@@ -10,11 +10,12 @@ import torch
 from conftest import relative_error
 from torch import Tensor
 
+from rotor.bases.information import LayerFisher
 from rotor.bases.kq import closed_form
 from rotor.bases.layer import LayerBases
 from rotor.bases.moments import LayerStatistics, stored_name
 from rotor.bases.pair import BasisPair
-from rotor.calibration.gradients import LayerFisher, fisher_information
+from rotor.calibration.gradients import fisher_information
 from rotor.calibration.samples import GradientClip, SampleKeeper
 from rotor.codes.allocation import bit_curve, bit_path
 from rotor.codes.fold import fold_code

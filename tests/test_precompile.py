@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rotor.bench import precompile as module
-from rotor.bench.precompile import STEP, count_layers, named_subjects, parse_archs
+from rotor.bench import subjects
+from rotor.bench.precompile import count_layers, parse_archs
+from rotor.bench.subjects import STEP, named_subjects
 from rotor.cli.commands import app
 from rotor.errors import UsageError
 from rotor.export.export import export
@@ -89,7 +91,7 @@ def test_one_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch
         return compile_variant(variant)
 
     monkeypatch.setattr(Variant, "compile", compile_or_fail)
-    monkeypatch.setattr(module, "named_subjects", lambda: some)
+    monkeypatch.setattr(subjects, "named_subjects", lambda: some)
     call = ["compile", "--named", "--arch", "sm_90", "-q"]
     done = CliRunner().invoke(app, [*call, "--json"])
     assert done.exit_code == 1, done.output

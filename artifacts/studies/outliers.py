@@ -25,10 +25,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rotor.bases.information import LayerFisher, TokenSamples
 from rotor.bases.layer import layer_bases
 from rotor.bases.moments import LayerStatistics, stored_name
-from rotor.calibration.gradients import LayerFisher
-from rotor.calibration.samples import GradientClip, SampleKeeper, TokenSamples
+from rotor.calibration.samples import GradientClip, SampleKeeper
 from rotor.codes.allocation import bit_curve
 from rotor.codes.layer import coded_bases, layer_codes
 from rotor.codes.quantiser import SAMPLES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,13 +12,11 @@ from ..format.layout import AttentionShape, KeyForm, LayerForm
 from ..numerics import one_thread
 from ..runtime.projections import AttentionWeights
 from . import fisher
+from .information import LayerFisher
 from .method import Inputs
 from .moments import LayerStatistics, stored_name
 from .pair import BasisPair, stacked_pair
 from .registry import QK_METHODS, VO_METHODS
-
-if TYPE_CHECKING:
-    from ..calibration.gradients import LayerFisher
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..format.layout import AttentionShape, KeyForm
 from ..runtime.projections import AttentionWeights
+from .information import LayerFisher
 from .moments import LayerStatistics, stored_name
-
-if TYPE_CHECKING:
-    from ..calibration.gradients import LayerFisher
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from ..kernels.decoding import BlockRotations, DecodeLayer, decode_attention
 from ..kernels.materialise import PagesOf, materialise
 from ..kernels.parameters import AttentionParameters
 from ..kernels.ranges import KeyRanges
-from .precompile import STEP, Subject
 from .sass import Loop
+from .subjects import STEP, Subject
 
 SMS = 132
 """Of the GPU that loops' trips are stated for."""

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..bases.information import LayerFisher
 from ..bases.layer import layer_bases
 from ..bases.moments import LayerStatistics
 from ..codes.layer import layer_codes
@@ -43,7 +44,7 @@ from ..runtime.projections import read_attention
 from ..versions import versions
 from .capture import layer_statistics
 from .form import wanted_gradients
-from .gradients import LayerFisher, fisher_information, weight_information
+from .gradients import fisher_information, weight_information
 from .outline import ModelOutline, needs_whole_model, wanted_moments
 from .partial import PartialRun
 from .pruning import prune_rows

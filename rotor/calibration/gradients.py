@@ -3,9 +3,9 @@
 With g the gradient of the model's own loss by the keys (or values) of one token in one layer, an error e in them raises
 the loss, and the KL divergence from the uncompressed model, by e^T E[g g^T] e / 2 to second order. The expectation is
 over text that the model wrote itself, where the Fisher information is the loss's curvature; the longest gradients are
-shortened (`GradientClip`), or few tokens would be all of it. It is summed for the keys
-and values as they are, [n, n] for the n numbers of a group; any basis has its own: for keys = B latent, B^T G B. So one
-pass over the uncompressed model serves every form of keys, group size and basis.
+shortened (`GradientClip`), or few tokens would be all of it. It is summed for the keys and values as they are, [n, n]
+for the n numbers of a group; any basis has its own: for keys = B latent, B^T G B. So one pass over the uncompressed
+model serves every form of keys, group size and basis.
 
 The pass goes forward once, keeping what enters each layer, then backward one layer at a time, each computed again with
 gradients: a model whose weights are read layer by layer needs no more memory for it.
@@ -14,13 +14,14 @@ gradients: a model whose weights are read layer by layer needs no more memory fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
+from ..bases.information import LayerFisher
+from ..bases.moments import LayerStatistics
 from ..codes.quantiser import SAMPLES
 from ..errors import NumericsError
 from ..format.layout import AttentionShape
@@ -29,64 +30,10 @@ from ..models.projections import kv_parameters
 from ..progress import Advance, Progress
 from ..runtime.families import Family
 from .capture import StoredKeys, observed_attention
-from .samples import GradientClip, SampleKeeper, TokenSamples
+from .samples import GradientClip, SampleKeeper
 
 TOP = 0.001
 """Of the tokens, whose share of the information is reported."""
-
-
-@dataclass(frozen=True)
-class LayerFisher:
-    """Of one layer, on the CPU.
-
-    information: second moments of the gradients by what was wanted of keys, values and both; the gradient of the summed
-        loss, so that information / tokens is per token. Those of few tokens are shortened.
-    samples: keys and values themselves, and the gradients by them, of some tokens, by the same names.
-    top_share: of the squared gradients by keys and values, before any is shortened, what the TOP of the tokens have
-        whose gradients are longest.
-    """
-
-    information: LayerStatistics
-    samples: dict[str, TokenSamples]
-    top_share: float
-
-    def per_token(self, name: str) -> Tensor:
-        """The Fisher information of one token's keys or values, [num_groups, n, n], float64."""
-        return self.information.moment(name) / self.information.tokens
-
-    def to_tensors(self) -> dict[str, Tensor]:
-        """What `from_tensors` reads: one triangle of each moment in float32, and the samples."""
-        moments = {f"information.{name}": pack_symmetric(total) for name, total in self.information.sums.items()}
-        samples = {
-            f"{part}.{name}": tensor for name, found in self.samples.items() for part, tensor in vars(found).items()
-        }
-        counts = {"tokens": torch.tensor(self.information.tokens), "top_share": torch.tensor(self.top_share)}
-        return moments | samples | counts
-
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], shape: AttentionShape, group_size: int) -> LayerFisher:
-        """Read what `to_tensors` gave, for groups of `group_size` KV heads."""
-        parts: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            kind, _, of = name.partition(".")
-            if of:
-                parts.setdefault(kind, {})[of] = unpack_symmetric(tensor) if kind == "information" else tensor
-        statistics = LayerStatistics(shape, group_size, parts.pop("information"), int(tensors["tokens"]))
-        names = next(iter(parts.values()))
-        samples = {name: TokenSamples(**{kind: parts[kind][name] for kind in parts}) for name in names}
-        return cls(statistics, samples, float(tensors["top_share"]))
-
-    def sampled(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """The samples of each group side by side and the gradients by them, [num_groups, samples, n], and their shares,
-        [samples]; float64.
-        """
-        found = self.samples[name]
-
-        def stacked(tensor: Tensor) -> Tensor:
-            wide = tensor.to(torch.float64).flatten(1)
-            return wide.unflatten(1, (-1, self.information.group_size * tensor.shape[2])).transpose(0, 1)
-
-        return stacked(found.vectors), stacked(found.gradients), found.share
 
 
 def fisher_information(

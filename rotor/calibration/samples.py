@@ -8,26 +8,13 @@ hundred exceeds, so that no token decides alone: two draws of tokens agree bette
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from ..bases.information import TokenSamples
+
 SHARE = 0.01
 """Of the tokens, whose gradients are shortened."""
-
-
-@dataclass(frozen=True)
-class TokenSamples:
-    """Keys or values of some tokens.
-
-    vectors, gradients: [samples, num_kv_heads, head_dim], float32; of the summed loss by the vector.
-    share: [samples], float64, of all tokens, that a sample stands for; they sum to one.
-    """
-
-    vectors: Tensor
-    gradients: Tensor
-    share: Tensor
 
 
 class SampleKeeper:

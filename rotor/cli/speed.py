@@ -42,13 +42,13 @@ def compile_kernels(
     if folder is not None:
         check_folder(folder)
 
-    from ..bench import precompile
+    from ..bench import precompile, subjects
     from ..bench.records import provenance
 
     archs, progress = precompile.parse_archs(arch), output.progress()
-    subjects = precompile.named_subjects().values() if folder is None else precompile.subjects_of(folder)
-    layers = precompile.count_layers(subjects, archs, progress)
-    batch, length = precompile.STEP.batch_size, precompile.STEP.context_tokens
+    chosen = subjects.named_subjects().values() if folder is None else subjects.subjects_of(folder)
+    layers = precompile.count_layers(chosen, archs, progress)
+    batch, length = subjects.STEP.batch_size, subjects.STEP.context_tokens
     kernels = [(layer.layout, kernel) for layer in layers for kernel in layer.kernels]
     failed = sum(kernel.error is not None for _, kernel in kernels)
     rates = {f"sm_{number}": precompile.DEVICE_OF_ARCH.get(number) for number in archs}

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..bases.information import LayerFisher
 from ..bases.layer import LayerBases
 from ..bases.pair import BasisPair
 from ..format.channels import WIDTHS, Channels, aligned
 from .quantiser import ChannelCode, measure_channels
-
-if TYPE_CHECKING:
-    from ..calibration.gradients import LayerFisher
 
 MEASURED = (0, *reversed(WIDTHS))
 """Bits at which every channel is measured, so that any of them can be allocated later."""

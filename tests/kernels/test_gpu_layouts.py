@@ -22,7 +22,7 @@ from rotor.bench.attention import (
     uncompressed_heads,
 )
 from rotor.bench.gpu import RESULTS, step_seconds
-from rotor.bench.precompile import PAGE, named_subjects
+from rotor.bench.subjects import PAGE, named_subjects
 from rotor.kernels.defaults import default_layer
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
