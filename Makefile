@@ -6,8 +6,7 @@
 # make test-fast those that take seconds
 # make test-slow the tests marked slow
 # make test-min  the tests on the oldest versions that pyproject.toml allows
-# make gpu       on a GPU: tests, sanitizer, attention; make gpu DRY=1 shows without one that it
-#                would run
+# make gpu       on a GPU: the tests marked gpu, and attention measured
 # make docs      the pages of README, docs/ and artifacts/ as a site in build/site
 # make test-vllm the tests of vLLM's plugin, in an environment with vLLM for CPUs
 
