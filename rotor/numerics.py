@@ -37,7 +37,9 @@ def check_parameters(module: nn.Module, where: str, prefix: str = "") -> None:
             bad = int((~torch.isfinite(parameter)).sum())
             raise NumericsError(
                 f"{where}: tensor {prefix}{name} has {bad} elements that are NaN or Inf in {parameter.dtype}.",
-                "Give --dtype bfloat16 or float32, whose numbers reach further.",
+                "Give --dtype bfloat16 or float32, whose numbers reach further."
+                if parameter.dtype == torch.float16
+                else "The checkpoint is damaged: fetch or write it again.",
             )
 
 

@@ -219,6 +219,12 @@ def test_sampling_is_seeded(capsys) -> None:
     assert [(code, text.startswith("import "), error) for code, text, error in said] == [(0, True, "")] * 3
 
 
+def test_a_run_whose_recipe_is_damaged(demo_run, tmp_path: Path, capsys) -> None:
+    run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
+    (run / "recipe.yaml").write_text("tokens: 3\n")
+    expect_error(capsys, 1, "It is damaged", "export", run, "-o", tmp_path / "out", "--compression", "0.7")
+
+
 def test_validate_exit_codes(demo_run, tmp_path: Path, capsys) -> None:
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     assert rotor(capsys, "export", run, "-o", tmp_path / "out", "--compression", "0.7", "-q")[0] == 0

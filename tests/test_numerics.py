@@ -175,3 +175,11 @@ def test_in_logits(model: Path) -> None:
     network = LayerwiseModel.of(load_model(model, CPU, torch.float32))
     with pytest.raises(NumericsError, match="logits are not finite"):
         batch_logits(network, torch.arange(32).reshape(2, 16))
+
+
+@pytest.mark.parametrize(("dtype", "hint"), [("float32", "damaged"), ("float16", "--dtype")])
+def test_the_hint_fits_the_dtype(dtype: str, hint: str, model: Path) -> None:
+    edit(model / "model.safetensors", "model.norm.weight", float("nan"))
+    with pytest.raises(NumericsError) as error:
+        load_model(model, CPU, getattr(torch, dtype))
+    assert hint in error.value.hint

@@ -102,6 +102,16 @@ print("still here")
     assert done.stdout.split("\n")[:2] == ["interrupted", "still here"], done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("recipes >&-", 0), ("nosuch 2>&-", 2), (f"generate {shlex.quote(str(DEMO_MODEL))} --prompt-file - <&-", 1)],
+)
+def test_streams_that_are_closed(command: str, code: int) -> None:
+    done = subprocess.run(f"{shlex.quote(sys.executable)} -m rotor {command}", shell=True, cwd=ROOT, capture_output=True)
+    assert done.returncode == code, done.stderr
+    assert b"defect" not in done.stderr
+
+
 def test_text_of_unknown_origin_moves_no_cursor(monkeypatch, capsys, tmp_path: Path) -> None:
     evil = "a\x1b]0;title\x07b\x9b31m[/b]\u202e"
     terminal = io.StringIO()

@@ -31,7 +31,7 @@ from ..format.manifest import Manifest
 from ..format.publishing import write_tensors
 from ..format.schemas import FormInfo, RunInfo, check_run, read_file
 from ..models.hub import find_model
-from ..recipe import Recipe, load_recipe
+from ..recipe import Recipe, load_stored_recipe
 
 INFO, FISHER = "run.json", "fisher.safetensors"
 SIDES = ("qk", "vo")
@@ -130,7 +130,7 @@ class Run:
             raise MissingError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
         info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
         check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
-        run = cls(path, load_recipe(str(path / RECIPE)), info, Manifest.read(path, CALIBRATE_AGAIN))
+        run = cls(path, load_stored_recipe(path), info, Manifest.read(path, CALIBRATE_AGAIN))
         for name in run.manifest.added():
             raise CheckpointError(f"{path / name}: is unexpected; rotor did not write it.", "Move it elsewhere.")
         for name in (INFO, RECIPE, FISHER):

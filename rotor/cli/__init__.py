@@ -14,16 +14,21 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from ..errors import Interrupted, RotorError, from_system
 from ..logs import is_first_process
 
 DEFECT = "A defect of rotor's: please report it, with the traceback that ROTOR_DEBUG=1 shows."
+INTERRUPTED = Interrupted("interrupted.", "Nothing was begun; give the same command again.")
 HELP = "`rotor --help` lists the commands; each has --help with an example."
 
 
 def main() -> None:
     """Entry point: any error is two lines on stderr and an exit code; ROTOR_DEBUG=1 shows the traceback."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - to the end of the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -39,11 +44,11 @@ def main() -> None:
             finally:
                 sys.stdout.flush()  # what cannot be said is an error, while it can still be told
     except KeyboardInterrupt:
-        _fail(Interrupted("interrupted.", "Nothing was begun; give the same command again."))
+        _fail(INTERRUPTED)
     except Exception as error:
         if os.environ.get("ROTOR_DEBUG"):
             raise
-        found = error if isinstance(error, RotorError) else from_system(error)
+        found = error if isinstance(error, RotorError) else INTERRUPTED if _interrupted else from_system(error)
         text = " ".join(str(error).split())
         _fail(found or RotorError(f"unexpected {type(error).__name__}: {text}", DEFECT))
 
@@ -67,11 +72,21 @@ def _terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    asked = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    asked = {n: old for n, old in asked.items() if old in (signal.SIG_DFL, signal.default_int_handler)}
     for number in asked:
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, _interrupt)
     try:
         yield
     finally:
-        for number in asked:
-            signal.signal(number, signal.SIG_DFL)
+        for number, old in asked.items():
+            signal.signal(number, old)
+
+
+_interrupted: list[int] = []
+"""Signals that asked for the end: a library that an import interrupts may raise something else in its place."""
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    _interrupted.append(number)
+    raise KeyboardInterrupt

@@ -21,6 +21,7 @@ from .plans import print_inspection
 if TYPE_CHECKING:
     from ..recipe import Recipe
 
+MAX_SEED = (1 << 63) - 1
 BOOTSTRAP = Path(__file__).parent.parent / "bootstrap"
 """Its sitecustomize is found by every Python process that has this folder on PYTHONPATH."""
 
@@ -38,8 +39,8 @@ def generate(
     prompt_file: str | None = None,
     raw: bool = False,
     max_new_tokens: Count = 64,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    seed: int = 0,
+    temperature: Annotated[float, typer.Option(min=0.0, max=100.0)] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED)] = 0,
     cache: str | None = None,
     source: str | None = None,
     parallel: Literal["sequence"] | None = None,
@@ -54,7 +55,7 @@ def generate(
         prompt_file: The prompt as a file in UTF-8, - for stdin; the end of its last line goes.
         raw: Continue the prompt as it is, also where the model has a chat template.
         max_new_tokens: Tokens to generate.
-        temperature: 0 is greedy; above, samples at this temperature.
+        temperature: 0 (and what is below 0.001) is greedy; above, samples at this temperature.
         seed: Seed for sampling.
         parallel: sequence: spread the prompt and its cache over the processes that torchrun started.
     """

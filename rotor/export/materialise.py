@@ -11,7 +11,7 @@ from typing import Any
 from ..calibration.run import Run
 from ..errors import CheckpointError, RotorError, UsageError, system_errors
 from ..format.atomic import write_json, write_text
-from ..format.file_names import CARD, RECIPE, ROTOR_JSON
+from ..format.file_names import CARD, ROTOR_JSON
 from ..format.json_files import read_json
 from ..format.locks import exclusive
 from ..format.manifest import Manifest, write_manifest
@@ -20,7 +20,7 @@ from ..format.publishing import staged_folder
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import CompressedCheckpoint, read_report
 from ..progress import Progress
-from ..recipe import load_recipe
+from ..recipe import load_stored_recipe
 from ..report.report import NAME as REPORT
 from ..report.report import write_with_checkpoint
 from ..runtime.rewritten import BASES, find_source, source_at
@@ -97,7 +97,7 @@ def _describe(
     report["source"]["path"] = os.path.relpath(model.folder.resolve(), place)
     report["tensors"] = dict(sorted(tensors.items()))
     write_json(staging / ROTOR_JSON, report)
-    recipe = load_recipe(str(staging / RECIPE))
+    recipe = load_stored_recipe(staging)
     write_text(staging / CARD, model_card(report, recipe, checkpoint.shape))
     try:
         run = Run.open(checkpoint.run_folder)

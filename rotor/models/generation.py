@@ -38,14 +38,14 @@ def continue_prompt(
     progress: Progress | None = None,
     parallel: bool = False,
 ) -> dict[str, Any]:
-    """Generate with transformers' generate() and its dynamic cache; greedy at temperature 0.
+    """Generate with transformers' generate() and its dynamic cache; greedy below temperature 0.001.
 
     A tokenizer with a chat template gets the prompt as what a user says, and the text is the answer to it.
 
     Args:
         cache: the policy that the cache follows, by name; None is the checkpoint's own, if it has one.
         raw: continue the prompt as it is, whatever the tokenizer has.
-        on_text: is told every piece of the text as soon as it is there.
+        on_text: gets every piece of the text as soon as it is there.
         parallel: spread the prompt and its cache over the processes that torchrun started.
     Returns:
         `text` (the prompt with its continuation, or the answer), `chat_template` (whether one was applied),
@@ -80,7 +80,7 @@ def continue_prompt(
     if cache is not None:
         use_cache_policy(model, policy)
     torch.manual_seed(seed)  # transformers samples from the global generator
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    sampling = {"do_sample": True, "temperature": temperature} if temperature >= 0.001 else {"do_sample": False}
     streamer = None if on_text is None else _Streamer(tokenizer, on_text, skip_prompt=chat)
     waiting = progress.task("generate", None, "") if on_text is None else nullcontext()
     with waiting, sequence_parallel(model) if parallel else nullcontext() as group:

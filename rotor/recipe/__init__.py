@@ -4,7 +4,7 @@ A recipe is a YAML file read into frozen dataclasses. Every key is checked: an u
 nearest known key. Any field can be overridden by its dotted name (`tokens.count=16384`).
 """
 
-from .reading import bundled_recipes, load_recipe, override, parse_recipe, text_overrides
+from .reading import bundled_recipes, load_recipe, load_stored_recipe, override, parse_recipe, text_overrides
 from .recipe import EXPORT_SECTIONS, Recipe
 from .sections import Evaluation, ObjectiveSettings, Prune, Ranks, Tokens
 
@@ -18,6 +18,7 @@ __all__ = [
     "Tokens",
     "bundled_recipes",
     "load_recipe",
+    "load_stored_recipe",
     "override",
     "parse_recipe",
     "text_overrides",

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checked import Reader, nearest_name
-from ..errors import RecipeError
+from ..errors import CheckpointError, RecipeError
+from ..format.file_names import RECIPE
 from ..format.yaml_files import read_text, read_yaml
 from .recipe import Recipe
 
@@ -36,6 +37,14 @@ def load_recipe(recipe: str | Recipe, overrides: Iterable[str] = ()) -> Recipe:
         RecipeError: no such recipe, not valid YAML, an unknown key or a value of the wrong type.
     """
     return override(recipe if isinstance(recipe, Recipe) else _named(recipe), overrides)
+
+
+def load_stored_recipe(folder: Path) -> Recipe:
+    """The recipe of a run or a checkpoint; raises CheckpointError for a damaged one."""
+    try:
+        return _named(str(folder / RECIPE))
+    except RecipeError as error:
+        raise CheckpointError(error.message, "It is damaged: calibrate or export again.") from error
 
 
 def text_overrides(path: str | Path | None, sections: Iterable[str] = ("tokens", "evaluation")) -> tuple[str, ...]:
@@ -88,9 +97,11 @@ def override(recipe: Recipe, overrides: Iterable[str], sections: tuple[str, ...]
             )
         target = data
         for key in above:
-            if not isinstance(target.get(key), dict):
-                target[key] = {}
-            target = target[key]
+            target = target.setdefault(key, {})
+            if not isinstance(target, dict):
+                raise RecipeError(f"--set {item}: {key} has no fields of its own.", FIELDS_HINT)
+        if isinstance(target.get(last), dict):
+            raise RecipeError(f"--set {item}: {last} is a section.", "Set its fields: --set section.field=value")
         target[last] = read_yaml(value, f"--set {item}")
     return _read(data, "--set" if overrides else recipe.name)
 

@@ -1,4 +1,4 @@
-"""Settings of a calibration or an export: one object for the command, its dry run and the Python function."""
+"""Settings of a calibration or an export: one object for the command and the Python function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import Field
 from ..checked import Expect, OneOf, Reader
 from ..errors import MissingError, UsageError
 from ..format.file_names import RECIPE
-from . import EXPORT_SECTIONS, Recipe, load_recipe, override
+from . import EXPORT_SECTIONS, Recipe, load_recipe, load_stored_recipe, override
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 
@@ -114,7 +114,7 @@ class ExportSettings:
         if not run.is_dir():
             raise MissingError(f"{run}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
         if (run / RECIPE).is_file():
-            self.override(load_recipe(str(run / RECIPE)))
+            self.override(load_stored_recipe(run))
 
     def override(self, recipe: Recipe) -> Recipe:
         """The recipe of a run with what this export changes of it."""

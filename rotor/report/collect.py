@@ -13,12 +13,12 @@ from ..checked import Reader
 from ..codes.layer import channels_bytes
 from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
-from ..format.file_names import RECIPE, ROTOR_JSON
+from ..format.file_names import ROTOR_JSON
 from ..format.layout import LayerLayout, uncompressed_kv_bytes_per_token
 from ..format.schemas import CheckpointInfo
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import read_report
-from ..recipe import Recipe, load_recipe
+from ..recipe import Recipe, load_stored_recipe
 from ..recipe.metric_registry import METRICS, base_note, chance_note, metric_info
 from ..runtime.families import attention_shape
 from ..search.point import Point
@@ -34,7 +34,7 @@ def collect(folder: Path) -> ReportData:
     """
     if (folder / ROTOR_JSON).is_file():
         info = read_report(folder)
-        return collect_checkpoint(folder, info, load_recipe(str(folder / RECIPE)), _opened_run(folder, info["run"]))
+        return collect_checkpoint(folder, info, load_stored_recipe(folder), _opened_run(folder, info["run"]))
     if (folder / "run.json").is_file():
         return collect_run(Run.open(folder))
     raise CheckpointError(

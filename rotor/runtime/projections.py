@@ -73,7 +73,10 @@ def read_attention(
                 "Give rotor the checkpoint before it was quantised.",
             )
         if got != want:
-            raise UnsupportedModelError(f"layer {layer}: {name} is {list(got)}, config.json implies {list(want)}.")
+            raise UnsupportedModelError(
+                f"layer {layer}: {name} is {list(got)}, config.json implies {list(want)}.",
+                "Check that config.json belongs to these weights.",
+            )
     return weights
 
 

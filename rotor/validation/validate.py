@@ -21,7 +21,6 @@ from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.placement import Placement
 from ..evaluation.prompts import EvaluationContext
 from ..evaluation.scoring import batch_logits
-from ..format.file_names import RECIPE
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import CompressedCheckpoint, open_model
 from ..models.hardware import pick_device, pick_dtype
@@ -30,7 +29,7 @@ from ..models.loading import weights_of
 from ..models.projections import longest_row
 from ..policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ..progress import Progress, StageTimes
-from ..recipe import Evaluation, Recipe, load_recipe, override, text_overrides
+from ..recipe import Evaluation, Recipe, load_recipe, load_stored_recipe, override, text_overrides
 from ..recipe.metric_registry import METRICS
 from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
@@ -107,7 +106,7 @@ def validate(
     with times.stage("integrity"), source_at(model):
         checkpoint = check_integrity(result, progress)
     if not result.damaged:
-        stored = load_recipe(str(checkpoint.folder / RECIPE))
+        stored = load_stored_recipe(checkpoint.folder)
         spec = override(load_recipe(recipe or stored), own, ("evaluation",)).evaluation
         withheld = "" if measure else "not measured (--no-measure)"
         named = recipe is not None or any(change.partition("=")[0].strip() == "evaluation.path" for change in own)
