@@ -107,7 +107,9 @@ print("still here")
     [("recipes >&-", 0), ("nosuch 2>&-", 2), (f"generate {shlex.quote(str(DEMO_MODEL))} --prompt-file - <&-", 1)],
 )
 def test_streams_that_are_closed(command: str, code: int) -> None:
-    done = subprocess.run(f"{shlex.quote(sys.executable)} -m rotor {command}", shell=True, cwd=ROOT, capture_output=True)
+    done = subprocess.run(
+        f"{shlex.quote(sys.executable)} -m rotor {command}", shell=True, cwd=ROOT, capture_output=True
+    )
     assert done.returncode == code, done.stderr
     assert b"defect" not in done.stderr
 
