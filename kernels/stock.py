@@ -79,23 +79,21 @@ def _of_class(
             seen = mask.unflatten(1, (-1, size, each))[:, :, place].flatten(1, 2)
         return attend(own, keys[:, place::size], values, parameters.scaling, seen, parameters.softcap)
 
-    return _by_place(queries, 1, keys.shape[-1], cls, attend_at)
+    return _by_place(queries, keys.shape[-1], cls, attend_at)
 
 
-def _by_place(
-    queries: Tensor, dim: int, width: int, cls: GroupClass, attend_at: Callable[[int, Tensor], Tensor]
-) -> Tensor:
+def _by_place(queries: Tensor, width: int, cls: GroupClass, attend_at: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Attention of the KV heads at each place in their groups, and all outputs side by side.
 
     Args:
-        queries: [..., count, group_size, heads of a KV head, ...], count at `dim`. width: of keys; of queries too, with
-            zeros behind their own numbers.
-        attend_at: a place, and its queries with their heads at `dim` -> [..., heads, width].
+        queries: [batch_size or tokens, count, group_size, heads of a KV head, ...]. width: of keys; of queries too,
+            with zeros behind their own numbers.
+        attend_at: a place, and its queries [.., heads, ...] -> [..., heads, width].
     """
     queries = functional.pad(queries, (0, width - queries.shape[-1]))
     outputs = []
-    for place, own in enumerate(queries.unbind(dim + 1)):
-        found = attend_at(place, own.flatten(dim, dim + 1))
+    for place, own in enumerate(queries.unbind(2)):
+        found = attend_at(place, own.flatten(1, 2))
         outputs.append(found[..., : cls.value.width].unflatten(-2, (cls.count, -1)))
     return torch.stack(outputs, dim=-3).flatten(-4)
 
@@ -150,7 +148,7 @@ def packed_attention(
         ) -> Tensor:
             return (varlen or _one_by_one)(own, keys[:, place::size], values, *options)
 
-        outputs.append(_by_place(queries, 1, keys.shape[-1], cls, attend_at))
+        outputs.append(_by_place(queries, keys.shape[-1], cls, attend_at))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 

@@ -18,7 +18,7 @@ The import itself is quick: torch and transformers come with what is used first.
 
 Papers, by the short names that docstrings, recipes and help use:
 
-- FDC: Zhang and Shen, "FDC: Fast KV Dimensionality Compression for Efficient LLM Inference", 2025, arXiv 2408.04107v3.
+- FDC: Zhang and Shen, "FDC: Fast KV Dimensionality Compression for Efficient LLM Inference", 2026, arXiv 2408.04107v3.
 - ZACK: Zhang and Shen, "ZACK: Zero-Overhead LLM Inference Acceleration via Dimensionality Compression of the Key-Value
   Cache", 2025.
 - ZDC: Zhang and Shen, "Zero-Delay QKV Compression for Mitigating KV Cache and Network Bottlenecks in LLM Inference",

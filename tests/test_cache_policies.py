@@ -217,7 +217,7 @@ def test_the_policy_of_contributing_serves_from_anywhere(policy_models: PolicyMo
     (tmp_path / "my_module.py").write_text(code)
     (tmp_path / "mine.yaml").write_text(recipe.replace("method: every-second ", "method: my_module:EverySecond "))
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(CheckpointError, match="of a module that is imported"):
+    with pytest.raises(CheckpointError, match="is not imported"):
         read_stored({"method": "my_module:EverySecond"})  # a checkpoint imports nothing
     policy = find_policy(str(tmp_path / "mine.yaml"))
     assert read_stored(policy.as_dict()) == policy

@@ -59,7 +59,7 @@ def serves(policy: Policy, kind: str) -> bool:
     """Quantisers want rows of numbers, tiers rows of any kind."""
     if isinstance(policy, Tiers):
         return kind != "plain"
-    if policy.turns_keys and kind == "post":
+    if policy.moves_keys and kind == "post":
         return False
     return kind != "codes" or isinstance(policy, Eviction)
 

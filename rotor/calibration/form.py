@@ -11,7 +11,7 @@ from ..format.layout import POST_ROPE, AttentionShape, KeyForm, LayerForm, pre_r
 from ..recipe import Recipe
 
 Frequencies = Sequence[Sequence[float]]
-"""Radians by which each plane turns from one position to the next, of each kind of layer."""
+"""Radians by which each plane rotates from one position to the next, of each kind of layer."""
 
 
 def layer_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies | None) -> LayerForm:
@@ -24,7 +24,7 @@ def layer_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
         RecipeError: the group size does not divide the KV heads; more fast planes than a head has.
     """
     keys = _key_form(recipe, shape, frequencies)
-    # Slow planes hardly turn within a block, so that keys are as linear in the hidden state as values are.
+    # Slow planes hardly rotate within a block, so that keys are as linear in the hidden state as values are.
     form = LayerForm(keys, 1, recipe.joins_latents and (keys.rope_block is not None or not shape.rotary_dim))
     return form._replace(group_size=_group_size(recipe, shape, form))
 
@@ -43,7 +43,7 @@ def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies | 
     if frequencies is None:
         return POST_ROPE
     if groups.fast_planes == "quarter":
-        # Those that turn by a quarter turn or more within a block, in the kind of layer that has most of them.
+        # Those that rotate by a quarter turn or more within a block, in the kind of layer that has most of them.
         count = max(sum(step * groups.rope_block >= math.pi / 2 for step in of_kind) for of_kind in frequencies)
     else:
         count = groups.fast_planes

@@ -207,7 +207,7 @@ def wanted_moments(recipe: Recipe, form: LayerForm) -> frozenset[str]:
 
 
 def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
-    """Radians by which each plane of a head turns from one position to the next; none in a model without RoPE.
+    """Radians by which each plane of a head rotates from one position to the next; none in a model without RoPE.
 
     Returns:
         None where frequencies depend on the length of a sequence.

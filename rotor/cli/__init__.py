@@ -42,7 +42,7 @@ def main() -> None:
             try:
                 app()
             finally:
-                sys.stdout.flush()  # what cannot be said is an error, while it can still be told
+                sys.stdout.flush()  # what cannot be written is an error, while that can still be said
     except KeyboardInterrupt:
         _fail(INTERRUPTED)
     except Exception as error:

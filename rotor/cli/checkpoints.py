@@ -115,8 +115,8 @@ def export(
         accuracy: Remove as much as keeps this accuracy (ratio to the model) on the search split.
         compression: Remove at least this share of the KV cache.
         removal_rate: Singular-value removal rate.
-        cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), or a YAML
-            file.
+        cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), a YAML file,
+            or FILE.py:CLASS.
         without_weights: Write bases in place of weights, which are rewritten from the source's on loading.
     """
     from ..recipe.settings import ExportSettings, Goal

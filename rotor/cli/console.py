@@ -65,7 +65,7 @@ class LineProgress(Progress):
 
 
 class ConsoleHandler(logging.Handler):
-    """What the logger is told, on stderr; above the bars, if there are any."""
+    """What is logged, on stderr; above the bars, if there are any."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # a terminal that is gone ends no work

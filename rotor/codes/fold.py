@@ -9,7 +9,7 @@ With z = constant + scale sum_i 16^i (n_i - 8), n_i the nibbles of a code, as ro
   constant key is added to keys as they are read; without RoPE it adds the same to all logits of a query, which softmax
   does not see, and is dropped. Attention weights sum to one, so the constant value is a bias of o_proj.
 
-Source: docs/design.md, Mathematics, Codes: "Steps and means are folded".
+Source: docs/design.md, Mathematics, Nibbles: "Scales and means are folded".
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def fit_cache_policy(model: Any, policy: Policy, rows: Tensor) -> Policy:
             f"cache policy {policy.method}: rows of shape {list(rows.shape)}, expected rows of two tokens or more.",
             "Give text of the model's own tokens, [rows, seq_len].",
         )
-    return policy.fitted(layer_samples(model, rows[: max(1, FIT_TOKENS // rows.shape[1])], policy.turns_keys))
+    return policy.fitted(layer_samples(model, rows[: max(1, FIT_TOKENS // rows.shape[1])], policy.moves_keys))
 
 
 def layer_samples(model: Any, rows: Tensor, pre_rope: bool = False) -> list[LayerSample]:
@@ -82,7 +82,7 @@ class _Recording(Policy):
     pre_rope: bool
 
     @property
-    def turns_keys(self) -> bool:
+    def moves_keys(self) -> bool:
         return self.pre_rope
 
     def layers(self, count: int) -> list[PolicyLayer]:
@@ -101,8 +101,8 @@ class _RecordingLayer(PolicyLayer):
         key, value = (torch.zeros_like(states).requires_grad_() for states in (key_states, value_states))
         self.added, self.num_tokens = (key, value), key_states.shape[2]
         index = torch.arange(self.num_tokens, device=key_states.device).expand(1, 1, -1)
-        self.keys, self.values = self.turned(key_states, -index) + key, value_states + value
-        return self.turned(self.keys, index), self.values
+        self.keys, self.values = self.rotated(key_states, -index) + key, value_states + value
+        return self.rotated(self.keys, index), self.values
 
     def stored_bytes(self) -> int:
         return 0

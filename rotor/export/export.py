@@ -89,7 +89,7 @@ def export(
         measure: False writes a compression or removal rate without loading the model or reading text; its accuracy is
             then not known, and rotor.json and the card say so. Likewise where the model has no tokenizer.
         cache: the policy by which the cache is kept from then on, and with which accuracy is measured: a bundled name
-            (`gear-2`), or the path of a YAML file; needs all weights in memory to be measured.
+            (`gear-2`), the path of a YAML file, or FILE.py:CLASS; needs all weights in memory to be measured.
         without_weights: leaves the weights to the source, from which they are rewritten when the folder is loaded, or
             written by `materialise`.
     Raises:

@@ -156,8 +156,8 @@ class GroupLayout:
 class GroupClass:
     """Consecutive groups of a layer with equal latents: what one batched operation serves.
 
-    key_rank, value_rank: channels of the groups before, in what projections put out. key_place, value_place: places of
-    the groups before, in what reads the latents. key_byte, value_byte: where the first one begins in the rows that keys
+    key_rank, value_rank: channels of the groups before, in what projections put out. key_place: places of the groups
+    before, in what reads keys. key_byte, value_byte: where the first one begins in the rows that keys
     and values are read from. key_stride, value_stride: bytes there from one group to the next.
     """
 
@@ -168,7 +168,6 @@ class GroupClass:
     key_rank: int
     value_rank: int
     key_place: int
-    value_place: int
     key_byte: int
     value_byte: int
     key_stride: int
@@ -283,16 +282,16 @@ class LayerLayout:
 
         A plain loop: torch.compile traces no groupby.
         """
-        start = key_rank = value_rank = key_place = value_place = key_byte = value_byte = 0
+        start = key_rank = value_rank = key_place = key_byte = value_byte = 0
         for end, group in enumerate(self.groups, 1):
             if end < len(self.groups) and self.groups[end].latents == group.latents:
                 continue
             count, key, value = end - start, group.key, group.values
             strides = self._stride(key, element_bytes), self._stride(value, element_bytes)
-            before = key_rank, value_rank, key_place, value_place, key_byte, value_byte
+            before = key_rank, value_rank, key_place, key_byte, value_byte
             yield GroupClass(start, count, key, value, *before, *strides)
             start, key_rank, value_rank = end, key_rank + count * key.rank, value_rank + count * value.rank
-            key_place, value_place = key_place + count * key.width, value_place + count * value.width
+            key_place += count * key.width
             key_byte, value_byte = key_byte + count * strides[0], value_byte + count * strides[1]
 
     def to_dict(self) -> dict[str, Any]:
@@ -318,10 +317,10 @@ class LayerLayout:
         return layout
 
 
-def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape, where: str) -> None:
+def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None:
     """Raises CheckpointError, naming the layer, where layouts are not of a model of that shape."""
     for index, layout in enumerate(layouts):
-        reader = Reader(f"{where}, layer {index}", CheckpointError, "The folder was edited; export it again.")
+        reader = Reader(f"config.json, layer {index}", CheckpointError, "The folder was edited; export it again.")
         if sorted(layout.kv_head_order) != list(range(shape.num_kv_heads)):
             raise reader.fail("KV heads", layout.kv_head_order, f"each of 0 to {shape.num_kv_heads - 1} once")
         if not 0 <= layout.fast_planes <= shape.rotary_planes:

@@ -25,7 +25,7 @@ MARKERS = (MANIFEST, UNFINISHED)
 VERSION = 1
 CHANGING = {
     "checkpoint": re.compile(r"(?!)"),
-    "run": re.compile(r"log\.txt|report\.html|rank_table\.json|(tables|probes|work)/.*|(.*/)?\.[^/]+\.tmp"),
+    "run": re.compile(r"log\.txt|report\.html|(tables|probes|work)/.*|(.*/)?\.[^/]+\.tmp"),
 }
 """Files that rotor itself writes after a folder is finished. Of a run: its log, report and measurements, and what a
 killed process leaves."""

@@ -107,14 +107,10 @@ def recover(out: OutputFolder, but: Path | None = None) -> None:
                 remove(path, out.kind)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write one safetensors file, with the permissions of any new file: safetensors' own are for its owner alone.
-
-    Args:
-        metadata: that of a checkpoint's shards by default.
-    """
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write one safetensors file, with the permissions of any new file: safetensors' own are for its owner alone."""
     with path.open("wb") as file:
         mode = os.fstat(file.fileno()).st_mode
     contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
-    save_file(contiguous, path, metadata=metadata or {"format": "pt"})
+    save_file(contiguous, path, metadata={"format": "pt"})
     path.chmod(mode)

@@ -86,5 +86,5 @@ class CompressedSection:
                 EDITED,
             )
         found = [LayerLayout.from_dict(self.layers[str(i)], f"config.json, layer {i}") for i in range(shape.num_layers)]
-        check_layouts(found, shape, "config.json")
+        check_layouts(found, shape)
         return found

@@ -29,7 +29,7 @@ def visible(
 
     Args:
         queries, keys: indices in the whole sequence, [seq_len] and [kv_len].
-        attended: of every index whether it is no padding, [batch_size, length]; None: all are not.
+        attended: of every index whether it holds a token rather than padding, [batch_size, length]; None: all do.
         window: of a layer with a sliding window.
         causal: False where no key comes after any of the queries.
     Returns:

@@ -28,7 +28,8 @@ class Pass:
     first, length: index of its first token in the whole sequence, and the tokens of that up to its last.
     spread: each process has some of its tokens; otherwise every process has all of them.
     indices: of the tokens that this process has. stored: of those whose rows each process stores.
-    attended: of every index whether it is no padding, [batch_size, length]; None: all are not.
+    attended: of every index whether it holds a token rather than padding, [batch_size, length]; None:
+        all do.
     counts: tokens that each process has of the cache, None without one. tokens_to_keep: of which logits are wanted; 0
         for all.
     """

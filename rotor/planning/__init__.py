@@ -1,1 +1,1 @@
-"""What a command would do and take, before it does: inspection and dry runs."""
+"""Inspection: what a model is to rotor, and what the commands would take."""

@@ -1,7 +1,7 @@
 """Caches that need a history: a policy, and the cache layer that follows it. A method is a file in `methods`.
 
 They replace the cache of any causal model that rotor knows, with full attention, and of a compressed checkpoint:
-policies that evict serve every row, those that quantise rows of 16-bit columns. Tiers are for compressed checkpoints
+policies that evict serve every row, those that quantise rows of 16-bit numbers. Tiers are for compressed checkpoints
 alone. `generate` needs no patch:
 
     use_cache_policy(model, KIVI(bits=2))

@@ -28,7 +28,7 @@ def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
     """Let a causal model's own `generate` keep its cache by a policy from now on; None: as it was before any.
 
     Args:
-        policy: a policy, or the name of one as for --cache: bundled, `none`, or a YAML file's path.
+        policy: a policy, or the name of one as for --cache: bundled, `none`, a YAML file's path, or FILE.py:CLASS.
 
     The model may be compressed or not. Policies that score tokens by attention switch an uncompressed one to the
     implementation `eager`, which stores all attention weights of a step.
@@ -88,13 +88,13 @@ class _Attachment:
             index = next(index for index, module in enumerate(modules) if not hasattr(module, "store"))
             raise UnsupportedModelError(
                 f"cache policy {policy.method}: layer {index} is not compressed, and only a "
-                "compressed layer's columns come in the order of what they are worth.",
+                "compressed layer's channels come in the order of what they are worth.",
                 "Use a checkpoint that `rotor export` wrote, or another policy.",
             )
         for module in self._compressed:
             policy.check_rows(module.layout.coded, module.layout.rope_block is None)
         tables: list[RotaryTable | None] = [None] * count
-        if policy.turns_keys:
+        if policy.moves_keys:
             tables = rotary_tables(network, family, model.config)
         for index, (module, table) in enumerate(zip(modules, tables, strict=True)):
             hooks = _Hooks(policy, index, module in self._compressed, table)

@@ -171,7 +171,7 @@ class EvictingLayer(PolicyLayer):
         if rotations.read is not None:
             assert rotations.table is not None
             cos, sin = rows_of(rotations.read, self.places.clamp(min=0).long())
-            if self.policy.turns_keys:
+            if self.policy.moves_keys:
                 more_cos, more_sin = between(rotations.table, self.moved)
                 cos, sin = cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin
             rotations = rotations._replace(read=(cos, sin))
@@ -187,14 +187,14 @@ class EvictingLayer(PolicyLayer):
     @property
     def places(self) -> Tensor:
         """Where tokens are in the rows of the batch, [batch_size, groups, slots] int32, -1 where there is nothing."""
-        return right_aligned([(sequence.index + sequence.start)[None] for sequence in self.sequences], -1, dim=2)
+        return right_aligned([(sequence.index + sequence.start)[None] for sequence in self.sequences], -1)
 
     @property
     def held(self) -> Held:
         # Those of an offloaded layer are on the CPU.
-        index = right_aligned([sequence.index[None] for sequence in self.sequences], -1, dim=2).to(self.device)
+        index = right_aligned([sequence.index[None] for sequence in self.sequences], -1).to(self.device)
         scores = [sequence.scores[None] for sequence in self.sequences if sequence.scores is not None]
-        scored = right_aligned(scores, 0, dim=2).to(self.device) if scores else None
+        scored = right_aligned(scores, 0).to(self.device) if scores else None
         return Held(index, scored, self.index, self._generated)
 
     @property
@@ -226,7 +226,7 @@ class EvictingLayer(PolicyLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         key, value = super().update(key_states, value_states)
-        return self.turned(key, self.moved) if self.policy.turns_keys else key, value
+        return self.rotated(key, self.moved) if self.policy.moves_keys else key, value
 
     def store(self, sequence: HeldSequence, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what is held, in the order of `index`."""
@@ -256,7 +256,7 @@ class EvictingLayer(PolicyLayer):
         """Attention is done: count scores, and drop what is over the budget.
 
         Args:
-            sums: [batch_size, groups, slots], how much attention each token drew, softened as the policy has it.
+            sums: [batch_size, groups, slots], how much attention each token drew, with the temperature of the policy.
         """
         for row, sequence in enumerate(self.sequences):
             if sums is not None:

@@ -45,7 +45,7 @@ class PolicyLayer(DynamicLayer, Keeper):
     Each sequence of the batch is stored by itself, so that what is stored of it does not depend on the others.
 
     num_tokens: so far, padding included. length: of the step. table: RoPE of a model that rotates keys before they come
-    here, while a step lasts; only for policies that turn keys.
+    here, while a step lasts; only for policies that move keys.
     """
 
     is_compileable = False
@@ -103,7 +103,7 @@ class PolicyLayer(DynamicLayer, Keeper):
         for row, sequence in enumerate(self.sequences):
             new = (slice(row, row + 1), slice(None), slice(self.length - sequence.new, None))
             found.append(self.store(sequence, key_states[new], value_states[new]))
-        keys, values = (right_aligned(side, 0.0, dim=2) for side in zip(*found, strict=True))
+        keys, values = (right_aligned(side, 0.0) for side in zip(*found, strict=True))
         return keys, values
 
     def attend(self, step: Step) -> Tensor:
@@ -128,7 +128,7 @@ class PolicyLayer(DynamicLayer, Keeper):
         """Store tokens whose attention is not known, for counting bytes."""
         self.update(key_states, value_states)
 
-    def turned(self, keys: Tensor, by: Tensor) -> Tensor:
+    def rotated(self, keys: Tensor, by: Tensor) -> Tensor:
         """Keys of an uncompressed model as RoPE would have them `by` positions later; as they are without a table.
 
         Args:
@@ -184,10 +184,10 @@ class PolicyLayer(DynamicLayer, Keeper):
         )
 
 
-def right_aligned(parts: Sequence[Tensor], value: float, dim: int) -> Tensor:
-    """Tensors [1, ...] of a batch in one, each at the right end along `dim`, and so much before it."""
-    longest, behind = max(part.shape[dim] for part in parts), [0, 0] * (parts[0].dim() - 1 - dim)
-    return torch.cat([functional.pad(part, (*behind, longest - part.shape[dim], 0), value=value) for part in parts])
+def right_aligned(parts: Sequence[Tensor], value: float) -> Tensor:
+    """Tensors [1, ...] of a batch in one, each at the right end of dimension 2, and so much before it."""
+    longest, behind = max(part.shape[2] for part in parts), [0, 0] * (parts[0].dim() - 3)
+    return torch.cat([functional.pad(part, (*behind, longest - part.shape[2], 0), value=value) for part in parts])
 
 
 def behind_padding(rows: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,7 @@ class Policy(ABC):
         return False
 
     @property
-    def turns_keys(self) -> bool:
+    def moves_keys(self) -> bool:
         """Whether keys are stored or read at other positions than they came with, for which layers get a `table`."""
         return False
 
@@ -90,7 +90,7 @@ class Policy(ABC):
         """Raises UsageError unless the policy can hold rows of a compressed model.
 
         Args:
-            coded: of codes, or of 16-bit columns. post_rope: of keys after RoPE, which is in their latents.
+            coded: of codes, or of 16-bit numbers. post_rope: of keys after RoPE, which is in their latents.
         """
 
     def check_config(self, config: Any) -> int:
@@ -98,13 +98,13 @@ class Policy(ABC):
 
         Raises:
             UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention), or RoPE's
-                frequencies depend on the length and the policy turns keys.
+                frequencies depend on the length and the policy moves keys.
         """
         rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
         kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
-        if self.turns_keys and not {"longrope", "dynamic"}.isdisjoint(kinds):
+        if self.moves_keys and not {"longrope", "dynamic"}.isdisjoint(kinds):
             raise UnsupportedModelError(
-                f"cache policy {self.method}: turns keys to other positions, and the frequencies of this model's RoPE "
+                f"cache policy {self.method}: moves keys to other positions, and the frequencies of this model's RoPE "
                 "depend on the length.",
                 "Use another policy, or of `streaming` a YAML file with `positions: sequence`.",
             )

@@ -39,7 +39,7 @@ class Quantiser(Policy):
 
 
 class FittedQuantiser(Quantiser):
-    """One whose codes are found on calibration text, for each layer. Keys of an uncompressed model are turned back and
+    """One whose codes are found on calibration text, for each layer. Keys of an uncompressed model are rotated back and
     coded before RoPE."""
 
     codes: ClassVar[tuple[Any, ...]] = ()
@@ -71,7 +71,7 @@ class FittedQuantiser(Quantiser):
         return not self.found
 
     @property
-    def turns_keys(self) -> bool:
+    def moves_keys(self) -> bool:
         return True
 
     def layers(self, count: int) -> list[PolicyLayer]:
@@ -114,5 +114,5 @@ class CodedLayer(PolicyLayer):
         if not hasattr(sequence, "sides"):
             sequence.sides = Side(self.streams[0], keys), Side(self.streams[1], values)
         index = torch.arange(sequence.tokens, device=keys.device)
-        keys = sequence.sides[0].update(self.turned(keys, -index[sequence.tokens - sequence.new :]))
-        return behind_padding((self.turned(keys, index), sequence.sides[1].update(values)), sequence.start)
+        keys = sequence.sides[0].update(self.rotated(keys, -index[sequence.tokens - sequence.new :]))
+        return behind_padding((self.rotated(keys, index), sequence.sides[1].update(values)), sequence.start)

@@ -79,8 +79,11 @@ def read_policy(section: Any, reader: Reader, trusted: bool = False) -> Policy:
     method = section.get("method")
     kind = find_method(method, trusted) if isinstance(method, str) else None
     if kind is None:
-        own = "module:Class or FILE.py:Class" if trusted else "module:Class of a module that is imported"
-        known = ", ".join([*method_names(), own])
+        if not trusted and isinstance(method, str) and ":" in method:
+            hint = "Import its module before; to a command give --cache FILE.py:CLASS."
+            raise reader.error(f"{reader.where}: the module of cache policy {method} is not imported.", hint)
+        own = "module:Class or FILE.py:Class"
+        known = ", ".join([*method_names(), own] if trusted else method_names())
         raise reader.fail("cache.method", method, f"one of {known}{nearest_name(method, method_names()).rstrip('.')}")
     try:
         policy: Policy = reader.read(kind, {key: value for key, value in section.items() if key != "method"}, "cache")
@@ -139,9 +142,10 @@ def _text_of(name: str) -> str:
     return str(files[name].read_text("utf-8"))
 
 
-def read_stored(section: Any, where: str = "config.json, quantization_config") -> Policy | None:
+def read_stored(section: Any) -> Policy | None:
     """The policy that a checkpoint stores; None if it has none. Raises CheckpointError for one that does not fit."""
-    return None if section is None else read_policy(section, Reader(where, CheckpointError, EDITED))
+    reader = Reader("config.json, quantization_config", CheckpointError, EDITED)
+    return None if section is None else read_policy(section, reader)
 
 
 def _bundled() -> dict[str, Any]:

@@ -92,8 +92,7 @@ def render(data: ReportData, drawn: dict[str, str] | None) -> str:
         drawn: images by section; None where figures cannot be drawn, and tables stand open in their place.
     """
     energies = [
-        {side: f"{_channels_for(values, 0.99)} of {len(values)}" for side, values in layer.items()}
-        for layer in data.spectra
+        {side: f"{_channels_for(values)} of {len(values)}" for side, values in layer.items()} for layer in data.spectra
     ]
     return _template().render(
         data=data,
@@ -106,10 +105,10 @@ def render(data: ReportData, drawn: dict[str, str] | None) -> str:
     )
 
 
-def _channels_for(spectrum: list[float], share: float) -> int:
-    """How many leading channels hold a share of the sum of squares."""
+def _channels_for(spectrum: list[float]) -> int:
+    """How many leading channels hold 0.99 of the sum of squares."""
     sums = list(accumulate(value * value for value in spectrum))
-    return next(i + 1 for i, total in enumerate(sums) if total >= share * sums[-1])
+    return next(i + 1 for i, total in enumerate(sums) if total >= 0.99 * sums[-1])
 
 
 def _code(text: str) -> Markup:

@@ -57,11 +57,11 @@ class FoldedBasis:
         assert self.dropped is not None
         return self.read @ self.offset + self.dropped
 
-    def shifted(self, steps: Tensor) -> FoldedBasis:
-        """Of a projection whose shift is larger by `steps`, [rank], than what was asked for."""
+    def shifted(self, by: Tensor) -> FoldedBasis:
+        """Of a projection whose shift is larger by `by`, [rank], than what was asked for."""
         assert self.shift is not None
         assert self.offset is not None
-        return replace(self, shift=self.shift + steps, offset=self.offset - steps)
+        return replace(self, shift=self.shift + by, offset=self.offset - by)
 
     def tensors(self) -> dict[str, Tensor]:
         """By the names of the fields."""
@@ -125,7 +125,7 @@ def rewrite(
 ) -> dict[str, Tensor]:
     """Rewrite the projections of one layer: the tensors that `format.tensors.layer_tensors` lists.
 
-    Of codes, all that puts out a channel is divided by its step and shifted by its mean, all that reads one has a
+    Of codes, all that puts out a channel is divided by its scale and shifted by its mean, all that reads one has a
     column for each nibble. What keys lack then is `key_constant`; what values lack is in o_proj's bias.
 
     Raises:
@@ -218,8 +218,8 @@ def _with_constants(bias: Tensor | None, columns: Tensor, constants: list[Tensor
 def _shifted(bias: Tensor | None, bases: list[FoldedBasis], dtype: torch.dtype) -> tuple[Tensor, list[FoldedBasis]]:
     """The bias of a projection into codes, as it is in its dtype, and the bases with what that rounding moved.
 
-    Means are many steps large: a bias of 16 bits may be off by a good part of one, the same for every token. What reads
-    the codes takes it into account.
+    Means are many scales large: a bias of 16 bits may be off by a good part of one, the same for every token. What
+    reads the codes takes it into account.
     """
     shifts = [basis.shift for basis in bases if basis.shift is not None]
     exact = torch.cat(shifts)

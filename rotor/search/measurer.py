@@ -76,10 +76,6 @@ class Measurer:
         rows = search[: max(1, ranks.probe_tokens // search.shape[1])]
         return ProbeTable.open(self.run, ranks, rows, *self._place)
 
-    @property
-    def needs_probes(self) -> bool:
-        return "sensitivities" in self.recipe.rank_needs and not self.probes.complete
-
     @cached_property
     def path(self) -> RankPath:
         """All plans of the recipe, after measuring what its method needs."""

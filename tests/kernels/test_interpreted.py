@@ -25,16 +25,17 @@ def missing() -> str:
 FOLDER = Path(__file__).parent / "interpreted"
 
 
-def checks(word: str = "") -> list[str]:
-    """Files of checks that contain a word."""
-    return [path.stem for path in sorted(FOLDER.glob("check_*.py")) if word in path.read_text("utf-8")]
+def checks() -> list[str]:
+    return [path.stem for path in sorted(FOLDER.glob("check_*.py"))]
 
 
-def interpret(name: str, marks: str) -> None:
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("name", checks())
+def test_in_the_interpreter(name: str) -> None:
     paths = [str(FOLDER.parent), str(FOLDER.parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "interpreter",
-         "-m", marks, str(FOLDER / f"{name}.py")],
+         str(FOLDER / f"{name}.py")],
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TRITON_INTERPRET": "1",
              "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
@@ -42,16 +43,3 @@ def interpret(name: str, marks: str) -> None:
         cwd=FOLDER.parent.parent.parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
-@pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("name", checks())
-def test_in_the_interpreter(name: str) -> None:
-    interpret(name, "not slow")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("name", checks("mark.slow"))
-def test_more_in_the_interpreter(name: str) -> None:
-    interpret(name, "slow")

@@ -62,7 +62,7 @@ def _measure(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
     measurer, path = study.path(name, recipe)
     plan, settings = path.at_compression(AT), recipe.objective
     if plan is None:
-        raise UsageError(f"AT {AT:g}: {name} cannot remove as much.", "Give a smaller share.")
+        raise UsageError(f"{name} cannot remove {AT:g} of the rows.", "Set a smaller AT in this part.")
     shape, element_bytes = attention_shape(study.checkpoint.config), study.cache_dtype.itemsize
     device = find_device(settings.device)
     if device.sms is None:

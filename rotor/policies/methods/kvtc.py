@@ -41,7 +41,7 @@ class KVTC(FittedQuantiser):
     window: NonNegativeInt = 128
 
     def check_rows(self, coded: bool, post_rope: bool) -> None:
-        hint = "Use a recipe with bases over all heads (rotor, palu), or kvquant on top of rows of 16-bit columns."
+        hint = "Use it on the source model, or kvquant on rows of 16-bit numbers (recipe rotor-16)."
         raise UsageError("cache policy kvtc: is for uncompressed models, and finds components of its own.", hint)
 
     def fit_layer(self, sample: LayerSample) -> tuple[TransformCode, TransformCode]:

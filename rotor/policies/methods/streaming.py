@@ -18,9 +18,9 @@ class Streaming(Eviction):
 
     Args:
         sinks: first tokens that stay.
-        positions: of kept keys, by which RoPE turns them: `cache`, counted anew among those that are kept, so that
+        positions: of kept keys, by which RoPE rotates them: `cache`, counted anew among those that are kept, so that
             distances stay within what the model was trained on; `sequence`, as they came. Keys of rows that are
-            compressed after RoPE cannot be turned, nor those of a model without RoPE.
+            compressed after RoPE cannot be moved, nor those of a model without RoPE.
 
     The paper evicts while it reads; here the prompt, the first step, sees itself.
     Source: Xiao et al., StreamingLLM (arXiv 2309.17453), section 3.2.
@@ -31,15 +31,15 @@ class Streaming(Eviction):
     positions: Literal["sequence", "cache"] = "cache"
 
     @property
-    def turns_keys(self) -> bool:
+    def moves_keys(self) -> bool:
         return self.positions == "cache"
 
     def check_rows(self, coded: bool, post_rope: bool) -> None:
-        if self.turns_keys and post_rope:
+        if self.moves_keys and post_rope:
             raise _cannot_turn("this checkpoint's keys are compressed after RoPE, which is in their latents")
 
     def check_config(self, config: Any) -> int:
-        if self.turns_keys and FAMILIES[config.model_type].rotary is None:
+        if self.moves_keys and FAMILIES[config.model_type].rotary is None:
             raise _cannot_turn("this model has no RoPE")
         return super().check_config(config)
 
