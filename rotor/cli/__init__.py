@@ -72,14 +72,12 @@ def _terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    asked = {n: old for n, old in asked.items() if old in (signal.SIG_DFL, signal.default_int_handler)}
-    for number in asked:
-        signal.signal(number, _interrupt)
+    plain, numbers = (signal.SIG_DFL, signal.default_int_handler), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, _interrupt) for number in numbers if signal.getsignal(number) in plain}
     try:
         yield
     finally:
-        for number, old in asked.items():
+        for number, old in before.items():
             signal.signal(number, old)
 
 
