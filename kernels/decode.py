@@ -151,15 +151,15 @@ def decode_kernel(
 ):  # fmt: skip
     """One slice of the line of tiles.
 
-    query: absorbed queries [batch_size, max_blocks, groups, rows, pieces, COLUMNS], or with FOLDED [tokens, .]; a
-    piece is COLUMNS channels. constant: [batch_size, max_blocks, groups, rows], logits of what all keys of a block
-    share. fast_query: [.., rows, 2, FAST]. fast_basis: [groups, HEADS, pieces, 2, FAST, COLUMNS].
-    fast_constant: [groups, HEADS, 2, FAST]. rotations: [2, BLOCK, FAST]. partial: [slots, rows, pieces, VALUE_COLUMNS]. table: [groups, 8]: columns of a
-    piece and the first element in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the first
-    place of queries (FOLDED), of the basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a block,
-    0: all. FAST: planes, 0: none. LEAN: what all tiles share and each loads anew, which frees registers: constants
-    (1), rotations (2). TOGETHER: KV heads whose fast planes are rebuilt by one product. AGAIN: pieces of joint
-    latents that are unpacked anew for values, for the same reason.
+    query: absorbed queries [batch_size, max_blocks, groups, rows, pieces, COLUMNS], or with FOLDED [tokens, .]; a piece
+    is COLUMNS channels. constant: [batch_size, max_blocks, groups, rows], logits of what all keys of a block share.
+    fast_query: [.., rows, 2, FAST]. fast_basis: [groups, HEADS, pieces, 2, FAST, COLUMNS]. fast_constant: [groups,
+    HEADS, 2, FAST]. rotations: [2, BLOCK, FAST]. partial: [slots, rows, pieces, VALUE_COLUMNS]. table: [groups, 8]:
+    columns of a piece and the first element in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the
+    first place of queries (FOLDED), of the basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a block,
+    0: all. FAST: planes, 0: none. LEAN: what all tiles share and each loads anew, which frees registers: constants (1),
+    rotations (2). TOGETHER: KV heads whose fast planes are rebuilt by one product. AGAIN: pieces of joint latents that
+    are unpacked anew for values, for the same reason.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
