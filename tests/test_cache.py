@@ -115,7 +115,7 @@ def test_answers_are_read_behind_the_prefill(model) -> None:
         ({"method": "gear", "loops": 10**9}, "loops: got 1000000000, expected a whole number from 1 to 100"),
         ({"method": "h2o", "share": 2.0}, "share: got 2.0, expected a finite number above 0 and at most 1"),
         ({"method": "h2o", "tokens": "many"}, "cache.tokens"),
-        ({"method": "antigravity:fly"}, "of a module that is imported"),
+        ({"method": "antigravity:fly"}, "the module of cache policy antigravity:fly is not imported"),
         ({"method": "tiers", "important": 1.5}, "important: got 1.5, expected a finite number from 0 to 1"),
         ({"method": "tiers", "qk_important": 0.6}, r"qk_unimportant: got 0.5, expected at least qk_important \(0.6\)"),
         ({"method": "tiers", "v_important": 0.1}, r"qk_important: got 0.0, expected at least v_important \(0.1\)"),

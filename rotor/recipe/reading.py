@@ -101,7 +101,7 @@ def override(recipe: Recipe, overrides: Iterable[str], sections: tuple[str, ...]
             if not isinstance(target, dict):
                 raise RecipeError(f"--set {item}: {key} has no fields of its own.", FIELDS_HINT)
         if isinstance(target.get(last), dict):
-            raise RecipeError(f"--set {item}: {last} is a section.", "Set its fields: --set section.field=value")
+            raise RecipeError(f"--set {item}: {last} is a section.", "Set its fields: --set SECTION.FIELD=VALUE")
         target[last] = read_yaml(value, f"--set {item}")
     return _read(data, "--set" if overrides else recipe.name)
 
