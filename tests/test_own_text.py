@@ -13,7 +13,7 @@ from test_cli import expect_error, rotor
 from rotor.calibration.run import Run
 from rotor.data.documents import read_documents
 from rotor.data.readiness import check_text, describe_evaluation
-from rotor.data.rows import rows_in, text_rows
+from rotor.data.rows import text_rows
 from rotor.data.splits import held_out_documents
 from rotor.errors import DataError
 from rotor.models.checkpoint import Checkpoint
@@ -119,9 +119,9 @@ def test_text_that_only_judges_is_checked_too(model: Path, tmp_path: Path) -> No
 def test_rows_are_counted_as_they_are_cut(model: Path) -> None:
     tokenizer, documents = Checkpoint(model).tokenizer, read_documents(ROOT / "docs")
     rows = len(text_rows(documents, tokenizer, 100))
-    assert rows_in(documents, tokenizer, 100, 1 << 30) == rows
-    assert rows_in(documents, tokenizer, 100, rows) == rows
-    assert rows_in(documents, tokenizer, 100, 3) == 3
+    assert len(text_rows(documents, tokenizer, 100, 1 << 30)) == rows
+    assert len(text_rows(documents, tokenizer, 100, rows)) == rows
+    assert len(text_rows(documents, tokenizer, 100, 3)) == 3
 
 
 def test_python_source_for_a_chat_model_is_warned_of(model: Path, words: Path) -> None:

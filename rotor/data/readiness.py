@@ -9,7 +9,7 @@ from ..errors import DataError
 from ..models.projections import longest_row
 from ..recipe import Evaluation, Recipe
 from .documents import read_documents, require_datasets, require_tokenizer
-from .rows import rows_in
+from .rows import text_rows
 from .splits import SPLITS, calibration_share, description_of, digests, held_out_documents
 
 CHAT_ADVICE = (
@@ -43,7 +43,7 @@ def check_text(recipe: Recipe, config: Any, tokenizer: Any) -> None:
     def need(what: str, field: str, documents: list[str], count: int, seq_len: int) -> None:
         length = longest_row(seq_len, config)
         needed = -(-count // length)
-        found = rows_in(documents, tokenizer, length, needed)
+        found = len(text_rows(documents, tokenizer, length, needed))
         if found < needed:
             short[field] = found * length
             said.append(f"{what} has {found * length} of {needed * length} tokens")

@@ -19,26 +19,22 @@ def separator_token(tokenizer: Any) -> int | None:
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
 
 
-def text_rows(documents: list[str], tokenizer: Any, seq_len: int) -> Tensor:
-    """Documents joined by the model's separator token and cut into rows: [rows, seq_len], the rest dropped."""
+def text_rows(documents: list[str], tokenizer: Any, seq_len: int, most: int | None = None) -> Tensor:
+    """Documents joined by the model's separator token and cut into rows: [rows, seq_len], the rest dropped.
+
+    Args:
+        most: rows that are wanted; no more is read than what makes them.
+    """
     require_tokenizer(tokenizer)
     separator = separator_token(tokenizer)
     ids = list[int]()
     for text in documents:
         ids += [] if separator is None else [separator]
         ids += encode(tokenizer, text)
-    count = len(ids) // seq_len
+        if most is not None and len(ids) >= most * seq_len:
+            break
+    count = len(ids) // seq_len if most is None else min(most, len(ids) // seq_len)
     return torch.tensor(ids[: count * seq_len], dtype=torch.int64).reshape(count, seq_len)
-
-
-def rows_in(documents: list[str], tokenizer: Any, seq_len: int, enough: int) -> int:
-    """How many rows `text_rows` would cut documents into; no more is read than what makes `enough` of them."""
-    count, own = 0, separator_token(tokenizer) is not None
-    for text in documents:
-        count += own + len(encode(tokenizer, text))
-        if count >= enough * seq_len:
-            return enough
-    return count // seq_len
 
 
 def spread_rows(rows: Tensor, count: int, what: str) -> Tensor:
