@@ -64,6 +64,9 @@ class LayerBases:
             for name in ("encode", "decode"):
                 check_stored(getattr(pair, name), (groups, width, columns), f"{where}: {side}.{name}")
             check_stored(pair.singular_values, (groups, columns), f"{where}: {side}.singular_values")
+            for name, size in (("shift", columns), ("constant", width)):
+                if getattr(pair, name) is not None:
+                    check_stored(getattr(pair, name), (groups, size), f"{where}: {side}.{name}")
         if self.outputs is not None:
             check_stored(self.outputs, (shape.num_heads, width, width), f"{where}: outputs")
 

@@ -16,11 +16,15 @@ class BasisPair:
         is the sum of that of both sides.
     decode: [num_groups, dim, columns]; x is read as latent @ decode^T, so q . x becomes (q @ decode) . latent.
     singular_values: [num_groups, columns], descending.
+    shift: [num_groups, columns], is added to the latent, and constant: [num_groups, dim], to what is read; where bases
+        were trained. Both rows of a joint latent have the same shift, which is added once.
     """
 
     encode: Tensor
     decode: Tensor
     singular_values: Tensor
+    shift: Tensor | None = None
+    constant: Tensor | None = None
 
 
 def split_pair(joint: BasisPair, group_size: int) -> tuple[BasisPair, BasisPair]:
@@ -30,7 +34,9 @@ def split_pair(joint: BasisPair, group_size: int) -> tuple[BasisPair, BasisPair]
         def rows(basis: Tensor) -> Tensor:
             return basis.unflatten(1, (group_size, 2, -1))[:, :, index].flatten(1, 2)
 
-        return BasisPair(rows(joint.encode), rows(joint.decode), joint.singular_values.clone())
+        constant = None if joint.constant is None else rows(joint.constant)
+        shift = None if joint.shift is None else joint.shift.clone()
+        return BasisPair(rows(joint.encode), rows(joint.decode), joint.singular_values.clone(), shift, constant)
 
     return side(0), side(1)
 

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..allocation.bits import BitsPath
 from ..bases.information import LayerFisher
 from ..bases.layer import layer_bases
 from ..bases.moments import LayerStatistics
@@ -43,12 +44,25 @@ from ..recipe.settings import CalibrationSettings, Compute
 from ..runtime.projections import read_attention
 from ..versions import versions
 from .capture import layer_statistics
+from .distil import DistilledModel
 from .form import wanted_gradients
 from .gradients import fisher_information, weight_information
 from .outline import ModelOutline, needs_whole_model, wanted_moments
 from .partial import PartialRun
 from .pruning import prune_rows
-from .run import FISHER, INFO, Run, form_info, write_bases, write_codes, write_fisher
+from .run import (
+    FISHER,
+    INFO,
+    Run,
+    form_info,
+    layer_path,
+    read_bases,
+    read_codes,
+    write_bases,
+    write_codes,
+    write_distilled,
+    write_fisher,
+)
 
 TOKENS = "tokens.safetensors"
 """Calibration tokens of an unfinished run, so that those that the model writes need not be written again."""
@@ -166,6 +180,7 @@ class Calibration:
         self._fisher(rows)
         self._gradients(rows)
         self._layers(rows)
+        self._distil(rows)
         self._finish(hashes, about_tokens)
 
     @cached_property
@@ -234,13 +249,36 @@ class Calibration:
             return
         network = LayerwiseModel(self.weights, self.settings.batch_tokens, partial.work)
         with self.times.stage("gradients"):
-            spec, seed = self.recipe.codes, self.recipe.tokens.seed
-            vocabulary = ordinary_tokens(self.checkpoint.config, self.checkpoint.tokenizer)
-            rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed, vocabulary)
+            rows = self._with_repeats(rows[: max(1, self.recipe.codes.tokens // rows.shape[1])], 0)
             wanted = wanted_gradients(self.form)
             with self.progress.task("gradients", 3 * rows.numel() * self.shape.num_layers, "token layers") as advance:
                 for layer, found in fisher_information(network, rows, self.form.group_size, wanted, advance=advance):
                     partial.keep(_gradients_of(layer), found.to_tensors())
+
+    def _with_repeats(self, rows: Tensor, draw: int) -> Tensor:
+        """The rows with spans stated again; each `draw` has others."""
+        vocabulary = ordinary_tokens(self.checkpoint.config, self.checkpoint.tokenizer)
+        return with_repeats(rows, self.recipe.codes.repeats, self.recipe.tokens.seed ^ draw, vocabulary)
+
+    def _distil(self, rows: Tensor) -> None:
+        """Train the bases and codes of all layers, where the recipe asks for it; they are written beside those."""
+        spec, folder, layers = self.recipe.distil, self.partial.folder, range(self.shape.num_layers)
+        if not spec.steps:
+            return
+        bases = [
+            read_bases(layer_path(folder, "bases", n), self.form, self.shape, self.recipe.bases.refit) for n in layers
+        ]
+        codes = [read_codes(layer_path(folder, "codes", n), self.form, self.shape) for n in layers]
+        element_bytes = (self.checkpoint.config.dtype or torch.float32).itemsize
+        path = BitsPath(codes, self.shape, self.recipe.codes.bits, element_bytes)
+        network = LayerwiseModel(self.weights, self.settings.batch_tokens, self.partial.work)
+        model = DistilledModel(network, self.form, bases, codes, path)
+        with self.times.stage("distil"):
+            count = spec.steps * max(1, min(len(rows), spec.tokens // rows.shape[1])) * rows.shape[1]
+            with self.progress.task("distil", count, "tokens") as advance:
+                model.train(self._with_repeats(rows, 1), spec.steps, spec.tokens, self.recipe.tokens.seed, advance)
+            for layer, trained in zip(layers, model.trained(), strict=True):
+                write_distilled(folder, layer, *trained)
 
     def _layers(self, rows: Tensor) -> None:
         """Statistics and bases of every layer that has none yet."""

@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 from ..bases.moments import JOINT, LayerStatistics, named_form
 from ..format.layout import AttentionShape, KeyForm, pre_rope
 from ..kernels.reference import attend
-from ..kernels.rotary import Rotation, rotate, within_blocks
+from ..kernels.rotary import Rotation, rotate, when_read, within_blocks
 from ..models.layerwise import LayerwiseModel
 from ..models.projections import keys_before_rope, split_activations
 from ..progress import Advance
@@ -94,8 +94,9 @@ def observed_attention(
     family: Family,
     shape: AttentionShape,
     layers: range,
-    seen: Callable[[int, dict[str, Tensor], Tensor], None],
+    seen: Callable[[int, dict[str, Tensor], Tensor], None] = lambda layer, tensors, output: None,
     group_size: int = 1,
+    read: Callable[[int, dict[str, Tensor]], tuple[Tensor, Tensor]] | None = None,
 ) -> Iterator[None]:
     """While active, the attention of some layers reports the very tensors that it computes with.
 
@@ -107,6 +108,7 @@ def observed_attention(
         seen: is called with the layer; `query`, `key_post` and `value`, [batch_size, heads, seq_len, head_dim], and
             where there is RoPE `key_pre` as its module has it; and the output, [batch_size, seq_len, num_heads,
             group_size * head_dim], each query head's average of the stacked values of its KV head's group.
+        read: gives the keys and values, like `key_post` and `value`, that attention computes with in their place.
     """
     before: dict[int, Tensor] = {}
     modules = {layer: family.attention_module(model, layer) for layer in layers}
@@ -122,11 +124,13 @@ def observed_attention(
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         layer = module.layer_idx
-        output = attend(query, key, _stacked(value, group_size), scaling, attention_mask, softcap=softcap)
-        output = output.unflatten(-1, (shape.num_heads, -1))
         tensors = {"query": query, "key_post": key, "value": value}
         if layer in before:
             tensors["key_pre"] = before.pop(layer)
+        if read is not None:
+            key, value = read(layer, tensors)
+        output = attend(query, key, _stacked(value, group_size), scaling, attention_mask, softcap=softcap)
+        output = output.unflatten(-1, (shape.num_heads, -1))
         seen(layer, tensors, output)
         return _own_block(output, shape, group_size), None
 
@@ -230,16 +234,23 @@ class StoredKeys:
             return keys
         dtype = torch.promote_types(keys.dtype, torch.float32)
         positions = torch.arange(seq_len, device=keys.device)
-        cos, sin = within_blocks(self._rotation(layer, form, keys.device, dtype), positions, form)
+        cos, sin = within_blocks(self._rotation(layer, form.rope_block or 1, keys.device, dtype), positions, form)
         rotated = rotate(keys.to(dtype).unflatten(0, (-1, seq_len)), cos[:, None], sin[:, None])
         return rotated.flatten(0, 1)
 
-    def _rotation(self, layer: int, form: KeyForm, device: torch.device, dtype: torch.dtype) -> Rotation:
-        """Of the first block."""
+    def when_read(self, layer: int, keys: Tensor, seq_len: int, form: KeyForm) -> Tensor:
+        """Stored keys of whole rows, [tokens, num_kv_heads, head_dim], as attention reads them, after RoPE."""
+        if form.rope_block is None:
+            return keys
+        cos, sin = when_read(self._rotation(layer, seq_len, keys.device, keys.dtype), form)
+        return rotate(keys.unflatten(0, (-1, seq_len)), cos[:, None], sin[:, None]).flatten(0, 1)
+
+    def _rotation(self, layer: int, count: int, device: torch.device, dtype: torch.dtype) -> Rotation:
+        """Of the first positions."""
         assert self.family.rotary is not None
         kind = self.family.rotary_type(self.model.config, layer)
         rotary = self.model.get_submodule(self.family.rotary)
-        places = torch.arange(form.rope_block or 1, device=device)
+        places = torch.arange(count, device=device)
         like = torch.empty(0, device=device, dtype=dtype)
         cos, sin = rotary(like, places[None], *(() if kind is None else (kind,)))
         return cos[0].to(device), sin[0].to(device)

@@ -119,6 +119,8 @@ class ModelOutline:
             gradients = 3 * groups * (2 * latent * (latent + 1) + 8 * min(tokens, SAMPLES) * latent)
             running, solving = 3 * running, solving + 3 * gradients
             codes = 2 * 17 * 8 * kv_width  # weight, variance, three numbers at each of five widths
+            if recipe.distil.steps:  # both once more
+                codes += codes + bases
         kept_bytes = shape.num_layers * (outputs + bases + codes)
         disk_bytes = kept_bytes + shape.num_layers * gradients + 2 * count * shape.hidden_size * number  # hidden states
         on_gpu = device.type == "cuda"
@@ -159,6 +161,10 @@ class ModelOutline:
         flops = {"text": whole * tokens} if recipe.tokens.source == "synthetic" else {}
         if recipe.needs_gradients:  # forward once, then each layer again and twice as much backward
             flops["gradients"] = 4 * whole * min(tokens, recipe.codes.tokens)
+        if recipe.distil.steps:  # likewise, and the head of the uncompressed model
+            flops["distillation"] = (
+                4 * whole * recipe.distil.steps * min(tokens, recipe.distil.tokens) + layers * tokens
+            )
         return {**flops, "passes": layers * tokens, "statistics": 2.0 * tokens * per_token * shape.num_layers}
 
     def _estimates(
@@ -228,6 +234,8 @@ def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
 
 def needs_whole_model(recipe: Recipe) -> WholeModel | None:
     """What of a calibration needs all weights in memory, if anything does."""
+    if recipe.distil.steps:
+        return WholeModel(f"distil.steps {recipe.distil.steps}", "Give --set distil.steps=0.")
     if "gradients" not in recipe.rank_needs:
         return None
     request = f"ranks.method {recipe.ranks.method} (gradients)"

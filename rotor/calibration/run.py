@@ -1,6 +1,7 @@
 """The run folder: what calibration found, and what searches measured.
 
 RUN/  recipe.yaml  run.json  bases/layer-0000.safetensors ...  codes/layer-0000.safetensors ...  fisher.safetensors
+       distilled/layer-0000.safetensors ...
        tables/KEY.json ...  probes/KEY.json ...  log.txt
 
 Files of a layer are written when it is done and read when it is needed, so that no command holds those of all layers.
@@ -35,11 +36,12 @@ from ..recipe import Recipe, load_stored_recipe
 
 INFO, FISHER = "run.json", "fisher.safetensors"
 SIDES = ("qk", "vo")
+DISTILLED = "distilled"
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
 
 def layer_path(folder: Path, kind: str, layer: int) -> Path:
-    """The file of a layer's `bases` or `codes`."""
+    """The file of a layer's `bases` or `codes`, or of what became of both when they were `distilled`."""
     return folder / kind / f"layer-{layer:04d}.safetensors"
 
 
@@ -91,25 +93,75 @@ def read_fisher(folder: Path, shape: AttentionShape) -> Tensor:
 
 def write_bases(folder: Path, layer: int, bases: LayerBases) -> None:
     """Write all columns of the bases of a layer, float64, with their singular values, and what W_o is refitted by."""
-    tensors: dict[str, Tensor] = {}
-    for side, pair in (("qk", bases.qk), ("vo", bases.vo)):
-        tensors[f"{side}.encode"] = pair.encode.contiguous()
-        if not torch.equal(pair.encode, pair.decode):
-            tensors[f"{side}.decode"] = pair.decode.contiguous()
-        tensors[f"{side}.singular_values"] = pair.singular_values.contiguous()
-    if bases.outputs is not None:
-        tensors["outputs"] = pack_symmetric(bases.outputs)
-    _write(layer_path(folder, "bases", layer), tensors)
+    _write(layer_path(folder, "bases", layer), _bases_tensors(bases))
 
 
 def write_codes(folder: Path, layer: int, codes: LayerCodes) -> None:
     """Write what is known of the codes of each channel of a layer, float64."""
-    tensors = {
+    _write(layer_path(folder, "codes", layer), _codes_tensors(codes))
+
+
+def write_distilled(folder: Path, layer: int, bases: LayerBases, codes: LayerCodes) -> None:
+    """Write what became of a layer's bases and codes when they were trained, beside those."""
+    _write(layer_path(folder, DISTILLED, layer), _bases_tensors(bases) | _codes_tensors(codes))
+
+
+def _bases_tensors(bases: LayerBases) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for side, pair in (("qk", bases.qk), ("vo", bases.vo)):
+        for name, tensor in vars(pair).items():
+            if tensor is not None and not (name == "decode" and torch.equal(pair.encode, tensor)):
+                tensors[f"{side}.{name}"] = tensor.contiguous()
+    if bases.outputs is not None:
+        tensors["outputs"] = pack_symmetric(bases.outputs)
+    return tensors
+
+
+def _codes_tensors(codes: LayerCodes) -> dict[str, Tensor]:
+    return {
         f"{side}.{name}": tensor.contiguous()
         for side, found in zip(SIDES, codes.sides, strict=False)  # values may share the latent of keys
         for name, tensor in vars(found).items()
     }
-    _write(layer_path(folder, "codes", layer), tensors)
+
+
+def read_bases(path: Path, form: LayerForm, shape: AttentionShape, refit: bool = False) -> LayerBases:
+    """What `write_bases` or `write_distilled` wrote.
+
+    Args:
+        refit: W_o is refitted.
+    Raises:
+        CheckpointError: the file is missing, damaged or not of such a layer.
+    """
+    tensors = _Stored(path)
+
+    def pair(side: str) -> BasisPair:
+        encode = tensors[f"{side}.encode"]
+        decode = tensors.get(f"{side}.decode", encode)
+        affine = (tensors.get(f"{side}.{name}") for name in ("shift", "constant"))
+        return BasisPair(encode, decode, tensors[f"{side}.singular_values"], *affine)
+
+    outputs = unpack_symmetric(tensors["outputs"]) if refit else None
+    found = LayerBases(form.keys, form.group_size, pair("qk"), pair("vo"), outputs, form.joint)
+    found.check(shape, str(path))
+    return found
+
+
+def read_codes(path: Path, form: LayerForm, shape: AttentionShape) -> LayerCodes:
+    """What `write_codes` or `write_distilled` wrote; raises likewise."""
+    tensors, sides = _Stored(path), []
+    for side in SIDES[: 2 - form.joint]:
+        found = {}
+        for part in (own.name for own in fields(SideCodes)):
+            widths = () if part in ("weight", "variance") else (len(MEASURED),)
+            found[part] = tensors.checked(f"{side}.{part}", (*widths, *_columns(form, shape)))
+        sides.append(SideCodes(**found))
+    return LayerCodes(sides[0], None if form.joint else sides[1])
+
+
+def _columns(form: LayerForm, shape: AttentionShape) -> tuple[int, int]:
+    size = form.group_size
+    return shape.num_kv_heads // size, size * shape.head_dim * (2 if form.joint else 1)
 
 
 @dataclass(frozen=True)
@@ -187,37 +239,22 @@ class Run:
         """The bases of each layer, read when they are asked for; see RunBases."""
         return RunBases(self, channels)
 
-    def layer_bases(self, layer: int) -> LayerBases:
-        """The bases of one layer.
+    def layer_bases(self, layer: int, kind: str = "bases") -> LayerBases:
+        """The bases of one layer, or what they were trained to: those of `distilled`.
 
         Raises:
             CheckpointError: the layer's file is missing, damaged or does not fit run.json.
         """
-        path, form = layer_path(self.folder, "bases", layer), self.form
+        path = layer_path(self.folder, kind, layer)
         self.verify(path)
-        tensors = _Stored(path)
+        return read_bases(path, self.form, self.shape, self.recipe.bases.refit)
 
-        def pair(side: str) -> BasisPair:
-            encode = tensors[f"{side}.encode"]
-            return BasisPair(encode, tensors.get(f"{side}.decode", encode), tensors[f"{side}.singular_values"])
-
-        outputs = unpack_symmetric(tensors["outputs"]) if self.recipe.bases.refit else None
-        found = LayerBases(form.keys, form.group_size, pair("qk"), pair("vo"), outputs, form.joint)
-        found.check(self.shape, str(path))
+    def layer_codes(self, layer: int, kind: str = "codes") -> LayerCodes:
+        """What is known of the codes of one layer, or what they were trained to; raises likewise."""
+        path = layer_path(self.folder, kind, layer)
+        found = read_codes(path, self.form, self.shape)
+        self.verify(path)
         return found
-
-    def layer_codes(self, layer: int) -> LayerCodes:
-        """What is known of the codes of one layer; raises likewise."""
-        path = layer_path(self.folder, "codes", layer)
-        tensors, sides = _Stored(path), []
-        for side in SIDES[: 2 - self.form.joint]:
-            found = {}
-            for part in (own.name for own in fields(SideCodes)):
-                widths = () if part in ("weight", "variance") else (len(MEASURED),)
-                found[part] = tensors.checked(f"{side}.{part}", (*widths, *self.columns))
-            sides.append(SideCodes(**found))
-        self.verify(path)
-        return LayerCodes(sides[0], None if self.form.joint else sides[1])
 
     def spectra(self, layer: int) -> tuple[Tensor, Tensor]:
         """Singular values of qk and of vo of one layer, each [num_groups, columns]; raises likewise."""
@@ -235,8 +272,7 @@ class Run:
     @property
     def columns(self) -> tuple[int, int]:
         """Groups of a layer, and the columns of each of their latents."""
-        _, size, joint = self.form
-        return self.shape.num_kv_heads // size, size * self.shape.head_dim * (2 if joint else 1)
+        return _columns(self.form, self.shape)
 
 
 def form_info(form: LayerForm) -> FormInfo:
@@ -258,7 +294,8 @@ class RunBases(Sequence[LayerBases]):
 
     def __getitem__(self, index: Any) -> Any:
         index = range(len(self))[index]
-        found = self.run.layer_bases(index)
         if self.channels is None:
-            return found
-        return coded_bases(found, self.run.layer_codes(index), self.channels[index])
+            return self.run.layer_bases(index)
+        kinds = (DISTILLED, DISTILLED) if self.run.recipe.distil.steps else ("bases", "codes")
+        bases, codes = self.run.layer_bases(index, kinds[0]), self.run.layer_codes(index, kinds[1])
+        return coded_bases(bases, codes, self.channels[index])

@@ -23,12 +23,20 @@ from ..runtime.rewrite import FoldedBasis
 from .quantiser import ChannelCode
 
 
-def fold_code(encode: Tensor, decode: Tensor, code: ChannelCode, channels: Channels) -> FoldedBasis:
+def fold_code(
+    encode: Tensor,
+    decode: Tensor,
+    code: ChannelCode,
+    channels: Channels,
+    shift: Tensor | None = None,
+    constant: Tensor | None = None,
+) -> FoldedBasis:
     """Fold a code into the bases of one group.
 
     Args:
-        encode, decode: [n, columns], float64: latent = x @ encode, x is read as latent @ decode^T.
+        encode, decode: [n, columns], float64: latent = x @ encode + shift, x is read as latent @ decode^T + constant.
         code: of these columns, those that are stored first, as `channels` has them.
+        shift: [columns]. constant: [n].
     Raises:
         NumericsError: a scale is not positive, or a result not finite.
     """
@@ -41,8 +49,9 @@ def fold_code(encode: Tensor, decode: Tensor, code: ChannelCode, channels: Chann
         [sum(16.0**i for i in range(bits // NIBBLE_BITS)) for bits in channels.bits], dtype=torch.float64
     )
     offset = mean / scale + 0.5 - code.levels[:rank] / 2 + SIGNED * powers
-    dropped = decode[:, rank:] @ code.mean[rank:]
-    folded = FoldedBasis(channels, encode[:, :rank] / scale, decode[:, :rank] * scale, -mean / scale, offset, dropped)
+    dropped = decode[:, rank:] @ code.mean[rank:] + (0 if constant is None else constant)
+    before = ((0 if shift is None else shift[:rank]) - mean) / scale
+    folded = FoldedBasis(channels, encode[:, :rank] / scale, decode[:, :rank] * scale, before, offset, dropped)
     for name, tensor in folded.tensors().items():
         if not torch.isfinite(tensor).all():
             raise NumericsError(f"{name} is not finite with the code folded in.", "Calibrate with --dtype float32.")

@@ -135,7 +135,11 @@ def coded_bases(bases: LayerBases, codes: LayerCodes, channels: GroupChannels) -
         order = torch.stack(orders)
         index = order.unsqueeze(1).expand_as(pair.encode)
         return BasisPair(
-            pair.encode.gather(-1, index), pair.decode.gather(-1, index), pair.singular_values.gather(-1, order)
+            pair.encode.gather(-1, index),
+            pair.decode.gather(-1, index),
+            pair.singular_values.gather(-1, order),
+            None if pair.shift is None else pair.shift.gather(-1, order),
+            pair.constant,
         )
 
     return CodedBases(

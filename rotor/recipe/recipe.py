@@ -19,6 +19,7 @@ from .sections import (
     MODEL,
     Bases,
     Codes,
+    Distil,
     Evaluation,
     Groups,
     ObjectiveSettings,
@@ -46,6 +47,7 @@ class Recipe:
     bases: Bases = Bases()
     ranks: Ranks = Ranks()
     codes: Codes = Codes()
+    distil: Distil = Distil()
     evaluation: Evaluation = Evaluation()
     search: Search = Search()
     objective: ObjectiveSettings = ObjectiveSettings()
@@ -96,6 +98,7 @@ class Recipe:
             fits = tokens.source == "dataset" or getattr(tokens, name) == default
             need(fits, f"tokens.{name}", f"{json.dumps(default)}, as source is not dataset")
         need(evaluation.source != "text" or bool(evaluation.path), "evaluation.path", file)
+        need(self.coded or not self.distil.steps, "distil.steps", "0, as codes.bits has no width below 16")
         where = "pre" if domain == "block" else domain
         methods = [name for name, method in QK_METHODS.items() if where in method.domains]
         need(self.bases.qk in methods, "bases.qk", f"one of {', '.join(methods)}, as groups.domain is {domain}")

@@ -162,6 +162,16 @@ class Codes:
 
 
 @dataclass(frozen=True, config=MODEL)
+class Distil:
+    """Training of bases and codes by the KL divergence from the uncompressed model; its weights stay as they are."""
+
+    steps: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    """Steps of gradient descent; 0 trains nothing. Of recipes with codes; the whole model has to be in memory."""
+    tokens: Count = 2048
+    """Calibration tokens of a step. They are all drawn from, with spans stated again as `codes.repeats` says."""
+
+
+@dataclass(frozen=True, config=MODEL)
 class Evaluation:
     """Held-out text and the metric that accuracy means."""
 

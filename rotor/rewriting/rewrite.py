@@ -110,7 +110,8 @@ def _folded(pair: BasisPair, group: int, latent: Latent, code: ChannelCode | Non
     if code is None:
         return FoldedBasis(latent, encode[:, : latent.rank], decode[:, : latent.rank])
     assert isinstance(latent, Channels)
-    return fold_code(encode, decode, code, latent)
+    affine = (None if tensor is None else tensor[group] for tensor in (pair.shift, pair.constant))
+    return fold_code(encode, decode, code, latent, *affine)
 
 
 def _refit(basis: FoldedBasis, outputs: Tensor, group_size: int) -> FoldedBasis:
