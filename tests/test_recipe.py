@@ -18,7 +18,9 @@ def test_bundled_recipes_are_what_the_papers_say() -> None:
     assert (sixteen.groups.size, sixteen.groups.domain, sixteen.ranks.method) == ("all", "pre", "global")
     assert sixteen.codes.bits == (0, 16)
     coded = {name for name, recipe in recipes.items() if recipe.coded}
-    assert coded == {"rotor", "rotor-plain", "rotor-post", "rotor-smallest"}
+    assert coded == {"rotor", "rotor-distilled", "rotor-plain", "rotor-post", "rotor-smallest"}
+    ours, distilled = (recipes[name].to_dict() for name in ("rotor", "rotor-distilled"))
+    assert {key for key in ours if ours[key] != distilled[key]} == {"name", "summary", "distil"}
     for name, recipe in recipes.items():
         assert recipe.name == name
         assert "\n" not in recipe.summary
