@@ -14,7 +14,7 @@ Source: rotor's own; the loss is that of knowledge distillation (Hinton et al., 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,9 +27,10 @@ from ..codes.layer import GroupChannels, LayerCodes
 from ..codes.training import TrainedCode
 from ..errors import NumericsError
 from ..format.layout import LayerForm
-from ..models.layerwise import LayerwiseModel, logit_batches
+from ..models.layerwise import LayerwiseModel
 from ..progress import Advance
 from .capture import StoredKeys, observed_attention
+from .gradients import all_states, head_gradient
 
 COMPRESSION = (0.78, 0.92)
 """Plans are drawn that remove a share of the cache between these."""
@@ -143,14 +144,19 @@ class DistilledModel:
             expected: final hidden states of the uncompressed model.
         """
         network, layers = self.network, range(self.network.shape.num_layers)
+        count = rows.shape[0] * (rows.shape[1] - 1)
+
+        def kl_div(
+            logits: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], part: tuple[slice, slice]
+        ) -> Tensor:
+            with torch.no_grad():
+                reference = head(expected[part].clone()).float().flatten(0, 1).log_softmax(-1)
+            return (reference.exp() * (reference - logits.log_softmax(-1))).sum()
+
         with observed_attention(network.model, network.family, network.shape, layers, read=self.read):
-            states = [network.embed(rows)]
-            for index in layers:
-                out = network.states_like(rows)
-                with network.layer(index):
-                    network.run(index, states[-1], out)
-                states.append(out)
-            loss, gradient = self._head_gradient(rows, states.pop(), expected)
+            states = all_states(network, rows)
+            total, gradient = head_gradient(network, rows, states.pop(), kl_div)
+            gradient /= count
             for index in reversed(layers):
                 entering = states.pop()
                 parameters = [p for side in self._layers[index] for p in (*side.mixes, *side.steps)]
@@ -164,24 +170,6 @@ class DistilledModel:
                         gradient[part] = by_hidden.to(gradient.device)
                         for parameter, own in zip(parameters, found, strict=True):
                             parameter.grad = own if parameter.grad is None else parameter.grad + own
-        return loss
-
-    def _head_gradient(self, rows: Tensor, states: Tensor, expected: Tensor) -> tuple[float, Tensor]:
-        """The mean KL divergence, and its gradient by the final hidden states, of their shape."""
-        network, positions_in_all, total = self.network, rows.shape[0] * (rows.shape[1] - 1), 0.0
-        gradient = network.states_like(rows).zero_()
-        with network.head(differentiable=True) as head:
-            for batch, positions in logit_batches(network, rows):
-                hidden = states[batch, positions].clone().requires_grad_()
-                with torch.no_grad():
-                    reference = head(expected[batch, positions].clone()).float().log_softmax(-1)
-                with torch.enable_grad():
-                    found = head(hidden).float().log_softmax(-1)
-                    loss = (reference.exp() * (reference - found)).sum() / positions_in_all
-                    if not torch.isfinite(loss):
-                        raise NumericsError(
-                            "the loss of distillation is not finite.", "Calibrate with --dtype float32."
-                        )
-                    (part,) = torch.autograd.grad(loss, hidden)
-                gradient[batch, positions], total = part, total + float(loss.detach())
-        return total, gradient
+        if not math.isfinite(total):
+            raise NumericsError("the loss of distillation is not finite.", "Calibrate with --dtype float32.")
+        return total / count

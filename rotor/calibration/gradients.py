@@ -13,7 +13,7 @@ gradients: a model whose weights are read layer by layer needs no more memory fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -57,29 +57,44 @@ def fisher_information(
     Raises:
         NumericsError: a gradient is not finite; names the layer.
     """
+    states = all_states(network, rows, advance)
+    _, gradient = head_gradient(network, rows, states.pop(), _next_token_loss)
+    for index in reversed(range(network.shape.num_layers)):
+        yield index, _layer_backward(network, index, states.pop(), gradient, group_size, wanted, samples, advance)
+
+
+def all_states(network: LayerwiseModel, rows: Tensor, advance: Advance = lambda done: None) -> list[Tensor]:
+    """Hidden states that enter each layer, and those that leave the last, each [n, seq_len, hidden_size]."""
     states = [network.embed(rows)]
     for index in range(network.shape.num_layers):
         out = network.states_like(rows)
         with network.layer(index):
             network.run(index, states[-1], out, advance)
         states.append(out)
-    gradient = _head_gradient(network, rows, states.pop())
-    for index in reversed(range(network.shape.num_layers)):
-        yield index, _layer_backward(network, index, states.pop(), gradient, group_size, wanted, samples, advance)
+    return states
 
 
-def _head_gradient(network: LayerwiseModel, rows: Tensor, states: Tensor) -> Tensor:
-    """Gradient of the summed next-token loss by the final hidden states, of their shape."""
-    gradient = network.states_like(rows).zero_()
+Loss = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor], tuple[slice, slice]], Tensor]
+"""Sum over some positions of a loss: of float32 logits and the tokens that come next, [positions, vocab_size] and
+[positions]; the head, and which rows and positions these are of, are given too."""
+
+
+def _next_token_loss(logits: Tensor, labels: Tensor, head: object, part: object) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+def head_gradient(network: LayerwiseModel, rows: Tensor, states: Tensor, loss: Loss) -> tuple[float, Tensor]:
+    """A loss summed over all positions but the last, and its gradient by the final hidden states, of their shape."""
+    gradient, total = network.states_like(rows).zero_(), 0.0
     with network.head(differentiable=True) as head, torch.enable_grad():
-        for batch, positions in logit_batches(network, rows):
-            hidden = states[batch, positions].clone().requires_grad_()
-            labels = rows[batch, positions.start + 1 : positions.stop + 1].flatten()
+        for part in logit_batches(network, rows):
+            hidden = states[part].clone().requires_grad_()
+            labels = rows[part[0], part[1].start + 1 : part[1].stop + 1].flatten()
             logits = head(hidden).float().flatten(0, 1)
-            loss = torch.nn.functional.cross_entropy(logits, labels.to(logits.device), reduction="sum")
-            (part,) = torch.autograd.grad(loss, hidden)
-            gradient[batch, positions] = part
-    return gradient
+            found = loss(logits, labels.to(logits.device), head, part)
+            (gradient[part],) = torch.autograd.grad(found, hidden)
+            total += float(found.detach())
+    return total, gradient
 
 
 def _layer_backward(
