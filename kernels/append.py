@@ -78,14 +78,14 @@ def projected(
     dim = 2 * HALF + REST
     if HALF > 0:
         plane = tl.arange(0, HALF_PADDED)
-        seen = valid[:, None] & (plane < HALF)[None, :]
+        there = valid[:, None] & (plane < HALF)[None, :]
         read = (plane < HALF)[:, None] & some[None, :]
         if MODE > 0:
             own_cos, own_sin = rotation_of(cos, sin, row, valid, table_stride, block, fast, MODE, HALF, HALF_PADDED)
         for head in range(SIZE):
             start = key + (source + head * head_stride)[:, None] + plane[None, :]
-            first = tl.load(start, mask=seen, other=0.0).to(tl.float32)
-            second = tl.load(start + HALF, mask=seen, other=0.0).to(tl.float32)
+            first = tl.load(start, mask=there, other=0.0).to(tl.float32)
+            second = tl.load(start + HALF, mask=there, other=0.0).to(tl.float32)
             if MODE > 0:
                 rotated = first * own_cos - second * own_sin
                 second = second * own_cos + first * own_sin
@@ -97,11 +97,11 @@ def projected(
             result = tl.dot(second.to(two.dtype), two, result, input_precision=PRECISION)
     if REST > 0:
         place = tl.arange(0, REST_PADDED)
-        seen = valid[:, None] & (place < REST)[None, :]
+        there = valid[:, None] & (place < REST)[None, :]
         read = (place < REST)[:, None] & some[None, :]
         for head in range(SIZE):
             own = tl.load(
-                key + (source + head * head_stride)[:, None] + 2 * HALF + place[None, :], mask=seen, other=0.0
+                key + (source + head * head_stride)[:, None] + 2 * HALF + place[None, :], mask=there, other=0.0
             )
             tile = basis + (head * dim + 2 * HALF + place[:, None]) * basis_stride + column[None, :]
             numbers = tl.load(tile, mask=read, other=0.0)
@@ -118,20 +118,20 @@ def rotate_head(
 ):  # fmt: skip
     """A query head of some tokens, rotated by their whole position."""
     plane = tl.arange(0, HALF_PADDED)
-    seen = valid[:, None] & (plane < HALF)[None, :]
+    there = valid[:, None] & (plane < HALF)[None, :]
     own_cos, own_sin = rotation_of(cos, sin, row, valid, table_stride, 1, 0, 1, HALF, HALF_PADDED)
     start = query + source[:, None] + plane[None, :]
-    first = tl.load(start, mask=seen, other=0.0).to(tl.float32)
-    second = tl.load(start + HALF, mask=seen, other=0.0).to(tl.float32)
+    first = tl.load(start, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(start + HALF, mask=there, other=0.0).to(tl.float32)
     kind = query_out.dtype.element_ty
     out = query_out + target[:, None] + plane[None, :]
-    tl.store(out, (first * own_cos - second * own_sin).to(kind), mask=seen)
-    tl.store(out + HALF, (second * own_cos + first * own_sin).to(kind), mask=seen)
+    tl.store(out, (first * own_cos - second * own_sin).to(kind), mask=there)
+    tl.store(out + HALF, (second * own_cos + first * own_sin).to(kind), mask=there)
     if REST > 0:
         place = tl.arange(0, REST_PADDED)
-        seen = valid[:, None] & (place < REST)[None, :]
-        own = tl.load(query + source[:, None] + 2 * HALF + place[None, :], mask=seen, other=0.0)
-        tl.store(query_out + target[:, None] + 2 * HALF + place[None, :], own, mask=seen)
+        there = valid[:, None] & (place < REST)[None, :]
+        own = tl.load(query + source[:, None] + 2 * HALF + place[None, :], mask=there, other=0.0)
+        tl.store(query_out + target[:, None] + 2 * HALF + place[None, :], own, mask=there)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ NOTHING = tl.constexpr(-1e30)
 
 
 @triton.jit
-def pieces(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+def operands(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """The operands of products that a tile of rows holds: of words, their four planes of nibbles; else itself."""
     if not CODED:
         return (tile,)
@@ -151,19 +151,19 @@ def decode_kernel(
 ):  # fmt: skip
     """One slice of the line of tiles.
 
-    query: absorbed queries [batch_size, max_blocks, groups, rows, pieces, COLUMNS], or with FOLDED [tokens, .]; a piece
-    is COLUMNS channels. constant: [batch_size, max_blocks, groups, rows], logits of what all keys of a block share.
-    fast_query: [.., rows, 2, FAST]. fast_basis: [groups, HEADS, pieces, 2, FAST, COLUMNS]. fast_constant: [groups,
-    HEADS, 2, FAST]. rotations: [2, BLOCK, FAST]. partial: [slots, rows, pieces, VALUE_COLUMNS]. table: [groups, 8]:
-    columns of a piece and the first element in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the
+    query: absorbed queries [batch_size, max_blocks, groups, rows, nibbles, COLUMNS], nibbles of a word (1 of numbers),
+    or with FOLDED [tokens, .]. constant: [batch_size, max_blocks, groups, rows], logits of what all keys of a block share.
+    fast_query: [.., rows, 2, FAST]. fast_basis: [groups, HEADS, nibbles, 2, FAST, COLUMNS]. fast_constant: [groups,
+    HEADS, 2, FAST]. rotations: [2, BLOCK, FAST]. partial: [slots, rows, nibbles, VALUE_COLUMNS]. table: [groups, 8]:
+    columns of a nibble and the first element in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the
     first place of queries (FOLDED), of the basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a block,
     0: all. FAST: planes, 0: none. LEAN: what all tiles share and each loads anew, which frees registers: constants (1),
-    rotations (2). TOGETHER: KV heads whose fast planes are rebuilt by one product. AGAIN: pieces of joint latents that
+    rotations (2). TOGETHER: KV heads whose fast planes are rebuilt by one product. AGAIN: planes of joint latents that
     are unpacked anew for values, for the same reason.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
-    PIECES: tl.constexpr = 4 if CODED else 1
+    NIBBLES: tl.constexpr = 4 if CODED else 1
     LIVE: tl.constexpr = TOKENS * HEADS * PER_HEAD
     OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
     program = tl.program_id(0)
@@ -205,22 +205,22 @@ def decode_kernel(
         slot = program + sequence * groups + group
         if FOLDED:
             q_token = sequence + tl.zeros_like(token) if TOKENS == 1 else tl.load(query_start + sequence) + token
-            q_row = q_token.to(tl.int64) * query_stride + tl.load(table + group * 8 + 4) + head * (width * PIECES)
+            q_row = q_token.to(tl.int64) * query_stride + tl.load(table + group * 8 + 4) + head * (width * NIBBLES)
             q_live = live & (q_token < (sequence + 1 if TOKENS == 1 else tl.load(query_start + sequence + 1)))
             queries = ()
             c = tl.zeros((ROWS,), tl.float32)
-            for j in tl.static_range(PIECES):
+            for j in tl.static_range(NIBBLES):
                 some = q_live[None, :] & (column < width)[:, None]
                 queries += (tl.load(query + q_row[None, :] + (j * width + column)[:, None], mask=some, other=0.0),)
                 c -= OFFSET * scale * tl.sum(queries[j].to(tl.float32), 0)
         else:
             q_group = (sequence.to(tl.int64) * max_blocks * groups + group) * LIVE
             q_block = groups * LIVE
-            q_row = row[None, :] * (PIECES * COLUMNS) + column[:, None]
+            q_row = row[None, :] * (NIBBLES * COLUMNS) + column[:, None]
             if BLOCK == 0:
                 queries = ()
-                for j in tl.static_range(PIECES):
-                    pointers = query + q_group * (PIECES * COLUMNS) + j * COLUMNS + q_row
+                for j in tl.static_range(NIBBLES):
+                    pointers = query + q_group * (NIBBLES * COLUMNS) + j * COLUMNS + q_row
                     queries += (tl.load(pointers, mask=live[None, :], other=0.0),)
                 c = tl.load(constant + q_group + row, mask=live, other=0.0)
         if TOKENS > 1:
@@ -239,7 +239,7 @@ def decode_kernel(
         largest = tl.full((ROWS,), NOTHING, tl.float32)
         total_weight = tl.zeros((16, ROWS), tl.float32)
         weighted = ()
-        for _ in tl.static_range(PIECES):
+        for _ in tl.static_range(NIBBLES):
             weighted += (tl.zeros((VALUE_COLUMNS, ROWS), tl.float32),)
         page = page_of(block_table, sequence, tile_0, b, u, table_stride, STEP, KEYS, PAGE)
         ahead = (load_rows(keys, page, tile_0, b, u, width, key_block, key_row, STEP, KEYS, PAGE, COLUMNS, EXACT),)
@@ -248,7 +248,7 @@ def decode_kernel(
         page = page_of(block_table, sequence, tl.minimum(tile_0 + 1, tile_1 - 1), b, u, table_stride, STEP, KEYS, PAGE)
         for tile in tl.range(tile_0, tile_1, num_stages=STAGES):
             now = ahead
-            z = pieces(now[0], CODED, DTYPE, ASM)
+            z = operands(now[0], CODED, DTYPE, ASM)
             zero = tile >> 30 if LEAN % 2 else 0  # which no compiler knows
             if BLOCK > 0:
                 block = q_group + (tile * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
@@ -259,9 +259,9 @@ def decode_kernel(
                 )
             logits = tl.zeros((KEYS, ROWS), tl.float32)
             if SLOW:
-                for j in tl.static_range(PIECES):
+                for j in tl.static_range(NIBBLES):
                     if BLOCK > 0:
-                        pointers = query + block * (PIECES * COLUMNS) + j * COLUMNS + q_row
+                        pointers = query + block * (NIBBLES * COLUMNS) + j * COLUMNS + q_row
                         q = tl.load(pointers) if ROWS == LIVE else tl.load(pointers, mask=live[None, :], other=0.0)
                     else:
                         q = queries[j]
@@ -278,11 +278,11 @@ def decode_kernel(
                     sin = sin[:, None, :].broadcast_to((KEYS, TOGETHER, FAST)).reshape((KEYS, TOGETHER * FAST))
                 for h in tl.static_range(0, HEADS, TOGETHER):
                     c_h = fast_constant + (group * HEADS + h + of_head) * (2 * FAST) + plane + zero
-                    b_h = fast_basis + (group * HEADS + h + of_head)[None, :] * (PIECES * 2 * FAST * COLUMNS)
+                    b_h = fast_basis + (group * HEADS + h + of_head)[None, :] * (NIBBLES * 2 * FAST * COLUMNS)
                     b_h += column[:, None] + plane[None, :] * COLUMNS
                     k0 = tl.zeros((KEYS, TOGETHER * FAST), tl.float32) + tl.load(c_h)[None, :]
                     k1 = tl.zeros((KEYS, TOGETHER * FAST), tl.float32) + tl.load(c_h + FAST)[None, :]
-                    for j in tl.static_range(PIECES):
+                    for j in tl.static_range(NIBBLES):
                         b_j = b_h + j * (2 * FAST * COLUMNS)
                         k0 = tl.dot(z[j], tl.load(b_j), k0, input_precision=PRECISION)
                         k1 = tl.dot(z[j], tl.load(b_j + FAST * COLUMNS), k1, input_precision=PRECISION)
@@ -302,29 +302,29 @@ def decode_kernel(
             start = tile * STEP
             if TOKENS > 1:
                 index = (start + place)[:, None]
-                seen = (index >= row_first[None, :]) & (index < row_end[None, :])
+                visible = (index >= row_first[None, :]) & (index < row_end[None, :])
                 if KEYS > STEP:
-                    seen &= (place < STEP)[:, None]
+                    visible &= (place < STEP)[:, None]
                 if MASK:
-                    read = seen & open_[None, :]
-                    seen &= tl.load(mask + new[None, :].to(tl.int64) * mask_stride + index, mask=read, other=1) != 0
+                    read = visible & open_[None, :]
+                    visible &= tl.load(mask + new[None, :].to(tl.int64) * mask_stride + index, mask=read, other=1) != 0
             else:
-                seen = (place >= b - start) & (place < tl.minimum(u - start, STEP))
+                visible = (place >= b - start) & (place < tl.minimum(u - start, STEP))
                 if MASK:
-                    read = seen & open_
+                    read = visible & open_
                     at = mask + new.to(tl.int64) * mask_stride + start + place
-                    seen &= tl.load(at, mask=read, other=1) != 0
-                seen = seen[:, None]
+                    visible &= tl.load(at, mask=read, other=1) != 0
+                visible = visible[:, None]
             if SOFTCAP:
                 logits = logits * scale
                 if CONSTANT:
                     logits += c[None, :]
                 logits = softcap - 2.0 * softcap / (tl.exp2(logits * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
-                logits = tl.where(seen, logits, NOTHING)
+                logits = tl.where(visible, logits, NOTHING)
                 now_largest = tl.maximum(largest, tl.max(logits, 0))
                 weights = tl.exp2(logits - now_largest[None, :])
             else:
-                logits = tl.where(seen, logits, NOTHING)
+                logits = tl.where(visible, logits, NOTHING)
                 if CONSTANT:
                     now_largest = tl.maximum(largest, tl.max(logits, 0) * scale + c)
                     weights = tl.exp2(logits * scale + (c - now_largest)[None, :])
@@ -336,19 +336,19 @@ def decode_kernel(
             weights = weights.to(DTYPE)
             total_weight = tl.dot(ones, weights, total_weight * shrink, input_precision=PRECISION)
             if not JOINT:
-                z = pieces(now[1], CODED, DTYPE, ASM)
+                z = operands(now[1], CODED, DTYPE, ASM)
             elif AGAIN > 0:
-                again = pieces(anew(now[0], tile >> 30, ASM), CODED, DTYPE, ASM)
+                again = operands(anew(now[0], tile >> 30, ASM), CODED, DTYPE, ASM)
             added = ()
-            for j in tl.static_range(PIECES):
+            for j in tl.static_range(NIBBLES):
                 z_j = again[j] if JOINT and j < AGAIN else z[j]
                 added += (tl.dot(tl.trans(z_j), weights, weighted[j] * shrink, input_precision=PRECISION),)
             weighted = added
 
         late = position >> 30 if AGAIN else 0  # so that places are not kept from before the loop
         sums = tl.max(total_weight, 0)
-        out = partial + slot.to(tl.int64) * (LIVE * PIECES * VALUE_COLUMNS)
-        out += (row + late)[None, :] * (PIECES * VALUE_COLUMNS) + (value_column + late)[:, None]
-        for j in tl.static_range(PIECES):
+        out = partial + slot.to(tl.int64) * (LIVE * NIBBLES * VALUE_COLUMNS)
+        out += (row + late)[None, :] * (NIBBLES * VALUE_COLUMNS) + (value_column + late)[:, None]
+        for j in tl.static_range(NIBBLES):
             tl.store(out + j * VALUE_COLUMNS, weighted[j] / sums[None, :] - OFFSET, mask=live[None, :])
         tl.store(partial_lse + slot * LIVE + row + late, largest + tl.log2(sums), mask=live)

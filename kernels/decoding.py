@@ -82,7 +82,7 @@ class DecodeLayer:
     def __init__(self, parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> None:
         layout, shape = parameters.layout, parameters.shape
         self.parameters, self.dtype, self.device, self.layout = parameters, dtype, device, layout
-        self.pieces = 4 if layout.coded else 1
+        self.nibbles = 4 if layout.coded else 1
         self.heads, self.per_head = layout.group_size, shape.heads_per_kv
         self.group_rows = self.heads * self.per_head
         self.folded = layout.folds_queries(shape)
@@ -94,8 +94,8 @@ class DecodeLayer:
         self.slow_columns = padded_columns(2 * (self.planes - self.fast_planes))
         self.rest_columns = padded_columns(rest)
         self.slow = self.folded or bool(self.slow_columns or self.rest_columns)
-        widths = [group.key.width // self.pieces for group in layout.groups]
-        value_widths = [group.values.width // self.pieces for group in layout.groups]
+        widths = [group.key.width // self.nibbles for group in layout.groups]
+        value_widths = [group.values.width // self.nibbles for group in layout.groups]
         self.columns, self.value_columns = padded_columns(max(widths)), padded_columns(max(value_widths))
         self.exact = set(widths) == {self.columns}
         self.value_exact = set(value_widths) == {self.value_columns}
@@ -133,17 +133,17 @@ class DecodeLayer:
         return self._tables[key_align, value_align]
 
     def _fast_parts(self) -> tuple[Tensor, Tensor]:
-        """What rebuilds fast planes: [groups, heads, pieces, 2, fast, columns] and [groups, heads, 2, fast]."""
+        """What rebuilds fast planes: [groups, heads, nibbles, 2, fast, columns] and [groups, heads, 2, fast]."""
         assert self.basis is not None
         layout, planes, head_dim = self.layout, self.planes, self.parameters.shape.head_dim
-        parts = self.basis.new_zeros(len(layout.groups), self.heads, self.pieces, 2, self.fast, self.columns)
+        parts = self.basis.new_zeros(len(layout.groups), self.heads, self.nibbles, 2, self.fast, self.columns)
         constants = torch.zeros(len(layout.groups), self.heads, 2, self.fast, device=self.device)
         place = 0
         for g, group in enumerate(layout.groups):
             own = self.basis[:, place : place + group.key.width].unflatten(0, (self.heads, head_dim))
             halves = own[:, : 2 * planes].unflatten(1, (2, planes))[:, :, : self.fast_planes]
-            pieces = halves.unflatten(-1, (self.pieces, -1)).permute(0, 3, 1, 2, 4)
-            parts[g, :, :, :, : self.fast_planes, : pieces.shape[-1]] = pieces
+            nibbles = halves.unflatten(-1, (self.nibbles, -1)).permute(0, 3, 1, 2, 4)
+            parts[g, :, :, :, : self.fast_planes, : nibbles.shape[-1]] = nibbles
             constants[g, :, :, : self.fast_planes] = -self.offset * halves.float().sum(-1)
             place += group.key.width
         if self.constant is not None:
@@ -259,7 +259,7 @@ def decode_attention(
     output = query.new_empty(query.shape[0], layer.output_width) if out is None else out
     if ranges.query_start is not None:
         output.zero_()  # tokens of no sequence
-    per_sequence = max_blocks * groups * rows * layer.pieces * layer.columns * query.element_size()
+    per_sequence = max_blocks * groups * rows * layer.nibbles * layer.columns * query.element_size()
     part = batch_size if layer.folded else max(1, min(batch_size, ABSORBED_BYTES // per_sequence))
     with device_guard(key.device):
         for start in range(0, batch_size, part):
@@ -298,8 +298,8 @@ def _launch(
     blocks = 0 if layer.folded else batch_size * max_blocks * groups * rows
     slots = (programs + batch_size * groups) * rows
     sizes = (
-        -(-blocks * layer.pieces * layer.columns * ratio // 4), blocks, -(-blocks * 2 * layer.fast * ratio // 4),
-        slots * layer.pieces * layer.value_columns, slots,
+        -(-blocks * layer.nibbles * layer.columns * ratio // 4), blocks, -(-blocks * 2 * layer.fast * ratio // 4),
+        slots * layer.nibbles * layer.value_columns, slots,
     )  # fmt: skip
     memory = _memory(sizes, key.device)
     absorbed, constant, fast_query = memory[0].view(query.dtype), memory[1], memory[2].view(query.dtype)

@@ -16,7 +16,7 @@ from rotor.errors import UsageError
 def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *rest: Any, **constants: Any) -> None:
     """Launch `kernel[grid](first, *rest, **constants)` on the device of its first argument.
 
-    Triton launches on the current device, which in a model spread over several GPUs is not always that of the layer.
+    Triton launches on the current device, which in a model split over several GPUs is not always that of the layer.
     """
     with device_guard(first.device):
         kernel[grid](first, *rest, **constants)

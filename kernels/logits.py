@@ -117,11 +117,11 @@ class AbsorbedQueries:
         if parameters.softcap is not None:  # which sees what is added to all logits of a query
             self.extra = _constant_logits(query, parameters, cls)
 
-    def __call__(self, latents: Tensor, part: slice, seen: slice) -> Tensor:
-        """[batch_size, count, heads of a group, queries that are seen, keys], unscaled."""
-        own = self.queries[..., seen, :]
+    def __call__(self, latents: Tensor, part: slice, active: slice) -> Tensor:
+        """[batch_size, count, heads of a group, active queries, keys], unscaled."""
+        own = self.queries[..., active, :]
         logits = (own.flatten(2, 3) @ latents.mT).unflatten(2, own.shape[2:4])
-        return logits if self.extra is None else logits + self.extra[..., seen, :]
+        return logits if self.extra is None else logits + self.extra[..., active, :]
 
 
 class RebuiltKeys:
@@ -162,17 +162,17 @@ class RebuiltKeys:
             absorbed = absorbed.unflatten(3, (*queries.shape[3:5], -1)).flatten(2, 3).flatten(2, 3)
             self.absorbed = absorbed.transpose(2, 3)  # [batch_size, count, blocks, heads * seq_len, width]
 
-    def __call__(self, latents: Tensor, part: slice, seen: slice) -> Tensor:
-        """[batch_size, count, heads of a group, queries that are seen, keys], unscaled."""
+    def __call__(self, latents: Tensor, part: slice, active: slice) -> Tensor:
+        """[batch_size, count, heads of a group, active queries, keys], unscaled."""
         logits = None
         if self.basis.shape[-1]:
-            own = self.queries[..., seen, :]
+            own = self.queries[..., active, :]
             keys = self._keys(latents, part).permute(0, 1, 3, 4, 2)  # [batch_size, count, group_size, rebuilt, keys]
             logits = (own.flatten(3, 4) @ keys).unflatten(3, own.shape[3:5]).flatten(2, 3)
         if self.absorbed is None:
             assert logits is not None
             return logits
-        slow = self._slow(latents, part).unflatten(2, self.shape[2:])[..., seen, :]
+        slow = self._slow(latents, part).unflatten(2, self.shape[2:])[..., active, :]
         return slow if logits is None else logits.add_(slow)
 
     def _keys(self, latents: Tensor, part: slice) -> Tensor:

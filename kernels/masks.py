@@ -33,10 +33,10 @@ def mask_kernel(
     count = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, kv_len, BLOCK):
         index = start + column
-        seen = tl.load(source + index.to(tl.int64) * key_stride, mask=index < kv_len, other=0) != 0
-        least = tl.minimum(least, tl.where(seen, index, 2147483647))
-        most = tl.where(seen, index + 1, most)
-        count += seen.to(tl.int32)
+        attended = tl.load(source + index.to(tl.int64) * key_stride, mask=index < kv_len, other=0) != 0
+        least = tl.minimum(least, tl.where(attended, index, 2147483647))
+        most = tl.where(attended, index + 1, most)
+        count += attended.to(tl.int32)
     keys = tl.sum(count, 0)
     begin = tl.where(keys > 0, tl.min(least, 0), 0)
     until = tl.max(most, 0)

@@ -44,20 +44,20 @@ def plane_of(words, PLANE: tl.constexpr, CODED: tl.constexpr, kind: tl.constexpr
 
 @triton.jit
 def copy_latents(
-    rows, place, seen, first, words, out, target, width, KEYS: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
+    rows, place, there, first, words, out, target, width, KEYS: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """A group's signed nibbles (or numbers) of some keys, zeros behind them up to `width`."""
     kind: tl.constexpr = out.dtype.element_ty
     column = tl.arange(0, BLOCK)
     planes: tl.constexpr = 4 if CODED else 1
     for start in range(0, words, BLOCK):
-        held = seen[:, None] & (start + column < words)[None, :]
+        held = there[:, None] & (start + column < words)[None, :]
         tile = tl.load(rows + (place + first + start)[:, None] + column[None, :], mask=held, other=0)
         for plane in tl.static_range(planes):
             to = out + (target + plane * words + start)[:, None] + column[None, :]
             tl.store(to, plane_of(tile, plane, CODED, kind), mask=held)
     for start in range(planes * words, width, BLOCK):
-        held = seen[:, None] & (start + column < width)[None, :]
+        held = there[:, None] & (start + column < width)[None, :]
         tl.store(out + (target + start)[:, None] + column[None, :], tl.zeros((KEYS, BLOCK), kind), mask=held)
 
 
@@ -95,11 +95,11 @@ def materialise_kernel(
     if PAGED:
         kv_len = tl.load(kv_lens + sequence)
         target = tl.load(kv_start + sequence).to(tl.int64)
-    seen = index < kv_len
+    there = index < kv_len
     row = index.to(tl.int64)
     key_place, value_place = sequence * key_batch + row * key_row, sequence * value_batch + row * value_row
     if PAGED:
-        unit = tl.load(block_table + sequence * table_pages + index // page, mask=seen, other=0).to(tl.int64)
+        unit = tl.load(block_table + sequence * table_pages + index // page, mask=there, other=0).to(tl.int64)
         row = (index % page).to(tl.int64)
         key_place, value_place = unit * key_batch + row * key_row, unit * value_batch + row * value_row
     kind: tl.constexpr = keys.dtype.element_ty
@@ -107,13 +107,13 @@ def materialise_kernel(
         if head == SIZE:
             begin = target * values_batch + index.to(tl.int64) * values_token + group * values_head
             copy_latents(
-                value, value_place, seen, value_start + group * value_group, value_words, values, begin, values_width,
+                value, value_place, there, value_start + group * value_group, value_words, values, begin, values_width,
                 KEYS, VALUE_BLOCK, CODED,
             )  # fmt: skip
         elif LATENTS:
             begin = target * keys_batch + index.to(tl.int64) * keys_token + group * keys_head
             copy_latents(
-                key, key_place, seen, key_start + group * key_group, key_words, keys, begin, keys_width, KEYS, BLOCK,
+                key, key_place, there, key_start + group * key_group, key_words, keys, begin, keys_width, KEYS, BLOCK,
                 CODED,
             )  # fmt: skip
         else:
@@ -127,7 +127,7 @@ def materialise_kernel(
             for start in range(0, key_words, BLOCK):
                 within = start + word < key_words
                 place = (key_place + key_start + group * key_group + start)[:, None] + word[None, :]
-                tile = tl.load(key + place, mask=seen[:, None] & within[None, :], other=0)
+                tile = tl.load(key + place, mask=there[:, None] & within[None, :], other=0)
                 for plane in tl.static_range(planes):
                     latents = plane_of(tile, plane, CODED, kind)
                     at = plane * key_words + start + word
@@ -150,7 +150,7 @@ def materialise_kernel(
                 rotated_by = tl.where(
                     (plane < fast)[None, :], position[:, None], (position - position % block)[:, None]
                 )
-                held = seen[:, None] & (plane < HALF)[None, :]
+                held = there[:, None] & (plane < HALF)[None, :]
                 place = rotated_by.to(tl.int64) * table_stride + plane[None, :]
                 own_cos = tl.load(cos + place, mask=held, other=1.0).to(tl.float32)
                 own_sin = tl.load(sin + place, mask=held, other=0.0).to(tl.float32)
@@ -160,11 +160,11 @@ def materialise_kernel(
                 place = tl.arange(0, REST_PADDED)
                 if CONSTANT:
                     rest += tl.load(added + 2 * HALF + place, mask=place < REST, other=0.0)[None, :]
-                held = seen[:, None] & (place < REST)[None, :]
+                held = there[:, None] & (place < REST)[None, :]
                 tl.store(out + 2 * HALF + place[None, :], rest.to(kind), mask=held)
             for start in range(dim, keys_width, 16):
                 behind = start + tl.arange(0, 16)
-                empty = seen[:, None] & (behind < keys_width)[None, :]
+                empty = there[:, None] & (behind < keys_width)[None, :]
                 tl.store(out + behind[None, :], tl.zeros((KEYS, 16), kind), mask=empty)
 
 

@@ -158,8 +158,8 @@ def _may_absorb(parameters: AttentionParameters, seq_len: int, rotation: Rotatio
 def _attended(mask: Tensor) -> range:
     """From the first key that some query attends to, less what keeps blocks whole, to the last: without padding and the
     empty rest of a static cache."""
-    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    places = seen.flatten(0, -2).any(0).nonzero()
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    places = visible.flatten(0, -2).any(0).nonzero()
     if not len(places):
         return range(0 if mask.dtype == torch.bool else mask.shape[-1])
     first = int(places[0])
@@ -190,7 +190,7 @@ def _on(widths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 Mask = Callable[[slice], "Tensor | None"]
-"""What is seen of these keys, broadcastable to [batch_size, heads, seq_len, keys]."""
+"""Which of these keys are visible, broadcastable to [batch_size, heads, seq_len, keys]."""
 
 
 def _running_softmax(
@@ -209,19 +209,19 @@ def _running_softmax(
     block = max(1, budget // per_key // LEAST_BLOCK) * LEAST_BLOCK
     for start in range(keys.start, keys.stop, block):
         part = slice(start, min(start + block, keys.stop))
-        seen = slice(start if causal else 0, None)  # earlier queries see none of these keys
+        active = slice(start if causal else 0, None)  # earlier queries see none of these keys
         latents = side.latents(part).to(side.wide)
-        logits = scaled_and_capped(logits_of(latents, part, seen), parameters.scaling, parameters.softcap)
+        logits = scaled_and_capped(logits_of(latents, part, active), parameters.scaling, parameters.softcap)
         logits = masked(logits, mask(part))
-        before = largest[..., seen, :]
+        before = largest[..., active, :]
         now = torch.maximum(before, logits.amax(-1, keepdim=True))
         reference = now.masked_fill(now == -torch.inf, 0.0)
         weight, shrink = torch.exp(logits - reference), torch.exp(before - reference)
         numbers = latents if parameters.layout.joint else side.values(part).to(side.wide)
         attended = (weight.flatten(2, 3) @ numbers).unflatten(2, weight.shape[2:4])
-        largest[..., seen, :] = now
-        total[..., seen, :] = total[..., seen, :] * shrink + weight.sum(-1, keepdim=True)
-        weighted[..., seen, :] = weighted[..., seen, :] * shrink + attended
+        largest[..., active, :] = now
+        total[..., active, :] = total[..., active, :] * shrink + weight.sum(-1, keepdim=True)
+        weighted[..., active, :] = weighted[..., active, :] * shrink + attended
     return weighted / total.masked_fill(total == 0.0, 1.0), largest + total.log()
 
 

@@ -57,8 +57,8 @@ def prompt_attention(
             own = slice(start, min(start + step, batch_size))
             rows = key[own, 0], value[own, 0]
             keys, values = materialise(*rows, parameters, cls, query.dtype, rotation, first=first, least=least)
-            seen = mask if mask is None or mask.shape[0] == 1 else mask[own]
-            parts.append(_of_class(query[own], keys, values, parameters, cls, seen))
+            own_mask = mask if mask is None or mask.shape[0] == 1 else mask[own]
+            parts.append(_of_class(query[own], keys, values, parameters, cls, own_mask))
         outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
@@ -74,10 +74,10 @@ def _of_class(
     size, each = queries.shape[2:4]
 
     def attend_at(place: int, own: Tensor) -> Tensor:
-        seen = mask  # a mask over heads has all of the class
+        own_mask = mask  # a mask over heads has all of the class
         if mask is not None and mask.shape[1] > 1:
-            seen = mask.unflatten(1, (-1, size, each))[:, :, place].flatten(1, 2)
-        return attend(own, keys[:, place::size], values, parameters.scaling, seen, parameters.softcap)
+            own_mask = mask.unflatten(1, (-1, size, each))[:, :, place].flatten(1, 2)
+        return attend(own, keys[:, place::size], values, parameters.scaling, own_mask, parameters.softcap)
 
     return _by_place(queries, keys.shape[-1], cls, attend_at)
 
@@ -164,9 +164,9 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor
             continue
         position = torch.arange(kv_len - (end - start), kv_len, device=query.device)[:, None]
         index = torch.arange(kv_len, device=query.device)
-        seen = index <= position
+        visible = index <= position
         if window is not None:
-            seen &= index > position - window
+            visible &= index > position - window
         q, k, v = (side.transpose(0, 1).unsqueeze(0) for side in (query[start:end], key[own], value[own]))
-        output[start:end] = attend(q, k, v, scaling, seen[None, None], softcap)[0]
+        output[start:end] = attend(q, k, v, scaling, visible[None, None], softcap)[0]
     return output

@@ -35,7 +35,7 @@ def _printable(text: str) -> str:
 
 @contextmanager
 def system_errors() -> Iterator[None]:
-    """What the system throws at any place in the body becomes a RotorError; errors in the code stay what they are."""
+    """What the system throws within becomes a RotorError; errors in the code stay what they are."""
     try:
         yield
     except Exception as error:

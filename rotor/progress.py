@@ -19,7 +19,7 @@ class Progress:
 
     @contextmanager
     def task(self, name: str, total: float | None, unit: str) -> Iterator[Advance]:
-        """A piece of work of `total` units; yields a function to call with what was done since the last call.
+        """Work of `total` units; yields a function to call with what was done since the last call.
 
         None: its size is not known. Tasks are one after the other, none inside another.
         """

@@ -49,8 +49,8 @@ def answers(model: Any, ids: Tensor, mask: Tensor | None, new_tokens: int) -> di
     return found
 
 
-def spread_answers(group: Any, folder: str, ids: Tensor, mask: Tensor | None, new_tokens: int) -> dict[str, Any]:
-    """`answers` of a model that is spread."""
+def sharded_answers(group: Any, folder: str, ids: Tensor, mask: Tensor | None, new_tokens: int) -> dict[str, Any]:
+    """`answers` of a model that is split."""
     model = load(folder)
     with sequence_parallel(model, group):
         return answers(model, ids, mask, new_tokens)

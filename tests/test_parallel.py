@@ -21,7 +21,7 @@ from parallel_jobs import (
     answers,
     different_inputs,
     load,
-    spread_answers,
+    sharded_answers,
     traffic,
     without_last,
 )
@@ -113,7 +113,7 @@ def test_processes_equal_one(case: str, coded: bool, checkpoint: Any, processes:
     for tokens, mask, count in [(23, padded(23), 3), (5, None, 3), (24, padded(24), 2)]:
         ids = prompt(1 if mask is None else 2, tokens)
         expected = answers(model, ids, mask, 5)
-        for found in processes.run(spread_answers, folder, ids, mask, 5, count=count):
+        for found in processes.run(sharded_answers, folder, ids, mask, 5, count=count):
             check(found, expected, mask, case not in FLOAT32)
 
 
@@ -177,7 +177,7 @@ def test_what_cannot_be_spread_is_refused(checkpoint: Any, alone: None) -> None:
         ({"position_ids": holes}, "sequence 0: the tokens at .* but not by position_ids"),
         ({"logits_to_keep": torch.tensor([1])}, "logits_to_keep: expected a number of tokens"),
         ({"past_key_values": filled}, "was filled outside of sequence_parallel"),
-        ({"past_key_values": StaticCache(model.config, max_cache_len=16)}, "a StaticCache cannot be spread"),
+        ({"past_key_values": StaticCache(model.config, max_cache_len=16)}, "a StaticCache cannot be split"),
     ]
     refused = pytest.raises(UsageError, match="keeps its cache by a policy")
     with cache_policy(model, "gear-4"), refused, sequence_parallel(model):

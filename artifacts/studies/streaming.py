@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rotor.data.rows import spread_rows, text_rows
+from rotor.data.rows import evenly_spaced, text_rows
 from rotor.data.splits import held_out_documents
 from rotor.evaluation.cached import final_states_through_cache
 from rotor.evaluation.scoring import score
@@ -38,7 +38,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     held_out = held_out_documents(Evaluation())
-    rows = spread_rows(text_rows(held_out.report, tokenizer, given.length), given.rows, held_out.description)
+    rows = evenly_spaced(text_rows(held_out.report, tokenizer, given.length), given.rows, held_out.description)
     streaming = replace(find_policy("streaming-50"), tokens=given.tokens)
     network, first, losses = LayerwiseModel.of(model), given.tokens + 1, {}
     for name, policy in {

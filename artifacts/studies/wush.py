@@ -72,11 +72,11 @@ def _transformed(states: Tensor, gradients: Tensor, bits: int) -> Transformed:
         raise UsageError(f"cache policy wush: {width} numbers a token, expected a power of two.")
     lengths = weights.norm(dim=1, keepdim=True)
     weights = weights * (lengths.quantile(0.99) / lengths.clamp(min=1e-30)).clamp(max=1)
-    spread, weight = _root(numbers - mean), _root(weights)
-    left, values, right = torch.linalg.svd(weight.mT @ spread)
+    centred, weight = _root(numbers - mean), _root(weights)
+    left, values, right = torch.linalg.svd(weight.mT @ centred)
     rotation, scale = torch.from_numpy(hadamard(width)).double() / width**0.5, values.clamp(min=1e-30).rsqrt()
     forth = rotation @ (scale[:, None] * left.mT) @ weight.mT
-    back = spread @ (right.mT * scale) @ rotation.mT
+    back = centred @ (right.mT * scale) @ rotation.mT
     return Transformed(mean.float(), forth.mT.float(), back.mT.float(), AffineCode(bits, 1, width))
 
 

@@ -23,7 +23,7 @@ CPU_LOADS = (2048,), (512,), (1,)
 """Cached tokens, tokens of a prompt, and sequences in a batch, where nothing is asked for."""
 
 LAYERS = 4
-"""At most so many are measured, spread over the depth; times are their sum."""
+"""At most so many are measured, at equal distances; times are their sum."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def bench(
     decode, prefill, batches = (given or default for given, default in zip(asked, usual, strict=True))
     phases = [("decode", length) for length in decode] + [("prefill", length) for length in prefill]
     loads = [(*phase, batch) for phase in phases for batch in batches]
-    layers = spread_layers(len(checkpoint.layouts), LAYERS)
+    layers = spaced_layers(len(checkpoint.layouts), LAYERS)
     folders = {"model, compressed": checkpoint.folder, "model, source": model or checkpoint.source_folder}
     if not folders["model, source"].is_dir():
         left_out["model, source"] = "the source model is not where rotor.json says; give --model"
@@ -107,7 +107,7 @@ def bench(
     }
 
 
-def spread_layers(num_layers: int, wanted: int) -> list[int]:
+def spaced_layers(num_layers: int, wanted: int) -> list[int]:
     """At most `wanted` layers, the first and the last among them where there are two."""
     count = min(num_layers, wanted)
     return sorted({round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count)})

@@ -75,7 +75,7 @@ def capture(
     """
     stored = StoredKeys(model, family, shape)
 
-    def seen(layer: int, tensors: dict[str, Tensor], output: Tensor) -> None:
+    def report(layer: int, tensors: dict[str, Tensor], output: Tensor) -> None:
         activations = stored.of(sorted(wanted - {"query", "output"}), layer, output.shape[1], tensors)
         if "query" in wanted:
             activations["query"] = tensors["query"].transpose(1, 2).flatten(0, 1)
@@ -84,7 +84,7 @@ def capture(
         observe(layer, activations)
 
     layers = range(shape.num_layers)
-    with observed_attention(model, family, shape, layers, seen, group_size if "output" in wanted else 1):
+    with observed_attention(model, family, shape, layers, report, group_size if "output" in wanted else 1):
         yield
 
 
@@ -94,7 +94,7 @@ def observed_attention(
     family: Family,
     shape: AttentionShape,
     layers: range,
-    seen: Callable[[int, dict[str, Tensor], Tensor], None] = lambda layer, tensors, output: None,
+    report: Callable[[int, dict[str, Tensor], Tensor], None] = lambda layer, tensors, output: None,
     group_size: int = 1,
     read: Callable[[int, dict[str, Tensor]], tuple[Tensor, Tensor]] | None = None,
 ) -> Iterator[None]:
@@ -105,7 +105,7 @@ def observed_attention(
     calls it.
 
     Args:
-        seen: is called with the layer; `query`, `key_post` and `value`, [batch_size, heads, seq_len, head_dim], and
+        report: is called with the layer; `query`, `key_post` and `value`, [batch_size, heads, seq_len, head_dim], and
             where there is RoPE `key_pre` as its module has it; and the output, [batch_size, seq_len, num_heads,
             group_size * head_dim], each query head's average of the stacked values of its KV head's group.
         read: gives the keys and values, like `key_post` and `value`, that attention computes with in their place.
@@ -131,7 +131,7 @@ def observed_attention(
             key, value = read(layer, tensors)
         output = attend(query, key, _stacked(value, group_size), scaling, attention_mask, softcap=softcap)
         output = output.unflatten(-1, (shape.num_heads, -1))
-        seen(layer, tensors, output)
+        report(layer, tensors, output)
         return _own_block(output, shape, group_size), None
 
     def keep(layer: int) -> Callable[..., None]:
@@ -202,16 +202,16 @@ class StoredKeys:
     def __init__(self, model: Any, family: Family, shape: AttentionShape) -> None:
         self.model, self.family, self.shape = model, family, shape
 
-    def of(self, names: Iterable[str], layer: int, seq_len: int, seen: dict[str, Tensor]) -> dict[str, Tensor]:
+    def of(self, names: Iterable[str], layer: int, seq_len: int, observed: dict[str, Tensor]) -> dict[str, Tensor]:
         """What moments, other than those of queries and outputs, are of.
 
         Args:
             names: `value`, or what `stored_name` gives.
-            seen: `key_post`, `value` and, where there is RoPE, `key_pre`, as `observed_attention` reports them.
+            observed: `key_post`, `value` and, where there is RoPE, `key_pre`, as `observed_attention` reports them.
         Returns:
             Each [tokens, num_kv_heads, head_dim]; of joint ones twice as wide: of each head the key, then the value.
         """
-        by_token = {name: seen[name].transpose(1, 2).flatten(0, 1) for name in ("key_post", "value")}
+        by_token = {name: observed[name].transpose(1, 2).flatten(0, 1) for name in ("key_post", "value")}
         found = {}
         for name in names:
             form = named_form(name)
@@ -220,7 +220,7 @@ class StoredKeys:
                 continue
             keys = by_token["key_post"]
             if form.rope_block is not None:
-                keys = keys_before_rope(self.family, seen["key_pre"], self.shape).unflatten(
+                keys = keys_before_rope(self.family, observed["key_pre"], self.shape).unflatten(
                     -1, (-1, self.shape.head_dim)
                 )
                 keys = self._within_blocks(layer, keys, seq_len, form)

@@ -117,20 +117,20 @@ def _layer_backward(
     kept = {name: SampleKeeper(tokens, samples, index) for name in sorted(wanted)}
     clips = {name: GradientClip(tokens) for name in kept}
     stored = StoredKeys(network.model, network.family, network.shape)
-    seen: dict[str, Tensor] = {}
+    reported: dict[str, Tensor] = {}
     squares: list[Tensor] = []  # of the gradients by the keys and values of each token
 
     def observe(layer: int, tensors: dict[str, Tensor], output: Tensor) -> None:
-        seen.update({name: tensor for name, tensor in tensors.items() if name != "query"})
+        reported.update({name: tensor for name, tensor in tensors.items() if name != "query"})
 
     observed = observed_attention(network.model, network.family, network.shape, range(index, index + 1), observe)
     with network.layer(index), observed, torch.enable_grad():
         for part in network.batches(states):
             hidden = states[part].to(network.device).clone().requires_grad_()
             output = network.through(index, hidden)
-            names = sorted(seen)
+            names = sorted(reported)
             by_all = torch.autograd.grad(
-                output, [hidden, *(seen[name] for name in names)], gradient[part].to(output.device)
+                output, [hidden, *(reported[name] for name in names)], gradient[part].to(output.device)
             )
             gradient[part] = by_all[0].to(gradient.device)
             if not all(torch.isfinite(g).all() for g in by_all[1:]):
@@ -142,7 +142,7 @@ def _layer_backward(
             by_keys, by_values = (by_name[name].double().square().sum((1, 3)) for name in ("key_post", "value"))
             squares.append((by_keys + by_values).flatten())
             gradients = stored.of(kept, index, seq_len, by_name)
-            vectors = stored.of(kept, index, seq_len, {name: tensor.detach() for name, tensor in seen.items()})
+            vectors = stored.of(kept, index, seq_len, {name: tensor.detach() for name, tensor in reported.items()})
             information.add(gradients)
             for name, by_them in gradients.items():
                 kept[name].add(vectors[name], by_them)

@@ -30,14 +30,14 @@ class SampleKeeper:
         self._heaviest, self._drawn_count = (count + 1) // 2, count // 2
         drawn = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))[: self._drawn_count]
         self._drawn_places = drawn.sort().values
-        self._seen = 0
+        self._added = 0
         self._drawn: list[tuple[Tensor, Tensor]] = []
         self._top: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # scores, places, vectors, gradients
 
     def add(self, vectors: Tensor, gradients: Tensor) -> None:
         """Add the next tokens, each [tokens, num_kv_heads, head_dim]."""
-        first, count = self._seen, len(vectors)
-        self._seen += count
+        first, count = self._added, len(vectors)
+        self._added += count
         here = self._drawn_places[(self._drawn_places >= first) & (self._drawn_places < first + count)] - first
         here = here.to(vectors.device)
         self._drawn.append((vectors[here].float().cpu(), gradients[here].float().cpu()))
@@ -52,7 +52,7 @@ class SampleKeeper:
     def samples(self) -> TokenSamples:
         """Of the tokens that were added, all of which must have been."""
         assert self._top is not None
-        assert self._seen == self._tokens
+        assert self._added == self._tokens
         _, places, vectors, gradients = self._top
         others = ~torch.isin(self._drawn_places, places)
         drawn, by_drawn = (torch.cat(parts)[others] for parts in zip(*self._drawn, strict=True))

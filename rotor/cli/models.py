@@ -57,7 +57,7 @@ def generate(
         max_new_tokens: Tokens to generate.
         temperature: 0 (and what is below 0.001) is greedy; above, samples at this temperature.
         seed: Seed for sampling.
-        parallel: sequence: spread the prompt and its cache over the processes that torchrun started.
+        parallel: sequence: split the prompt and its cache over the processes that torchrun started.
     """
     from ..models.hub import check_name
 

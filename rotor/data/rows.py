@@ -37,7 +37,7 @@ def text_rows(documents: list[str], tokenizer: Any, seq_len: int, most: int | No
     return torch.tensor(ids[: count * seq_len], dtype=torch.int64).reshape(count, seq_len)
 
 
-def spread_rows(rows: Tensor, count: int, what: str) -> Tensor:
+def evenly_spaced(rows: Tensor, count: int, what: str) -> Tensor:
     """`count` rows at equal distances.
 
     Raises:

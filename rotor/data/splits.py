@@ -19,7 +19,7 @@ from ..errors import DataError
 from ..models.projections import longest_row
 from ..recipe import Evaluation
 from .documents import read_documents, stdlib_documents
-from .rows import spread_rows, text_rows
+from .rows import evenly_spaced, text_rows
 
 SPLITS = ("search", "report")
 FEW, PARTS = 3, 6
@@ -75,7 +75,7 @@ def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any, calibrated: C
     seq_len = longest_row(spec.seq_len, config)
     found = held_out_documents(spec, calibrated)
     search, report = (
-        spread_rows(
+        evenly_spaced(
             text_rows(getattr(found, split), tokenizer, seq_len),
             -(-getattr(spec, f"{split}_tokens") // seq_len),
             f"evaluation, {split} split of {found.description}",

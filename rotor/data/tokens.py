@@ -19,7 +19,7 @@ from ..numerics import first_not_finite
 from ..progress import Advance, Progress
 from ..recipe import Evaluation, Tokens
 from .documents import dataset_documents, read_documents
-from .rows import separator_token, spread_rows, text_rows
+from .rows import evenly_spaced, separator_token, text_rows
 from .splits import calibration_share
 
 SPAN, TIMES = 32, 2
@@ -75,7 +75,7 @@ def calibration_tokens(
         documents = calibration_share(documents, held_out)
     rows = text_rows(documents, tokenizer, seq_len)
     check_ids(rows, config.vocab_size)
-    return CalibrationTokens(spread_rows(rows, count, what), tuple(documents))
+    return CalibrationTokens(evenly_spaced(rows, count, what), tuple(documents))
 
 
 def ordinary_tokens(config: Any, tokenizer: Any) -> Tensor:

@@ -250,7 +250,7 @@ def _report(
     """The content of rotor.json."""
     source, info = job.run.info["model"], job.run.info
     about = {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source}
-    place = job.out.path.resolve()  # paths as seen from inside it, so that the folders can be moved together
+    place = job.out.path.resolve()  # paths from inside it, so that the folders can be moved together
     return {
         "format_version": FORMAT_VERSION,
         "versions": info["versions"],

@@ -42,7 +42,7 @@ def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape, ap
     merged = ""
     if any(layout.joint and layout.folds_keys(shape) for layout in layouts):
         merged = "Where keys and values share a latent, `k_proj` puts it out and there is no `v_proj`.\n"
-    body = f"""# {name}, KV cache compressed by rotor
+    text = f"""# {name}, KV cache compressed by rotor
 
 The weights of {name} with value, output and (where folded) key projections rotated and truncated.
 {merged}The KV cache holds {size["after"]} instead of {size["before"]} bytes per token
@@ -75,7 +75,7 @@ installed, or below `rotor run -- PROGRAM`. `rotor validate` checks its integrit
 `manifest.json` has the SHA-256 of every file; its own is the digest that `rotor export` printed. With the digest from
 somebody whom you trust, `sha256sum manifest.json` and `rotor validate PATH_OF_THIS_FOLDER` find any change at all.
 """
-    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}"))
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}"))
 
 
 def _results(accuracy: dict[str, Any]) -> list[EvalResult]:

@@ -45,11 +45,11 @@ def continue_prompt(
     Args:
         cache: the policy that the cache follows, by name; None is the checkpoint's own, if it has one.
         raw: continue the prompt as it is, whatever the tokenizer has.
-        on_text: gets every piece of the text as soon as it is there.
-        parallel: spread the prompt and its cache over the processes that torchrun started.
+        on_text: gets the text as it is written, some words at a time.
+        parallel: split the prompt and its cache over the processes that torchrun started.
     Returns:
         `text` (the prompt with its continuation, or the answer), `chat_template` (whether one was applied),
-        `prompt_tokens`, `new_tokens`, and `kv_cache_bytes` at the end; of a spread cache also what each process had of
+        `prompt_tokens`, `new_tokens`, and `kv_cache_bytes` at the end; of a split cache also what each process had of
         it, and the bytes that this process sent, by kind.
     Raises:
         UsageError: the prompt is not UTF-8, or torchrun did not start this process. CheckpointError: no tokenizer, or a

@@ -36,11 +36,11 @@ class Weights:
         self.model, self.device, self.dtype = model, model.device, model.dtype
 
     def loaded(self, part: Part) -> AbstractContextManager[None]:
-        """In its body a part's weights are on their device."""
+        """Within, a part's weights are on their device."""
         return nullcontext()
 
     def whole(self) -> AbstractContextManager[None]:
-        """In its body the model itself can be called."""
+        """Within, the model itself can be called."""
         return nullcontext()
 
 

@@ -1,6 +1,6 @@
 """Attention over a sequence that lies on several processes.
 
-A prompt: its tokens are spread, and every process gets all rows, which are small, for the time of a layer's attention.
+A prompt: its tokens are split, and every process gets all rows, which are small, for the time of a layer's attention.
 Later tokens: all processes have them, and each attends to the rows that it keeps; what they find is joined by its
 log-sum-exp.
 """
@@ -45,7 +45,7 @@ def visible(
 
 
 def attend_by_rows(step: Step, wire: Wire, owned: list[Tensor], mask_of: Callable[[range], Tensor | None]) -> Tensor:
-    """Attention of a whole prompt whose tokens are spread: rows go to all processes, queries stay where they are.
+    """Attention of a whole prompt whose tokens are split: rows go to all processes, queries stay where they are.
 
     Args:
         step: queries and rows of this process's tokens; rotations in blocks of all tokens.
@@ -63,16 +63,16 @@ def attend_by_rows(step: Step, wire: Wire, owned: list[Tensor], mask_of: Callabl
     outputs, begin = [], 0
     for run in token_runs(len(order), wire.count)[wire.rank]:
         rotation = None if key_rotation is None else rows_of(key_rotation, slice(run.stop))
-        own, seen = query.narrow(dim, begin, len(run)), (keys[:, :, : run.stop], values[:, :, : run.stop])
-        outputs.append(attention(own, *seen, step.parameters, rotation, mask_of(run)))
+        own, rows = query.narrow(dim, begin, len(run)), (keys[:, :, : run.stop], values[:, :, : run.stop])
+        outputs.append(attention(own, *rows, step.parameters, rotation, mask_of(run)))
         begin += len(run)
     return torch.cat(outputs, dim=1)
 
 
-def attend_to_spread_rows(
+def attend_to_sharded_rows(
     step: Step, rows: Rows, key_rotation: Rotation | None, wire: Wire, mask: Tensor | None
 ) -> Tensor:
-    """Attention of tokens that all processes have, to rows that are spread over them.
+    """Attention of tokens that all processes have, to rows that are split over them.
 
     Args:
         step: queries of the new tokens. rows: those that this process keeps.

@@ -1,4 +1,4 @@
-"""A cache that is spread over processes: each holds the rows of some tokens of every layer."""
+"""A cache that is split over processes: each holds the rows of some tokens of every layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Rows(NamedTuple):
     indices: Tensor
 
 
-class SpreadLayer(DynamicLayer):
+class ShardedLayer(DynamicLayer):
     """This process's rows of one layer, and the indices of their tokens. Its length is that of the whole sequence.
 
     Args:
@@ -57,7 +57,7 @@ class SpreadLayer(DynamicLayer):
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         raise UsageError(
-            "a cache that is spread over processes was used outside of sequence_parallel().",
+            "a cache that is split over processes was used outside of sequence_parallel().",
             "Keep all passes over one cache inside of one `with sequence_parallel(model, group)`.",
         )
 
@@ -74,6 +74,6 @@ class SpreadLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise UsageError(
-            "assisted decoding takes tokens back, which a cache that is spread over processes does not.",
+            "assisted decoding takes tokens back, which a cache that is split over processes does not.",
             "Generate without an assistant or prompt look-up.",
         )

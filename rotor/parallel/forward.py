@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from ..errors import UsageError
 from ..runtime.positions import PositionCheck
 from .attention import visible
-from .cache import SpreadLayer
+from .cache import ShardedLayer
 from .plan import own_indices
 from .wire import Wire
 
@@ -26,7 +26,7 @@ class Pass:
     """A forward pass.
 
     first, length: index of its first token in the whole sequence, and the tokens of that up to its last.
-    spread: each process has some of its tokens; otherwise every process has all of them.
+    sharded: each process has some of its tokens; otherwise every process has all of them.
     indices: of the tokens that this process has. stored: of those whose rows each process stores.
     attended: of every index whether it holds a token rather than padding, [batch_size, length]; None:
         all do.
@@ -36,7 +36,7 @@ class Pass:
 
     first: int
     length: int
-    spread: bool
+    sharded: bool
     indices: Tensor
     stored: list[Tensor]
     attended: Tensor | None
@@ -67,7 +67,7 @@ def begin_pass(
     keep = arguments.get("logits_to_keep") or 0
     if not isinstance(keep, int):
         raise UsageError("logits_to_keep: expected a number of tokens.", "Give 1 for the last token, 0 for all.")
-    cache = _spread_cache(arguments, config, windows, wire.count)
+    cache = _sharded_cache(arguments, config, windows, wire.count)
     counts = None if cache is None else cache.layers[0].counts
     first, tokens = sum(counts or ()), inputs.shape[1]
     mask = _check_mask(arguments.get("attention_mask"), inputs, first + tokens)
@@ -80,17 +80,17 @@ def begin_pass(
             positions = (attended.long().cumsum(1) * attended - 1)[:, first:]
     if before_rope:
         every = torch.arange(first + tokens, device=inputs.device)
-        seen = None if attended is None else visible(every[first:], every, attended, None)
-        PositionCheck()(positions, seen, cache, 0, len(inputs), first, 0)
-    spread = first == 0 and tokens >= 2 * wire.count
-    if spread:
+        whole = None if attended is None else visible(every[first:], every, attended, None)
+        PositionCheck()(positions, whole, cache, 0, len(inputs), first, 0)
+    sharded = first == 0 and tokens >= 2 * wire.count
+    if sharded:
         stored = own_indices(tokens, wire.count, inputs.device)
         own = stored[wire.rank]
     else:
         own = torch.arange(tokens, device=inputs.device)
         fewest = counts.index(min(counts)) if counts else 0
         stored = [first + own if process == fewest else own[:0] for process in range(wire.count)]
-    now = Pass(first, first + tokens, spread, first + own, stored, attended, counts, keep)
+    now = Pass(first, first + tokens, sharded, first + own, stored, attended, counts, keep)
     changed = arguments | {
         name: inputs.index_select(1, own),
         "position_ids": positions.index_select(1, own),
@@ -104,8 +104,8 @@ def begin_pass(
     return now, changed
 
 
-def _spread_cache(arguments: dict[str, Any], config: Any, windows: list[int | None], processes: int) -> Any:
-    """The cache of the pass, its layers made to be spread if it is new; None where there is to be none."""
+def _sharded_cache(arguments: dict[str, Any], config: Any, windows: list[int | None], processes: int) -> Any:
+    """The cache of the pass, its layers made to be split if it is new; None where there is to be none."""
     cache, use_cache = arguments.get("past_key_values"), arguments.get("use_cache")
     if cache is None:
         if not (config.use_cache if use_cache is None else use_cache):
@@ -113,17 +113,17 @@ def _spread_cache(arguments: dict[str, Any], config: Any, windows: list[int | No
         cache = DynamicCache()
     if not isinstance(cache, DynamicCache):
         raise UsageError(
-            f"a {type(cache).__name__} cannot be spread over processes.",
+            f"a {type(cache).__name__} cannot be split over processes.",
             "Leave past_key_values and cache_implementation out, or give a DynamicCache.",
         )
-    if not (cache.layers and isinstance(cache.layers[0], SpreadLayer)):
+    if not (cache.layers and isinstance(cache.layers[0], ShardedLayer)):
         if cache.get_seq_length() or getattr(cache, "offloading", False):
             raise UsageError(
-                "a cache that is offloaded, or was filled outside of sequence_parallel(), cannot be spread.",
+                "a cache that is offloaded, or was filled outside of sequence_parallel(), cannot be split.",
                 "Begin with an empty DynamicCache inside of it.",
             )
         counts = [0] * processes
-        cache.layers[:] = [SpreadLayer(counts, window) for window in windows]
+        cache.layers[:] = [ShardedLayer(counts, window) for window in windows]
     return cache
 
 
@@ -134,7 +134,7 @@ def _check_mask(mask: Any, inputs: Tensor, length: int) -> Tensor | None:
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise UsageError(
             f"attention_mask: got {got}, expected [{inputs.shape[0]}, {length}] (batch_size, tokens so far).",
-            "Other masks than that of padding cannot be spread over processes.",
+            "Other masks than that of padding cannot be split over processes.",
         )
     return mask.bool()
 

@@ -27,7 +27,7 @@ def join_processes(device: str) -> str:
     values = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     if not all(value.isdigit() for value in values):
         raise UsageError(
-            "the prompt is to be spread over processes, and torchrun did not start this one.",
+            "the prompt is to be split over processes, and torchrun did not start this one.",
             "torchrun --nproc-per-node N -m rotor generate OUT ... --parallel sequence",
         )
     rank, count, local_rank = map(int, values)

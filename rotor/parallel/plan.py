@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def token_runs(tokens: int, processes: int) -> list[list[range]]:
-    """The tokens of each process: one piece from the beginning and one from the end, as even as can be.
+    """The tokens of each process: one run from the beginning and one from the end, as even as can be.
 
     Args:
         tokens: at least two a process.

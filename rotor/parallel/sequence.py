@@ -17,8 +17,8 @@ from ..runtime.attention import RotorAttention
 from ..runtime.families import FAMILIES
 from ..runtime.rope import Place
 from ..runtime.steps import InCache, Keeper, Step
-from .attention import attend_by_rows, attend_to_spread_rows, visible
-from .cache import Rows, SpreadLayer
+from .attention import attend_by_rows, attend_to_sharded_rows, visible
+from .cache import Rows, ShardedLayer
 from .forward import Pass, begin_pass
 from .wire import Wire
 
@@ -78,9 +78,9 @@ class SequenceParallel(Keeper):
         kept = now.stored[wire.rank]
         rows = Rows(step.key[:, :, : len(kept)], step.value[:, :, : len(kept)], kept)
         if step.cache is not None:
-            layer: SpreadLayer = step.cache.layers[step.layer_idx]
+            layer: ShardedLayer = step.cache.layers[step.layer_idx]
             rows = layer.store(rows, now.length - 1)
-        if now.spread:
+        if now.sharded:
             every = torch.arange(now.length, device=step.key.device)
             return attend_by_rows(
                 step,
@@ -91,14 +91,14 @@ class SequenceParallel(Keeper):
         rotation = step.rotations.read
         if rotation is not None:  # of places that differ
             rotation = rotation[0][None, None, rows.indices], rotation[1][None, None, rows.indices]
-        return attend_to_spread_rows(step, rows, rotation, wire, self._mask(now, now.indices, rows.indices, window))
+        return attend_to_sharded_rows(step, rows, rotation, wire, self._mask(now, now.indices, rows.indices, window))
 
     def _mask(self, now: Pass, queries: Tensor, keys: Tensor, window: int | None) -> Tensor | None:
         """Of a pass, made once for all layers with the same window: they keep the same tokens."""
         known = window, len(queries), len(keys)
         if known not in self._masks:
             attended = None if now.attended is None else now.attended.to(keys.device)
-            causal = now.spread or len(queries) > 1
+            causal = now.sharded or len(queries) > 1
             self._masks[known] = visible(queries, keys, attended, window, causal)
         return self._masks[known]
 
@@ -114,7 +114,7 @@ class SequenceParallel(Keeper):
         """Bring together the hidden states that logits are wanted of, and count what was stored."""
         now, self._pass, self._masks = self.now, None, {}
         hidden = output[0]
-        if not now.spread:
+        if not now.sharded:
             # The first process's, so that rounding does not part them.
             shapes = [[tuple(hidden.shape)], *[[(0,)]] * (self.wire.count - 1)]
             sent = hidden.new_empty(0) if self.rank else hidden
@@ -138,7 +138,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
     """Spread the tokens of a compressed model's prompts over the processes of a group, and their cache with them.
 
     Every process holds the whole model and calls it with the same arguments: token ids [batch_size, seq_len], a mask
-    [batch_size, seq_len] for padding. The pass that fills an empty cache spreads its tokens: outside of attention each
+    [batch_size, seq_len] for padding. The pass that fills an empty cache splits its tokens: outside of attention each
     process computes its share of them; inside of it packed rows travel to all (codes as codes), layer by layer. They
     are kept by the process of their tokens, so that each holds its share of the cache. Passes over a filled cache
     (decoding) are computed by all processes alike, attention by each over the rows that it has, joined by log-sum-exp;
@@ -150,16 +150,16 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
 
     Logits are of all tokens in every process, or of the last n by `logits_to_keep=n`, which generate() gives. Gradients
     are off inside. Sampling needs the same seed in every process. Attention runs in plain PyTorch, on a GPU too. A
-    prompt of fewer than two tokens a process is not spread.
+    prompt of fewer than two tokens a process is not split.
 
     Args:
         model: a causal model that `rotor export` wrote, loaded with from_pretrained, on one device.
         group: process group or one-dimensional device mesh; by default all processes. Its backend must serve the
             device (gloo a CPU, nccl GPUs), and its timeout says how long a process waits for one that hangs.
     Raises:
-        UsageError: torch.distributed is not initialised, the model is not compressed, is spread already, keeps its
+        UsageError: torch.distributed is not initialised, the model is not compressed, is split already, keeps its
             cache by a policy, lies on several devices, or has a RoPE whose frequencies depend on the length. In passes:
-            the processes were given different inputs, a cache of a kind that cannot be spread or that was filled
+            the processes were given different inputs, a cache of a kind that cannot be split or that was filled
             elsewhere, a mask that is not two-dimensional.
         RotorError: in passes: another process ended, or did not answer within the group's timeout.
     Source: ZDC section 5.3; PyTorch's `context_parallel` for the shape of the call.

@@ -127,7 +127,7 @@ class HeldSequence(StoredSequence):
     """sides: keys and values, [1, heads, slots, width], without what was dropped; packed rows by groups.
 
     index: [groups, slots] int32, where the tokens are in the sequence. scores: of the same shape, float32, where the
-    policy has any. budget: None before the prompt was seen.
+    policy has any. budget: None before the prompt was read.
     """
 
     sides: Sequence[list[Tensor]] = ()

@@ -1,8 +1,8 @@
 """Whether the positions that a model is given are what indices in the cache say, up to what attention cannot see.
 
 Keys that are stored before RoPE are rotated by their index in the cache. Only differences of positions matter: padding
-on the left shifts a whole sequence. Where tokens that are seen have different shifts (a hole inside a sequence, with
-positions that skip it; several documents in a row), the result would be wrong without a word.
+on the left shifts a whole sequence. Where tokens that are attended to have different shifts (a hole inside a sequence,
+with positions that skip it; several documents in a row), the result would be wrong without a word.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class PositionCheck:
             cache: the cache that keys go into, or None. query_offset: index there of the first query.
             kv_offset: index of the first key that the mask has.
         Raises:
-            UsageError: keys are seen whose distance differs from the one that their positions say; or the cache holds
-                tokens whose positions nobody knows.
+            UsageError: keys are attended to whose distance differs from the one that their positions say; or the cache
+                holds tokens whose positions nobody knows.
         """
         self._first_layer = layer_idx if self._first_layer is None else self._first_layer
         if positions is None or torch.compiler.is_compiling() or layer_idx != self._first_layer:
@@ -86,12 +86,12 @@ def _known(cache: Any, start: int, batch_size: int) -> Tensor:
 def _compare(shifts: Tensor, mask: Tensor | None, first: int) -> None:
     """Raises UsageError where keys that some query sees have different shifts, [batch_size, keys] from index `first`
     on."""
-    seen = torch.ones_like(shifts, dtype=torch.bool)
+    attended = torch.ones_like(shifts, dtype=torch.bool)
     if mask is not None:
         visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        seen &= visible[..., : shifts.shape[1]].any(1).any(1)
-    last = seen.long().cumsum(-1).argmax(-1, keepdim=True)
-    wrong = seen & (shifts != shifts.gather(1, last))
+        attended &= visible[..., : shifts.shape[1]].any(1).any(1)
+    last = attended.long().cumsum(-1).argmax(-1, keepdim=True)
+    wrong = attended & (shifts != shifts.gather(1, last))
     if bool(wrong.any()):
         sequence, key = wrong.nonzero()[0].tolist()
         newest = int(last[sequence])

@@ -19,8 +19,8 @@ TABLE_ROWS = 1024
 class Place(NamedTuple):
     """Where the tokens of a pass lie in the cache.
 
-    query_offset: index of the first new token, and seq_len their number. kv_offset: index of the first key that is
-    seen, and kv_len the number of these. indices: of new tokens, where they are not neighbours.
+    query_offset: index of the first new token, and seq_len their number. kv_offset: index of the first key that
+    is attended to, and kv_len the number of these. indices: of new tokens, where they are not neighbours.
     """
 
     query_offset: Any
@@ -82,7 +82,7 @@ class RotaryTable:
         key: tuple[Any, ...] = (device, dtype)
         rows = -(-int(length) // TABLE_ROWS) * TABLE_ROWS  # a step of decoding adds one key: not a new table each time
         if self.depends_on_length:
-            # The empty rest of a static cache must not be seen.
+            # The empty rest of a static cache must not be attended to.
             key, rows = (int(offset), int(length), int(end), device, dtype), int(length)
         if key != self._key or self._table is None or len(self._table[0]) < length:
             positions = torch.arange(rows, device=device)
@@ -166,7 +166,7 @@ class InBlocks(NoRope):
     def check(
         self, positions: Tensor | None, mask: Tensor | None, cache: Any, layer_idx: int, batch_size: int, place: Place
     ) -> None:
-        if place.indices is None:  # else they are compared as a whole, by whoever spread the tokens
+        if place.indices is None:  # else they are compared as a whole, by whoever shared out the tokens
             where = layer_idx, batch_size, place.query_offset, place.kv_offset
             self.table.check_positions(positions, mask, cache, *where)
 

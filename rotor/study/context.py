@@ -13,7 +13,7 @@ from ..allocation.plan import RankPath
 from ..calibration.calibrate import calibrate
 from ..calibration.partial import PartialRun
 from ..calibration.run import Run
-from ..data.rows import spread_rows, text_rows
+from ..data.rows import evenly_spaced, text_rows
 from ..data.splits import EvaluationData, evaluation_data, held_out_documents
 from ..errors import UsageError
 from ..evaluation.fidelity import FidelityMeter
@@ -120,7 +120,7 @@ class StudyContext:
         """Rows [count, seq_len] of the text that is kept for calibrations."""
         found = held_out_documents(self.evaluation)
         rows = text_rows(found.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
-        return spread_rows(rows, count, f"study, calibration part of {found.description}")
+        return evenly_spaced(rows, count, f"study, calibration part of {found.description}")
 
     def run(self, name: str, recipe: Recipe) -> Run:
         """The run of a recipe, calibrated unless it is there.

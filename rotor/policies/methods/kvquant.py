@@ -150,8 +150,8 @@ class RangedCode(Codec):
             return states
         middle, half = self.key_range
         farthest = torch.tensor(1 - self.outliers / 2, dtype=torch.float64)
-        spread = half / float(torch.special.ndtri(farthest)) if self.outliers else half
-        return heads_apart(heads_together(states.float()) * spread + middle, states.shape[1]).to(states.dtype)
+        deviation = half / float(torch.special.ndtri(farthest)) if self.outliers else half
+        return heads_apart(heads_together(states.float()) * deviation + middle, states.shape[1]).to(states.dtype)
 
     def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
         codes, counts, outliers, index, *stored = parts

@@ -36,11 +36,11 @@ class Streaming(Eviction):
 
     def check_rows(self, coded: bool, post_rope: bool) -> None:
         if self.moves_keys and post_rope:
-            raise _cannot_turn("this checkpoint's keys are compressed after RoPE, which is in their latents")
+            raise _cannot_move("this checkpoint's keys are compressed after RoPE, which is in their latents")
 
     def check_config(self, config: Any) -> int:
         if self.moves_keys and FAMILIES[config.model_type].rotary is None:
-            raise _cannot_turn("this model has no RoPE")
+            raise _cannot_move("this model has no RoPE")
         return super().check_config(config)
 
     def protected(self, budget: int) -> tuple[int, int]:
@@ -48,7 +48,7 @@ class Streaming(Eviction):
         return sinks, budget - sinks
 
 
-def _cannot_turn(why: str) -> UnsupportedModelError:
+def _cannot_move(why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"cache policy streaming: positions within the cache: {why}.",
         "Use `positions: sequence` in a YAML file of the policy, or a recipe with keys before RoPE (rotor).",
