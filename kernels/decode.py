@@ -152,7 +152,7 @@ def decode_kernel(
     """One slice of the line of tiles.
 
     query: absorbed queries [batch_size, max_blocks, groups, rows, nibbles, COLUMNS], nibbles of a word (1 of numbers),
-    or with FOLDED [tokens, .]. constant: [batch_size, max_blocks, groups, rows], logits of what all keys of a block share.
+    or with FOLDED [tokens, .]. constant: [batch_size, max_blocks, groups, rows], logits shared by all keys of a block.
     fast_query: [.., rows, 2, FAST]. fast_basis: [groups, HEADS, nibbles, 2, FAST, COLUMNS]. fast_constant: [groups,
     HEADS, 2, FAST]. rotations: [2, BLOCK, FAST]. partial: [slots, rows, nibbles, VALUE_COLUMNS]. table: [groups, 8]:
     columns of a nibble and the first element in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the
