@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -11,17 +10,16 @@ import pytest
 from conftest import DEMO_MODEL
 
 from rotor.errors import DataError, UsageError
-from rotor.evaluation.needles import ANSWER_TOKENS, needles_score
 from rotor.evaluation.tasks import TaskSuite, document_scores, paired
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
 from rotor.validation.validate import validate
 
-TASK = "several_needles"
+TASK = "capitals"
 
 
 def lm_eval_or_skip() -> None:
-    for module in ("lm_eval.models.huggingface", "wonderwords"):
+    for module in ("lm_eval.models.huggingface", "datasets"):
         pytest.importorskip(module, reason=f"{module} is not installed (the extra eval)")
 
 
@@ -36,15 +34,13 @@ def test_differences_are_paired_by_document() -> None:
 
 
 def test_scores_of_answers() -> None:
-    asked = {"max_length": 1024, "outputs": ["41", "17", "86"], "names": ["ash", "elm", "oak"], "gen_prefix": "ash:"}
-    assert needles_score(asked, [" 41\nelm: 71\noak: 86\nelm: 17"]) == {"1024": pytest.approx(2 / 3)}
     samples = [{"metrics": ["512", "f1"], "512": 1.0, "f1": (0, 1)}, {"metrics": ["1024"], "1024": 0}]
     assert document_scores({"t": samples}) == {"t 512": [1.0], "t 1024": [0.0]}
 
 
 def test_what_is_missing_is_said_with_what_to_do(demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, _ = demo
-    with pytest.raises(DataError, match="several_needles: needs a tokenizer"):
+    with pytest.raises(DataError, match="capitals: needs a tokenizer"):
         TaskSuite([TASK], None)
     (tmp_path / "there").mkdir()
     with pytest.raises(UsageError, match="there: exists"), TaskSuite.results(tmp_path / "there"):
@@ -58,41 +54,38 @@ def test_what_is_missing_is_said_with_what_to_do(demo, tmp_path: Path, monkeypat
     assert error.value.hint == "pip install 'PATH/TO/rotor[eval]'"
 
 
-@pytest.mark.peer
-@pytest.mark.parametrize("length", [512, 1024])
-def test_documents_are_made_offline_and_fit(length: int, demo) -> None:
-    lm_eval_or_skip()
-    checkpoint, _ = demo
-    (task,) = TaskSuite([TASK], checkpoint.tokenizer, [length], limit=3).tasks.values()
-    documents = list(task.eval_docs)
-    assert len(documents) == 3
-    for document in documents:
-        text = document["input"]
-        tokens = len(checkpoint.tokenizer(f"{text}\n\n{document['gen_prefix']}")["input_ids"])
-        assert 0.8 * length < tokens + ANSWER_TOKENS <= length
-        assert all(f"{n}: {x}\n" in text for n, x in zip(document["names"], document["outputs"], strict=True))
-        right = "\n".join(f"{n}: {x}" for n, x in zip(document["names"], document["outputs"], strict=True))
-        assert task.process_results(document, [right.partition(":")[2]]) == {str(length): 1.0}
-        assert task.process_results(document, ["nothing"]) == {str(length): 0.0}
-    again = TaskSuite([TASK], checkpoint.tokenizer, [length], limit=2).tasks[TASK]
-    assert list(again.eval_docs) == documents[:2]
-    with pytest.raises(DataError, match=r"task several_needles: \d+ tokens at least, expected at most 40"):
-        TaskSuite([TASK], checkpoint.tokenizer, [40], limit=1)
+@pytest.fixture
+def capitals(tmp_path: Path) -> str:
+    """A task as a YAML file, whose five documents lie beside it."""
+    cities = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Norway": "Oslo", "Japan": "Tokyo"}
+    lines = (json.dumps({"country": country, "city": city}) for country, city in cities.items())
+    (tmp_path / "capitals.jsonl").write_text("\n".join(lines))
+    (tmp_path / "capitals.yaml").write_text(f"""
+task: {TASK}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path}/capitals.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "The capital of {{{{country}}}} is"
+doc_to_choice: {list(cities.values())}
+doc_to_target: city
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+""")
+    return str(tmp_path / "capitals.yaml")
 
 
 @pytest.mark.peer
-def test_lm_eval_reads_what_validate_writes(run_copy, tmp_path: Path) -> None:
+def test_lm_eval_reads_what_validate_writes(run_copy, capitals: str, tmp_path: Path) -> None:
     lm_eval_or_skip()
     from lm_eval.evaluator_utils import _compute_task_aggregations
     from lm_eval.utils import get_file_task_name, get_results_filenames, get_sample_results_filenames, make_table
 
     run = run_copy("fdc")
     export(run.folder, tmp_path / "out", compression=0.3, measure=False)
-    asked = {"tasks": [TASK], "lengths": [512, 640], "overrides": ["evaluation.lm_eval_limit=2"]}
+    asked = {"tasks": [capitals], "overrides": ["evaluation.lm_eval_limit=4"]}
     found = validate(tmp_path / "out", measure=False, **asked).summary["tasks"]
-    asked_at = [(name, length) for name in asked["tasks"] for length in asked["lengths"]]
-    assert [row["task"] for row in found["results"]] == [f"{name} {length}" for name, length in asked_at]
-    assert {row["documents"] for row in found["results"]} == {2}
+    assert [row["task"] for row in found["results"]] == [f"{TASK} acc", f"{TASK} acc_norm"]
+    assert {row["documents"] for row in found["results"]} == {4}
     folder = tmp_path / "out-tasks"
     assert found["folder"] == str(folder)
     comparison = json.loads((folder / "comparison.json").read_text())
@@ -101,18 +94,18 @@ def test_lm_eval_reads_what_validate_writes(run_copy, tmp_path: Path) -> None:
     results, samples = get_results_filenames(files), get_sample_results_filenames(files)
     assert len(results) == 2
     assert sorted(get_file_task_name(Path(path).name) for path in samples) == [TASK] * 2
-    suite = TaskSuite([TASK], Checkpoint(DEMO_MODEL).tokenizer, [512, 640], 2)
+    suite = TaskSuite([capitals], Checkpoint(DEMO_MODEL).tokenizer, limit=4)
     for path in map(Path, results):
         data = json.loads(path.read_text())
         assert data["model_name"] == str(DEMO_MODEL if "demo-model" in path.parent.name else tmp_path / "out")
-        assert [len(re.findall(rf"\| +{n}\|", make_table(data))) for n in (512, 640)] == [1, 1]
+        assert TASK in make_table(data)
         for name, task in suite.tasks.items():
             (lines,) = path.parent.glob(f"samples_{name}_*.jsonl")
             logged = [json.loads(line) for line in lines.read_text().splitlines()]
             assert len(logged) == 4
-            raw = {(n, "none"): [sample[n] for sample in logged if n in sample] for n in ("512", "640")}
+            raw = {(n, "none"): [sample[n] for sample in logged] for n in ("acc", "acc_norm")}
             aggregated, count = _compute_task_aggregations(task, raw, 1000)
-            assert count == 2
+            assert count == 4
             assert {key: data["results"][name][key] for key in aggregated} == aggregated
     with pytest.raises(UsageError, match="out-tasks: exists"):
         validate(tmp_path / "out", measure=False, **asked)

@@ -45,8 +45,8 @@ HELP = {
     "dtype": "auto (float32 on a CPU), float32, bfloat16 or float16.",
     "offload": "Read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",
     "tasks": "Benchmarks that the uncompressed model and the compressed ones are asked, with commas: tasks of lm-eval, "
-    "several_needles; of each the first evaluation.lm_eval_limit documents (docs/accuracy.md).",
-    "lengths": "Tokens of the documents of RULER's tasks and of the needles, with the answer.",
+    "by name or YAML file; of each the first evaluation.lm_eval_limit documents (docs/accuracy.md).",
+    "lengths": "Tokens of the documents of RULER's tasks, with the answer.",
     "as_json": "Print one JSON object on stdout.",
     "quiet": "Print nothing but errors, and what --json or generate prints.",
 }
@@ -82,9 +82,7 @@ class DeviceOptions:
         """Raises UsageError for a name that is none."""
         from ..recipe.settings import Compute
 
-        compute = Compute(**{name: value for name, value in vars(self).items() if name in Compute.__dataclass_fields__})
-        compute.check()
-        return compute
+        return Compute(**{name: value for name, value in vars(self).items() if name in Compute.__dataclass_fields__})
 
 
 @dataclass

@@ -19,11 +19,8 @@ from typing import Any
 from ..errors import CheckpointError, DataError, RotorError, UsageError
 from ..installing import pip_install
 from .measurement import Measurement
-from .needles import NEEDLES, needles_task
 
 BATCH_SIZE = 8
-SAMPLES = 500
-"""Documents of NEEDLES at each length where no number is given, as RULER has."""
 
 DocumentScores = dict[str, list[float]]
 """By task and metric, the score of each document."""
@@ -52,12 +49,12 @@ def paired(before: DocumentScores, after: DocumentScores) -> list[Paired]:
 
 
 class TaskSuite:
-    """Tasks of lm-eval, by name or YAML file, and NEEDLES.
+    """Tasks of lm-eval, by name or YAML file.
 
     Args:
         names: of all these. tokenizer: the model's.
-        lengths: tokens of the documents of NEEDLES and of lm-eval's tasks of RULER.
-        limit: documents of a task, of NEEDLES at each length; None is all.
+        lengths: tokens of the documents of lm-eval's tasks of RULER.
+        limit: documents of a task; None is all.
     Raises:
         UsageError: a package is not installed. DataError: a task cannot be loaded, or there is no tokenizer.
     """
@@ -79,16 +76,12 @@ class TaskSuite:
         except ImportError as error:
             what = f"{self.what}: the lm-eval package cannot be imported ({error})."
             raise UsageError(what, pip_install("eval")) from error
-        others = [name for name in names if name != NEEDLES]
-        known = any(not Path(name).expanduser().is_file() for name in others)
-        asked: list[Any] = others
-        if NEEDLES in names:
-            asked = [needles_task(lengths, limit or SAMPLES, seed, tokenizer), *others]
+        known = any(not Path(name).expanduser().is_file() for name in names)
         metadata = {"pretrained": tokenizer.name_or_path, "max_seq_lengths": list(lengths)}
         hint = "Give a name that `lm-eval ls tasks` lists, or the path of a task's YAML file."
         with _in_one_line(f"{self.what}: lm-eval cannot load the task", hint):
             self._manager = lm_eval.tasks.TaskManager(include_defaults=known, metadata=metadata)
-            loaded: Any = self._manager.load(asked)
+            loaded: Any = self._manager.load(list(names))
         inner = {name for group in loaded["groups"].values() for name in group.child_names}
         every = {**loaded["groups"], **loaded["tasks"]}
         self.tasks, self._asked = loaded["tasks"], [task for name, task in every.items() if name not in inner]
@@ -126,9 +119,8 @@ class TaskSuite:
         # A copy, because the wrapper sets a padding token.
         wrapped = HFLM(pretrained=model, tokenizer=copy.deepcopy(self._tokenizer), batch_size=BATCH_SIZE)
         chosen, tracker = None, EvaluationTracker(output_path=str(out))
-        if self._limit:  # NEEDLES has that number at each length
-            known = {name: task for name, task in self.tasks.items() if name != NEEDLES}
-            chosen = {name: list(range(min(self._limit, len(task.eval_docs)))) for name, task in known.items()}
+        if self._limit:
+            chosen = {name: list(range(min(self._limit, len(task.eval_docs)))) for name, task in self.tasks.items()}
         with _in_one_line(f"{self.what}: lm-eval cannot run the task"):
             results: Any = lm_eval.simple_evaluate(
                 wrapped,
