@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 
 from rotor.format.kernel_config import ARCHITECTURES, KernelConfig, LayerKernels, Tile, layout_class
 from rotor.format.layout import LayerLayout
@@ -25,6 +26,15 @@ HEADS_PER_KV = 4
 def default_config(layouts: Sequence[LayerLayout]) -> KernelConfig:
     """The kernel configuration of a model, by rule."""
     return KernelConfig(tuple(default_layer(layout) for layout in layouts))
+
+
+def config_of(path: Path | None, layouts: Sequence[LayerLayout]) -> KernelConfig:
+    """What kernel_config.json says, or without one the rule; raises CheckpointError for nonsense, or another model."""
+    if path is None:
+        return default_config(layouts)
+    config = KernelConfig.read(path)
+    config.check(layouts, str(path))
+    return config
 
 
 @lru_cache(maxsize=4096)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, library
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from rotor.checked import Reader
 from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import AttentionShape, LayerLayout
 
@@ -32,7 +33,7 @@ from .rotary import Rotation
 @torch.compiler.assume_constant_result
 def describe(layout: LayerLayout, shape: AttentionShape, kernels: LayerKernels) -> str:
     """A layer as an operator's argument, which `described` reads."""
-    return json.dumps([layout.to_dict(), asdict(shape), kernels.to_dict()], separators=(",", ":"))
+    return json.dumps([layout.to_dict(), asdict(shape), asdict(kernels)], separators=(",", ":"))
 
 
 @lru_cache(maxsize=4096)
@@ -40,7 +41,7 @@ def described(text: str) -> tuple[LayerLayout, AttentionShape, LayerKernels]:
     """What `describe` wrote."""
     layout, shape, kernels = json.loads(text)
     where = "a layer's text"
-    return LayerLayout.from_dict(layout, where), AttentionShape(**shape), LayerKernels.from_dict(kernels, where)
+    return LayerLayout.from_dict(layout, where), AttentionShape(**shape), Reader(where).read(LayerKernels, kernels)
 
 
 @library.custom_op("rotor::append", mutates_args=())

@@ -16,19 +16,7 @@ do, with the same options as keyword arguments:
 
 The import itself is quick: torch and transformers come with what is used first.
 
-Papers, by the short names that docstrings, recipes and help use:
-
-- FDC: Zhang and Shen, "FDC: Fast KV Dimensionality Compression for Efficient LLM Inference", 2026, arXiv 2408.04107v3.
-- ZACK: Zhang and Shen, "ZACK: Zero-Overhead LLM Inference Acceleration via Dimensionality Compression of the Key-Value
-  Cache", 2025.
-- ZDC: Zhang and Shen, "Zero-Delay QKV Compression for Mitigating KV Cache and Network Bottlenecks in LLM Inference",
-  2024.
-- Palu: Chang et al., "Palu: Compressing KV-Cache with Low-Rank Projection", 2024, arXiv 2407.21118.
-- KQ-SVD: arXiv 2512.05916, 2025.
-- SqueezeAttention: Wang and Gan, "SqueezeAttention: 2D Management of KV-Cache in LLM Inference via Layer-wise Optimal
-  Budget", 2024, arXiv 2404.04793.
-- GEAR: Kang et al., "GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of LLM",
-  2024, arXiv 2403.05527.
+Papers have short names in docstrings, recipes and help; docs/design.md lists them under Sources.
 """
 
 from __future__ import annotations

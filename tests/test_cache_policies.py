@@ -45,7 +45,6 @@ def test_a_policy_is_exported_loaded_saved_and_validated(name: str, tiny, tmp_pa
     export(run.folder, out, compression=0.3, cache=name, measure=False)
     stored = json.loads((out / "config.json").read_text())["quantization_config"]["cache"]
     assert stored == find_policy(name).as_dict()
-    assert json.loads((out / "kernel_config.json").read_text())["cache"] == stored
     model = AutoModelForCausalLM.from_pretrained(out).eval()
     assert policy_of(model) == find_policy(name)
     rows = prompts(1, 30)
@@ -78,10 +77,9 @@ def test_a_policy_is_exported_loaded_saved_and_validated(name: str, tiny, tmp_pa
 def test_a_hostile_section_is_refused(section: object, text: str, policy_models: PolicyModels, tmp_path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(policy_models.checkpoint("post"), folder)
-    for name in ("config.json", "kernel_config.json"):
-        data = json.loads((folder / name).read_text())
-        (data["quantization_config"] if name == "config.json" else data)["cache"] = section
-        (folder / name).write_text(json.dumps(data))
+    data = json.loads((folder / "config.json").read_text())
+    data["quantization_config"]["cache"] = section
+    (folder / "config.json").write_text(json.dumps(data))
     reseal(folder)
     with pytest.raises(CheckpointError, match=text):
         AutoModelForCausalLM.from_pretrained(folder)

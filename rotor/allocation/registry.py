@@ -20,7 +20,7 @@ Need = Literal["gradients", "sensitivities"]
 class RankMethod:
     """A way from singular values to ranks, under the name that `ranks.method` gives it.
 
-    summary: one line, for help and tables; papers by their short names (see rotor).
+    summary: one line, for help and tables; papers by their short names (docs/design.md, Sources).
     implementation: file in this package, and the SpectraPath in it.
     needs: what has to be measured beside the spectra.
     """

@@ -25,7 +25,7 @@ Side = Literal["qk", "vo"]
 class BasisMethod:
     """A way to compute the basis of one side, under the name that recipes give it.
 
-    summary: one line, for help and tables; papers by their short names (see rotor).
+    summary: one line, for help and tables; papers by their short names (docs/design.md, Sources).
     implementation: MODULE:FUNCTION, from Inputs to a BasisPair; a module of this package.
     domains: where keys may be compressed with it.
     gradients: it reads the gradients of the model's loss by keys or values, too.

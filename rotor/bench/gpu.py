@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,9 @@ def tune(folder: Path, batch_size: int = 8, tokens: int = 32768) -> list[dict[st
         times = {kernels: _seconds(problem, exact, kernels) for kernels in tried}
         best = min(times, key=lambda kernels: times[kernels])
         chosen[layout, own] = best
-        records.append({"layer": own.layout, "before_s": times[own], "after_s": times[best], "kernels": best.to_dict()})
+        records.append({"layer": own.layout, "before_s": times[own], "after_s": times[best], "kernels": asdict(best)})
     layers = tuple(chosen[pair] for pair in zip(checkpoint.layouts, config.layers, strict=True))
-    tuned = KernelConfig(layers, config.cache)
+    tuned = KernelConfig(layers)
     tuned.check(checkpoint.layouts)
     write_text(folder / KERNEL_CONFIG, json.dumps(tuned.to_dict(), indent=2) + "\n")
     return records

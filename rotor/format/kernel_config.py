@@ -71,33 +71,17 @@ class LayerKernels:
         """For a GPU of a compute capability (90 is 9.0)."""
         return self.sm_90 if capability >= 90 else self.sm_80
 
-    def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` reads, in JSON's types."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any], where: str) -> LayerKernels:
-        """Read what `to_dict` wrote; raises CheckpointError, naming the field."""
-        layer: LayerKernels = Reader(where, CheckpointError, EDITED).read(cls, data)
-        return layer
-
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """The kernels of a model, layer by layer.
-
-    cache: the policy by which the cache is kept, as config.json has it; the kernels do not serve one that evicts.
-    version: of the file; no other is read.
-    """
+    """The kernels of a model, layer by layer. version: of the file; no other is read."""
 
     layers: tuple[LayerKernels, ...]
-    cache: dict[str, Any] | None = None
     version: Literal[3] = 3
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` reads, in JSON's types."""
-        cache = {} if self.cache is None else {"cache": self.cache}
-        return {"version": self.version, "layers": [layer.to_dict() for layer in self.layers], **cache}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = KERNEL_CONFIG) -> KernelConfig:

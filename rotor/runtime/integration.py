@@ -25,9 +25,9 @@ from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..format.file_names import KERNEL_CONFIG
 from ..format.layout import AttentionShape, LayerLayout
 from ..format.section import MARK, METHOD, CompressedSection, is_ours
+from ..kernels.defaults import config_of
 from .attention import RotorAttention, refuse_others
 from .families import FAMILIES, Family, attention_shape
-from .kernel_choice import kernels_of
 from .rewritten import RewrittenTensors, open_rewritten
 from .rope import rotary_tables
 from .steps import NO_GRADIENTS
@@ -70,8 +70,7 @@ class RotorQuantizer(HfQuantizer):
         section = getattr(config, "cache", None)
         self.cache_policy = None if section is None else import_module("rotor.policies").read_stored(section)
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
-        path = find_kernel_config(model.config, checkpoint_files)
-        self.kernel_config = kernels_of(config, path, shape)
+        self.kernel_config = config_of(find_kernel_config(model.config, checkpoint_files), layouts)
         if config.source is not None and checkpoint_files:
             found = open_rewritten(Path(checkpoint_files[0]), model.config, config)
             model.__dict__[REWRITTEN] = {name: LazyTensor(found, name) for name in found.file_of}

@@ -21,11 +21,10 @@ from ...format.kernel_config import KernelConfig
 from ...format.layout import AttentionShape, LayerLayout
 from ...format.manifest import MANIFEST
 from ...format.section import CompressedSection
-from ...kernels.defaults import default_layer
+from ...kernels.defaults import config_of, default_layer
 from ...kernels.dispatch import layer_served
 from ...kernels.parameters import AttentionParameters
 from ...runtime.families import FAMILIES, Family, attention_shape
-from ...runtime.kernel_choice import kernels_of
 from ...runtime.rewritten import BASES, open_rewritten
 from .attention import RotorSelfAttention
 from .pages import PagedLayer
@@ -65,7 +64,7 @@ class Plan:
     @cached_property
     def kernels(self) -> KernelConfig:
         """Of whole layers."""
-        return kernels_of(self.section, self.file(KERNEL_CONFIG), self.shape)
+        return config_of(self.file(KERNEL_CONFIG), self.layouts)
 
     @property
     def kinds(self) -> list[str] | None:
