@@ -32,7 +32,7 @@ def parse(words: list[str]) -> None:
     overrides = parameters.get("overrides") or []
     if name == "export":
         goal = ("accuracy", "compression", "removal_rate")
-        Goal(**{key: parameters[key] for key in goal}).check()
+        Goal(**{key: parameters[key] for key in goal})
         override(load_recipe("rotor"), overrides, EXPORT_SECTIONS)
     elif name in ("calibrate", "inspect"):
         named = parameters["recipe"]

@@ -142,7 +142,7 @@ class Calibration:
 
     def __init__(self, settings: CalibrationSettings, progress: Progress) -> None:
         self.settings, self.progress, self.times = settings, progress, StageTimes()
-        self.recipe, self.out = settings.check(), OutputFolder.at(settings.out, "run")
+        self.recipe, self.out = settings.overridden_recipe, OutputFolder.at(settings.out, "run")
         self.partial = PartialRun(self.out)
         self.source = find_source(settings.model, settings.revision)
         self.checkpoint = Checkpoint(self.source.folder)

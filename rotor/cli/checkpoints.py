@@ -48,7 +48,6 @@ def calibrate(
 
     changed, where = (*text_overrides(text), *overrides), compute.checked()
     settings = CalibrationSettings(model, out, recipe, changed, revision, where, batch_tokens, overwrite, resume)
-    settings.check()
     check_name(model, revision)
 
     from ..calibration.calibrate import run_calibration
@@ -125,7 +124,6 @@ def export(
     how: dict[str, Any] = {"overwrite": overwrite, "measure": not no_measure, "cache": cache}
     how["without_weights"] = without_weights
     settings = ExportSettings(run, out, goal, tuple(overrides), compute.checked(), **how)
-    settings.check()
 
     from ..export.export import run_export
 

@@ -29,7 +29,6 @@ class Placement:
     def choose(cls, checkpoint: Checkpoint, recipe: Recipe, compute: Compute, progress: Progress) -> Placement:
         """Decide by an estimate of memory, which `progress` shows."""
         outline, device = ModelOutline.of(checkpoint), pick_device(compute.device)
-        compute.check()
         fit_threads(outline.stored_bytes)
         dtype = pick_dtype(compute.dtype, outline.dtype, device)
         stream, line = stream_weights(compute.offload, outline.evaluation(recipe, device, dtype), device)

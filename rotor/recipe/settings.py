@@ -1,8 +1,12 @@
-"""Settings of a calibration or an export: one object for the command and the Python function."""
+"""Settings of a calibration or an export: one object for the command and the Python function.
+
+They are checked when they are made: UsageError names the option. That needs no torch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, get_args, get_type_hints
@@ -42,8 +46,8 @@ class Compute:
     dtype: Annotated[str, OneOf(("auto", "float32", "bfloat16", "float16"))] = "auto"
     offload: Annotated[str, OneOf(("auto", "never", "always"))] = "auto"
 
-    def check(self) -> None:
-        """Raises UsageError for a name that is none; whether the device is there is found when it is used."""
+    def __post_init__(self) -> None:
+        """Whether the device is there is found when it is used."""
         _check_options(self)
 
 
@@ -61,9 +65,12 @@ class CalibrationSettings:
     overwrite: bool = False
     resume: bool = False
 
-    def check(self) -> Recipe:
-        """The recipe, overridden; raises UsageError for what is wrong whatever the model is. Needs no torch."""
-        self.compute.check()
+    def __post_init__(self) -> None:
+        _ = self.overridden_recipe
+
+    @cached_property
+    def overridden_recipe(self) -> Recipe:
+        """Raises RecipeError as `load_recipe` does."""
         return load_recipe(self.recipe, self.overrides)
 
 
@@ -75,8 +82,7 @@ class Goal:
     compression: Share | None = None
     removal_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
 
-    def check(self) -> None:
-        """Raises UsageError if not one, or out of range."""
+    def __post_init__(self) -> None:
         given = [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
         if len(given) != 1:
             raise UsageError(
@@ -100,14 +106,8 @@ class ExportSettings:
     cache: str | None = None
     without_weights: bool = False
 
-    def check(self) -> None:
-        """Raises UsageError for what is wrong whatever the run holds but for its recipe. Needs no torch.
-
-        Raises:
-            MissingError: the run is no folder.
-        """
-        self.goal.check()
-        self.compute.check()
+    def __post_init__(self) -> None:
+        """Raises MissingError where the run is no folder; of what it holds only the recipe is read."""
         if not self.measure and self.goal.accuracy is not None:
             raise UsageError("--no-measure: an --accuracy is found by measuring.", "Give --compression in its place.")
         run = Path(self.run)

@@ -35,7 +35,6 @@ class ExportJob:
     @classmethod
     def check(cls, settings: ExportSettings) -> ExportJob:
         """Raises RotorError where the request cannot be carried out; see export."""
-        settings.check()
         opened, out = Run.open(settings.run), OutputFolder.at(settings.out, "checkpoint")
         recipe = settings.override(opened.recipe)
         _check_recipe(recipe, opened, settings)
