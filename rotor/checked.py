@@ -129,6 +129,12 @@ class Reader:
         )
 
 
+def plain(value: Any) -> Any:
+    """A dataclass in JSON's types, as `Reader.read` reads it."""
+    kind: Any = type(value)
+    return _adapter(kind).dump_python(value, mode="json", by_alias=True)
+
+
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)

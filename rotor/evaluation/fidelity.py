@@ -52,10 +52,6 @@ class Fidelity:
     interval: Annotated[tuple[float, float], Field(alias="interval_95")]
     values: dict[str, float | None]
 
-    def to_json(self) -> dict[str, Any]:
-        """What pydantic reads."""
-        return {"accuracy": self.accuracy, "interval_95": list(self.interval), "values": dict(self.values)}
-
     def against(self, target: float) -> tuple[bool, str]:
         """Whether a target is met, and where it is not, or not by the value itself, what lies below it.
 

@@ -8,11 +8,12 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from ..bases.layer import LayerBases
+from ..checked import plain
 from ..data.splits import SPLITS
 from ..errors import system_errors
 from ..format.atomic import write_json, write_text
@@ -112,7 +113,6 @@ def export(
 @system_errors()
 def run_export(settings: ExportSettings, progress: Progress | None = None) -> ExportResult:
     """What `export` does, with its arguments in one object; raises likewise."""
-    settings.check()
     with ExitStack() as held:
         held.enter_context(exclusive(Path(settings.run)))
         job = ExportJob.check(settings)
@@ -180,7 +180,7 @@ def _write(
         if not {"dtype", "torch_dtype"} & config.keys():  # the bases' own would be taken for the model's
             config["dtype"] = str(dtype).removeprefix("torch.")
     write_json(staging / "config.json", config)
-    write_json(staging / KERNEL_CONFIG, replace(default_config(layouts), cache=cache).to_dict())
+    write_json(staging / KERNEL_CONFIG, default_config(layouts).to_dict())
     write_text(staging / RECIPE, recipe.to_yaml())
     if policy is not None:
         report["cache"] = {
@@ -286,7 +286,7 @@ def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str
         "search": search and search.accuracy,
         "report": report and report.accuracy,
         "interval_95": report and list(report.interval),
-        "measurements": {split: fidelity.to_json() for split, fidelity in found.items()},
+        "measurements": {split: plain(fidelity) for split, fidelity in found.items()},
         "base": {split: table and table.base.get(split) for split in SPLITS},
         "left_out": table.left_out if table else {},
         "data": context and context.data,

@@ -8,12 +8,11 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..evaluation.fidelity import Fidelity
-from ..format.channels import in_words
 from ..format.file_names import ROTOR_JSON
 from ..format.layout import AttentionShape, LayerLayout
 from ..installing import pip_install
 from ..recipe import Recipe
-from ..recipe.metric_registry import METRICS, base_note, chance_note, metric_info
+from ..recipe.metric_registry import METRICS, chance_note, metric_info, ratio_rows
 
 
 def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape, apart: bool = False) -> str:
@@ -52,7 +51,7 @@ The weights of {name} with value, output and (where folded) key projections rota
 |---|---|
 | recipe | {markdown(recipe.name)}: {markdown(recipe.summary)} |
 | form of stored keys | {" and ".join(forms)}, {" or ".join(map(str, sizes))} KV head(s) a group |
-{_channels_row(layouts)}| compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
+| compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
 {_cache_row(report)}{measured}
 
@@ -117,15 +116,15 @@ def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:
         note = "Measure it, with `rotor validate` where the model has a tokenizer, before you rely on this checkpoint."
         return [f"| accuracy | not measured: {accuracy.get('not_measured', 'nobody says why')} |"], note
     metric, base = accuracy["metric"], accuracy["base"]["report"] or {}
-    measured, left_out = accuracy["measurements"]["report"]["values"], accuracy["left_out"].get("report", {})
+    measured, left_out = accuracy["measurements"]["report"]["values"], accuracy["left_out"]
     interval = "95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
     target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
     said = below_target(accuracy)
-    tokens = f"{base.get('tokens', 0)} predicted tokens of the report split, which chose nothing"
+    tokens = f"{base.get('tokens', 0)} predicted tokens of the report split, which played no part in the choice"
     rows = [
         f"| accuracy ({metric}) | {accuracy['report']:.4f}, {interval}{said and '; '}{said} |",
-        f"| target of the search | {target}; the search split, which chose, measured {accuracy['search']:.4f} |",
-        *_ratio_rows(measured, base, left_out),
+        f"| target of the search | {target}; measured on the search split: {accuracy['search']:.4f} |",
+        *(f"| {label} | {text} |" for label, text in ratio_rows(measured, base, left_out)),
         f"| measured on | {accuracy['data']}, {tokens}{chance_note(base)} |",
     ]
     note = (
@@ -146,28 +145,3 @@ def markdown(text: str) -> str:
     """Text of unknown origin so that Markdown, and HTML in it, shows it as it is, on one line."""
     line = "".join(character if character.isprintable() else " " for character in text)
     return re.sub(r"([\\`*_\[\]<>&|~$#!])", r"\\\1", line)
-
-
-def _ratio_rows(measured: dict[str, Any], base: dict[str, Any], left_out: dict[str, str]) -> list[str]:
-    """A row for each ratio, also for one that was left out of the accuracy, with why."""
-    rows = []
-    for name, info in METRICS.items():
-        if info.parts:
-            continue
-        if info.accuracy_field in measured:
-            of = {"ppl_ratio": f", base {base.get('perplexity', 0):.3f}", "kl_div": " = exp(-KL)"}.get(name, "")
-            label = "closeness of the distributions" if info.field else info.label  # KL is shown as an accuracy
-            rows.append(f"| {label} | {measured[info.accuracy_field]:.4f}{of}{base_note(name, base)} |")
-        elif name in left_out:
-            rows.append(f"| {info.label} | left out: {left_out[name]} |")
-    return rows
-
-
-def _channels_row(layouts: list[LayerLayout]) -> str:
-    """The channels of all layers by bits, where they are codes."""
-    groups = [group for layout in layouts for group in layout.groups]
-    together = in_words(group.key for group in groups if group.joint)
-    keys = in_words(group.key for group in groups if group.value is not None)
-    values = in_words(group.value for group in groups if group.value is not None)
-    rows = f"| channels of latents, each of keys and values together | {together} |\n" if together else ""
-    return rows + (f"| channels of key latents, of value latents | {keys}; {values} |\n" if keys else "")

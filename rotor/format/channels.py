@@ -17,14 +17,12 @@ one mask take a plane's nibbles out of the words, side by side, and nothing is i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
 
-from ..checked import Reader
 from ..errors import CheckpointError
 
 WIDTHS = (16, 12, 8, 4)
@@ -148,12 +146,6 @@ StoredLatent = Annotated[
 """A latent in a file: what `to_dict` gives."""
 
 
-def latent_from(data: dict[str, int] | int, where: str) -> Latent:
-    """Read what `to_dict` gave; raises CheckpointError, naming `where`, if there is no such latent."""
-    latent: Latent = Reader(where, CheckpointError, EDITED).read(StoredLatent, data)
-    return latent
-
-
 @lru_cache(maxsize=4096)
 def aligned(width: int, groups: int) -> int:
     """Bytes from one group of codes to the next: whole sectors of memory are read, so they do not begin anywhere."""
@@ -162,10 +154,3 @@ def aligned(width: int, groups: int) -> int:
         return size_bytes
     unit = 32 if width >= 64 else 16
     return -(-size_bytes // unit) * unit
-
-
-def in_words(latents: Iterable[Latent]) -> str:
-    """How many channels of each width there are in all, for a table."""
-    counts = [latent.counts for latent in latents if isinstance(latent, Channels)]
-    totals = [sum(of_all[place] for of_all in counts) for place in range(len(WIDTHS))]
-    return ", ".join(f"{total} at {bits} bits" for bits, total in zip(WIDTHS, totals, strict=True) if total)

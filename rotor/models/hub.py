@@ -21,8 +21,6 @@ SIDECARS = ["*.json", "*.jinja", "*.model", "*.txt", "LICENSE*"]
 LEFT_ALONE = ["*/*", "consolidated*"]
 """Folders of other formats, and the second copy of the weights that some repositories hold."""
 
-ORIGINAL = "Give the checkpoint that it was made from; its README.md usually names it as base_model."
-
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -98,15 +96,11 @@ def _check(folder: Path) -> None:
     from .checkpoint import config_of
 
     config = read_json(folder / "config.json")
-    section = config.get("quantization_config")
     if is_compressed(config):
         raise UnsupportedModelError(
             f"{folder}: `rotor export` wrote it: it is compressed already.",
             "Give the run or the model that it was made from (rotor.json names both), or use it as it is.",
         )
-    if isinstance(section, dict):
-        method = str(section.get("quant_method"))
-        raise UnsupportedModelError(f"{folder}: already quantised ({method[:40]}).", ORIGINAL)
     find_family(config_of(folder))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,15 +39,12 @@ class Quantiser(Policy):
 
 
 class FittedQuantiser(Quantiser):
-    """One whose codes are found on calibration text, for each layer. Keys of an uncompressed model are rotated back and
-    coded before RoPE."""
+    """One whose levels are found on calibration text, for each layer. Keys are coded before RoPE.
 
-    codes: ClassVar[tuple[Any, ...]] = ()
+    levels: what was found for each layer; empty before.
+    """
 
-    @property
-    def found(self) -> tuple[Any, ...]:
-        """What was found for each layer; empty before."""
-        return self.codes
+    levels: tuple[Any, ...] = ()
 
     @abstractmethod
     def fit_layer(self, sample: LayerSample) -> Any:
@@ -55,7 +52,7 @@ class FittedQuantiser(Quantiser):
 
     def fitted(self, samples: Sequence[LayerSample]) -> FittedQuantiser:
         fitted = copy(self)
-        object.__setattr__(fitted, "codes", tuple(self.fit_layer(sample) for sample in samples))
+        object.__setattr__(fitted, "levels", tuple(self.fit_layer(sample) for sample in samples))
         return fitted
 
     @abstractmethod
@@ -64,24 +61,24 @@ class FittedQuantiser(Quantiser):
 
     def streams(self) -> tuple[Stream, Stream]:
         """Of the first layer: which tokens wait is the same in all."""
-        return self.streams_of(self.found[0])
+        return self.streams_of(self.levels[0])
 
     @property
     def needs_samples(self) -> bool:
-        return not self.found
+        return not self.levels
 
     @property
     def moves_keys(self) -> bool:
         return True
 
     def layers(self, count: int) -> list[PolicyLayer]:
-        if len(self.found) != count:
+        if len(self.levels) != count:
             raise UsageError(
-                f"cache policy {self.method}: was fitted to {len(self.found)} layers, the model has {count}.",
+                f"cache policy {self.method}: was fitted to {len(self.levels)} layers, the model has {count}.",
                 "`rotor validate MODEL --cache NAME` and `rotor study` fit it to text, and so does export where a "
                 "checkpoint can store it; rotor.fit_cache_policy(model, policy, rows) gives a fitted policy.",
             )
-        return [CodedLayer(self.streams_of(found)) for found in self.found]
+        return [CodedLayer(self.streams_of(found)) for found in self.levels]
 
 
 class CodedSequence(StoredSequence):

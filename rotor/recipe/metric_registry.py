@@ -5,6 +5,7 @@ Names in recipes, help texts, tables and columns derive from these entries.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +93,28 @@ def primitive_metrics(name: str) -> tuple[str, ...]:
     return metric_info(name).parts or (name,)
 
 
-def base_note(name: str, base: dict[str, Any]) -> str:
-    """What stands behind a ratio of prompts: the uncompressed model's probability, and over how much other text."""
+def ratio_rows(
+    values: Mapping[str, float | None], base: dict[str, Any], left_out: Mapping[str, Mapping[str, str]]
+) -> list[tuple[str, str]]:
+    """Of each metric that is measured by itself its label, and its value or why it was left out.
+
+    Args:
+        left_out: why, by split and name.
+    """
+    rows, missing = [], {name: why for of_split in left_out.values() for name, why in of_split.items()}
+    for name, info in METRICS.items():
+        value = None if info.parts else values.get(info.accuracy_field)
+        if value is not None:
+            rows.append((f"exp(-KL), {info.label}" if info.field else info.label, f"{value:.4f}{_of_base(name, base)}"))
+        elif name in missing:
+            rows.append((info.label, f"left out: {missing[name]}"))
+    return rows
+
+
+def _of_base(name: str, base: dict[str, Any]) -> str:
+    """What a ratio is one to: of prompts the uncompressed model's probability, and over how much other text."""
+    if name == "ppl_ratio" and isinstance(base.get("perplexity"), float):
+        return f", base {base['perplexity']:.3f}"
     probability, filler_tokens = base.get(name), base.get(f"{name}_filler_tokens")
     if not isinstance(probability, float) or not isinstance(filler_tokens, int):  # another metric, or a foreign file
         return ""

@@ -19,7 +19,7 @@ from ..format.schemas import CheckpointInfo
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import read_report
 from ..recipe import Recipe, load_stored_recipe
-from ..recipe.metric_registry import METRICS, base_note, chance_note, metric_info
+from ..recipe.metric_registry import chance_note, metric_info, ratio_rows
 from ..runtime.families import attention_shape
 from ..search.point import Point
 from ..search.table import TABLES, RankTable
@@ -54,7 +54,9 @@ def collect_run(run: Run) -> ReportData:
         data.points, data.chosen = table.points, point
         data.ratios_of, what = ("report", "exported") if point.report else ("search", "measured")
         data.ranks_of = f"of the strongest point that was {what}: compression {point.stored:.3f}"
-        data.ratios = _ratios(point.fidelity(data.ratios_of), table.base.get(data.ratios_of) or {}, table.left_out)
+        data.ratios = ratio_rows(
+            point.fidelity(data.ratios_of).values, table.base.get(data.ratios_of) or {}, table.left_out
+        )
         _headline(data, point, _run_bytes(run, point))
     else:
         why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` measures."
@@ -81,9 +83,8 @@ def collect_checkpoint(
     }
     shares = report["compression"]
     chosen = Point(0.0, shares["planned"], shares["stored"], [], [], fidelity.get("search"), fidelity.get("report"))
-    data.ratios = _ratios(
-        fidelity.get("report"), accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {})
-    )
+    values = fidelity["report"].values if "report" in fidelity else {}
+    data.ratios = ratio_rows(values, accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {}))
     if accuracy["report"] is None:
         data.absent["points"] = f"Accuracy was not measured: {accuracy.get('not_measured', 'nobody says why')}."
     else:
@@ -175,21 +176,6 @@ def _mean_spectrum(values: Any) -> list[float]:
     """Singular values [num_groups, channels] over each group's largest, averaged over the groups."""
     largest = values[:, :1].clamp(min=1e-300)
     return [float(value) for value in (values / largest).mean(0)]
-
-
-def _ratios(found: Fidelity | None, base: dict[str, Any], left_out: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
-    """Each ratio by itself, or why it was not measured."""
-    values = {} if found is None else found.values
-    missing = {name: why for split in left_out.values() for name, why in split.items()}
-    rows = []
-    for name, info in METRICS.items():
-        value = None if info.parts else values.get(info.accuracy_field)
-        if value is not None:
-            label = info.label if not info.field else f"exp(-KL), {info.label}"
-            rows.append((label, f"{value:.4f}{base_note(name, base)}"))
-        elif name in missing:
-            rows.append((info.label, f"left out: {missing[name]}"))
-    return rows
 
 
 def _run_bytes(run: Run, point: Point) -> tuple[int, int]:

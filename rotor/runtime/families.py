@@ -186,7 +186,7 @@ def find_family(config: Any) -> Family:
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
             f"this {model_type} checkpoint is already quantised or compressed (config.json has a quantization_config).",
-            "Give rotor the original checkpoint.",
+            "Give the checkpoint that it was made from; its README.md usually names it as base_model.",
         )
     for flag in _REFUSED:
         if getattr(config, flag, False):

@@ -1,4 +1,4 @@
-"""A measured point: a rank plan with what was measured of it, and how both stand in JSON."""
+"""A measured point: a rank plan with what was measured of it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..allocation.plan import RankPlan
-from ..checked import Reader
-from ..codes.layer import GroupChannels, as_pair
-from ..data.splits import SPLITS
-from ..errors import CheckpointError, UsageError
+from ..codes.layer import GroupChannels
+from ..errors import UsageError
 from ..evaluation.fidelity import Fidelity
-from ..format.channels import Channels, latent_from
 from ..format.layout import LayerRanks
-from ..format.schemas import CompressionInfo, PointRanks
-
-
-@dataclass(frozen=True)
-class _PointFile:
-    """A Point in JSON; a split that was not measured is absent."""
-
-    parameter: float
-    compression: CompressionInfo
-    ranks: PointRanks
-    search: Fidelity | None = None
-    report: Fidelity | None = None
 
 
 @dataclass(frozen=True)
@@ -83,25 +68,6 @@ class Point:
         found: dict[str, Any] = {"exact": as_lists(self.exact), "stored": as_lists(self.ranks)}
         return found if self.channels is None else found | {"channels": channels_json(self.channels)}
 
-    def to_json(self) -> dict[str, Any]:
-        """What from_json reads."""
-        data = {"parameter": self.parameter, "compression": self.compression_json}
-        found = {split: self.fidelity(split).to_json() for split in SPLITS if self.has(split)}
-        return data | {"ranks": self.ranks_json} | found
-
-    @classmethod
-    def from_json(cls, data: Any, name: str, reader: Reader) -> Point:
-        """Raises the reader's error, with the field's name, if it is not what to_json gives."""
-        found: _PointFile = reader.read(_PointFile, data, name)
-        exact, stored = ([[(qk, v) for qk, v in layer] for layer in found.ranks[kind]] for kind in ("exact", "stored"))
-        channels = None
-        if "channels" in found.ranks:
-            channels = _channels_from(found.ranks["channels"], f"{reader.where}: {name}.ranks.channels")
-            if [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in channels] != stored:
-                raise reader.fail(f"{name}.ranks.channels", found.ranks["channels"], "as many as ranks.stored says")
-        planned, share = found.compression["planned"], found.compression["stored"]
-        return cls(found.parameter, planned, share, exact, stored, found.search, found.report, channels)
-
 
 def plan_key(ranks: list[LayerRanks], channels: list[GroupChannels] | None = None) -> str:
     """See Point.key."""
@@ -111,15 +77,6 @@ def plan_key(ranks: list[LayerRanks], channels: list[GroupChannels] | None = Non
 def channels_json(channels: list[GroupChannels]) -> list[list[list[dict[str, int]]]]:
     """Channels by bits as JSON has them: of each layer and group, those of keys and of values, or of both together."""
     return [[[side.to_dict() for side in pair if side] for pair in layer] for layer in channels]
-
-
-def _channels_from(found: list[list[list[dict[str, int]]]], where: str) -> list[GroupChannels]:
-    """Read what `channels_json` gave; raises CheckpointError, naming `where`, if there is no such latent."""
-    layers = [[[latent_from(side, where) for side in group] for group in layer] for layer in found]
-    channels = [[[side for side in group if isinstance(side, Channels)] for group in layer] for layer in layers]
-    if not all(len(group) in (1, 2) for layer in channels for group in layer):
-        raise CheckpointError(f"{where}: expected channels of keys and of values of each group, or of both.")
-    return [[as_pair(group) for group in layer] for layer in channels]
 
 
 def as_lists(ranks: list[LayerRanks]) -> list[list[list[int]]]:

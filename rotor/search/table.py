@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,17 +21,17 @@ from torch import Tensor
 
 from ..allocation.plan import RankPlan, Sensitivity
 from ..calibration.run import Run
-from ..checked import Reader
+from ..checked import Reader, plain
 from ..data.splits import EvaluationData
 from ..errors import CheckpointError
 from ..format.atomic import write_json
 from ..format.json_files import read_json
 from ..policies import Policy
 from ..recipe import Evaluation, Ranks
-from .point import Point, plan_key
+from .point import Point, channels_json, plan_key
 
 TABLES, PROBES, LATEST = "tables", "probes", "latest"
-TABLE_VERSION = 6
+TABLE_VERSION = 7
 HINT = "Delete it, and the next export measures again."
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class _TableFile:
     context: Context
     base: dict[str, dict[str, Any]]
     left_out: dict[str, dict[str, str]]
-    points: list[dict[str, Any]]
+    points: list[Point]
 
 
 @dataclass(frozen=True)
@@ -133,16 +133,14 @@ class RankTable:
         found, reader = _read(run, TABLES, key, _TableFile)
         if found is None:
             return None
-        points = [Point.from_json(point, f"points[{i}]", reader) for i, point in enumerate(found.points)]
-        for index, point in enumerate(points):
+        for index, point in enumerate(found.points):
             _check_point(point, f"points[{index}]", run, reader)
-        return cls(run, found.context, points, found.base, found.left_out)
+        return cls(run, found.context, found.points, found.base, found.left_out)
 
     def save(self) -> None:
         """Write the table, and that it is the last one."""
         self.points.sort(key=lambda p: (p.stored, p.key))
-        points = [point.to_json() for point in self.points]
-        content = _TableFile(TABLE_VERSION, self.context, self.base, self.left_out, points)
+        content = _TableFile(TABLE_VERSION, self.context, self.base, self.left_out, self.points)
         _write(self.run, TABLES, self.context.key, content)
         _write(self.run, TABLES, LATEST, _Latest(TABLE_VERSION, self.context.key))
 
@@ -165,7 +163,9 @@ def _check_point(point: Point, name: str, run: Run, reader: Reader) -> None:
     ]
     if len(fits) != run.shape.num_layers or not all(fits):
         expected = f"{groups} groups of at most {columns} of each of {run.shape.num_layers} layers"
-        raise reader.fail(f"{name}.ranks.stored", point.ranks, expected)
+        raise reader.fail(f"{name}.ranks", point.ranks, expected)
+    if point.channels and [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in point.channels] != point.ranks:
+        raise reader.fail(f"{name}.channels", channels_json(point.channels), "as many as ranks says")
 
 
 @dataclass
@@ -220,4 +220,4 @@ def _read(run: Run, kind: str, key: str, content: type[T]) -> tuple[T | None, Re
 def _write(run: Run, kind: str, key: str, content: _TableFile | _ProbesFile | _Latest) -> None:
     path = _path(run, kind, key)
     path.parent.mkdir(exist_ok=True)
-    write_json(path, asdict(content))
+    write_json(path, plain(content))

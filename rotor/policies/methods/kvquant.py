@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, ClassVar
 
@@ -72,13 +71,6 @@ class KVQuant(FittedQuantiser):
             sizes = {len(found.key_levels), len(found.value_levels)}
             fits = sizes == {2**self.bits} and len(found.key_low) == len(found.key_high) > 0
             self.require(fits, "levels", f"{2**self.bits} levels, and as many lower ends of ranges as upper ones")
-
-    @property
-    def found(self) -> tuple[LayerLevels, ...]:
-        return self.levels
-
-    def fitted(self, samples: Sequence[LayerSample]) -> KVQuant:
-        return replace(self, levels=tuple(self.fit_layer(sample) for sample in samples))
 
     def streams_of(self, found: LayerLevels) -> tuple[Stream, Stream]:
         keys = RangedCode(self.bits, self.outliers, found.key_levels, (found.key_low, found.key_high))
