@@ -16,14 +16,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from rotor.bases.pair import BasisPair
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run, layer_path
-from rotor.checked import Reader
 from rotor.codes.layer import CodedBases
 from rotor.codes.quantiser import ChannelCode
 from rotor.errors import CheckpointError, RecipeError, UsageError
 from rotor.export.export import export
-from rotor.export.model_card import _channels_row
-from rotor.format.channels import Channels
-from rotor.format.layout import POST_ROPE, GroupLayout, LayerLayout, kv_bytes_per_token
+from rotor.format.layout import POST_ROPE, kv_bytes_per_token
 from rotor.kernels.rotary import rotate, when_read
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.compressed import CompressedCheckpoint
@@ -31,7 +28,7 @@ from rotor.recipe import load_recipe
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.rewriting.rewrite import planned_layouts
 from rotor.search.measurer import rank_path
-from rotor.search.point import Point, channels_json
+from rotor.search.point import channels_json
 from rotor.search.table import RankTable
 from rotor.validation.validate import cache_bytes_per_token, validate
 
@@ -193,16 +190,6 @@ def test_accuracy_and_its_table_of_points(coded_run, tmp_path: Path):
     assert again.report["tensors"] == first.report["tensors"]
 
 
-def test_the_card_counts_a_joint_latent_once() -> None:
-    joint = LayerLayout((GroupLayout((0, 1), Channels(n4=8), None),), 64, 4)
-    apart = LayerLayout((GroupLayout((0, 1), Channels(n4=8), Channels(n8=16)),))
-    assert joint.groups[0].ranks_in_words == "8 joint"
-    assert _channels_row([joint, apart]) == (
-        "| channels of latents, each of keys and values together | 8 at 4 bits |\n"
-        "| channels of key latents, of value latents | 8 at 4 bits; 16 at 8 bits |\n"
-    )
-
-
 def test_bits_of_a_run_can_be_changed_on_export(coded_run, tmp_path: Path):
     """Other widths; and numbers of 16 bits, by ranks."""
     run = coded_run("llama", "rotor")
@@ -257,11 +244,11 @@ def test_damaged_codes_of_a_run_are_refused(coded_run, tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match="layer-0000"):
         export(copy, tmp_path / "out", compression=COMPRESSION)
-    tables = json.loads(next((copy / "tables").glob("[0-9a-f]*.json")).read_text())
-    point = next(p for p in tables["points"] if "channels" in p["ranks"])
-    point["ranks"]["channels"][0][0][0] = {"3": 8}
-    with pytest.raises(CheckpointError, match=r"got \{'3': 8\}, expected .* channels by bits"):
-        Point.from_json(point, "points[0]", Reader("table", CheckpointError, ""))
-    point["ranks"]["channels"][0][0][0] = {"4": 1600}
-    with pytest.raises(CheckpointError, match=r"as many as ranks\.stored"):
-        Point.from_json(point, "points[0]", Reader("table", CheckpointError, ""))
+    path = next((copy / "tables").glob("[0-9a-f]*.json"))
+    tables, run = json.loads(path.read_text()), Run.open(copy)
+    point = next(p for p in tables["points"] if p["channels"])
+    for wrong, text in (({"n3": 8}, r"points\[0\]\.channels.*n3"), ({"n4": 1600}, "as many as ranks says")):
+        point["channels"][0][0][0] = wrong
+        path.write_text(json.dumps(tables))
+        with pytest.raises(CheckpointError, match=text):
+            RankTable.named(run, path.stem)

@@ -245,7 +245,7 @@ def test_run_files(made: Path, tmp_path: Path) -> None:
 
     def check_table(data: bytes) -> None:
         table.write_bytes(data)
-        clean(lambda: [point.to_json() for point in RankTable.open(run, latest.context).points])
+        clean(lambda: RankTable.open(run, latest.context).points)
 
     def check_bases(header: bytes) -> None:
         bases.write_bytes(with_header(tensors, header))

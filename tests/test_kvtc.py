@@ -34,7 +34,7 @@ def test_codes_are_those_of_principal_components_in_float64() -> None:
     generator = torch.Generator().manual_seed(1)
     rows = states(3, 2, 60, 6) @ torch.randn(6, 6, generator=generator)  # heads of correlated numbers
     policy = fitted(KVTC(bits=2.5, first=0, window=0), rows)
-    code, numbers = policy.codes[0][0], rows.transpose(1, 2).flatten(2).flatten(0, 1).double().numpy()
+    code, numbers = policy.levels[0][0], rows.transpose(1, 2).flatten(2).flatten(0, 1).double().numpy()
     centred = numbers - numbers.mean(0)
     energy, components = np.linalg.eigh(centred.T @ centred)
     basis = code.basis.double().numpy()
@@ -53,7 +53,7 @@ def test_codes_are_those_of_principal_components_in_float64() -> None:
             expected += np.outer(levels[np.abs(latent[:, None] - levels).argmin(1)], basis[:, c])
     got = code.decode(code.encode(rows), 2, 6).transpose(1, 2).flatten(2).flatten(0, 1).numpy()
     assert np.quantile(np.abs(got - expected), 0.999) < 1e-3
-    errors = [fitted(KVTC(bits=bits, first=0), rows).codes[0][0] for bits in (1.0, 2.0, 4.0)]
+    errors = [fitted(KVTC(bits=bits, first=0), rows).levels[0][0] for bits in (1.0, 2.0, 4.0)]
     errors = [float((c.decode(c.encode(rows), 2, 6) - rows).square().mean()) for c in errors]
     assert errors[0] > 2 * errors[1] > 4 * errors[2]
 
@@ -68,7 +68,7 @@ def test_first_and_newest_tokens_are_exact_and_bytes_those_of_bits() -> None:
     assert torch.equal(seen[:, :, :4], rows[:, :, :4])
     assert torch.equal(seen[:, :, 49:], rows[:, :, 49:])
     assert not torch.isclose(seen[:, :, 4:49], rows[:, :, 4:49]).all(-1).any()
-    bits = policy.codes[0][0].bits
+    bits = policy.levels[0][0].bits
     coded = sum(-(-int((bits == width).sum()) * width // 8) for width in WIDTHS)
     assert layer.stored_bytes() == 2 * (46 * coded + 14 * 16 * 4)
     with pytest.raises(UsageError, match="fitted to 0 layers, the model has 3"):

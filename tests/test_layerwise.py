@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from rotor.bases.moments import pack_symmetric, unpack_symmetric
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.outline import ModelOutline
+from rotor.checked import plain
 from rotor.errors import CheckpointError, UsageError
 from rotor.evaluation.scoring import score
 from rotor.export.export import export
@@ -97,7 +98,7 @@ def test_calibration_and_measuring_do_not_depend_on_where_weights_are(sharded, t
     kept = [{k: v for k, v in report.items() if k not in ("run", "tensors", "files")} for report in reports]
     assert close(*kept)
     tables = [RankTable.latest(run) for run in runs.values()]
-    assert close(*([point.to_json() for point in table.points] for table in tables))
+    assert close(*([plain(point) for point in table.points] for table in tables))
 
 
 def test_parts_of_a_row_score_like_the_whole(tiny, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from test_cli import expect_error, rotor
 from rotor.calibration.run import Run
 from rotor.evaluation.fidelity import Fidelity
 from rotor.export.export import export
-from rotor.recipe.metric_registry import METRICS
-from rotor.report.collect import _ratios, collect
+from rotor.recipe.metric_registry import METRICS, ratio_rows
+from rotor.report.collect import collect
 from rotor.report.report import report
 from rotor.search.table import RankTable
 
@@ -131,7 +131,7 @@ def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exp
 
 def test_a_ratio_that_was_left_out_says_why() -> None:
     found = Fidelity(0.9, (0.9, 0.9), {"token_accuracy": 0.9})
-    assert _ratios(found, {}, {"search": {}, "report": {"copy": "it cannot"}}) == [
+    assert ratio_rows(found.values, {}, {"search": {}, "report": {"copy": "it cannot"}}) == [
         (METRICS["token_accuracy"].label, "0.9000"),
         (METRICS["copy"].label, "left out: it cannot"),
     ]

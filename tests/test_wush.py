@@ -29,7 +29,7 @@ def test_transform_is_inverted_and_makes_channels_alike() -> None:
     policy = find_policy(f"{FILE}:WUSH")
     assert policy is not None
     fitted = policy.fitted([LayerSample(numbers, numbers, gradients, gradients)])
-    code = fitted.codes[0][0]  # type: ignore[attr-defined]
+    code = fitted.levels[0][0]  # type: ignore[attr-defined]
     torch.testing.assert_close(code.to_code @ code.from_code, torch.eye(16), atol=1e-4, rtol=0)
     deviation = ((numbers.flatten(0, 1) - code.mean) @ code.to_code).std(0)
     assert deviation.max() < 1.01 * deviation.min()
