@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from rotor.bases.moments import pack_symmetric, unpack_symmetric
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.outline import ModelOutline
 from rotor.checked import plain
 from rotor.errors import CheckpointError, UsageError
 from rotor.evaluation.scoring import score
@@ -24,6 +23,7 @@ from rotor.models.layerwise import LayerwiseModel, new_states
 from rotor.models.loading import load_model
 from rotor.models.memory import Estimate, Estimates, WholeModel, available_host_bytes, stream_weights
 from rotor.models.weights import StreamedWeights
+from rotor.planning.outline import ModelOutline
 from rotor.search.table import RankTable
 
 CPU = torch.device("cpu")

@@ -15,7 +15,6 @@ from rotor.bases.moments import stored_name
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.capture import capture
 from rotor.calibration.gradients import fisher_information
-from rotor.calibration.outline import ModelOutline
 from rotor.errors import RecipeError
 from rotor.export.export import export
 from rotor.format.layout import POST_ROPE, KeyForm, LayerForm
@@ -23,6 +22,7 @@ from rotor.kernels.rotary import rotate, when_read, within_blocks
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
+from rotor.planning.outline import ModelOutline
 from rotor.recipe import load_recipe
 from rotor.runtime.attention import RotorAttention
 from rotor.runtime.families import attention_shape, find_family

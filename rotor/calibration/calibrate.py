@@ -38,6 +38,8 @@ from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.memory import stream_weights
 from ..models.weights import Weights
+from ..planning.form import wanted_gradients
+from ..planning.outline import ModelOutline, needs_whole_model, wanted_moments
 from ..progress import Advance, Progress, StageTimes
 from ..recipe import Recipe, text_overrides
 from ..recipe.settings import CalibrationSettings, Compute
@@ -45,9 +47,7 @@ from ..runtime.projections import read_attention
 from ..versions import versions
 from .capture import layer_statistics
 from .distil import DistilledModel
-from .form import wanted_gradients
 from .gradients import fisher_information, weight_information
-from .outline import ModelOutline, needs_whole_model, wanted_moments
 from .partial import PartialRun
 from .pruning import prune_rows
 from .run import (

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ..calibration.outline import ModelOutline
 from ..models.checkpoint import Checkpoint
 from ..models.hardware import fit_threads, pick_device, pick_dtype
 from ..models.memory import stream_weights
+from ..planning.outline import ModelOutline
 from ..progress import Progress
 from ..recipe import Recipe
 from ..recipe.settings import Compute

@@ -1,1 +1,1 @@
-"""Inspection: what a model is to rotor, and what the commands would take."""
+"""What a model is to rotor: the form of its layers, what work on it takes, and all of it for `rotor inspect`."""

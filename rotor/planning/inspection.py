@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ..calibration.outline import ModelOutline, needs_whole_model
 from ..errors import MissingError
 from ..format.layout import AttentionShape, LayerForm, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
@@ -26,6 +25,7 @@ from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import DecodeTime, decode_times
 from ..prediction.devices import find_device
 from ..recipe import ObjectiveSettings, Recipe, load_recipe
+from .outline import ModelOutline, needs_whole_model
 
 WEIGHTS = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
 """Files of weights in any form; without one a config.json stands alone, and says what the weights would be."""
