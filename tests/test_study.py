@@ -139,7 +139,7 @@ def read_store(folder: Path) -> StudyStore:
 def test_curves_start_at_the_uncompressed_model_and_show_crossings(small) -> None:
     """With intervals on KL too; accuracy logarithmic in what is lost."""
     store = read_store(small[0].folder)
-    found = curves.curves(store)
+    found = curves.curves(store.records)
     accuracy, divergence = drawn("curves", "recipes", store).axes
     assert accuracy.get_yscale() == divergence.get_yscale() == "log"
     for axes, start in ((accuracy, shown_loss(1)), (divergence, 1e-6)):

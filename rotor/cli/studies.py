@@ -71,21 +71,13 @@ def study(
 
 def _print_study(result: Any) -> None:
     """What every recipe removes at the target accuracies, and where all of it is."""
-    found = {key.split("/")[1]: record for key, record in result.records.items() if key.endswith("/targets")}
-    targets = sorted({target for record in found.values() for target in record}, reverse=True)
-    rows = [(name, *(_reached(record.get(target, {})) for target in targets)) for name, record in found.items()]
-    title = "Compression at a target accuracy, chosen by the search split; in brackets the accuracy on the report split"
-    if found:
-        print_table(title, ("recipe",), targets, rows)
+    from ..study.parts.curves import curves, target_tables
+
+    for table in target_tables(curves(result.records)):
+        print_table(table.text, table.header[:1], table.header[1:], table.rows)
     names = ", ".join(path.name for path in result.files)
     records = f"{len(result.records)} records, {result.added} of them new"
     say(f"{result.folder}: {records}, {result.seconds:.1f} s; see {names}")
-
-
-def _reached(point: dict[str, Any]) -> str:
-    if "stored" not in point:
-        return "out of reach" if point else "-"
-    return f"{point['stored']:.3f} ({point['report']['accuracy']:.4f})"
 
 
 @command(epilog="Example: rotor report runs/demo -o report.html")

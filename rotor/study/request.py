@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from ..errors import UsageError
 from ..recipe import Recipe, load_recipe, override
-from .parts import PARTS
 
 
 @dataclass(frozen=True)
@@ -27,18 +26,6 @@ class StudyPlan:
     def first(self) -> Recipe:
         """The recipe whose conditions are those of all."""
         return next(iter(self.recipes.values()))
-
-
-def chosen_parts(parts: Iterable[str]) -> list[str]:
-    """The parts to run, the bundled ones first, in the order of PARTS.
-
-    Raises:
-        UsageError: there is none.
-    """
-    wanted = list(parts)
-    if not wanted:
-        raise UsageError(f"--parts is empty: expected some of {', '.join(PARTS)}, or FILE.py:CLASS.")
-    return list(dict.fromkeys([name for name in PARTS if name in wanted] + wanted))
 
 
 def same_conditions(recipes: Iterable[str], overrides: list[str]) -> dict[str, Recipe]:

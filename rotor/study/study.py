@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.readiness import describe_evaluation
+from ..errors import UsageError
 from ..evaluation.placement import Placement
 from ..format.hashes import file_sha256
 from ..format.locks import exclusive
@@ -28,7 +29,7 @@ from .output import SUMMARY, write_tables
 from .part import Part, find_part
 from .parts import PARTS
 from .plots import require_matplotlib, write_plots
-from .request import StudyPlan, chosen_parts, same_conditions
+from .request import StudyPlan, same_conditions
 from .store import StudyStore
 
 
@@ -84,7 +85,9 @@ def study(
     """
     start, out, progress = time.perf_counter(), Path(out), progress or Progress()
     overrides = [*text_overrides(text), *overrides]
-    chosen = [find_part(name) for name in chosen_parts(parts)]
+    chosen = [find_part(name) for name in dict.fromkeys(parts)]
+    if not chosen:
+        raise UsageError(f"--parts is empty: expected some of {', '.join(PARTS)}, or FILE.py:CLASS.")
     plan = StudyPlan(same_conditions(recipes, overrides), tuple(sizes), tuple(caches))
     if plots:
         require_matplotlib()

@@ -39,15 +39,15 @@ class Curves(Part):
             yield from curve_tasks(study, name, recipe)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
-        found = curves(store)
+        found = curves(store.records)
         if found:
             yield Table((), (), "Recipes")
-            yield from _target_tables(found)
+            yield from target_tables(found)
             yield _points_table(found)
 
     def rows(self, store: StudyStore) -> Iterator[dict[str, Any]]:
         """One a recipe and compression, with the metrics of both splits."""
-        for recipe, records in curves(store).items():
+        for recipe, records in curves(store.records).items():
             for point in points(records):
                 low, high = point["interval"]
                 yield {
@@ -62,7 +62,7 @@ class Curves(Part):
                 }
 
     def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
-        found = curves(store)
+        found = curves(store.records)
         return {"recipes": partial(_draw, found)} if any(map(points, found.values())) else {}
 
 
@@ -105,12 +105,13 @@ def point_record(point: Point) -> dict[str, Any]:
     return record | {"interval": report.interval, "kl_interval": bounds or None}
 
 
-def curves(store: StudyStore) -> dict[str, Records]:
-    """Records by recipe."""
+def curves(records: Mapping[str, dict[str, Any]]) -> dict[str, Records]:
+    """Of a study's records those of this part, by recipe."""
     found: dict[str, Records] = {}
-    for key, record in store.part("curves").items():
-        recipe, _, what = key.rpartition("/")
-        found.setdefault(recipe, {})[what] = record
+    for key, record in records.items():
+        if key.startswith("curves/"):
+            _, recipe, what = key.split("/")
+            found.setdefault(recipe, {})[what] = record
     return found
 
 
@@ -120,7 +121,8 @@ def points(records: Records) -> list[dict[str, Any]]:
     return sorted(measured, key=lambda point: point["target"])
 
 
-def _target_tables(found: Mapping[str, Records]) -> Iterator[Table]:
+def target_tables(found: Mapping[str, Records]) -> Iterator[Table]:
+    """What every recipe removes at the target accuracies, where that was searched."""
     targets = sorted({t for records in found.values() for t in records.get("targets", {})}, reverse=True)
     if targets:
         text = (
@@ -128,7 +130,7 @@ def _target_tables(found: Mapping[str, Records]) -> Iterator[Table]:
             "its 95 % interval."
         )
         rows = [
-            [f"`{name}`", *(_target_cell(records.get("targets", {}).get(target, {})) for target in targets)]
+            [name, *(_target_cell(records.get("targets", {}).get(target, {})) for target in targets)]
             for name, records in found.items()
         ]
         yield Table(["recipe", *(f"at {float(target):g}" for target in targets)], rows, text=text)
@@ -138,7 +140,7 @@ def _target_cell(point: Mapping[str, Any]) -> str:
     if "stored" not in point:
         return "out of reach" if point else ""
     bounds = "[{:.4f}, {:.4f}]".format(*point["interval"])
-    return f"**{point['stored']:.3f}** ({point['report']['accuracy']:.4f} {bounds})"
+    return f"{point['stored']:.3f} ({point['report']['accuracy']:.4f} {bounds})"
 
 
 def _points_table(found: Mapping[str, Records]) -> Table:
