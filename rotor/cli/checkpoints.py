@@ -104,16 +104,16 @@ def export(
 ) -> None:
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
 
-    An --accuracy measures the points that its search needs, and keeps them in the run; the report split is measured
+    --accuracy measures the points that its search needs, and keeps them in the run; the report split is measured
     once, for the point that is written. Of the recipe, --set can still change the sections ranks, codes,
     evaluation and search.
 
     Args:
         run: Run folder that `rotor calibrate` wrote.
         out: Checkpoint folder to write.
-        accuracy: Remove as much as keeps this accuracy (ratio to the model) on the search split.
+        accuracy: Find the strongest compression that keeps this accuracy (a ratio to the model) on the search split.
         compression: Remove at least this share of the KV cache.
-        removal_rate: Singular-value removal rate.
+        removal_rate: Choose ranks by this removal rate of singular values.
         cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), a YAML file,
             or FILE.py:CLASS.
         without_weights: Write bases in place of weights, which are rewritten from the source's on loading.
@@ -198,7 +198,7 @@ class ValidateOptions(MemoryOptions):
 def validate(folders: list[Path], options: ValidateOptions, output: Printed, no_measure: bool = False) -> None:
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
-    A text that only the checkpoint names is not opened: name it with --text, --set or --recipe.
+    A text that only the checkpoint names is not opened; name it with --text, --set or --recipe.
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
 
     Args:
@@ -206,7 +206,7 @@ def validate(folders: list[Path], options: ValidateOptions, output: Printed, no_
         model: Source model, if it is not where it was; checkpoints without weights take them from it.
         run: Run folder, if it is not where it was.
         recipe: Recipe whose section evaluation says how accuracy is measured.
-        text: Text to measure accuracy on, as of `rotor calibrate`: a file or a folder.
+        text: Text to measure accuracy on, as for `rotor calibrate`: a file or a folder.
     """
     options.checked()
     for folder in folders:

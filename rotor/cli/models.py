@@ -52,10 +52,10 @@ def generate(
     Args:
         folder: A compressed checkpoint (or any model's folder or hub id).
         prompt: Text to continue, or to answer.
-        prompt_file: The prompt as a file in UTF-8, - for stdin; the end of its last line goes.
+        prompt_file: A file in UTF-8 with the prompt, or - for stdin; its last line break is dropped.
         raw: Continue the prompt as it is, also where the model has a chat template.
         max_new_tokens: Tokens to generate.
-        temperature: 0 (and what is below 0.001) is greedy; above, samples at this temperature.
+        temperature: Temperature of sampling; 0, and anything below 0.001, is greedy.
         seed: Seed for sampling.
         parallel: sequence: split the prompt and its cache over the processes that torchrun started.
     """
@@ -136,7 +136,7 @@ def recipes(output: Json, show: str | None = None, fields: bool = False) -> None
 
     Args:
         show: Print this recipe whole, every default filled in: YAML that --recipe takes. Of a cache policy each field
-            with what they mean: YAML that --cache takes.
+            with its meaning: YAML that --cache takes.
         fields: Print what each field of a recipe may be, its default and what it decides.
     """
     from ..recipe import bundled_recipes, load_recipe

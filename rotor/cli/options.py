@@ -36,7 +36,7 @@ HELP = {
     "calibrate, and accuracy is measured on source of Python's standard library (evaluation.source=stdlib).",
     "batch_tokens": "Tokens in one forward pass of a calibration.",
     "overwrite": "Replace a non-empty output folder.",
-    "no_measure": "Leave accuracy unmeasured; of an export, with --compression or --removal-rate.",
+    "no_measure": "Do not measure accuracy; an export then needs --compression or --removal-rate.",
     "cache": "How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of "
     "your own; default: the checkpoint's own.",
     "out": "JSON file to write.",
@@ -44,8 +44,8 @@ HELP = {
     "device": "auto (the GPU if there is one), cpu, cuda or cuda:N.",
     "dtype": "auto (float32 on a CPU), float32, bfloat16 or float16.",
     "offload": "Read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",
-    "tasks": "Benchmarks that the uncompressed model and the compressed ones are asked, with commas: tasks of lm-eval, "
-    "by name or YAML file; of each the first evaluation.lm_eval_limit documents (docs/accuracy.md).",
+    "tasks": "Benchmarks to run on the uncompressed model and on the compressed ones, separated by commas: tasks of "
+    "lm-eval, by name or YAML file; of each the first evaluation.lm_eval_limit documents (docs/accuracy.md).",
     "lengths": "Tokens of the documents of RULER's tasks, with the answer.",
     "as_json": "Print one JSON object on stdout.",
     "quiet": "Print nothing but errors, and what --json or generate prints.",

@@ -28,10 +28,10 @@ def compile_kernels(
 ) -> None:
     """Compile Triton kernels ahead of time and count what they issue; no GPU is needed.
 
-    They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Of each kernel of a decode step the
-    warp instructions in its machine code are counted, a key and KV head; of a layer's step it is predicted what share
-    of the uncompressed layer's attention it takes, on an A100, L40S, H200 or B200 by the architecture. Exit code 1 if
-    one cannot be compiled or counted.
+    They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). For each kernel of a decode step,
+    the warp instructions in its machine code are counted per key and KV head. From these follows the predicted time of
+    a layer's attention, as a share of the uncompressed layer's, on an A100, L40S, H200 or B200 by the architecture.
+    Exit code 1 if a kernel cannot be compiled or counted.
 
     Args:
         arch: Architectures of NVIDIA GPUs, as in sm_80,sm_90.
@@ -164,7 +164,7 @@ def bench(
         lengths: Cached tokens when decoding, as in 8192,32768. [32768; on a CPU 2048]
         prefill: Tokens of a prompt. [8192; on a CPU 512]
         batch: Sequences in a batch. [1,8; on a CPU 1]
-        repetitions: Of every row of the attention; of a model a quarter.
+        repetitions: Repetitions of each row of attention; whole models take a quarter of them.
         new_tokens: Tokens that whole models generate; 0 leaves them out.
     """
     options = (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
@@ -217,8 +217,8 @@ def gpu(
     Runs pytest in a checkout. Exit code 1 if a part failed.
 
     Args:
-        out: JSON lines, one of each measurement.
-        tune: A checkpoint whose tiles are measured and written into its kernel_config.json, and no more.
+        out: File to write: JSON lines, one for each measurement.
+        tune: Only measure tiles for this checkpoint, and write the fastest into its kernel_config.json.
     """
     check_file(out)
     from ..bench import gpu as measured

@@ -24,7 +24,9 @@ def study(
     compute: MemoryOptions,
     output: Printed,
     recipes: str = "fdc,rotor",
-    parts: Annotated[str, typer.Option(help=f"Some of {', '.join(PARTS)}, with commas. {ABOUT_PARTS}")] = "curves",
+    parts: Annotated[
+        str, typer.Option(help=f"Some of {', '.join(PARTS)}, separated by commas. {ABOUT_PARTS}")
+    ] = "curves",
     sizes: str = "",
     caches: str = "",
     text: Path | None = None,
@@ -41,9 +43,10 @@ def study(
 
     Args:
         out: Study folder; one with the same settings is continued.
-        recipes: Names of bundled recipes or YAML files, with commas.
-        sizes: Bytes of cache per token at which methods measures recipes, with commas; by default ten, 3.75 % to 50 %.
-        caches: Policies of your own for methods, with commas, as --cache takes them.
+        recipes: Names of bundled recipes or YAML files, separated by commas.
+        sizes: Bytes of cache per token at which the part methods measures recipes, separated by commas; by default ten
+            sizes from 3.75 % to 50 % of the uncompressed cache.
+        caches: Cache policies of your own for the part methods, separated by commas, as --cache takes them.
     """
     from ..models.hub import check_name
     from ..recipe import load_recipe
