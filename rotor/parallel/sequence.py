@@ -135,7 +135,7 @@ class SequenceParallel(Keeper):
 
 @contextmanager
 def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParallel]:
-    """Spread the tokens of a compressed model's prompts over the processes of a group, and their cache with them.
+    """Split the tokens of a compressed model's prompts over the processes of a group, and their cache with them.
 
     Every process holds the whole model and calls it with the same arguments: token ids [batch_size, seq_len], a mask
     [batch_size, seq_len] for padding. The pass that fills an empty cache splits its tokens: outside of attention each
