@@ -128,6 +128,10 @@ class ModelOutline:
         if recipe.tokens.source == "synthetic":  # the cache and the logits of a batch of rows
             row = 2 * kv_width * number * seq_len * shape.num_layers + 4 * LOGIT_COPIES * self.config.vocab_size
             stages["cache of the text that the model writes"] = min(num_rows, max(1, SAMPLING_TOKENS // seq_len)) * row
+        if recipe.distil.steps:  # per latent: bases, what is trained of them, Adam's moments, gradients; in float32
+            latents = groups * (1 if form.joint else 2) * (width * (2 if form.joint else 1)) ** 2
+            states = (shape.num_layers + 2) * max(seq_len, recipe.distil.tokens) * shape.hidden_size * number
+            stages["bases and codes while they are trained"] = 44 * shape.num_layers * latents + states + running
         largest = max(stages, key=lambda name: stages[name])
         host = {"tokens": 2 * count * 8, "bases of one layer": bases}
         if on_gpu:
