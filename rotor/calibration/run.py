@@ -156,7 +156,7 @@ def read_codes(path: Path, form: LayerForm, shape: AttentionShape) -> LayerCodes
             widths = () if part in ("weight", "variance") else (len(MEASURED),)
             found[part] = tensors.checked(f"{side}.{part}", (*widths, *_columns(form, shape)))
         sides.append(SideCodes(**found))
-    return LayerCodes(sides[0], None if form.joint else sides[1])
+    return LayerCodes(*sides)
 
 
 def _columns(form: LayerForm, shape: AttentionShape) -> tuple[int, int]:
