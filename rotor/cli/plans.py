@@ -28,7 +28,7 @@ def print_inspection(found: Any) -> None:
             f"{found.recipe}, {found.tokens['count']} {found.tokens['source']} tokens, channels of "
             f"{' or '.join(map(str, found.bits))} bits",
         ),
-        ("keys", found.keys),
+        ("form", found.form),
         ("calibrate", _needs(found.calibrate)),
         ("export", _needs(found.export)),
         (
