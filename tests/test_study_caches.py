@@ -19,10 +19,11 @@ from rotor.progress import Progress
 from rotor.recipe import Evaluation
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.study import caches
-from rotor.study.cache_part import draw_fidelity, method_of, pareto_front
+from rotor.study.cache_part import cache_records, draw_fidelity, method_of, pareto_front
 from rotor.study.caches import CacheBench, CacheRecord, cache_bytes
 from rotor.study.parts import methods
 from rotor.study.parts.methods import at_equal_bytes, fewest_bytes
+from rotor.study.store import StudyStore
 from rotor.study.study import study
 
 
@@ -110,7 +111,7 @@ def test_the_plot_shows_the_front() -> None:
     assert len(looks) == 20
 
 
-def test_the_front_has_what_nothing_else_beats() -> None:
+def test_the_front_has_what_nothing_else_beats(tmp_path) -> None:
     points = [(1.0, 5.0), (2.0, 3.0), (2.0, 4.0), (3.0, 3.0), (4.0, 1.0)]
     assert pareto_front(points, higher=False) == [(1, 5), (2, 3), (4, 1)]
     assert pareto_front(points, higher=True) == [(1, 5)]
@@ -120,7 +121,9 @@ def test_the_front_has_what_nothing_else_beats() -> None:
         ("H2O, alike, 0.2 of the tokens", "H2O, alike"),
     ):
         assert method_of(name) == method
-    assert CacheRecord(**asdict(CacheRecord("a", answers={"copy": 1.0}))).answers == {"copy": 1.0}
+    older = asdict(CacheRecord("a", answers={"copy": 1.0})) | {"time_share": 0.5}
+    (record,) = cache_records(StudyStore(tmp_path, {}, {"methods/a": older}), "methods")
+    assert record.answers == {"copy": 1.0}
 
 
 RECIPES = ["palu", "rotor-plain"]

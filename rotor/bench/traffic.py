@@ -42,7 +42,8 @@ def count_traffic(folder: Path, processes: Sequence[int], tokens: int, command: 
     counted = [
         {
             "processes": count,
-            "bytes": (count - 1) * tokens * after,  # every process's rows, to all the others
+            # As `sequence_parallel` sends a prompt: every process's rows to all the others.
+            "bytes": (count - 1) * tokens * after,
             "bytes_uncompressed": (count - 1) * tokens * before,
             "decode_bytes_per_token": of_token(layouts, shape, count, size),
         }
