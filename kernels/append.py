@@ -295,7 +295,7 @@ def append(
         row_strides = [stride for side in sides for stride in (side.stride(0), side.stride(1 + at))]
         source = key if value is None else value
         asked = query if query is not None else key.unsqueeze(2)
-        rows_each = rows_of(tokens)
+        rows_each, warps = (16, 4) if tokens <= 512 else (64, 8)  # of a program
         grid = (triton.cdiv(tokens, rows_each), len(plan.jobs))
         launch(
             append_kernel, grid, asked, key, source, key if key_basis is None else key_basis,
@@ -308,18 +308,9 @@ def append(
             source.stride(0), source.stride(1), 0 if key_basis is None else key_basis.stride(0), cos.stride(0),
             *row_strides, shape.num_heads, **plan.constants, PART=layout.joint and value is not None,
             SHIFT=key_shift is not None, QUERY=query is not None, INDEX=index is not None, SLOTS=slots is not None,
-            ROWS=rows_each, num_warps=warps_of(tokens),
+            ROWS=rows_each, num_warps=warps,
         )  # fmt: skip
     return Appended(None if rotated is None else rotated.transpose(1, 2), *rows)
-
-
-def rows_of(tokens: int) -> int:
-    """Tokens of a program."""
-    return 16 if tokens <= 512 else 64
-
-
-def warps_of(tokens: int) -> int:
-    return 4 if tokens <= 512 else 8
 
 
 def _new_rows(key: Tensor, value: Tensor | None, layout: LayerLayout, shape: AttentionShape) -> tuple[Tensor, Tensor]:

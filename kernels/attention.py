@@ -14,7 +14,6 @@ from rotor.format.layout import AttentionShape, LayerLayout
 
 from .decoding import MOST_ROWS, BlockRotations, DecodeLayer, decode_attention
 from .launch import capability_of, capturing, sm_count
-from .masks import ranges_of_mask
 from .materialise import PagesOf
 from .parameters import AttentionParameters, seq_len_of
 from .ranges import KeyRanges
@@ -248,7 +247,7 @@ def ranges_of(mask: Tensor | None, shape: tuple[int, int, int], device: torch.de
     """
     batch_size, seq_len, kv_len = shape
     if mask is not None:
-        return ranges_of_mask(mask[:, 0].expand(shape))
+        return KeyRanges.of_mask(mask[:, 0].expand(shape))
     if seq_len == 1:
         return KeyRanges.of_lengths(torch.full((batch_size,), kv_len, dtype=torch.int32, device=device))
     # Nothing lies before the new keys then: a static cache holds only its empty rest behind them.

@@ -66,6 +66,24 @@ class KeyRanges:
         begin = torch.zeros_like(until) if window is None else (until - new - window + 1).clamp(min=0).int()
         return cls(first, end, begin, until, query_start.int(), longest)
 
+    @classmethod
+    def of_mask(cls, mask: Tensor) -> KeyRanges:
+        """By a mask, [batch_size, seq_len, kv_len], bool (True: attend), of any strides."""
+        batch_size, seq_len, kv_len = mask.shape
+        marks = mask.view(torch.uint8).reshape(-1, kv_len)
+        marks = marks if marks.stride(1) == 1 else marks.contiguous()
+        keys = marks.sum(-1, dtype=torch.int32)
+        first = marks.argmax(-1).int()  # of equals the first
+        end = torch.where(keys > 0, kv_len - marks.flip(-1).argmax(-1), 0).int()
+        holes = (keys != end - first).int()
+        if seq_len == 1:
+            return cls(first, end, first, end, mask=marks, holes=holes)
+        some = (keys > 0).view(batch_size, seq_len)
+        begin = first.view(batch_size, seq_len).masked_fill(~some, torch.iinfo(torch.int32).max).amin(-1)
+        until = end.view(batch_size, seq_len).amax(-1)
+        query_start = torch.arange(0, batch_size * seq_len + 1, seq_len, dtype=torch.int32, device=mask.device)
+        return cls(first, end, begin, until, query_start, seq_len, marks, holes)
+
 
 LEAST_TILES = tl.constexpr(2)
 """Tiles of a slice, where there are fewer than programs could take."""

@@ -39,6 +39,13 @@ def in_time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
+def in_bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size / 10:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} bytes"
+
+
 class StageTimes:
     """Seconds of each stage of a command, and the process's peak resident bytes at its end."""
 

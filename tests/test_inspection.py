@@ -32,7 +32,7 @@ def test_the_bundled_model() -> None:
     assert found.kv_cache_bytes[32768] == 32768 * found.kv_bytes_per_token
     with_weights = sum(t.numel() for t in load_file(DEMO_MODEL / "model.safetensors").values())
     assert found.parameters == with_weights
-    assert found.keys.startswith("13 fast planes of 32 before RoPE")
+    assert found.form == "joint, blocks of 64, 13 fast planes, 2 heads"
     assert not found.calibrate.streamed
     assert sum(found.calibrate.host_bytes.values()) < found.calibrate.available_host_bytes
     assert found.calibrate.product_seconds.keys() >= {"text", "statistics"}
@@ -45,7 +45,7 @@ def test_a_config_alone_is_enough(tiny, tmp_path: Path) -> None:
         folder.mkdir()
         shutil.copy(Path(model) / "config.json", folder)
         alone, whole = inspect(folder / "config.json"), inspect(model)
-        assert (alone.shape, alone.keys, alone.parameters) == (whole.shape, whole.keys, whole.parameters)
+        assert (alone.shape, alone.form, alone.parameters) == (whole.shape, whole.form, whole.parameters)
         assert alone.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.02)
         assert alone.calibrate.host_bytes == pytest.approx(whole.calibrate.host_bytes, rel=0.1)
     with pytest.raises(CheckpointError, match=r"other\.json: is a file"):
@@ -69,13 +69,11 @@ def test_times_are_in_units_that_people_use() -> None:
     ]
 
 
-def test_the_recipe_and_the_model_decide_what_happens_to_keys(tiny) -> None:
-    assert inspect(DEMO_MODEL, "fdc").keys == "compressed after RoPE by a product at run time, never rebuilt"
-    assert "basis inside W_k, one latent with the values" in inspect(DEMO_MODEL, "rotor-smallest").keys
-    assert "basis applied behind the key norm" in inspect(tiny("qwen3"), "rotor", ["groups.domain=pre"]).keys
-    without_rope = "no RoPE: basis inside W_q and W_k, no overhead"
-    assert inspect(tiny("gpt2")).keys == f"{without_rope}, one latent with the values"
-    assert inspect(tiny("gpt2"), "rotor", ["groups.joint=false"]).keys == without_rope
+def test_the_recipe_and_the_model_decide_the_form(tiny) -> None:
+    assert inspect(DEMO_MODEL, "fdc").form == "apart, post-RoPE, 1 head"
+    assert inspect(DEMO_MODEL, "rotor-smallest").form.startswith("joint, pre-RoPE, ")
+    assert inspect(tiny("gpt2")).form.startswith("joint, no RoPE, ")
+    assert inspect(tiny("gpt2"), "rotor", ["groups.joint=false"]).form.startswith("apart, no RoPE, ")
 
 
 def test_more_tokens_and_wider_groups_need_more() -> None:

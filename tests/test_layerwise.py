@@ -21,7 +21,7 @@ from rotor.models import layerwise, memory
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel, new_states
 from rotor.models.loading import load_model
-from rotor.models.memory import Estimate, Estimates, WholeModel, available_host_bytes, stream_weights
+from rotor.models.memory import Estimate, Estimates, available_host_bytes, stream_weights
 from rotor.models.weights import StreamedWeights
 from rotor.planning.outline import ModelOutline
 from rotor.search.table import RankTable
@@ -159,7 +159,7 @@ def test_weights_are_read_layer_by_layer_when_they_do_not_fit(monkeypatch: pytes
     assert line == f"memory: about 2.0 GB, one layer of weights at a time (weights 2.0); {there}"
     assert "this may not be enough" in stream_weights("never", Estimates(large, small), CPU)[1]
     with pytest.raises(UsageError, match=rf"x needs the whole model in memory, but it takes 9\.0 GB \({there}\)"):
-        stream_weights("auto", Estimates(large, small), CPU, WholeModel("x", "y"))
+        stream_weights("auto", Estimates(large, small), CPU, ("x", "y"))
 
 
 def test_available_memory_is_that_of_the_tightest_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from parallel_processes import Processes
 from torch import Tensor
 from transformers import AutoModel, DynamicCache, StaticCache
 
-from rotor.bench.traffic import of_prompt, of_token
+from rotor.bench.traffic import of_token
 from rotor.errors import RotorError, UsageError
 from rotor.format.layout import POST_ROPE, KeyForm, kv_bytes_per_token
 from rotor.models.compressed import CompressedCheckpoint
@@ -127,7 +127,7 @@ def test_bytes_on_the_wire_are_those_of_the_layouts(
     whole = load(str(folder))(prompt(1, tokens + 1), use_cache=True).past_key_values
     for count in (1, 2, 3):
         found = processes.run(traffic, str(folder), prompt(1, tokens), count=count)
-        expected = of_prompt(kv_bytes_per_token(layouts, 8), tokens, count)
+        expected = (count - 1) * tokens * kv_bytes_per_token(layouts, 8)
         assert sum(one["sent"].get("rows", 0) for one in found) == expected
         assert sum(one["sent"].get("partial", 0) for one in found) == of_token(layouts, shape, count, 8)
         assert sum(found[0]["sizes"]) == stored_bytes(whole) + shape.num_layers * INDEX_BYTES * (tokens + 1)

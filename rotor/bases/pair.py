@@ -26,6 +26,17 @@ class BasisPair:
     shift: Tensor | None = None
     constant: Tensor | None = None
 
+    def ordered(self, order: Tensor) -> BasisPair:
+        """The columns of each group in another order, [num_groups, columns]."""
+        index = order.unsqueeze(1).expand_as(self.encode)
+        return BasisPair(
+            self.encode.gather(-1, index),
+            self.decode.gather(-1, index),
+            self.singular_values.gather(-1, order),
+            None if self.shift is None else self.shift.gather(-1, order),
+            self.constant,
+        )
+
 
 def split_pair(joint: BasisPair, group_size: int) -> tuple[BasisPair, BasisPair]:
     """The rows of keys and those of values of bases over both: of each head its key, then its value."""

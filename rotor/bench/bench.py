@@ -70,7 +70,8 @@ def bench(
     decode, prefill, batches = (given or default for given, default in zip(asked, usual, strict=True))
     phases = [("decode", length) for length in decode] + [("prefill", length) for length in prefill]
     loads = [(*phase, batch) for phase in phases for batch in batches]
-    layers = spaced_layers(len(checkpoint.layouts), LAYERS)
+    last, count = len(checkpoint.layouts) - 1, min(len(checkpoint.layouts), LAYERS)
+    layers = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
     folders = {"model, compressed": checkpoint.folder, "model, source": model or checkpoint.source_folder}
     if not folders["model, source"].is_dir():
         left_out["model, source"] = "the source model is not where rotor.json says; give --model"
@@ -105,12 +106,6 @@ def bench(
         "model": records,
         "not_measured": left_out,
     }
-
-
-def spaced_layers(num_layers: int, wanted: int) -> list[int]:
-    """At most `wanted` layers, the first and the last among them where there are two."""
-    count = min(num_layers, wanted)
-    return sorted({round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count)})
 
 
 def _attention(

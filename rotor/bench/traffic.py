@@ -16,15 +16,6 @@ from ..models.compressed import CompressedCheckpoint
 from .records import provenance
 
 
-def of_prompt(row_bytes: int, tokens: int, processes: int) -> int:
-    """Every process's rows to all the others, as `sequence_parallel` sends a prompt (batch of one).
-
-    Args:
-        row_bytes: of the keys and values of one token over all layers.
-    """
-    return (processes - 1) * tokens * row_bytes
-
-
 def of_token(layouts: Sequence[LayerLayout], shape: AttentionShape, processes: int, element_bytes: int) -> int:
     """What all processes send to decode one token: outputs and log-sum-exps, float32 or wider, from each to each."""
     heads = [layout.group_size * shape.heads_per_kv for layout in layouts]
@@ -51,8 +42,9 @@ def count_traffic(folder: Path, processes: Sequence[int], tokens: int, command: 
     counted = [
         {
             "processes": count,
-            "bytes": of_prompt(after, tokens, count),
-            "bytes_uncompressed": of_prompt(before, tokens, count),
+            # As `sequence_parallel` sends a prompt: every process's rows to all the others.
+            "bytes": (count - 1) * tokens * after,
+            "bytes_uncompressed": (count - 1) * tokens * before,
             "decode_bytes_per_token": of_token(layouts, shape, count, size),
         }
         for count in processes

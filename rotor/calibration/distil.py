@@ -14,7 +14,8 @@ Source: rotor's own; the loss is that of knowledge distillation (Hinton et al., 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -104,15 +105,12 @@ class DistilledModel:
             optimiser.step()
             advance(rows[drawn].numel())
 
-    def trained(self) -> list[tuple[LayerBases, LayerCodes]]:
+    def trained(self) -> Iterator[tuple[LayerBases, LayerCodes]]:
         """Bases and codes of each layer, in the place of calibration's."""
-        return [self._trained(*own) for own in zip(self._bases, self._layers, strict=True)]
-
-    def _trained(self, bases: LayerBases, sides: list[TrainedCode]) -> tuple[LayerBases, LayerCodes]:
-        pairs, codes = zip(*(side.trained() for side in sides), strict=True)
-        qk, vo = split_pair(pairs[0], self.form.group_size) if self.form.joint else pairs
-        found = LayerBases(bases.form, bases.group_size, qk, vo, bases.outputs, bases.joint)
-        return found, LayerCodes(codes[0], None if self.form.joint else codes[1])
+        for bases, sides in zip(self._bases, self._layers, strict=True):
+            pairs, codes = zip(*(side.trained() for side in sides), strict=True)
+            qk, vo = split_pair(pairs[0], self.form.group_size) if self.form.joint else pairs
+            yield replace(bases, qk=qk, vo=vo), LayerCodes(*codes)
 
     def _plan(self, compression: float) -> list[GroupChannels]:
         plan = self.path.at_compression(compression) or self.path.steps()[-1]

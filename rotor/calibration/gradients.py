@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from ..bases.information import LayerFisher
 from ..bases.moments import LayerStatistics
@@ -58,7 +59,9 @@ def fisher_information(
         NumericsError: a gradient is not finite; names the layer.
     """
     states = all_states(network, rows, advance)
-    _, gradient = head_gradient(network, rows, states.pop(), _next_token_loss)
+    _, gradient = head_gradient(
+        network, rows, states.pop(), lambda logits, labels, *_: cross_entropy(logits, labels, reduction="sum")
+    )
     for index in reversed(range(network.shape.num_layers)):
         yield index, _layer_backward(network, index, states.pop(), gradient, group_size, wanted, samples, advance)
 
@@ -77,10 +80,6 @@ def all_states(network: LayerwiseModel, rows: Tensor, advance: Advance = lambda 
 Loss = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor], tuple[slice, slice]], Tensor]
 """Sum over some positions of a loss: of float32 logits and the tokens that come next, [positions, vocab_size] and
 [positions]; the head, and which rows and positions these are of, are given too."""
-
-
-def _next_token_loss(logits: Tensor, labels: Tensor, head: object, part: object) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
 
 
 def head_gradient(network: LayerwiseModel, rows: Tensor, states: Tensor, loss: Loss) -> tuple[float, Tensor]:

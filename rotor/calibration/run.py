@@ -30,7 +30,7 @@ from ..format.file_names import RECIPE
 from ..format.layout import AttentionShape, KeyForm, LayerForm
 from ..format.manifest import Manifest
 from ..format.publishing import write_tensors
-from ..format.schemas import FormInfo, RunInfo, check_run, read_file
+from ..format.schemas import RunInfo, check_run, read_file
 from ..models.hub import find_model
 from ..recipe import Recipe, load_stored_recipe
 
@@ -156,7 +156,7 @@ def read_codes(path: Path, form: LayerForm, shape: AttentionShape) -> LayerCodes
             widths = () if part in ("weight", "variance") else (len(MEASURED),)
             found[part] = tensors.checked(f"{side}.{part}", (*widths, *_columns(form, shape)))
         sides.append(SideCodes(**found))
-    return LayerCodes(sides[0], None if form.joint else sides[1])
+    return LayerCodes(*sides)
 
 
 def _columns(form: LayerForm, shape: AttentionShape) -> tuple[int, int]:
@@ -273,11 +273,6 @@ class Run:
     def columns(self) -> tuple[int, int]:
         """Groups of a layer, and the columns of each of their latents."""
         return _columns(self.form, self.shape)
-
-
-def form_info(form: LayerForm) -> FormInfo:
-    """The form of layers as run.json has it."""
-    return {**form.keys._asdict(), "group_size": form.group_size, "joint": form.joint}  # type: ignore[typeddict-item]
 
 
 class RunBases(Sequence[LayerBases]):

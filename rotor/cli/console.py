@@ -133,9 +133,5 @@ def _cell(value: Any) -> Text:
     return value if isinstance(value, Text) else Text(printable(str(value)))
 
 
-def in_bytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
-
-
 def in_interval(accuracy: dict[str, Any]) -> str:
     return " [{:.4f}, {:.4f}]".format(*accuracy["interval_95"])

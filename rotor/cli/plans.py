@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..progress import in_time
-from .console import in_bytes, print_pairs, print_table, say
+from ..progress import in_bytes, in_time
+from .console import print_pairs, print_table, say
 
 
 def print_inspection(found: Any) -> None:
@@ -28,7 +28,7 @@ def print_inspection(found: Any) -> None:
             f"{found.recipe}, {found.tokens['count']} {found.tokens['source']} tokens, channels of "
             f"{' or '.join(map(str, found.bits))} bits",
         ),
-        ("keys", found.keys),
+        ("form", found.form),
         ("calibrate", _needs(found.calibrate)),
         ("export", _needs(found.export)),
         (

@@ -11,8 +11,9 @@ import typer
 
 from ..errors import UsageError
 from ..format.places import check_file
+from ..progress import in_bytes
 from .app import check_folder, command, command_line, numbers
-from .console import in_bytes, print_table, say
+from .console import print_table, say
 from .options import Count, DeviceOptions, Json, Printed
 
 

@@ -73,7 +73,7 @@ class LayerCodes:
     """The latents of a layer: of keys and of values, or one of both (vo is None)."""
 
     qk: SideCodes
-    vo: SideCodes | None
+    vo: SideCodes | None = None
 
     @property
     def sides(self) -> tuple[SideCodes, ...]:
@@ -103,12 +103,8 @@ def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
 
     Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """
-    if bases.joint:
-        return LayerCodes(_side(bases.stored_name, bases.latents["joint"], gradients), None)
-    return LayerCodes(
-        _side(bases.stored_name, bases.qk, gradients),
-        _side("value", bases.vo, gradients),
-    )
+    names = bases.stored_name, "value"
+    return LayerCodes(*(_side(*own, gradients) for own in zip(names, bases.latents.values(), strict=False)))
 
 
 def _side(name: str, pair: BasisPair, gradients: LayerFisher) -> SideCodes:
@@ -130,23 +126,11 @@ def coded_bases(bases: LayerBases, codes: LayerCodes, channels: GroupChannels) -
     of_values = of_keys
     if codes.vo is not None:
         of_values = [codes.vo.code(group, values) for group, (_, values) in enumerate(channels) if values is not None]
-
-    def ordered(pair: BasisPair, orders: list[Tensor]) -> BasisPair:
-        order = torch.stack(orders)
-        index = order.unsqueeze(1).expand_as(pair.encode)
-        return BasisPair(
-            pair.encode.gather(-1, index),
-            pair.decode.gather(-1, index),
-            pair.singular_values.gather(-1, order),
-            None if pair.shift is None else pair.shift.gather(-1, order),
-            pair.constant,
-        )
-
     return CodedBases(
         bases.form,
         bases.group_size,
-        ordered(bases.qk, [order for order, _ in of_keys]),
-        ordered(bases.vo, [order for order, _ in of_values]),
+        bases.qk.ordered(torch.stack([order for order, _ in of_keys])),
+        bases.vo.ordered(torch.stack([order for order, _ in of_values])),
         bases.outputs,
         joint=bases.joint,
         channels=tuple(channels),

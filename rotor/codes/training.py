@@ -32,10 +32,10 @@ class TrainedCode:
     """
 
     def __init__(self, pair: BasisPair, codes: SideCodes, device: torch.device) -> None:
-        self._pair, self._codes = pair, codes
-        self._order = torch.stack([codes.order(group) for group in range(len(codes.weight))])
+        self._codes, self._order = codes, torch.stack([codes.order(group) for group in range(len(codes.weight))])
+        self._pair = pair.ordered(self._order)
         self._unit = self._ordered(codes.scale[MEASURED.index(4)])  # of each channel, so that all are of one size
-        spectrum = self._ordered(pair.singular_values)
+        spectrum = self._pair.singular_values
         spectrum = spectrum.maximum(FLOOR * spectrum.amax(-1, keepdim=True)).sqrt()
         spectrum = spectrum.clamp(min=torch.finfo(torch.float32).tiny)
         per_unit = 1 / ((spectrum * self._unit)[:, :, None] * (spectrum / self._unit)[:, None, :])
@@ -43,15 +43,13 @@ class TrainedCode:
         def own(tensor: Tensor) -> Tensor:
             return tensor.to(device, torch.float32)
 
-        index = self._order.unsqueeze(1).expand_as(pair.encode)
-        self._encode = own(pair.encode.gather(-1, index) / self._unit[:, None])
-        self._decode = own(pair.decode.gather(-1, index) * self._unit[:, None])
+        self._encode = own(self._pair.encode / self._unit[:, None])
+        self._decode = own(self._pair.decode * self._unit[:, None])
         self._per_unit = own(per_unit)
         self.means = own(self._ordered(codes.mean) / self._unit)
         self.log_scales = own((self._ordered(codes.scale) / self._unit).log())
         self._middle = self.means[0].clone()
-        self.encode_mix, self.decode_mix = (torch.zeros_like(self._per_unit) for _ in range(2))
-        self.mixes = [self.encode_mix, self.decode_mix]
+        self.mixes = [torch.zeros_like(self._per_unit) for _ in range(2)]
         self.steps = [self.means, self.log_scales]
         for tensor in (*self.mixes, *self.steps):
             tensor.requires_grad_()
@@ -72,13 +70,14 @@ class TrainedCode:
         width = torch.tensor([MEASURED.index(own) for own in channels.bits], device=device)
         places, half = torch.arange(rank, device=device), 2.0 ** (bits - 1)
         mean, scale = self.means[width, group, places], self.log_scales[width, group, places].exp()
-        middle, per_unit = self._middle[group], self._per_unit[group]
+        encode_mix, decode_mix = (self._per_unit[group] * mix[group] for mix in self.mixes)
+        middle = self._middle[group]
         latent = vectors @ self._encode[group]
-        latent = latent[..., :rank] + (latent - middle) @ (per_unit * self.encode_mix[group])[:rank].T
+        latent = latent[..., :rank] + (latent - middle) @ encode_mix[:rank].T
         level = torch.maximum(torch.minimum((latent - mean) / scale, half * (1 - 1e-6)), -half)
         read = mean + scale * (level + (level.detach().floor() + 0.5 - level.detach()))
         read = torch.cat([read, self.means[0, group, rank:].expand(*read.shape[:-1], -1)], dim=-1)
-        read = read + (read - middle) @ (per_unit * self.decode_mix[group]).T
+        read = read + (read - middle) @ decode_mix.T
         return read @ self._decode[group].T
 
     @torch.no_grad()
@@ -93,21 +92,11 @@ class TrainedCode:
         shift = -(encode_mix @ middle.unsqueeze(-1)).squeeze(-1) * self._unit
         constant = -(decode @ decode_mix @ middle.unsqueeze(-1)).squeeze(-1)
         encode, decode = encode + encode @ encode_mix.mT, decode + decode @ decode_mix
-        back = self._order.argsort(-1)
-        index = back.unsqueeze(1).expand_as(encode)
-        pair = BasisPair(
-            (encode * self._unit[:, None]).gather(-1, index),
-            (decode / self._unit[:, None]).gather(-1, index),
-            self._pair.singular_values,
-            shift.gather(-1, back),
-            constant,
-        )
-        mean, scale = exact(self.means) * self._unit, exact(self.log_scales).exp() * self._unit
-        return pair, replace(
-            self._codes,
-            mean=mean.gather(-1, back.expand_as(mean)),
-            scale=scale.gather(-1, back.expand_as(scale)),
-        )
+        both = encode * self._unit[:, None], decode / self._unit[:, None]
+        pair, back = BasisPair(*both, self._pair.singular_values, shift, constant), self._order.argsort(-1)
+        steps = exact(self.means) * self._unit, exact(self.log_scales).exp() * self._unit
+        mean, scale = (tensor.gather(-1, back.expand_as(tensor)) for tensor in steps)
+        return pair.ordered(back), replace(self._codes, mean=mean, scale=scale)
 
     def _ordered(self, tensor: Tensor) -> Tensor:
         """[..., num_groups, channels] in the order of a plan."""

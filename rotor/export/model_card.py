@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from ..evaluation.fidelity import Fidelity
 from ..format.file_names import ROTOR_JSON
 from ..format.layout import AttentionShape, LayerLayout
 from ..installing import pip_install
 from ..recipe import Recipe
-from ..recipe.metric_registry import METRICS, chance_note, metric_info, ratio_rows
+from ..recipe.metric_registry import chance_note, metric_info, ratio_rows
 
 
 def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape, apart: bool = False) -> str:
@@ -31,8 +31,6 @@ def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape, ap
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["rotor", "kv-cache", "compression"],
-        model_name=report["source"]["name"],
-        eval_results=_results(report["accuracy"]) or None,
     )
     weights = _where_weights_are(report["source"]) if apart else ""
     layouts = [LayerLayout.from_dict(layout, ROTOR_JSON) for layout in report["layouts"]]
@@ -75,22 +73,6 @@ installed, or below `rotor run -- PROGRAM`. `rotor validate` checks its integrit
 somebody whom you trust, `sha256sum manifest.json` and `rotor validate PATH_OF_THIS_FOLDER` find any change at all.
 """
     return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}"))
-
-
-def _results(accuracy: dict[str, Any]) -> list[EvalResult]:
-    """Of the report split, what the hub shows as `model-index`; the text is no data set there."""
-    if accuracy["report"] is None:
-        return []
-    values = accuracy["measurements"]["report"]["values"]
-    about = {"task_type": "text-generation", "dataset_type": "text", "dataset_name": accuracy["data"]}
-    infos = (metric_info(name) for name in dict.fromkeys((accuracy["metric"], *METRICS)))
-    return [
-        EvalResult(
-            **about, dataset_split="report", metric_type=i.name, metric_name=i.label, metric_value=values[i.name]
-        )
-        for i in infos
-        if i.name in values
-    ]
 
 
 def _where_weights_are(source: dict[str, Any]) -> str:

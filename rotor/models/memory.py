@@ -56,13 +56,6 @@ class Estimates(NamedTuple):
     streamed: Estimate
 
 
-class WholeModel(NamedTuple):
-    """A request that needs all weights in memory, and what to ask for instead."""
-
-    request: str
-    instead: str
-
-
 def available_host_bytes() -> int:
     """Memory that this process may still take: of the machine, its control groups and its limits."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
@@ -103,12 +96,12 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def stream_weights(
-    offload: str, estimates: Estimates, device: torch.device, whole: WholeModel | None = None
+    offload: str, estimates: Estimates, device: torch.device, whole: tuple[str, str] | None = None
 ) -> tuple[bool, str]:
     """Whether to read weights layer by layer, and one line with the estimate against what there is.
 
     Args:
-        whole: what was asked for that needs the whole model in memory, if anything does.
+        whole: what was asked for that needs the whole model in memory, if anything does, and what to ask for instead.
     Raises:
         UsageError: the whole model is needed, and does not fit or is not to be in memory.
     """
@@ -125,8 +118,8 @@ def stream_weights(
     if stream and whole is not None:
         why = "--offload always was given" if offload == "always" else f"it takes {_needs(estimates.resident)}"
         raise UsageError(
-            f"{whole.request} needs the whole model in memory, but {why} ({there}).",
-            f"{whole.instead} Or give --offload never to try all the same.",
+            f"{whole[0]} needs the whole model in memory, but {why} ({there}).",
+            f"{whole[1]} Or give --offload never to try all the same.",
         )
     chosen = estimates[stream]
     kind = "one layer of weights at a time" if stream else "all weights in memory"

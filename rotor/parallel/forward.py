@@ -43,11 +43,6 @@ class Pass:
     counts: list[int] | None
     tokens_to_keep: int
 
-    def count_stored(self) -> None:
-        """At the end of the pass: add its tokens to what the cache knows of its processes."""
-        for process, indices in enumerate(self.stored if self.counts is not None else ()):
-            self.counts[process] += len(indices)  # type: ignore[index]
-
 
 def begin_pass(
     arguments: dict[str, Any], config: Any, wire: Wire, windows: list[int | None], before_rope: bool

@@ -126,7 +126,8 @@ class SequenceParallel(Keeper):
             shapes = [[(hidden.shape[0], len(indices), hidden.shape[2])] for indices in owned]
             found = self.wire.gather("hidden states", "hidden", [hidden], shapes)
             hidden = torch.cat([part for (part,) in found], dim=1)[:, torch.argsort(torch.cat(owned))]
-        now.count_stored()
+        if now.counts is not None:  # what the cache knows of its processes
+            now.counts[:] = [count + len(kept) for count, kept in zip(now.counts, now.stored, strict=True)]
         if isinstance(output, tuple):
             return hidden, *output[1:]
         output.last_hidden_state = hidden

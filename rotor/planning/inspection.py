@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import MissingError
-from ..format.layout import AttentionShape, LayerForm, uncompressed_kv_bytes_per_token
+from ..format.layout import AttentionShape, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
 from ..models.hardware import matmul_rate, pick_device, pick_dtype
 from ..models.hub import find_source
@@ -63,7 +63,7 @@ class Inspection:
     """What `rotor inspect` shows.
 
     kv_cache_bytes: of one sequence, by its tokens. bits: that a channel may have.
-    keys: what happens to keys.
+    form: of what every layer's cache holds, in words.
     objective, instructions_per_cycle: the device and the load that decode_times are predicted for.
     calibrate, export: what the commands take on this machine.
     """
@@ -80,7 +80,7 @@ class Inspection:
     recipe: str
     bits: tuple[int, ...]
     tokens: dict[str, Any]
-    keys: str
+    form: str
     objective: ObjectiveSettings
     instructions_per_cycle: float
     decode_times: list[DecodeTime]
@@ -152,7 +152,7 @@ def inspect(
         recipe=spec.name,
         bits=spec.codes.bits,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
-        keys=_keys(form, shape),
+        form=form.in_words(shape),
         objective=load,
         instructions_per_cycle=device_rates.instructions_per_cycle,
         decode_times=decode_times(shape, device_rates, step, form),
@@ -168,20 +168,3 @@ def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: i
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.num_layers
     kept = [min(tokens, window) if window and kind == "sliding_attention" else tokens for kind in types]
     return sum(kept[: shape.num_layers]) * per_token // shape.num_layers
-
-
-def _keys(form: LayerForm, shape: AttentionShape) -> str:
-    shared = ", one latent with the values" if form.joint else ""
-    block, fast = form.keys
-    how = "basis applied behind the key norm" if shape.key_norm else "basis inside W_k"
-    if not shape.rotary_dim:
-        return f"no RoPE: basis inside W_q and W_k, no overhead{shared}"
-    if block is None:
-        return "compressed after RoPE by a product at run time, never rebuilt"
-    if fast == shape.rotary_planes:
-        return f"compressed before RoPE ({how}{shared}), rebuilt for attention"
-    return (
-        f"{fast} fast planes of {shape.rotary_planes} before RoPE, the others rotated within blocks of {block} "
-        f"positions, compressed by a product at run time{shared}; attention rebuilds the fast ones and rotates queries "
-        "once a block"
-    )

@@ -19,7 +19,7 @@ from ..bases.moments import CHUNK_BYTES, JOINT
 from ..codes.quantiser import SAMPLES
 from ..format.layout import AttentionShape, LayerForm
 from ..models.checkpoint import Checkpoint
-from ..models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates, WholeModel
+from ..models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates
 from ..models.projections import longest_row
 from ..recipe import Evaluation, Recipe
 from ..recipe.metric_registry import primitive_metrics
@@ -236,14 +236,14 @@ def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
     return tuple(inverse.double().tolist())
 
 
-def needs_whole_model(recipe: Recipe) -> WholeModel | None:
-    """What of a calibration needs all weights in memory, if anything does."""
+def needs_whole_model(recipe: Recipe) -> tuple[str, str] | None:
+    """What of a calibration needs all weights in memory, if anything does, and what to ask for instead."""
     if recipe.distil.steps:
-        return WholeModel(f"distil.steps {recipe.distil.steps}", "Give --set distil.steps=0.")
+        return f"distil.steps {recipe.distil.steps}", "Give --set distil.steps=0."
     if "gradients" not in recipe.rank_needs:
         return None
     request = f"ranks.method {recipe.ranks.method} (gradients)"
-    return WholeModel(request, "Choose another method, e.g. --set ranks.method=global.")
+    return request, "Choose another method, e.g. --set ranks.method=global."
 
 
 def _feed_forward_width(config: Any) -> int:

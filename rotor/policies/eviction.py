@@ -260,11 +260,7 @@ class EvictingLayer(PolicyLayer):
         """
         for row, sequence in enumerate(self.sequences):
             if sums is not None:
-                before = (
-                    torch.zeros_like(sequence.index[:, :0], dtype=sums.dtype)
-                    if sequence.scores is None
-                    else sequence.scores
-                )
+                before = sequence.index[:, :0].to(sums.dtype) if sequence.scores is None else sequence.scores
                 own = sums[row, :, sums.shape[2] - sequence.index.shape[1] :].to(before.device)
                 sequence.scores = functional.pad(before, (0, sequence.new)) + own
             if sequence.budget is None and sequence.tokens:

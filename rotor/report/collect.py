@@ -18,12 +18,13 @@ from ..format.layout import LayerLayout, uncompressed_kv_bytes_per_token
 from ..format.schemas import CheckpointInfo
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import read_report
+from ..progress import in_bytes
 from ..recipe import Recipe, load_stored_recipe
 from ..recipe.metric_registry import chance_note, metric_info, ratio_rows
 from ..runtime.families import attention_shape
 from ..search.point import Point
 from ..search.table import TABLES, RankTable
-from .data import JOINT, SIDES, ReportData, format_bytes, groups_of_point
+from .data import JOINT, SIDES, ReportData, groups_of_point
 
 
 def collect(folder: Path) -> ReportData:
@@ -105,7 +106,7 @@ def collect_checkpoint(
     else:
         for section in ("spectra", "timings"):
             data.absent[section] = f"The run folder is not where rotor.json says ({run})."
-    weights = format_bytes(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    weights = in_bytes(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
     data.sizes.append(("weights of this checkpoint", weights, "safetensors files"))
     return data
 
@@ -145,7 +146,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
             ),
         ]
     try:
-        source = format_bytes(Checkpoint(run.model_folder).total_bytes())
+        source = in_bytes(Checkpoint(run.model_folder).total_bytes())
         data.sizes.append(("weights of the source", source, "safetensors files"))
     except RotorError as error:
         data.absent["sizes"] = f"The source model is not where run.json says: {error.message}"
@@ -202,5 +203,5 @@ def _headline(data: ReportData, point: Point, size: tuple[int, int]) -> None:
         ("bytes per token", f"{before} → {after}", "KV cache over all layers"),
         measured,
     ]
-    long = f"{format_bytes(32768 * before)} → {format_bytes(32768 * after)}"
+    long = f"{in_bytes(32768 * before)} → {in_bytes(32768 * after)}"
     data.sizes.append(("KV cache at 32,768 tokens", long, f"one sequence, {100 * (1 - after / before):.1f} % less"))

@@ -88,10 +88,3 @@ class ReportData:
     sizes: list[tuple[str, str, str]] = field(default_factory=list)
     timings: list[tuple[str, float, int]] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
-
-
-def format_bytes(count: float) -> str:
-    if count < 1000:
-        return f"{count:.0f} bytes"
-    unit, size = next(((unit, size) for unit, size in (("kB", 1e3), ("MB", 1e6)) if count < 1000 * size), ("GB", 1e9))
-    return f"{count / size:.1f} {unit}"

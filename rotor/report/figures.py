@@ -39,7 +39,9 @@ def figures(data: ReportData) -> dict[str, str]:
         for name, (draw, text) in _drawings(data).items():
             figure = Figure(figsize=(4.4, 3.2))
             draw(figure)
-            drawn[name] = _image(figure, text)
+            figure.savefig(buffer := io.BytesIO(), format="svg", metadata={"Date": None})
+            svg = b64encode(buffer.getvalue()).decode()
+            drawn[name] = f'<img alt="{escape(text)}" src="data:image/svg+xml;base64,{svg}">'
     return drawn
 
 
@@ -102,10 +104,3 @@ def _draw_spectra(figure: Any, *, data: ReportData, side: str, name: str) -> Non
     axes.set_title(f"{SIDE_NAMES[side]}, {name}", fontsize=10)
     axes.set(xlabel="channel (share of all)", ylabel="singular value over the largest")
     layer_legend(figure, axes, len(data.spectra))
-
-
-def _image(figure: Any, text: str) -> str:
-    """The figure as an <img> element that holds its SVG."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return f'<img alt="{escape(text)}" src="data:image/svg+xml;base64,{b64encode(buffer.getvalue()).decode()}">'

@@ -20,9 +20,10 @@ from ..format.file_names import ROTOR_JSON
 from ..format.places import check_file
 from ..format.schemas import CheckpointInfo
 from ..installing import pip_install
+from ..progress import in_bytes
 from ..recipe import Recipe
 from .collect import collect, collect_checkpoint, collect_run
-from .data import Cell, ReportData, format_bytes
+from .data import Cell, ReportData
 from .figures import SIDE_NAMES, figures
 
 NAME = "report.html"
@@ -119,6 +120,6 @@ def _code(text: str) -> Markup:
 @cache
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"bytes": format_bytes, "code": _code}
+    environment.filters |= {"bytes": in_bytes, "code": _code}
     environment.globals |= {"pip_install": pip_install, "cell_of": Cell.of}
     return environment.from_string((resources.files("rotor.report") / TEMPLATE).read_text("utf-8"))

@@ -100,7 +100,7 @@ class Measurer:
         known, layers, network = probes.sensitivities, self.run.shape.num_layers, self.network
         with self.times.stage("probe"), self.progress.task("probe", layers - len(known), "layers") as advance:
             for found in probe(network, self.run.bases(), self.recipe.ranks, probes.rows, len(known), advance):
-                known += found
+                known.append(found)
                 probes.save()
 
     def search(self, plan: RankPlan) -> Fidelity:

@@ -1,8 +1,7 @@
 """Sensitivities: what compressing one side of one layer alone does to the final logits, per unit of dropped energy.
 
-What enters a layer of the uncompressed model is computed once and shared by all probes of the layer; the hidden states
-of probes that have begun go through the later layers together, so that a layer whose weights are read from disk is read
-once for many probes.
+What enters a layer of the uncompressed model is computed once and shared by all probes of the layer, whose hidden
+states go through the later layers together: weights that are read from disk are read once for all probes of a layer.
 """
 
 from __future__ import annotations
@@ -19,10 +18,6 @@ from ..format.layout import LayerRanks
 from ..progress import Advance
 from ..recipe import Ranks
 from ..rewriting.compressible import CompressibleModel
-
-PROBE_STATES_BYTES = 16 << 30
-"""Hidden states that are kept at once where weights are read from disk; on disk, as they are larger than what is kept
-in memory."""
 
 KL_NOISE = 1e-9
 """A KL divergence, in nats per token, that is as good as none; positive, so that it has a logarithm."""
@@ -63,60 +58,45 @@ def full_ranks(bases: LayerBases) -> tuple[int, int]:
 
 def probe(
     network: CompressibleModel, bases: Sequence[LayerBases], settings: Ranks, rows: Tensor, start: int, advance: Advance
-) -> Iterator[list[Sensitivity]]:
-    """Sensitivities of the layers from `start` on, in order, some layers at a time.
+) -> Iterator[Sensitivity]:
+    """Sensitivities of the layers from `start` on, in order, one layer at a time.
 
     Args:
         rows: [n, seq_len] tokens. start: layers whose sensitivities are known.
     """
-    layers = network.shape.num_layers
     network.restore()
     reference, entering = network.final_states(rows), network.embed(rows)
-    for index in range(start):
+    for index in range(network.shape.num_layers):
+        if index >= start:
+            yield _probe_layer(network, bases[index], settings, rows, index, entering, reference)
+            advance(1)
         with network.layer(index):
             network.run(index, entering, entering)
-    together = _together(network, settings, rows)
-    for first in range(start, layers, together):
-        last = min(layers, first + together)
-        yield _probe_layers(network, bases, settings, rows, range(first, last), entering, reference)
-        advance(last - first)
 
 
-def _together(network: CompressibleModel, settings: Ranks, rows: Tensor) -> int:
-    """Layers that are probed together: more than one only where that saves reading weights."""
-    if not network.source.streamed:
-        return 1
-    states = rows.numel() * network.shape.hidden_size * network.dtype.itemsize
-    return max(1, int(PROBE_STATES_BYTES // (states * 2 * len(settings.probe_shares))))
-
-
-def _probe_layers(
+def _probe_layer(
     network: CompressibleModel,
-    bases: Sequence[LayerBases],
+    bases: LayerBases,
     settings: Ranks,
     rows: Tensor,
-    layers: range,
+    index: int,
     entering: Tensor,
     reference: Tensor,
-) -> list[Sensitivity]:
-    """Sensitivities of some layers; `entering` is brought from the first of them to the one behind the last."""
-    begun: list[tuple[int, Probe, Tensor]] = []
-    for index in range(layers.start, network.shape.num_layers):
-        with network.layer(index):
-            for _, _, states in begun:
-                network.run(index, states, states)
-            if index in layers:
-                layer = bases[index]
-                for one in probes_of(layer, settings):
-                    states = network.states_like(rows)
-                    with network.compressed_layer(index, layer, one.ranks):
-                        network.run(index, entering, states)
-                    begun.append((index, one, states))
-                network.run(index, entering, entering)
-    found: list[Sensitivity] = [([], []) for _ in layers]
-    for index, one, states in begun:
+) -> Sensitivity:
+    """Sensitivities of a layer; the hidden states of its probes go through the later layers together."""
+    probes = [(one, network.states_like(rows)) for one in probes_of(bases, settings)]
+    with network.layer(index):
+        for one, states in probes:
+            with network.compressed_layer(index, bases, one.ranks):
+                network.run(index, entering, states)
+    for later in range(index + 1, network.shape.num_layers):
+        with network.layer(later):
+            for _, states in probes:
+                network.run(later, states, states)
+    found: Sensitivity = ([], [])
+    for one, states in probes:
         scores = score(network, rows, reference=reference, states=states)
         assert scores.kl_div is not None
         loss = max(float(scores.kl_div.mean()), KL_NOISE)
-        found[index - layers.start][one.side].append((one.rank, loss / one.dropped))
+        found[one.side].append((one.rank, loss / one.dropped))
     return found

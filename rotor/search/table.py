@@ -1,7 +1,6 @@
 """What was measured of a run, one file for each context: points by ranks, and probes apart from them.
 
 RUN/tables/KEY.json: points. RUN/probes/KEY.json: sensitivities. RUN/tables/latest.json: the last table.
-Each has the SHA-256 of its content in it, so that one that was edited or damaged is refused.
 
 A context is all that a measured number depends on besides the ranks: the evaluation's tokens, dtype, kind of device,
 metric and the settings of it. Its hash names the file, so that another metric or text adds a table and never

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar
 
 from ..policies import PerToken, Policy
-from ..prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
-from ..prediction.devices import find_device
-from ..rewriting.rewrite import planned_layouts
-from ..runtime.families import attention_shape
 from .caches import CacheBench, CacheRecord
 from .context import StudyContext
 from .part import Part, Table, Task, number
@@ -49,25 +45,7 @@ class StudiedCache:
             record = bench.of_plan(name, *path, self.removed, self.policy)
         else:
             record = bench.of_policy(name, self.policy)
-        share = None if record.skipped else self._time_share(study, record)
-        return replace(record, family=self.family, time_share=share)
-
-    def _time_share(self, study: StudyContext, record: CacheRecord) -> float | None:
-        """Predicted time of attention in a decode step over the uncompressed model's: of a recipe by bytes and
-        instructions, of a policy as if it read what it stores and did nothing else; of both together not predicted."""
-        settings, shape = study.plan.first.objective, attention_shape(study.checkpoint.config)
-        device = find_device(settings.device)
-        step = DecodeStep(settings.context_tokens, settings.batch_size, study.cache_dtype.itemsize)
-        whole = uncompressed_decode_seconds(shape, device, step)
-        if self.recipe is None:
-            saved = study.whole_bytes - record.long_kv_bytes_per_token
-            return 1 - device.read_seconds(saved * step.keys) / whole
-        measurer, path = study.path(self.recipe, study.plan.recipes[self.recipe])
-        plan = path.at_compression(self.removed)
-        if self.policy is not None or plan is None:
-            return None
-        layouts = [layout for layout, _ in planned_layouts(measurer.run.bases(plan.channels), plan.rounded)]
-        return decode_seconds(layouts, shape, device, step) / whole
+        return replace(record, family=self.family)
 
 
 CONTROL = {"per token, 4 bits": StudiedCache("per token", PerToken(4, GROUP))}
@@ -115,8 +93,10 @@ class CachePart(Part):
 
 
 def cache_records(store: StudyStore, part: str) -> list[CacheRecord]:
-    """The records of caches of a part, in order of arrival."""
-    return [CacheRecord(**record) for record in store.part(part).values() if "skipped" in record]
+    """The records of caches of a part, in order of arrival; what older versions measured beside is left out."""
+    known = {own.name for own in fields(CacheRecord)}
+    found = [record for record in store.part(part).values() if "skipped" in record]
+    return [CacheRecord(**{name: record[name] for name in record.keys() & known}) for record in found]
 
 
 def _csv_row(record: CacheRecord) -> dict[str, Any]:
@@ -136,7 +116,6 @@ def cache_table(records: Sequence[CacheRecord], title: str, text: str = "") -> T
         "mean",
         "at 32K tokens",
         "removed",
-        "predicted time",
         "KL",
         "token accuracy",
         "perplexity",
@@ -148,8 +127,7 @@ def cache_table(records: Sequence[CacheRecord], title: str, text: str = "") -> T
         if not r.skipped:
             sizes = (r.kv_bytes_per_token, r.mean_kv_bytes_per_token, r.long_kv_bytes_per_token)
             ratios = [r.token_accuracy, r.ppl_ratio, r.top1_agreement, *(r.answers.get(task) for task in tasks)]
-            cells = [*(number(size, 1) for size in sizes), number(r.compression, 3)]
-            cells += [number(r.time_share, 3), number(r.kl_div, 5)]
+            cells = [*(number(size, 1) for size in sizes), number(r.compression, 3), number(r.kl_div, 5)]
             rows.append([r.name, *cells, *map(number, ratios)])
     blank = [""] * (len(header) - 2)
     rows += [[record.name, f"not measured: {record.skipped}", *blank] for record in records if record.skipped]

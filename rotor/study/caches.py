@@ -38,8 +38,7 @@ class CacheRecord:
     kl_div: nats a token against the uncompressed model. token_accuracy, ppl_ratio: ratios to it. top1_agreement: share.
     answers: by task, the mean probability of the answers over the uncompressed model's.
     kv_bytes_per_token: of a complete row, everything counted; mean_: its mean over the scored lengths; long_: of
-    LONG_TOKENS tokens. time_share: predicted time of attention in a decode step over the uncompressed model's.
-    compression: the share of the uncompressed cache's bytes removed, of a complete row.
+    LONG_TOKENS tokens. compression: the share of the uncompressed cache's bytes removed, of a complete row.
     """
 
     name: str
@@ -54,7 +53,6 @@ class CacheRecord:
     mean_kv_bytes_per_token: float = 0.0
     long_kv_bytes_per_token: float = 0.0
     compression: float = 0.0
-    time_share: float | None = None
 
     @property
     def accuracy(self) -> float:

@@ -30,9 +30,6 @@ class Task:
     key: str
     measure: Callable[[], Any]
 
-    def is_done(self, store: StudyStore) -> bool:
-        return self.key in store.records
-
 
 @dataclass(frozen=True)
 class Table:

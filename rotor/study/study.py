@@ -115,7 +115,7 @@ def _measure(study: StudyContext, chosen: Sequence[Part], plots: bool) -> list[P
         progress.message(f"study: {part.name}")
         known = store.added
         for task in part.tasks(study):
-            if not task.is_done(store):
+            if task.key not in store.records:
                 found = task.measure()
                 record = store.put(task.key, found if isinstance(found, dict) else dataclasses.asdict(found))
                 progress.message(f"{task.key}: {_in_words(record)}")

@@ -30,8 +30,7 @@ class Methods(CachePart):
         "row, their mean over the lengths that are scored, and of 32K tokens. KL in nats a token; the others are "
         "ratios to the uncompressed model, of tasks the mean probability of the right answers. Names are those of "
         "`--cache`, budgets of what evicts shares of the whole row; `rotor, 320 bytes` is that recipe's mildest plan "
-        "at that size or below. Predicted time is that of attention in a decode step on `objective.device`, of recipes "
-        "by bytes and instructions, of policies as if they read their bytes and did nothing else."
+        "at that size or below."
     )
 
     def caches(self, study: StudyContext) -> dict[str, StudiedCache]:

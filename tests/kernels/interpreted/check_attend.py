@@ -88,9 +88,9 @@ def test_pages(name, news, window, materialise) -> None:
 def test_what_is_known_of_a_mask_serves_later_layers_only() -> None:
     case, seen = case_of("post", 1, 1, 40), []
     allowed = causal(1, 1, 40).clone()
-    original = attention.ranges_of_mask
+    original = attention.ranges_of
     try:
-        attention.ranges_of_mask = lambda mask: seen.append(1) or original(mask)
+        attention.ranges_of = lambda *given: seen.append(1) or original(*given)
         mask = allowed[:, None]
         for index in (0, 1, 2):
             attended(case, mask, layer_idx=index)
@@ -101,4 +101,4 @@ def test_what_is_known_of_a_mask_serves_later_layers_only() -> None:
         attended(case, mask, layer_idx=4, remember=False)
         assert len(seen) == 3
     finally:
-        attention.ranges_of_mask = original
+        attention.ranges_of = original

@@ -13,7 +13,6 @@ from torch import Tensor
 from rotor.format.kernel_config import Tile
 from rotor.format.layout import KeyForm, LayerLayout
 from rotor.kernels.decoding import BlockRotations, DecodeLayer, _memory, decode_attention
-from rotor.kernels.masks import ranges_of_mask
 from rotor.kernels.ranges import KeyRanges
 
 HALF, SINGLE = torch.float16, torch.float32
@@ -63,7 +62,7 @@ def check(
         generator = torch.Generator().manual_seed(3)
         allowed = [own & (torch.rand(own.shape, generator=generator) > 0.3) for own in allowed]
     if holes or starts is not None:
-        ranges = ranges_of_mask(torch.cat(allowed))
+        ranges = KeyRanges.of_mask(torch.cat(allowed))
     elif tokens is None:
         ranges = KeyRanges.of_lengths(kv_lens, window)
     else:
