@@ -74,7 +74,7 @@ def tables(models: list[Model]) -> str:
         for recipe in RECIPES
         if any(recipe in m.exports for m in models)
     ]
-    sizes = sorted({size for m in models for size in m.kl["rotor"]})
+    sizes = sorted(set.intersection(*(set(m.kl["rotor"]) for m in models)))
     ladder = [
         [f"`{recipe}`", f"{size:g}", *(cell(m.kl.get(recipe, {}).get(size), ".4f") for m in models)]
         for size in sizes[:3]
