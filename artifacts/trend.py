@@ -23,7 +23,7 @@ from reference import markdown, shape_line
 
 BEATEN = ("per token, 4 bits", "GEAR-4", "KIVI-4")
 LADDER = ("rotor-plain", "palu-codes", "fisher-codes", "rotor-smallest", "rotor", "rotor-a-head", "rotor-post")
-RECIPES = ("rotor", "rotor-post", "palu-codes", "zack", "palu", "fdc")
+RECIPES = ("rotor", "rotor-distilled", "rotor-post", "palu-codes", "zack", "palu", "fdc")
 
 
 @dataclass(frozen=True)
