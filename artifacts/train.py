@@ -32,7 +32,7 @@ HELD_OUT = (
 )
 
 
-def config(vocabulary: int, hidden: int) -> LlamaConfig:
+def config(vocabulary: int, hidden: int, base: float) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocabulary,
         bos_token_id=0,
@@ -44,6 +44,7 @@ def config(vocabulary: int, hidden: int) -> LlamaConfig:
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=4096,
+        rope_parameters={"rope_theta": base, "rope_type": "default"},
         tie_word_embeddings=True,
     )
 
@@ -175,6 +176,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=60e6, help="the rate falls over the last half of them")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="the same, of time")
     parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--base", type=float, default=500_000, help="of RoPE; another than --init's is soon learned")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--muon", action="store_true", help="matrices by Muon; a rate of 3e-3 suits it")
     given = parser.parse_args()
@@ -183,7 +185,7 @@ def main() -> None:
     texts = corpus(100e6)
     parts = (tokenizer.encode_batch(texts[i : i + 200]) for i in range(0, len(texts), 200))
     data = np.concatenate([np.array([0, *row.ids], dtype=np.uint16) for part in parts for row in part])
-    model = AutoModelForCausalLM.from_config(config(tokenizer.get_vocab_size(), given.hidden))
+    model = AutoModelForCausalLM.from_config(config(tokenizer.get_vocab_size(), given.hidden, given.base))
     size = sum(p.numel() for p in model.parameters())
     print(f"{size / 1e6:.1f} M parameters, {len(data) / 1e6:.1f} M tokens of text", flush=True)
     if not given.state.exists():

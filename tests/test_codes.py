@@ -10,9 +10,11 @@ import torch
 from conftest import relative_error
 from torch import Tensor
 
+from rotor.bases.fisher import of_values
 from rotor.bases.information import LayerFisher
 from rotor.bases.kq import closed_form
 from rotor.bases.layer import LayerBases
+from rotor.bases.method import Inputs
 from rotor.bases.moments import LayerStatistics, stored_name
 from rotor.bases.pair import BasisPair
 from rotor.calibration.gradients import fisher_information
@@ -97,7 +99,7 @@ def test_kept_tokens_are_the_heaviest_and_some_of_the_others():
     gradients[80] *= 50
     found = []
     for batch in (100, 32, 7):
-        keeper = SampleKeeper(100, 20, seed=3)
+        keeper = SampleKeeper(100, 1, 20, seed=3)
         for x, g in zip(vectors.split(batch), gradients.split(batch), strict=True):
             keeper.add(x, g)
         found.append(keeper.samples())
@@ -118,6 +120,30 @@ def test_kept_tokens_are_the_heaviest_and_some_of_the_others():
     assert first.share[10:].tolist() == pytest.approx([0.9 / (len(first.share) - 10)] * (len(first.share) - 10))
 
 
+def test_an_attention_sink_is_coded_without_error():
+    """The first token of each row is the same and far out: it gets a channel, and levels that go through it."""
+    x, g, sink = normal(64 * 32, 2, 4), normal(64 * 32, 2, 4, seed=1), 9 * normal(2, 4, seed=2)
+    x[::32], g[::32] = sink, 30 * g[::32]
+    shape = AttentionShape(1, 2, 2, 4, 8)
+    found, information = LayerStatistics(shape, 2), LayerStatistics(shape, 2)
+    found.add({"value": x, "key_post": x})
+    information.add({"value": g, "key_post": g})
+    keeper = SampleKeeper(64 * 32, 32, 1024, seed=0)
+    keeper.add(x, g)
+    fisher = LayerFisher(information, dict.fromkeys(("value", "key_post"), keeper.samples()), 0.0)
+    assert relative_error(fisher.first("value")[0], sink.flatten()) < 1e-6
+    assert float(fisher.samples["value"].first_share) == pytest.approx(0.97, abs=0.02)
+    pair = of_values(Inputs(found, None, POST_ROPE, fisher))
+    codes = layer_codes(LayerBases(POST_ROPE, 2, pair, pair), fisher)
+    order, code = codes.vo.code(0, Channels(n4=8))
+    pair = pair.ordered(order[None])
+    at = sink.flatten() @ pair.encode[0]
+    read = code.decode(code.encode(at)) @ pair.decode[0].mT
+    assert relative_error(read, sink.flatten()) < 1e-6
+    others = x.flatten(1)[1::32]
+    assert relative_error(code.decode(code.encode(others @ pair.encode[0])) @ pair.decode[0].mT, others) < 0.3
+
+
 def test_loss_of_a_channel_counts_each_tokens_own_gradient():
     """Large latents with large gradients: half of the loss is the mean of g^2 e^2, not a product of means."""
     x, g = normal(512, 1, 4), normal(512, 1, 4, seed=1)
@@ -125,7 +151,7 @@ def test_loss_of_a_channel_counts_each_tokens_own_gradient():
     shape = AttentionShape(1, 1, 1, 4, 4)
     information = LayerStatistics(shape, 1)
     information.add({"value": g, "key_post": g})
-    keeper = SampleKeeper(512, 1024, seed=0)
+    keeper = SampleKeeper(512, 64, 1024, seed=0)
     keeper.add(x, g)
     fisher = LayerFisher(information, dict.fromkeys(("value", "key_post"), keeper.samples()), 0.0)
     pair = BasisPair(*(torch.eye(4, dtype=torch.float64)[None],) * 2, torch.ones(1, 4, dtype=torch.float64))

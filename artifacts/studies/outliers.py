@@ -22,10 +22,12 @@ they are.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from rotor.bases.information import LayerFisher, TokenSamples
+from rotor.bases.information import LayerFisher
 from rotor.bases.layer import layer_bases
 from rotor.bases.moments import LayerStatistics, stored_name
 from rotor.calibration.samples import GradientClip, SampleKeeper
@@ -112,7 +114,7 @@ def rows_of(keys: Tensor, values: Tensor) -> Tensor:
 def calibrate(kind: str) -> tuple[LayerStatistics, LayerFisher]:
     tokens = CALIBRATED * LENGTH
     statistics, information, excess = (LayerStatistics(SHAPE, HEADS) for _ in range(3))
-    keeper, clip = SampleKeeper(tokens, SAMPLES, 0), GradientClip(tokens)
+    keeper, clip = SampleKeeper(tokens, LENGTH, SAMPLES, 0), GradientClip(tokens)
     for seed in range(CALIBRATED // 8):
         drawn = Drawn(kind, 8, 1000 + seed)
         inputs = drawn.keys.requires_grad_(), drawn.values.requires_grad_()
@@ -125,7 +127,7 @@ def calibrate(kind: str) -> tuple[LayerStatistics, LayerFisher]:
     excess.add({NAME: clip.excess()})
     information.sums[NAME] -= excess.sums[NAME]
     found = keeper.samples()
-    samples = TokenSamples(found.vectors, clip.shortened(found.gradients), found.share)
+    samples = replace(found, gradients=clip.shortened(found.gradients))
     return statistics, LayerFisher(information, {NAME: samples}, 0.0)
 
 

@@ -9,11 +9,11 @@ from .pair import BasisPair, split_pair
 
 
 def of_keys(inputs: Inputs) -> BasisPair:
-    return closed_form(inputs.information(inputs.key_name), inputs.centred(inputs.key_name))
+    return closed_form(inputs.information(inputs.key_name), inputs.spread(inputs.key_name))
 
 
 def of_values(inputs: Inputs) -> BasisPair:
-    return closed_form(inputs.information("value"), inputs.centred("value"))
+    return closed_form(inputs.information("value"), inputs.spread("value"))
 
 
 def of_both(inputs: Inputs) -> tuple[BasisPair, BasisPair]:
@@ -25,4 +25,4 @@ def of_both(inputs: Inputs) -> tuple[BasisPair, BasisPair]:
         qk, vo: of [num_groups, n, 2 n] each; n = group_size * head_dim.
     """
     name = stored_name(inputs.form, joint=True)
-    return split_pair(closed_form(inputs.information(name), inputs.centred(name)), inputs.group_size)
+    return split_pair(closed_form(inputs.information(name), inputs.spread(name)), inputs.group_size)

@@ -17,11 +17,15 @@ class TokenSamples:
 
     vectors, gradients: [samples, num_kv_heads, head_dim], float32; of the summed loss by the vector.
     share: [samples], float64, of all tokens, that a sample stands for; they sum to one.
+    first: [num_kv_heads, head_dim], float32, mean of the first tokens of rows, where models let idle attention rest (an
+        attention sink). first_share: of all squared gradients, what these tokens have; a number.
     """
 
     vectors: Tensor
     gradients: Tensor
     share: Tensor
+    first: Tensor
+    first_share: Tensor
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,13 @@ class LayerFisher:
         [samples]; float64.
         """
         found = self.samples[name]
+        return self._stacked(found.vectors), self._stacked(found.gradients), found.share
 
-        def stacked(tensor: Tensor) -> Tensor:
-            wide = tensor.to(torch.float64).flatten(1)
-            return wide.unflatten(1, (-1, self.information.group_size * tensor.shape[2])).transpose(0, 1)
+    def first(self, name: str) -> Tensor:
+        """The mean of the first tokens of rows, of each group, [num_groups, n], float64."""
+        return self._stacked(self.samples[name].first[None])[:, 0]
 
-        return stacked(found.vectors), stacked(found.gradients), found.share
+    def _stacked(self, tensor: Tensor) -> Tensor:
+        """[tokens, num_kv_heads, head_dim] -> [num_groups, tokens, n], float64."""
+        wide = tensor.to(torch.float64).flatten(1)
+        return wide.unflatten(1, (-1, self.information.group_size * tensor.shape[2])).transpose(0, 1)

@@ -44,6 +44,16 @@ class Inputs:
         mean = self.statistics.sums[f"{name}_mean"]
         return self.statistics.moment(name) - mean.unsqueeze(-1) * mean.unsqueeze(-2) / self.statistics.tokens
 
+    def spread(self, name: str) -> Tensor:
+        """Centred moments in which the first tokens of rows weigh as much as an error of them costs.
+
+        They are one in hundreds, and with an attention sink bear half of the information.
+        """
+        assert self.gradients is not None
+        mean = self.statistics.sums[f"{name}_mean"] / self.statistics.tokens
+        far, share = self.gradients.first(name) - mean, self.gradients.samples[name].first_share
+        return self.centred(name) + self.statistics.tokens * share * far.unsqueeze(-1) * far.unsqueeze(-2)
+
     def information(self, name: str) -> Tensor:
         """E[g g^T] of the gradients by keys or values, [num_groups, n, n]."""
         assert self.gradients is not None  # who makes the inputs has looked at `BasisMethod.gradients`

@@ -113,7 +113,7 @@ def _layer_backward(
     """
     information, excess = (LayerStatistics(network.shape, group_size) for _ in range(2))
     tokens, seq_len = states.shape[0] * states.shape[1], states.shape[1]
-    kept = {name: SampleKeeper(tokens, samples, index) for name in sorted(wanted)}
+    kept = {name: SampleKeeper(tokens, seq_len, samples, index) for name in sorted(wanted)}
     clips = {name: GradientClip(tokens) for name in kept}
     stored = StoredKeys(network.model, network.family, network.shape)
     reported: dict[str, Tensor] = {}

@@ -21,12 +21,14 @@ class SampleKeeper:
     """Chooses samples while batches pass by; what is chosen depends on no batch's size.
 
     Args:
-        tokens: that will come. count: of samples, at most; half are the heaviest tokens, half drawn.
+        tokens: that will come. seq_len: of them in a row; rows come whole.
+        count: of samples, at most; half are the heaviest tokens, half drawn.
         seed: of the draw. Not at equal distances: first tokens of rows would be drawn too often.
     """
 
-    def __init__(self, tokens: int, count: int, seed: int) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: int, seq_len: int, count: int, seed: int) -> None:
+        self._tokens, self._seq_len = tokens, seq_len
+        self._first: list[tuple[Tensor, Tensor, Tensor]] = []  # vectors; squared gradients, of first tokens and of all
         self._heaviest, self._drawn_count = (count + 1) // 2, count // 2
         drawn = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))[: self._drawn_count]
         self._drawn_places = drawn.sort().values
@@ -41,6 +43,8 @@ class SampleKeeper:
         here = self._drawn_places[(self._drawn_places >= first) & (self._drawn_places < first + count)] - first
         here = here.to(vectors.device)
         self._drawn.append((vectors[here].float().cpu(), gradients[here].float().cpu()))
+        squares = _squares(gradients)
+        self._first.append((vectors[:: self._seq_len].float().cpu(), squares[:: self._seq_len].sum(), squares.sum()))
         norms = (tensor.flatten(1).double().square().sum(1) for tensor in (vectors, gradients))
         scores, index = torch.topk(next(norms) * next(norms), min(count, self._heaviest))
         new = scores.cpu(), index.cpu() + first, vectors[index].float().cpu(), gradients[index].float().cpu()
@@ -58,7 +62,9 @@ class SampleKeeper:
         drawn, by_drawn = (torch.cat(parts)[others] for parts in zip(*self._drawn, strict=True))
         left = max(self._tokens - len(places), len(drawn)) / max(1, len(drawn))  # tokens that each drawn one stands for
         share = torch.cat([torch.ones(len(places)), torch.full((len(drawn),), left)]).double()
-        return TokenSamples(torch.cat([vectors, drawn]), torch.cat([gradients, by_drawn]), share / share.sum())
+        firsts, of_first, of_all = zip(*self._first, strict=True)
+        first = torch.cat(firsts).mean(0), (sum(of_first) / sum(of_all)).cpu()
+        return TokenSamples(torch.cat([vectors, drawn]), torch.cat([gradients, by_drawn]), share / share.sum(), *first)
 
 
 class GradientClip:

@@ -99,7 +99,8 @@ def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
 
     An error e of token t costs g_t^2 e^2 / 2. Tokens of large latents often have large gradients, so that the mean of
     the product is not the product of means: codes are fitted, and their distortions measured, with each token's own
-    g_t^2, by OWN, and for the rest with the mean, as one gradient is but a draw of what the token costs.
+    g_t^2, by OWN, and for the rest with the mean, as one gradient is but a draw of what the token costs. Levels go
+    through the first token of a row: where it is an attention sink, errors of no other token cost as much.
 
     Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """
@@ -115,7 +116,11 @@ def _side(name: str, pair: BasisPair, gradients: LayerFisher) -> SideCodes:
     mean = (share[:, None] * squares).sum(1, keepdim=True)
     costs = share[:, None] * (OWN * squares + (1 - OWN) * mean)
     latents = vectors @ pair.encode
-    fits = [measure_channels(*of_group, MEASURED) for of_group in zip(latents, costs, strict=True)]
+    first = (gradients.first(name).unsqueeze(1) @ pair.encode).squeeze(1)
+    fits = [
+        measure_channels(own, weights, MEASURED, exact)
+        for own, weights, exact in zip(latents, costs, first, strict=True)
+    ]
     variance, *at_widths = zip(*fits, strict=True)
     return SideCodes(weight.clamp(min=0), torch.stack(variance), *(torch.stack(parts, dim=1) for parts in at_widths))
 

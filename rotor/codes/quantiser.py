@@ -79,7 +79,9 @@ class ChannelFit(NamedTuple):
     distortion: Tensor
 
 
-def measure_channels(latents: Tensor, weights: Tensor | None, widths: tuple[int, ...]) -> ChannelFit:
+def measure_channels(
+    latents: Tensor, weights: Tensor | None, widths: tuple[int, ...], exact: Tensor | None = None
+) -> ChannelFit:
     """Fit mean and scale of every channel at every width by the weighted squared error on samples.
 
     Scales come from a grid of clips, halved around the best; mean and scale then by Lloyd's method with its levels kept
@@ -90,6 +92,8 @@ def measure_channels(latents: Tensor, weights: Tensor | None, widths: tuple[int,
         latents: [samples, channels], float64.
         weights: likewise, what a squared error of each sample costs in each channel, in any unit; None: all the same.
         widths: bits, rising.
+        exact: [channels], a latent that is to be read as it is: levels move by half of one at most, so that it lies on
+            one where they reach it. To others, which lie anywhere between levels, this does nothing in the mean.
     Raises:
         NumericsError: a sample is not finite.
     """
@@ -108,6 +112,8 @@ def measure_channels(latents: Tensor, weights: Tensor | None, widths: tuple[int,
             else:
                 before = widths[len(fits) - 1] if fits else 0
                 fits.append(_fit(latents, weights, bits, (fits[-1], before) if before and bits > GRID_BITS else None))
+        if exact is not None:
+            fits = [_moved(latents, weights, bits, fit, exact) for bits, fit in zip(widths, fits, strict=True)]
     means, scales, errors = (torch.stack(parts) for parts in zip(*fits, strict=True))
     distortion = torch.where(variance > 0, errors / variance.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
     return ChannelFit(variance, means, scales, distortion)
@@ -115,6 +121,17 @@ def measure_channels(latents: Tensor, weights: Tensor | None, widths: tuple[int,
 
 _Fit = tuple[Tensor, Tensor, Tensor]
 """(mean, scale, mean squared error) of each channel, [channels]."""
+
+
+def _moved(latents: Tensor, weights: Tensor, bits: int, fit: _Fit, exact: Tensor) -> _Fit:
+    """A fit whose levels go through a vector, see `measure_channels`."""
+    mean, scale, _ = fit
+    if bits == 0:
+        return fit
+    code = ChannelCode(torch.full_like(mean, bits), mean, scale)
+    mean = mean + (exact - code.decode(code.encode(exact))).clamp(min=-scale / 2, max=scale / 2)
+    code = ChannelCode(code.bits, mean, scale)
+    return mean, scale, (weights * (code.decode(code.encode(latents)) - latents).square()).sum(0)
 
 
 def _fit(latents: Tensor, weights: Tensor, bits: int, narrower: tuple[_Fit, int] | None) -> _Fit:
