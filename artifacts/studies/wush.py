@@ -12,7 +12,7 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from rotor.errors import UsageError
+from rotor.errors import UnsupportedModelError
 from rotor.policies.affine import AffineCode
 from rotor.policies.policy import Bits, LayerSample
 from rotor.policies.quantiser import FittedQuantiser
@@ -38,7 +38,7 @@ class WUSH(FittedQuantiser):
     bits: Bits = 4
 
     def check_rows(self, coded: bool, post_rope: bool) -> None:
-        raise UsageError("cache policy wush: is for uncompressed models.")
+        raise UnsupportedModelError("cache policy wush: is for uncompressed models.")
 
     def fit_layer(self, sample: LayerSample) -> tuple[Transformed, Transformed]:
         keys = _transformed(sample.keys, sample.key_gradients, self.bits)
@@ -69,7 +69,7 @@ def _transformed(states: Tensor, gradients: Tensor, bits: int) -> Transformed:
     numbers, weights = states.flatten(0, 1).double(), gradients.flatten(0, 1).double()
     width, mean = numbers.shape[1], numbers.mean(0)
     if width & width - 1:
-        raise UsageError(f"cache policy wush: {width} numbers a token, expected a power of two.")
+        raise UnsupportedModelError(f"cache policy wush: {width} numbers a token, expected a power of two.")
     lengths = weights.norm(dim=1, keepdim=True)
     weights = weights * (lengths.quantile(0.99) / lengths.clamp(min=1e-30)).clamp(max=1)
     centred, weight = _root(numbers - mean), _root(weights)

@@ -1,11 +1,11 @@
 """Fisher information of keys and values: how much an error in each of them costs the model.
 
 With g the gradient of the model's own loss by the keys (or values) of one token in one layer, an error e in them raises
-the loss, and the KL divergence from the uncompressed model, by e^T E[g g^T] e / 2 to second order. The loss is that of
-next tokens drawn from the model's own prediction, on any text: there the Fisher information is the loss's curvature.
-The longest gradients are shortened (`GradientClip`), or few tokens would be all of it. It is summed for the keys and
-values as they are, [n, n] for the n numbers of a group; any basis has its own: for keys = B latent, B^T G B. So one
-pass over the uncompressed model serves every form of keys, group size and basis.
+the loss, and the KL divergence from the uncompressed model, by e^T E[g g^T] e / 2 to second order. The expectation is
+over text that the model wrote itself, where the Fisher information is the loss's curvature; the longest gradients are
+shortened (`GradientClip`), or few tokens would be all of it. It is summed for the keys and values as they are, [n, n]
+for the n numbers of a group; any basis has its own: for keys = B latent, B^T G B. So one pass over the uncompressed
+model serves every form of keys, group size and basis.
 
 The pass goes forward once, keeping what enters each layer, then backward one layer at a time, each computed again with
 gradients: a model whose weights are read layer by layer needs no more memory for it.
@@ -48,7 +48,7 @@ def fisher_information(
     """Fisher information of every layer, the last layer first.
 
     Args:
-        rows: [n, seq_len] tokens.
+        rows: [n, seq_len] tokens, written by the model itself.
         group_size: KV heads whose products are summed.
         wanted: `value`, and what `stored_name` gives.
         samples: tokens of which keys and values are kept, at most; see SampleKeeper.
@@ -59,14 +59,9 @@ def fisher_information(
         NumericsError: a gradient is not finite; names the layer.
     """
     states = all_states(network, rows, advance)
-    chances = torch.rand(rows.shape, generator=torch.Generator().manual_seed(0))
-
-    def loss(logits: Tensor, labels: Tensor, head: Any, part: tuple[slice, slice]) -> Tensor:
-        likely = logits.detach().softmax(-1).cumsum(-1)
-        drawn = torch.searchsorted(likely, chances[part].to(likely.device).reshape(-1, 1)).flatten()
-        return cross_entropy(logits, drawn.clamp(max=logits.shape[-1] - 1), reduction="sum")
-
-    _, gradient = head_gradient(network, rows, states.pop(), loss)
+    _, gradient = head_gradient(
+        network, rows, states.pop(), lambda logits, labels, *_: cross_entropy(logits, labels, reduction="sum")
+    )
     for index in reversed(range(network.shape.num_layers)):
         yield index, _layer_backward(network, index, states.pop(), gradient, group_size, wanted, samples, advance)
 
