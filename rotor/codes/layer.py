@@ -117,10 +117,7 @@ def _side(name: str, pair: BasisPair, gradients: LayerFisher) -> SideCodes:
     costs = share[:, None] * (OWN * squares + (1 - OWN) * mean)
     latents = vectors @ pair.encode
     first = (gradients.first(name).unsqueeze(1) @ pair.encode).squeeze(1)
-    fits = [
-        measure_channels(own, weights, MEASURED, exact)
-        for own, weights, exact in zip(latents, costs, first, strict=True)
-    ]
+    fits = [measure_channels(own, cost, MEASURED, at) for own, cost, at in zip(latents, costs, first, strict=True)]
     variance, *at_widths = zip(*fits, strict=True)
     return SideCodes(weight.clamp(min=0), torch.stack(variance), *(torch.stack(parts, dim=1) for parts in at_widths))
 
