@@ -21,8 +21,7 @@ from rotor.study.request import StudyPlan, same_conditions
 LARGEST = 100.0
 """Ratio of the scales of channels."""
 
-# Of so few tokens no gradient is shortened: the clip goes by lengths, which a transformation changes.
-SETTINGS = ["tokens.source=random", "tokens.count=2048", "tokens.seq_len=64", "codes.tokens=128"]
+SETTINGS = ["tokens.source=random", "tokens.count=2048", "tokens.seq_len=64", "codes.tokens=2048"]
 ROWS = torch.randint(5, 4000, (4, 64), generator=torch.Generator().manual_seed(1))
 
 
@@ -46,7 +45,11 @@ def divergence(base: torch.Tensor, other: torch.Tensor) -> float:
     return float((base.exp() * (base - other)).sum(-1).mean())
 
 
-def test_a_transformed_model_loses_as_much_by_rotor_and_more_by_a_quantiser(models, tmp_path: Path) -> None:
+def test_a_transformed_model_loses_as_much_by_rotor_and_more_by_a_quantiser(
+    models, tmp_path: Path, monkeypatch
+) -> None:
+    # The clip of gradients goes by lengths, which a transformation changes.
+    monkeypatch.setattr("rotor.calibration.samples.SHARE", 0.0)
     base = logits(models["plain"])
     assert divergence(base, logits(models["transformed"])) < 1e-6
     of_rotor, per_token = {}, {}
@@ -56,8 +59,7 @@ def test_a_transformed_model_loses_as_much_by_rotor_and_more_by_a_quantiser(mode
         of_rotor[name] = divergence(base, logits(tmp_path / name / "out"))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         per_token[name] = float(scores_behind(model, ROWS, 16, PerToken(4, 16)).kl_div.mean())
-    # Of so few tokens rounding moves ranks: 9 % on one CPU, less on others.
-    assert of_rotor["transformed"] == pytest.approx(of_rotor["plain"], rel=0.15)
+    assert of_rotor["transformed"] == pytest.approx(of_rotor["plain"], rel=0.05)
     assert per_token["transformed"] > 10 * per_token["plain"]
 
 

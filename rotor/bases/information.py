@@ -18,14 +18,13 @@ class TokenSamples:
     vectors, gradients: [samples, num_kv_heads, head_dim], float32; of the summed loss by the vector.
     share: [samples], float64, of all tokens, that a sample stands for; they sum to one.
     first: [num_kv_heads, head_dim], float32, mean of the first tokens of rows, where models let idle attention rest (an
-        attention sink). first_share: of all squared gradients, what these tokens have; a number.
+        attention sink).
     """
 
     vectors: Tensor
     gradients: Tensor
     share: Tensor
     first: Tensor
-    first_share: Tensor
 
 
 @dataclass(frozen=True)

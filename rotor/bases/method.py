@@ -12,6 +12,9 @@ from ..runtime.projections import AttentionWeights
 from .information import LayerFisher
 from .moments import LayerStatistics, stored_name
 
+FIRST = 0.1
+"""They are one in hundreds, and bear up to half of the information; 0.02 to 2 do as well (artifacts/NOTES.md)."""
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -45,14 +48,11 @@ class Inputs:
         return self.statistics.moment(name) - mean.unsqueeze(-1) * mean.unsqueeze(-2) / self.statistics.tokens
 
     def spread(self, name: str) -> Tensor:
-        """Centred moments in which the first tokens of rows weigh as much as an error of them costs.
-
-        They are one in hundreds, and with an attention sink bear half of the information.
-        """
+        """Centred moments in which the first tokens of rows count as the share FIRST of all tokens."""
         assert self.gradients is not None
         mean = self.statistics.sums[f"{name}_mean"] / self.statistics.tokens
-        far, share = self.gradients.first(name) - mean, self.gradients.samples[name].first_share
-        return self.centred(name) + self.statistics.tokens * share * far.unsqueeze(-1) * far.unsqueeze(-2)
+        far = self.gradients.first(name) - mean
+        return self.centred(name) + FIRST * self.statistics.tokens * far.unsqueeze(-1) * far.unsqueeze(-2)
 
     def information(self, name: str) -> Tensor:
         """E[g g^T] of the gradients by keys or values, [num_groups, n, n]."""

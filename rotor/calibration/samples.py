@@ -28,7 +28,7 @@ class SampleKeeper:
 
     def __init__(self, tokens: int, seq_len: int, count: int, seed: int) -> None:
         self._tokens, self._seq_len = tokens, seq_len
-        self._first: list[tuple[Tensor, Tensor, Tensor]] = []  # vectors; squared gradients, of first tokens and of all
+        self._first: list[Tensor] = []
         self._heaviest, self._drawn_count = (count + 1) // 2, count // 2
         drawn = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))[: self._drawn_count]
         self._drawn_places = drawn.sort().values
@@ -43,8 +43,7 @@ class SampleKeeper:
         here = self._drawn_places[(self._drawn_places >= first) & (self._drawn_places < first + count)] - first
         here = here.to(vectors.device)
         self._drawn.append((vectors[here].float().cpu(), gradients[here].float().cpu()))
-        squares = _squares(gradients)
-        self._first.append((vectors[:: self._seq_len].float().cpu(), squares[:: self._seq_len].sum(), squares.sum()))
+        self._first.append(vectors[:: self._seq_len].float().cpu())
         norms = (tensor.flatten(1).double().square().sum(1) for tensor in (vectors, gradients))
         scores, index = torch.topk(next(norms) * next(norms), min(count, self._heaviest))
         new = scores.cpu(), index.cpu() + first, vectors[index].float().cpu(), gradients[index].float().cpu()
@@ -62,9 +61,8 @@ class SampleKeeper:
         drawn, by_drawn = (torch.cat(parts)[others] for parts in zip(*self._drawn, strict=True))
         left = max(self._tokens - len(places), len(drawn)) / max(1, len(drawn))  # tokens that each drawn one stands for
         share = torch.cat([torch.ones(len(places)), torch.full((len(drawn),), left)]).double()
-        firsts, of_first, of_all = zip(*self._first, strict=True)
-        first = torch.cat(firsts).mean(0), (sum(of_first) / sum(of_all)).cpu()
-        return TokenSamples(torch.cat([vectors, drawn]), torch.cat([gradients, by_drawn]), share / share.sum(), *first)
+        first = torch.cat(self._first).mean(0)
+        return TokenSamples(torch.cat([vectors, drawn]), torch.cat([gradients, by_drawn]), share / share.sum(), first)
 
 
 class GradientClip:
