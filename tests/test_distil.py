@@ -31,7 +31,7 @@ from rotor.rewriting.compressible import CompressibleModel
 CHANNELS = Channels(n12=1, n8=2, n4=5)
 QUICK = [
     *("tokens.count=2048", "tokens.seq_len=128", "tokens.source=random", "codes.tokens=2048"),
-    *("distil.steps=24", "distil.tokens=512"),
+    *("distil.steps=48", "distil.tokens=512"),
 ]
 CPU = torch.device("cpu")
 
@@ -155,7 +155,7 @@ def test_every_kind_of_attention_can_be_trained(tiny, family: str, tmp_path: Pat
 def test_what_cannot_be_trained_is_refused(run: Run, tmp_path: Path):
     with pytest.raises(RecipeError, match=r"distil.steps"):
         calibrate(DEMO_MODEL, tmp_path / "run", "fdc", ["distil.steps=4"])
-    with pytest.raises(UsageError, match=r"distil\.steps 24 needs the whole model in memory") as error:
+    with pytest.raises(UsageError, match=r"distil\.steps 48 needs the whole model in memory") as error:
         calibrate(DEMO_MODEL, tmp_path / "run", "rotor-distilled", QUICK, offload="always")
     assert "--set distil.steps=0" in str(error.value)
     path = run.folder / DISTILLED / "layer-0000.safetensors"
