@@ -6,6 +6,7 @@ import scipy.linalg
 import torch
 
 from rotor.bases import identity, kq, palu, svd
+from rotor.bases.information import LayerFisher, TokenSamples
 from rotor.bases.layer import LayerBases
 from rotor.bases.method import Inputs, block_diagonal, output_moments, rotary_average
 from rotor.bases.moments import LayerStatistics
@@ -121,15 +122,18 @@ def test_output_moments_sum_over_the_query_heads_of_a_kv_head() -> None:
     torch.testing.assert_close(output_moments(weight, shape)[1], expected)
 
 
-def test_centred_moments_are_those_less_the_mean() -> None:
+def test_spread_is_about_the_mean_and_first_tokens_count_as_a_tenth() -> None:
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, hidden_size=4)
     keys = random(50, 1, 4) + 7
     statistics = LayerStatistics(shape, 1)
     statistics.add({"key_post": keys, "query": random(50, 2, 4, seed=3)})
     weights = AttentionWeights(random(8, 4), random(4, 4), random(4, 4), random(4, 8))
-    centred = Inputs(statistics, weights, POST_ROPE).centred("key_post")[0]
-    rows = keys[:, 0] - keys[:, 0].mean(0)
-    torch.testing.assert_close(centred, rows.T @ rows)
+    first = random(1, 4, seed=4).float()
+    samples = TokenSamples(keys.float(), keys.float(), torch.full((50,), 0.02), first)
+    fisher = LayerFisher(statistics, {"key_post": samples}, 0.0)
+    spread = Inputs(statistics, weights, POST_ROPE, fisher).spread("key_post")[0]
+    rows, far = keys[:, 0] - keys[:, 0].mean(0), first[0].double() - keys[:, 0].mean(0)
+    torch.testing.assert_close(spread, rows.T @ rows + 0.1 * 50 * torch.outer(far, far))
 
 
 @pytest.mark.parametrize("group_size", [1, 2])

@@ -17,8 +17,7 @@ class TokenSamples:
 
     vectors, gradients: [samples, num_kv_heads, head_dim], float32; of the summed loss by the vector.
     share: [samples], float64, of all tokens, that a sample stands for; they sum to one.
-    first: [num_kv_heads, head_dim], float32, mean of the first tokens of rows, where models let idle attention rest (an
-        attention sink).
+    first: [num_kv_heads, head_dim], float32, mean of the first tokens of rows, often attention sinks.
     """
 
     vectors: Tensor
@@ -69,9 +68,7 @@ class LayerFisher:
         return cls(statistics, samples, float(tensors["top_share"]))
 
     def sampled(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """The samples of each group side by side and the gradients by them, [num_groups, samples, n], and their shares,
-        [samples]; float64.
-        """
+        """Of each group the samples and the gradients by them, [num_groups, samples, n], and shares [samples]; float64."""
         found = self.samples[name]
         return self._stacked(found.vectors), self._stacked(found.gradients), found.share
 

@@ -42,21 +42,17 @@ class Inputs:
         """Moments of keys as they are stored [num_groups, n, n], n = group_size * head_dim."""
         return self.statistics.moment(self.key_name)
 
-    def centred(self, name: str) -> Tensor:
-        """Moments of keys or values less their mean, [num_groups, n, n]."""
-        mean = self.statistics.sums[f"{name}_mean"]
-        return self.statistics.moment(name) - mean.unsqueeze(-1) * mean.unsqueeze(-2) / self.statistics.tokens
-
     def spread(self, name: str) -> Tensor:
-        """Centred moments in which the first tokens of rows count as the share FIRST of all tokens."""
-        assert self.gradients is not None
+        """Moments of keys or values about their mean [num_groups, n, n]; first tokens of rows count as FIRST of all."""
+        assert self.gradients is not None  # who makes the inputs has looked at `BasisMethod.gradients`
         mean = self.statistics.sums[f"{name}_mean"] / self.statistics.tokens
         far = self.gradients.first(name) - mean
-        return self.centred(name) + FIRST * self.statistics.tokens * far.unsqueeze(-1) * far.unsqueeze(-2)
+        outer = FIRST * far.unsqueeze(-1) * far.unsqueeze(-2) - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        return self.statistics.moment(name) + self.statistics.tokens * outer
 
     def information(self, name: str) -> Tensor:
         """E[g g^T] of the gradients by keys or values, [num_groups, n, n]."""
-        assert self.gradients is not None  # who makes the inputs has looked at `BasisMethod.gradients`
+        assert self.gradients is not None
         return self.gradients.per_token(name)
 
     def queries(self) -> Tensor:

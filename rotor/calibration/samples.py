@@ -21,8 +21,7 @@ class SampleKeeper:
     """Chooses samples while batches pass by; what is chosen depends on no batch's size.
 
     Args:
-        tokens: that will come. seq_len: of them in a row; rows come whole.
-        count: of samples, at most; half are the heaviest tokens, half drawn.
+        tokens: that will come, in rows of seq_len. count: of samples, at most; half are the heaviest, half drawn.
         seed: of the draw. Not at equal distances: first tokens of rows would be drawn too often.
     """
 

@@ -99,8 +99,7 @@ def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
 
     An error e of token t costs g_t^2 e^2 / 2. Tokens of large latents often have large gradients, so that the mean of
     the product is not the product of means: codes are fitted, and their distortions measured, with each token's own
-    g_t^2, by OWN, and for the rest with the mean, as one gradient is but a draw of what the token costs. Levels go
-    through the first token of a row: where it is an attention sink, errors of no other token cost as much.
+    g_t^2, by OWN, and for the rest with the mean, as one gradient is but a draw. Levels go through rows' first tokens.
 
     Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """

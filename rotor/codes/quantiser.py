@@ -92,8 +92,7 @@ def measure_channels(
         latents: [samples, channels], float64.
         weights: likewise, what a squared error of each sample costs in each channel, in any unit; None: all the same.
         widths: bits, rising.
-        exact: [channels], a latent that is to be read as it is: levels move by half of one at most, so that it lies on
-            one where they reach it. To others, which lie anywhere between levels, this does nothing in the mean.
+        exact: [channels], a latent to be read as it is: levels move by half of one at most, to go through it.
     Raises:
         NumericsError: a sample is not finite.
     """
@@ -126,12 +125,10 @@ _Fit = tuple[Tensor, Tensor, Tensor]
 def _moved(latents: Tensor, weights: Tensor, bits: int, fit: _Fit, exact: Tensor) -> _Fit:
     """A fit whose levels go through a vector, see `measure_channels`."""
     mean, scale, _ = fit
-    if bits == 0:
-        return fit
     code = ChannelCode(torch.full_like(mean, bits), mean, scale)
-    mean = mean + (exact - code.decode(code.encode(exact))).clamp(min=-scale / 2, max=scale / 2)
-    code = ChannelCode(code.bits, mean, scale)
-    return mean, scale, (weights * (code.decode(code.encode(latents)) - latents).square()).sum(0)
+    off = (bits > 0) * (exact - code.decode(code.encode(exact))).clamp(min=-scale / 2, max=scale / 2)
+    errors = code.decode(code.encode(latents - off)) + off - latents
+    return mean + off, scale, (weights * errors.square()).sum(0)
 
 
 def _fit(latents: Tensor, weights: Tensor, bits: int, narrower: tuple[_Fit, int] | None) -> _Fit:

@@ -25,13 +25,9 @@ from .channels import EDITED, MAX_RANK, Latent, StoredLatent, aligned
 MOST_ROPE_BLOCK = 64
 """Positions of the largest block; the block of layers whose planes are all fast."""
 
-
-def is_rope_block(positions: int) -> bool:
-    """Whether keys may be rotated within blocks of so many positions."""
-    return 2 <= positions <= MOST_ROPE_BLOCK and positions & (positions - 1) == 0
-
-
-RopeBlock = Annotated[int, Expect(is_rope_block, f"a power of two from 2 to {MOST_ROPE_BLOCK}")]
+RopeBlock = Annotated[
+    int, Expect({2, 4, 8, 16, 32, MOST_ROPE_BLOCK}.__contains__, f"a power of two from 2 to {MOST_ROPE_BLOCK}")
+]
 
 LayerRanks = list[tuple[int, int]]
 """(key rank, value rank) of each group of a layer: in the order of the bases offline, then of the layout."""

@@ -91,7 +91,8 @@ class KVQuant(FittedQuantiser):
         weights = (value_weights.square() * half.square()).scatter(-1, index, 0.0)
         numbers = (filled(values, index, -1)[2] - middle) / half
         value_levels = weighted_means(numbers, weights, 2**self.bits, LOOPS)
-        return LayerLevels(*(_short(part) for part in (low, high, key_levels, value_levels)))
+        parts = (low, high, key_levels, value_levels)  # five digits: stored as text, and beyond a float16
+        return LayerLevels(*(tuple(float(f"{number:.5g}") for number in part.tolist()) for part in parts))
 
 
 @dataclass(frozen=True)
@@ -182,11 +183,6 @@ def token_ranges(rows: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
     index = (rows - rows.mean(-1, keepdim=True)).abs().topk(count, dim=-1).indices
     rest = filled(rows, index, -1)[2]
     return index, *range_of(rest.amin(-1, keepdim=True), rest.amax(-1, keepdim=True))
-
-
-def _short(numbers: Tensor) -> tuple[float, ...]:
-    """Five digits: what is stored as text, and is beyond a float16."""
-    return tuple(float(f"{number:.5g}") for number in numbers.tolist())
 
 
 def weighted_means(numbers: Tensor, weights: Tensor, count: int, loops: int) -> Tensor:
