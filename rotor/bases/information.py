@@ -68,7 +68,7 @@ class LayerFisher:
         return cls(statistics, samples, float(tensors["top_share"]))
 
     def sampled(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each group the samples and the gradients by them, [num_groups, samples, n], and shares [samples]; float64."""
+        """Each group's samples and the gradients by them, [num_groups, samples, n], and shares [samples]; float64."""
         found = self.samples[name]
         return self._stacked(found.vectors), self._stacked(found.gradients), found.share
 

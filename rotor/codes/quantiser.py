@@ -127,8 +127,7 @@ def _moved(latents: Tensor, weights: Tensor, bits: int, fit: _Fit, exact: Tensor
     mean, scale, _ = fit
     code = ChannelCode(torch.full_like(mean, bits), mean, scale)
     off = (bits > 0) * (exact - code.decode(code.encode(exact))).clamp(min=-scale / 2, max=scale / 2)
-    errors = code.decode(code.encode(latents - off)) + off - latents
-    return mean + off, scale, (weights * errors.square()).sum(0)
+    return mean + off, scale, (weights * (code.decode(code.encode(latents - off)) + off - latents).square()).sum(0)
 
 
 def _fit(latents: Tensor, weights: Tensor, bits: int, narrower: tuple[_Fit, int] | None) -> _Fit:

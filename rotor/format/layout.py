@@ -25,9 +25,7 @@ from .channels import EDITED, MAX_RANK, Latent, StoredLatent, aligned
 MOST_ROPE_BLOCK = 64
 """Positions of the largest block; the block of layers whose planes are all fast."""
 
-RopeBlock = Annotated[
-    int, Expect({2, 4, 8, 16, 32, MOST_ROPE_BLOCK}.__contains__, f"a power of two from 2 to {MOST_ROPE_BLOCK}")
-]
+RopeBlock = Annotated[int, Expect({2, 4, 8, 16, 32, 64}.__contains__, "a power of two from 2 to 64")]
 
 LayerRanks = list[tuple[int, int]]
 """(key rank, value rank) of each group of a layer: in the order of the bases offline, then of the layout."""
