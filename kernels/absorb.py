@@ -39,7 +39,7 @@ def absorb_kernel(
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
-    NIBBLES: tl.constexpr = 4 if CODED else 1
+    OPERANDS: tl.constexpr = CODED if CODED else 1
     ROWS: tl.constexpr = HEADS * PER_HEAD
     head = tl.program_id(1)
     sequence = tl.program_id(2) // TOKENS
@@ -78,7 +78,7 @@ def absorb_kernel(
             x = tl.load(own + tl.where(of_sin, PLANES + p, p), mask=rotates, other=0.0).to(tl.float32)
             y = tl.load(own + tl.where(of_sin, p, PLANES + p), mask=rotates, other=0.0).to(tl.float32)
             y = tl.where(of_sin, -y, y)
-            for j in tl.static_range(NIBBLES):
+            for j in tl.static_range(OPERANDS):
                 at = of_head + j * width + p[:, None] * basis_row
                 b0 = tl.load(at, mask=rotates[:, None] & some, other=0.0).to(tl.float32)
                 b1 = tl.load(at + PLANES * basis_row, mask=rotates[:, None] & some, other=0.0).to(tl.float32)
@@ -94,7 +94,7 @@ def absorb_kernel(
         still = 0.0
         if REST:
             q = tl.load(own + 2 * PLANES + d, mask=rest, other=0.0).to(tl.float32)
-            for j in tl.static_range(NIBBLES):
+            for j in tl.static_range(OPERANDS):
                 at = of_head + j * width + (2 * PLANES + d)[:, None] * basis_row
                 rows = tl.load(at, mask=rest[:, None] & some, other=0.0).to(tl.float32)
                 added += (tl.sum(q[:, None] * rows, 0),)
@@ -124,14 +124,14 @@ def absorb_kernel(
                     shared = tl.dot(start_rotation, constants, shared, input_precision=PRECISION)
                     rest_of = tl.load(starts_at + SLOW, mask=inside[:, None], other=0.0)
                     shared = tl.dot(rest_of, constants, shared, input_precision=PRECISION)
-            for j in tl.static_range(NIBBLES):
+            for j in tl.static_range(OPERANDS):
                 product = tl.zeros((COUNT, COLUMNS), tl.float32)
                 if REST:
                     product += added[j][None, :]
                 if SLOW:
                     product = tl.dot(start_rotation, matrices[j], product, input_precision=PRECISION)
                 rounded = product.to(DTYPE)
-                out = absorbed + index[:, None] * (NIBBLES * COLUMNS) + j * COLUMNS + columns[None, :]
+                out = absorbed + index[:, None] * (OPERANDS * COLUMNS) + j * COLUMNS + columns[None, :]
                 tl.store(out, rounded, mask=inside[:, None])
                 if OFFSET > 0:
                     sums = tl.dot(rounded, ones, sums, input_precision=PRECISION)

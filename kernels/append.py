@@ -2,8 +2,8 @@
 """New tokens of a layer into rows: rotated, projected, floored and packed, queries rotated too, in one launch.
 
 A program makes some words of a group's row for some tokens: with what is in the four planes of each word known from
-a table of places, the columns of the basis are gathered so that a product's columns are the nibbles, plane by plane. A
-channel of several nibbles is so computed as often; that is nothing beside reading the basis.
+a table of digits, the columns of the basis are gathered so that a product's columns are the nibbles, plane by plane, and
+where some are cut the crumbs. A channel of several digits is so computed as often; that is nothing beside reading the basis.
 
 Floor: bytes of the basis, keys and rows / memory bandwidth; while decoding, the basis is nearly all of it.
 """
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotor.format.channels import SIGNED, Channels
+from rotor.format.channels import CRUMB_BITS, SIGNED, WORD_PLANES, Channels, Digit
 from rotor.format.layout import AttentionShape, LayerLayout
 
 from .launch import device_table, launch, padded, precision
@@ -32,9 +32,8 @@ FIELDS = 7
 words (or numbers) that hold something, those that are written."""
 
 COLUMNS = 64
-"""Places, or numbers of a row, that a program makes."""
+"""Digits, or numbers of a row, that a program makes."""
 
-WORDS = COLUMNS // 4
 NONE, WHOLE, BLOCK = 0, 1, 2
 """How keys are rotated as they are stored: not at all, by their whole position, slow planes by their place."""
 
@@ -135,16 +134,21 @@ def rotate_head(
 
 
 @triton.jit
-def packed(latents, place, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Latents of places, plane by plane, into words of four nibbles, [ROWS, COLUMNS / 4] int32."""
+def packed(latents, place, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr):
+    """Latents of digits, plane by plane, into words of four nibbles, [ROWS, COLUMNS / PLANES] int32.
+
+    Of 8 planes the first four hold nibbles and higher crumbs, the others the lower crumbs of the last four places, from
+    the last one on.
+    """
     known = tl.maximum(place, 0)
-    bits = 4 + (known >> 2) % 4 * 4
-    half = (1 << (bits - 1)).to(tl.float32)
+    half = (1 << ((known >> 5) % 32 - 1)).to(tl.float32)
     code = tl.minimum(tl.maximum(tl.floor(latents), -half[None, :]), half[None, :] - 1.0) + half[None, :]
-    nibble = (code.to(tl.int32) >> (known % 4 * 4)[None, :]) & 15
-    nibble = tl.where((place >= 0)[None, :], nibble, 8)
-    nibble = nibble << (tl.arange(0, COLUMNS) // (COLUMNS // 4) * 4)[None, :]
-    return tl.sum(tl.reshape(nibble, (ROWS, 4, COLUMNS // 4)), 1)
+    plane = tl.arange(0, COLUMNS) // (COLUMNS // PLANES)
+    crumb = known % 2
+    digit = (code.to(tl.int32) >> ((known >> 1) % 16)[None, :]) & (15 - 12 * crumb)[None, :]
+    digit = tl.where((place >= 0)[None, :], digit, tl.where(plane < 4, 8, 0)[None, :])
+    digit = digit << tl.where(plane < 4, 4 * plane + 2 * crumb, 28 - 4 * plane)[None, :]
+    return tl.sum(tl.reshape(digit, (ROWS, PLANES, COLUMNS // PLANES)), 1)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -156,7 +160,7 @@ def append_kernel(
     SIZE: tl.constexpr, MODE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr,
     REST_PADDED: tl.constexpr, CODED: tl.constexpr, FOLDED: tl.constexpr, PART: tl.constexpr, SHIFT: tl.constexpr,
     QUERY: tl.constexpr, INDEX: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    FIELDS: tl.constexpr, PRECISION: tl.constexpr,
+    FIELDS: tl.constexpr, PRECISION: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of ROWS tokens, jobs); see `append`.
 
@@ -184,9 +188,9 @@ def append_kernel(
         words, first_word = tl.load(job + 3), tl.load(job + 4)
         held, written = tl.load(job + 5), tl.load(job + 6)
         if CODED:
-            plane, word = tl.arange(0, COLUMNS) // (COLUMNS // 4), tl.arange(0, COLUMNS) % (COLUMNS // 4)
+            plane, word = tl.arange(0, COLUMNS) // (COLUMNS // PLANES), tl.arange(0, COLUMNS) % (COLUMNS // PLANES)
             place = tl.load(places + start + plane * words + word, mask=word < held, other=-1)
-            column, some = place >> 4, place >= 0
+            column, some = place >> 10, place >= 0
         else:
             column = start + tl.arange(0, COLUMNS)
             some = tl.arange(0, COLUMNS) < held
@@ -214,10 +218,10 @@ def append_kernel(
             stored = slot >= 0
             slot = tl.maximum(slot, 0)
         if CODED:
-            out = first_word + tl.arange(0, COLUMNS // 4)
-            full = tl.arange(0, COLUMNS // 4) < held
-            result = tl.where(full[None, :], packed(latents, place, ROWS, COLUMNS), 0)
-            mask = stored[:, None] & (tl.arange(0, COLUMNS // 4) < written)[None, :]
+            out = first_word + tl.arange(0, COLUMNS // PLANES)
+            full = tl.arange(0, COLUMNS // PLANES) < held
+            result = tl.where(full[None, :], packed(latents, place, ROWS, COLUMNS, PLANES), 0)
+            mask = stored[:, None] & (tl.arange(0, COLUMNS // PLANES) < written)[None, :]
         else:
             out = first_word + tl.arange(0, COLUMNS)
             result = latents
@@ -326,8 +330,8 @@ def _new_rows(key: Tensor, value: Tensor | None, layout: LayerLayout, shape: Att
 
 
 class Plan(NamedTuple):
-    """places: of each place of the layer's key rows and then its value rows: 16 times its column, plus 4 times its
-    channel's nibbles less one, plus its power; EMPTY. jobs: [jobs, FIELDS].
+    """places: of each digit of the layer's key rows and then its value rows: 1024 times its column, plus 32 times its
+    channel's bits, plus twice the digit's first bit, plus 1 of a crumb; EMPTY. jobs: [jobs, FIELDS].
     """
 
     places: Tensor
@@ -347,6 +351,7 @@ def tables_of(
 ) -> Plan:
     """as_it_is: what projections put out is not copied. rotated: keys are, here."""
     folded = layout.folds_keys(shape)
+    planes = WORD_PLANES if layout.operands <= WORD_PLANES else 2 * WORD_PLANES
     places: list[int] = []
     jobs: list[list[int]] = []
     size, unit = dtype.itemsize, 2 if layout.coded else dtype.itemsize
@@ -357,12 +362,12 @@ def tables_of(
             latent, dest = (group.key, offsets[0] // unit) if keys else (group.values, offsets[1] // unit)
             kind, head = (KEYS if keys else VALUES), number * layout.group_size
             if isinstance(latent, Channels):
-                first, words = len(places), latent.width // 4
-                places += [_place(place, latent, column) for place in latent.nibbles]
+                first, words = len(places), latent.words
+                places += _digits(latent, column, planes)
                 following = layout.byte_offsets(size)[number + 1 :]
                 end = following[0][not keys] if following else layout.read_bytes(size)[not keys]
                 written = end // unit - dest
-                for word in range(0, written, WORDS):
+                for word in range(0, written, COLUMNS // planes):
                     jobs.append([kind, head, first + word, words, dest + word, words - word, written - word])
             else:
                 for done in range(0, latent.rank, COLUMNS):
@@ -376,16 +381,23 @@ def tables_of(
     constants = {
         "SIZE": layout.group_size, "MODE": mode if half and rotated else NONE, "HALF": half,
         "HALF_PADDED": padded(half or 1), "REST": rest, "REST_PADDED": padded(rest or 1), "CODED": layout.coded,
-        "FOLDED": folded, "COLUMNS": COLUMNS, "FIELDS": FIELDS, "PRECISION": precision(dtype),
+        "FOLDED": folded, "COLUMNS": COLUMNS, "FIELDS": FIELDS, "PRECISION": precision(dtype), "PLANES": planes,
     }  # fmt: skip
     return Plan(device_table(places or [EMPTY], device), device_table(jobs, device), constants)
 
 
-def _place(place: tuple[int, int] | None, latent: Channels, before: int) -> int:
-    if place is None:
-        return EMPTY
-    channel, power = place
-    return (before + channel) * 16 + (latent.bits[channel] // 4 - 1) * 4 + power
+def _digits(latent: Channels, before: int, planes: int) -> list[int]:
+    """Plane by plane, the highest digit of each place, and with more planes the lower crumbs of the last places."""
+
+    def entry(digits: tuple[Digit, ...], number: int) -> int:
+        if len(digits) <= number:
+            return EMPTY
+        channel, bit, bits = digits[number]
+        return ((before + channel) * 32 + latent.bits[channel]) * 32 + 2 * bit + (bits == CRUMB_BITS)
+
+    rows = [latent.places[i : i + latent.words] for i in range(0, len(latent.places), latent.words)]
+    found = [(row, 0) for row in rows] + [(row, 1) for row in reversed(rows)]
+    return [entry(digits, number) for row, number in found[:planes] for digits in row]
 
 
 assert SIGNED == 8, "the nibble of an empty place, which `packed` writes"

@@ -7,8 +7,8 @@ row: `absorb` has put the slow planes, and what constants add to the logits, int
 planes are rebuilt in the tile: the latents times `fast_basis`, plus a constant, rotated by the place in the block (a
 table), rounded, times the queries' fast planes, which `absorb` has rotated back to the beginning of the block.
 
-A nibble n is read as 128 + n (bfloat16) or 1024 + n (float16), by one or two instructions for two of them; what that
-adds, and the 8 that a signed nibble is less, comes off the logits with the constants and off the output at the end. The
+A nibble or crumb n is read as 128 + n (bfloat16) or 1024 + n (float16), by one or two instructions for two of them; what
+that adds, and the 8 that attention reads less, comes off the logits with the constants and off the output at the end. The
 rows of the next tile are loaded while this one is computed. Logits are in powers of two.
 
 Each program works through its slice of the line of tiles (see `ranges`) and leaves one result for each (sequence,
@@ -28,10 +28,20 @@ NOTHING = tl.constexpr(-1e30)
 
 @triton.jit
 def operands(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The operands of products that a tile of rows holds: of words, their four planes of nibbles; else itself."""
+    """The operands of products that a tile of rows holds: of words, their four planes of nibbles, and the lower crumbs
+    of as many as make CODED of them; of numbers itself.
+    """
     if not CODED:
         return (tile,)
     tile = tile.to(tl.uint16, bitcast=True)
+    if CODED > 4:
+        return nibbles(tile, DTYPE, ASM) + crumbs(tile, CODED - 4, DTYPE, ASM)
+    return nibbles(tile, DTYPE, ASM)
+
+
+@triton.jit
+def nibbles(tile, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The four planes of words."""
     if tl.float32 == DTYPE:
         return (
             ((tile & 15).to(tl.int32) - 8).to(tl.float32),
@@ -58,6 +68,34 @@ def operands(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
         c = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
         d = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     return (a.to(DTYPE, bitcast=True), b.to(DTYPE, bitcast=True), c.to(DTYPE, bitcast=True), d.to(DTYPE, bitcast=True))
+
+
+@triton.jit
+def crumbs(tile, PLANES: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The lower crumbs of the last PLANES planes of words, of the last one first."""
+    ONES: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
+    found = ()
+    for i in tl.static_range(PLANES):
+        if tl.float32 == DTYPE:
+            crumb = (((tile >> (12 - 4 * i)) & 3).to(tl.int32) - 8).to(tl.float32)
+        elif not ASM:
+            crumb = (((tile >> (12 - 4 * i)) & 3) | ONES).to(tl.uint16).to(DTYPE, bitcast=True)
+        else:
+            if i == 0:
+                low = tl.inline_asm_elementwise("shr.u32 $0, $1, 12;", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+            elif i == 1:
+                low = tl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+            elif i == 2:
+                low = tl.inline_asm_elementwise("shr.u32 $0, $1, 4;", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+            else:
+                low = tile
+            if tl.float16 == DTYPE:
+                crumb = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x00030003, 0x64006400, 0xEA;", "=r,r", [low], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+            else:
+                crumb = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x00030003, 0x43004300, 0xEA;", "=r,r", [low], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+            crumb = crumb.to(DTYPE, bitcast=True)
+        found += (crumb,)
+    return found
 
 
 @triton.jit
@@ -151,19 +189,19 @@ def decode_kernel(
 ):  # fmt: skip
     """One slice of the line of tiles.
 
-    query: absorbed queries [batch_size, max_blocks, groups, rows, nibbles, COLUMNS], nibbles of a word (1 of numbers),
-    or with FOLDED [tokens, .]. constant: [batch_size, max_blocks, groups, rows], logits shared by all keys of a block.
-    fast_query: [.., rows, 2, FAST]. fast_basis: [groups, HEADS, nibbles, 2, FAST, COLUMNS]. fast_constant: [groups,
-    HEADS, 2, FAST]. rotations: [2, BLOCK, FAST]. partial: [slots, rows, nibbles, VALUE_COLUMNS]. table: [groups, 8]:
-    columns of a nibble and the first element in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the
+    query: absorbed queries [batch_size, max_blocks, groups, rows, operands, COLUMNS], of a word (1 of numbers), or
+    with FOLDED [tokens, .]. constant: [batch_size, max_blocks, groups, rows], logits shared by all keys of a block.
+    fast_query: [.., rows, 2, FAST]. fast_basis: [groups, HEADS, operands, 2, FAST, COLUMNS]. fast_constant: [groups,
+    HEADS, 2, FAST]. rotations: [2, BLOCK, FAST]. partial: [slots, rows, operands, VALUE_COLUMNS]. table: [groups, 8]:
+    columns of an operand and the first element in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the
     first place of queries (FOLDED), of the basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a block,
     0: all. FAST: planes, 0: none. LEAN: what all tiles share and each loads anew, which frees registers: constants (1),
-    rotations (2). TOGETHER: KV heads whose fast planes are rebuilt by one product. AGAIN: planes of joint latents that
+    rotations (2). CODED: operands of a word, 0 of numbers. TOGETHER: KV heads whose fast planes are rebuilt by one product. AGAIN: planes of joint latents that
     are unpacked anew for values, for the same reason.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
-    NIBBLES: tl.constexpr = 4 if CODED else 1
+    OPERANDS: tl.constexpr = CODED if CODED else 1
     LIVE: tl.constexpr = TOKENS * HEADS * PER_HEAD
     OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
     program = tl.program_id(0)
@@ -205,22 +243,22 @@ def decode_kernel(
         slot = program + sequence * groups + group
         if FOLDED:
             q_token = sequence + tl.zeros_like(token) if TOKENS == 1 else tl.load(query_start + sequence) + token
-            q_row = q_token.to(tl.int64) * query_stride + tl.load(table + group * 8 + 4) + head * (width * NIBBLES)
+            q_row = q_token.to(tl.int64) * query_stride + tl.load(table + group * 8 + 4) + head * (width * OPERANDS)
             q_live = live & (q_token < (sequence + 1 if TOKENS == 1 else tl.load(query_start + sequence + 1)))
             queries = ()
             c = tl.zeros((ROWS,), tl.float32)
-            for j in tl.static_range(NIBBLES):
+            for j in tl.static_range(OPERANDS):
                 some = q_live[None, :] & (column < width)[:, None]
                 queries += (tl.load(query + q_row[None, :] + (j * width + column)[:, None], mask=some, other=0.0),)
                 c -= OFFSET * scale * tl.sum(queries[j].to(tl.float32), 0)
         else:
             q_group = (sequence.to(tl.int64) * max_blocks * groups + group) * LIVE
             q_block = groups * LIVE
-            q_row = row[None, :] * (NIBBLES * COLUMNS) + column[:, None]
+            q_row = row[None, :] * (OPERANDS * COLUMNS) + column[:, None]
             if BLOCK == 0:
                 queries = ()
-                for j in tl.static_range(NIBBLES):
-                    pointers = query + q_group * (NIBBLES * COLUMNS) + j * COLUMNS + q_row
+                for j in tl.static_range(OPERANDS):
+                    pointers = query + q_group * (OPERANDS * COLUMNS) + j * COLUMNS + q_row
                     queries += (tl.load(pointers, mask=live[None, :], other=0.0),)
                 c = tl.load(constant + q_group + row, mask=live, other=0.0)
         if TOKENS > 1:
@@ -239,7 +277,7 @@ def decode_kernel(
         largest = tl.full((ROWS,), NOTHING, tl.float32)
         total_weight = tl.zeros((16, ROWS), tl.float32)
         weighted = ()
-        for _ in tl.static_range(NIBBLES):
+        for _ in tl.static_range(OPERANDS):
             weighted += (tl.zeros((VALUE_COLUMNS, ROWS), tl.float32),)
         page = page_of(block_table, sequence, tile_0, b, u, table_stride, STEP, KEYS, PAGE)
         ahead = (load_rows(keys, page, tile_0, b, u, width, key_block, key_row, STEP, KEYS, PAGE, COLUMNS, EXACT),)
@@ -259,9 +297,9 @@ def decode_kernel(
                 )
             logits = tl.zeros((KEYS, ROWS), tl.float32)
             if SLOW:
-                for j in tl.static_range(NIBBLES):
+                for j in tl.static_range(OPERANDS):
                     if BLOCK > 0:
-                        pointers = query + block * (NIBBLES * COLUMNS) + j * COLUMNS + q_row
+                        pointers = query + block * (OPERANDS * COLUMNS) + j * COLUMNS + q_row
                         q = tl.load(pointers) if ROWS == LIVE else tl.load(pointers, mask=live[None, :], other=0.0)
                     else:
                         q = queries[j]
@@ -278,11 +316,11 @@ def decode_kernel(
                     sin = sin[:, None, :].broadcast_to((KEYS, TOGETHER, FAST)).reshape((KEYS, TOGETHER * FAST))
                 for h in tl.static_range(0, HEADS, TOGETHER):
                     c_h = fast_constant + (group * HEADS + h + of_head) * (2 * FAST) + plane + zero
-                    b_h = fast_basis + (group * HEADS + h + of_head)[None, :] * (NIBBLES * 2 * FAST * COLUMNS)
+                    b_h = fast_basis + (group * HEADS + h + of_head)[None, :] * (OPERANDS * 2 * FAST * COLUMNS)
                     b_h += column[:, None] + plane[None, :] * COLUMNS
                     k0 = tl.zeros((KEYS, TOGETHER * FAST), tl.float32) + tl.load(c_h)[None, :]
                     k1 = tl.zeros((KEYS, TOGETHER * FAST), tl.float32) + tl.load(c_h + FAST)[None, :]
-                    for j in tl.static_range(NIBBLES):
+                    for j in tl.static_range(OPERANDS):
                         b_j = b_h + j * (2 * FAST * COLUMNS)
                         k0 = tl.dot(z[j], tl.load(b_j), k0, input_precision=PRECISION)
                         k1 = tl.dot(z[j], tl.load(b_j + FAST * COLUMNS), k1, input_precision=PRECISION)
@@ -340,15 +378,15 @@ def decode_kernel(
             elif AGAIN > 0:
                 again = operands(anew(now[0], tile >> 30, ASM), CODED, DTYPE, ASM)
             added = ()
-            for j in tl.static_range(NIBBLES):
+            for j in tl.static_range(OPERANDS):
                 z_j = again[j] if JOINT and j < AGAIN else z[j]
                 added += (tl.dot(tl.trans(z_j), weights, weighted[j] * shrink, input_precision=PRECISION),)
             weighted = added
 
         late = position >> 30 if AGAIN else 0  # so that places are not kept from before the loop
         sums = tl.max(total_weight, 0)
-        out = partial + slot.to(tl.int64) * (LIVE * NIBBLES * VALUE_COLUMNS)
-        out += (row + late)[None, :] * (NIBBLES * VALUE_COLUMNS) + (value_column + late)[:, None]
-        for j in tl.static_range(NIBBLES):
+        out = partial + slot.to(tl.int64) * (LIVE * OPERANDS * VALUE_COLUMNS)
+        out += (row + late)[None, :] * (OPERANDS * VALUE_COLUMNS) + (value_column + late)[:, None]
+        for j in tl.static_range(OPERANDS):
             tl.store(out + j * VALUE_COLUMNS, weighted[j] / sums[None, :] - OFFSET, mask=live[None, :])
         tl.store(partial_lse + slot * LIVE + row + late, largest + tl.log2(sums), mask=live)

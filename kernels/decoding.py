@@ -82,7 +82,7 @@ class DecodeLayer:
     def __init__(self, parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> None:
         layout, shape = parameters.layout, parameters.shape
         self.parameters, self.dtype, self.device, self.layout = parameters, dtype, device, layout
-        self.nibbles = 4 if layout.coded else 1
+        self.operands = layout.operands  # of a word; 1 of numbers
         self.heads, self.per_head = layout.group_size, shape.heads_per_kv
         self.group_rows = self.heads * self.per_head
         self.folded = layout.folds_queries(shape)
@@ -94,8 +94,8 @@ class DecodeLayer:
         self.slow_columns = padded_columns(2 * (self.planes - self.fast_planes))
         self.rest_columns = padded_columns(rest)
         self.slow = self.folded or bool(self.slow_columns or self.rest_columns)
-        widths = [group.key.width // self.nibbles for group in layout.groups]
-        value_widths = [group.values.width // self.nibbles for group in layout.groups]
+        widths = [group.key.width // self.operands for group in layout.groups]
+        value_widths = [group.values.width // self.operands for group in layout.groups]
         self.columns, self.value_columns = padded_columns(max(widths)), padded_columns(max(value_widths))
         self.exact = set(widths) == {self.columns}
         self.value_exact = set(value_widths) == {self.value_columns}
@@ -133,17 +133,17 @@ class DecodeLayer:
         return self._tables[key_align, value_align]
 
     def _fast_parts(self) -> tuple[Tensor, Tensor]:
-        """What rebuilds fast planes: [groups, heads, nibbles, 2, fast, columns] and [groups, heads, 2, fast]."""
+        """What rebuilds fast planes: [groups, heads, operands, 2, fast, columns] and [groups, heads, 2, fast]."""
         assert self.basis is not None
         layout, planes, head_dim = self.layout, self.planes, self.parameters.shape.head_dim
-        parts = self.basis.new_zeros(len(layout.groups), self.heads, self.nibbles, 2, self.fast, self.columns)
+        parts = self.basis.new_zeros(len(layout.groups), self.heads, self.operands, 2, self.fast, self.columns)
         constants = torch.zeros(len(layout.groups), self.heads, 2, self.fast, device=self.device)
         place = 0
         for g, group in enumerate(layout.groups):
             own = self.basis[:, place : place + group.key.width].unflatten(0, (self.heads, head_dim))
             halves = own[:, : 2 * planes].unflatten(1, (2, planes))[:, :, : self.fast_planes]
-            nibbles = halves.unflatten(-1, (self.nibbles, -1)).permute(0, 3, 1, 2, 4)
-            parts[g, :, :, :, : self.fast_planes, : nibbles.shape[-1]] = nibbles
+            operands = halves.unflatten(-1, (self.operands, -1)).permute(0, 3, 1, 2, 4)
+            parts[g, :, :, :, : self.fast_planes, : operands.shape[-1]] = operands
             constants[g, :, :, : self.fast_planes] = -self.offset * halves.float().sum(-1)
             place += group.key.width
         if self.constant is not None:
@@ -153,7 +153,7 @@ class DecodeLayer:
 
     @cached_property
     def offset(self) -> float:
-        """What an operand is more than the signed nibble."""
+        """What an operand is more than what it stands for, which is a nibble or crumb less 8."""
         if not self.layout.coded or self.dtype == torch.float32:
             return 0.0
         return 1032.0 if self.dtype == torch.float16 else 136.0
@@ -174,7 +174,7 @@ class DecodeLayer:
     def constants(self, tokens: int, tiles: Tile, page: int, mask: bool, softcap: bool) -> dict[str, Any]:
         """Of the decode kernel, but for what divides the strides of a cache."""
         return {
-            "CODED": self.layout.coded, "JOINT": self.layout.joint, "FOLDED": self.folded, "SLOW": self.slow,
+            "CODED": self.operands if self.layout.coded else 0, "JOINT": self.layout.joint, "FOLDED": self.folded, "SLOW": self.slow,
             "CONSTANT": self.has_constant, "FAST": self.fast, "BLOCK": self.block, "HEADS": self.heads,
             "PER_HEAD": self.per_head, "TOKENS": tokens,
             "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
@@ -187,7 +187,7 @@ class DecodeLayer:
 
     def absorb_constants(self, tokens: int) -> dict[str, Any]:
         return {
-            "CODED": self.layout.coded, "CONSTANT": self.constant is not None, "FAST": self.fast,
+            "CODED": self.operands if self.layout.coded else 0, "CONSTANT": self.constant is not None, "FAST": self.fast,
             "FAST_PLANES": self.fast_planes, "PLANES": self.planes, "SLOW": self.slow_columns,
             "HEAD_DIM": self.parameters.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
             "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens, "COLUMNS": self.columns,
@@ -259,7 +259,7 @@ def decode_attention(
     output = query.new_empty(query.shape[0], layer.output_width) if out is None else out
     if ranges.query_start is not None:
         output.zero_()  # tokens of no sequence
-    per_sequence = max_blocks * groups * rows * layer.nibbles * layer.columns * query.element_size()
+    per_sequence = max_blocks * groups * rows * layer.operands * layer.columns * query.element_size()
     part = batch_size if layer.folded else max(1, min(batch_size, ABSORBED_BYTES // per_sequence))
     with device_guard(key.device):
         for start in range(0, batch_size, part):
@@ -298,8 +298,8 @@ def _launch(
     blocks = 0 if layer.folded else batch_size * max_blocks * groups * rows
     slots = (programs + batch_size * groups) * rows
     sizes = (
-        -(-blocks * layer.nibbles * layer.columns * ratio // 4), blocks, -(-blocks * 2 * layer.fast * ratio // 4),
-        slots * layer.nibbles * layer.value_columns, slots,
+        -(-blocks * layer.operands * layer.columns * ratio // 4), blocks, -(-blocks * 2 * layer.fast * ratio // 4),
+        slots * layer.operands * layer.value_columns, slots,
     )  # fmt: skip
     memory = _memory(sizes, key.device)
     absorbed, constant, fast_query = memory[0].view(query.dtype), memory[1], memory[2].view(query.dtype)
@@ -368,6 +368,7 @@ def _memory(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
 
 def join_constants(layer: DecodeLayer, tokens: int, tiles: Tile) -> dict[str, Any]:
     return {
-        "CODED": layer.layout.coded, "GROUP_ROWS": layer.group_rows, "TOKENS": tokens,
-        "VALUE_COLUMNS": layer.value_columns, "STEP": layer.step(tiles), "SLICES": 16, "num_warps": 4,
+        "CODED": layer.operands if layer.layout.coded else 0, "GROUP_ROWS": layer.group_rows, "TOKENS": tokens,
+        "VALUE_COLUMNS": layer.value_columns, "STEP": layer.step(tiles), "SLICES": 16,
+        "PADDED": triton.next_power_of_2(layer.operands * layer.value_columns), "num_warps": 4,
     }  # fmt: skip

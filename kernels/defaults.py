@@ -52,9 +52,9 @@ def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> T
     latents and more rows take two warps and more, and tiles of 32 keys; four KV heads together four warps.
     """
     rows = max(8, _power(query_rows))
-    nibbles = 4 if layout.coded else 1
+    operands = layout.operands
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
-    width = nibbles * max(16, _power(widest // nibbles)) * (1 if layout.joint else 1.5)
+    width = operands * max(16, _power(widest // operands)) * (1 if layout.joint else 1.5)
     fast = max(16, _power(layout.fast_planes)) if layout.fast_planes else 0
     if not layout.coded:
         size = width * rows

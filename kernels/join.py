@@ -17,14 +17,14 @@ def join_kernel(
     partial, partial_lse, output, table, begin, until, query_start,
     batch_size, groups, programs, output_stride,
     CODED: tl.constexpr, GROUP_ROWS: tl.constexpr, TOKENS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
-    STEP: tl.constexpr, SLICES: tl.constexpr,
+    STEP: tl.constexpr, SLICES: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: query heads, sequences times TOKENS. SLICES: results that are read at once.
+    """Grid: query heads, sequences times TOKENS. SLICES: results that are read at once. PADDED: columns of all operands.
 
     output: [tokens, .], heads of a group behind each other.
     """
     DTYPE: tl.constexpr = output.dtype.element_ty
-    NIBBLES: tl.constexpr = 4 if CODED else 1
+    OPERANDS: tl.constexpr = CODED if CODED else 1
     head = tl.program_id(0)
     sequence = tl.program_id(1) // TOKENS
     new = tl.program_id(1) % TOKENS
@@ -45,10 +45,10 @@ def join_kernel(
         high = ((start + tiles).to(tl.int64) * shared_by - 1) // tl.maximum(total, 1)
         high = tl.where(tiles > 0, high, low - 1)
         slot = (sequence * groups + group).to(tl.int64)
-        column = tl.arange(0, NIBBLES * VALUE_COLUMNS)
+        column = tl.arange(0, PADDED)
         largest = -1e30
         weight = 0.0
-        joined = tl.zeros((NIBBLES * VALUE_COLUMNS,), tl.float32)
+        joined = tl.zeros((PADDED,), tl.float32)
         for first in range(low, high + 1, SLICES):
             program = first + tl.arange(0, SLICES)
             there = program <= high
@@ -57,8 +57,8 @@ def join_kernel(
             now_largest = tl.maximum(largest, tl.max(log_sum, 0))
             weights = tl.where(there, tl.exp2(log_sum - now_largest), 0.0)
             shrink = tl.exp2(largest - now_largest)
-            at = partial + index[:, None] * (NIBBLES * VALUE_COLUMNS) + column[None, :]
-            values = tl.load(at, mask=there[:, None], other=0.0)
+            at = partial + index[:, None] * (OPERANDS * VALUE_COLUMNS) + column[None, :]
+            values = tl.load(at, mask=there[:, None] & (column < OPERANDS * VALUE_COLUMNS)[None, :], other=0.0)
             joined = joined * shrink + tl.sum(values * weights[:, None], 0)
             weight = weight * shrink + tl.sum(weights, 0)
             largest = now_largest
@@ -67,5 +67,5 @@ def join_kernel(
         width = tl.load(table + group * 8 + 2)
         place = column // VALUE_COLUMNS * width + column % VALUE_COLUMNS
         out = output + token.to(tl.int64) * output_stride + tl.load(table + group * 8 + 6)
-        out += head % GROUP_ROWS * width * NIBBLES + place
-        tl.store(out, joined.to(DTYPE), mask=column % VALUE_COLUMNS < width)
+        out += head % GROUP_ROWS * width * OPERANDS + place
+        tl.store(out, joined.to(DTYPE), mask=(column % VALUE_COLUMNS < width) & (column < OPERANDS * VALUE_COLUMNS))

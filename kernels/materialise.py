@@ -35,11 +35,13 @@ INTEGERS = [
 
 @triton.jit
 def plane_of(words, PLANE: tl.constexpr, CODED: tl.constexpr, kind: tl.constexpr):
-    """Signed nibbles of a plane, or of numbers these."""
-    if CODED:
+    """Signed nibbles, or lower crumbs, that are an operand of attention; of numbers these."""
+    if not CODED:
+        return words.to(kind)
+    elif PLANE < 4:
         return (((words.to(tl.int32) >> (4 * PLANE)) & 15) - 8).to(kind)
     else:
-        return words.to(kind)
+        return (((words.to(tl.int32) >> (28 - 4 * PLANE)) & 3) - 8).to(kind)
 
 
 @triton.jit
@@ -49,7 +51,7 @@ def copy_latents(
     """A group's signed nibbles (or numbers) of some keys, zeros behind them up to `width`."""
     kind: tl.constexpr = out.dtype.element_ty
     column = tl.arange(0, BLOCK)
-    planes: tl.constexpr = 4 if CODED else 1
+    planes: tl.constexpr = CODED if CODED else 1
     for start in range(0, words, BLOCK):
         held = there[:, None] & (start + column < words)[None, :]
         tile = tl.load(rows + (place + first + start)[:, None] + column[None, :], mask=held, other=0)
@@ -85,7 +87,7 @@ def materialise_kernel(
 ):  # fmt: skip
     """Grid (blocks of KEYS keys, groups x (KV heads and values), sequences); see `materialise`.
 
-    LATENTS: keys stay latents (a model without RoPE). HALF: rotary planes, 0 where stored keys are as they are read.
+    CODED: operands of a word, 0 of numbers. LATENTS: keys stay latents (a model without RoPE). HALF: rotary planes, 0 where stored keys are as they are read.
     """
     sequence = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1) % (SIZE + 1)
@@ -117,7 +119,7 @@ def materialise_kernel(
                 CODED,
             )  # fmt: skip
         else:
-            planes: tl.constexpr = 4 if CODED else 1
+            planes: tl.constexpr = CODED if CODED else 1
             dim: tl.constexpr = 2 * HALF + REST
             word = tl.arange(0, BLOCK)
             own = basis + head * dim * basis_stride + first_column + group * planes * key_words
@@ -228,7 +230,7 @@ def materialise(
     if not (batch_size and kv_len):
         return keys, values
     rows = [side.view(torch.int16) if coded else side for side in (key, value)]
-    unit, planes = (2, 4) if coded else (dtype.itemsize, 1)
+    unit, planes = 2 if coded else dtype.itemsize, layout.operands
     starts = [byte // unit for byte in (cls.key_byte, cls.key_stride, cls.value_byte, cls.value_stride)]
     words = cls.key.width // planes, cls.value.width // planes
     basis, constant = parameters.query_basis, parameters.key_constant
@@ -251,13 +253,13 @@ def materialise(
 def constants_of(
     layout: LayerLayout, shape: AttentionShape, cls: GroupClass, dtype: torch.dtype, paged: bool
 ) -> dict[str, Any]:
-    latents, planes = layout.folds_queries(shape), 4 if layout.coded else 1
+    latents, planes = layout.folds_queries(shape), layout.operands
     half = shape.rotary_planes if layout.in_blocks else 0
     rest = shape.head_dim - 2 * half
     return {
         "SIZE": 1 if latents else layout.group_size, "HALF": half, "HALF_PADDED": padded(half or 1), "REST": rest,
         "REST_PADDED": padded(rest or 1), "LATENTS": latents, "CONSTANT": layout.coded and not latents,
-        "CODED": layout.coded, "PAGED": paged, "KEYS": KEYS, "BLOCK": min(64, padded(cls.key.width // planes)),
+        "CODED": planes if layout.coded else 0, "PAGED": paged, "KEYS": KEYS, "BLOCK": min(64, padded(cls.key.width // planes)),
         "VALUE_BLOCK": min(64, padded(cls.value.width // planes)), "PRECISION": precision(dtype), "num_warps": 8,
         "num_stages": 1,
     }  # fmt: skip

@@ -3,50 +3,65 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rotor.format.channels import SIGNED, Channels, Latent, aligned
+from rotor.format.channels import NIBBLE_BITS, SIGNED, WORD_PLANES, Channels, Digit, Latent, aligned
 from rotor.format.layout import LayerLayout
 
-PLANES_A_WORD = 4
 SIGN_BITS = 0x8888 - (1 << 16)
 """The highest bit of each nibble of a word."""
 
 
 def pack(latents: Tensor, channels: Channels) -> Tensor:
-    """Floor, clamp, cut into nibbles and pack the latents of a group.
+    """Floor, clamp and pack the latents of a group.
 
     Args:
         latents: [..., rank], (z - mean) / scale of each channel, as projections put them out.
     Returns:
-        [..., width / 2], uint8.
+        [..., bytes], uint8.
     """
-    half, channel, shift = _places(channels, latents.device)
+    half = _places(channels, latents.device).half
     wide = latents.to(torch.promote_types(latents.dtype, torch.float32))
-    codes = (wide.floor().clamp(-half, half - 1) + half).to(torch.int32)
-    codes = torch.cat([codes, codes.new_full((*codes.shape[:-1], 1), SIGNED)], dim=-1)  # what an empty place holds
-    return pack_nibbles((codes[..., channel] >> shift).bitwise_and_(15))
+    return pack_codes((wide.floor().clamp(-half, half - 1) + half).to(torch.int32), channels)
 
 
-def pack_nibbles(nibbles: Tensor) -> Tensor:
-    """Nibbles by place, [..., width], unsigned, as bytes [..., width / 2]."""
-    planes = nibbles.unflatten(-1, (PLANES_A_WORD, -1))
+def pack_codes(codes: Tensor, channels: Channels) -> Tensor:
+    """Codes of the channels of a group, [..., rank], int32, as rows, [..., bytes] uint8."""
+    places = _places(channels, codes.device)
+    codes = torch.cat([codes, codes.new_tensor([SIGNED, 0]).expand(*codes.shape[:-1], 2)], dim=-1)  # of what is empty
+    nibbles = (codes[..., places.channel] >> places.bit).bitwise_and_(places.mask)
+    if places.crumb is not None:
+        first = places.first
+        nibbles[..., first:] = nibbles[..., first:] << 2 | codes[..., places.crumb].bitwise_and_(3)
+    planes = nibbles.unflatten(-1, (WORD_PLANES, -1))
     low, high = (planes[..., byte, :] | planes[..., byte + 1, :] << 4 for byte in (0, 2))
     return torch.stack([low, high], dim=-1).to(torch.uint8).flatten(-2)
 
 
-def unpack_nibbles(rows: Tensor) -> Tensor:
-    """What `pack_nibbles` packed, less 8, int16."""
-    words = rows.contiguous().view(torch.int16) ^ SIGN_BITS  # a nibble less 8 in two's complement
-    return torch.cat([words << 12 - 4 * plane >> 12 for plane in range(PLANES_A_WORD)], dim=-1)
+def unpack_codes(rows: Tensor, channels: Channels) -> Tensor:
+    """What `pack_codes` packed."""
+    words = rows.contiguous().view(torch.int16).to(torch.int32)
+    nibbles = torch.cat([words >> 4 * plane & 15 for plane in range(WORD_PLANES)], dim=-1)
+    codes = nibbles.new_zeros(*rows.shape[:-1], channels.rank)
+    for place, digits in enumerate(channels.places):
+        nibble = nibbles[..., place]
+        for number, digit in enumerate(digits):
+            own = nibble if digit.bits == NIBBLE_BITS else nibble >> 2 if number == 0 else nibble & 3
+            codes[..., digit.channel] += own << digit.bit
+    return codes
 
 
-def unpack(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., width / 2], uint8, of one group -> its signed nibbles, [..., width] in `dtype`."""
-    return unpack_nibbles(rows).to(dtype)
+def unpack(rows: Tensor, split: int, dtype: torch.dtype) -> Tensor:
+    """[..., bytes], uint8, of one group -> its nibbles and the crumbs of its split planes, less 8, [..., width]."""
+    words = rows.contiguous().view(torch.int16)
+    signed = words ^ SIGN_BITS  # a nibble less 8 in two's complement
+    found = [signed << 12 - 4 * plane >> 12 for plane in range(WORD_PLANES)]
+    found += [(words >> 4 * plane & 3) - SIGNED for plane in reversed(range(WORD_PLANES - split, WORD_PLANES))]
+    return torch.cat(found, dim=-1).to(dtype)
 
 
 def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool) -> Tensor:
@@ -73,7 +88,7 @@ def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool) -> Tensor:
 
 
 def resize_layer(rows: Tensor, layout: LayerLayout, to: LayerLayout, keys: bool) -> Tensor:
-    """The rows of a layer with the first places of each latent alone, or with empty places behind them.
+    """The rows of a layer with the first channels of each latent alone, or with the middle of more behind them.
 
     Args:
         rows: [..., elements, of codes bytes], of `layout`: keys', or values'.
@@ -84,13 +99,13 @@ def resize_layer(rows: Tensor, layout: LayerLayout, to: LayerLayout, keys: bool)
     found, size = [], rows.element_size()
     for starts, group, other in zip(layout.byte_offsets(size), layout.groups, to.groups, strict=True):
         latent, kept = (group.key, other.key) if keys else (group.values, other.values)
-        first, length = starts[0 if keys else 1] // size, latent.width // 2 if latent.coded else latent.width
-        own, more = rows[..., first : first + length], (0, kept.width - latent.width)
-        if latent.coded:
-            packed = pack_nibbles(functional.pad(unpack_nibbles(own), more) + SIGNED)
-            found.append(_strided(packed.unsqueeze(-2), aligned(kept.width, len(to.groups))))
+        first = starts[0 if keys else 1] // size
+        own = rows[..., first : first + latent.row_bytes(size) // size]
+        if isinstance(latent, Channels) and isinstance(kept, Channels):
+            packed = pack_codes(_resized(unpack_codes(own, latent), kept), kept)
+            found.append(_strided(packed.unsqueeze(-2), aligned(kept.row_bytes(), len(to.groups))))
         else:
-            found.append(functional.pad(own, more))
+            found.append(functional.pad(own, (0, kept.width - latent.width)))
     return torch.cat(found, dim=-1)
 
 
@@ -107,7 +122,13 @@ def read_class(rows: Tensor, latent: Latent, first_byte: int, stride: int, count
     groups = rows[..., first_byte // size : (first_byte + count * stride) // size].unflatten(
         -1, (count, stride // size)
     )
-    return unpack(groups[..., : latent.width // 2], dtype) if latent.coded else groups
+    return unpack(groups[..., : latent.row_bytes()], latent.split, dtype) if isinstance(latent, Channels) else groups
+
+
+def _resized(codes: Tensor, to: Channels) -> Tensor:
+    """Codes of the first channels alone, or with the middle of more of them behind."""
+    half = torch.tensor([1 << bits - 1 for bits in to.bits[codes.shape[-1] :]], device=codes.device, dtype=codes.dtype)
+    return torch.cat([codes[..., : to.rank], half.expand(*codes.shape[:-1], -1)], dim=-1)
 
 
 def _strided(packed: Tensor, stride: int) -> Tensor:
@@ -115,10 +136,26 @@ def _strided(packed: Tensor, stride: int) -> Tensor:
     return functional.pad(packed, (0, stride - packed.shape[-1])).flatten(-2)
 
 
+class _Places(NamedTuple):
+    """half: of the codes of each channel. channel, bit, mask: of the digit of each place; `rank` of an empty one.
+    first: place that is cut; crumb: channels of the lower crumbs from there on, `rank + 1` of none; None without any.
+    """
+
+    half: Tensor
+    channel: Tensor
+    bit: Tensor
+    mask: Tensor
+    first: int
+    crumb: Tensor | None
+
+
 @lru_cache(maxsize=4096)
-def _places(channels: Channels, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Half the codes of each channel, [rank]; of each place its channel (rank: an empty one) and its shift, [width]."""
+def _places(channels: Channels, device: torch.device) -> _Places:
     half = torch.tensor([2.0 ** (bits - 1) for bits in channels.bits], device=device)
-    places = [(channels.rank, 0) if place is None else (place[0], 4 * place[1]) for place in channels.nibbles]
-    channel, shift = torch.tensor(places, device=device).unbind(1)
-    return half, channel, shift.to(torch.int32)
+    highest = [digits[0] if digits else Digit(channels.rank, 0, NIBBLE_BITS) for digits in channels.places]
+    digits = torch.tensor([(digit.channel, digit.bit, 2**digit.bits - 1) for digit in highest], device=device)
+    cut = [own for own in channels.places if own and own[0].bits < NIBBLE_BITS]
+    crumb = [own[1].channel if len(own) > 1 else channels.rank + 1 for own in cut]
+    channel, bit, mask = digits.unbind(1)
+    lower = torch.tensor(crumb, device=device) if crumb else None
+    return _Places(half, channel, bit.int(), mask.int(), len(highest) - len(cut), lower)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -36,7 +36,7 @@ class _LayerBits:
         """Of each latent: the most planes in 0, 1, ... units of bytes."""
         groups, found = len(self.curves) // self.latents, []
         for curve in self.curves:
-            sizes = np.array([aligned(PLANE * planes, groups) // UNIT_BYTES for planes in range(len(curve.loss))])
+            sizes = np.array([aligned(UNIT_BYTES * planes, groups) // UNIT_BYTES for planes in range(len(curve.loss))])
             found.append(np.searchsorted(sizes, np.arange(sizes[-1] + 1), side="right") - 1)
         return tuple(found)
 
@@ -50,6 +50,8 @@ class _LayerBits:
         sides = [
             curve.channels(int(planes[own])) for curve, planes, own in zip(self.curves, self.planes, split, strict=True)
         ]
+        most = max(side.split for side in sides)
+        sides = [replace(side, split=most) for side in sides]
         return [as_pair(sides[i : i + self.latents]) for i in range(0, len(sides), self.latents)]
 
 

@@ -130,7 +130,7 @@ def layer_variants(subject: Subject, arch: int) -> list[Variant]:
             decode_attention(
                 query, key, value, layer, ranges, blocks, block_table=block_table, tiles=kernels.tile(arch)
             )
-        widths = f"{layer.nibbles * layer.columns}+{layer.nibbles * layer.value_columns}"
+        widths = f"{layer.operands * layer.columns}+{layer.operands * layer.value_columns}"
         name = f"{{}} {widths}x{layer.heads}, T {layer.block}, F {layer.fast}"
         keep(launched, name, _work_of_a_step(layer, kernels, arch))
     return list(found.values())

@@ -1,9 +1,9 @@
 """Bits of every channel for a number of bytes.
 
 The loss of a channel at b bits is w sigma^2 D(b): its weight, its variance, the share of it that the code leaves; it
-takes b / 4 nibbles of a row, which grows by planes of 16. For channels in descending order of w sigma^2 (which becomes
+takes b / 2 crumbs of a row, which grows by planes of 32. For channels in descending order of w sigma^2 (which becomes
 their order in the checkpoint) the best widths for every number of planes follow exactly by dynamic programming over
-nibbles, and from such curves of all latents of a model the best split of every number of bytes.
+crumbs, and from such curves of all latents of a model the best split of every number of bytes.
 
 Source: docs/design.md, Mathematics, Codes; reverse water-filling (Cover and Thomas, section 10.3.3) with whole planes
 inside the optimisation.
@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ..format.channels import NIBBLE_BITS, PLANE, WIDTHS, Channels
+from ..format.channels import CRUMB_BITS, NIBBLE_BITS, PLANE, WIDTHS, Channels
+
+PLANE_CRUMBS = PLANE * NIBBLE_BITS // CRUMB_BITS
 
 
 @dataclass(frozen=True)
@@ -46,22 +48,22 @@ def bit_curve(losses: Tensor, widths: Sequence[int]) -> BitCurve:
     whole = table[given.index(0)]
     order = np.argsort(-whole, kind="stable")
     used = [width for width in WIDTHS if width in given]
-    nibbles = [width // NIBBLE_BITS for width in used]
+    crumbs = [width // CRUMB_BITS for width in used]
     channels = len(order)
-    most = channels * nibbles[0]
-    best = np.full((most + 1, channels + 1), -np.inf)  # saved by at most so many nibbles, of the first channels
+    most = channels * crumbs[0]
+    best = np.full((most + 1, channels + 1), -np.inf)  # saved by at most so many crumbs, of the first channels
     best[:, 0] = 0.0
     extended = [
         _add_channels(best, (whole - table[given.index(width)])[order], size)
-        for width, size in zip(used, nibbles, strict=True)
+        for width, size in zip(used, crumbs, strict=True)
     ]
-    planes = np.minimum(PLANE * np.arange(-(-most // PLANE) + 1), most)
+    planes = np.minimum(PLANE_CRUMBS * np.arange(-(-most // PLANE_CRUMBS) + 1), most)
     ends = best[planes, 1:].argmax(1) + 1
     saved = best[planes, ends]
     counts = np.zeros((len(planes), len(WIDTHS)), dtype=np.int64)
     for plane in np.flatnonzero(np.isfinite(saved)).tolist():
         left, end = int(planes[plane]), int(ends[plane])
-        for width, size, of_width in reversed(list(zip(used, nibbles, extended, strict=True))):
+        for width, size, of_width in reversed(list(zip(used, crumbs, extended, strict=True))):
             start = end
             while of_width[left, start]:
                 left, start = left - size, start - 1
@@ -71,18 +73,18 @@ def bit_curve(losses: Tensor, widths: Sequence[int]) -> BitCurve:
 
 
 def _add_channels(best: np.ndarray, gain: np.ndarray, size: int) -> np.ndarray:
-    """Let channels of `size` nibbles each, which save `gain` [channels], follow what `best` [nibbles, ends] has.
+    """Let channels of `size` crumbs each, which save `gain` [channels], follow what `best` [crumbs, ends] has.
 
     `best` is changed in place.
 
     Returns:
-        [nibbles, ends], whether the best ends in such a channel.
+        [crumbs, ends], whether the best ends in such a channel.
     """
     extended = np.zeros(best.shape, dtype=bool)
-    for nibbles in range(size, len(best)):
-        longer = best[nibbles - size, :-1] + gain
-        extended[nibbles, 1:] = longer > best[nibbles, 1:]
-        np.maximum(best[nibbles, 1:], longer, out=best[nibbles, 1:])
+    for crumbs in range(size, len(best)):
+        longer = best[crumbs - size, :-1] + gain
+        extended[crumbs, 1:] = longer > best[crumbs, 1:]
+        np.maximum(best[crumbs, 1:], longer, out=best[crumbs, 1:])
     return extended
 
 

@@ -1,10 +1,11 @@
 """Fold the code of a latent into the projections around it, in float64; the caller casts once.
 
-With z = constant + scale sum_i 16^i (n_i - 8), n_i the nibbles of a code, as rows are read (see rotor.format.channels):
+With z = constant + scale sum_i l_i (n_i - 8), n_i the nibbles and crumbs of a row and l_i how many levels a unit of each
+counts (see rotor.format.channels):
 - what puts out the latent (W_k, W_v, or the key basis) is divided by the scale and shifted by the mean, so that its
   output only has to be floored and clamped;
-- what reads the latent (the query's basis, which rebuilds keys too, W_o) has a column for each nibble, multiplied by
-  16^i and the scale, and a zero for each empty place;
+- what reads the latent (the query's basis, which rebuilds keys too, W_o) has a column for each n_i, multiplied by l_i
+  and the scale, and a zero for each empty place;
 - the constants become one key or value of each head, together with the means of the channels that are left out. The
   constant key is added to keys as they are read; without RoPE it adds the same to all logits of a query, which softmax
   does not see, and is dropped. Attention weights sum to one, so the constant value is a bias of o_proj.
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericsError
-from ..format.channels import NIBBLE_BITS, SIGNED, Channels
-from ..runtime.rewrite import FoldedBasis
+from ..format.channels import SIGNED, Channels
+from ..runtime.rewrite import FoldedBasis, levels_of
 from .quantiser import ChannelCode
 
 
@@ -45,10 +46,7 @@ def fold_code(
     scale, mean = code.scale[:rank], code.mean[:rank]
     if not (scale > 0).all():
         raise NumericsError("a code has a scale that is not positive.", "Calibrate again.")
-    powers = torch.tensor(
-        [sum(16.0**i for i in range(bits // NIBBLE_BITS)) for bits in channels.bits], dtype=torch.float64
-    )
-    offset = mean / scale + 0.5 - code.levels[:rank] / 2 + SIGNED * powers
+    offset = mean / scale + 0.5 - code.levels[:rank] / 2 + SIGNED * levels_of(channels).sum(1)
     dropped = decode[:, rank:] @ code.mean[rank:] + (0 if constant is None else constant)
     before = ((0 if shift is None else shift[:rank]) - mean) / scale
     folded = FoldedBasis(channels, encode[:, :rank] / scale, decode[:, :rank] * scale, before, offset, dropped)

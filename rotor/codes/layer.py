@@ -32,7 +32,7 @@ def as_pair(latents: Sequence[Channels]) -> tuple[Channels, Channels | None]:
 
 def channels_bytes(channels: list[GroupChannels]) -> int:
     """Bytes of a token in all layers."""
-    return sum(aligned(side.width, len(layer)) for layer in channels for pair in layer for side in pair if side)
+    return sum(aligned(side.row_bytes(), len(layer)) for layer in channels for pair in layer for side in pair if side)
 
 
 @dataclass(frozen=True)

@@ -1,59 +1,86 @@
 """Rows of codes: how the channels of a latent lie in the bytes that a cache keeps for one token.
 
-The one width in a row is 4 bits. A channel of 4, 8, 12 or 16 bits is 1, 2, 3 or 4 *nibbles*; its code
+A row is made of nibbles of 4 bits, some of which are cut into two crumbs of 2. A channel of 4, 8, 12 or 16 bits is 1, 2,
+3 or 4 nibbles, one of 2 bits a crumb, one of 6 bits a nibble and a crumb; its code
 
-    u = clamp(floor((z - mean) / scale) + 2^(bits - 1), 0, 2^bits - 1) = sum_i 16^i n_i
+    u = clamp(floor((z - mean) / scale) + 2^(bits - 1), 0, 2^bits - 1) = sum_i 2^(bit_i) d_i
 
-means z = mean + scale (u + 1/2 - 2^(bits - 1)). A projection puts out (z - mean) / scale, so that floor, clamp and a
-fixed offset are all that is left to do. Attention multiplies with the signed nibbles n_i - 8, one column each: the
-basis that reads the latent has a channel's column once for each of its nibbles, 16^i times as large, and what the
-means, halves and eights add is a constant key and a bias of o_proj. Kernels know nibbles, not channels.
+with digits d_i means z = mean + scale (u + 1/2 - 2^(bits - 1)). A projection puts out (z - mean) / scale, so that floor,
+clamp and a fixed offset are all that is left to do. Attention multiplies with what it reads, less 8, one column each. A
+nibble that is cut, n = 4 a + b, is read twice: whole, and its lower crumb b. As a = (n - b) / 4, the column of n is a
+quarter of that of a's channel, and the column of b is that of b's channel less the same. So the basis that reads the
+latent has for each column what a unit of it counts, and what means, halves and eights add is a constant key and a bias
+of o_proj. Kernels know nibbles and crumbs, not channels.
 
 The nibbles of a group's latent, channels most bits first and within a channel the highest first, have the *places*
-0, 1, ...; their number is rounded up to a multiple of 16 (a plane, 8 bytes), and what is left over is the nibble 8.
-With W = places / 4 little-endian 16-bit words, nibble j (bits 4 j to 4 j + 3) of word w is place j W + w: one shift and
-one mask take a plane's nibbles out of the words, side by side, and nothing is interleaved.
+0, 1, ...; behind them, up to the last place, lie the cut ones. Their number is rounded up to a multiple of 16 (a plane,
+8 bytes), and what is left over between them is the nibble 8. With W = places / 4 little-endian 16-bit words, nibble j
+(bits 4 j to 4 j + 3) of word w is place j W + w: one shift and one mask take a plane's nibbles out of the words, side by
+side, and nothing is interleaved. The lower crumbs of the last W places are read as columns 4 W to 5 W - 1, those of the
+W places before them as the next W, as far as places are cut (`split`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import PlainValidator, WithJsonSchema
 
 from ..errors import CheckpointError
 
-WIDTHS = (16, 12, 8, 4)
+WIDTHS = (16, 12, 8, 6, 4, 2)
 """Bits of a channel, in the order of a row and of the fields of Channels."""
 
 NIBBLE_BITS = 4
+CRUMB_BITS = 2
 PLANE = 16
 """Nibbles by which a row grows: 8 bytes."""
 
+WORD_PLANES = 4
+"""Nibbles of a word."""
+
 SIGNED = 8
-"""What a nibble is less, when attention multiplies with it; the nibble of an empty place."""
+"""What a nibble or crumb is less, when attention multiplies with it; the nibble of an empty place."""
 
 EDITED = "The folder was edited or is from another version of rotor; export it again."
+
+
+class Digit(NamedTuple):
+    """Bits of a channel's code that a place holds: from `bit` on so many."""
+
+    channel: int
+    bit: int
+    bits: int
 
 
 @dataclass(frozen=True, order=True)
 class Channels:
     """Counts of a latent's channels at each of WIDTHS.
 
+    split: planes of nibbles that attention reads for their lower crumbs too, at least as many as there are cut.
+
     Raises:
-        CheckpointError: a count is negative; there is no channel.
+        CheckpointError: a count is negative; there is no channel; more planes are split than there are.
     """
 
     n16: int = 0
     n12: int = 0
     n8: int = 0
+    n6: int = 0
     n4: int = 0
+    n2: int = 0
+    split: int = 0
 
     def __post_init__(self) -> None:
         if min(self.counts) < 0 or not self.rank:
             raise CheckpointError(f"a latent of {self.counts} channels at {WIDTHS} bits: expected some.", EDITED)
+        cut = -(-(self.n6 + self.n2) // 2)
+        object.__setattr__(self, "split", max(self.split, -(-cut // self.words)))
+        if self.split > WORD_PLANES:
+            raise CheckpointError(f"{self.split} planes are split: expected at most {WORD_PLANES}.", EDITED)
 
     @property
     def coded(self) -> bool:
@@ -70,10 +97,20 @@ class Channels:
         return sum(self.counts)
 
     @cached_property
+    def words(self) -> int:
+        """Of 16 bits, of a row."""
+        bits = sum(bits * count for bits, count in zip(WIDTHS, self.counts, strict=True))
+        return -(-bits // (PLANE * NIBBLE_BITS)) * PLANE // WORD_PLANES
+
+    @property
+    def operands(self) -> int:
+        """What attention reads of a word: its nibbles, and the crumbs of those that are split."""
+        return WORD_PLANES + self.split
+
+    @property
     def width(self) -> int:
-        """Places of a row: the columns of what reads it."""
-        nibbles = sum(bits // NIBBLE_BITS * count for bits, count in zip(WIDTHS, self.counts, strict=True))
-        return -(-nibbles // PLANE) * PLANE
+        """The columns of what reads a row."""
+        return self.operands * self.words
 
     @cached_property
     def bits(self) -> tuple[int, ...]:
@@ -81,20 +118,36 @@ class Channels:
         return tuple(bits for bits, count in zip(WIDTHS, self.counts, strict=True) for _ in range(count))
 
     @cached_property
-    def nibbles(self) -> tuple[tuple[int, int] | None, ...]:
-        """Of each place: the channel, and the power of 16 that its nibble counts; None for an empty one."""
-        places: list[tuple[int, int] | None] = [
-            (channel, power) for channel, bits in enumerate(self.bits) for power in reversed(range(bits // NIBBLE_BITS))
+    def places(self) -> tuple[tuple[Digit, ...], ...]:
+        """What each holds: a nibble, the higher and the lower crumb (which may be missing), or nothing."""
+        crumbs = [Digit(channel, 0, CRUMB_BITS) for channel, bits in enumerate(self.bits) if bits % NIBBLE_BITS]
+        cut = [tuple(crumbs[i : i + 2]) for i in range(0, len(crumbs), 2)]
+        whole: list[tuple[Digit, ...]] = [
+            (Digit(channel, bit, NIBBLE_BITS),)
+            for channel, bits in enumerate(self.bits)
+            for bit in range(bits - NIBBLE_BITS, -1, -NIBBLE_BITS)
         ]
-        return tuple(places + [None] * (self.width - len(places)))
+        return (*whole, *[()] * (WORD_PLANES * self.words - len(whole) - len(cut)), *cut)
+
+    @cached_property
+    def columns(self) -> tuple[dict[int, float], ...]:
+        """Of each column: how many levels of which channels a unit of it counts."""
+        nibbles, crumbs = [], []
+        for digits in self.places:
+            cut = bool(digits) and digits[0].bits == CRUMB_BITS
+            nibbles.append({digit.channel: 0.25 if cut else 2.0**digit.bit for digit in digits[:1]})
+            crumbs.append({digits[0].channel: -0.25, digits[1].channel: 1.0} if len(digits) > 1 else {})
+        planes = [crumbs[i * self.words : (i + 1) * self.words] for i in reversed(range(WORD_PLANES))]
+        return tuple(nibbles + [column for plane in planes[: self.split] for column in plane])
 
     def row_bytes(self, element_bytes: int = 2) -> int:
         """Bytes of a token's row, whatever the model's dtype."""
-        return self.width // 2
+        return 2 * self.words
 
     def to_dict(self) -> dict[str, int]:
-        """Bits -> channels, of the widths that there are."""
-        return {str(bits): count for bits, count in zip(WIDTHS, self.counts, strict=True) if count}
+        """Bits -> channels, of the widths that there are, and `split`."""
+        found = {str(bits): count for bits, count in zip(WIDTHS, self.counts, strict=True) if count}
+        return found | ({"split": self.split} if self.split else {})
 
 
 @dataclass(frozen=True, order=True)
@@ -130,10 +183,10 @@ def _stored_latent(data: Any) -> Latent:
     """Read what `to_dict` gave."""
     if type(data) is int and 0 < data <= MAX_RANK:
         return Numbers(data)
-    widths = {str(bits) for bits in WIDTHS}
-    if isinstance(data, dict) and data and data.keys() <= widths:
-        counts = [data.get(str(bits), 0) for bits in WIDTHS]
-        if all(type(count) is int and 0 <= count <= MAX_RANK for count in counts) and any(counts):
+    names = [*map(str, WIDTHS), "split"]
+    if isinstance(data, dict) and data.keys() <= set(names):
+        counts = [data.get(name, 0) for name in names]
+        if all(type(count) is int and 0 <= count <= MAX_RANK for count in counts) and any(counts[:-1]):
             return Channels(*counts)
     raise ValueError
 
@@ -146,11 +199,16 @@ StoredLatent = Annotated[
 """A latent in a file: what `to_dict` gives."""
 
 
+def read_alike(latents: Sequence[Latent]) -> list[Latent]:
+    """The latents of a layer, all with equally many planes split: one kernel reads them all."""
+    most = max((latent.split for latent in latents if isinstance(latent, Channels)), default=0)
+    return [replace(latent, split=most) if isinstance(latent, Channels) else latent for latent in latents]
+
+
 @lru_cache(maxsize=4096)
-def aligned(width: int, groups: int) -> int:
+def aligned(size_bytes: int, groups: int) -> int:
     """Bytes from one group of codes to the next: whole sectors of memory are read, so they do not begin anywhere."""
-    size_bytes = width // 2
     if groups == 1:
         return size_bytes
-    unit = 32 if width >= 64 else 16
+    unit = 32 if size_bytes >= 32 else 16
     return -(-size_bytes // unit) * unit

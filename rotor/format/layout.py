@@ -13,14 +13,14 @@ fast is pre-RoPE.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple
 
 from ..checked import Expect, Reader
 from ..errors import CheckpointError
-from .channels import EDITED, MAX_RANK, Latent, StoredLatent, aligned
+from .channels import EDITED, MAX_RANK, Channels, Latent, StoredLatent, aligned, read_alike
 
 MOST_ROPE_BLOCK = 64
 """Positions of the largest block; the block of layers whose planes are all fast."""
@@ -172,7 +172,8 @@ class GroupClass:
 class LayerLayout:
     """The groups of one layer, in the order in which its rows hold them (by class, widest first).
 
-    All groups of a layer have as many KV heads, and are coded, and joint, alike.
+    All groups of a layer have as many KV heads, and are coded, and joint, alike; of as many planes of all latents crumbs
+    are read (see `Channels`), so that one kernel reads them all.
 
     rope_block: T, a power of two up to MOST_ROPE_BLOCK; None: all positions.
     fast_planes: F, planes stored before RoPE; 0 without a rope_block.
@@ -181,6 +182,12 @@ class LayerLayout:
     groups: tuple[GroupLayout, ...]
     rope_block: RopeBlock | None = None
     fast_planes: int = 0
+
+    def __post_init__(self) -> None:
+        latents = [latent for group in self.groups for latent in group.latents]
+        alike = iter(read_alike(latents))
+        groups = (replace(g, **{side: next(alike) for side in ("key", "value")[: len(g.latents)]}) for g in self.groups)
+        object.__setattr__(self, "groups", tuple(groups))
 
     @cached_property
     def _hash(self) -> int:
@@ -245,10 +252,15 @@ class LayerLayout:
         """Places of all latents that values are read from."""
         return sum(group.values.width for group in self.groups)
 
+    @property
+    def operands(self) -> int:
+        """What attention reads of a word of every latent, see `Channels`; of numbers 1."""
+        return max(latent.operands if isinstance(latent, Channels) else 1 for latent in self.groups[0].latents)
+
     def _stride(self, latent: Latent, element_bytes: int) -> int:
         if not latent.coded:
             return latent.row_bytes(element_bytes)
-        return aligned(latent.width, len(self.groups))
+        return aligned(latent.row_bytes(), len(self.groups))
 
     def row_bytes(self, element_bytes: int) -> tuple[int, int]:
         """Bytes of a token's key and value row in a model whose dtype takes element_bytes."""

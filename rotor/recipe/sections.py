@@ -152,7 +152,7 @@ class Codes:
         tuple[int, ...], Expect(_are_widths, f"0 and at least one of {', '.join(map(str, sorted(WIDTHS)))}, each once")
     ] = (0, 16)
     """Widths that a channel may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
-    many. With 12, 8 or 4 among them, channels are codes: bits are allocated over all layers and sides by what
+    many. With 12, 8, 6, 4 or 2 among them, channels are codes: bits are allocated over all layers and sides by what
     an error in each channel costs the model's own loss, and `ranks` is not used."""
     tokens: Count = 16384
     """Calibration tokens, the first ones, whose gradients say that."""

@@ -21,6 +21,15 @@ from ..numerics import one_thread
 from .projections import AttentionWeights
 
 
+def levels_of(channels: Channels) -> Tensor:
+    """How many levels of each channel a unit of each column counts, [rank, width], float64."""
+    levels = torch.zeros(channels.rank, channels.width, dtype=torch.float64)
+    for place, column in enumerate(channels.columns):
+        for channel, count in column.items():
+            levels[channel, place] = count
+    return levels
+
+
 @dataclass(frozen=True)
 class FoldedBasis:
     """How keys or values x of a group, side by side, n numbers, become a latent and are read from it; float64.
@@ -41,14 +50,8 @@ class FoldedBasis:
 
     @property
     def decode(self) -> Tensor:
-        """`read` with a column for each place of a row: 16^i times a channel's for its nibble i."""
-        if not isinstance(self.latent, Channels):
-            return self.read
-        nibbles = self.read.new_zeros(self.latent.rank, self.latent.width)
-        for place, nibble in enumerate(self.latent.nibbles):
-            if nibble is not None:
-                nibbles[nibble[0], place] = 16.0 ** nibble[1]
-        return self.read @ nibbles
+        """`read` with a column for each nibble and crumb that attention reads of a row."""
+        return self.read @ levels_of(self.latent).to(self.read) if isinstance(self.latent, Channels) else self.read
 
     @property
     def constant(self) -> Tensor:

@@ -13,7 +13,7 @@ from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm,
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import rotate
 
-MIXED = Channels(n16=2, n12=1, n8=7, n4=33)
+MIXED = Channels(n16=2, n12=1, n8=5, n6=6, n4=24, n2=5)
 """A latent with every width, and places left over."""
 
 WIDE = Channels(n8=20, n4=250)

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-MIXED = Channels(n16=1, n12=1, n8=6, n4=45)
+MIXED = Channels(n16=1, n12=1, n8=5, n6=4, n4=37, n2=5)
 CASES = {
     "joint, blocks": layer(KeyForm(64, 0), 1, MIXED, MIXED, Channels(n4=64)),
     "joint, fast planes": layer(KeyForm(64, 16), 2, Channels(n4=128), Channels(n4=96)),

@@ -6,28 +6,44 @@ import pytest
 import torch
 from cases import FORMS, MIXED, Channels, layer
 
-from rotor.format.channels import SIGNED
-from rotor.kernels.rows import pack, pack_layer, read_class, unpack
+from rotor.format.channels import NIBBLE_BITS, SIGNED
+from rotor.kernels.rows import pack, pack_layer, read_class, unpack, unpack_codes
+from rotor.runtime.rewrite import levels_of
 
-LATENTS = [MIXED, Channels(n4=16), Channels(n16=3), Channels(n12=5, n4=1), Channels(n8=8, n4=48)]
+LATENTS = [
+    MIXED,
+    Channels(n4=16),
+    Channels(n16=3),
+    Channels(n12=5, n4=1),
+    Channels(n8=8, n4=48),
+    Channels(n6=13, n4=1, n2=12),
+    Channels(n2=3),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("channels", LATENTS, ids=str)
-def test_nibbles_are_those_of_the_floors(channels, dtype) -> None:
+def test_codes_are_those_of_the_floors(channels, dtype) -> None:
     latents = (40 * torch.randn(7, channels.rank, generator=torch.Generator().manual_seed(0))).to(dtype)
     latents[0, 0], latents[1, 0] = 1e4 if dtype != torch.float16 else 6e4, -3.0
-    signed = unpack(pack(latents, channels), torch.float64)
+    rows = pack(latents, channels)
+    words, codes = rows.view(torch.int16).int(), unpack_codes(rows, channels)
+    read = (unpack(rows, channels.split, torch.float64) + SIGNED) @ levels_of(channels).T
     for row, numbers in enumerate(latents.tolist()):
         found = dict.fromkeys(range(channels.rank), 0)
-        for place, of in enumerate(channels.nibbles):
-            if of is None:
-                assert signed[row, place] == 0
+        for place, digits in enumerate(channels.places):
+            plane, word = divmod(place, channels.words)
+            nibble = int(words[row, word]) >> 4 * plane & 15
+            if not digits:
+                assert nibble == SIGNED
+            elif digits[0].bits == NIBBLE_BITS:
+                found[digits[0].channel] += nibble << digits[0].bit
             else:
-                found[of[0]] += int(signed[row, place] + SIGNED) * 16 ** of[1]
+                for crumb, digit in zip((nibble >> 2, nibble & 3), digits, strict=False):
+                    found[digit.channel] += crumb
         for channel, bits in enumerate(channels.bits):
             code = min(max(int(torch.tensor(numbers[channel]).floor()), -(2 ** (bits - 1))), 2 ** (bits - 1) - 1)
-            assert found[channel] == code + 2 ** (bits - 1)
+            assert found[channel] == codes[row, channel] == read[row, channel] == code + 2 ** (bits - 1)
 
 
 def test_groups_lie_where_the_layout_says() -> None:
@@ -39,5 +55,5 @@ def test_groups_lie_where_the_layout_says() -> None:
     for cls in layout.classes():
         keys = read_class(rows[0], cls.key, cls.key_byte, cls.key_stride, cls.count, torch.float32)
         own = 4 * sides[0][..., cls.key_rank : cls.key_rank + cls.key.rank]
-        assert torch.equal(keys[..., 0, :], unpack(pack(own, cls.key), torch.float32))
+        assert torch.equal(keys[..., 0, :], unpack(pack(own, cls.key), cls.key.split, torch.float32))
         assert cls.key_byte % 16 == cls.value_byte % 16 == 0

@@ -12,10 +12,10 @@ import truth
 from cases import FORMS, MIXED, Channels, Numbers, layer, random_case, shape_of
 from torch import Tensor
 
-from rotor.format.layout import GroupLayout, KeyForm
+from rotor.format.layout import GroupLayout, KeyForm, LayerLayout
 from rotor.kernels.reference import partial_attention
 from rotor.kernels.rotary import when_read
-from rotor.kernels.rows import read_class
+from rotor.kernels.rows import pack_codes, unpack, unpack_codes
 from rotor.policies import Tiers
 from rotor.policies.methods.tiers import TieredLayer, cut_latent, cut_layout
 
@@ -69,14 +69,9 @@ class Case:
         sides = []
         for keys in (True, False):
             rows = self.key if keys or self.layout.joint else self.value
-            numbers = self._numbers(rows[:, : tokens.stop], keys)
-            kept = torch.zeros(2, tokens.stop, numbers.shape[-1], dtype=torch.bool)
-            for tier, cut in zip((HIGH, LOW), policy.layouts(self.layout), strict=True):
-                pairs = zip(self.layout.groups, cut.groups, strict=True)
-                latents = [(g.key, c.key) if keys else (g.values, c.values) for g, c in pairs]
-                marks = torch.cat([torch.arange(whole.width) < part.width for whole, part in latents])
-                kept |= marks & torch.tensor(tiers == tier)[..., None]
-            sides.append(numbers * kept)
+            of_tier = [self._numbers(rows[:, : tokens.stop], keys, cut) for cut in policy.layouts(self.layout)]
+            marks = [torch.tensor(tiers == tier)[..., None] for tier in (HIGH, LOW)]
+            sides.append(sum(numbers * mark for numbers, mark in zip(of_tier, marks, strict=True)))
         groups = tuple(
             GroupLayout(g.kv_heads, Numbers(g.key.width), Numbers(g.values.width)) for g in self.layout.groups
         )
@@ -84,11 +79,21 @@ class Case:
         mask = self.mask[:, 0, tokens, : tokens.stop]
         return truth.attention(self.queries(tokens), *sides, parameters, mask, self.rotation)
 
-    def _numbers(self, rows: Tensor, keys: bool) -> Tensor:
+    def _numbers(self, rows: Tensor, keys: bool, cut: LayerLayout) -> Tensor:
+        """What is read of rows whose channels behind those of `cut` are codes in the middle, or zeros."""
         found = []
-        for c in self.layout.classes(4):
-            at = (c.key, c.key_byte, c.key_stride) if keys else (c.value, c.value_byte, c.value_stride)
-            found.append(read_class(rows, *at, c.count, torch.float64).double().flatten(2))
+        for group, part, starts in zip(self.layout.groups, cut.groups, self.layout.byte_offsets(4), strict=True):
+            whole, kept, first = (group.key, part.key, starts[0]) if keys else (group.values, part.values, starts[1])
+            if isinstance(whole, Channels):
+                own = rows[..., first : first + whole.row_bytes()]
+                if cut != self.layout:
+                    codes = unpack_codes(own, whole)
+                    codes[..., kept.rank :] = torch.tensor([2 ** (bits - 1) for bits in whole.bits[kept.rank :]])
+                    own = pack_codes(codes, whole)
+                found.append(unpack(own, whole.split, torch.float64))
+            else:
+                own = rows[..., first // 4 : first // 4 + whole.rank].double()
+                found.append(own * (torch.arange(whole.rank) < kept.rank))
         return torch.cat(found, dim=-1)
 
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ...format.channels import NIBBLE_BITS, PLANE, WIDTHS, Channels, Latent, Numbers
+from ...format.channels import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES, Channels, Latent, Numbers
 from ...format.layout import GroupLayout, LayerLayout
 from ...kernels.parameters import seq_len_of
 from ...kernels.reference import partial_attention
@@ -185,15 +185,14 @@ def cut_layout(layout: LayerLayout, qk_ratio: float, v_ratio: float) -> LayerLay
 
 
 def cut_latent(latent: Latent, ratio: float) -> Latent:
-    """The first channels of a latent. One that ends behind the last plane keeps its higher nibbles, uncounted."""
+    """The first channels of a latent, as many as lie in whole planes."""
     if isinstance(latent, Numbers):
         return Numbers(_kept(latent.rank, ratio, 1))
-    left = _kept(latent.width, ratio, PLANE)
+    left = _kept(WORD_PLANES * latent.words, ratio, PLANE) * NIBBLE_BITS
     counts = []
     for bits, count in zip(WIDTHS, latent.counts, strict=True):
-        nibbles = bits // NIBBLE_BITS
-        counts.append(min(count, left // nibbles))
-        left = left - count * nibbles if counts[-1] == count else 0
+        counts.append(min(count, left // bits))
+        left = left - count * bits if counts[-1] == count else 0
     return Channels(*counts)
 
 
