@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
 """New tokens of a layer into rows: rotated, projected, floored and packed, queries rotated too, in one launch.
 
-A program makes some words of a group's row for some tokens: with what is in the four planes of each word known from
-a table of digits, the columns of the basis are gathered so that a product's columns are the nibbles, plane by plane, and
-where some are cut the crumbs. A channel of several digits is so computed as often; that is nothing beside reading the basis.
+A program makes some words of a group's row for some tokens: with what is in the four planes of each word known from a
+table of digits, the columns of the basis are gathered so that a product's columns are the nibbles, plane by plane, and
+where some are cut the crumbs. A channel of several digits is so computed as often; that is nothing beside reading the
+basis.
 
 Floor: bytes of the basis, keys and rows / memory bandwidth; while decoding, the basis is nearly all of it.
 """

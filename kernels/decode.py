@@ -7,9 +7,9 @@ row: `absorb` has put the slow planes, and what constants add to the logits, int
 planes are rebuilt in the tile: the latents times `fast_basis`, plus a constant, rotated by the place in the block (a
 table), rounded, times the queries' fast planes, which `absorb` has rotated back to the beginning of the block.
 
-A nibble or crumb n is read as 128 + n (bfloat16) or 1024 + n (float16), by one or two instructions for two of them; what
-that adds, and the 8 that attention reads less, comes off the logits with the constants and off the output at the end. The
-rows of the next tile are loaded while this one is computed. Logits are in powers of two.
+A nibble or crumb n is read as 128 + n (bfloat16) or 1024 + n (float16), by one or two instructions for two of them;
+what that adds, and the 8 that attention reads less, comes off the logits with the constants and off the output at the
+end. The rows of the next tile are loaded while this one is computed. Logits are in powers of two.
 
 Each program works through its slice of the line of tiles (see `ranges`) and leaves one result for each (sequence,
 group) that it meets, which `join` puts together.
@@ -34,9 +34,10 @@ def operands(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     if not CODED:
         return (tile,)
     tile = tile.to(tl.uint16, bitcast=True)
+    found = nibbles(tile, DTYPE, ASM)
     if CODED > 4:
-        return nibbles(tile, DTYPE, ASM) + crumbs(tile, CODED - 4, DTYPE, ASM)
-    return nibbles(tile, DTYPE, ASM)
+        found += crumbs(tile, CODED - 4, DTYPE, ASM)
+    return found
 
 
 @triton.jit
@@ -189,15 +190,15 @@ def decode_kernel(
 ):  # fmt: skip
     """One slice of the line of tiles.
 
-    query: absorbed queries [batch_size, max_blocks, groups, rows, operands, COLUMNS], of a word (1 of numbers), or
-    with FOLDED [tokens, .]. constant: [batch_size, max_blocks, groups, rows], logits shared by all keys of a block.
+    query: absorbed queries [batch_size, max_blocks, groups, rows, operands, COLUMNS], of a word (1 of numbers), or with
+    FOLDED [tokens, .]. constant: [batch_size, max_blocks, groups, rows], logits shared by all keys of a block.
     fast_query: [.., rows, 2, FAST]. fast_basis: [groups, HEADS, operands, 2, FAST, COLUMNS]. fast_constant: [groups,
     HEADS, 2, FAST]. rotations: [2, BLOCK, FAST]. partial: [slots, rows, operands, VALUE_COLUMNS]. table: [groups, 8]:
-    columns of an operand and the first element in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the
-    first place of queries (FOLDED), of the basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a block,
-    0: all. FAST: planes, 0: none. LEAN: what all tiles share and each loads anew, which frees registers: constants (1),
-    rotations (2). CODED: operands of a word, 0 of numbers. TOGETHER: KV heads whose fast planes are rebuilt by one product. AGAIN: planes of joint latents that
-    are unpacked anew for values, for the same reason.
+    columns of an operand and the first element in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values;
+    the first place of queries (FOLDED), of the basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a
+    block, 0: all. FAST: planes, 0: none. LEAN: what all tiles share and each loads anew, which frees registers:
+    constants (1), rotations (2). CODED: operands of a word, 0 of numbers. TOGETHER: KV heads whose fast planes are
+    rebuilt by one product. AGAIN: planes of joint latents that are unpacked anew for values, for the same reason.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK

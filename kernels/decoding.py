@@ -83,6 +83,7 @@ class DecodeLayer:
         layout, shape = parameters.layout, parameters.shape
         self.parameters, self.dtype, self.device, self.layout = parameters, dtype, device, layout
         self.operands = layout.operands  # of a word; 1 of numbers
+        self.coded = layout.coded * self.operands
         self.heads, self.per_head = layout.group_size, shape.heads_per_kv
         self.group_rows = self.heads * self.per_head
         self.folded = layout.folds_queries(shape)
@@ -174,7 +175,7 @@ class DecodeLayer:
     def constants(self, tokens: int, tiles: Tile, page: int, mask: bool, softcap: bool) -> dict[str, Any]:
         """Of the decode kernel, but for what divides the strides of a cache."""
         return {
-            "CODED": self.operands if self.layout.coded else 0, "JOINT": self.layout.joint, "FOLDED": self.folded, "SLOW": self.slow,
+            "CODED": self.coded, "JOINT": self.layout.joint, "FOLDED": self.folded, "SLOW": self.slow,
             "CONSTANT": self.has_constant, "FAST": self.fast, "BLOCK": self.block, "HEADS": self.heads,
             "PER_HEAD": self.per_head, "TOKENS": tokens,
             "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
@@ -187,7 +188,7 @@ class DecodeLayer:
 
     def absorb_constants(self, tokens: int) -> dict[str, Any]:
         return {
-            "CODED": self.operands if self.layout.coded else 0, "CONSTANT": self.constant is not None, "FAST": self.fast,
+            "CODED": self.coded, "CONSTANT": self.constant is not None, "FAST": self.fast,
             "FAST_PLANES": self.fast_planes, "PLANES": self.planes, "SLOW": self.slow_columns,
             "HEAD_DIM": self.parameters.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
             "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens, "COLUMNS": self.columns,
@@ -368,7 +369,7 @@ def _memory(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
 
 def join_constants(layer: DecodeLayer, tokens: int, tiles: Tile) -> dict[str, Any]:
     return {
-        "CODED": layer.operands if layer.layout.coded else 0, "GROUP_ROWS": layer.group_rows, "TOKENS": tokens,
+        "CODED": layer.coded, "GROUP_ROWS": layer.group_rows, "TOKENS": tokens,
         "VALUE_COLUMNS": layer.value_columns, "STEP": layer.step(tiles), "SLICES": 16,
         "PADDED": triton.next_power_of_2(layer.operands * layer.value_columns), "num_warps": 4,
     }  # fmt: skip

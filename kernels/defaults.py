@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from rotor.format.channels import WORD_PLANES
 from rotor.format.kernel_config import ARCHITECTURES, KernelConfig, LayerKernels, Tile, layout_class
 from rotor.format.layout import LayerLayout
 
@@ -52,9 +53,9 @@ def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> T
     latents and more rows take two warps and more, and tiles of 32 keys; four KV heads together four warps.
     """
     rows = max(8, _power(query_rows))
-    operands = layout.operands
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
-    width = operands * max(16, _power(widest // operands)) * (1 if layout.joint else 1.5)
+    nibbles = WORD_PLANES if layout.coded else 1
+    width = nibbles * max(16, _power(widest // layout.operands)) * (1 if layout.joint else 1.5)
     fast = max(16, _power(layout.fast_planes)) if layout.fast_planes else 0
     if not layout.coded:
         size = width * rows

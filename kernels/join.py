@@ -19,7 +19,8 @@ def join_kernel(
     CODED: tl.constexpr, GROUP_ROWS: tl.constexpr, TOKENS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     STEP: tl.constexpr, SLICES: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: query heads, sequences times TOKENS. SLICES: results that are read at once. PADDED: columns of all operands.
+    """Grid: query heads, sequences times TOKENS. SLICES: results that are read at once. PADDED: columns of all
+    operands.
 
     output: [tokens, .], heads of a group behind each other.
     """

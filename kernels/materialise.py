@@ -87,7 +87,8 @@ def materialise_kernel(
 ):  # fmt: skip
     """Grid (blocks of KEYS keys, groups x (KV heads and values), sequences); see `materialise`.
 
-    CODED: operands of a word, 0 of numbers. LATENTS: keys stay latents (a model without RoPE). HALF: rotary planes, 0 where stored keys are as they are read.
+    CODED: operands of a word, 0 of numbers. LATENTS: keys stay latents (a model without RoPE). HALF: rotary planes, 0
+    where stored keys are as they are read.
     """
     sequence = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1) % (SIZE + 1)
@@ -259,7 +260,7 @@ def constants_of(
     return {
         "SIZE": 1 if latents else layout.group_size, "HALF": half, "HALF_PADDED": padded(half or 1), "REST": rest,
         "REST_PADDED": padded(rest or 1), "LATENTS": latents, "CONSTANT": layout.coded and not latents,
-        "CODED": planes if layout.coded else 0, "PAGED": paged, "KEYS": KEYS, "BLOCK": min(64, padded(cls.key.width // planes)),
+        "CODED": layout.coded * planes, "PAGED": paged, "KEYS": KEYS, "BLOCK": min(64, padded(cls.key.width // planes)),
         "VALUE_BLOCK": min(64, padded(cls.value.width // planes)), "PRECISION": precision(dtype), "num_warps": 8,
         "num_stages": 1,
     }  # fmt: skip

@@ -111,7 +111,7 @@ def test_what_the_table_does_not_have_follows_from_what_it_has(table) -> None:
     assert look_up(table, Specialisation("joint", 512, 32, 16, 8)).decode == pytest.approx(4 * 512 + 16 * 8 * 8)
     assert look_up(table, Specialisation("apart", 64, 8, 16, 1)).decode == 128 + 16
     assert look_up(table, Specialisation("apart", 512, 32)).decode == 4 * 1024
-    assert look_up(table, Specialisation("joint", 64, 8, 0, 4)) == table["joint", 64, 8, 0, 1, 64]
+    assert look_up(table, Specialisation("joint", 64, 8, 0, 4)) == table["joint", 64, 8, 0, 1, 64, 0]
 
 
 def test_the_bundled_table_is_whole() -> None:

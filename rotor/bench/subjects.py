@@ -54,6 +54,7 @@ def subjects_of(folder: Path) -> list[Subject]:
 
 NAMED = {
     "joint-64-fast": Specialisation("joint", 64, 4, 16),
+    "joint-64-fast-split": Specialisation("joint", 64, 4, 16, split=1),
     "joint-128-fast": Specialisation("joint", 128, 4, 16),
     "joint-128x2-fast": Specialisation("joint", 128, 8, 16, 2),
     "joint-256x4-fast": Specialisation("joint", 256, 16, 16, 4),
@@ -67,7 +68,7 @@ NAMED = {
 
 def subject_of(name: str, of: Specialisation) -> Subject:
     """A layer of 8 KV heads of HEAD_DIM: joint latents in blocks, or those apart after RoPE; bfloat16, in pages."""
-    latent = Numbers(of.width) if of.kind == "numbers" else Channels(n4=of.width)
+    latent = Numbers(of.width) if of.kind == "numbers" else Channels(n4=of.width, split=of.split)
     values, block = (None, of.rope_block) if of.kind == "joint" else (latent, None)
     groups = (GroupLayout(tuple(range(i, i + of.kv_heads)), latent, values) for i in range(0, 8, of.kv_heads))
     layout = LayerLayout(tuple(groups), block, of.fast_planes)

@@ -1,7 +1,7 @@
 """Fold the code of a latent into the projections around it, in float64; the caller casts once.
 
-With z = constant + scale sum_i l_i (n_i - 8), n_i the nibbles and crumbs of a row and l_i how many levels a unit of each
-counts (see rotor.format.channels):
+With z = constant + scale sum_i l_i (n_i - 8), n_i the nibbles and crumbs of a row and l_i how many levels a unit of
+each counts (see rotor.format.channels):
 - what puts out the latent (W_k, W_v, or the key basis) is divided by the scale and shifted by the mean, so that its
   output only has to be floored and clamped;
 - what reads the latent (the query's basis, which rebuilds keys too, W_o) has a column for each n_i, multiplied by l_i

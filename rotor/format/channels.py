@@ -1,23 +1,23 @@
 """Rows of codes: how the channels of a latent lie in the bytes that a cache keeps for one token.
 
-A row is made of nibbles of 4 bits, some of which are cut into two crumbs of 2. A channel of 4, 8, 12 or 16 bits is 1, 2,
-3 or 4 nibbles, one of 2 bits a crumb, one of 6 bits a nibble and a crumb; its code
+A row is made of nibbles of 4 bits, some of which are cut into two crumbs of 2. A channel of 4, 8, 12 or 16 bits is 1,
+2, 3 or 4 nibbles, one of 2 bits a crumb, one of 6 bits a nibble and a crumb; its code
 
     u = clamp(floor((z - mean) / scale) + 2^(bits - 1), 0, 2^bits - 1) = sum_i 2^(bit_i) d_i
 
-with digits d_i means z = mean + scale (u + 1/2 - 2^(bits - 1)). A projection puts out (z - mean) / scale, so that floor,
-clamp and a fixed offset are all that is left to do. Attention multiplies with what it reads, less 8, one column each. A
-nibble that is cut, n = 4 a + b, is read twice: whole, and its lower crumb b. As a = (n - b) / 4, the column of n is a
-quarter of that of a's channel, and the column of b is that of b's channel less the same. So the basis that reads the
-latent has for each column what a unit of it counts, and what means, halves and eights add is a constant key and a bias
-of o_proj. Kernels know nibbles and crumbs, not channels.
+with digits d_i means z = mean + scale (u + 1/2 - 2^(bits - 1)). A projection puts out (z - mean) / scale, so that
+floor, clamp and a fixed offset are all that is left to do. Attention multiplies with what it reads, less 8, one column
+each. A nibble that is cut, n = 4 a + b, is read twice: whole, and its lower crumb b. As a = (n - b) / 4, the column of
+n is a quarter of that of a's channel, and the column of b is that of b's channel less the same. So the basis that reads
+the latent has for each column what a unit of it counts, and what means, halves and eights add is a constant key and a
+bias of o_proj. Kernels know nibbles and crumbs, not channels.
 
-The nibbles of a group's latent, channels most bits first and within a channel the highest first, have the *places*
-0, 1, ...; behind them, up to the last place, lie the cut ones. Their number is rounded up to a multiple of 16 (a plane,
-8 bytes), and what is left over between them is the nibble 8. With W = places / 4 little-endian 16-bit words, nibble j
-(bits 4 j to 4 j + 3) of word w is place j W + w: one shift and one mask take a plane's nibbles out of the words, side by
-side, and nothing is interleaved. The lower crumbs of the last W places are read as columns 4 W to 5 W - 1, those of the
-W places before them as the next W, as far as places are cut (`split`).
+The nibbles of a group's latent, channels most bits first and within a channel the highest first, have the *places* 0,
+1, ...; behind them, up to the last place, lie the cut ones. Their number is rounded up to a multiple of 16 (a plane, 8
+bytes), and what is left over between them is the nibble 8. With W = places / 4 little-endian 16-bit words, nibble j
+(bits 4 j to 4 j + 3) of word w is place j W + w: one shift and one mask take a plane's nibbles out of the words, side
+by side, and nothing is interleaved. The lower crumbs of the last W places are read as columns 4 W to 5 W - 1, those of
+the W places before them as the next W, as far as places are cut (`split`).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from ..checked import OneOf, Reader
 from ..errors import CheckpointError
+from .channels import WORD_PLANES
 from .file_names import KERNEL_CONFIG
 from .json_files import read_json
 from .layout import LayerLayout
@@ -115,13 +116,16 @@ class KernelConfig:
 def layout_class(layout: LayerLayout) -> str:
     """What of a layer its kernels are compiled for, in words: `joint 128x2, T 64, F 13`.
 
-    Widths of the classes of groups with their KV heads, the block within which keys are rotated, fast planes; `apart`
-    where values have latents of their own, `numbers` where there are no codes.
+    Nibbles (or numbers) of the classes of groups with their KV heads, the block within which keys are rotated, fast
+    planes, planes whose crumbs are read too; `apart` where values have latents of their own, `numbers` where there are
+    no codes.
     """
+    nibbles = WORD_PLANES if layout.coded else 1
     kind = ("joint" if layout.joint else "apart") if layout.coded else "numbers"
     widths = []
     for cls in layout.classes():
-        own = f"{cls.key.width}" if layout.joint else f"{cls.key.width}+{cls.value.width}"
+        own = "+".join(str(side.width // layout.operands * nibbles) for side in layout.groups[cls.start].latents)
         widths.append(f"{own}x{layout.group_size}" + (f" ({cls.count})" if cls.count < len(layout.groups) else ""))
     form = "" if layout.rope_block is None else f", T {layout.rope_block}, F {layout.fast_planes}"
-    return f"{kind} {', '.join(widths)}{form}"
+    split = f", split {layout.operands - nibbles}" if layout.operands > nibbles else ""
+    return f"{kind} {', '.join(widths)}{form}{split}"

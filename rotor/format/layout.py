@@ -13,7 +13,7 @@ fast is pre-RoPE.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple
@@ -172,8 +172,8 @@ class GroupClass:
 class LayerLayout:
     """The groups of one layer, in the order in which its rows hold them (by class, widest first).
 
-    All groups of a layer have as many KV heads, and are coded, and joint, alike; of as many planes of all latents crumbs
-    are read (see `Channels`), so that one kernel reads them all.
+    All groups of a layer have as many KV heads, and are coded, and joint, alike; of as many planes of all latents
+    crumbs are read (see `Channels`), so that one kernel reads them all.
 
     rope_block: T, a power of two up to MOST_ROPE_BLOCK; None: all positions.
     fast_planes: F, planes stored before RoPE; 0 without a rope_block.
@@ -184,9 +184,8 @@ class LayerLayout:
     fast_planes: int = 0
 
     def __post_init__(self) -> None:
-        latents = [latent for group in self.groups for latent in group.latents]
-        alike = iter(read_alike(latents))
-        groups = (replace(g, **{side: next(alike) for side in ("key", "value")[: len(g.latents)]}) for g in self.groups)
+        alike = iter(read_alike([latent for group in self.groups for latent in group.latents]))
+        groups = [GroupLayout(g.kv_heads, next(alike), g.value and next(alike)) for g in self.groups]
         object.__setattr__(self, "groups", tuple(groups))
 
     @cached_property

@@ -6,7 +6,8 @@ for, per key and group: of decoding, and of absorbing queries for each block of 
 What the table does not have follows from what it has. Widths, query rows and fast planes are padded to the next entry,
 as kernels pad them, and beyond the last in proportion. What rebuilding planes adds is taken in proportion to planes, KV
 heads and width, from the entry nearest in these; what shorter blocks of positions multiply by, from the narrowest one.
-Keys and values of different widths cost the mean of both; joint latents of numbers as much as two of them.
+Keys and values of different widths cost the mean of both; joint latents of numbers as much as two of them. Each split
+plane, whose crumbs are read too, adds SPLIT.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any, NamedTuple
 
+from ..format.channels import WORD_PLANES, Numbers
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
 
 TABLE = "instructions.json"
@@ -34,10 +36,16 @@ SHORT_BLOCKS = (16, 32)
 """Positions of a block, beside BLOCK, that the table has of joint latents with nothing rebuilt."""
 
 
+SPLIT = 0.12
+"""Counted: 0.09 and 0.17 more with one and two split planes of 64 nibbles, 0.13 and 0.10 with one of 128, one KV head
+and two."""
+
+
 class Specialisation(NamedTuple):
     """What a kernel is compiled for. kind: `joint`, `apart` (of codes) or `numbers`.
 
-    rope_block: of joint latents; the table has the others for all positions.
+    width: nibbles, or numbers, of a latent. rope_block: of joint latents; the table has the others for all positions.
+    split: planes of nibbles whose crumbs are read too; see rotor.format.channels.
     """
 
     kind: str
@@ -46,6 +54,7 @@ class Specialisation(NamedTuple):
     fast_planes: int = 0
     kv_heads: int = 1
     rope_block: int = BLOCK
+    split: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ def read_table(data: Mapping[str, Any]) -> Table:
     """What is in its file."""
     names = Specialisation._fields
     return {
-        Specialisation(*(entry[name] for name in names)): Counts(
+        Specialisation(**{name: entry[name] for name in names if name in entry}): Counts(
             **{name: value for name, value in entry.items() if name not in names}
         )
         for entry in data["entries"]
@@ -94,7 +103,8 @@ def group_instructions(layout: LayerLayout, group: GroupLayout, shape: Attention
     rows = kv_heads * shape.heads_per_kv
     total = 0.0
     for latent in (group.key, group.values):
-        wanted = Specialisation(kind_of(layout), latent.width, rows, layout.fast_planes, kv_heads, block)
+        width, split = (latent.width, 0) if isinstance(latent, Numbers) else (WORD_PLANES * latent.words, latent.split)
+        wanted = Specialisation(kind_of(layout), width, rows, layout.fast_planes, kv_heads, block, split)
         counts = look_up(bundled_table(), wanted)
         absorb = counts.absorb * shape.head_dim / HEAD_DIM * BLOCK / block if shape.rotary_dim else 0.0
         total += (counts.decode + absorb) / 2
@@ -111,6 +121,9 @@ def look_up(table: Table, wanted: Specialisation) -> Counts:
     """The counts of a specialisation, from its own entry or, as the module says, from others."""
     if wanted in table:
         return table[wanted]
+    if wanted.split:
+        whole, more = look_up(table, wanted._replace(split=0)), 1 + SPLIT * wanted.split
+        return Counts(whole.decode * more, whole.absorb * more, whole.spilled_bytes)
     plain = [key for key in table if key.kind == wanted.kind and not key.fast_planes and key.rope_block == BLOCK]
     width, wider = _padded({key.width for key in plain}, wanted.width)
     rows, more = _padded({key.rows for key in plain if key.width == width}, wanted.rows)

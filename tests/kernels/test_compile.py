@@ -15,7 +15,7 @@ from rotor.bench.variants import layer_variants
 MOST_SPILLED_BYTES = 128
 """Of a thread, in kernels that no decode step over pages runs."""
 
-QUICK = [("joint-128x2-fast", 90, PAGE), ("numbers-64", 80, 0)]
+QUICK = [("joint-128x2-fast", 90, PAGE), ("joint-64-fast-split", 90, PAGE), ("numbers-64", 80, 0)]
 EVERY = [(name, arch, page) for name in NAMED for arch in (80, 90) for page in (0, PAGE)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in QUICK]
 
