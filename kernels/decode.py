@@ -28,75 +28,35 @@ NOTHING = tl.constexpr(-1e30)
 
 @triton.jit
 def operands(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The operands of products that a tile of rows holds: of words, their four planes of nibbles, and the lower crumbs
-    of as many as make CODED of them; of numbers itself.
+    """The operands of products that a tile of rows holds: of words, their four planes of nibbles, and of the last planes
+    the lower crumbs, until there are CODED; of numbers itself.
     """
     if not CODED:
         return (tile,)
     tile = tile.to(tl.uint16, bitcast=True)
-    found = nibbles(tile, DTYPE, ASM)
-    if CODED > 4:
-        found += crumbs(tile, CODED - 4, DTYPE, ASM)
-    return found
-
-
-@triton.jit
-def nibbles(tile, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The four planes of words."""
-    if tl.float32 == DTYPE:
-        return (
-            ((tile & 15).to(tl.int32) - 8).to(tl.float32),
-            (((tile >> 4) & 15).to(tl.int32) - 8).to(tl.float32),
-            (((tile >> 8) & 15).to(tl.int32) - 8).to(tl.float32),
-            ((tile >> 12).to(tl.int32) - 8).to(tl.float32),
-        )
-    ONES: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300  # from 1024, or 128, on ones are the last place
-    if not ASM:
-        return (
-            ((tile & 15) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
-            (((tile >> 4) & 15) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
-            (((tile >> 8) & 15) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
-            ((tile >> 12) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
-        )
-    if tl.float16 == DTYPE:
-        a = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-        b = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-        c = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-        d = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-    else:
-        a = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-        b = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-        c = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-        d = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-    return (a.to(DTYPE, bitcast=True), b.to(DTYPE, bitcast=True), c.to(DTYPE, bitcast=True), d.to(DTYPE, bitcast=True))
-
-
-@triton.jit
-def crumbs(tile, PLANES: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The lower crumbs of the last PLANES planes of words, of the last one first."""
-    ONES: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
     found = ()
-    for i in tl.static_range(PLANES):
-        if tl.float32 == DTYPE:
-            crumb = (((tile >> (12 - 4 * i)) & 3).to(tl.int32) - 8).to(tl.float32)
-        elif not ASM:
-            crumb = (((tile >> (12 - 4 * i)) & 3) | ONES).to(tl.uint16).to(DTYPE, bitcast=True)
-        else:
-            if i == 0:
-                low = tl.inline_asm_elementwise("shr.u32 $0, $1, 12;", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-            elif i == 1:
-                low = tl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-            elif i == 2:
-                low = tl.inline_asm_elementwise("shr.u32 $0, $1, 4;", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-            else:
-                low = tile
-            if tl.float16 == DTYPE:
-                crumb = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x00030003, 0x64006400, 0xEA;", "=r,r", [low], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-            else:
-                crumb = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x00030003, 0x43004300, 0xEA;", "=r,r", [low], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-            crumb = crumb.to(DTYPE, bitcast=True)
-        found += (crumb,)
+    for j in tl.static_range(4):
+        found += (digit(tile, 4 * j, 15, DTYPE, ASM),)
+    for j in tl.static_range(CODED - 4):
+        found += (digit(tile, 12 - 4 * j, 3, DTYPE, ASM),)
     return found
+
+
+@triton.jit
+def digit(words, SHIFT: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """(words >> SHIFT) & MASK, less 8 in float32; else with 128 or 1024 added, from where on ones are the last place."""
+    if tl.float32 == DTYPE:
+        return (((words >> SHIFT) & MASK).to(tl.int32) - 8).to(tl.float32)
+    if not ASM:
+        ONES: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
+        return (((words >> SHIFT) & MASK) | ONES).to(tl.uint16).to(DTYPE, bitcast=True)
+    shift: tl.constexpr = "12" if SHIFT == 12 else "8" if SHIFT == 8 else "4" if SHIFT == 4 else "0"
+    both: tl.constexpr = "0x000F000F, " if MASK == 15 else "0x00030003, "
+    ones: tl.constexpr = "0x64006400" if tl.float16 == DTYPE else "0x43004300"
+    text: tl.constexpr = "{ .reg .b32 t; shr.u32 t, $1, " + shift + "; lop3.b32 $0, t, " + both + ones + ", 0xEA; }"
+    return tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.uint16, is_pure=True, pack=2).to(
+        DTYPE, bitcast=True
+    )
 
 
 @triton.jit
