@@ -28,8 +28,8 @@ NOTHING = tl.constexpr(-1e30)
 
 @triton.jit
 def operands(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The operands of products that a tile of rows holds: of words, their four planes of nibbles, and of the last planes
-    the lower crumbs, until there are CODED; of numbers itself.
+    """The operands of products that a tile of rows holds: of words, their four planes of nibbles, and the lower crumbs of
+    the last planes, until there are CODED; of numbers itself.
     """
     if not CODED:
         return (tile,)
@@ -44,7 +44,7 @@ def operands(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def digit(words, SHIFT: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """(words >> SHIFT) & MASK, less 8 in float32; else with 128 or 1024 added, from where on ones are the last place."""
+    """(words >> SHIFT) & MASK, less 8 in float32; else 128 or 1024 more, from where on ones are the last place."""
     if tl.float32 == DTYPE:
         return (((words >> SHIFT) & MASK).to(tl.int32) - 8).to(tl.float32)
     if not ASM:
@@ -54,9 +54,8 @@ def digit(words, SHIFT: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr, A
     both: tl.constexpr = "0x000F000F, " if MASK == 15 else "0x00030003, "
     ones: tl.constexpr = "0x64006400" if tl.float16 == DTYPE else "0x43004300"
     text: tl.constexpr = "{ .reg .b32 t; shr.u32 t, $1, " + shift + "; lop3.b32 $0, t, " + both + ones + ", 0xEA; }"
-    return tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.uint16, is_pure=True, pack=2).to(
-        DTYPE, bitcast=True
-    )
+    found = tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.uint16, is_pure=True, pack=2)
+    return found.to(DTYPE, bitcast=True)
 
 
 @triton.jit
