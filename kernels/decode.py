@@ -28,8 +28,8 @@ NOTHING = tl.constexpr(-1e30)
 
 @triton.jit
 def operands(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The operands of products that a tile of rows holds: of words, their four planes of nibbles, and the lower crumbs of
-    the last planes, until there are CODED; of numbers itself.
+    """The operands of products that a tile of rows holds: of words, their four planes of nibbles, and the lower crumbs
+    of the last planes, until there are CODED; of numbers itself.
     """
     if not CODED:
         return (tile,)

@@ -45,6 +45,7 @@ def test_named_layouts() -> None:
     removed = {name: 1 - kv_bytes_per_token([layout], 2) / (8 * 512) for name, layout in found.items()}
     assert removed == {
         "joint-64-fast": 0.9375,
+        "joint-64-fast-split": 0.9375,
         "joint-128-fast": 0.875,
         "joint-128x2-fast": 0.9375,
         "joint-256x4-fast": 0.9375,
@@ -58,7 +59,9 @@ def test_named_layouts() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("name", "arch", "goal"), [("joint-64-fast", 90, 20.0), ("numbers-64", 80, 24.0)])
+@pytest.mark.parametrize(
+    ("name", "arch", "goal"), [("joint-64-fast", 90, 20.0), ("joint-64-fast-split", 90, 20.0), ("numbers-64", 80, 24.0)]
+)
 def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, decoding_alone) -> None:
     """And as many as predictions look up."""
     (layer,) = count_layers([named_subjects()[name]], [arch])

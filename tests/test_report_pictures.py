@@ -36,7 +36,7 @@ def made(layers: int = 5, coded: bool = False, joint: bool = False) -> ReportDat
     ]
     data.chosen = data.points[1]
     data.target, data.metric = 0.99, "some ratio"
-    channels = Channels(4, 0, 8, 16)
+    channels = Channels(n16=4, n8=8, n4=16)
     latents = (channels, None) if joint else (channels, channels) if coded else (Numbers(24), Numbers(8))
     data.ranks, data.head_dim = [[GroupLayout((0, 1), *latents)] * 2 for _ in range(layers)], 32
     data.ranks_of = "of this point"
