@@ -118,7 +118,7 @@ class ModelOutline:
             tokens = min(count, recipe.codes.tokens)
             gradients = 3 * groups * (2 * latent * (latent + 1) + 8 * min(tokens, SAMPLES) * latent)
             running, solving = 3 * running, solving + 3 * gradients
-            codes = 2 * 17 * 8 * kv_width  # weight, variance, three numbers at each of five widths
+            codes = 2 * 23 * 8 * kv_width  # weight, variance, three numbers at each of seven widths
             if recipe.distil.steps:  # both once more
                 codes += codes + bases
         kept_bytes = shape.num_layers * (outputs + bases + codes)
