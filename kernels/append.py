@@ -142,7 +142,7 @@ def packed(latents, place, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl
     the last one on.
     """
     known = tl.maximum(place, 0)
-    half = (1 << ((known >> 5) % 32 - 1)).to(tl.float32)
+    half = (1 << tl.maximum((known >> 5) % 32 - 1, 0)).to(tl.float32)
     code = tl.minimum(tl.maximum(tl.floor(latents), -half[None, :]), half[None, :] - 1.0) + half[None, :]
     plane = tl.arange(0, COLUMNS) // (COLUMNS // PLANES)
     crumb = known % 2

@@ -31,14 +31,24 @@ def operands(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """The operands of products that a tile of rows holds: of words, their four planes of nibbles, and the lower crumbs
     of the last planes, until there are CODED; of numbers itself.
     """
-    if not CODED:
-        return (tile,)
-    tile = tile.to(tl.uint16, bitcast=True)
     found = ()
-    for j in tl.static_range(4):
-        found += (digit(tile, 4 * j, 15, DTYPE, ASM),)
-    for j in tl.static_range(CODED - 4):
-        found += (digit(tile, 12 - 4 * j, 3, DTYPE, ASM),)
+    if CODED:
+        tile = tile.to(tl.uint16, bitcast=True)
+        for j in tl.static_range(CODED):
+            found += (digit(tile, 4 * j if j < 4 else 28 - 4 * j, 15 if j < 4 else 3, DTYPE, ASM),)
+        if tl.float32 != DTYPE:
+            found = as_numbers(found, CODED, DTYPE)
+    else:
+        found += (tile,)
+    return found
+
+
+@triton.jit
+def as_numbers(digits, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """Words of 16 bits as what they are in DTYPE."""
+    found = ()
+    for j in tl.static_range(COUNT):
+        found += (digits[j].to(DTYPE, bitcast=True),)
     return found
 
 
@@ -49,13 +59,12 @@ def digit(words, SHIFT: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr, A
         return (((words >> SHIFT) & MASK).to(tl.int32) - 8).to(tl.float32)
     if not ASM:
         ONES: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
-        return (((words >> SHIFT) & MASK) | ONES).to(tl.uint16).to(DTYPE, bitcast=True)
+        return (((words >> SHIFT) & MASK) | ONES).to(tl.uint16)
     shift: tl.constexpr = "12" if SHIFT == 12 else "8" if SHIFT == 8 else "4" if SHIFT == 4 else "0"
     both: tl.constexpr = "0x000F000F, " if MASK == 15 else "0x00030003, "
     ones: tl.constexpr = "0x64006400" if tl.float16 == DTYPE else "0x43004300"
     text: tl.constexpr = "{ .reg .b32 t; shr.u32 t, $1, " + shift + "; lop3.b32 $0, t, " + both + ones + ", 0xEA; }"
-    found = tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.uint16, is_pure=True, pack=2)
-    return found.to(DTYPE, bitcast=True)
+    return tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.uint16, is_pure=True, pack=2)
 
 
 @triton.jit
