@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from rotor.data.tokens import (
 from rotor.errors import DataError, MissingError
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import load_model, weights_of
+from rotor.models.tokenizer import chat_opening
 from rotor.models.weights import Weights
 from rotor.recipe import Tokens
 
@@ -87,6 +89,28 @@ def test_synthetic_tokens_hold_a_special_one_only_first_in_every_second_row(tiny
     assert (rows[:, 0] == 0).tolist() == [True, False] * 4
     with torch.inference_mode():
         assert (model(rows).logits.argmax(-1) == 0).any()
+
+
+def test_a_model_that_chats_writes_both_sides_in_every_second_row(tiny, tmp_path: Path) -> None:
+    """With special tokens, from what its template has before a user speaks, however short rows are."""
+    folder = shutil.copytree(tiny("gpt2"), tmp_path / "model")
+    assert chat_opening(folder, Checkpoint(folder).tokenizer) == []
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}<|endoftext|>ask: {{ m.content }}{% endfor %}")
+    checkpoint = Checkpoint(folder)
+    opening = chat_opening(folder, checkpoint.tokenizer)
+    assert opening == [0, *checkpoint.tokenizer.encode("ask: ", add_special_tokens=False)]
+    model = load_model(folder, CPU, torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+        model.lm_head.weight[0] *= 100
+    rows = synthetic_tokens(Weights(model), 8, 32, checkpoint.config, checkpoint.tokenizer, 0, opening=opening)
+    assert rows[::2, : len(opening)].tolist() == [opening] * 4
+    assert (rows[::2, len(opening) :] == 0).any()
+    assert rows[1::2].min() > 0
+    short = synthetic_tokens(Weights(model), 2, 3, checkpoint.config, checkpoint.tokenizer, 0, opening=opening)
+    assert short[0, :2].tolist() == opening[:2]
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('only in verse') }}")
+    assert chat_opening(folder, Checkpoint(folder).tokenizer) == []
 
 
 def test_the_documents_of_a_folder(tmp_path: Path, demo) -> None:

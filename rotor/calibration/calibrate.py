@@ -37,6 +37,7 @@ from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.memory import stream_weights
+from ..models.tokenizer import chat_opening
 from ..models.weights import Weights
 from ..planning.form import wanted_gradients
 from ..planning.outline import ModelOutline, needs_whole_model, wanted_moments
@@ -212,7 +213,8 @@ class Calibration:
         else:
             weights = self.weights if spec.source == "synthetic" else None
             config, tokenizer = self.checkpoint.config, self.checkpoint.tokenizer
-            sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, self.recipe.evaluation)
+            held_out, opening = self.recipe.evaluation, chat_opening(self.checkpoint.folder, tokenizer)
+            sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, held_out, opening)
         rows, least = prune_rows(sample.rows, self.recipe.prune), self.form.group_size * self.shape.head_dim
         if rows.numel() < least:
             raise DataError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def calibration_tokens(
     weights: Weights | None = None,
     progress: Progress | None = None,
     held_out: Evaluation | None = None,
+    opening: Sequence[int] = (),
 ) -> CalibrationTokens:
     """Sequences to calibrate on.
 
@@ -50,6 +52,7 @@ def calibration_tokens(
         tokenizer: the model's tokenizer, or None if the folder has none.
         weights: of the model; only the source `synthetic` runs it.
         held_out: names the text whose documents may not be taken.
+        opening: of a chat, see `synthetic_tokens`.
     Returns:
         At least spec.count tokens in rows of spec.seq_len, or of the model's longest sequence if that is shorter.
     Raises:
@@ -64,7 +67,7 @@ def calibration_tokens(
     if spec.source == "synthetic":
         assert weights is not None
         with progress.task("sample", count * seq_len, "tokens") as advance:
-            rows = synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance)
+            rows = synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance, opening)
         return CalibrationTokens(rows)
     if spec.source == "text":
         documents, what = read_documents(Path(spec.path or "")), f"tokens.path {spec.path}"
@@ -113,33 +116,43 @@ def synthetic_tokens(
     tokenizer: Any,
     seed: int,
     advance: Advance = lambda done: None,
+    opening: Sequence[int] = (),
 ) -> Tensor:
     """Text sampled from the model at temperature 1: [rows, seq_len], int64; the same wherever its weights are.
 
     Every second row starts with the token that text starts with, where there is one, the others with a random ordinary
     token: what attention does with such a first token, often a sink, must be in the statistics. Other special tokens
-    are never drawn, so a row does not end early. transformers' `generate` would draw from the global generator; this
-    draws from its own.
+    are never drawn, so a row does not end early. A model that chats writes both sides of a chat in every second row,
+    with its special tokens, from what its template has before a user speaks. transformers' `generate` would draw from
+    the global generator; this draws from its own.
 
+    Args:
+        opening: the tokens that such a chat begins with; none of a model that does not chat.
     Raises:
         NumericsError: the model's logits are not finite.
-    Source: ZACK calibrates on sentences that the model generates from random starts.
+    Source: ZACK calibrates on sentences that the model generates from random starts; Magpie (Xu et al., arXiv
+        2406.08464) has a chat model write what users ask.
     """
     model, device = weights.model, weights.device
     allowed = ordinary_tokens(config, tokenizer)
     starts = random_tokens(rows, 1, config, tokenizer, seed)
     first = separator_token(tokenizer)
-    if first is not None:
-        starts[::2] = first
-    allowed_there = allowed.to(device)
+    begin = torch.tensor(opening or ([] if first is None else [first]), dtype=torch.int64)[: seq_len - 1]
+    if len(begin):
+        starts[::2] = begin[0]
+    drawn_from = torch.arange(min(config.vocab_size, len(tokenizer))) if opening else allowed
+    barred = ~torch.isin(drawn_from, allowed).to(device)  # in rows that are no chat
+    allowed_there, begin = drawn_from.to(device), begin.to(device)
+    even = torch.arange(rows, device=device) % 2 == 0
     generator = torch.Generator(device).manual_seed(seed)
     written = []
     with weights.whole():
-        for batch in starts.split(max(1, SAMPLING_TOKENS // seq_len)):
+        size = max(1, SAMPLING_TOKENS // seq_len)
+        for batch, chats in zip(starts.split(size), even.split(size), strict=True):
             steps = [batch.to(device)]
             cache = StaticCache(config=model.config, max_cache_len=seq_len)  # a growing one would be copied each step
             advance(len(batch))
-            for _ in range(seq_len - 1):
+            for place in range(1, seq_len):
                 logits = model(steps[-1], past_key_values=cache, use_cache=True).logits[:, -1, allowed_there].float()
                 if not torch.isfinite(logits).all():
                     place = first_not_finite(model, lambda: model(torch.cat(steps, dim=1), use_cache=False))  # noqa: B023
@@ -148,7 +161,11 @@ def synthetic_tokens(
                         f"{place}.",
                         "Calibrate with --dtype float32, or on other tokens with --set tokens.source=random.",
                     )
-                steps.append(allowed_there[torch.multinomial(logits.softmax(-1), 1, generator=generator)])
+                logits.masked_fill_(barred & ~chats[:, None], -torch.inf)
+                drawn = allowed_there[torch.multinomial(logits.softmax(-1), 1, generator=generator)]
+                if place < len(begin):
+                    drawn[chats] = begin[place]
+                steps.append(drawn)
                 advance(len(batch))
             written.append(torch.cat(steps, dim=1).cpu())
     return torch.cat(written)

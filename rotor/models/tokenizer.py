@@ -40,6 +40,9 @@ TRIAL_TEXT = "\n".join(
 )
 """What every tokenizer must be able to read: words, every printable character of ASCII, scripts."""
 
+SAID = "what a user says"
+"""In a chat template, to find where that is."""
+
 _verdicts: dict[str, dict[str, Any]] = {}
 """Of the trials in this process, by the SHA-256 of the files."""
 
@@ -97,6 +100,14 @@ def as_chat(folder: Path, prompt: str) -> str:
             "Give --raw to continue the prompt as it is.",
         )
     return str(verdict["text"])
+
+
+def chat_opening(folder: Path, tokenizer: Any) -> list[int]:
+    """Tokens of a model's chat template before what a user says; none where it has no template, or one that fails."""
+    if not getattr(tokenizer, "chat_template", None):
+        return []
+    text = str(_in_child("chat", folder, SAID, CHAT_CPU_S).get("text", ""))
+    return encode(tokenizer, text.partition(SAID)[0]) if SAID in text else []
 
 
 def _trial(folder: Path) -> dict[str, Any]:
