@@ -152,7 +152,7 @@ def synthetic_tokens(
             steps = [batch.to(device)]
             cache = StaticCache(config=model.config, max_cache_len=seq_len)  # a growing one would be copied each step
             advance(len(batch))
-            for place in range(1, seq_len):
+            for index in range(1, seq_len):
                 logits = model(steps[-1], past_key_values=cache, use_cache=True).logits[:, -1, allowed_there].float()
                 if not torch.isfinite(logits).all():
                     place = first_not_finite(model, lambda: model(torch.cat(steps, dim=1), use_cache=False))  # noqa: B023
@@ -163,8 +163,8 @@ def synthetic_tokens(
                     )
                 logits.masked_fill_(barred & ~chats[:, None], -torch.inf)
                 drawn = allowed_there[torch.multinomial(logits.softmax(-1), 1, generator=generator)]
-                if place < len(begin):
-                    drawn[chats] = begin[place]
+                if index < len(begin):
+                    drawn[chats] = begin[index]
                 steps.append(drawn)
                 advance(len(batch))
             written.append(torch.cat(steps, dim=1).cpu())

@@ -51,8 +51,9 @@ class Tokens:
 
     source: Literal["random", "synthetic", "text", "dataset"] = "random"
     """`random` draws uniformly from the vocabulary without its special tokens (FDC section 5.1: at least 8K);
-    `synthetic` samples text from the model itself, from random starts (ZACK: at least 16K); `text` reads the file or
-    folder `path`; `dataset` reads `column` of a `split` of `dataset`."""
+    `synthetic` samples text from the model itself, from random starts (ZACK: at least 16K), and where it has a chat
+    template half of the rows as a chat; `text` reads the file or folder `path`; `dataset` reads `column` of a `split`
+    of `dataset`."""
     path: str | None = None
     """Of `text`: a UTF-8 file, or a folder of them; `rotor calibrate --text FILE` sets it here and in `evaluation`."""
     dataset: str | None = None
