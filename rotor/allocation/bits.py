@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from ..codes.allocation import BitCurve, BitPath, bit_curve, bit_path
 from ..codes.layer import GroupChannels, LayerCodes, as_pair, channels_bytes
-from ..format.channels import PLANE, aligned
+from ..format.channels import PLANE, aligned, read_alike
 from ..format.layout import AttentionShape, uncompressed_kv_bytes_per_token
 from .plan import SLACK, RankPath, RankPlan
 
@@ -50,8 +50,7 @@ class _LayerBits:
         sides = [
             curve.channels(int(planes[own])) for curve, planes, own in zip(self.curves, self.planes, split, strict=True)
         ]
-        most = max(side.split for side in sides)
-        sides = [replace(side, split=most) for side in sides]
+        sides = read_alike(sides)
         return [as_pair(sides[i : i + self.latents]) for i in range(0, len(sides), self.latents)]
 
 

@@ -211,9 +211,9 @@ class Calibration:
         if spec.source == "synthetic" and kept is not None:
             sample = CalibrationTokens(load_file(kept)["rows"])
         else:
-            weights = self.weights if spec.source == "synthetic" else None
-            config, tokenizer = self.checkpoint.config, self.checkpoint.tokenizer
-            held_out, opening = self.recipe.evaluation, chat_opening(self.checkpoint.folder, tokenizer)
+            config, tokenizer, writes = self.checkpoint.config, self.checkpoint.tokenizer, spec.source == "synthetic"
+            opening = chat_opening(self.checkpoint.folder, tokenizer) if writes else []
+            weights, held_out = self.weights if writes else None, self.recipe.evaluation
             sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, held_out, opening)
         rows, least = prune_rows(sample.rows, self.recipe.prune), self.form.group_size * self.shape.head_dim
         if rows.numel() < least:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import PlainValidator, WithJsonSchema
 
@@ -164,6 +164,10 @@ class Numbers:
     def width(self) -> int:
         return self.rank
 
+    @property
+    def operands(self) -> int:
+        return 1
+
     def row_bytes(self, element_bytes: int = 2) -> int:
         return self.rank * element_bytes
 
@@ -199,7 +203,10 @@ StoredLatent = Annotated[
 """A latent in a file: what `to_dict` gives."""
 
 
-def read_alike(latents: Sequence[Latent]) -> list[Latent]:
+AnyLatent = TypeVar("AnyLatent", Channels, Latent)
+
+
+def read_alike(latents: Sequence[AnyLatent]) -> list[AnyLatent]:
     """The latents of a layer, all with equally many planes split: one kernel reads them all."""
     most = max((latent.split for latent in latents if isinstance(latent, Channels)), default=0)
     return [replace(latent, split=most) if isinstance(latent, Channels) else latent for latent in latents]

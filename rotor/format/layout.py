@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 
 from ..checked import Expect, Reader
 from ..errors import CheckpointError
-from .channels import EDITED, MAX_RANK, Channels, Latent, StoredLatent, aligned, read_alike
+from .channels import EDITED, MAX_RANK, Latent, StoredLatent, aligned, read_alike
 
 MOST_ROPE_BLOCK = 64
 """Positions of the largest block; the block of layers whose planes are all fast."""
@@ -254,7 +254,7 @@ class LayerLayout:
     @property
     def operands(self) -> int:
         """What attention reads of a word of every latent, see `Channels`; of numbers 1."""
-        return max(latent.operands if isinstance(latent, Channels) else 1 for latent in self.groups[0].latents)
+        return self.groups[0].key.operands
 
     def _stride(self, latent: Latent, element_bytes: int) -> int:
         if not latent.coded:
