@@ -29,7 +29,6 @@ from parallel_processes import Processes
 from torch import Tensor
 from transformers import AutoModel, DynamicCache, StaticCache
 
-from rotor.bench.traffic import of_token
 from rotor.errors import RotorError, UsageError
 from rotor.format.layout import POST_ROPE, KeyForm, kv_bytes_per_token
 from rotor.models.compressed import CompressedCheckpoint
@@ -129,7 +128,10 @@ def test_bytes_on_the_wire_are_those_of_the_layouts(
         found = processes.run(traffic, str(folder), prompt(1, tokens), count=count)
         expected = (count - 1) * tokens * kv_bytes_per_token(layouts, 8)
         assert sum(one["sent"].get("rows", 0) for one in found) == expected
-        assert sum(one["sent"].get("partial", 0) for one in found) == of_token(layouts, shape, count, 8)
+        each = shape.heads_per_kv * sum(  # an output and its log-sum-exp of every query head
+            layout.group_size * sum(group.values.width + 1 for group in layout.groups) for layout in layouts
+        )
+        assert sum(one["sent"].get("partial", 0) for one in found) == count * (count - 1) * each * 8
         assert sum(found[0]["sizes"]) == stored_bytes(whole) + shape.num_layers * INDEX_BYTES * (tokens + 1)
         kept = [one["tokens"][0] for one in found]
         assert sum(kept) == tokens + 1

@@ -1,4 +1,4 @@
-"""Speed: predicted and counted by compile, schedule and traffic; measured by bench and gpu."""
+"""Speed: predicted and counted by compile and schedule; measured by bench and gpu."""
 
 from __future__ import annotations
 
@@ -117,31 +117,6 @@ def parse_lengths(text: str) -> list[int]:
             raise UsageError(f"--lengths {text}: {item.strip()!r} is not a number of tokens.", "Example: 8x32768,200")
         lengths += [int(length)] * int(count or 1)
     return lengths
-
-
-@command(epilog="Example: rotor traffic out/demo --processes 2,4,8")
-def traffic(folder: Path, output: Json, processes: str = "2,4,8", tokens: Count = 1024) -> None:
-    """Count the bytes that a prompt sends over several processes (generate --parallel sequence).
-
-    Counted from the checkpoint's layouts; nothing is run.
-
-    Args:
-        processes: Numbers of processes, as in 2,4,8.
-        tokens: Tokens of the prompt.
-    """
-    from ..bench.traffic import count_traffic
-
-    result = count_traffic(folder, numbers("--processes", processes), tokens, command_line())
-
-    def text() -> None:
-        rows = []
-        for entry in result["counted"]:
-            sizes = (f"{entry[name] / tokens:.0f}" for name in ("bytes", "bytes_uncompressed"))
-            rows.append((entry["processes"], *sizes, entry["decode_bytes_per_token"]))
-        right = ("bytes a token", "of uncompressed rows", "decoding, bytes a token")
-        print_table(f"Sent by all processes, {tokens} tokens, {result['dtype']}", ("processes",), right, rows)
-
-    output.show(result, text)
 
 
 @command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 --json")
