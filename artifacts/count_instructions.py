@@ -7,9 +7,9 @@ from pathlib import Path
 
 import triton
 
-from rotor.bench.precompile import count_layers
-from rotor.bench.subjects import PAGE, subject_of
-from rotor.prediction.instructions import BLOCK, HEAD_DIM, Specialisation, bundled_table
+from rotor.calibration.prediction.instructions import BLOCK, HEAD_DIM, Specialisation, bundled_table
+from rotor.tools.bench.precompile import count_layers
+from rotor.tools.bench.subjects import PAGE, subject_of
 
 
 def count(wanted: Specialisation) -> dict[str, float]:

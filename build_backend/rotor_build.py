@@ -30,7 +30,7 @@ def root_files(editable: bool = False) -> dict[str, bytes]:
         editable: the source tree is put on sys.path, too. setuptools' own finder comes after the search of sys.path,
             where beside a clone the folder `rotor` would be taken for a package without __init__.py.
     """
-    module = (ROOT / "rotor" / "bootstrap" / f"{AUTOLOAD}.py").read_bytes()
+    module = (ROOT / "rotor" / "cli" / "bootstrap" / f"{AUTOLOAD}.py").read_bytes()
     path = os.fsencode(f"{ROOT}\n") if editable else b""
     return {f"{AUTOLOAD}.py": module, f"{AUTOLOAD}.pth": path + PTH.encode()}
 

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotor.format.channels import CRUMB_BITS, SIGNED, WORD_PLANES, Channels, Digit
-from rotor.format.layout import AttentionShape, LayerLayout
+from rotor.checkpoint.channels import CRUMB_BITS, SIGNED, WORD_PLANES, Channels, Digit
+from rotor.checkpoint.layout import AttentionShape, LayerLayout
 
 from .launch import device_table, launch, padded, precision
 from .rotary import Rotation

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rotor.format.kernel_config import LayerKernels
-from rotor.format.layout import AttentionShape, LayerLayout
+from rotor.checkpoint.kernel_config import LayerKernels
+from rotor.checkpoint.layout import AttentionShape, LayerLayout
 
 from .decoding import MOST_ROWS, BlockRotations, DecodeLayer, decode_attention
 from .launch import capability_of, capturing, sm_count

@@ -16,9 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
+from rotor.checkpoint.kernel_config import Tile
+from rotor.checkpoint.layout import LayerLayout
 from rotor.errors import UsageError
-from rotor.format.kernel_config import Tile
-from rotor.format.layout import LayerLayout
 
 from .absorb import absorb_kernel
 from .decode import decode_kernel

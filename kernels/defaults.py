@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from rotor.format.channels import WORD_PLANES
-from rotor.format.kernel_config import ARCHITECTURES, KernelConfig, LayerKernels, Tile, layout_class
-from rotor.format.layout import LayerLayout
+from rotor.checkpoint.channels import WORD_PLANES
+from rotor.checkpoint.kernel_config import ARCHITECTURES, KernelConfig, LayerKernels, Tile, layout_class
+from rotor.checkpoint.layout import LayerLayout
 
 MOST_REBUILT = 64
 """Fast planes of all KV heads of a group that a tile of decoding rebuilds; with more, keys are materialised."""

@@ -24,8 +24,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from rotor.errors import UsageError
-from rotor.format.layout import AttentionShape, LayerLayout
 from rotor.installing import pip_install
 from rotor.logs import log
 

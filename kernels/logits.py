@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rotor.format.layout import GroupClass
+from rotor.checkpoint.layout import GroupClass
 
 from .parameters import AttentionParameters
 from .rotary import Rotation, rotate

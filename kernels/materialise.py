@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotor.format.layout import AttentionShape, GroupClass, LayerLayout
+from rotor.checkpoint.layout import AttentionShape, GroupClass, LayerLayout
 
 from .launch import launch, padded, precision
 from .parameters import AttentionParameters

@@ -20,8 +20,8 @@ from torch import Tensor, library
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from rotor.checked import Reader
-from rotor.format.kernel_config import LayerKernels
-from rotor.format.layout import AttentionShape, LayerLayout
+from rotor.checkpoint.kernel_config import LayerKernels
+from rotor.checkpoint.layout import AttentionShape, LayerLayout
 
 from .append import append as append_rows
 from .append import prepare

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotor.format.layout import AttentionShape, GroupClass, LayerLayout
+from rotor.checkpoint.layout import AttentionShape, GroupClass, LayerLayout
 
 
 @dataclass(frozen=True, eq=False)

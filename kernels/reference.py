@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rotor.format.layout import LayerLayout
+from rotor.checkpoint.layout import LayerLayout
 
 from .logits import AbsorbedQueries, ClassRows, RebuiltKeys, absorbed_queries
 from .parameters import AttentionParameters, masked, scaled_and_capped, seq_len_of

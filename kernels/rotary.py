@@ -1,7 +1,7 @@
 """RoPE in two parts: within a block of positions, which slow planes of keys are stored with, and to its beginning.
 
 With T positions a block, R(m) = R(m - m mod T) R(m mod T). The slow planes of a stored key have the second rotation, in
-which they hardly move; the fast ones have none. See `rotor.format.layout`.
+which they hardly move; the fast ones have none. See `rotor.checkpoint.layout`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rotor.format.layout import KeyForm
+from rotor.checkpoint.layout import KeyForm
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin, [..., positions, rotary_dim] each, as transformers has them: both halves of the dimensions alike."""

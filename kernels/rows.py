@@ -1,4 +1,4 @@
-"""Latents into rows of nibbles and back, in plain PyTorch: see `rotor.format.channels` for what a row is."""
+"""Latents into rows of nibbles and back, in plain PyTorch: see `rotor.checkpoint.channels` for what a row is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rotor.format.channels import NIBBLE_BITS, SIGNED, WORD_PLANES, Channels, Digit, Latent, aligned
-from rotor.format.layout import LayerLayout
+from rotor.checkpoint.channels import NIBBLE_BITS, SIGNED, WORD_PLANES, Channels, Digit, Latent, aligned
+from rotor.checkpoint.layout import LayerLayout
 
 SIGN_BITS = 0x8888 - (1 << 16)
 """The highest bit of each nibble of a word."""

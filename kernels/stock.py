@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rotor.format.layout import GroupClass
+from rotor.checkpoint.layout import GroupClass
 
 from .logits import absorbed_queries
 from .materialise import PagesOf, materialise

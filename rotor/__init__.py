@@ -5,14 +5,14 @@ do, with the same options as keyword arguments:
 
     rotor.inspect("MODEL")                  what a model is to rotor, and what a recipe takes
     rotor.calibrate("MODEL", "RUN")         find bases and write a run
-    rotor.export("RUN", "OUT", accuracy=0.99)   write a compressed checkpoint
+    rotor.search.export("RUN", "OUT", accuracy=0.99)   write a compressed checkpoint
     rotor.materialise("OUT", "FULL")        write one that was exported without weights with them
     rotor.validate("OUT")                   check one
-    rotor.study("MODEL", "STUDY")           compare recipes
+    rotor.tools.study("MODEL", "STUDY")           compare recipes
     rotor.use_cache_policy(model, "gear-2")     keep the cache of a loaded model by a policy
     rotor.fit_cache_policy(model, policy, rows)   fit one that needs samples
 
-`help(rotor.export)` describes one of them. Errors are `rotor.RotorError`, with a message and a hint.
+`help(rotor.search.export)` describes one of them. Errors are `rotor.RotorError`, with a message and a hint.
 
 The import itself is quick: torch and transformers come with what is used first.
 
@@ -36,37 +36,37 @@ if not (Path(__file__).parent / "kernels").is_dir():
 
 if TYPE_CHECKING:
     from .calibration.calibrate import calibrate as calibrate
+    from .calibration.planning.inspection import Inspection as Inspection
+    from .calibration.planning.inspection import inspect as inspect
     from .calibration.run import Run as Run
     from .errors import RotorError as RotorError
-    from .evaluation.fitting import fit_cache_policy as fit_cache_policy
-    from .export.export import ExportResult as ExportResult
-    from .export.export import export as export
-    from .export.materialise import materialise as materialise
-    from .planning.inspection import Inspection as Inspection
-    from .planning.inspection import inspect as inspect
     from .policies import use_cache_policy as use_cache_policy
+    from .policies.fitting import fit_cache_policy as fit_cache_policy
     from .progress import Progress as Progress
-    from .study.study import Study as Study
-    from .study.study import study as study
-    from .validation.integrity import Validation as Validation
-    from .validation.validate import validate as validate
+    from .search.export.export import ExportResult as ExportResult
+    from .search.export.export import export as export
+    from .search.export.materialise import materialise as materialise
+    from .tools.study.study import Study as Study
+    from .tools.study.study import study as study
+    from .tools.validation.integrity import Validation as Validation
+    from .tools.validation.validate import validate as validate
 
 _MODULES = {
-    "ExportResult": "export.export",
-    "Inspection": "planning.inspection",
+    "ExportResult": "search.export.export",
+    "Inspection": "calibration.planning.inspection",
     "Progress": "progress",
     "RotorError": "errors",
     "Run": "calibration.run",
-    "Study": "study.study",
-    "Validation": "validation.integrity",
+    "Study": "tools.study.study",
+    "Validation": "tools.validation.integrity",
     "calibrate": "calibration.calibrate",
-    "export": "export.export",
-    "fit_cache_policy": "evaluation.fitting",
-    "inspect": "planning.inspection",
-    "materialise": "export.materialise",
-    "study": "study.study",
+    "export": "search.export.export",
+    "fit_cache_policy": "policies.fitting",
+    "inspect": "calibration.planning.inspection",
+    "materialise": "search.export.materialise",
+    "study": "tools.study.study",
     "use_cache_policy": "policies",
-    "validate": "validation.validate",
+    "validate": "tools.validation.validate",
 }
 __all__ = [*_MODULES, "__version__"]
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from rotor.evaluation import cached
-from rotor.evaluation.scoring import Scores, score
 from rotor.models.layerwise import LayerwiseModel
 from rotor.policies import Policy
+from rotor.search.evaluation import cached
+from rotor.search.evaluation.scoring import Scores, score
 
 
 def cache_of(policy: Policy, config) -> Cache:

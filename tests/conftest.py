@@ -16,12 +16,12 @@ from tiny_models import CONFIGS, LLAMA3_ROPE, MOE, NO_ROPE, SIZES, build_tiny  #
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
+from rotor.checkpoint.manifest import Manifest, write_manifest
 from rotor.cli import console
-from rotor.format.manifest import Manifest, write_manifest
-from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
-from rotor.rewriting.compressible import CompressibleModel
+from rotor.models.source import Checkpoint
+from rotor.search.compressible import CompressibleModel
 
 console.SECONDS_BETWEEN_LINES = math.inf  # no test goes by how busy the machine is
 

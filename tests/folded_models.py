@@ -20,14 +20,14 @@ from random_layers import of_numbers, random_bases, write_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotor.format.channels import WIDTHS, Channels, Latent, Numbers
-from rotor.format.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.channels import WIDTHS, Channels, Latent, Numbers
+from rotor.checkpoint.families import attention_shape, find_family
+from rotor.checkpoint.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.projections import split_projections
+from rotor.checkpoint.rewrite import rewrite
 from rotor.runtime import attention
 from rotor.runtime.attention import RotorAttention
-from rotor.runtime.families import attention_shape, find_family
 from rotor.runtime.integration import replace_attention
-from rotor.runtime.projections import split_projections
-from rotor.runtime.rewrite import rewrite
 
 Bits = Sequence[tuple[int, ...]]
 """Of each group in turn, of its channels in turn, over and over."""

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from rotor.data.splits import evaluation_data
-from rotor.evaluation.prompts import EvaluationContext
-from rotor.evaluation.scoring import Scores, position_scores
-from rotor.models.checkpoint import Checkpoint
+from rotor.models.source import Checkpoint
+from rotor.models.splits import evaluation_data
 from rotor.recipe import Evaluation
+from rotor.search.evaluation.prompts import EvaluationContext
+from rotor.search.evaluation.scoring import Scores, position_scores
 
 # Two rows of two predicted positions over three tokens, as probabilities.
 BASE = torch.tensor([[[0.5, 0.25, 0.25], [0.2, 0.7, 0.1]], [[0.1, 0.1, 0.8], [0.6, 0.2, 0.2]]]).log()

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rotor.calibration.calibrate import calibrate
-from rotor.export.export import export
+from rotor.search.export.export import export
 
 COMPRESSED = ("pre", "post", "codes")
 

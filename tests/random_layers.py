@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rotor.codes.fold import fold_code
-from rotor.codes.quantiser import ChannelCode
-from rotor.format.channels import Channels, Latent, Numbers
-from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
-from rotor.format.section import FORMAT_VERSION, MARK
-from rotor.models.checkpoint import Checkpoint
-from rotor.runtime.families import FAMILIES, attention_shape
-from rotor.runtime.projections import AttentionWeights
-from rotor.runtime.rewrite import FoldedBases, FoldedBasis, rewrite
+from rotor.calibration.codes.fold import fold_code
+from rotor.calibration.codes.quantiser import ChannelCode
+from rotor.checkpoint.channels import Channels, Latent, Numbers
+from rotor.checkpoint.families import FAMILIES, attention_shape
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.projections import AttentionWeights
+from rotor.checkpoint.rewrite import FoldedBases, FoldedBasis, rewrite
+from rotor.checkpoint.section import FORMAT_VERSION, MARK
+from rotor.models.source import Checkpoint
 
 SHAPE = AttentionShape(1, 8, 4, 16, 64, rotary_dim=16)
 NORMED = AttentionShape(1, 8, 4, 16, 64, rotary_dim=16, key_norm=True)

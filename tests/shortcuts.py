@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import rotor
-from rotor.data import rows
+from rotor.models import sequences
 from rotor.models import tokenizer as tokenizers
-from rotor.report import report
-from rotor.report.style import STYLE
+from rotor.search.report import report
+from rotor.search.report.style import STYLE
 
 ROOT = Path(rotor.__file__).parent.parent
 DEMO_MODEL = ROOT / "artifacts" / "demo-model"
@@ -27,7 +27,7 @@ def quicker() -> Iterator[None]:
     """Reports are as without matplotlib, since drawing takes longer than the rest of an export, and a study's plots are
     drawn but not laid out. Tokens of long texts are kept, since held-out text is the same for most measurements. The
     bundled tokenizer is tried in a process of its own once, and not with every config.json beside it."""
-    encode, known = rows.encode, {}
+    encode, known = sequences.encode, {}
     trial, verdicts = tokenizers._trial, []
 
     def missing(data: object) -> dict[str, str]:
@@ -52,7 +52,7 @@ def quicker() -> Iterator[None]:
         patch.setattr(tokenizers, "_trial", tried)
         patch.setattr(report, "figures", missing)
         patch.setitem(STYLE, "figure.constrained_layout.use", False)
-        patch.setattr(rows, "encode", encoded)
+        patch.setattr(sequences, "encode", encoded)
         yield
 
 

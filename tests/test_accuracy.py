@@ -13,14 +13,14 @@ from test_cli import rotor
 
 from rotor.calibration.calibrate import calibrate
 from rotor.checked import Reader, plain
-from rotor.data.documents import read_documents
-from rotor.data.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
 from rotor.errors import CheckpointError, DataError
-from rotor.evaluation.fidelity import Fidelity
-from rotor.export.export import export
-from rotor.export.model_card import below_target
-from rotor.models.checkpoint import Checkpoint
+from rotor.models.documents import read_documents
+from rotor.models.source import Checkpoint
+from rotor.models.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
 from rotor.recipe import Evaluation, load_recipe
+from rotor.search.evaluation.fidelity import Fidelity
+from rotor.search.export.export import export
+from rotor.search.export.model_card import below_target
 from rotor.search.point import Point
 from rotor.search.table import Context, ProbeTable
 

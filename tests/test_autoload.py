@@ -38,7 +38,7 @@ def run(*arguments: str | Path, cwd: Path = ROOT, **environment: str) -> subproc
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Asks transformers for the quantisation of a checkpoint; says also whether start-up imported anything large."""
-    from rotor.format.section import MARK
+    from rotor.checkpoint.section import MARK
 
     path = tmp_path_factory.mktemp("program") / "program.py"
     path.write_text(

@@ -5,15 +5,15 @@ import pytest
 import scipy.linalg
 import torch
 
-from rotor.bases import identity, kq, palu, svd
-from rotor.bases.information import LayerFisher, TokenSamples
-from rotor.bases.layer import LayerBases
-from rotor.bases.method import Inputs, block_diagonal, output_moments, rotary_average
-from rotor.bases.moments import LayerStatistics
-from rotor.format.layout import POST_ROPE, AttentionShape
+from rotor.calibration.bases import identity, kq, palu, svd
+from rotor.calibration.bases.information import LayerFisher, TokenSamples
+from rotor.calibration.bases.layer import LayerBases
+from rotor.calibration.bases.method import Inputs, block_diagonal, output_moments, rotary_average
+from rotor.calibration.bases.moments import LayerStatistics
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape
+from rotor.checkpoint.projections import AttentionWeights
 from rotor.kernels.rotary import rotate
-from rotor.rewriting.rewrite import layer_layout, rewrite_layer
-from rotor.runtime.projections import AttentionWeights
+from rotor.search.rewriting import layer_layout, rewrite_layer
 
 DOUBLE = torch.float64
 

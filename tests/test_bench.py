@@ -11,15 +11,15 @@ import torch
 from random_layers import NARROW, WIDE, layout_of
 from typer.testing import CliRunner
 
-from rotor.bench import attention, gpu
-from rotor.bench.attention import pytorch_path
-from rotor.bench.bench import BenchSettings, bench
-from rotor.bench.subjects import named_subjects
+from rotor.checkpoint.layout import KeyForm
 from rotor.cli.commands import app
 from rotor.errors import NumericsError, UsageError
-from rotor.export.export import export
-from rotor.format.layout import KeyForm
 from rotor.kernels.defaults import default_layer
+from rotor.search.export.export import export
+from rotor.tools.bench import attention, gpu
+from rotor.tools.bench.attention import pytorch_path
+from rotor.tools.bench.bench import BenchSettings, bench
+from rotor.tools.bench.subjects import named_subjects
 
 APART = layout_of(1, [(WIDE, NARROW)] * 4)
 FAST = layout_of(2, [(WIDE, None), (NARROW, None)], KeyForm(8, 8))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from rotor.allocation.bits import BitsPath
-from rotor.allocation.plan import RankPlan
-from rotor.codes.layer import MEASURED, LayerCodes, SideCodes, channels_bytes
-from rotor.format.layout import AttentionShape
+from rotor.calibration.allocation.bits import BitsPath
+from rotor.calibration.allocation.plan import RankPlan
+from rotor.calibration.codes.layer import MEASURED, LayerCodes, SideCodes, channels_bytes
+from rotor.checkpoint.layout import AttentionShape
 
 
 def side(groups: int, columns: int, size: float, seed: int) -> SideCodes:

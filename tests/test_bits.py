@@ -13,24 +13,24 @@ from conftest import SHORT_TEXT, relative_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rotor.bases.pair import BasisPair
+from rotor.calibration.bases.pair import BasisPair
 from rotor.calibration.calibrate import calibrate
+from rotor.calibration.codes.layer import CodedBases
+from rotor.calibration.codes.quantiser import ChannelCode
 from rotor.calibration.run import Run, layer_path
-from rotor.codes.layer import CodedBases
-from rotor.codes.quantiser import ChannelCode
+from rotor.checkpoint.layout import POST_ROPE, kv_bytes_per_token
 from rotor.errors import CheckpointError, RecipeError, UsageError
-from rotor.export.export import export
-from rotor.format.layout import POST_ROPE, kv_bytes_per_token
 from rotor.kernels.rotary import rotate, when_read
-from rotor.models.checkpoint import Checkpoint
 from rotor.models.compressed import CompressedCheckpoint
+from rotor.models.source import Checkpoint
 from rotor.recipe import load_recipe
-from rotor.rewriting.compressible import CompressibleModel
-from rotor.rewriting.rewrite import planned_layouts
+from rotor.search.compressible import CompressibleModel
+from rotor.search.export.export import export
 from rotor.search.measurer import rank_path
 from rotor.search.point import channels_json
+from rotor.search.rewriting import planned_layouts
 from rotor.search.table import RankTable
-from rotor.validation.validate import cache_bytes_per_token, validate
+from rotor.tools.validation.validate import cache_bytes_per_token, validate
 
 BITS = "codes.bits=[0,4,8]"
 SMALL = ["tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "evaluation.metric=ppl_ratio", *SHORT_TEXT]

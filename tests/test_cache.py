@@ -11,8 +11,6 @@ from transformers.cache_utils import DynamicCache
 
 from rotor.checked import Reader
 from rotor.errors import CheckpointError, DataError
-from rotor.evaluation.cached import prefill_of
-from rotor.evaluation.scoring import answer_scores
 from rotor.models.layerwise import LayerwiseModel
 from rotor.policies import (
     FP8,
@@ -24,6 +22,8 @@ from rotor.policies import (
     stored_bytes,
 )
 from rotor.policies.registry import read_policy
+from rotor.search.evaluation.cached import prefill_of
+from rotor.search.evaluation.scoring import answer_scores
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import torch
 from conftest import calibrated, in_memory
 from transformers.cache_utils import DynamicCache
 
-from rotor.export.export import export
 from rotor.policies import GEAR, H2O, Window, cache_policy, stored_bytes
-from rotor.study.caches import cache_bytes, of_row
+from rotor.search.export.export import export
+from rotor.tools.study.caches import cache_bytes, of_row
 
 
 @pytest.fixture(scope="module")

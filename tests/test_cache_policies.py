@@ -16,7 +16,6 @@ from transformers.cache_utils import DynamicCache
 
 import rotor
 from rotor.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
-from rotor.export.export import export
 from rotor.policies import (
     FP8,
     GEAR,
@@ -36,6 +35,7 @@ from rotor.policies import (
     use_cache_policy,
 )
 from rotor.policies.registry import find_method, method_names
+from rotor.search.export.export import export
 
 
 @pytest.mark.parametrize("name", ["gear-2", "tiers-50"])

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer
 
+from rotor.checkpoint.layout import POST_ROPE, KeyForm, kv_bytes_per_token
 from rotor.errors import UsageError
-from rotor.format.layout import POST_ROPE, KeyForm, kv_bytes_per_token
 from rotor.policies import stored_bytes
-from rotor.validation.validate import cache_bytes_per_token
+from rotor.tools.validation.validate import cache_bytes_per_token
 
 PRE, SLOW, SOME = KeyForm(64, 8), KeyForm(8, 0), KeyForm(8, 3)
 CASES = {

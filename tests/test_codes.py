@@ -10,28 +10,28 @@ import torch
 from conftest import relative_error
 from torch import Tensor
 
-from rotor.bases.fisher import of_values
-from rotor.bases.information import LayerFisher
-from rotor.bases.kq import closed_form
-from rotor.bases.layer import LayerBases
-from rotor.bases.method import Inputs
-from rotor.bases.moments import LayerStatistics, stored_name
-from rotor.bases.pair import BasisPair
+from rotor.calibration.allocation.channel_bits import bit_curve, bit_path
+from rotor.calibration.bases.fisher import of_values
+from rotor.calibration.bases.information import LayerFisher
+from rotor.calibration.bases.kq import closed_form
+from rotor.calibration.bases.layer import LayerBases
+from rotor.calibration.bases.method import Inputs
+from rotor.calibration.bases.moments import LayerStatistics, stored_name
+from rotor.calibration.bases.pair import BasisPair
+from rotor.calibration.codes.fold import fold_code
+from rotor.calibration.codes.layer import layer_codes
+from rotor.calibration.codes.quantiser import ChannelCode, ChannelFit, measure_channels
 from rotor.calibration.gradients import fisher_information
 from rotor.calibration.samples import GradientClip, SampleKeeper
-from rotor.codes.allocation import bit_curve, bit_path
-from rotor.codes.fold import fold_code
-from rotor.codes.layer import layer_codes
-from rotor.codes.quantiser import ChannelCode, ChannelFit, measure_channels
+from rotor.checkpoint.channels import Channels
+from rotor.checkpoint.families import find_family
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, KeyForm
+from rotor.checkpoint.rewrite import FoldedBasis
 from rotor.errors import NumericsError
-from rotor.format.channels import Channels
-from rotor.format.layout import POST_ROPE, AttentionShape, KeyForm
 from rotor.kernels.rows import pack, unpack
-from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model, weights_of
-from rotor.runtime.families import find_family
-from rotor.runtime.rewrite import FoldedBasis
+from rotor.models.source import Checkpoint
 
 WIDTHS = (0, 2, 4, 6, 8, 12, 16)
 
@@ -177,7 +177,7 @@ def all_losses(losses: np.ndarray, widths: tuple[int, ...]) -> dict[int, float]:
 @pytest.mark.parametrize("widths", [WIDTHS, (0, 4, 8, 12), (0, 8), (0, 4, 16)])
 @pytest.mark.parametrize("seed", range(2))
 def test_curve_is_the_best_of_all_assignments(seed: int, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rotor.codes.allocation.PLANE_CRUMBS", 6)  # so that few channels fill some
+    monkeypatch.setattr("rotor.calibration.allocation.channel_bits.PLANE_CRUMBS", 6)  # so that few channels fill some
     energy = normal(6, seed=seed).square()
     left = torch.tensor([{0: 1.0, 2: 0.12, 4: 0.012, 6: 1e-3, 8: 1e-4, 12: 1e-6, 16: 1e-8}[bits] for bits in widths])
     losses = energy * left[:, None].double()
@@ -365,7 +365,7 @@ def test_fisher_information_is_the_same_with_weights_read_layer_by_layer(tiny):
 
 def test_quadratic_form_predicts_a_small_change_of_the_loss(tiny):
     """KL of a small error of the values is e^T F e / 2 on average over text that the model wrote itself."""
-    from rotor.data.tokens import calibration_tokens
+    from rotor.models.tokens import calibration_tokens
     from rotor.models.weights import Weights
     from rotor.recipe import Tokens
 

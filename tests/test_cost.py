@@ -6,20 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from rotor.errors import RecipeError
-from rotor.format.channels import Channels, Numbers
-from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerForm, LayerLayout, pre_rope
-from rotor.prediction import instructions
-from rotor.prediction.cost import (
+from rotor.calibration.prediction import instructions
+from rotor.calibration.prediction.cost import (
     DecodeStep,
     decode_seconds,
     layer_time,
     uncompressed_decode_seconds,
     uncompressed_layer_time,
 )
-from rotor.prediction.decode_times import decode_times, group_sizes, largest_fast_group, uniform_layout
-from rotor.prediction.devices import bundled_devices, find_device
-from rotor.prediction.instructions import (
+from rotor.calibration.prediction.decode_times import decode_times, group_sizes, largest_fast_group, uniform_layout
+from rotor.calibration.prediction.devices import bundled_devices, find_device
+from rotor.calibration.prediction.instructions import (
     BLOCK,
     Counts,
     Specialisation,
@@ -27,6 +24,9 @@ from rotor.prediction.instructions import (
     group_instructions,
     look_up,
 )
+from rotor.checkpoint.channels import Channels, Numbers
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerForm, LayerLayout, pre_rope
+from rotor.errors import RecipeError
 
 LLAMA = AttentionShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
 STEP = DecodeStep(context_tokens=32768, batch_size=8)

@@ -9,24 +9,24 @@ import pytest
 import torch
 from conftest import DEMO_MODEL, relative_error
 
-from rotor.allocation.bits import BitsPath
-from rotor.bases.kq import closed_form
+from rotor.calibration.allocation.bits import BitsPath
+from rotor.calibration.bases.kq import closed_form
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.capture import observed_attention
+from rotor.calibration.codes.fold import fold_code
+from rotor.calibration.codes.layer import MEASURED, SideCodes
+from rotor.calibration.codes.quantiser import measure_channels
+from rotor.calibration.codes.training import TrainedCode
 from rotor.calibration.distil import DistilledModel
 from rotor.calibration.run import DISTILLED, Run
-from rotor.codes.fold import fold_code
-from rotor.codes.layer import MEASURED, SideCodes
-from rotor.codes.quantiser import measure_channels
-from rotor.codes.training import TrainedCode
+from rotor.checkpoint.channels import Channels
 from rotor.errors import CheckpointError, RecipeError, UsageError
-from rotor.evaluation.scoring import batch_logits, position_kl_div
-from rotor.format.channels import Channels
 from rotor.kernels.rows import pack, unpack
-from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import weights_of
-from rotor.rewriting.compressible import CompressibleModel
+from rotor.models.source import Checkpoint
+from rotor.search.compressible import CompressibleModel
+from rotor.search.evaluation.scoring import batch_logits, position_kl_div
 
 CHANNELS = Channels(n12=1, n8=2, n6=1, n4=3, n2=1)
 QUICK = [

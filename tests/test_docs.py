@@ -134,7 +134,7 @@ def test_every_command_runs(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran: list[str] = []
     monkeypatch.setattr(
-        importlib.import_module("rotor.export.export"), "write_with_checkpoint", lambda *arguments: None
+        importlib.import_module("rotor.search.export.export"), "write_with_checkpoint", lambda *arguments: None
     )
     for page in PAGES:
         for words in commands(page):

@@ -21,14 +21,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rotor.calibration.calibrate import calibrate
+from rotor.checkpoint.section import MARK
 from rotor.cli.checkpoints import _print_run
 from rotor.errors import CheckpointError
-from rotor.evaluation.fidelity import FidelityMeter
-from rotor.export.export import export
-from rotor.format.section import MARK
+from rotor.search.evaluation.fidelity import FidelityMeter
+from rotor.search.export.export import export
 from rotor.search.table import RankTable
-from rotor.validation import validate as validation
-from rotor.validation.validate import validate
+from rotor.tools.validation import validate as validation
+from rotor.tools.validation.validate import validate
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from rotor.errors import UnsupportedModelError
-from rotor.evaluation.cached import final_states_through_cache
 from rotor.policies import (
     H2O,
     EvictingLayer,
@@ -24,6 +23,7 @@ from rotor.policies import (
 )
 from rotor.policies.budgets import squeeze_shares, three_means
 from rotor.policies.eviction import Held
+from rotor.search.evaluation.cached import final_states_through_cache
 from rotor.search.probe import full_ranks
 
 GROUPS, HEADS, PROMPT, TOKENS = 2, 3, 12, 20

@@ -14,19 +14,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from rotor.bases.moments import stored_name
+from rotor.calibration.bases.moments import stored_name
 from rotor.calibration.capture import capture
+from rotor.checkpoint.families import FAMILIES, attention_shape, find_family
+from rotor.checkpoint.layout import pre_rope
+from rotor.checkpoint.projections import read_attention
 from rotor.errors import UnsupportedModelError
-from rotor.export.export import export
-from rotor.format.layout import pre_rope
 from rotor.kernels.reference import attend
 from rotor.kernels.rotary import rotate
-from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import load_model
 from rotor.models.projections import kv_parameters
-from rotor.runtime.families import FAMILIES, attention_shape, find_family
-from rotor.runtime.projections import read_attention
-from rotor.validation.validate import validate
+from rotor.models.source import Checkpoint
+from rotor.search.export.export import export
+from rotor.tools.validation.validate import validate
 
 PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
 

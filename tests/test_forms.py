@@ -9,19 +9,19 @@ import torch
 from conftest import relative_error
 from torch import Tensor
 
-from rotor.bases.layer import LayerBases
-from rotor.bases.pair import BasisPair
-from rotor.codes.layer import CodedBases
-from rotor.codes.quantiser import ChannelCode, measure_channels
-from rotor.format.channels import Channels, Numbers
-from rotor.format.layout import POST_ROPE, AttentionShape, KeyForm
-from rotor.format.tensors import layer_tensors
+from rotor.calibration.bases.layer import LayerBases
+from rotor.calibration.bases.pair import BasisPair
+from rotor.calibration.codes.layer import CodedBases
+from rotor.calibration.codes.quantiser import ChannelCode, measure_channels
+from rotor.checkpoint.channels import Channels, Numbers
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, KeyForm
+from rotor.checkpoint.projections import AttentionWeights
+from rotor.checkpoint.tensors import layer_tensors
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import attention, project_keys
 from rotor.kernels.rotary import rotate, when_read, within_blocks
 from rotor.kernels.rows import pack_layer
-from rotor.rewriting.rewrite import layer_layout, rewrite_layer
-from rotor.runtime.projections import AttentionWeights
+from rotor.search.rewriting import layer_layout, rewrite_layer
 
 SHAPE = AttentionShape(1, num_heads=6, num_kv_heads=2, head_dim=16, hidden_size=40, rotary_dim=12)
 """Partial rotary: 6 planes, and 4 dimensions that RoPE does not rotate."""

@@ -25,18 +25,18 @@ from safetensors.torch import save_file
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
+from rotor.checkpoint.families import attention_shape, find_family
+from rotor.checkpoint.projections import read_attention
 from rotor.errors import CheckpointError, NumericsError, RecipeError, RotorError
-from rotor.export.export import export
-from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import check_fit
+from rotor.models.source import Checkpoint
 from rotor.progress import Progress
 from rotor.recipe import load_recipe, parse_recipe
-from rotor.report.collect import collect
-from rotor.runtime.families import attention_shape, find_family
 from rotor.runtime.integration import RotorConfig
-from rotor.runtime.projections import read_attention
+from rotor.search.export.export import export
+from rotor.search.report.collect import collect
 from rotor.search.table import RankTable
-from rotor.validation.integrity import Validation, check_integrity
+from rotor.tools.validation.integrity import Validation, check_integrity
 
 pytestmark = pytest.mark.usefixtures("bounded_memory")
 

@@ -12,8 +12,8 @@ from conftest import DEMO_MODEL, reseal
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.errors import CheckpointError, UnsupportedModelError, UsageError
-from rotor.models.checkpoint import Checkpoint
 from rotor.models.hub import find_model
+from rotor.models.source import Checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

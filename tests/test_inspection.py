@@ -11,17 +11,17 @@ from conftest import DEMO_MODEL
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from rotor.cli.commands import app
-from rotor.errors import CheckpointError
-from rotor.format.layout import AttentionShape, KeyForm, LayerForm
-from rotor.planning.inspection import inspect
-from rotor.prediction.cost import (
+from rotor.calibration.planning.inspection import inspect
+from rotor.calibration.prediction.cost import (
     DecodeStep,
     layer_time,
     uncompressed_layer_time,
 )
-from rotor.prediction.decode_times import decode_times, uniform_layout
-from rotor.prediction.devices import find_device
+from rotor.calibration.prediction.decode_times import decode_times, uniform_layout
+from rotor.calibration.prediction.devices import find_device
+from rotor.checkpoint.layout import AttentionShape, KeyForm, LayerForm
+from rotor.cli.commands import app
+from rotor.errors import CheckpointError
 from rotor.progress import in_time
 
 

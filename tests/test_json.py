@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rotor.checkpoint.atomic import write_json
 from rotor.cli.console import print_json
-from rotor.format.atomic import write_json
-from rotor.study.store import StudyStore
+from rotor.tools.study.store import StudyStore
 
 NOT_FINITE = {"a": math.nan, "b": [math.inf, {"c": -math.inf}], "d": (1.5, math.nan), "e": "NaN"}
 NULLS = {"a": None, "b": [None, {"c": None}], "d": [1.5, None], "e": "NaN"}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rotor.calibration.calibrate import calibrate
-from rotor.export.export import export
+from rotor.search.export.export import export
 
 HEAD_DIM, HEADS_PER_KV = 16, 2
 QK_RANKS = [[2, 6, 10, 16], [14, 4, 8, 12]]

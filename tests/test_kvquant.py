@@ -16,10 +16,10 @@ from transformers.cache_utils import DynamicCache
 
 import rotor
 from rotor.errors import CheckpointError, DataError, UsageError
-from rotor.evaluation.fitting import layer_samples
-from rotor.export.export import export
 from rotor.policies import CodedLayer, KVQuant, LayerSample, cache_policy, find_policy, policy_of, read_stored
+from rotor.policies.fitting import layer_samples
 from rotor.policies.methods.kvquant import weighted_means
+from rotor.search.export.export import export
 
 
 def sample(seed: int = 0) -> LayerSample:

@@ -45,7 +45,7 @@ def imported(program: str) -> set[str]:
 
 def test_loading_a_checkpoint_imports_nothing_of_the_offline_half() -> None:
     """What registers rotor with transformers, and an engine's plugin, reach format, runtime and kernels alone."""
-    found = imported("import rotor, rotor.runtime.integration, rotor.format.schemas")
+    found = imported("import rotor, rotor.runtime.integration, rotor.checkpoint.schemas")
     below = {"errors", "checked", "logs", "numerics", "progress", "installing", "versions"}
     assert found <= below | {"runtime", "format", "kernels"}
 

@@ -11,19 +11,19 @@ import torch
 from conftest import CONFIGS, FAST_EVALUATION, build_tiny, close, relative_error
 from safetensors.torch import load_file, save_file
 
-from rotor.bases.moments import pack_symmetric, unpack_symmetric
+from rotor.calibration.bases.moments import pack_symmetric, unpack_symmetric
 from rotor.calibration.calibrate import calibrate
+from rotor.calibration.planning.outline import ModelOutline
 from rotor.checked import plain
 from rotor.errors import CheckpointError, UsageError
-from rotor.evaluation.scoring import score
-from rotor.export.export import export
 from rotor.models import layerwise, memory
-from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel, new_states
 from rotor.models.loading import load_model
 from rotor.models.memory import Estimate, Estimates, available_host_bytes, stream_weights
+from rotor.models.source import Checkpoint
 from rotor.models.weights import StreamedWeights
-from rotor.planning.outline import ModelOutline
+from rotor.search.evaluation.scoring import score
+from rotor.search.export.export import export
 from rotor.search.table import RankTable
 
 CPU = torch.device("cpu")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from rotor.checkpoint.locks import exclusive, lock_path
 from rotor.errors import CheckpointError, UsageError
-from rotor.format.locks import exclusive, lock_path
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from rotor.format.locks import exclusive
+from rotor.checkpoint.locks import exclusive
 with exclusive(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

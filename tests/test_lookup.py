@@ -11,15 +11,15 @@ import torch
 from metric_values import context
 
 from rotor.errors import DataError
-from rotor.evaluation import scoring as evaluation
-from rotor.evaluation.fidelity import FidelityMeter
-from rotor.evaluation.prompts import lookup_text, make_prompts
-from rotor.evaluation.scoring import answer_scores
-from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
+from rotor.models.source import Checkpoint
 from rotor.progress import Progress
 from rotor.recipe import Evaluation
+from rotor.search.evaluation import scoring as evaluation
+from rotor.search.evaluation.fidelity import FidelityMeter
+from rotor.search.evaluation.prompts import lookup_text, make_prompts
+from rotor.search.evaluation.scoring import answer_scores
 
 
 def test_lookup_text_asks_for_each_stated_key_once_and_marks_the_answers() -> None:

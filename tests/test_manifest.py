@@ -14,13 +14,13 @@ from conftest import calibrated, reseal
 from test_cli import rotor
 
 from rotor.calibration.run import Run
+from rotor.checkpoint.manifest import Manifest
 from rotor.errors import CheckpointError
-from rotor.export.export import export
-from rotor.export.model_card import markdown
-from rotor.format.manifest import Manifest
-from rotor.models.checkpoint import Checkpoint
+from rotor.models.source import Checkpoint
 from rotor.progress import Progress
-from rotor.validation.integrity import Validation, check_integrity
+from rotor.search.export.export import export
+from rotor.search.export.model_card import markdown
+from rotor.tools.validation.integrity import Validation, check_integrity
 
 
 @pytest.fixture(scope="module")

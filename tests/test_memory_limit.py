@@ -13,16 +13,16 @@ import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rotor.data.tokens import synthetic_tokens
-from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import weights_of
+from rotor.models.source import Checkpoint
+from rotor.models.tokens import synthetic_tokens
 
 WRITE = """
 import resource, sys
 from pathlib import Path
 import torch
-from rotor.data.tokens import synthetic_tokens
-from rotor.models.checkpoint import Checkpoint
+from rotor.models.tokens import synthetic_tokens
+from rotor.models.source import Checkpoint
 from rotor.models.loading import weights_of
 
 checkpoint = Checkpoint(sys.argv[1])

@@ -12,19 +12,19 @@ import torch
 from conftest import in_memory
 from metric_values import BASE, OTHER, context, scores
 
-from rotor.data.splits import SPLITS
 from rotor.errors import RecipeError
-from rotor.evaluation import scoring as evaluation
-from rotor.evaluation.fidelity import FidelityMeter
-from rotor.evaluation.measurement import Measurement, measure_text, smallest
-from rotor.evaluation.scoring import batch_logits, position_kl_div
-from rotor.export.export import export
+from rotor.models.splits import SPLITS
 from rotor.progress import Progress
 from rotor.recipe import Evaluation, load_recipe
 from rotor.recipe.metric_registry import METRICS, metric_info
+from rotor.search.evaluation import scoring as evaluation
+from rotor.search.evaluation.fidelity import FidelityMeter
+from rotor.search.evaluation.measurement import Measurement, measure_text, smallest
+from rotor.search.evaluation.scoring import batch_logits, position_kl_div
+from rotor.search.export.export import export
 from rotor.search.measurer import rank_path
 from rotor.search.table import RankTable
-from rotor.validation.validate import validate
+from rotor.tools.validation.validate import validate
 
 
 def test_scores_by_hand() -> None:
@@ -183,7 +183,7 @@ def test_the_search_split_decides_what_the_model_can_do(
     seed: int, least: float, counted: bool, run_copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copying has 0.41 on the search split of seed 1 and 0.49 on its report split; 0.45 and 0.42 on those of seed 0."""
-    monkeypatch.setattr("rotor.evaluation.fidelity.LEAST_BASE", least)
+    monkeypatch.setattr("rotor.search.evaluation.fidelity.LEAST_BASE", least)
     run, own = run_copy("fdc"), [f"evaluation.seed={seed}"]
     first = export(run.folder, tmp_path / "out", compression=0.3, overrides=own).report["accuracy"]
     table = RankTable.latest(run)

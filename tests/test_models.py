@@ -10,9 +10,9 @@ from conftest import CONFIGS, NO_ROPE, calibrated, in_memory, relative_error
 from transformers import AutoModelForCausalLM, StaticCache
 
 from rotor.errors import UsageError
-from rotor.export.export import export
+from rotor.search.export.export import export
 from rotor.search.measurer import rank_path
-from rotor.validation.validate import validate
+from rotor.tools.validation.validate import validate
 
 EVERY_CASE = [
     (family, domain, size)

@@ -12,22 +12,22 @@ import torch
 from conftest import build_tiny, calibrated, reseal
 from safetensors.torch import load_file, save_file
 
-from rotor.bases import kq
-from rotor.bases.moments import LayerStatistics
+from rotor.calibration.bases import kq
+from rotor.calibration.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run, read_fisher, write_fisher
-from rotor.data.tokens import synthetic_tokens
+from rotor.checkpoint.hashes import file_sha256
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, LayerForm
+from rotor.checkpoint.projections import AttentionWeights
 from rotor.errors import NumericsError
-from rotor.evaluation.scoring import batch_logits
-from rotor.export.export import export
-from rotor.format.hashes import file_sha256
-from rotor.format.layout import POST_ROPE, AttentionShape, LayerForm
-from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
+from rotor.models.source import Checkpoint
+from rotor.models.tokens import synthetic_tokens
 from rotor.models.weights import Weights
-from rotor.rewriting.compressible import CompressibleModel
-from rotor.runtime.projections import AttentionWeights
+from rotor.search.compressible import CompressibleModel
+from rotor.search.evaluation.scoring import batch_logits
+from rotor.search.export.export import export
 
 CPU = torch.device("cpu")
 
@@ -118,7 +118,7 @@ def test_in_bases_on_disk(part: str, value: float, run_copy: Path, tmp_path: Pat
 
 def test_in_a_factorisation() -> None:
     """Finite moments whose product overflows."""
-    from rotor.bases.layer import layer_bases
+    from rotor.calibration.bases.layer import layer_bases
 
     shape = AttentionShape(1, 2, 2, 4, 8)
     huge = torch.full((2, 4, 4), 1e308, dtype=torch.float64)

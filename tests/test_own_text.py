@@ -11,12 +11,12 @@ from conftest import ROOT, build_tiny
 from test_cli import expect_error, rotor
 
 from rotor.calibration.run import Run
-from rotor.data.documents import read_documents
-from rotor.data.readiness import check_text, describe_evaluation
-from rotor.data.rows import text_rows
-from rotor.data.splits import held_out_documents
 from rotor.errors import DataError
-from rotor.models.checkpoint import Checkpoint
+from rotor.models.documents import read_documents
+from rotor.models.readiness import check_text, describe_evaluation
+from rotor.models.sequences import text_rows
+from rotor.models.source import Checkpoint
+from rotor.models.splits import held_out_documents
 from rotor.recipe import load_recipe, text_overrides
 
 SMALL = ["tokens.count=512", "tokens.seq_len=64", "evaluation.seq_len=64", "evaluation.search_tokens=256"]

@@ -13,10 +13,10 @@ import pytest
 from conftest import ROOT
 
 import rotor
+from rotor.checkpoint.channels import Channels, Numbers
+from rotor.checkpoint.kernel_config import KernelConfig
+from rotor.checkpoint.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout, ordered_by_class
 from rotor.errors import CheckpointError
-from rotor.format.channels import Channels, Numbers
-from rotor.format.kernel_config import KernelConfig
-from rotor.format.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout, ordered_by_class
 from rotor.kernels.defaults import default_config
 
 
@@ -81,7 +81,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 import torch
 print({"sklearn", "typer", "rich", "matplotlib"} & set(sys.modules), torch.cuda.is_initialized())
 print("rotor" in AUTO_QUANTIZER_MAPPING, any("rotor" in type(finder).__module__ for finder in sys.meta_path))
-import rotor.export.export, rotor.validation.validate, rotor.study.study
+import rotor.search.export.export, rotor.tools.validation.validate, rotor.tools.study.study
 print([n for n in ("calibrate", "export", "inspect", "study", "validate") if not callable(getattr(rotor, n))])
 print([n for n in rotor.__all__ if n not in dir(rotor) or getattr(rotor, n) is None])
 """

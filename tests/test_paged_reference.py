@@ -11,8 +11,8 @@ from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import attention
 from rotor.kernels.rotary import when_read
 from rotor.kernels.rows import pack_layer
-from rotor.plugins.vllm.pages import PagedLayer
-from rotor.plugins.vllm.shards import shard_of
+from rotor.vllm.pages import PagedLayer
+from rotor.vllm.shards import shard_of
 
 KV_LEN, PAGE = 150, 16
 

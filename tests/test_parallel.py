@@ -29,13 +29,13 @@ from parallel_processes import Processes
 from torch import Tensor
 from transformers import AutoModel, DynamicCache, StaticCache
 
+from rotor.checkpoint.layout import POST_ROPE, KeyForm, kv_bytes_per_token
 from rotor.errors import RotorError, UsageError
-from rotor.format.layout import POST_ROPE, KeyForm, kv_bytes_per_token
 from rotor.models.compressed import CompressedCheckpoint
-from rotor.models.generation import continue_prompt
 from rotor.parallel import sequence_parallel
 from rotor.policies import cache_policy, stored_bytes
 from rotor.runtime.steps import InCache
+from rotor.tools.generation import continue_prompt
 
 PRE = KeyForm(64, 8)
 CASES = {

@@ -12,9 +12,9 @@ from test_end_to_end import contents
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
+from rotor.checkpoint.output_folder import mark_unfinished
 from rotor.errors import CheckpointError, UsageError
-from rotor.export.export import export
-from rotor.format.places import mark_unfinished
+from rotor.search.export.export import export
 
 SETTINGS = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "groups.size=1", "ranks.multiple_of=4"]
 

@@ -14,10 +14,10 @@ from folded_models import Folding, folded
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
+from rotor.checkpoint.families import attention_shape
+from rotor.checkpoint.layout import POST_ROPE, KeyForm
 from rotor.errors import UsageError
-from rotor.format.layout import POST_ROPE, KeyForm
 from rotor.policies import H2O, KIVI, Tiers, cache_policy
-from rotor.runtime.families import attention_shape
 
 IDS = torch.arange(7, 19).reshape(1, 12)
 HOLE = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1]])

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rotor.bench import precompile as module
-from rotor.bench import subjects
-from rotor.bench.precompile import count_layers, parse_archs
-from rotor.bench.subjects import STEP, named_subjects
+from rotor.calibration.prediction.devices import find_device
+from rotor.calibration.prediction.instructions import group_instructions
+from rotor.checkpoint.layout import kv_bytes_per_token
 from rotor.cli.commands import app
 from rotor.errors import UsageError
-from rotor.export.export import export
-from rotor.format.layout import kv_bytes_per_token
-from rotor.prediction.devices import find_device
-from rotor.prediction.instructions import group_instructions
+from rotor.search.export.export import export
+from rotor.tools.bench import precompile as module
+from rotor.tools.bench import subjects
+from rotor.tools.bench.precompile import count_layers, parse_archs
+from rotor.tools.bench.subjects import STEP, named_subjects
 
 needs_triton = pytest.mark.skipif(not module.triton_installed(), reason="triton is not installed")
 DEVICES = {90: find_device("h200"), 80: find_device("a100-80g")}
@@ -33,7 +33,7 @@ def folder(demo_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def decoding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer's kernels those of a decode step; others take long."""
-    from rotor.bench import variants
+    from rotor.tools.bench import variants
 
     every = variants.layer_variants
     monkeypatch.setattr(variants, "layer_variants", lambda *a, **k: [v for v in every(*a, **k) if v.keys])
@@ -84,7 +84,7 @@ def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, deco
 
 @needs_triton
 def test_one_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch, decoding_alone) -> None:
-    from rotor.bench.variants import Variant
+    from rotor.tools.bench.variants import Variant
 
     compile_variant, some = Variant.compile, {"joint-64": named_subjects()["joint-64"]}
 

@@ -13,8 +13,8 @@ from printed import check, commands_in, printed_texts
 
 from rotor.calibration.run import Run
 from rotor.cli.app import app
-from rotor.export.export import export
 from rotor.recipe import load_recipe
+from rotor.search.export.export import export
 
 METRIC = ["evaluation.metric=kl_div"]
 """One that a random model has an accuracy in."""

@@ -16,7 +16,7 @@ from conftest import DEMO_MODEL, FAST_EVALUATION, ROOT, SHORT_TEXT, calibrated
 from test_cli import rotor
 
 from rotor.calibration.run import Run
-from rotor.export.export import export
+from rotor.search.export.export import export
 from rotor.search.table import RankTable
 
 SERVER = """

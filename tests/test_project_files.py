@@ -17,7 +17,7 @@ from conftest import DEMO_MODEL, ROOT
 from printed import parse
 
 from rotor.cli.commands import app
-from rotor.plugins.vllm.served import refusal
+from rotor.vllm.served import refusal
 
 NOTEBOOK = ROOT / "artifacts" / "demo.ipynb"
 README = ROOT / "README.md"

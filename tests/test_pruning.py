@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import DEMO_MODEL, relative_error
 
-from rotor.bases.moments import LayerStatistics
+from rotor.calibration.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.pruning import ClusteredStatistics, StreamingKMeans, prune_rows
+from rotor.checkpoint.layout import AttentionShape
 from rotor.errors import DataError, NumericsError
-from rotor.format.layout import AttentionShape
 from rotor.recipe import Prune
 
 SHAPE = AttentionShape(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=8, hidden_size=64)

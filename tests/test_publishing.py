@@ -13,11 +13,11 @@ from test_resume import whole as whole
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
+from rotor.checkpoint.atomic import replacing, write_json
+from rotor.checkpoint.json_differences import differences
+from rotor.checkpoint.manifest import Manifest
+from rotor.checkpoint.output_folder import remove
 from rotor.errors import CheckpointError, UsageError
-from rotor.format.atomic import replacing, write_json
-from rotor.format.json_differences import differences
-from rotor.format.manifest import Manifest
-from rotor.format.places import remove
 from rotor.models.sidecars import sidecars
 
 
@@ -56,7 +56,7 @@ def test_json_differences() -> None:
 
 
 KILLED_PUBLISHING = """
-import rotor.format.publishing as publishing
+import rotor.checkpoint.publishing as publishing
 
 partial = importlib.import_module("rotor.calibration.partial")
 

@@ -5,12 +5,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rotor.allocation.fisher import FisherPath
-from rotor.allocation.plan import RankInputs, Spectra, round_rank
-from rotor.allocation.removal_rate import RemovalRatePath, ranks_from_shares, tail_shares
-from rotor.allocation.uniform import UniformPath
-from rotor.allocation.water_filling import WaterFillingPath, interpolated
-from rotor.format.layout import AttentionShape, compression
+from rotor.calibration.allocation.fisher import FisherPath
+from rotor.calibration.allocation.plan import RankInputs, Spectra, round_rank
+from rotor.calibration.allocation.removal_rate import RemovalRatePath, ranks_from_shares, tail_shares
+from rotor.calibration.allocation.uniform import UniformPath
+from rotor.calibration.allocation.water_filling import WaterFillingPath, interpolated
+from rotor.checkpoint.layout import AttentionShape, compression
 
 
 def rank(values: list[float], rate: float) -> int:

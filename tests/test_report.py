@@ -14,11 +14,11 @@ from conftest import DEMO_MODEL, reseal
 from test_cli import expect_error, rotor
 
 from rotor.calibration.run import Run
-from rotor.evaluation.fidelity import Fidelity
-from rotor.export.export import export
 from rotor.recipe.metric_registry import METRICS, ratio_rows
-from rotor.report.collect import collect
-from rotor.report.report import report
+from rotor.search.evaluation.fidelity import Fidelity
+from rotor.search.export.export import export
+from rotor.search.report.collect import collect
+from rotor.search.report.report import report
 from rotor.search.table import RankTable
 
 pytestmark = pytest.mark.usefixtures("figures")

@@ -11,15 +11,15 @@ pytest.importorskip("matplotlib", reason="figures need matplotlib")
 from matplotlib.figure import Figure
 from test_report import Page
 
-from rotor.evaluation.fidelity import Fidelity
-from rotor.format.channels import Channels, Numbers
-from rotor.format.layout import GroupLayout
+from rotor.checkpoint.channels import Channels, Numbers
+from rotor.checkpoint.layout import GroupLayout
 from rotor.recipe import load_recipe
-from rotor.report.data import ReportData
-from rotor.report.figures import _drawings, figures
-from rotor.report.report import render
-from rotor.report.style import LOSS_FLOOR, layer_colours, shown_loss
+from rotor.search.evaluation.fidelity import Fidelity
 from rotor.search.point import Point
+from rotor.search.report.data import ReportData
+from rotor.search.report.figures import _drawings, figures
+from rotor.search.report.report import render
+from rotor.search.report.style import LOSS_FLOOR, layer_colours, shown_loss
 
 
 def shown(stored: float, search: Fidelity, report: Fidelity | None = None) -> Point:

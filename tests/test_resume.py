@@ -17,9 +17,9 @@ from transformers import LlamaConfig
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.errors import CheckpointError, UsageError
-from rotor.export.export import export
 from rotor.models.layerwise import LayerwiseModel
-from rotor.rewriting.compressible import CompressibleModel
+from rotor.search.compressible import CompressibleModel
+from rotor.search.export.export import export
 
 LAYERS = 3
 SETTINGS = ["tokens.source=random", "tokens.count=448", "tokens.seq_len=64", "groups.size=1", "ranks.multiple_of=4"]

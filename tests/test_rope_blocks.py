@@ -11,22 +11,22 @@ import torch
 from conftest import relative_error
 from transformers import AutoModelForCausalLM
 
-from rotor.bases.moments import stored_name
+from rotor.calibration.bases.moments import stored_name
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.capture import capture
 from rotor.calibration.gradients import fisher_information
+from rotor.calibration.planning.outline import ModelOutline
+from rotor.checkpoint.families import attention_shape, find_family
+from rotor.checkpoint.layout import POST_ROPE, KeyForm, LayerForm
 from rotor.errors import RecipeError
-from rotor.export.export import export
-from rotor.format.layout import POST_ROPE, KeyForm, LayerForm
 from rotor.kernels.rotary import rotate, when_read, within_blocks
-from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
-from rotor.planning.outline import ModelOutline
+from rotor.models.source import Checkpoint
 from rotor.recipe import load_recipe
 from rotor.runtime.attention import RotorAttention
-from rotor.runtime.families import attention_shape, find_family
-from rotor.validation.validate import validate
+from rotor.search.export.export import export
+from rotor.tools.validation.validate import validate
 
 ROWS = torch.randint(5, 4000, (3, 22), generator=torch.Generator().manual_seed(0))
 

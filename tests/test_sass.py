@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rotor.bench.sass import CountError, Graph, Loop
+from rotor.tools.bench.sass import CountError, Graph, Loop
 
 
 def by_hand(*lines: str) -> Graph:

@@ -15,8 +15,8 @@ from conftest import calibrated
 from test_end_to_end import contents
 
 from rotor.errors import CheckpointError, UsageError
-from rotor.export.export import export
-from rotor.models.checkpoint import Checkpoint
+from rotor.models.source import Checkpoint
+from rotor.search.export.export import export
 
 NOBODY = 65534
 

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
+from rotor.calibration.prediction.devices import find_device
+from rotor.checkpoint.channels import Numbers
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, LayerLayout, ordered_by_class
 from rotor.cli.speed import parse_lengths
 from rotor.errors import UsageError
-from rotor.format.channels import Numbers
-from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, LayerLayout, ordered_by_class
-from rotor.prediction.devices import find_device
-from rotor.prediction.simulation import (
+from rotor.tools.bench.simulation import (
     Tasks,
     equal_slices,
     longest_first,

@@ -10,13 +10,13 @@ import pytest
 from conftest import DEMO_MODEL
 
 from rotor.errors import UsageError
-from rotor.report.style import shown_loss
-from rotor.study import context as study_context
-from rotor.study.part import find_part
-from rotor.study.parts import curves, methods
-from rotor.study.parts.curves import METRIC_LABELS
-from rotor.study.store import StudyStore
-from rotor.study.study import study
+from rotor.search.report.style import shown_loss
+from rotor.tools.study import context as study_context
+from rotor.tools.study.part import find_part
+from rotor.tools.study.parts import curves, methods
+from rotor.tools.study.parts.curves import METRIC_LABELS
+from rotor.tools.study.store import StudyStore
+from rotor.tools.study.study import study
 
 SMALL = [
     "tokens.count=1024",

@@ -12,19 +12,19 @@ import torch
 from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated
 
 from rotor.errors import UsageError
-from rotor.evaluation.prompts import EvaluationContext, Prompts
-from rotor.models.checkpoint import Checkpoint
+from rotor.models.source import Checkpoint
 from rotor.policies import H2O, KCVT, PerToken
 from rotor.progress import Progress
 from rotor.recipe import Evaluation
-from rotor.rewriting.compressible import CompressibleModel
-from rotor.study import caches
-from rotor.study.cache_part import cache_records, draw_fidelity, method_of, pareto_front
-from rotor.study.caches import CacheBench, CacheRecord, cache_bytes
-from rotor.study.parts import methods
-from rotor.study.parts.methods import at_equal_bytes, fewest_bytes
-from rotor.study.store import StudyStore
-from rotor.study.study import study
+from rotor.search.compressible import CompressibleModel
+from rotor.search.evaluation.prompts import EvaluationContext, Prompts
+from rotor.tools.study import caches
+from rotor.tools.study.cache_part import cache_records, draw_fidelity, method_of, pareto_front
+from rotor.tools.study.caches import CacheBench, CacheRecord, cache_bytes
+from rotor.tools.study.parts import methods
+from rotor.tools.study.parts.methods import at_equal_bytes, fewest_bytes
+from rotor.tools.study.store import StudyStore
+from rotor.tools.study.study import study
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def bench(run) -> Iterator[CacheBench]:
     answers = torch.zeros_like(rows, dtype=torch.bool)
     answers[:, 15:17] = True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rotor.evaluation.fidelity.LEAST_BASE", 0.0)  # random weights can do nothing
-        patch.setattr("rotor.evaluation.fidelity.make_prompts", lambda *given: Prompts(rows, answers, 0))
+        patch.setattr("rotor.search.evaluation.fidelity.LEAST_BASE", 0.0)  # random weights can do nothing
+        patch.setattr("rotor.search.evaluation.fidelity.make_prompts", lambda *given: Prompts(rows, answers, 0))
         patch.setattr(caches, "PROMPT_SHARE", 0.34)
         context = EvaluationContext(Evaluation(), {"report": rows}, None, network.config)
         yield CacheBench(network, context, ["copy"], 256, lambda: rows, Progress())

@@ -13,10 +13,10 @@ from test_study import SMALL
 
 from rotor.errors import UsageError
 from rotor.recipe import load_recipe
-from rotor.study.parts import curves
-from rotor.study.request import same_conditions
-from rotor.study.store import StudyStore
-from rotor.study.study import study
+from rotor.tools.study.parts import curves
+from rotor.tools.study.request import same_conditions
+from rotor.tools.study.store import StudyStore
+from rotor.tools.study.study import study
 
 
 def test_recipes_get_the_same_conditions(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_recipes_get_the_same_conditions(tmp_path: Path) -> None:
     fdc, rotor = load_recipe("fdc"), load_recipe("rotor")
     assert {r.tokens.count for r in found.values()} == {max(fdc.tokens.count, rotor.tokens.count)}
     assert len({(r.tokens.seed, r.tokens.seq_len, r.evaluation, r.search) for r in found.values()}) == 1
-    assert found["rotor"].bases == rotor.bases
+    assert found["rotor"].bases == rotor.calibration.bases
     assert {r.tokens.count for r in same_conditions(["fdc", "rotor"], ["tokens.count=99"]).values()} == {99}
     with pytest.raises(UsageError, match="two recipes are named 'fdc'"):
         same_conditions(["fdc", "fdc"], [])

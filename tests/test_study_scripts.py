@@ -10,11 +10,11 @@ import pytest
 from conftest import FAST_EVALUATION, ROOT, SHORT_TEXT
 
 from rotor.policies import find_policy
-from rotor.study import caches, study
-from rotor.study.cache_part import StudiedCache
-from rotor.study.context import StudyContext
-from rotor.study.part import Part, find_part
-from rotor.study.parts.methods import Methods
+from rotor.tools.study import caches, study
+from rotor.tools.study.cache_part import StudiedCache
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.part import Part, find_part
+from rotor.tools.study.parts.methods import Methods
 
 FOLDER = ROOT / "artifacts" / "studies" / "parts"
 OVERRIDES = [*FAST_EVALUATION, *SHORT_TEXT, "tokens.source=random", "tokens.count=512", "tokens.seq_len=64"]

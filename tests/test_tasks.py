@@ -10,10 +10,10 @@ import pytest
 from conftest import DEMO_MODEL
 
 from rotor.errors import DataError, UsageError
-from rotor.evaluation.tasks import TaskSuite, document_scores, paired
-from rotor.export.export import export
-from rotor.models.checkpoint import Checkpoint
-from rotor.validation.validate import validate
+from rotor.models.source import Checkpoint
+from rotor.search.evaluation.tasks import TaskSuite, document_scores, paired
+from rotor.search.export.export import export
+from rotor.tools.validation.validate import validate
 
 TASK = "capitals"
 

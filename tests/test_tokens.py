@@ -12,10 +12,14 @@ import pytest
 import torch
 from conftest import CONFIGS, DEMO_MODEL
 
-from rotor.data import tokens as tokens_module
-from rotor.data.documents import read_documents
-from rotor.data.rows import text_rows
-from rotor.data.tokens import (
+from rotor.errors import DataError, MissingError
+from rotor.models import tokens as tokens_module
+from rotor.models.documents import read_documents
+from rotor.models.loading import load_model, weights_of
+from rotor.models.sequences import text_rows
+from rotor.models.source import Checkpoint
+from rotor.models.tokenizer import chat_opening
+from rotor.models.tokens import (
     SPAN,
     TIMES,
     calibration_tokens,
@@ -24,10 +28,6 @@ from rotor.data.tokens import (
     synthetic_tokens,
     with_repeats,
 )
-from rotor.errors import DataError, MissingError
-from rotor.models.checkpoint import Checkpoint
-from rotor.models.loading import load_model, weights_of
-from rotor.models.tokenizer import chat_opening
 from rotor.models.weights import Weights
 from rotor.recipe import Tokens
 

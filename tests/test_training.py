@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, train
 from transformers.utils import is_accelerate_available
 
 from rotor.errors import UsageError
-from rotor.export.export import export
+from rotor.search.export.export import export
 
 CASES = {
     "llama-post": ("llama", "post", 1),

@@ -13,10 +13,10 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM
 
 from rotor.calibration.calibrate import calibrate
-from rotor.export.export import export
 from rotor.policies import PerToken
-from rotor.study.part import find_part
-from rotor.study.request import StudyPlan, same_conditions
+from rotor.search.export.export import export
+from rotor.tools.study.part import find_part
+from rotor.tools.study.request import StudyPlan, same_conditions
 
 LARGEST = 100.0
 """Ratio of the scales of channels."""

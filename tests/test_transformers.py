@@ -13,7 +13,7 @@ from conftest import ROOT, calibrated
 from transformers import AutoModel, AutoModelForCausalLM
 
 from rotor.errors import UsageError
-from rotor.export.export import export
+from rotor.search.export.export import export
 
 FAMILIES = ["llama", "opt", "gpt_neox", "gpt2", "falcon", "gemma3_text"]
 

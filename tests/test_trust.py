@@ -23,17 +23,17 @@ from transformers import AutoModelForCausalLM
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.errors import CheckpointError, RotorError, UsageError
-from rotor.export.export import export
 from rotor.progress import Progress
-from rotor.validation.integrity import Validation, check_integrity
-from rotor.validation.validate import validate
+from rotor.search.export.export import export
+from rotor.tools.validation.integrity import Validation, check_integrity
+from rotor.tools.validation.validate import validate
 
 EXPORTS = """
 import importlib, os, signal, sys
 import rotor
 from rotor.format import publishing
 
-module = importlib.import_module("rotor.export.export")
+module = importlib.import_module("rotor.search.export.export")
 module.write_with_checkpoint = lambda *arguments: None
 run, out = sys.argv[1:]
 steps = 0
@@ -63,13 +63,13 @@ def export(step):
     if not pid:
         try:
             killed_before(step)
-            rotor.export(run, out, compression=0.4, overwrite=True)
+            rotor.search.export(run, out, compression=0.4, overwrite=True)
             os._exit(0)
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-rotor.export(run, out, compression=0.4, overwrite=True)  # what this imports, no process below has to
+rotor.search.export(run, out, compression=0.4, overwrite=True)  # what this imports, no process below has to
 print("ready", flush=True)
 for line in sys.stdin:
     print(export(int(line)), flush=True)
@@ -154,7 +154,7 @@ def test_killed_at_every_boundary_of_an_export(sharded: Run, tmp_path: Path) -> 
 
 def test_a_disk_that_fills_up_at_any_shard(sharded: Run, tmp_path: Path, monkeypatch) -> None:
     """OUT is absent, or the old one as it was; nothing else is left."""
-    module = importlib.import_module("rotor.export.export")
+    module = importlib.import_module("rotor.search.export.export")
     write = module.write_tensors
     shards = sorted(p.name for p in sharded.model_folder.glob("*.safetensors"))
     assert len(shards) >= 2

@@ -13,9 +13,9 @@ from test_cli import expect_error, rotor
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.errors import UsageError
-from rotor.export.export import export
-from rotor.report.collect import collect
-from rotor.validation.validate import validate
+from rotor.search.export.export import export
+from rotor.search.report.collect import collect
+from rotor.tools.validation.validate import validate
 
 RANDOM = ["tokens.count=512", "tokens.seq_len=64", "tokens.source=random", "ranks.multiple_of=4"]
 
@@ -84,8 +84,8 @@ def test_not_measured_when_asked(run: Run, tmp_path: Path, capsys, monkeypatch: 
     code, said, _ = rotor(capsys, "validate", tmp_path / "out", "--json", "--set", "evaluation.source=stdlib")
     assert code == 0
     assert json.loads(said)["summary"]["accuracy"]["kl_div"] > 0
-    monkeypatch.setattr("rotor.validation.validate.evaluation_data", None)
-    monkeypatch.setattr("rotor.validation.validate.FidelityMeter", None)
+    monkeypatch.setattr("rotor.tools.validation.validate.evaluation_data", None)
+    monkeypatch.setattr("rotor.tools.validation.validate.FidelityMeter", None)
     code, said, err = rotor(capsys, "validate", tmp_path / "out", "--no-measure", "--json")
     assert code == 0, err
     found = {check["name"]: (check["status"], check["detail"]) for check in json.loads(said)["checks"]}

@@ -18,12 +18,12 @@ from test_cli import expect_error, rotor
 import rotor.models.tokenizer as tokenizer_module
 from rotor.checked import options
 from rotor.errors import CheckpointError, DataError, RecipeError
-from rotor.export.export import export
-from rotor.models.checkpoint import Checkpoint
+from rotor.models.source import Checkpoint
 from rotor.models.tokenizer import check_ids
 from rotor.recipe import Recipe, load_recipe, override
 from rotor.recipe.reference import recipe_fields
-from rotor.validation.validate import validate
+from rotor.search.export.export import export
+from rotor.tools.validation.validate import validate
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rotor.errors import RotorError
-from rotor.export.export import export
 from rotor.progress import Progress
-from rotor.validation.integrity import Validation, check_integrity
-from rotor.validation.validate import validate
+from rotor.search.export.export import export
+from rotor.tools.validation.integrity import Validation, check_integrity
+from rotor.tools.validation.validate import validate
 
 LAYER = "model.layers.1.self_attn."
 

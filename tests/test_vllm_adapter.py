@@ -111,7 +111,7 @@ def test_fields_are_those_that_the_adapter_reads(place: str) -> None:
 
 
 def test_what_the_adapter_must_define_is_what_it_defines() -> None:
-    from rotor.plugins.vllm import adapter
+    from rotor.vllm import adapter
 
     for name in ("RotorBackend", "RotorImpl", "RotorMetadataBuilder", "RotorCache"):
         missing = sorted(getattr(getattr(adapter, name), "__abstractmethods__", ()))

@@ -31,12 +31,12 @@ from vllm_engine import (
 )
 
 from rotor.calibration.calibrate import calibrate
-from rotor.export.export import export
-from rotor.format.channels import Numbers
-from rotor.format.layout import POST_ROPE, KeyForm, pre_rope
+from rotor.checkpoint.channels import Numbers
+from rotor.checkpoint.layout import POST_ROPE, KeyForm, pre_rope
 from rotor.models.compressed import CompressedCheckpoint
-from rotor.plugins.vllm.shards import padded_rows
 from rotor.policies import find_policy
+from rotor.search.export.export import export
+from rotor.vllm.shards import padded_rows
 
 pytestmark = pytest.mark.vllm
 
@@ -222,8 +222,8 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     save_file(tensors, lacking / "model.safetensors", {"format": "pt"})
     refused(lacking, "layer 1: v_proj.weight is not in the checkpoint")
 
-    from rotor.plugins.vllm.quantization import RotorQuantization
-    from rotor.plugins.vllm.served import refusal
+    from rotor.vllm.quantization import RotorQuantization
+    from rotor.vllm.served import refusal
 
     monkeypatch.setattr(RotorQuantization, "refusal", refusal("0.1.0"))
     refused(folder, "vLLM 0.1.0 does not serve compressed checkpoints")

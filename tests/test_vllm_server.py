@@ -21,7 +21,7 @@ import pytest
 from random_layers import NARROW, WIDE, groups_of, write_random
 from vllm_engine import NEW_TOKENS, PROMPTS, ROOT, expected_tokens, make_prompts
 
-from rotor.format.layout import KeyForm, kv_bytes_per_token
+from rotor.checkpoint.layout import KeyForm, kv_bytes_per_token
 from rotor.models.compressed import CompressedCheckpoint
 
 pytestmark = pytest.mark.vllm

@@ -11,8 +11,8 @@ from random_layers import WIDE, groups_of, write_random
 from safetensors.torch import load_file, save_file
 from vllm_engine import expected_tokens, make_prompts, refused, served_elsewhere
 
-from rotor.format.layout import KeyForm
-from rotor.format.manifest import write_manifest
+from rotor.checkpoint.layout import KeyForm
+from rotor.checkpoint.manifest import write_manifest
 
 pytestmark = pytest.mark.vllm
 

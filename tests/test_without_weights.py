@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rotor import export, materialise, validate
 from rotor.calibration.calibrate import calibrate
+from rotor.checkpoint.rewritten import SOURCE
+from rotor.checkpoint.section import CompressedSection
 from rotor.errors import CheckpointError, MissingError, UsageError
-from rotor.format.section import CompressedSection
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.loading import weights_of
-from rotor.plugins.vllm.layers import Plan
-from rotor.runtime.rewritten import SOURCE
+from rotor.vllm.layers import Plan
 
 RANDOM = ["tokens.count=512", "tokens.seq_len=64", "tokens.source=random", "codes.tokens=256"]
 PRE_REFIT = ["groups.domain=pre", "groups.size=2", "bases.qk=kq", "bases.vo=kq", "bases.refit=true"]

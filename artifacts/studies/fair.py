@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rotor.policies import KIVI, KVTC, KVQuant, PerToken, find_policy
-from rotor.study.cache_part import CachePart, StudiedCache, at_bytes
-from rotor.study.context import StudyContext
+from rotor.tools.study.cache_part import CachePart, StudiedCache, at_bytes
+from rotor.tools.study.context import StudyContext
 
 WUSH = type(find_policy(f"{Path(__file__).with_name('wush.py')}:WUSH"))
 

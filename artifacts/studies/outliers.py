@@ -27,15 +27,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rotor.bases.information import LayerFisher
-from rotor.bases.layer import layer_bases
-from rotor.bases.moments import LayerStatistics, stored_name
+from rotor.calibration.allocation.channel_bits import bit_curve
+from rotor.calibration.bases.information import LayerFisher
+from rotor.calibration.bases.layer import layer_bases
+from rotor.calibration.bases.moments import LayerStatistics, stored_name
+from rotor.calibration.codes.layer import coded_bases, layer_codes
+from rotor.calibration.codes.quantiser import SAMPLES
 from rotor.calibration.samples import GradientClip, SampleKeeper
-from rotor.codes.allocation import bit_curve
-from rotor.codes.layer import coded_bases, layer_codes
-from rotor.codes.quantiser import SAMPLES
-from rotor.format.channels import PLANE, Channels
-from rotor.format.layout import AttentionShape, KeyForm, LayerForm
+from rotor.checkpoint.channels import PLANE, Channels
+from rotor.checkpoint.layout import AttentionShape, KeyForm, LayerForm
 
 HEADS, SHARED, DIM, LENGTH = 2, 4, 64, 512
 SHAPE = AttentionShape(1, HEADS * SHARED, HEADS, DIM, 512)

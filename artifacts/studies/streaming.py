@@ -17,13 +17,13 @@ from itertools import pairwise
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rotor.data.rows import evenly_spaced, text_rows
-from rotor.data.splits import held_out_documents
-from rotor.evaluation.cached import final_states_through_cache
-from rotor.evaluation.scoring import score
 from rotor.models.layerwise import LayerwiseModel
+from rotor.models.sequences import evenly_spaced, text_rows
+from rotor.models.splits import held_out_documents
 from rotor.policies import find_policy
 from rotor.recipe.sections import Evaluation
+from rotor.search.evaluation.cached import final_states_through_cache
+from rotor.search.evaluation.scoring import score
 
 EDGES = (256, 512, 1024, 1536, 2048, 3072, 4096, 5120, 6144)
 

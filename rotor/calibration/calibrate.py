@@ -15,41 +15,41 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..allocation.bits import BitsPath
-from ..bases.information import LayerFisher
-from ..bases.layer import layer_bases
-from ..bases.moments import LayerStatistics
-from ..codes.layer import layer_codes
-from ..data.readiness import check_text, describe_text
-from ..data.splits import digests
-from ..data.tokens import CalibrationTokens, calibration_tokens, ordinary_tokens, with_repeats
+from ..checkpoint.atomic import write_json, write_text
+from ..checkpoint.file_names import RECIPE
+from ..checkpoint.hashes import file_sha256
+from ..checkpoint.locks import exclusive
+from ..checkpoint.output_folder import OutputFolder
+from ..checkpoint.projections import read_attention
+from ..checkpoint.publishing import check_space, recover
 from ..errors import DataError, system_errors
-from ..format.atomic import write_json, write_text
-from ..format.file_names import RECIPE
-from ..format.hashes import file_sha256
-from ..format.locks import exclusive
-from ..format.places import OutputFolder
-from ..format.publishing import check_space, recover
 from ..logs import log_file
-from ..models.checkpoint import Checkpoint
 from ..models.hardware import fit_threads, pick_device, pick_dtype
 from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.memory import stream_weights
+from ..models.readiness import check_text, describe_text
+from ..models.source import Checkpoint
+from ..models.splits import digests
 from ..models.tokenizer import chat_opening
+from ..models.tokens import CalibrationTokens, calibration_tokens, ordinary_tokens, with_repeats
 from ..models.weights import Weights
-from ..planning.form import wanted_gradients
-from ..planning.outline import ModelOutline, needs_whole_model, wanted_moments
 from ..progress import Advance, Progress, StageTimes
 from ..recipe import Recipe, text_overrides
 from ..recipe.settings import CalibrationSettings, Compute
-from ..runtime.projections import read_attention
 from ..versions import versions
+from .allocation.bits import BitsPath
+from .bases.information import LayerFisher
+from .bases.layer import layer_bases
+from .bases.moments import LayerStatistics
 from .capture import layer_statistics
+from .codes.layer import layer_codes
 from .distil import DistilledModel
 from .gradients import fisher_information, weight_information
 from .partial import PartialRun
+from .planning.form import wanted_gradients
+from .planning.outline import ModelOutline, needs_whole_model, wanted_moments
 from .pruning import prune_rows
 from .run import (
     FISHER,

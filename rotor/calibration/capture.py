@@ -12,15 +12,15 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ..bases.moments import JOINT, LayerStatistics, named_form
-from ..format.layout import AttentionShape, KeyForm, pre_rope
+from ..checkpoint.families import Family
+from ..checkpoint.layout import AttentionShape, KeyForm, pre_rope
 from ..kernels.reference import attend
 from ..kernels.rotary import Rotation, rotate, when_read, within_blocks
 from ..models.layerwise import LayerwiseModel
 from ..models.projections import keys_before_rope, split_activations
 from ..progress import Advance
 from ..recipe import Prune
-from ..runtime.families import Family
+from .bases.moments import JOINT, LayerStatistics, named_form
 from .pruning import ClusteredStatistics
 
 Observer = Callable[[int, dict[str, Tensor]], None]

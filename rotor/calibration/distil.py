@@ -20,17 +20,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..allocation.bits import BitsPath
-from ..bases.layer import LayerBases
-from ..bases.moments import stored_name
-from ..bases.pair import split_pair
-from ..codes.layer import GroupChannels, LayerCodes
-from ..codes.training import TrainedCode
+from ..checkpoint.layout import LayerForm
 from ..errors import NumericsError
-from ..format.layout import LayerForm
 from ..models.layerwise import LayerwiseModel
 from ..progress import Advance
+from .allocation.bits import BitsPath
+from .bases.layer import LayerBases
+from .bases.moments import stored_name
+from .bases.pair import split_pair
 from .capture import StoredKeys, observed_attention
+from .codes.layer import GroupChannels, LayerCodes
+from .codes.training import TrainedCode
 from .gradients import all_states, head_gradient
 
 COMPRESSION = (0.78, 0.92)

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ..bases.information import LayerFisher
-from ..bases.moments import LayerStatistics
-from ..codes.quantiser import SAMPLES
+from ..checkpoint.families import Family
+from ..checkpoint.layout import AttentionShape
 from ..errors import NumericsError
-from ..format.layout import AttentionShape
 from ..models.layerwise import LayerwiseModel, logit_batches
 from ..models.projections import kv_parameters
 from ..progress import Advance, Progress
-from ..runtime.families import Family
+from .bases.information import LayerFisher
+from .bases.moments import LayerStatistics
 from .capture import StoredKeys, observed_attention
+from .codes.quantiser import SAMPLES
 from .samples import GradientClip, SampleKeeper
 
 TOP = 0.001

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.atomic import replacing, sync, write_json
+from ..checkpoint.json_differences import differences, shorten_json
+from ..checkpoint.json_files import read_json
+from ..checkpoint.manifest import write_manifest
+from ..checkpoint.output_folder import OutputFolder, check_removable, mark_unfinished, remove
+from ..checkpoint.publishing import publish_folder, write_tensors
 from ..errors import DataError, NumericsError, UsageError
-from ..format.atomic import replacing, sync, write_json
-from ..format.json_differences import differences, shorten_json
-from ..format.json_files import read_json
-from ..format.manifest import write_manifest
-from ..format.places import OutputFolder, check_removable, mark_unfinished, remove
-from ..format.publishing import publish_folder, write_tensors
 from ..logs import log
 from ..models.layerwise import new_states
 
@@ -30,7 +30,7 @@ START_AGAIN = "Give --overwrite to start again."
 
 
 class PartialRun:
-    """The folder `OUT.partial`. Whoever writes to it holds the lock of OUT (see rotor.format.locks).
+    """The folder `OUT.partial`. Whoever writes to it holds the lock of OUT (see rotor.checkpoint.locks).
 
     Args:
         out: the run folder that it will become.

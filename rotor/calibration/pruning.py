@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..bases.moments import JOINT, UNCENTRED, LayerStatistics
 from ..errors import DataError, NumericsError
 from ..recipe import Prune
+from .bases.moments import JOINT, UNCENTRED, LayerStatistics
 
 EXACT = ("output", JOINT)
 """Moments that begin so are not taken of centroids."""

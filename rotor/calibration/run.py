@@ -19,20 +19,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..bases.layer import LayerBases, check_stored
-from ..bases.moments import pack_symmetric, unpack_symmetric
-from ..bases.pair import BasisPair
 from ..checked import Reader
-from ..codes.layer import MEASURED, GroupChannels, LayerCodes, SideCodes, coded_bases
+from ..checkpoint.atomic import replacing
+from ..checkpoint.file_names import RECIPE
+from ..checkpoint.layout import AttentionShape, KeyForm, LayerForm
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.publishing import write_tensors
+from ..checkpoint.schemas import RunInfo, check_run, read_file
 from ..errors import CheckpointError, MissingError, UsageError
-from ..format.atomic import replacing
-from ..format.file_names import RECIPE
-from ..format.layout import AttentionShape, KeyForm, LayerForm
-from ..format.manifest import Manifest
-from ..format.publishing import write_tensors
-from ..format.schemas import RunInfo, check_run, read_file
 from ..models.hub import find_model
 from ..recipe import Recipe, load_stored_recipe
+from .bases.layer import LayerBases, check_stored
+from .bases.moments import pack_symmetric, unpack_symmetric
+from .bases.pair import BasisPair
+from .codes.layer import MEASURED, GroupChannels, LayerCodes, SideCodes, coded_bases
 
 INFO, FISHER = "run.json", "fisher.safetensors"
 SIDES = ("qk", "vo")

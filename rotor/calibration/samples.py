@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..bases.information import TokenSamples
+from .bases.information import TokenSamples
 
 SHARE = 0.01
 """Of the tokens, whose gradients are shortened."""

@@ -16,7 +16,7 @@ from .options import NONE, Count, MemoryOptions, Printed
 
 if TYPE_CHECKING:
     from ..calibration.run import Run
-    from ..export.export import ExportResult
+    from ..search.export.export import ExportResult
 
 
 @command(
@@ -51,7 +51,7 @@ def calibrate(
     check_name(model, revision)
 
     from ..calibration.calibrate import run_calibration
-    from ..models.checkpoint import Checkpoint
+    from ..models.source import Checkpoint
 
     progress = output.progress()
     with resumable(lambda: _how_to_resume(out)):
@@ -78,7 +78,7 @@ def _print_run(run: Run, measurable: bool) -> None:
 
 def _how_to_resume(out: Path) -> str:
     from ..calibration.partial import PartialRun
-    from ..format.places import OutputFolder
+    from ..checkpoint.output_folder import OutputFolder
 
     partial = PartialRun(OutputFolder.at(out, "run"))
     if not partial.exists:
@@ -125,7 +125,7 @@ def export(
     how["without_weights"] = without_weights
     settings = ExportSettings(run, out, goal, tuple(overrides), compute.checked(), **how)
 
-    from ..export.export import run_export
+    from ..search.export.export import run_export
 
     progress = output.progress()
     kept = f"Nothing was written to {out}; what was measured is kept in {run}: the same command goes on."
@@ -137,7 +137,7 @@ def export(
 
 
 def _print_export(out: Path, result: ExportResult) -> None:
-    from ..export.model_card import below_target
+    from ..search.export.model_card import below_target
 
     report = result.report
     size, value, stored = report["kv_bytes_per_token"], report["accuracy"], report["compression"]["stored"]
@@ -169,7 +169,7 @@ def materialise(folder: Path, out: Path, output: Printed, source: str | None = N
     """
     check_folder(folder)
 
-    from ..export.materialise import materialise as run_materialise
+    from ..search.export.materialise import materialise as run_materialise
 
     digest = run_materialise(folder, out, source=source, overwrite=overwrite, progress=output.progress())
 
@@ -212,7 +212,7 @@ def validate(folders: list[Path], options: ValidateOptions, output: Printed, no_
     for folder in folders:
         check_folder(folder)
 
-    from ..validation.validate import validate as run_validate
+    from ..tools.validation.validate import validate as run_validate
 
     how: dict[str, Any] = vars(options) | {"measure": not no_measure, "progress": output.progress()}
     how |= {"tasks": split(options.tasks or ""), "lengths": numbers("--lengths", options.lengths), "shared": {}}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..recipe import Recipe
 
 MAX_SEED = (1 << 63) - 1
-BOOTSTRAP = Path(__file__).parent.parent / "bootstrap"
+BOOTSTRAP = Path(__file__).parent / "bootstrap"
 """Its sitecustomize is found by every Python process that has this folder on PYTHONPATH."""
 
 
@@ -67,8 +67,8 @@ def generate(
     compute.checked()
     check_name(folder)
 
-    from ..models.generation import continue_prompt
-    from ..runtime.rewritten import source_at
+    from ..checkpoint.rewritten import source_at
+    from ..tools.generation import continue_prompt
 
     first = is_first_process()
     how: dict[str, Any] = vars(compute) | {"cache": cache, "raw": raw, "progress": output.progress()}
@@ -124,7 +124,7 @@ def inspect(
     compute.checked()
     check_name(model, revision)
 
-    from ..planning.inspection import inspect as run_inspect
+    from ..calibration.planning.inspection import inspect as run_inspect
 
     found = run_inspect(model, recipe, overrides, revision=revision, batch_tokens=batch_tokens, **vars(compute))
     output.show(found.to_dict(), lambda: print_inspection(found))
@@ -160,7 +160,7 @@ def recipes(output: Json, show: str | None = None, fields: bool = False) -> None
 
 
 def _print_recipes(bundled: dict[str, Recipe]) -> None:
-    from ..format.yaml_files import read_yaml
+    from ..checkpoint.yaml_files import read_yaml
     from ..recipe.sections import NAMES
 
     for name, recipe in bundled.items():

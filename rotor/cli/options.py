@@ -40,7 +40,7 @@ HELP = {
     "cache": "How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of "
     "your own; default: the checkpoint's own.",
     "out": "JSON file to write.",
-    "target_device": "Device whose decode time is predicted, e.g. h200 (rotor/prediction/devices.yaml).",
+    "target_device": "Device whose decode time is predicted, e.g. h200 (rotor/calibration/prediction/devices.yaml).",
     "device": "auto (the GPU if there is one), cpu, cuda or cuda:N.",
     "dtype": "auto (float32 on a CPU), float32, bfloat16 or float16.",
     "offload": "Read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..checkpoint.output_folder import check_file
 from ..errors import UsageError
-from ..format.places import check_file
 from ..progress import in_bytes
 from .app import check_folder, command, command_line, numbers
 from .console import print_table, say
@@ -43,8 +43,8 @@ def compile_kernels(
     if folder is not None:
         check_folder(folder)
 
-    from ..bench import precompile, subjects
-    from ..bench.records import provenance
+    from ..tools.bench import precompile, subjects
+    from ..tools.bench.records import provenance
 
     archs, progress = precompile.parse_archs(arch), output.progress()
     chosen = subjects.named_subjects().values() if folder is None else subjects.subjects_of(folder)
@@ -90,10 +90,10 @@ def schedule(folder: Path, output: Json, sms: Count = 132, lengths: str = "32768
     """
     check_folder(folder)
 
-    from ..bench.records import provenance
+    from ..calibration.prediction.devices import find_device
     from ..models.compressed import CompressedCheckpoint
-    from ..prediction.devices import find_device
-    from ..prediction.simulation import simulate
+    from ..tools.bench.records import provenance
+    from ..tools.bench.simulation import simulate
 
     tokens, device = parse_lengths(lengths), find_device(target_device)
     checkpoint = CompressedCheckpoint(folder)
@@ -149,8 +149,8 @@ def bench(
     check_folder(folder)
     progress = output.progress()
 
-    from ..bench.bench import BenchSettings
-    from ..bench.bench import bench as run_bench
+    from ..tools.bench.bench import BenchSettings
+    from ..tools.bench.bench import bench as run_bench
 
     settings = BenchSettings(decode, prompts, batches, repetitions, new_tokens)
     result = run_bench(folder, settings, model=model, **vars(compute), command=command_line(), progress=progress)
@@ -197,7 +197,7 @@ def gpu(
         tune: Only measure tiles for this checkpoint, and write the fastest into its kernel_config.json.
     """
     check_file(out)
-    from ..bench import gpu as measured
+    from ..tools.bench import gpu as measured
 
     if tune is not None:
         check_folder(tune)

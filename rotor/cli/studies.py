@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..study.parts import PARTS
+from ..tools.study.parts import PARTS
 from .app import command, numbers, resumable, split
 from .console import print_table, say
 from .options import NONE, Count, MemoryOptions, Printed
@@ -57,7 +57,7 @@ def study(
     compute.checked()
     check_name(model)
 
-    from ..study.study import study as run_study
+    from ..tools.study.study import study as run_study
 
     request: dict[str, Any] = {
         "parts": split(parts),
@@ -74,7 +74,7 @@ def study(
 
 def _print_study(result: Any) -> None:
     """What every recipe removes at the target accuracies, and where all of it is."""
-    from ..study.parts.curves import curves, target_tables
+    from ..tools.study.parts.curves import curves, target_tables
 
     for table in target_tables(curves(result.records)):
         print_table(table.text, table.header[:1], table.header[1:], table.rows)
@@ -91,7 +91,7 @@ def report(folder: Path, output: Printed, out: Path | None = None) -> None:
         folder: Folder that `rotor calibrate` or `rotor export` wrote.
         out: HTML file to write; by default report.html in a run, OUT-report.html beside OUT.
     """
-    from ..report.report import report as write_report
+    from ..search.report.report import report as write_report
 
     with output.progress().task("report", None, ""):
         result = write_report(folder, out)

@@ -1,1 +1,1 @@
-"""Source models of any size: their files, where they come from, and running them layer by layer."""
+"""Source models of any size, run layer by layer, and the text and tokens that they read."""

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..checkpoint.families import attention_shape
+from ..checkpoint.file_names import KERNEL_CONFIG, ROTOR_JSON
+from ..checkpoint.kernel_config import KernelConfig
+from ..checkpoint.layout import AttentionShape, LayerLayout
+from ..checkpoint.rewritten import BASES, RewrittenTensors, find_source, open_rewritten
+from ..checkpoint.schemas import CheckpointInfo, read_file
+from ..checkpoint.section import CompressedSection, is_compressed
 from ..errors import CheckpointError
-from ..format.file_names import KERNEL_CONFIG, ROTOR_JSON
-from ..format.kernel_config import KernelConfig
-from ..format.layout import AttentionShape, LayerLayout
-from ..format.schemas import CheckpointInfo, read_file
-from ..format.section import CompressedSection, is_compressed
-from ..runtime.families import attention_shape
-from ..runtime.rewritten import BASES, RewrittenTensors, find_source, open_rewritten
-from .checkpoint import Checkpoint
+from .source import Checkpoint
 
 HINT = "Give a folder that `rotor export` wrote."
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.json_files import read_json
+from ..checkpoint.section import is_compressed
 from ..errors import CheckpointError, MissingError, RotorError, UnsupportedModelError, UsageError
-from ..format.json_files import read_json
-from ..format.section import is_compressed
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 """What can be the id of a hub repository: `name` or `owner/name`."""
@@ -92,8 +92,8 @@ def find_source(model: str | Path, revision: str | None = None, *, weights: bool
 
 def _check(folder: Path) -> None:
     """Raises UnsupportedModelError for what rotor cannot compress."""
-    from ..runtime.families import find_family  # these import torch, which checking a name does not need
-    from .checkpoint import config_of
+    from ..checkpoint.families import find_family  # these import torch, which checking a name does not need
+    from .source import config_of
 
     config = read_json(folder / "config.json")
     if is_compressed(config):

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.families import FAMILIES, Family, attention_shape
+from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, DataError, NumericsError
-from ..format.publishing import check_space
 from ..numerics import first_not_finite
 from ..progress import Advance
-from ..runtime.families import FAMILIES, Family, attention_shape
-from .checkpoint import is_finite
 from .memory import HEAD_POSITIONS, LOGIT_BYTES
+from .source import is_finite
 from .weights import Weights
 
 STATES_IN_MEMORY_BYTES = 256 << 20

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from ..checkpoint.families import FAMILIES
+from ..checkpoint.section import is_compressed
 from ..errors import CheckpointError, RotorError
-from ..format.section import is_compressed
 from ..numerics import check_parameters
-from ..runtime.families import FAMILIES
 from ..runtime.integration import replace_attention
-from .checkpoint import Checkpoint, one_line
 from .compressed import CompressedCheckpoint, open_model
+from .source import Checkpoint, one_line
 from .weights import StreamedWeights, Weights, keep_softcap
 
 BELONGS = "Check that config.json belongs to these weights."

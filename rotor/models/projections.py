@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..format.layout import AttentionShape
-from ..runtime.families import Family, attention_shape
-from ..runtime.projections import oriented
+from ..checkpoint.families import Family, attention_shape
+from ..checkpoint.layout import AttentionShape
+from ..checkpoint.projections import oriented
 
 
 def keys_before_rope(family: Family, output: Tensor, shape: AttentionShape) -> Tensor:

@@ -14,8 +14,8 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from ..checked import Reader, shorten
+from ..checkpoint.section import is_ours
 from ..errors import CheckpointError
-from ..format.section import is_ours
 
 HINT = "Correct or remove it, or download the file again."
 IMPLEMENTATIONS = {

@@ -20,9 +20,9 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
+from ..checkpoint.families import FAMILIES
 from ..errors import CheckpointError
-from ..runtime.families import FAMILIES
-from .checkpoint import Checkpoint
+from .source import Checkpoint
 
 Part = int | Literal["embedding", "head"]
 

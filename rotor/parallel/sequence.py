@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from ..checkpoint.families import FAMILIES
 from ..errors import UsageError
 from ..runtime.attention import RotorAttention
-from ..runtime.families import FAMILIES
 from ..runtime.rope import Place
 from ..runtime.steps import InCache, Keeper, Step
 from .attention import attend_by_rows, attend_to_sharded_rows, visible

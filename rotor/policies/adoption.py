@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.families import FAMILIES, Family, attention_shape, find_family
 from ..errors import UnsupportedModelError
-from ..runtime.families import FAMILIES, Family, attention_shape, find_family
 from ..runtime.rope import RotaryTable, rotary_tables
 from ..runtime.steps import InCache
 from .layer import PolicyLayer

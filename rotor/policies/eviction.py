@@ -13,7 +13,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 from torch.nn import functional
 
-from ..format.layout import LayerLayout
+from ..checkpoint.layout import LayerLayout
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..runtime.rope import rows_of
 from ..runtime.steps import Step, attend_to_rows

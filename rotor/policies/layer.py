@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import DynamicLayer
 
+from ..checkpoint.layout import LayerLayout
 from ..errors import UsageError
-from ..format.layout import LayerLayout
 from ..kernels.parameters import seq_len_of
 from ..kernels.rotary import Rotation, rotate
 from ..runtime.rope import RotaryTable

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ..checked import Expect, Reader, shorten
+from ..checkpoint.layout import LayerLayout
 from ..errors import UnsupportedModelError, UsageError
-from ..format.layout import LayerLayout
 from .layer import PolicyLayer
 from .store import tensor_bytes
 

@@ -14,9 +14,9 @@ from pkgutil import iter_modules
 from typing import Any
 
 from ..checked import Reader, nearest_name
+from ..checkpoint.section import EDITED
+from ..checkpoint.yaml_files import read_text, read_yaml
 from ..errors import CheckpointError, RecipeError, UsageError
-from ..format.section import EDITED
-from ..format.yaml_files import read_text, read_yaml
 from . import methods
 from .policy import Policy
 

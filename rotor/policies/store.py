@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..format.layout import LayerLayout
+from ..checkpoint.layout import LayerLayout
 
 Parts = tuple[Tensor, ...]
 """The stored tensors of a run of tokens. The first is [batch_size, *, tokens, *]; all have the batch first, and in

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checked import Reader, nearest_name
+from ..checkpoint.file_names import RECIPE
+from ..checkpoint.yaml_files import read_text, read_yaml
 from ..errors import CheckpointError, RecipeError
-from ..format.file_names import RECIPE
-from ..format.yaml_files import read_text, read_yaml
 from .recipe import Recipe
 
 FIELDS_HINT = "`rotor recipes --fields` has every field, what it may be and what it decides."

@@ -11,10 +11,10 @@ import yaml
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from ..allocation.registry import Need
-from ..bases.registry import QK_METHODS
 from ..checked import Unfit
-from ..format.channels import WIDTHS
+from ..checkpoint.channels import WIDTHS
+from .basis_methods import QK_METHODS
+from .rank_methods import Need
 from .sections import (
     MODEL,
     Bases,

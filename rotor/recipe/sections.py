@@ -11,12 +11,12 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from ..allocation.registry import RANK_METHODS, RankMethod
-from ..bases.registry import QK_METHODS, VO_METHODS, BasisMethod
 from ..checked import Expect, OneOf
-from ..format.channels import WIDTHS
-from ..format.layout import MOST_ROPE_BLOCK, RopeBlock
+from ..checkpoint.channels import WIDTHS
+from ..checkpoint.layout import MOST_ROPE_BLOCK, RopeBlock
+from .basis_methods import QK_METHODS, VO_METHODS, BasisMethod
 from .metric_registry import METRICS
+from .rank_methods import RANK_METHODS, RankMethod
 
 NAMES: dict[str, Mapping[str, BasisMethod | RankMethod]] = {
     "bases.qk": QK_METHODS,
@@ -112,7 +112,7 @@ class Bases:
     """Methods of the bases."""
 
     qk: Annotated[str, OneOf(QK_METHODS)] = "svd"
-    """Of queries and keys: a name in rotor.bases (`rotor recipes` lists them)."""
+    """Of queries and keys: a name in rotor.calibration.bases (`rotor recipes` lists them)."""
     vo: Annotated[str, OneOf(VO_METHODS)] = "palu"
     """Of values and what reads them, likewise."""
     refit: bool = False
@@ -129,7 +129,7 @@ class Ranks:
     """Ranks from singular values."""
 
     method: Annotated[str, OneOf(RANK_METHODS)] = "removal-rate"
-    """A name in rotor.allocation (`rotor recipes` lists them)."""
+    """A name in rotor.calibration.allocation (`rotor recipes` lists them)."""
     multiple_of: Size = 16
     """Stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide."""
     probe_shares: Shares = (0.35, 0.125)
@@ -220,7 +220,7 @@ class ObjectiveSettings:
     """The serving load for which decode time is predicted."""
 
     device: str = "h200"
-    """A device that comes with rotor (rotor/prediction/devices.yaml)."""
+    """A device that comes with rotor (rotor/calibration/prediction/devices.yaml)."""
     context_tokens: Annotated[int, Field(ge=1, le=1 << 32)] = 32768
     """Tokens in the cache of each sequence."""
     batch_size: Size = 8

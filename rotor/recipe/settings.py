@@ -14,8 +14,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 from pydantic import Field
 
 from ..checked import Expect, OneOf, Reader
+from ..checkpoint.file_names import RECIPE
 from ..errors import MissingError, UsageError
-from ..format.file_names import RECIPE
 from . import EXPORT_SECTIONS, Recipe, load_recipe, load_stored_recipe, override
 
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -94,7 +94,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """Settings of `rotor.export`; its arguments are explained there."""
+    """Settings of `rotor.search.export`; its arguments are explained there."""
 
     run: str | Path
     out: str | Path

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 from transformers import cache_utils
 
+from ..checkpoint.families import Family
+from ..checkpoint.kernel_config import LayerKernels
+from ..checkpoint.layout import AttentionShape, LayerLayout
+from ..checkpoint.projections import CompressedProjections
+from ..checkpoint.tensors import FLOAT32, layer_tensors
 from ..errors import UsageError
-from ..format.kernel_config import LayerKernels
-from ..format.layout import AttentionShape, LayerLayout
-from ..format.tensors import FLOAT32, layer_tensors
 from ..kernels.defaults import default_layer
 from ..kernels.dispatch import kernels_serve
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer
-from .families import Family
-from .projections import CompressedProjections
 from .rope import RotaryTable, Rotations, rope_of
 from .steps import InCache, Step
 

@@ -21,14 +21,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..checkpoint.families import FAMILIES, Family, attention_shape
+from ..checkpoint.file_names import KERNEL_CONFIG
+from ..checkpoint.layout import AttentionShape, LayerLayout
+from ..checkpoint.rewritten import RewrittenTensors, open_rewritten
+from ..checkpoint.section import MARK, METHOD, CompressedSection, is_ours
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
-from ..format.file_names import KERNEL_CONFIG
-from ..format.layout import AttentionShape, LayerLayout
-from ..format.section import MARK, METHOD, CompressedSection, is_ours
 from ..kernels.defaults import config_of
 from .attention import RotorAttention, refuse_others
-from .families import FAMILIES, Family, attention_shape
-from .rewritten import RewrittenTensors, open_rewritten
 from .rope import rotary_tables
 from .steps import NO_GRADIENTS
 

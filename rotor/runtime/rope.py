@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..format.layout import AttentionShape, KeyForm, LayerLayout
+from ..checkpoint.families import Family
+from ..checkpoint.layout import AttentionShape, KeyForm, LayerLayout
 from ..kernels.rotary import Rotation, when_read, within_blocks
-from .families import Family
 from .positions import PositionCheck
 
 TABLE_ROWS = 1024

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checkpoint.kernel_config import LayerKernels
 from ..errors import UsageError
-from ..format.kernel_config import LayerKernels
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention
 from .rope import Place, Rotations

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..calibration.run import Run
+from ..checkpoint.families import Family, find_family
+from ..checkpoint.hashes import file_sha256
+from ..checkpoint.output_folder import OutputFolder
+from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, UsageError
-from ..format.hashes import file_sha256
-from ..format.places import OutputFolder
-from ..format.publishing import check_space
-from ..models.checkpoint import Checkpoint
+from ..models.source import Checkpoint
 from ..policies import Policy, find_policy
 from ..recipe import Recipe
 from ..recipe.settings import ExportSettings
-from ..runtime.families import Family, find_family
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ from functools import cached_property
 
 import torch
 
-from ..allocation.bits import BitsPath
-from ..allocation.plan import RankInputs, RankPath, RankPlan, Sensitivity, Spectra
+from ..calibration.allocation.bits import BitsPath
+from ..calibration.allocation.plan import RankInputs, RankPath, RankPlan, Sensitivity, Spectra
 from ..calibration.run import Run, read_fisher
-from ..data.splits import SPLITS, EvaluationData
 from ..errors import UsageError
-from ..evaluation.fidelity import Fidelity, FidelityMeter
+from ..models.splits import SPLITS, EvaluationData
 from ..policies import Policy
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe
-from ..rewriting.compressible import CompressibleModel
+from .compressible import CompressibleModel
+from .evaluation.fidelity import Fidelity, FidelityMeter
 from .point import Point
 from .probe import probe
 from .table import Context, ProbeTable, RankTable

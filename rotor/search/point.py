@@ -6,11 +6,11 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..allocation.plan import RankPlan
-from ..codes.layer import GroupChannels
+from ..calibration.allocation.plan import RankPlan
+from ..calibration.codes.layer import GroupChannels
+from ..checkpoint.layout import LayerRanks
 from ..errors import UsageError
-from ..evaluation.fidelity import Fidelity
-from ..format.layout import LayerRanks
+from .evaluation.fidelity import Fidelity
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..allocation.plan import Sensitivity, round_rank
-from ..bases.layer import LayerBases
-from ..evaluation.scoring import score
-from ..format.layout import LayerRanks
+from ..calibration.allocation.plan import Sensitivity, round_rank
+from ..calibration.bases.layer import LayerBases
+from ..checkpoint.layout import LayerRanks
 from ..progress import Advance
 from ..recipe import Ranks
-from ..rewriting.compressible import CompressibleModel
+from .compressible import CompressibleModel
+from .evaluation.scoring import score
 
 KL_NOISE = 1e-9
 """A KL divergence, in nats per token, that is as good as none; positive, so that it has a logarithm."""

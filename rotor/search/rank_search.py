@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from ..allocation.plan import RankPlan
-from ..data.readiness import describe_evaluation
-from ..data.splits import EvaluationData, evaluation_data
+from ..calibration.allocation.plan import RankPlan
 from ..errors import UsageError
-from ..evaluation.fidelity import Fidelity, FidelityMeter
-from ..evaluation.placement import Placement
-from ..evaluation.prompts import EvaluationContext
 from ..models.hardware import pick_device, pick_dtype
+from ..models.readiness import describe_evaluation
+from ..models.splits import EvaluationData, evaluation_data
 from ..policies import Policy
 from ..progress import Progress, StageTimes, in_time
-from ..rewriting.compressible import CompressibleModel
+from .compressible import CompressibleModel
+from .evaluation.fidelity import Fidelity, FidelityMeter
+from .evaluation.placement import Placement
+from .evaluation.prompts import EvaluationContext
 from .export_job import ExportJob
 from .measurer import Measurer
 from .point import Point

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable
 from itertools import islice, pairwise
 
-from ..allocation.plan import SLACK, RankPath, RankPlan
-from ..allocation.removal_rate import RemovalRatePath
+from ..calibration.allocation.plan import SLACK, RankPath, RankPlan
+from ..calibration.allocation.removal_rate import RemovalRatePath
 from ..errors import AccuracyError, UsageError
-from ..evaluation.fidelity import Fidelity
+from .evaluation.fidelity import Fidelity
 
 TRIES = 3
 """Gaps above a plan that reaches the target, or plans beside it, of which one has to reach it, too, or it is final."""

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..allocation.plan import RankPlan, Sensitivity
+from ..calibration.allocation.plan import RankPlan, Sensitivity
 from ..calibration.run import Run
 from ..checked import Reader, plain
-from ..data.splits import EvaluationData
+from ..checkpoint.atomic import write_json
+from ..checkpoint.json_files import read_json
 from ..errors import CheckpointError
-from ..format.atomic import write_json
-from ..format.json_files import read_json
+from ..models.splits import EvaluationData
 from ..policies import Policy
 from ..recipe import Evaluation, Ranks
 from .point import Point, channels_json, plan_key

@@ -8,8 +8,8 @@ import torch
 import truth
 from torch import Tensor
 
-from rotor.format.channels import Channels, Latent, Numbers
-from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.channels import Channels, Latent, Numbers
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import rotate
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import FORMS, MIXED, Channels, Numbers, causal, layer, random_case, shape_of
 
-from rotor.format.layout import KeyForm
+from rotor.checkpoint.layout import KeyForm
 from rotor.kernels.logits import products
 from rotor.kernels.rotary import when_read
 from rotor.policies import column_sums as sums

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from rotor.bench.sass import usage
-from rotor.bench.subjects import NAMED, PAGE, named_subjects
-from rotor.bench.variants import layer_variants
+from rotor.tools.bench.sass import usage
+from rotor.tools.bench.subjects import NAMED, PAGE, named_subjects
+from rotor.tools.bench.variants import layer_variants
 
 MOST_SPILLED_BYTES = 128
 """Of a thread, in kernels that no decode step over pages runs."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import Case, Channels, Numbers, causal, in_pages, layer, random_case, rotation_table, shape_of
 
-from rotor.format.layout import POST_ROPE, AttentionShape, KeyForm, LayerLayout
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, KeyForm, LayerLayout
 from rotor.kernels import reference
 from rotor.kernels.defaults import default_layer
 from rotor.kernels.rotary import when_read

@@ -12,7 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from rotor.bench.attention import (
+from rotor.kernels.defaults import default_layer
+from rotor.tools.bench.attention import (
     TOLERANCE,
     Problem,
     kernel,
@@ -21,9 +22,8 @@ from rotor.bench.attention import (
     sdpa,
     uncompressed_heads,
 )
-from rotor.bench.gpu import RESULTS, step_seconds
-from rotor.bench.subjects import PAGE, named_subjects
-from rotor.kernels.defaults import default_layer
+from rotor.tools.bench.gpu import RESULTS, step_seconds
+from rotor.tools.bench.subjects import PAGE, named_subjects
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 NAMED = named_subjects()

@@ -7,8 +7,8 @@ import json
 import pytest
 from cases import FORMS, MIXED, Channels, Numbers, layer
 
+from rotor.checkpoint.kernel_config import KernelConfig, layout_class
 from rotor.errors import CheckpointError
-from rotor.format.kernel_config import KernelConfig, layout_class
 from rotor.kernels.defaults import default_config, default_layer
 
 LAYOUTS = [

@@ -6,9 +6,9 @@ import pytest
 import torch
 from cases import FORMS, MIXED, Channels, layer
 
-from rotor.format.channels import NIBBLE_BITS, SIGNED
+from rotor.checkpoint.channels import NIBBLE_BITS, SIGNED
+from rotor.checkpoint.rewrite import levels_of
 from rotor.kernels.rows import pack, pack_layer, read_class, unpack, unpack_codes
-from rotor.runtime.rewrite import levels_of
 
 LATENTS = [
     MIXED,

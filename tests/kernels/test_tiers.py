@@ -12,7 +12,7 @@ import truth
 from cases import FORMS, MIXED, Channels, Numbers, layer, random_case, shape_of
 from torch import Tensor
 
-from rotor.format.layout import GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.layout import GroupLayout, KeyForm, LayerLayout
 from rotor.kernels.reference import partial_attention
 from rotor.kernels.rotary import when_read
 from rotor.kernels.rows import pack_codes, unpack, unpack_codes

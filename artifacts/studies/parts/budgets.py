@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rotor.policies import H2O, Eviction, Streaming, Window, find_policy
-from rotor.study.cache_part import CONTROL, CachePart, StudiedCache
-from rotor.study.context import StudyContext
+from rotor.tools.study.cache_part import CONTROL, CachePart, StudiedCache
+from rotor.tools.study.context import StudyContext
 
 BUDGETS = (0.1, 0.2, 0.3, 0.5, 0.7)
 """Shares of a whole row's tokens that are kept (SqueezeAttention figure 3: 0.1 to 1)."""

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 
 from rotor.policies import H2O, KIVI, Eviction, Keyformer, KVQuant, Policy, find_policy
-from rotor.study.cache_part import GROUP, CachePart, StudiedCache
-from rotor.study.caches import CacheRecord
-from rotor.study.context import StudyContext
-from rotor.study.part import Task
+from rotor.tools.study.cache_part import GROUP, CachePart, StudiedCache
+from rotor.tools.study.caches import CacheRecord
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.part import Task
 
 ACCURACY = 0.99
 STEPS = 50

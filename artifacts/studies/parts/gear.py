@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rotor.policies import GEAR, H2O, KIVI, Policy
-from rotor.study.cache_part import CONTROL, GROUP, CachePart, StudiedCache
-from rotor.study.context import StudyContext
+from rotor.tools.study.cache_part import CONTROL, GROUP, CachePart, StudiedCache
+from rotor.tools.study.context import StudyContext
 
 ABLATED = {"sparsity": (0.01, 0.05, 0.1), "rank": (0, 2, 8), "loops": (1, 4)}
 """Other values of GEAR's parameters (GEAR figure 4a)."""

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from rotor.evaluation.fitting import fit_cache_policy
-from rotor.prediction.devices import find_device
-from rotor.study.cache_part import StudiedCache
-from rotor.study.caches import cache_bytes
-from rotor.study.context import StudyContext
-from rotor.study.part import Part, Table, Task
-from rotor.study.parts.methods import Methods
-from rotor.study.store import StudyStore
+from rotor.calibration.prediction.devices import find_device
+from rotor.policies.fitting import fit_cache_policy
+from rotor.tools.study.cache_part import StudiedCache
+from rotor.tools.study.caches import cache_bytes
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.part import Part, Table, Task
+from rotor.tools.study.parts.methods import Methods
+from rotor.tools.study.store import StudyStore
 
 GPU_BYTES = 16 << 30
 """Of the V100 in GEAR section 4.2."""

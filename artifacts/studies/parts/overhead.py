@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from rotor.calibration.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
+from rotor.calibration.prediction.devices import find_device
+from rotor.checkpoint.families import attention_shape
 from rotor.errors import UsageError
-from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
-from rotor.prediction.devices import find_device
-from rotor.prediction.simulation import simulate
 from rotor.recipe import Recipe
-from rotor.rewriting.rewrite import planned_layouts
-from rotor.runtime.families import attention_shape
-from rotor.study.context import StudyContext
-from rotor.study.part import Part, Table, Task
-from rotor.study.store import StudyStore
+from rotor.search.rewriting import planned_layouts
+from rotor.tools.bench.simulation import simulate
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.part import Part, Table, Task
+from rotor.tools.study.store import StudyStore
 
 AT = 0.5
 """Of the cache, that a recipe removes."""

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotor.data.rows import separator_token, text_rows
-from rotor.data.splits import held_out_documents
 from rotor.errors import DataError
-from rotor.study.cache_part import CONTROL, CachePart, StudiedCache, at_bytes, cache_records
-from rotor.study.caches import CacheBench, CacheRecord
-from rotor.study.context import StudyContext
-from rotor.study.part import Table, Task, number
-from rotor.study.plots import KL_LABEL, LEAST_KL, draw_line
-from rotor.study.store import StudyStore
+from rotor.models.sequences import separator_token, text_rows
+from rotor.models.splits import held_out_documents
+from rotor.tools.study.cache_part import CONTROL, CachePart, StudiedCache, at_bytes, cache_records
+from rotor.tools.study.caches import CacheBench, CacheRecord
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.part import Table, Task, number
+from rotor.tools.study.plots import KL_LABEL, LEAST_KL, draw_line
+from rotor.tools.study.store import StudyStore
 
 SHARES = (0.125, 0.075)
 """Of the uncompressed cache's bytes, at which recipes are measured where no list of bytes is given."""

@@ -23,17 +23,17 @@ from scipy.stats import variation
 from torch import Tensor
 from torch.nn import functional
 
-from rotor.bases.layer import LayerBases
+from rotor.calibration.bases.layer import LayerBases
 from rotor.calibration.run import Run
-from rotor.data.splits import held_out_documents
+from rotor.checkpoint.output_folder import remove
 from rotor.errors import DataError
-from rotor.format.places import remove
+from rotor.models.splits import held_out_documents
 from rotor.recipe import Evaluation, Recipe
-from rotor.study.context import StudyContext
-from rotor.study.part import Part, Table, Task, number
-from rotor.study.parts.curves import point_record
-from rotor.study.plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
-from rotor.study.store import StudyStore
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.part import Part, Table, Task, number
+from rotor.tools.study.parts.curves import point_record
+from rotor.tools.study.plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
+from rotor.tools.study.store import StudyStore
 
 AT = 0.5
 COUNTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt
 
+from ...checkpoint.families import FAMILIES
 from ...errors import UnsupportedModelError
-from ...runtime.families import FAMILIES
 from ..eviction import Eviction
 
 

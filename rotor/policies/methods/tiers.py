@@ -9,8 +9,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ...format.channels import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES, Channels, Latent, Numbers
-from ...format.layout import GroupLayout, LayerLayout
+from ...checkpoint.channels import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES, Channels, Latent, Numbers
+from ...checkpoint.layout import GroupLayout, LayerLayout
 from ...kernels.parameters import seq_len_of
 from ...kernels.reference import partial_attention
 from ...kernels.rows import resize_layer

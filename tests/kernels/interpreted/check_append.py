@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import FORMS, MIXED, Channels, Numbers, layer, rotation_table, shape_of
 
-from rotor.format.layout import AttentionShape, LayerLayout
+from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from rotor.kernels.append import append
 from rotor.kernels.reference import project_keys
 from rotor.kernels.rotary import rotate, within_blocks

@@ -10,8 +10,8 @@ import truth
 from cases import Channels, Numbers, causal, in_pages, layer, random_case, shape_of
 from torch import Tensor
 
-from rotor.format.kernel_config import Tile
-from rotor.format.layout import KeyForm, LayerLayout
+from rotor.checkpoint.kernel_config import Tile
+from rotor.checkpoint.layout import KeyForm, LayerLayout
 from rotor.kernels.decoding import BlockRotations, DecodeLayer, _memory, decode_attention
 from rotor.kernels.ranges import KeyRanges
 

@@ -9,7 +9,7 @@ import torch
 from cases import FORMS, MIXED, Numbers, causal, layer, random_case, shape_of
 from torch import library
 
-from rotor.format.layout import LayerLayout
+from rotor.checkpoint.layout import LayerLayout
 from rotor.kernels import operators
 from rotor.kernels.defaults import default_layer
 

@@ -1,0 +1,170 @@
+"""Facts about a model: its attention, its cache, what a recipe will do with it and what that takes.
+
+Reads the configuration and the headers of the shards, never weights; without shards, and of models on the hub, the
+configuration says what they would hold.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_per_token
+from ...errors import MissingError
+from ...models.hardware import matmul_rate, pick_device, pick_dtype
+from ...models.hub import find_source
+from ...models.memory import Estimate, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
+from ...models.source import Checkpoint, config_of
+from ...recipe import ObjectiveSettings, Recipe, load_recipe
+from ..prediction.cost import DecodeStep
+from ..prediction.decode_times import DecodeTime, decode_times
+from ..prediction.devices import find_device
+from .outline import ModelOutline, needs_whole_model
+
+WEIGHTS = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
+"""Files of weights in any form; without one a config.json stands alone, and says what the weights would be."""
+
+CONTEXTS = (8192, 32768, 131072)
+"""Lengths, in tokens, at which the size of the cache is shown."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Memory and disk of a command in bytes, memory by what it is for, and seconds of its matrix products alone.
+
+    streamed: one layer of weights in memory at a time. usable_host_bytes: of what is available, where weights are to
+    stay in memory. disk_bytes: in the output folder while it is written; kept_disk_bytes: of it, what stays.
+    """
+
+    streamed: bool
+    host_bytes: dict[str, int]
+    device_bytes: dict[str, int]
+    disk_bytes: int
+    kept_disk_bytes: int
+    product_seconds: dict[str, float]
+    available_host_bytes: int
+    usable_host_bytes: int
+    free_disk_bytes: int
+
+    @classmethod
+    def of(cls, estimate: Estimate, streamed: bool, disk: int, kept: int, seconds: dict[str, float]) -> Needs:
+        there = available_host_bytes(), usable_host_bytes(), shutil.disk_usage(Path.cwd()).free
+        return cls(streamed, estimate.host, estimate.device, disk, kept, seconds, *there)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `rotor inspect` shows.
+
+    kv_cache_bytes: of one sequence, by its tokens. bits: that a channel may have.
+    form: of what every layer's cache holds, in words.
+    objective, instructions_per_cycle: the device and the load that decode_times are predicted for.
+    calibrate, export: what the commands take on this machine.
+    """
+
+    name: str
+    revision: str | None
+    model_type: str
+    dtype: str
+    weight_bytes: int
+    parameters: int
+    shape: AttentionShape
+    kv_bytes_per_token: int
+    kv_cache_bytes: dict[int, int]
+    recipe: str
+    bits: tuple[int, ...]
+    tokens: dict[str, Any]
+    form: str
+    objective: ObjectiveSettings
+    instructions_per_cycle: float
+    decode_times: list[DecodeTime]
+    calibrate: Needs
+    export: Needs
+    available_device_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def inspect(
+    model: str | Path,
+    recipe: str | Recipe = "rotor",
+    overrides: Iterable[str] = (),
+    *,
+    revision: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    batch_tokens: int = 2048,
+) -> Inspection:
+    """Look at a model without reading its weights; from the hub only its configuration is fetched.
+
+    Args: as for calibrate. A config.json without weights, or its folder, is taken, too.
+    Raises:
+        UnsupportedModelError: rotor cannot compress it. RotorError: see rotor.errors.
+    """
+    if Path(model).is_file():
+        if Path(model).name != "config.json":
+            raise MissingError(f"{model}: is a file.", "Give a model's folder, its config.json, or a hub id.")
+        model = Path(model).parent
+    spec, source = load_recipe(recipe, overrides), find_source(model, revision, weights=False)
+    if source.hub_id is None and any(WEIGHTS.search(path.name) for path in source.folder.iterdir()):
+        outline = ModelOutline.of(Checkpoint(source.folder))
+    else:
+        config = config_of(source.folder)
+        from ...models.loading import config_model  # imports the models of transformers
+
+        implied = config_model(config)
+        shapes = {name: list(parameter.shape) for name, parameter in implied.named_parameters()}
+        elements = sum(parameter.numel() for parameter in implied.parameters())
+        outline = ModelOutline.of_headers(config, shapes, elements * (config.dtype or torch.float32).itemsize)
+    shape, stored = outline.shape, outline.stored_bytes
+    target = pick_device(device)
+    compute_dtype = pick_dtype(dtype, outline.dtype, target)
+    per_token = uncompressed_kv_bytes_per_token(shape, outline.dtype.itemsize)
+    form = outline.form(spec)
+    load = spec.objective
+    device_rates = find_device(load.device)
+    step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
+    calibrating = outline.calibration(spec, target, compute_dtype, batch_tokens)
+    streamed, _ = stream_weights("never" if needs_whole_model(spec) else "auto", calibrating, target)
+    taken, rate = calibrating[streamed], matmul_rate(target, compute_dtype)
+    rates = {"statistics": matmul_rate(torch.device("cpu"), torch.float64)}
+    flops = outline.calibration_flops(spec).items()
+    seconds = {name: round(count / rates.get(name, rate), 1) for name, count in flops}
+    measuring, grown = outline.evaluation(spec, target, compute_dtype), int(stored * 1.1)
+    layerwise, _ = stream_weights("auto", measuring, target)
+    return Inspection(
+        name=source.name,
+        revision=source.revision,
+        model_type=outline.config.model_type,
+        dtype=str(outline.dtype).removeprefix("torch."),
+        weight_bytes=stored,
+        parameters=outline.parameters,
+        shape=shape,
+        kv_bytes_per_token=per_token,
+        kv_cache_bytes={tokens: kv_cache_bytes(outline.config, shape, per_token, tokens) for tokens in CONTEXTS},
+        recipe=spec.name,
+        bits=spec.codes.bits,
+        tokens={"source": spec.tokens.source, "count": spec.tokens.count},
+        form=form.in_words(shape),
+        objective=load,
+        instructions_per_cycle=device_rates.instructions_per_cycle,
+        decode_times=decode_times(shape, device_rates, step, form),
+        calibrate=Needs.of(taken, streamed, taken.disk_bytes, taken.kept_disk_bytes, seconds),
+        export=Needs.of(measuring[layerwise], layerwise, grown, grown, {}),
+        available_device_bytes=available_device_bytes(target),
+    )
+
+
+def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: int) -> int:
+    """Bytes of the cache of one sequence; a window in config.json without types of layers is all layers'."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.num_layers
+    kept = [min(tokens, window) if window and kind == "sliding_attention" else tokens for kind in types]
+    return sum(kept[: shape.num_layers]) * per_token // shape.num_layers

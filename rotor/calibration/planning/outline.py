@@ -1,0 +1,280 @@
+"""A model as far as its configuration and the headers of its shards tell: sizes, and what work on it will take.
+
+Of the stages of a command the largest counts, not their sum. Tensors that safetensors maps from a file are not counted:
+the system drops their pages when memory is short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ...checkpoint.families import FAMILIES, Family, attention_shape, find_family
+from ...checkpoint.layout import AttentionShape, LayerForm
+from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates
+from ...models.projections import longest_row
+from ...models.source import Checkpoint
+from ...recipe import Evaluation, Recipe
+from ...recipe.metric_registry import primitive_metrics
+from ..bases.layer import needed_statistics
+from ..bases.moments import CHUNK_BYTES, JOINT
+from ..codes.quantiser import SAMPLES
+from .form import Frequencies, layer_form
+
+LIBRARIES_BYTES = 600 << 20
+"""Resident memory of Python with torch and transformers imported and used (measured: 0.45 to 0.6 GB)."""
+
+LOGIT_COPIES = 6
+"""Tensors of the size of a batch's logits that scoring holds at once (logits, float copy, log-softmax, reference)."""
+
+FIXED = ("linear", "yarn", "llama3")
+"""Kinds of scaled RoPE whose frequencies follow from the config alone."""
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """A model without its weights: all that is known from config and headers.
+
+    config: the transformers config. layers: elements of each decoder layer. vocabulary: of each matrix over the
+    vocabulary (embedding; head unless tied). rest: of everything else. stored_bytes: all of it in the checkpoint.
+    """
+
+    config: Any
+    family: Family
+    shape: AttentionShape
+    layers: tuple[int, ...]
+    vocabulary: tuple[int, ...]
+    rest: int
+    stored_bytes: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> ModelOutline:
+        """Raises UnsupportedModelError if rotor cannot compress it."""
+        shapes = {name: checkpoint.shape_of(name) for name in checkpoint.names}
+        return cls.of_headers(checkpoint.config, shapes, checkpoint.total_bytes())
+
+    @classmethod
+    def of_headers(cls, config: Any, shapes: dict[str, list[int]], stored_bytes: int) -> ModelOutline:
+        """Build it from the shapes of all tensors by name, and the bytes of their files; raises likewise."""
+        family, shape = find_family(config), attention_shape(config)
+        layers, vocabulary, rest = [0] * shape.num_layers, [], 0
+        prefix = f"{family.decoder}.{family.layers}."
+        for name, dims in shapes.items():
+            index = name[len(prefix) :].partition(".")[0] if name.startswith(prefix) else ""
+            if index.isdigit() and int(index) < shape.num_layers:
+                layers[int(index)] += math.prod(dims)
+            elif len(dims) == 2 and config.vocab_size in dims:
+                vocabulary.append(math.prod(dims))
+            else:
+                rest += math.prod(dims)
+        return cls(config, family, shape, tuple(layers), tuple(vocabulary), rest, stored_bytes)
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.layers) + sum(self.vocabulary) + self.rest
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the stored weights."""
+        return self.config.dtype or torch.float32
+
+    @property
+    def frequencies(self) -> Frequencies | None:
+        """Those of RoPE, or None where they depend on the length of a sequence."""
+        found = {rotary_frequencies(self.config, layer) for layer in range(self.shape.num_layers)}
+        return None if None in found else sorted(of_kind for of_kind in found if of_kind)
+
+    def form(self, recipe: Recipe) -> LayerForm:
+        """What every layer is compressed to; see `layer_form`."""
+        return layer_form(recipe, self.shape, self.frequencies)
+
+    def calibration(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, batch_tokens: int) -> Estimates:
+        """Estimate what `rotor calibrate` takes."""
+        shape, form, number = self.shape, self.form(recipe), dtype.itemsize
+        moments, seq_len = wanted_moments(recipe, form), longest_row(recipe.tokens.seq_len, self.config)
+        num_rows = -(-recipe.tokens.count // seq_len)
+        count, group_size = num_rows * seq_len, form.group_size
+        groups, width, kv_width = shape.num_kv_heads // group_size, group_size * shape.head_dim, _kv_width(shape)
+        elements = _moment_elements(shape, group_size, moments)
+        bases = _bases_bytes(shape, form)
+        statistics = 8 * sum(elements.values())
+        if recipe.prune.kmeans is not None:  # vectors and centroids of queries, keys and values, a few times
+            statistics += 24 * (max(1024, 3 * recipe.prune.kmeans) + recipe.prune.kmeans) * 3 * kv_width
+        # Beside the moments, while bases are computed: a copy of the largest, the closed form's own, projections.
+        solving = statistics + 8 * max(elements.values()) + 96 * groups * width**2
+        solving += 8 * (shape.num_heads * shape.head_dim + kv_width) * shape.hidden_size
+        running = statistics + self._activations(max(1, batch_tokens // seq_len) * seq_len, group_size, number, moments)
+        gradients = codes = 0
+        outputs = 2 * shape.num_heads * width * (width + 1) if recipe.bases.refit else 0  # float32, one triangle
+        if recipe.needs_gradients:
+            # Moments of the gradients, one triangle in float32, and samples, until a layer's codes are there; backward
+            # through one layer keeps what it computed.
+            latent = width * (2 if form.joint else 1)
+            tokens = min(count, recipe.codes.tokens)
+            gradients = 3 * groups * (2 * latent * (latent + 1) + 8 * min(tokens, SAMPLES) * latent)
+            running, solving = 3 * running, solving + 3 * gradients
+            codes = 2 * 23 * 8 * kv_width  # weight, variance, three numbers at each of seven widths
+            if recipe.distil.steps:  # both once more
+                codes += codes + bases
+        kept_bytes = shape.num_layers * (outputs + bases + codes)
+        disk_bytes = kept_bytes + shape.num_layers * gradients + 2 * count * shape.hidden_size * number  # hidden states
+        on_gpu = device.type == "cuda"
+        stages = {"activations and statistics of one layer": running if on_gpu else max(running, solving)}
+        if recipe.tokens.source == "synthetic":  # the cache and the logits of a batch of rows
+            row = 2 * kv_width * number * seq_len * shape.num_layers + 4 * LOGIT_COPIES * self.config.vocab_size
+            stages["cache of the text that the model writes"] = min(num_rows, max(1, SAMPLING_TOKENS // seq_len)) * row
+        if recipe.distil.steps:  # per latent: bases, what is trained of them, Adam's moments, gradients; in float32
+            latents = groups * (1 if form.joint else 2) * (width * (2 if form.joint else 1)) ** 2
+            states = (shape.num_layers + 2) * max(seq_len, recipe.distil.tokens) * shape.hidden_size * number
+            stages["bases and codes while they are trained"] = 44 * shape.num_layers * latents + states + running
+        largest = max(stages, key=lambda name: stages[name])
+        host = {"tokens": 2 * count * 8, "bases of one layer": bases}
+        if on_gpu:
+            host["statistics of one layer"] = solving
+        return self._estimates(device, dtype, host, {largest: stages[largest]}, (disk_bytes, kept_bytes))
+
+    def evaluation(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Estimates:
+        """Estimate what measuring accuracy takes (`rotor export --accuracy`): each layer rewritten, run, dropped."""
+        spec, shape, form = recipe.evaluation, self.shape, self.form(recipe)._replace(joint=False)
+        attention = 2 * (shape.num_heads * shape.head_dim + _kv_width(shape)) * shape.hidden_size
+        outputs = shape.num_heads * (form.group_size * shape.head_dim) ** 2 * 8 if recipe.bases.refit else 0
+        rewriting = 3 * outputs + 3 * _bases_bytes(shape, form) + attention * 2 * 8
+        scoring = LOGIT_COPIES * max(LOGIT_BYTES[device.type], HEAD_POSITIONS * 4 * self.config.vocab_size)
+        work = {"activations": max(self._activations(2048, form.group_size, dtype.itemsize), scoring)}
+        searched = spec.search_tokens + _prompt_tokens(spec, primitive_metrics(spec.metric))
+        rows = max(searched, spec.report_tokens + _prompt_tokens(spec, ("lookup", "copy")))
+        disk_bytes = 3 * rows * shape.hidden_size * dtype.itemsize  # of hidden states
+        host, copied = {"rewriting one layer": rewriting}, attention * shape.num_layers
+        return self._estimates(device, dtype, host, work, (disk_bytes, 0), copied)
+
+    def calibration_flops(self, recipe: Recipe) -> dict[str, float]:
+        """Count FLOPs of the large products of `rotor calibrate`, by stage; the statistics in float64.
+
+        Of a mixture of experts, as if all of them worked.
+        """
+        tokens, shape, form = recipe.tokens.count, self.shape, self.form(recipe)
+        layers = 2.0 * sum(self.layers)
+        whole = layers + 2.0 * max(self.vocabulary, default=0)
+        elements = _moment_elements(shape, form.group_size, wanted_moments(recipe, form))
+        per_token = sum(count * (shape.heads_per_kv if name == "query" else 1) for name, count in elements.items())
+        flops = {"text": whole * tokens} if recipe.tokens.source == "synthetic" else {}
+        if recipe.needs_gradients:  # forward once, then each layer again and twice as much backward
+            flops["gradients"] = 4 * whole * min(tokens, recipe.codes.tokens)
+        if recipe.distil.steps:  # likewise, and the head of the uncompressed model
+            flops["distillation"] = (
+                4 * whole * recipe.distil.steps * min(tokens, recipe.distil.tokens) + layers * tokens
+            )
+        return {**flops, "passes": layers * tokens, "statistics": 2.0 * tokens * per_token * shape.num_layers}
+
+    def _estimates(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        host: dict[str, int],
+        work: dict[str, int],
+        disk: tuple[int, int],
+        copied: int = 0,
+    ) -> Estimates:
+        """Both estimates of a command: `work` and the weights take memory where the model runs.
+
+        Args:
+            disk: bytes while it runs, and of them what stays.
+            copied: elements of weights that are there twice where all of them are in memory.
+        """
+        host = {"libraries": LIBRARIES_BYTES, **host}
+
+        def estimate(elements: int) -> Estimate:
+            placed = {"weights": elements * dtype.itemsize, **work}
+            of_host, of_device = (host, placed) if device.type == "cuda" else ({**host, **placed}, {})
+            return Estimate(of_host, of_device, *disk)
+
+        part = max(*self.layers, *self.vocabulary, 0)
+        return Estimates(estimate(self.parameters + copied), estimate(part + self.rest))
+
+    def _activations(
+        self, tokens: int, group_size: int, number_bytes: int, moments: frozenset[str] = frozenset()
+    ) -> int:
+        """Bytes of one layer's forward pass over `tokens` tokens, with what capture adds."""
+        shape = self.shape
+        projected = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        attention = 2 * projected + shape.num_heads * shape.head_dim
+        if "output" in moments and group_size > 1:
+            attention += 2 * shape.num_heads * group_size * shape.head_dim
+        numbers = 4 * shape.hidden_size + max(attention, 3 * _feed_forward_width(self.config))
+        copies = min(CHUNK_BYTES, tokens * shape.num_heads * group_size * shape.head_dim * 8) if moments else 0
+        head = tokens * shape.heads_per_kv * shape.head_dim * 8 if moments else 0
+        return tokens * numbers * number_bytes + 2 * max(copies, head)
+
+
+def wanted_moments(recipe: Recipe, form: LayerForm) -> frozenset[str]:
+    """Names of the moments that the recipe's methods read."""
+    return needed_statistics(recipe.bases.qk, recipe.bases.vo, form, recipe.bases.refit)
+
+
+def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
+    """Radians by which each plane of a head rotates from one position to the next; none in a model without RoPE.
+
+    Returns:
+        None where frequencies depend on the length of a sequence.
+    """
+    family, shape = FAMILIES[config.model_type], attention_shape(config)
+    if not shape.rotary_dim:
+        return ()
+    kind = family.rotary_type(config, layer)
+    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float64) / shape.rotary_dim
+        return tuple((float(rope["rope_theta"]) ** -exponents).tolist())
+    if rope["rope_type"] not in FIXED:
+        return None
+    inverse, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, layer_type=kind)
+    return tuple(inverse.double().tolist())
+
+
+def needs_whole_model(recipe: Recipe) -> tuple[str, str] | None:
+    """What of a calibration needs all weights in memory, if anything does, and what to ask for instead."""
+    if recipe.distil.steps:
+        return f"distil.steps {recipe.distil.steps}", "Give --set distil.steps=0."
+    if "gradients" not in recipe.rank_needs:
+        return None
+    request = f"ranks.method {recipe.ranks.method} (gradients)"
+    return request, "Choose another method, e.g. --set ranks.method=global."
+
+
+def _feed_forward_width(config: Any) -> int:
+    """Numbers that a token has inside a layer's feed-forward part: its width, or that of the experts it goes to."""
+    widths = (getattr(config, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim"))
+    dense = next((int(width) for width in widths if width), 4 * int(config.hidden_size))
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    expert_width = getattr(config, "moe_intermediate_size", None) or dense
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    return max(dense, experts * expert_width + shared if experts else 0)
+
+
+def _prompt_tokens(spec: Evaluation, names: Sequence[str]) -> int:
+    """Most tokens of the rows that metrics draw for themselves."""
+    row = min(spec.seq_len, spec.filler_tokens + 2 * spec.seq_len // 3)  # what states and what asks: a third each
+    counts = {"lookup": spec.lookup_prompts, "copy": spec.copy_prompts}
+    return row * sum(count for name, count in counts.items() if name in names)
+
+
+def _moment_elements(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> dict[str, int]:
+    width = group_size * shape.head_dim
+    groups = shape.num_kv_heads // group_size
+    blocks = {"query": shape.num_kv_heads * shape.head_dim**2, "output": shape.num_heads * width**2}
+    joint = groups * (2 * width) ** 2
+    return {name: joint if name.startswith(JOINT) else blocks.get(name, groups * width**2) for name in moments}
+
+
+def _bases_bytes(shape: AttentionShape, form: LayerForm) -> int:
+    """Both sides of one layer, encode and decode, float64."""
+    return (8 if form.joint else 4) * 8 * _kv_width(shape) * form.group_size * shape.head_dim
+
+
+def _kv_width(shape: AttentionShape) -> int:
+    return shape.num_kv_heads * shape.head_dim

@@ -1,0 +1,101 @@
+"""Predicted time of attention in a decode step, by the bytes that it reads and the instructions that it issues.
+
+Attention over the cache takes the longer of two limits, which overlap: bytes of the cache over the memory's bandwidth,
+and warp instructions (`instructions`) over SMs x clock x instructions a cycle, 1.5 where no device file has measured
+it. The projections (q, k, v, o and the bases) are read once for the whole batch, before and after. The uncompressed
+model's attention is taken to be as fast as its bytes.
+
+A layer that rebuilds keys in memory (`kernels.defaults`: more fast planes than a tile rebuilds) reads its rows, and
+writes and reads keys and values of full width. Left out everywhere: norms, new tokens, launches, and what is outside
+attention.
+
+Source: the roofline model (Williams, Waterman and Patterson, 2009).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...checkpoint.layout import AttentionShape, LayerLayout, uncompressed_kv_bytes_per_token
+from ...checkpoint.tensors import layer_tensors
+from ...kernels.defaults import default_layer
+from .devices import Device
+from .instructions import group_instructions
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """The load of one decode step: tokens that each sequence attends to, sequences, bytes of a stored number."""
+
+    context_tokens: int
+    batch_size: int
+    element_bytes: int = 2
+
+    @property
+    def keys(self) -> int:
+        return self.context_tokens * self.batch_size
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Attention of one layer in a step.
+
+    cache_bytes: read (and written, where keys are rebuilt in memory). instructions: warp instructions.
+    projection_bytes: weights.
+    """
+
+    cache_bytes: float
+    instructions: float
+    projection_bytes: float
+    attention_s: float
+    projection_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.attention_s + self.projection_s
+
+    @classmethod
+    def of(cls, cache_bytes: float, instructions: float, projection_bytes: float, device: Device) -> LayerTime:
+        """By the limits of a device."""
+        attention = max(device.read_seconds(cache_bytes), device.issue_seconds(instructions))
+        return cls(cache_bytes, instructions, projection_bytes, attention, device.read_seconds(projection_bytes))
+
+
+def layer_time(layout: LayerLayout, shape: AttentionShape, device: Device, step: DecodeStep) -> LayerTime:
+    """Of a compressed layer."""
+    tensors = layer_tensors(layout, shape, ())
+    weights = sum(math.prod(spec.shape) * (4 if spec.float32 else step.element_bytes) for spec in tensors.values())
+    instructions = 0.0
+    if not default_layer(layout).materialise:
+        instructions = sum(group_instructions(layout, group, shape) for group in layout.groups)
+    read = layer_bytes(layout, shape, step.element_bytes)
+    return LayerTime.of(step.keys * read, step.keys * instructions, weights, device)
+
+
+def layer_bytes(layout: LayerLayout, shape: AttentionShape, element_bytes: int) -> int:
+    """Bytes that attention reads, and writes where it rebuilds keys in memory, for a token in a compressed layer."""
+    rebuilt = 2 * uncompressed_layer_bytes(shape, element_bytes) if default_layer(layout).materialise else 0
+    return sum(layout.row_bytes(element_bytes)) + rebuilt
+
+
+def uncompressed_layer_time(shape: AttentionShape, device: Device, step: DecodeStep) -> LayerTime:
+    """Of a layer of the uncompressed model."""
+    weights = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size * step.element_bytes
+    return LayerTime.of(step.keys * uncompressed_layer_bytes(shape, step.element_bytes), 0.0, weights, device)
+
+
+def uncompressed_layer_bytes(shape: AttentionShape, element_bytes: int) -> int:
+    """Bytes of keys and values of a token in one layer."""
+    return uncompressed_kv_bytes_per_token(shape, element_bytes) // shape.num_layers
+
+
+def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device: Device, step: DecodeStep) -> float:
+    """Of attention in all layers with their projections."""
+    return sum(layer_time(layout, shape, device, step).seconds for layout in layouts)
+
+
+def uncompressed_decode_seconds(shape: AttentionShape, device: Device, step: DecodeStep) -> float:
+    """The same before compression."""
+    return shape.num_layers * uncompressed_layer_time(shape, device, step).seconds

@@ -1,0 +1,67 @@
+"""Devices by name: the rates from which decode time is predicted. Bundled ones are in devices.yaml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ...checked import Reader, nearest_name
+from ...checkpoint.yaml_files import read_yaml
+from ...errors import RecipeError
+
+INSTRUCTIONS_PER_CYCLE = 1.5
+"""What kernels of this kind are taken to issue of the 4 that an SM can, where nobody has measured it."""
+
+Rate = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates of one device.
+
+    bandwidth_bytes_per_s: reading of device memory.
+    source: `data-sheet` (peak rates, which no kernel reaches) or `measured`.
+    sms, clock_hz: streaming multiprocessors and their clock; None: not known, and what they issue is no limit then.
+    instructions_per_cycle: warp instructions that an SM issues in a cycle of attention.
+    """
+
+    bandwidth_bytes_per_s: Rate
+    source: Literal["data-sheet", "measured"]
+    sms: Annotated[int, Field(gt=0)] | None = None
+    clock_hz: Rate | None = None
+    instructions_per_cycle: Annotated[float, Field(gt=0, le=4)] = INSTRUCTIONS_PER_CYCLE
+
+    def read_seconds(self, size_bytes: float) -> float:
+        """Of reading so many bytes from its memory."""
+        return size_bytes / self.bandwidth_bytes_per_s
+
+    def issue_seconds(self, warp_instructions: float) -> float:
+        """Of issuing so many instructions on all of its SMs; 0 where these are not known."""
+        if self.sms is None or self.clock_hz is None:
+            return 0.0
+        return warp_instructions / (self.sms * self.clock_hz * self.instructions_per_cycle)
+
+
+def bundled_devices() -> dict[str, Device]:
+    """The devices that come with rotor, by name."""
+    text = (resources.files("rotor.calibration.prediction") / "devices.yaml").read_text("utf-8")
+    devices: dict[str, Device] = Reader("devices.yaml").read(dict[str, Device], read_yaml(text, "devices.yaml"))
+    return devices
+
+
+def find_device(name: str) -> Device:
+    """A bundled device.
+
+    Raises:
+        RecipeError: no device of that name (names the nearest, and all).
+    """
+    devices = bundled_devices()
+    if name not in devices:
+        raise RecipeError(
+            f"device {name!r} is not known{nearest_name(name, devices)}",
+            f"Known devices: {', '.join(devices)}.",
+        )
+    return devices[name]

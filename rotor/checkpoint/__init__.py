@@ -1,0 +1,1 @@
+"""A compressed checkpoint on disk: layouts, families, files, and how bases become weights."""

@@ -1,0 +1,227 @@
+"""Model families: a row of data for each says where it keeps its attention, and what that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import UnsupportedModelError
+from .layout import AttentionShape
+
+Split = Callable[[Tensor, AttentionShape], tuple[Tensor, Tensor, Tensor]]
+"""Splits a fused projection along dimension 0 into queries, keys and values, heads in order: [num_heads * head_dim,
+...] and twice [num_kv_heads * head_dim, ...]."""
+
+
+def split_blocks(fused: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
+    """`[Q; K; V]`, one after the other."""
+    kv_width = shape.num_kv_heads * shape.head_dim
+    query, key, value = fused.split([shape.num_heads * shape.head_dim, kv_width, kv_width])
+    return query, key, value
+
+
+def split_by_kv_head(fused: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
+    """For each KV head its query heads, its key and its value: GPT-NeoX's layout, and all three of Falcon's."""
+    heads = fused.unflatten(0, (shape.num_kv_heads, shape.heads_per_kv + 2, shape.head_dim))
+    return heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)
+
+
+def _kv_heads(config: Any) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _falcon_kv_heads(config: Any) -> int:
+    """Before the new decoder architecture `num_kv_heads` is not read: there is one KV head, or one a query head."""
+    if config.new_decoder_architecture:
+        return config.num_kv_heads
+    return 1 if config.multi_query else config.num_attention_heads
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: the places of what rotor needs, and what its attention does that others do not.
+
+    decoder: path of the module that holds the layers, under the causal model; `layers` and `attention` below it.
+    layer_returns_tuple: a decoder layer returns (hidden states, ...) instead of the hidden states.
+    output: the output projection, under the attention module.
+    fused, split: the projection of queries, keys and values together, and how it is split; None where they are
+        q_proj, k_proj and v_proj.
+    transposed: weights are [in_features, out_features] (transformers' Conv1D).
+    norms: submodules of the attention that stay as they are (per-head norms of queries and keys, before RoPE).
+    norms_heads_first: they are called on [batch_size, num_heads, seq_len, head_dim] instead of heads third.
+    rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
+    rotary_by_layer_type: the rotary embedding takes the layer's type as a third argument.
+    partial_rotary: RoPE may rotate only the first dimensions of a head (`partial_rotary_factor`).
+    softcap: config field of the bound c of attention logits (c tanh(x / c)), where there is one.
+    bypasses_interface: the attention does not call transformers' attention interface.
+    num_kv_heads: reads them from the config.
+    """
+
+    decoder: str
+    layers: str
+    attention: str
+    output: str = "o_proj"
+    fused: str | None = None
+    split: Split = split_blocks
+    transposed: bool = False
+    norms: tuple[str, ...] = ()
+    norms_heads_first: bool = False
+    rotary: str | None = "model.rotary_emb"
+    rotary_by_layer_type: bool = False
+    partial_rotary: bool = False
+    softcap: str | None = None
+    layer_returns_tuple: bool = False
+    bypasses_interface: bool = False
+    num_kv_heads: Callable[[Any], int] = _kv_heads
+
+    @property
+    def has_key_norm(self) -> bool:
+        return "k_norm" in self.norms
+
+    @property
+    def key_source(self) -> str:
+        """The submodule of the attention whose output holds the keys before RoPE."""
+        return "k_norm" if self.has_key_norm else self.fused or "k_proj"
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The projections under the attention module, the one that holds the values last but one."""
+        return (self.fused, self.output) if self.fused else ("q_proj", "k_proj", "v_proj", self.output)
+
+    @property
+    def consumed(self) -> tuple[str, ...]:
+        """Names (under the attention module) that the rewritten checkpoint drops."""
+        return tuple(f"{name}.{kind}" for name in self.projections for kind in ("weight", "bias"))
+
+    @property
+    def value_weight(self) -> str:
+        """Name (under the attention module) of the weight that holds the value projection."""
+        return f"{self.projections[-2]}.weight"
+
+    def attention_prefix(self, layer: int) -> str:
+        return f"{self.decoder}.{self.layers}.{layer}.{self.attention}."
+
+    def stored_prefix(self, layer: int, names: frozenset[str]) -> str:
+        """Name `attention_prefix` as a checkpoint has it: that of a bare model (the original GPT-2) lacks a part."""
+        full = self.attention_prefix(layer)
+        bare = full.partition(".")[2]
+        return bare if {f"{bare}{self.output}.weight", f"{bare}o_proj.weight"} & names else full
+
+    def attention_module(self, model: nn.Module, layer: int) -> nn.Module:
+        return model.get_submodule(self.attention_prefix(layer)[:-1])
+
+    def replace_attention(self, model: nn.Module, layer: int, module: nn.Module) -> None:
+        parent = model.get_submodule(f"{self.decoder}.{self.layers}.{layer}")
+        setattr(parent, self.attention, module)
+
+    def rotary_type(self, config: Any, layer: int) -> str | None:
+        """The third argument of the rotary embedding for a layer, if it takes one."""
+        return config.layer_types[layer] if self.rotary_by_layer_type else None
+
+
+_LLAMA = Family("model", "layers", "self_attn")
+_QWEN3 = replace(_LLAMA, norms=("q_norm", "k_norm"))
+_BY_KV_HEAD = Family(
+    "transformer",
+    "layers",
+    "self_attention",
+    output="dense",
+    fused="query_key_value",
+    split=split_by_kv_head,
+    rotary="transformer.rotary_emb",
+)
+
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen2_moe": _LLAMA,
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
+    "phi3": replace(_LLAMA, fused="qkv_proj", partial_rotary=True),
+    "gemma2": replace(_LLAMA, softcap="attn_logit_softcapping"),
+    "gemma3_text": replace(_QWEN3, norms_heads_first=True, rotary_by_layer_type=True),
+    "gpt_neox": replace(
+        _BY_KV_HEAD, decoder="gpt_neox", attention="attention", rotary="gpt_neox.rotary_emb", partial_rotary=True
+    ),
+    "opt": Family("model.decoder", "layers", "self_attn", output="out_proj", rotary=None),
+    "gpt2": Family("transformer", "h", "attn", output="c_proj", fused="c_attn", transposed=True, rotary=None),
+    "falcon": replace(
+        _BY_KV_HEAD,
+        layers="h",
+        layer_returns_tuple=True,
+        bypasses_interface=True,
+        num_kv_heads=_falcon_kv_heads,
+    ),
+}
+"""Supported `config.model_type`s."""
+
+
+def architectures() -> set[str]:
+    """Names of the causal models of all families, as in `architectures` of config.json."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in FAMILIES}
+
+
+_REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidirectional_attention")
+"""Config fields that change attention in a way that rotor does not follow."""
+
+
+def find_family(config: Any) -> Family:
+    """Dispatch on `config.model_type`.
+
+    Raises:
+        UnsupportedModelError: not in FAMILIES (names those that are), or a variant of a family that is not supported.
+    """
+    model_type = getattr(config, "model_type", None)
+    if model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} is not supported.", f"Supported: {', '.join(sorted(FAMILIES))}."
+        )
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"this {model_type} checkpoint is already quantised or compressed (config.json has a quantization_config).",
+            "Give the checkpoint that it was made from; its README.md usually names it as base_model.",
+        )
+    for flag in _REFUSED:
+        if getattr(config, flag, False):
+            raise UnsupportedModelError(f"config.json: {flag} is set, which rotor does not support.")
+    family = FAMILIES[model_type]
+    factor = _partial_rotary_factor(config)
+    if factor != 1.0 and not family.partial_rotary:
+        raise UnsupportedModelError(
+            f"config.json: partial_rotary_factor is {factor}; for {model_type} rotor supports only 1."
+        )
+    if family.rotary is not None and not 0.0 < factor <= 1.0:
+        raise UnsupportedModelError(f"config.json: partial_rotary_factor is {factor}, expected above 0 and at most 1.")
+    return family
+
+
+def attention_shape(config: Any) -> AttentionShape:
+    """Sizes of the attention layers from the transformers config of a supported family."""
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
+    family = FAMILIES[config.model_type]
+    return AttentionShape(
+        num_layers=config.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=family.num_kv_heads(config),
+        head_dim=head_dim,
+        hidden_size=config.hidden_size,
+        # transformers makes one frequency of each started pair
+        rotary_dim=2 * -(-int(head_dim * _partial_rotary_factor(config)) // 2) if family.rotary else 0,
+        key_norm=family.has_key_norm,
+    )
+
+
+def _partial_rotary_factor(config: Any) -> float:
+    """Share of a head's dimensions that RoPE rotates; 1 unless the config says otherwise."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
+    factors = [part.get("partial_rotary_factor") for part in by_layer_type or [rope]]
+    return float(min((factor for factor in factors if factor is not None), default=1.0))

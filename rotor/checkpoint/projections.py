@@ -1,0 +1,152 @@
+"""The projections of an attention layer as a checkpoint has them, whatever the family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedModelError
+from .families import Family
+from .layout import AttentionShape
+from .tensors import FLOAT32
+
+GetTensor = Callable[[str], Tensor]
+"""Reads a tensor by its name."""
+
+
+@dataclass
+class AttentionWeights:
+    """The projections of one attention layer in nn.Linear's orientation, [out_features, in_features]; biases or None.
+
+    q_weight: [num_heads * head_dim, hidden_size]; k_weight, v_weight: [num_kv_heads * head_dim, hidden_size];
+    o_weight: [hidden_size, num_heads * head_dim]. prefix: of their names in the checkpoint, for errors.
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    v_weight: Tensor
+    o_weight: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    prefix: str = ""
+
+    @property
+    def bias_names(self) -> frozenset[str]:
+        """Names of those of q, k, v, o that have a bias."""
+        return frozenset(p for p in "qkvo" if getattr(self, f"{p}_bias") is not None)
+
+
+def read_attention(
+    family: Family, layer: int, names: frozenset[str], get: GetTensor, shape: AttentionShape
+) -> AttentionWeights:
+    """Read the projections of one layer, checking that they have the shapes that the config promises.
+
+    Args:
+        names: all tensor names of the checkpoint.
+        get: reads one of them.
+    Raises:
+        UnsupportedModelError: a projection has another shape than config.json says.
+    """
+    prefix = family.stored_prefix(layer, names)
+    local = frozenset(name[len(prefix) :] for name in names if name.startswith(prefix))
+    weights = split_projections(family, lambda name: get(prefix + name), local, shape)
+    weights.prefix = prefix
+    query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    expected = {
+        "q_weight": (query, shape.hidden_size),
+        "k_weight": (kv, shape.hidden_size),
+        "v_weight": (kv, shape.hidden_size),
+        "o_weight": (shape.hidden_size, query),
+    }
+    for name, want in expected.items():
+        got = tuple(getattr(weights, name).shape)
+        weight = getattr(weights, name)
+        if not weight.is_floating_point() or weight.element_size() < 2:
+            raise UnsupportedModelError(
+                f"layer {layer}: {name} is {weight.dtype}, expected float16, bfloat16, float32 or float64.",
+                "Give rotor the checkpoint before it was quantised.",
+            )
+        if got != want:
+            raise UnsupportedModelError(
+                f"layer {layer}: {name} is {list(got)}, config.json implies {list(want)}.",
+                "Check that config.json belongs to these weights.",
+            )
+    return weights
+
+
+def split_projections(family: Family, get: GetTensor, names: frozenset[str], shape: AttentionShape) -> AttentionWeights:
+    """The four projections of a layer, whatever the family.
+
+    Args:
+        get: reads a tensor by its name under the attention module. names: those that there are.
+    """
+    parts: dict[str, Any] = {}
+    for kind in ("weight", "bias"):
+        if family.fused is None:
+            found = {p: f"{p}_proj.{kind}" for p in "qkv" if kind == "weight" or f"{p}_proj.{kind}" in names}
+            parts.update({f"{p}_{kind}": get(name) for p, name in found.items()})
+        elif kind == "weight" or f"{family.fused}.{kind}" in names:
+            split = family.split(oriented(family, get(f"{family.fused}.{kind}")), shape)
+            parts.update({f"{p}_{kind}": part for p, part in zip("qkv", split, strict=True)})
+        if kind == "weight" or f"{family.output}.{kind}" in names:
+            parts[f"o_{kind}"] = oriented(family, get(f"{family.output}.{kind}"))
+    return AttentionWeights(**parts)
+
+
+def oriented(family: Family, tensor: Tensor) -> Tensor:
+    """A weight as nn.Linear has it, [out_features, in_features]; a bias as it is."""
+    return tensor.mT if family.transposed and tensor.dim() == 2 else tensor
+
+
+class CompressedProjections(nn.Module):
+    """The tensors of a compressed layer, of those that `format.tensors.layer_tensors` lists, and its norms.
+
+    Args:
+        shapes: of the tensors that there are. head_dim: of the model. norms: of queries and keys, by name.
+    """
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear | None
+    o_proj: nn.Linear
+    key_basis: nn.Parameter | None
+    query_basis: nn.Parameter | None
+    key_shift: nn.Parameter | None
+    key_constant: nn.Parameter | None
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], head_dim: int, norms: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            weight, bias = shapes.get(f"{name}.weight"), f"{name}.bias" in shapes
+            self.register_module(name, None if weight is None else nn.Linear(weight[1], weight[0], bias=bias))
+        for name in ("key_basis", "query_basis", *FLOAT32):
+            dtype = torch.float32 if name in FLOAT32 else None
+            tensor = torch.empty(shapes[name], dtype=dtype) if name in shapes else None
+            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+        for name, norm in norms.items():
+            self.add_module(name, norm)
+
+    def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys by heads, [..., heads, head_dim], normed; what is folded as latents, [..., *].
+
+        Values are latents; those of a joint one are their part of it, or nothing.
+        """
+        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        value = key[..., :0] if self.v_proj is None else self.v_proj(hidden_states)
+        if self.query_basis is not None:
+            query = self._heads(query, "q_norm")
+        if self.key_basis is not None:
+            key = self._heads(key, "k_norm")
+        return query, key, value
+
+    def _heads(self, x: Tensor, norm: str) -> Tensor:
+        """[..., n * head_dim] -> [..., n, head_dim], normed where the family does."""
+        heads = x.unflatten(-1, (-1, self.head_dim))
+        return self.get_submodule(norm)(heads) if norm in self._modules else heads

@@ -1,0 +1,234 @@
+"""The tensors of a compressed checkpoint, made of its source's and of bases as they are asked for.
+
+An export writes them to shards. A checkpoint without weights has the bases in place of shards, and the source's SHA-256
+in config.json: loading finds the source, verifies it, and rewrites a layer at a time. The source is only read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError, MissingError
+from .families import FAMILIES, Family, attention_shape
+from .hashes import file_sha256
+from .layout import AttentionShape, LayerLayout
+from .projections import GetTensor, read_attention
+from .rewrite import FoldedBases, rewrite
+from .schemas import SourceInfo
+from .section import CompressedSection
+from .tensors import layer_tensors
+
+BASES = "model.safetensors"
+"""The file of a checkpoint without weights that holds the bases: under this name all programs look for weights."""
+
+SOURCE = "ROTOR_SOURCE"
+"""Environment variable that names the folder, or the hub id, of the source of checkpoints without weights."""
+
+HELD = 2
+"""Rewritten layers that are kept for those of their tensors that are still to be asked for."""
+
+
+class RewrittenTensors:
+    """The tensors of a compressed checkpoint by name.
+
+    The new tensors of a layer's attention are where its value projection (or fused projection) was.
+
+    Args:
+        biases: which of q, k, v, o have a bias in the source.
+        file_of: shard by name of the source's tensors. read: reads one of them; on the meta device, with bases there
+            too, for shapes and dtypes alone.
+        bases: those of a layer.
+        read_replaced: reads one that is rewritten, in place of `read`.
+
+    file_of: shard by name of the tensors that there are.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        shape: AttentionShape,
+        layouts: Sequence[LayerLayout],
+        biases: frozenset[str],
+        file_of: Mapping[str, str],
+        read: GetTensor,
+        bases: Callable[[int], FoldedBases],
+        read_replaced: GetTensor | None = None,
+    ) -> None:
+        self.family, self.shape, self.layouts, self.biases = family, shape, layouts, biases
+        self._read, self._read_replaced, self.bases = read, read_replaced or read, bases
+        self._source_names, self.file_of = frozenset(file_of), dict(file_of)
+        self._layer_of: dict[str, int] = {}
+        self._held: dict[int, dict[str, Tensor]] = {}
+        self._lock = Lock()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for layer, layout in enumerate(layouts):
+            prefix = family.stored_prefix(layer, self._source_names)
+            files = {name: self.file_of.pop(prefix + name, None) for name in family.consumed}
+            home = files[family.value_weight]
+            if home is None:
+                raise CheckpointError(
+                    f"tensor {prefix}{family.value_weight} is missing.",
+                    "Check that config.json belongs to these weights.",
+                )
+            for name, spec in layer_tensors(layout, shape, biases).items():
+                self._layer_of[prefix + name], self.file_of[prefix + name] = layer, home
+                self._shapes[prefix + name] = spec.shape
+
+    def shape_of(self, name: str) -> list[int]:
+        return list(self._shapes[name] if name in self._shapes else self._read(name).shape)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor. The layer that it is of is rewritten, and its other tensors kept until they are asked for."""
+        layer = self._layer_of.get(name)
+        if layer is None:
+            return self._read(name)
+        with self._lock:
+            if name not in self._held.get(layer, {}):
+                for old in list(self._held)[: 1 - HELD]:
+                    del self._held[old]
+                self._held[layer] = self._layer(layer)
+            tensor = self._held[layer].pop(name)
+            if not self._held[layer]:
+                del self._held[layer]
+            return tensor
+
+    def items(self, file: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """All, or those of a shard, layer by layer; what stays as it is comes from the source's memory map."""
+        for name in sorted(self.file_of):
+            if file in (None, self.file_of[name]):
+                yield name, self.tensor(name)
+
+    def _layer(self, index: int) -> dict[str, Tensor]:
+        weights = read_attention(self.family, index, self._source_names, self._read_replaced, self.shape)
+        found = rewrite(weights, self.bases(index), self.layouts[index], self.shape)
+        return {weights.prefix + name: tensor for name, tensor in found.items()}
+
+
+class _Opened:
+    """Safetensors files of a folder, whose tensors are read by name."""
+
+    def __init__(self, folder: Path, files: Sequence[str]) -> None:
+        try:
+            self.files: dict[str, Any] = {file: safe_open(folder / file, framework="pt") for file in files}
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder}: {' '.join(str(error).split())}", "Get the folder again.") from error
+        self.folder = folder
+        self.file_of = {name: file for file, opened in self.files.items() for name in opened.keys()}  # noqa: SIM118
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self.file_of:
+            raise CheckpointError(f"{self.folder}: tensor {name} is missing.", "Get the folder again.")
+        return self.files[self.file_of[name]].get_tensor(name)
+
+    def unmapped_tensor(self, name: str) -> Tensor:
+        """Likewise, from a map of its own, whose memory goes with the tensor."""
+        return (_Opened(self.folder, [self.file_of[name]]) if name in self.file_of else self).tensor(name)
+
+
+def open_rewritten(bases: Path, config: Any, section: CompressedSection) -> RewrittenTensors:
+    """The tensors of a checkpoint without weights.
+
+    Args:
+        bases: its file BASES. config: of transformers.
+    Raises:
+        MissingError: the source is not to be had. CheckpointError: a file of it, or of the checkpoint, is another.
+    """
+    assert section.source is not None
+    shape, family = attention_shape(config), FAMILIES[config.model_type]
+    layouts = section.layouts(shape)
+    folder = find_source(section.source, bases.parent)
+    source, stored = _Opened(folder, sorted(section.source["shards"])), _Opened(bases.parent, [bases.name])
+
+    def bases_of(layer: int) -> FoldedBases:
+        where = f"{bases}, layer {layer}"
+        return FoldedBases.read(lambda name: stored.unmapped_tensor(f"{layer}.{name}"), layouts[layer], shape, where)
+
+    biases = frozenset(section.biases)
+    return RewrittenTensors(
+        family, shape, layouts, biases, source.file_of, source.tensor, bases_of, source.unmapped_tensor
+    )
+
+
+def find_source(source: SourceInfo, folder: Path) -> Path:
+    """The folder of the source, every shard of which has been verified by its SHA-256.
+
+    That of ROTOR_SOURCE, else that which `path` leads to, else that of the hub, fetched into its cache.
+
+    Args:
+        folder: of the checkpoint, which `path` starts from.
+    Raises:
+        MissingError: there is none. CheckpointError: a shard is missing or is another one.
+    """
+    given, recorded = os.environ.get(SOURCE), folder.resolve() / source["path"]
+    if given:
+        found = Path(given) if Path(given).is_dir() else _fetched(given, source)
+    elif recorded.is_dir():
+        found = recorded
+    elif source["hub_id"]:
+        found = _fetched(source["hub_id"], source)
+    else:
+        raise MissingError(
+            f"{folder} holds no weights but bases for those of {source['name']}, which is not at "
+            f"{os.path.normpath(recorded)}.",
+            f"Give its folder or hub id: --source MODEL, or {SOURCE}=MODEL for other programs.",
+        )
+    for file, digest in source["shards"].items():
+        path = found / file
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file.", f"Give the source as it was{_revision(source)}.")
+        about = path.stat()
+        if _sha256(path.resolve(), about.st_size, about.st_mtime_ns) != digest:
+            raise CheckpointError(
+                f"{path}: is not the {file} that {folder} was made of (its SHA-256 differs).",
+                f"Give the source as it was{_revision(source)}: --source MODEL, or {SOURCE}=MODEL.",
+            )
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _sha256(path: Path, size: int, modified: int) -> str:
+    """Of a file, computed once in a process while it is not written to."""
+    return file_sha256(path)
+
+
+def _fetched(hub_id: str, source: SourceInfo) -> Path:
+    """The shards of a hub repository, with configuration and tokenizer, at the commit that was compressed."""
+    from huggingface_hub import snapshot_download
+
+    revision = source["revision"] if hub_id == source["hub_id"] else None
+    patterns = [*sorted(source["shards"]), "*.json", "*.model"]
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # what the hub's own errors are
+        raise MissingError(
+            f"{hub_id}: no such folder, and not to be had from the hub: {' '.join(str(error).split())[:300]}",
+            f"Give the folder of {source['name']}: --source MODEL, or {SOURCE}=MODEL.",
+        ) from error
+
+
+def _revision(source: SourceInfo) -> str:
+    return f" at revision {source['revision']} of {source['hub_id']}" if source["hub_id"] else ""
+
+
+@contextmanager
+def source_at(model: str | Path | None) -> Iterator[None]:
+    """Within: checkpoints without weights take them from there, in the processes started too; None changes nothing."""
+    before = os.environ.get(SOURCE)
+    if model is not None:
+        os.environ[SOURCE] = str(model)
+    try:
+        yield
+    finally:
+        if model is not None:
+            os.environ.pop(SOURCE)
+            if before is not None:
+                os.environ[SOURCE] = before

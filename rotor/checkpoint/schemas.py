@@ -1,0 +1,170 @@
+"""What the JSON files of runs and checkpoints hold, as types that are checked when a file is read.
+
+Further keys are allowed and kept. Adding a field is one entry here, beside what writes and reads it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
+
+from ..checked import Reader
+from ..errors import CheckpointError
+from .json_files import read_json
+from .layout import AttentionShape, RopeBlock
+
+Ranks = list[list[Annotated[list[int], Field(min_length=2, max_length=2)]]]
+"""(key rank, value rank) of every group of every layer."""
+
+ElementBytes = Annotated[int, Field(ge=1, le=8)]
+
+
+class ModelInfo(TypedDict):
+    """A source model; shards, files: SHA-256 of its shards, and of its other files."""
+
+    path: str
+    name: str
+    shards: dict[str, str]
+    files: dict[str, str]
+
+
+class SourceInfo(TypedDict):
+    """Where a checkpoint without weights has them from: a folder, from its own, or a commit on the hub."""
+
+    name: str
+    path: str
+    hub_id: str | None
+    revision: str | None
+    shards: dict[str, str]
+
+
+class FormInfo(TypedDict):
+    """What a run's layers are compressed to; see rotor.checkpoint.layout.LayerForm."""
+
+    rope_block: RopeBlock | None
+    fast_planes: int
+    group_size: int
+    joint: bool
+
+
+class StageInfo(TypedDict):
+    """What one stage of a command took."""
+
+    seconds: float
+    peak_bytes: int
+
+
+class RunInfo(TypedDict):
+    """run.json."""
+
+    model: ModelInfo
+    form: FormInfo
+    element_bytes: ElementBytes
+    shape: dict[str, int | bool]
+    tokens: NotRequired[dict[str, Any]]
+    versions: NotRequired[dict[str, Any]]
+    stages: NotRequired[dict[str, StageInfo]]
+    fisher_top_share: NotRequired[list[float]]
+
+
+class CompressionInfo(TypedDict):
+    """Share of the KV cache removed by unrounded and by stored ranks."""
+
+    planned: float
+    stored: float
+
+
+class PointRanks(TypedDict):
+    """Ranks of a point as the method gave them, and as they are stored; channels by bits where they are codes."""
+
+    exact: Ranks
+    stored: Ranks
+    channels: NotRequired[list[list[list[dict[str, int]]]]]
+
+
+class SizeInfo(TypedDict):
+    """Bytes of cache per token."""
+
+    before: int
+    after: int
+    element_bytes: ElementBytes
+
+
+class AccuracyInfo(TypedDict):
+    """What was measured of a checkpoint.
+
+    base: of the uncompressed model, by split. left_out: ratios that were not measured, by split and name.
+    excluded_documents: digests of held-out text that was calibrated on. table: key in the run. not_measured: why
+    `search`, `report` and `table` are null.
+    """
+
+    target: float | None
+    metric: str
+    search: float | None
+    report: float | None
+    interval_95: tuple[float, float] | None
+    data_sha256: str | None
+    measurements: dict[str, Any]
+    base: NotRequired[dict[str, dict[str, Any] | None]]
+    left_out: NotRequired[dict[str, dict[str, str]]]
+    excluded_documents: NotRequired[list[str]]
+    table: NotRequired[str | None]
+    not_measured: NotRequired[str]
+
+
+class TensorInfo(TypedDict):
+    """One tensor of a checkpoint."""
+
+    file: str
+    shape: list[int]
+    dtype: str
+    sha256: str
+
+
+class CacheInfo(TypedDict):
+    """The policy of the cache, and bytes of a token, everything counted, by the tokens of a prompt."""
+
+    policy: dict[str, Any]
+    kv_bytes_per_token: dict[str, float]
+
+
+class CheckpointInfo(TypedDict):
+    """rotor.json; layouts: see rotor.checkpoint.layout.LayerLayout."""
+
+    recipe: str
+    source: ModelInfo
+    run: str
+    compression: CompressionInfo
+    kv_bytes_per_token: SizeInfo
+    accuracy: AccuracyInfo
+    ranks: PointRanks
+    layouts: list[dict[str, Any]]
+    tensors: dict[str, TensorInfo]
+    cache: NotRequired[CacheInfo]
+
+
+def read_file(path: Path, kind: Any, hint: str) -> Any:
+    """Read a JSON file as one of the types above.
+
+    Raises:
+        CheckpointError: missing, not JSON, or not of that type; names the field.
+    """
+    return Reader(str(path), CheckpointError, hint).read(kind, read_json(path, hint))
+
+
+def check_run(info: RunInfo, reader: Reader) -> AttentionShape:
+    """What the types of run.json do not express; returns its shape."""
+    shape: AttentionShape = reader.read(AttentionShape, info["shape"], "shape")
+    form = info["form"]
+    size, block, planes = form["group_size"], form["rope_block"], form["fast_planes"]
+    if size < 1 or shape.num_kv_heads % size:
+        raise reader.fail("form.group_size", size, f"a divisor of {shape.num_kv_heads} KV heads")
+    if block is not None and not shape.rotary_dim:
+        raise reader.fail("form.rope_block", block, "null in a model without RoPE")
+    most = 0 if block is None else shape.rotary_planes
+    if not 0 <= planes <= most:
+        raise reader.fail("form.fast_planes", planes, f"a number from 0 to {most}")
+    return shape

@@ -1,1 +1,0 @@
-"""Text and tokens: what calibration reads and what accuracy is measured on."""

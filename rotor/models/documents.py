@@ -1,0 +1,129 @@
+"""Documents: of files and folders, of data sets, of Python's own standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError, MissingError
+from ..installing import pip_install
+from ..recipe import Tokens
+from .tokenizer import encode
+
+HELD_OUT_MODULES = (
+    "argparse.py",
+    "asyncio",
+    "difflib.py",
+    "email",
+    "http",
+    "json",
+    "logging",
+    "statistics.py",
+    "tarfile.py",
+    "typing.py",
+    "unittest",
+    "zipfile.py",
+)
+"""Standard-library modules and packages that the bundled model was not trained on."""
+
+
+def read_documents(path: Path) -> list[str]:
+    """The text of a file, or of every UTF-8 file in a folder, sorted by name.
+
+    Raises:
+        MissingError: there is no such place. DataError: nothing to read there.
+    """
+    if not path.exists():
+        raise MissingError(
+            f"text {path}: no such file or folder.", "Give the path of a text file or of a folder of them."
+        )
+    documents = []
+    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        try:
+            documents.append(file.read_text("utf-8"))
+        except UnicodeDecodeError:
+            if path.is_file():
+                raise DataError(f"text {path}: not UTF-8.", "Convert it to UTF-8.") from None
+    documents = [text for text in documents if text.strip()]
+    if not documents:
+        raise DataError(f"text {path}: no text in it.", "Give a text file, or a folder with UTF-8 files.")
+    return documents
+
+
+def require_datasets(spec: Tokens) -> Any:
+    """The package that reads data sets; raises DataError where it is missing."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"tokens.dataset {spec.dataset}: the package `datasets` is not installed.",
+            f"Install it with: {pip_install('eval')}",
+        ) from None
+    return datasets
+
+
+def dataset_documents(spec: Tokens, tokenizer: Any, tokens: int) -> list[str]:
+    """Documents of a data set in a seeded order, as many as make up `tokens` tokens.
+
+    Of a data set on the hub only the beginning is read.
+
+    Raises:
+        DataError: the package is missing, or the data set cannot be read or has no such split or column.
+    """
+    datasets, what = require_datasets(spec), f"tokens.dataset {spec.dataset}, split {spec.split}"
+    require_tokenizer(tokenizer)
+    folder = Path(str(spec.dataset))
+    name, _, config = (str(folder), "", "") if folder.exists() else str(spec.dataset).partition(":")
+    saved = folder / spec.split if (folder / "dataset_dict.json").is_file() else folder
+    documents: list[str] = []
+    try:
+        if (saved / "state.json").is_file():
+            examples = datasets.load_from_disk(str(saved))
+        else:
+            examples = datasets.load_dataset(name, config or None, split=spec.split, streaming=True)
+        for example in examples.shuffle(seed=spec.seed):
+            if spec.column not in example:
+                raise DataError(f"{what}: no column {spec.column!r}.", f"There are {', '.join(example)}.")
+            text = example[spec.column]
+            if not isinstance(text, str):
+                raise DataError(f"{what}: column {spec.column!r} holds {type(text).__name__}, expected text.")
+            if text.strip():
+                documents.append(text)
+                tokens -= len(encode(tokenizer, text))
+            if tokens <= 0:
+                break
+    except DataError:
+        raise
+    except Exception as error:  # errors of file readers, of pyarrow and of the network all come through `datasets`
+        raise DataError(
+            f"{what}: cannot be read: {' '.join(str(error).split())[:300]}",
+            "Give the name of a data set on the hub (NAME or NAME:CONFIG), or a folder with one.",
+        ) from error
+    return documents
+
+
+def stdlib_documents() -> list[str]:
+    """Source of HELD_OUT_MODULES in the running Python's standard library, one document a file."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files: list[Path] = []
+    for name in HELD_OUT_MODULES:
+        package = root / name.removesuffix(".py")
+        files += [root / name] if (root / name).is_file() else sorted(package.rglob("*.py"))
+    documents = [file.read_text("utf-8", errors="ignore") for file in files if "test" not in file.parts]
+    documents = [text for text in documents if text.strip()]
+    if not documents:
+        raise DataError(
+            f"the standard library at {root} has no source files.",
+            "Give a text with --set evaluation.source=text --set evaluation.path=FILE.",
+        )
+    return documents
+
+
+def require_tokenizer(tokenizer: Any) -> None:
+    """Raises DataError if there is no tokenizer to read text with."""
+    if tokenizer is None:
+        raise DataError(
+            "text needs a tokenizer, and the model's folder has none.",
+            "Add tokenizer.json to it; without one calibrate on random tokens, and export a --compression.",
+        )

@@ -1,0 +1,247 @@
+"""Reading checkpoints: shards, configuration, tokenizer, and the files beside them."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig
+
+from ..checked import shorten
+from ..checkpoint.hashes import file_sha256
+from ..checkpoint.json_files import read_json
+from ..errors import CheckpointError, MissingError, NumericsError, RotorError, UnsupportedModelError
+from .sidecars import sidecars
+from .source_config import check_config
+from .tokenizer import load_tokenizer
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+AGAIN = "Download it again: index and shards are not of one model."
+ORIGINAL = "Give the original safetensors checkpoint."
+OTHER_FORMATS = {
+    "adapter_config.json": ("a LoRA adapter, not a whole model", "Give its base model merged (merge_and_unload)."),
+    "quantize_config.json": ("an already quantised checkpoint (GPTQ or AWQ)", ORIGINAL),
+    "hf_quant_config.json": ("an already quantised checkpoint (ModelOpt)", ORIGINAL),
+}
+"""What a file says of the folder that it lies in, and what to do."""
+
+
+class Checkpoint:
+    """A folder with config.json and safetensors shards, opened read-only; tensors are read when asked for.
+
+    file_of: shard file name by tensor name. names: of the tensors. files: names of the shards, sorted.
+
+    Raises:
+        CheckpointError: no model folder, a missing, truncated or unreadable shard, or a pickle checkpoint.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            said = "is a file" if self.folder.exists() else "no such folder"
+            raise MissingError(f"{folder}: {said}.", "Give the folder of a downloaded model.")
+        _check_files(self.folder)
+        hint = "Give a folder that save_pretrained wrote."
+        if (self.folder / "run.json").is_file():
+            hint = "It is a run of `rotor calibrate`: give its source model, or what `rotor export` makes of it."
+        self.config_dict = read_json(self.folder / "config.json", hint)
+        check_config(self.folder / "config.json", self.config_dict)
+        self._handles: dict[str, Any] = {}
+        self._located = self._locate()
+
+    @property
+    def file_of(self) -> dict[str, str]:
+        return self._located
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.file_of)
+
+    @cached_property
+    def files(self) -> list[str]:
+        return sorted(set(self.file_of.values()))
+
+    @cached_property
+    def config(self) -> Any:
+        """The transformers config; code in the folder is never run."""
+        return config_of(self.folder)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer in the folder, or None; tried in a child process before."""
+        return load_tokenizer(self.folder, self.config.vocab_size)
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            CheckpointError: there is none of that name.
+            NumericsError: it has a NaN or Inf.
+        """
+        tensor = self.unchecked_tensor(name)
+        if not is_finite(tensor):
+            bad = int((~torch.isfinite(tensor.float())).sum())
+            raise NumericsError(
+                f"{self.folder / self.file_of[name]}: tensor {name} has {bad} elements that are NaN or Inf.",
+                "The source checkpoint is damaged; download it again.",
+            )
+        return tensor
+
+    def unchecked_tensor(self, name: str) -> Tensor:
+        """Read one tensor that has been looked through before."""
+        if name not in self.file_of:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} is missing; the shards hold {len(self.file_of)} tensors.",
+                "Check that config.json belongs to these weights.",
+            )
+        file = self.file_of[name]
+        try:
+            return self._open(file).get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self.folder / file}: tensor {name}: {one_line(error)}") from error
+
+    def meta_tensor(self, name: str) -> Tensor:
+        """The shape and dtype of a tensor, on the meta device; only its header is read."""
+        stored = self._open(self.file_of[name]).get_slice(name)
+        shape = stored.get_shape()
+        return torch.empty(shape, dtype=stored[:0].dtype if shape else None, device="meta")
+
+    def release(self) -> None:
+        """Close the shards, so that what was read of them no longer counts as this process's memory."""
+        self._handles.clear()
+
+    def shape_of(self, name: str) -> list[int]:
+        return list(self._open(self.file_of[name]).get_slice(name).get_shape())
+
+    def names_in(self, file: str) -> list[str]:
+        return sorted(name for name, where in self.file_of.items() if where == file)
+
+    def other_hashes(self) -> dict[str, str]:
+        """SHA-256 by name of what a run depends on beside the shards: config.json, the index, and the sidecars."""
+        return {name: file_sha256(self.folder / name) for name in self.other_files()}
+
+    def other_files(self) -> list[str]:
+        """Names of the files of `other_hashes`."""
+        own = [name for name in ("config.json", INDEX_FILE) if (self.folder / name).is_file()]
+        return [*own, *sidecars(self.folder)]
+
+    def changes(self, recorded: dict[str, str]) -> list[str]:
+        """What is not as it was at calibration, `FILE is gone`, `... was added`, `... changed`.
+
+        Args:
+            recorded: SHA-256 of every shard and of the other files, by name.
+        """
+        found, present = [], {*self.files, *self.other_files()}
+        for file in sorted({*recorded, *present}):
+            path = self.folder.resolve() / file
+            if file not in present or not path.is_file():  # also a recorded name that leads out of the folder
+                found.append(f"{path} is gone")
+            elif file not in recorded:
+                found.append(f"{path} was added since calibration")
+            elif file_sha256(path) != recorded[file]:
+                found.append(f"{path} changed since calibration")
+        return found
+
+    def bytes_of(self, file: str) -> int:
+        """Of a shard."""
+        return (self.folder / file).stat().st_size
+
+    def total_bytes(self) -> int:
+        return sum(map(self.bytes_of, self.files))
+
+    def _locate(self) -> dict[str, str]:
+        """Tensor name -> shard file name: what is in the files that transformers reads."""
+        index, files = self.folder / INDEX_FILE, [SINGLE_FILE]
+        if not (self.folder / SINGLE_FILE).is_file():
+            if not index.is_file():
+                raise self._no_weights()
+            weight_map = read_json(index, AGAIN).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{index}: no weight_map in it.", AGAIN)
+            for name, file in weight_map.items():
+                if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                    raise CheckpointError(
+                        f"{index}: {name} is in {shorten(file)}, expected a file name in this folder, *.safetensors."
+                    )
+                if not (self.folder / file).is_file():
+                    raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", AGAIN)
+            files = sorted(set(weight_map.values()))
+        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+
+    def _no_weights(self) -> CheckpointError:
+        for path in sorted(self.folder.iterdir()):
+            if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
+                return CheckpointError(
+                    f"{path}: a pickle checkpoint, which can run code when loaded; rotor refuses it.",
+                    "Convert it with transformers' save_pretrained, which writes safetensors.",
+                )
+        return CheckpointError(
+            f"{self.folder}: no {SINGLE_FILE} and no {INDEX_FILE}.", "Give a folder that save_pretrained wrote."
+        )
+
+    def _open(self, file: str) -> Any:
+        if file not in self._handles:
+            path = self.folder / file
+            try:
+                path.open("rb").close()  # what the system says of it is clearer than what safetensors makes of that
+                self._handles[file] = safe_open(path, framework="pt")
+            except OSError as error:
+                why = f"cannot be read ({error.strerror or one_line(error)})."
+                raise CheckpointError(
+                    f"{path}: {why}", "Check its permissions and the disk that it lies on."
+                ) from error
+            except SafetensorError as error:
+                size = path.stat().st_size
+                raise CheckpointError(
+                    f"{path}: truncated or not a safetensors file ({size} bytes): {one_line(error)}",
+                    "Download it again; in a clone of a repository run `git lfs pull`.",
+                ) from error
+        return self._handles[file]
+
+
+def config_of(folder: Path) -> Any:
+    """The transformers config of a model folder; code in it is never run.
+
+    Raises:
+        CheckpointError: config.json is missing or not one that transformers knows, or what it says is refused.
+    """
+    check_config(folder / "config.json", read_json(folder / "config.json"))
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except RotorError:
+        raise
+    except Exception as error:  # whatever the config classes of transformers make of values that they do not expect
+        raise CheckpointError(
+            f"{folder / 'config.json'}: transformers cannot read it: {one_line(error)}",
+            "Check config.json, or install a version of transformers that knows this model.",
+        ) from error
+
+
+def _check_files(folder: Path) -> None:
+    """Raises UnsupportedModelError for other formats."""
+    for name, (what, hint) in OTHER_FORMATS.items():
+        if (folder / name).is_file():
+            raise UnsupportedModelError(f"{folder / name}: {what}, which rotor cannot compress.", hint)
+    if not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
+        raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", ORIGINAL)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has neither NaN nor Inf. Its extremes show both, far faster than `isfinite` does."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    if tensor.element_size() == 1:  # torch has no extremes for numbers of 8 bits
+        tensor = tensor.float()
+    return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error of another library, or of rotor's without the hint, as part of a message."""
+    text = error.message if isinstance(error, RotorError) else " ".join(str(error).split()) or repr(error)
+    return text if len(text) <= 300 else text[:297] + "..."

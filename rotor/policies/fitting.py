@@ -1,0 +1,108 @@
+"""What a cache policy has to know before it is used: found by running its model over calibration text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.cache_utils import DynamicCache
+
+from ..errors import DataError, NumericsError
+from . import LayerSample, Policy, PolicyLayer, cache_policy
+
+FIT_TOKENS = 4096
+"""Tokens that a policy is fitted to, at most; KVQuant takes 16 rows of 2048."""
+
+
+def fit_cache_policy(model: Any, policy: Policy, rows: Tensor) -> Policy:
+    """The policy with everything that is found on calibration text; as it is where it needs nothing.
+
+    Args:
+        model: a causal model of transformers, compressed or not, with all weights in memory.
+        rows: [n, seq_len] int64, text without padding; of more than FIT_TOKENS the first ones are read.
+    Raises:
+        DataError: there is no row of two tokens or more.
+        NumericsError: keys, values or gradients that are not finite; names the layer.
+        UsageError: the policy cannot serve the model.
+    """
+    if not policy.needs_samples:
+        return policy
+    if rows.dim() != 2 or rows.shape[0] == 0 or rows.shape[1] < 2:
+        raise DataError(
+            f"cache policy {policy.method}: rows of shape {list(rows.shape)}, expected rows of two tokens or more.",
+            "Give text of the model's own tokens, [rows, seq_len].",
+        )
+    return policy.fitted(layer_samples(model, rows[: max(1, FIT_TOKENS // rows.shape[1])], policy.moves_keys))
+
+
+def layer_samples(model: Any, rows: Tensor, pre_rope: bool = False) -> list[LayerSample]:
+    """What each layer's cache is given for `rows`, [n, seq_len], and the gradients of the summed loss by it.
+
+    Args:
+        pre_rope: keys of an uncompressed model as before RoPE.
+    Raises:
+        NumericsError: something is not finite; names the layer.
+    """
+    with cache_policy(model, _Recording(pre_rope)):
+        found = [_row_samples(model, row.to(model.device)) for row in rows.split(1)]
+    samples = []
+    for index, of_layer in enumerate(zip(*found, strict=True)):
+        sides = [torch.cat(side) for side in zip(*of_layer, strict=True)]
+        names = ("keys", "values", "key gradients", "value gradients")
+        for name, side in zip(names, sides, strict=True):
+            if not bool(torch.isfinite(side).all()):
+                raise NumericsError(
+                    f"layer {index}: {name} on the calibration text are not finite.",
+                    "Fit the policy with the model in float32.",
+                )
+        samples.append(LayerSample(*sides))
+    return samples
+
+
+def _row_samples(model: Any, row: Tensor) -> list[list[Tensor]]:
+    """Keys, values and their gradients of each layer."""
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode(False), torch.enable_grad():
+        logits = model(input_ids=row.clone(), past_key_values=cache, use_cache=True).logits[0, :-1]
+        loss = functional.cross_entropy(logits.float(), row[0, 1:].clone(), reduction="sum")
+        layers: list[Any] = list(cache.layers)
+        gradients = torch.autograd.grad(loss, [part for layer in layers for part in layer.added])
+    sides = [[layer.keys, layer.values, *gradients[2 * i : 2 * i + 2]] for i, layer in enumerate(layers)]
+    return [[side.detach().float().cpu().transpose(1, 2).flatten(2) for side in of_layer] for of_layer in sides]
+
+
+@dataclass(frozen=True)
+class _Recording(Policy):
+    """Keeps everything, and what gradients are taken by."""
+
+    method: ClassVar[str] = "recording"
+    pre_rope: bool
+
+    @property
+    def moves_keys(self) -> bool:
+        return self.pre_rope
+
+    def layers(self, count: int) -> list[PolicyLayer]:
+        return [_RecordingLayer() for _ in range(count)]
+
+
+class _RecordingLayer(PolicyLayer):
+    """added: zeros that are added to keys and to values, whose gradients are those of keys and values."""
+
+    added: tuple[Tensor, Tensor]
+
+    def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
+        """Nothing is padding."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        key, value = (torch.zeros_like(states).requires_grad_() for states in (key_states, value_states))
+        self.added, self.num_tokens = (key, value), key_states.shape[2]
+        index = torch.arange(self.num_tokens, device=key_states.device).expand(1, 1, -1)
+        self.keys, self.values = self.rotated(key_states, -index) + key, value_states + value
+        return self.rotated(self.keys, index), self.values
+
+    def stored_bytes(self) -> int:
+        return 0

@@ -1,0 +1,67 @@
+"""The methods that turn spectra into ranks, as data: what recipes, help and tables say of them.
+
+A new method is a class in a file of this package and one entry here; neither needs torch to be named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from ..calibration.allocation.plan import RankInputs, RankPath
+
+Need = Literal["gradients", "sensitivities"]
+"""gradients: squared, of W_k and W_v, summed in calibration. sensitivities: from probes of each layer and side."""
+
+
+@dataclass(frozen=True)
+class RankMethod:
+    """A way from singular values to ranks, under the name that `ranks.method` gives it.
+
+    summary: one line, for help and tables; papers by their short names (docs/design.md, Sources).
+    implementation: file in this package, and the SpectraPath in it.
+    needs: what has to be measured beside the spectra.
+    """
+
+    name: str
+    summary: str
+    implementation: str
+    needs: frozenset[Need] = frozenset()
+
+    def path(self, inputs: RankInputs) -> RankPath:
+        """All its plans; the module is imported when they are asked for."""
+        module, _, kind = self.implementation.partition(":")
+        made: RankPath = getattr(importlib.import_module(f"rotor.calibration.allocation.{module}"), kind)(inputs)
+        return made
+
+
+_METHODS = (
+    RankMethod(
+        "removal-rate",
+        "one rate for all groups, both sides: the largest tail of at most that share of the spectrum goes (FDC "
+        "equation 1)",
+        "removal_rate:RemovalRatePath",
+    ),
+    RankMethod(
+        "uniform",
+        "the same share of columns everywhere (FDC section 6.6, /AC)",
+        "uniform:UniformPath",
+    ),
+    RankMethod(
+        "fisher",
+        "in proportion to squared gradients of W_k and W_v (Palu section 3.2)",
+        "fisher:FisherPath",
+        frozenset({"gradients"}),
+    ),
+    RankMethod(
+        "global",
+        "water-filling over all layers by probed sensitivities",
+        "water_filling:WaterFillingPath",
+        frozenset({"sensitivities"}),
+    ),
+)
+
+RANK_METHODS = {method.name: method for method in _METHODS}
+"""By the names that `ranks.method` may have."""

@@ -1,1 +1,0 @@
-"""Folding bases into projections: a layer, a shard, or a whole model in memory."""

@@ -1,0 +1,134 @@
+"""A model whose attention can be compressed by any rank plan and put back, without writing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..calibration.bases.layer import LayerBases
+from ..checkpoint.families import find_family
+from ..checkpoint.layout import LayerRanks
+from ..checkpoint.projections import AttentionWeights, read_attention
+from ..checkpoint.tensors import FLOAT32
+from ..models.layerwise import LayerwiseModel
+from ..models.loading import weights_of
+from ..models.source import Checkpoint
+from ..numerics import check_parameters
+from ..runtime.integration import replace_attention
+from .rewriting import layer_layout, rewrite_layer
+
+EVALUATION_TOKENS = (2048, 16384)
+"""Tokens that go through a layer together when accuracy is measured, on a CPU and on a GPU."""
+
+
+class CompressibleModel(LayerwiseModel):
+    """The source model with its attention swapped for compressed modules and back.
+
+    Weights are rewritten in the checkpoint's dtype, as on export, and computed with in `dtype`. With all weights in
+    memory the whole model is compressed at once; otherwise each layer when it is its turn, and each time again.
+
+    Args:
+        rewrite_dtype: rewrite in this dtype instead of the checkpoint's.
+        streamed: see rotor.models.memory.
+        workspace: see LayerwiseModel.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        rewrite_dtype: torch.dtype | None = None,
+        *,
+        streamed: bool = False,
+        workspace: Path | None = None,
+    ) -> None:
+        find_family(checkpoint.config)  # raises on what is not supported
+        source = weights_of(checkpoint, device, dtype, streamed)
+        super().__init__(source, EVALUATION_TOKENS[device.type == "cuda"], workspace)
+        self.checkpoint, self._rewrite_dtype = checkpoint, rewrite_dtype
+        self._attention_implementation = self.config._attn_implementation
+        self._originals: list[nn.Module] = [
+            self.family.attention_module(self.model, i) for i in range(self.shape.num_layers)
+        ]
+        self._compressed: tuple[Sequence[LayerBases], list[LayerRanks]] | None = None
+
+    def attention_weights(self, layer: int) -> AttentionWeights:
+        """The projections of a layer, as they are rewritten."""
+        read, dtype = self.checkpoint.unchecked_tensor, self._rewrite_dtype
+        return read_attention(self.family, layer, self.checkpoint.names, lambda n: read(n).to(dtype), self.shape)
+
+    def restore(self) -> Any:
+        """The uncompressed model."""
+        self._compressed = None
+        for index, module in enumerate(self._originals):
+            self.family.replace_attention(self.model, index, module)
+        self.config._attn_implementation = self._attention_implementation
+        return self.model
+
+    @contextmanager
+    def uncompressed(self) -> Iterator[Any]:
+        """The uncompressed model for the length of a `with`; the modules in use before are put back after it."""
+        with self._put_back(range(self.shape.num_layers)):
+            yield self.restore()
+
+    @contextmanager
+    def _put_back(self, layers: Iterable[int]) -> Iterator[None]:
+        """After a `with` the attention of these layers is what it was before."""
+        modules = {index: self.family.attention_module(self.model, index) for index in layers}
+        implementation, compressed = self.config._attn_implementation, self._compressed
+        try:
+            yield
+        finally:
+            for index, module in modules.items():
+                self.family.replace_attention(self.model, index, module)
+            self.config._attn_implementation, self._compressed = implementation, compressed
+
+    def compress(self, bases: Sequence[LayerBases], ranks: list[LayerRanks]) -> Any:
+        """The model compressed by `bases` at `ranks` (of each layer, in the order of the bases)."""
+        self.restore()
+        if self.source.streamed:
+            self._compressed = bases, ranks
+        else:
+            for index, layer_ranks in enumerate(ranks):
+                self._put_compressed(index, bases[index], layer_ranks)
+        return self.model
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        with super().layer(index) as layer:
+            if self._compressed is None:
+                yield layer
+                return
+            bases, ranks = self._compressed
+            with self.compressed_layer(index, bases[index], ranks[index]):
+                yield layer
+
+    @contextmanager
+    def compressed_layer(self, index: int, bases: LayerBases, ranks: LayerRanks) -> Iterator[None]:
+        """Compress one layer, whose weights must be loaded, for the length of a `with`, whatever the others are."""
+        with self._put_back([index]):
+            self.family.replace_attention(self.model, index, self._originals[index])
+            self._put_compressed(index, bases, ranks)
+            yield
+
+    def _put_compressed(self, index: int, bases: LayerBases, ranks: LayerRanks) -> None:
+        weights = self.attention_weights(index)
+        device = next(self._originals[index].parameters()).device
+        layout, order = layer_layout(bases, ranks)
+        rewritten = rewrite_layer(weights, bases, layout, order, self.shape)
+        with torch.device("meta"):
+            layouts = {index: layout}
+            (module,) = replace_attention(self.model, self.family, self.shape, layouts, weights.bias_names)
+        on_device = {
+            name: tensor.to(device, tensor.dtype if name in FLOAT32 else self.dtype)
+            for name, tensor in rewritten.items()
+        }
+        module.load_state_dict(on_device, strict=False, assign=True)
+        check_parameters(module, "the rewritten weights", self.family.attention_prefix(index))
+        module.eval()

@@ -1,0 +1,89 @@
+"""A model that reads the past through a cache: a prompt, then the rest of each row in steps (teacher forcing).
+
+A pass over whole rows never reads what a quantising or evicting cache has stored. Here every scored prediction does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from ...errors import DataError, UsageError
+from ...models.layerwise import LayerwiseModel
+from ...policies import Policy, cache_policy
+from ...progress import Advance
+
+LONGEST_STEP = 64
+"""Tokens of a step where any number would do."""
+
+
+def prefill_of(answers: Tensor) -> int:
+    """The longest prefill after which every answer is read through the cache, for answers [rows, seq_len] bool.
+
+    The token before an answer predicts it, and must come after the prefill.
+
+    Raises:
+        DataError: there is no answer, or one of the first two tokens is one.
+    """
+    positions = answers.any(0).nonzero()
+    if len(positions) == 0 or int(positions[0]) < 2:
+        raise DataError("cached scoring needs answers, and at least two tokens before the first.")
+    return int(positions[0]) - 1
+
+
+def check_in_memory(network: LayerwiseModel, policy: Policy) -> None:
+    """Raises UsageError where weights are read layer by layer: what a policy does shows only step by step."""
+    if network.source.streamed:
+        raise UsageError(
+            f"cache policy {policy.method}: is measured step by step, which needs all weights in memory.",
+            "Give --offload never on a machine that can hold them, or --cache none.",
+        )
+
+
+@torch.inference_mode()
+def final_states_through_cache(
+    network: LayerwiseModel,
+    rows: Tensor,
+    prefill: int,
+    policy: Policy | None = None,
+    advance: Advance = lambda done: None,
+    *,
+    step: int | None = None,
+) -> Tensor:
+    """Hidden states that leave the last layer, as `LayerwiseModel.final_states`, where the cache follows a policy.
+
+    Tokens behind the prefill read what is stored of those before them.
+
+    Args:
+        rows: [n, seq_len]. prefill: tokens of the first step.
+        step: tokens of each later one; by default as many as see what they would see one by one.
+    Raises:
+        UsageError: weights are read layer by layer.
+    """
+    if policy is not None:
+        check_in_memory(network, policy)
+        step = step or policy.longest_step
+    step, length = step or LONGEST_STEP, rows.shape[1]
+    states, found = network.states_like(rows), []
+
+    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+        found.append((output[0] if isinstance(output, tuple) else output).cpu())
+
+    handle = network.layers[-1].register_forward_hook(keep)
+    steps = [slice(0, prefill)]
+    steps += [slice(start, min(start + step, length)) for start in range(prefill, length, step)]
+    try:
+        with cache_policy(network.model, policy):
+            for part in network.batches(rows):
+                cache = DynamicCache(config=network.config)
+                for columns in steps:
+                    inputs = rows[part, columns].to(network.device)
+                    network.decoder(input_ids=inputs, past_key_values=cache, use_cache=True)
+                    states[part, columns] = found.pop()
+                    advance(inputs.numel())
+    finally:
+        handle.remove()
+    return states

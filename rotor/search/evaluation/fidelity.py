@@ -1,0 +1,239 @@
+"""The fidelity of a model to the uncompressed one: every ratio on a split, from one pass through the layers.
+
+Search, study and validate measure with the same `FidelityMeter`. On the search split it measures what the recipe's
+metric needs, on the report split everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import Field
+from torch import Tensor
+
+from ...errors import DataError
+from ...models.layerwise import LayerwiseModel
+from ...policies import Policy
+from ...policies.fitting import fit_cache_policy
+from ...progress import Progress
+from ...recipe.metric_registry import METRICS, metric_info, primitive_metrics
+from .cached import check_in_memory, final_states_through_cache, prefill_of
+from .measurement import Measurement, measure_text, smallest
+from .prompts import PROMPTS, EvaluationContext, Prompts, make_prompts
+from .scoring import AnswerScores, Scores, answer_scores, score
+
+TEXT = METRICS["text"].parts
+LEAST_BASE = 0.3
+"""Below this mean probability the uncompressed model cannot do a task of prompts, and a ratio to it says nothing."""
+
+AT_CHANCE = 0.9
+"""A model whose perplexity is at least this share of the vocabulary's size guesses."""
+
+PROMPT_SHARE = 0.25
+"""Of a row of text, that is the prompt where a cache has a policy; the rest is scored behind it."""
+
+Read = Callable[..., Tensor]
+"""Final hidden states of `rows` behind a prompt of `prefill` tokens; `advance` gets the tokens that are done."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What was measured of a model on one split.
+
+    accuracy: of the recipe's metric; 1 is equal to the uncompressed model, below 1 is worse.
+    interval: its 95 % interval.
+    values: each measured ratio under its own name, and what is recorded beside it.
+    """
+
+    accuracy: float
+    interval: Annotated[tuple[float, float], Field(alias="interval_95")]
+    values: dict[str, float | None]
+
+    def against(self, target: float) -> tuple[bool, str]:
+        """Whether a target is met, and where it is not, or not by the value itself, what lies below it.
+
+        It is missed where the whole interval lies below it.
+        """
+        if self.accuracy >= target:
+            return True, ""
+        if self.interval[1] >= target:
+            return True, "the value is below the target, its 95 % interval is not"
+        return False, "the whole 95 % interval is below the target"
+
+
+class FidelityMeter:
+    """Measures models against the uncompressed one, which has to be measured first, on each split by itself.
+
+    Args:
+        policy: by which a compressed model's cache is kept. Text is then scored behind a prompt, of both models, and
+            prompts of metrics behind all that comes before the first answer.
+        prompt_share: of each row of text, where it is read through a cache. report: names of the metrics that are
+            measured on the report split, by default all.
+
+    base: what was recorded of the uncompressed model, by split. left_out: why a ratio was not measured, by split and
+    name. What the search split left out, measured or known from before, is left out on the report split too, and what
+    it measured is measured there, so that a target counts the same ratios in both.
+    """
+
+    def __init__(
+        self,
+        context: EvaluationContext,
+        progress: Progress,
+        policy: Policy | None = None,
+        *,
+        prompt_share: float | None = None,
+        report: Sequence[str] | None = None,
+    ) -> None:
+        self.context, self.progress, self.policy = context, progress, policy
+        self.prompt_share = (PROMPT_SHARE if policy else 0.0) if prompt_share is None else prompt_share
+        self.metric = context.spec.metric
+        own = primitive_metrics(self.metric)
+        self._names = {
+            "search": tuple(dict.fromkeys([*own, *TEXT])),
+            "report": tuple(report or dict.fromkeys([*own, *(n for n, info in METRICS.items() if not info.parts)])),
+        }
+        self._prompts: dict[str, dict[str, Prompts]] = {}
+        self._text: dict[str, Scores] = {}
+        self._answers: dict[str, dict[str, AnswerScores]] = {}
+        self._references: dict[str, Tensor] = {}
+        self.base: dict[str, dict[str, Any]] = {}
+        self.left_out: dict[str, dict[str, str]] = {}
+        self._warned: set[str] = set()
+
+    def measure_base(self, network: LayerwiseModel, split: str) -> None:
+        """Run the uncompressed model.
+
+        Raises:
+            DataError: the recipe's metric, where it is not the smallest of several, cannot be measured on this model.
+        """
+        decided = self.left_out.get("search") if split == "report" else None
+        self.left_out[split], self._prompts[split] = {}, {}
+        for name in PROMPTS:
+            if name in self._names[split]:
+                try:
+                    if decided and name in decided:
+                        raise DataError(decided[name])
+                    self._prompts[split][name] = make_prompts(name, self.context, split)
+                except DataError as error:
+                    self._leave_out(name, split, error)
+        text, states, answers = self._run(network, split, None, None)
+        found: dict[str, Any] = text.as_dict()
+        for name, base in answers.items():
+            filler_tokens = self._prompts[split][name].filler_tokens
+            searched = decided is not None and name in self._names["search"]
+            if searched or base.mean_probability >= LEAST_BASE:
+                found |= {name: round(base.mean_probability, 6), f"{name}_filler_tokens": filler_tokens}
+                continue
+            missing = DataError(
+                f"{name}: the uncompressed model gives the right answers a mean probability of "
+                f"{base.mean_probability:.3f} over {filler_tokens} tokens of other text ({split} split), expected at "
+                f"least {LEAST_BASE}.",
+                "This model cannot do the task; choose another metric, or a smaller evaluation.filler_tokens.",
+            )
+            self._leave_out(name, split, missing)
+            del self._prompts[split][name]
+        self._text[split], self._answers[split] = text, answers
+        if "kl_div" in self._names[split]:
+            self._references[split] = states
+        vocab_size = int(self.context.config.vocab_size)
+        if found["perplexity"] >= AT_CHANCE * vocab_size:
+            found["at_chance"] = True
+            self._warn(
+                "chance",
+                f"the uncompressed model is at chance on this text: perplexity {found['perplexity']:.0f}, where "
+                f"guessing among the {vocab_size} tokens has {vocab_size}; ratios to it mean nothing. Is it trained "
+                "for such text?",
+            )
+        self.base[split] = found
+
+    def measured(self, split: str) -> list[str]:
+        """Names of the metrics that are measured by themselves on a split."""
+        return [name for name in self._names[split] if name not in self.left_out[split]]
+
+    def text(self, split: str) -> Tensor:
+        """The text that is scored, [rows, seq_len]: with a policy, what is behind the prefill."""
+        return self.context.rows[split][:, self._prefill(split) :]
+
+    def _prefill(self, split: str) -> int:
+        """Tokens of the prompt; 0 where rows are read whole."""
+        length = self.context.rows[split].shape[1]
+        return max(1, min(int(length * self.prompt_share), length - 2)) if self.prompt_share else 0
+
+    def fitted_policy(self, network: LayerwiseModel) -> Policy | None:
+        """The policy, with what it has to know of the network as it is found on the search split, where it needs that.
+
+        Raises:
+            UsageError: weights are read layer by layer.
+        """
+        if self.policy is None or not self.policy.needs_samples:
+            return self.policy
+        check_in_memory(network, self.policy)
+        return fit_cache_policy(network.model, self.policy, self.context.rows["search"])
+
+    def measure(self, network: LayerwiseModel, split: str, read: Read | None = None) -> Fidelity:
+        """Run a compressed model over a split's text and prompts, and compare it with the uncompressed one.
+
+        Args:
+            read: how rows are read; by default through a cache of the policy, or whole without one.
+        """
+        if read is None and self.policy is not None:
+            read = partial(final_states_through_cache, network, policy=self.fitted_policy(network))
+        text, _, answers = self._run(network, split, self._references.get(split), read)
+
+        def measure(name: str) -> Measurement:
+            if name not in PROMPTS:
+                return measure_text(name, self._text[split], text)
+            before, after = self._answers[split][name], answers[name]
+            absolute = {f"compressed_{name}": round(after.mean_probability, 6)}
+            return Measurement.bootstrap(lambda a, b: b / a, before.probability, after.probability, **absolute)
+
+        found = {name: measure(name) for name in self.measured(split)}
+        values: dict[str, float | None] = {}
+        for name, one in found.items():
+            values |= {metric_info(name).accuracy_field: one.value, **one.fields}
+        for name, info in METRICS.items():
+            parts = self._parts(name, found)
+            if parts and set(info.parts) <= {*found, *self.left_out[split]}:
+                values[name] = smallest(parts).value
+        result = found[self.metric] if self.metric in found else smallest(self._parts(self.metric, found))
+        values |= {f"compressed_{name}": value for name, value in text.as_dict().items()}
+        return Fidelity(result.value, result.interval, values)
+
+    def _parts(self, name: str, found: dict[str, Measurement]) -> list[Measurement]:
+        return [found[part] for part in metric_info(name).parts if part in found]
+
+    def _leave_out(self, name: str, split: str, error: DataError) -> None:
+        """One ratio of several may be missing, which is said once; the recipe's own metric may not."""
+        if name == self.metric:
+            raise error
+        self.left_out[split][name] = error.message
+        if name in primitive_metrics(self.metric):
+            self._warn(name, f"accuracy leaves out `{name}`: {error.message}")
+
+    def _warn(self, of: str, text: str) -> None:
+        """Say something once."""
+        if of not in self._warned:
+            self._warned.add(of)
+            self.progress.message(text)
+
+    def _run(
+        self, network: LayerwiseModel, split: str, reference: Tensor | None, read: Read | None
+    ) -> tuple[Scores, Tensor, dict[str, AnswerScores]]:
+        """One pass through the layers for the text and all prompts, or by `read` in steps: the scores of the text, what
+        left the last layer on it, and the scores of answers."""
+        start, asked = self._prefill(split), self._prompts[split]
+        parts = [self.context.rows[split], *(prompts.rows for prompts in asked.values())]
+        with self.progress.task("measure", sum(part.numel() for part in parts), "tokens") as advance:
+            if read is None:
+                states, *own = network.final_states_of(parts, advance)
+            else:
+                prefills = [start, *(prefill_of(prompts.answers) for prompts in asked.values())]
+                pairs = zip(parts, prefills, strict=True)
+                states, *own = (read(rows=rows, prefill=prefill, advance=advance) for rows, prefill in pairs)
+        states = states[:, start:]
+        text = score(network, self.text(split), reference=reference, states=states)
+        scored = zip(asked.items(), own, strict=True)
+        return text, states, {n: answer_scores(network, p.rows, p.answers, found) for (n, p), found in scored}

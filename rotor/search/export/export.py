@@ -1,0 +1,302 @@
+"""From a run folder to a compressed checkpoint: choose ranks, rewrite shard by shard, describe what was done."""
+
+from __future__ import annotations
+
+import logging
+import os.path
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ...calibration.bases.layer import LayerBases
+from ...checked import plain
+from ...checkpoint.atomic import write_json, write_text
+from ...checkpoint.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
+from ...checkpoint.hashes import tensor_sha256
+from ...checkpoint.layout import LayerLayout, kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from ...checkpoint.locks import exclusive
+from ...checkpoint.manifest import write_manifest
+from ...checkpoint.publishing import staged_folder, write_tensors
+from ...checkpoint.rewritten import BASES, RewrittenTensors
+from ...checkpoint.schemas import CheckpointInfo, SourceInfo
+from ...checkpoint.section import FORMAT_VERSION, MARK
+from ...errors import system_errors
+from ...kernels.defaults import default_config
+from ...logs import log_file
+from ...models.sidecars import sidecars
+from ...models.source import INDEX_FILE, Checkpoint
+from ...models.splits import SPLITS
+from ...policies import LONG_TOKENS, Policy, packed_bytes_per_token
+from ...progress import Progress, StageTimes
+from ...recipe import Recipe
+from ...recipe.settings import Compute, ExportSettings, Goal
+from ..export_job import ExportJob
+from ..point import Point
+from ..rank_search import RankSearch
+from ..report.report import write_with_checkpoint
+from ..rewriting import planned_layouts, rewritten_tensors
+from ..table import RankTable
+from .model_card import model_card
+
+log = logging.getLogger("rotor")
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What was written: the folder, the content of its rotor.json, and seconds per stage (0 measured points: none).
+
+    digest: SHA-256 of manifest.json, which has that of every other file.
+    """
+
+    folder: Path
+    report: dict[str, Any]
+    digest: str
+    seconds: dict[str, float]
+    measured_points: int
+
+
+def export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    accuracy: float | None = None,
+    compression: float | None = None,
+    removal_rate: float | None = None,
+    overrides: Iterable[str] = (),
+    device: str = "auto",
+    dtype: str = "auto",
+    offload: str = "auto",
+    overwrite: bool = False,
+    measure: bool = True,
+    cache: str | None = None,
+    without_weights: bool = False,
+    progress: Progress | None = None,
+) -> ExportResult:
+    """Write the compressed checkpoint of a run at exactly one of accuracy, compression or removal rate.
+
+    Args:
+        run: folder that calibrate wrote; its tables gain the points that are measured.
+        out: the checkpoint folder; it appears whole or not at all.
+        accuracy: least accuracy on the search split (see Evaluation), in (0, 1); the report split is then measured
+            once.
+        compression: least share of the KV cache to remove, in (0, 1).
+        removal_rate: singular-value removal rate, in [0, 1).
+        overrides: `section.field=value` for the recipe's ranks, codes, evaluation and search.
+        device, dtype, offload: where the model runs when something is measured; see calibrate.
+        measure: False writes a compression or removal rate without loading the model or reading text; its accuracy is
+            then not known, and rotor.json and the card say so. Likewise where the model has no tokenizer.
+        cache: the policy by which the cache is kept from then on, and with which accuracy is measured: a bundled name
+            (`gear-2`), the path of a YAML file, or FILE.py:CLASS; needs all weights in memory to be measured.
+        without_weights: leaves the weights to the source, from which they are rewritten when the folder is loaded, or
+            written by `materialise`.
+    Raises:
+        AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
+    """
+    settings = ExportSettings(
+        run,
+        out,
+        Goal(accuracy, compression, removal_rate),
+        tuple(overrides),
+        Compute(device, dtype, offload),
+        overwrite,
+        measure,
+        cache,
+        without_weights,
+    )
+    return run_export(settings, progress)
+
+
+@system_errors()
+def run_export(settings: ExportSettings, progress: Progress | None = None) -> ExportResult:
+    """What `export` does, with its arguments in one object; raises likewise."""
+    with ExitStack() as held:
+        held.enter_context(exclusive(Path(settings.run)))
+        job = ExportJob.check(settings)
+        held.enter_context(exclusive(job.out.path))
+        job.out.check(settings.overwrite, job.sources)  # who held it until now may have written to it
+        held.enter_context(log_file(job.run.folder, "export"))
+        return _export(RankSearch(job, StageTimes(), progress or Progress()))
+
+
+def _export(search: RankSearch) -> ExportResult:
+    job, point = search.job, search.point()
+    policy = search.stored_policy(point)
+    search.close()
+    table, times = None if job.unmeasured else search.table, search.times
+    with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
+        chosen = job.run.bases(point.channels)
+        report, digest = _write(staging, job, policy, chosen, point, table, search.progress)
+    if job.unmeasured:
+        log.warning("accuracy is not measured: %s", job.unmeasured)
+    log.info("compression %.4f, %s", point.stored, allocated_by(job.recipe))
+    return ExportResult(job.out.path, report, digest, times.seconds, search.measured_points)
+
+
+def _write(
+    staging: Path,
+    job: ExportJob,
+    policy: Policy | None,
+    bases: Sequence[LayerBases],
+    point: Point,
+    table: RankTable | None,
+    progress: Progress,
+) -> tuple[dict[str, Any], str]:
+    """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json, and the digest."""
+    run, recipe, checkpoint, family = job.run, job.recipe, job.checkpoint, job.family
+    planned, apart = planned_layouts(bases, point.ranks), job.settings.without_weights
+    layouts = [layout for layout, _ in planned]
+    contents = rewritten_tensors(checkpoint, run.shape, bases.__getitem__, planned, checkpoint.tensor)
+    tensors = write_shards(None if apart else staging, checkpoint, contents, job.check_unchanged, progress)
+    if apart:
+        folded = {
+            f"{layer}.{n}": t for layer in range(len(layouts)) for n, t in contents.bases(layer).tensors().items()
+        }
+        write_tensors(staging / BASES, folded)
+    for file in run.info["model"].get("files", {}):
+        job.check_unchanged(file)
+    for name in sidecars(checkpoint.folder):
+        (staging / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(checkpoint.folder / name, staging / name)
+
+    config = dict(checkpoint.config_dict)
+    dtype = checkpoint.meta_tensor(f"{family.stored_prefix(0, checkpoint.names)}{family.value_weight}").dtype
+    config["attn_implementation"] = MARK
+    config["quantization_config"] = {
+        "quant_method": MARK,
+        "format_version": FORMAT_VERSION,
+        "biases": sorted(contents.biases),
+        "layers": {str(i): layout.to_dict() for i, layout in enumerate(layouts)},
+    }
+    cache = None if policy is None else policy.as_dict()
+    if cache is not None:
+        config["quantization_config"]["cache"] = cache
+    report = _report(job, layouts, point, _accuracy(job, point, table), tensors, dtype.itemsize)
+    if apart:
+        config["quantization_config"]["source"] = {key: report["source"].get(key) for key in SourceInfo.__annotations__}
+        if not {"dtype", "torch_dtype"} & config.keys():  # the bases' own would be taken for the model's
+            config["dtype"] = str(dtype).removeprefix("torch.")
+    write_json(staging / "config.json", config)
+    write_json(staging / KERNEL_CONFIG, default_config(layouts).to_dict())
+    write_text(staging / RECIPE, recipe.to_yaml())
+    if policy is not None:
+        report["cache"] = {
+            "policy": cache,
+            "kv_bytes_per_token": {
+                str(tokens): packed_bytes_per_token(policy, layouts, dtype, tokens)
+                for tokens in (recipe.evaluation.seq_len, LONG_TOKENS)
+            },
+        }
+    write_json(staging / ROTOR_JSON, report)
+    write_text(staging / CARD, model_card(report, recipe, run.shape, apart))
+    with progress.task("report", None, ""):
+        write_with_checkpoint(staging, Path(job.settings.out), cast(CheckpointInfo, report), recipe, run)
+    return report, write_manifest(staging, "checkpoint")
+
+
+def write_shards(
+    staging: Path | None,
+    checkpoint: Checkpoint,
+    contents: RewrittenTensors,
+    check: Callable[[str], object],
+    progress: Progress,
+) -> dict[str, dict[str, Any]]:
+    """Write what a source becomes shard by shard.
+
+    Tensors that stay as they are pass from the source's memory map to the file: only a shard's rewritten ones take
+    memory. Hashes are computed while the shard is written: those of the new tensors, and that of the source's shard.
+
+    Args:
+        staging: the folder; None only says what would be written.
+        checkpoint: the source. check: raises CheckpointError where one of its shards is not what it was.
+    Returns:
+        For each tensor its file, shape, dtype and SHA-256.
+    """
+    written: dict[str, dict[str, Any]] = {}
+    with progress.task("write", checkpoint.total_bytes(), "B") as advance, ThreadPoolExecutor() as pool:
+        for file in checkpoint.files:
+            unchanged = pool.submit(check, file)
+            tensors = dict(contents.items(file))
+            digests = {name: pool.submit(tensor_sha256, tensor) for name, tensor in sorted(tensors.items())}
+            if staging is not None:
+                write_tensors(staging / file, tensors)
+            for name, digest in digests.items():
+                written[name] = {
+                    "file": file,
+                    "shape": list(tensors[name].shape),
+                    "dtype": str(tensors[name].dtype).removeprefix("torch."),
+                    "sha256": digest.result(),
+                }
+            unchanged.result()
+            advance((checkpoint.folder / file).stat().st_size)
+    if staging is not None and (checkpoint.folder / INDEX_FILE).is_file():
+        total = sum((staging / file).stat().st_size for file in checkpoint.files)
+        weight_map = {name: entry["file"] for name, entry in sorted(written.items())}
+        write_json(staging / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return written
+
+
+def _report(
+    job: ExportJob,
+    layouts: list[LayerLayout],
+    point: Point,
+    accuracy: dict[str, Any],
+    tensors: dict[str, dict[str, Any]],
+    element_bytes: int,
+) -> dict[str, Any]:
+    """The content of rotor.json."""
+    source, info = job.run.info["model"], job.run.info
+    about = {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source}
+    place = job.out.path.resolve()  # paths from inside it, so that the folders can be moved together
+    return {
+        "format_version": FORMAT_VERSION,
+        "versions": info["versions"],
+        "recipe": job.recipe.name,
+        "run": os.path.relpath(job.run.folder.resolve(), place),
+        "source": about | {"path": os.path.relpath(job.checkpoint.folder.resolve(), place)},
+        "compression": point.compression_json,
+        "rank_method": allocated_by(job.recipe),
+        "parameter": point.parameter,
+        "kv_bytes_per_token": {
+            "before": uncompressed_kv_bytes_per_token(job.run.shape, element_bytes),
+            "after": kv_bytes_per_token(layouts, element_bytes),
+            "element_bytes": element_bytes,
+        },
+        "accuracy": accuracy,
+        "ranks": point.ranks_json,
+        "layouts": [layout.to_dict() for layout in layouts],
+        "removed_tensors": sorted(job.checkpoint.names - set(tensors)),
+        "tensors": dict(sorted(tensors.items())),
+    }
+
+
+def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str, Any]:
+    """What rotor.json says of the accuracy; where nothing was measured (no table), why."""
+    found = {} if table is None else {split: point.fidelity(split) for split in SPLITS}
+    search, report = found.get("search"), found.get("report")
+    context = None if table is None else table.context
+    # What was calibrated on is no text for `validate` to measure on.
+    excluded = sorted(job.run.calibrated_documents) if context is None else list(context.excluded)
+    accuracy = {
+        "target": job.settings.goal.accuracy,
+        "metric": job.recipe.evaluation.metric,
+        "search": search and search.accuracy,
+        "report": report and report.accuracy,
+        "interval_95": report and list(report.interval),
+        "measurements": {split: plain(fidelity) for split, fidelity in found.items()},
+        "base": {split: table and table.base.get(split) for split in SPLITS},
+        "left_out": table.left_out if table else {},
+        "data": context and context.data,
+        "data_sha256": context and context.data_sha256,
+        "excluded_documents": excluded,
+        "table": context and context.key,
+    }
+    return accuracy if table is not None else accuracy | {"not_measured": job.unmeasured}
+
+
+def allocated_by(recipe: Recipe) -> str:
+    """What chose ranks or bits."""
+    return f"bits {list(recipe.codes.bits)}" if recipe.coded else recipe.ranks.method

@@ -1,0 +1,107 @@
+"""From a checkpoint without weights to what an export with weights writes."""
+
+from __future__ import annotations
+
+import logging
+import os.path
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ...calibration.run import Run
+from ...checkpoint.atomic import write_json, write_text
+from ...checkpoint.file_names import CARD, ROTOR_JSON
+from ...checkpoint.json_files import read_json
+from ...checkpoint.locks import exclusive
+from ...checkpoint.manifest import Manifest, write_manifest
+from ...checkpoint.output_folder import OutputFolder
+from ...checkpoint.publishing import staged_folder
+from ...checkpoint.rewritten import BASES, find_source, source_at
+from ...errors import CheckpointError, RotorError, UsageError, system_errors
+from ...models.compressed import CompressedCheckpoint, read_report
+from ...models.source import Checkpoint
+from ...progress import Progress
+from ...recipe import load_stored_recipe
+from ..report.report import NAME as REPORT
+from ..report.report import write_with_checkpoint
+from .export import write_shards
+from .model_card import model_card
+
+log = logging.getLogger("rotor")
+
+
+@system_errors()
+def materialise(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    source: str | Path | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> str:
+    """Write a checkpoint without weights with them: every file as `export` writes it.
+
+    Args:
+        folder: what `export` with `without_weights` wrote. out: the folder to write; it appears whole or not at all.
+        source: folder or hub id of the source; by default as the checkpoint says.
+    Returns:
+        The digest of the folder: SHA-256 of its manifest.json.
+    Raises:
+        UsageError: the checkpoint has its weights. MissingError: the source is not to be had. CheckpointError: a file
+            of it, or of the checkpoint, is not what it was.
+    """
+    folder, place = Path(folder), OutputFolder.at(out, "checkpoint")
+    with source_at(source), exclusive(place.path):
+        checkpoint = CompressedCheckpoint(folder)
+        if checkpoint.section.source is None or checkpoint.rewritten is None:
+            raise UsageError(f"{folder}: has its weights.", "Copy the folder.")
+        manifest = Manifest.read(folder)
+        for name, problem in manifest.problems().items():
+            raise CheckpointError(f"{folder / name}: {problem}.", "Get the checkpoint again.")
+        model = Checkpoint(find_source(checkpoint.section.source, folder))
+        sources, needed = [folder, model.folder, checkpoint.run_folder], int(model.total_bytes() * 1.1) + (1 << 20)
+        with staged_folder(place, overwrite, sources, needed) as staging:
+            for name in manifest.files:
+                if name not in (BASES, "config.json", ROTOR_JSON, CARD):
+                    (staging / name).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(folder / name, staging / name)
+            tensors = write_shards(staging, model, checkpoint.rewritten, lambda file: None, progress or Progress())
+            write_json(staging / "config.json", _config(checkpoint, model))
+            _describe(staging, place.path, checkpoint, model, tensors)
+            return write_manifest(staging, "checkpoint")
+
+
+def _config(checkpoint: CompressedCheckpoint, model: Checkpoint) -> dict[str, Any]:
+    """config.json as it is beside weights."""
+    config = dict(checkpoint.config_dict)
+    config["quantization_config"] = {k: v for k, v in config["quantization_config"].items() if k != "source"}
+    if not {"dtype", "torch_dtype"} & model.config_dict.keys():
+        config.pop("dtype", None)
+    return config
+
+
+def _describe(
+    staging: Path, out: Path, checkpoint: CompressedCheckpoint, model: Checkpoint, tensors: dict[str, dict[str, Any]]
+) -> None:
+    """rotor.json, README.md and report.html, with paths from where the folder will be."""
+    report: Any = read_json(checkpoint.folder / ROTOR_JSON)
+    differing = sum(report["tensors"].get(name) != entry for name, entry in tensors.items())
+    if differing:
+        log.warning(
+            "%d of %d tensors differ from those of the export in their last bits: this machine sums in another order.",
+            differing,
+            len(tensors),
+        )
+    place = out.resolve()
+    report["run"] = os.path.relpath(checkpoint.run_folder.resolve(), place)
+    report["source"]["path"] = os.path.relpath(model.folder.resolve(), place)
+    report["tensors"] = dict(sorted(tensors.items()))
+    write_json(staging / ROTOR_JSON, report)
+    recipe = load_stored_recipe(staging)
+    write_text(staging / CARD, model_card(report, recipe, checkpoint.shape))
+    try:
+        run = Run.open(checkpoint.run_folder)
+    except RotorError as error:
+        log.info("%s stays that of %s: %s", REPORT, checkpoint.folder, error.message)
+    else:
+        write_with_checkpoint(staging, out, read_report(staging), recipe, run)

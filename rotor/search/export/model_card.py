@@ -1,0 +1,129 @@
+"""README.md of a compressed checkpoint: what it is, what was measured, how to load it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from ...checkpoint.file_names import ROTOR_JSON
+from ...checkpoint.layout import AttentionShape, LayerLayout
+from ...installing import pip_install
+from ...recipe import Recipe
+from ...recipe.metric_registry import chance_note, metric_info, ratio_rows
+from ..evaluation.fidelity import Fidelity
+
+
+def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape, apart: bool = False) -> str:
+    """Markdown with a metadata block, from the content of rotor.json.
+
+    Args:
+        apart: the weights are not in the folder.
+    """
+    size, name, share = report["kv_bytes_per_token"], report["source"]["name"], report["compression"]
+    base_model, name = report["source"]["hub_id"] or name, markdown(name)
+    rows, note = _accuracy(report["accuracy"])
+    measured = "\n".join(rows)
+    metadata = ModelCardData(
+        base_model=base_model,
+        base_model_relation="quantized",
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["rotor", "kv-cache", "compression"],
+    )
+    weights = _where_weights_are(report["source"]) if apart else ""
+    layouts = [LayerLayout.from_dict(layout, ROTOR_JSON) for layout in report["layouts"]]
+    forms = sorted({layout.form.in_words(shape) for layout in layouts})
+    sizes = sorted({layout.group_size for layout in layouts})
+    merged = ""
+    if any(layout.joint and layout.folds_keys(shape) for layout in layouts):
+        merged = "Where keys and values share a latent, `k_proj` puts it out and there is no `v_proj`.\n"
+    text = f"""# {name}, KV cache compressed by rotor
+
+The weights of {name} with value, output and (where folded) key projections rotated and truncated.
+{merged}The KV cache holds {size["after"]} instead of {size["before"]} bytes per token
+({100 * share["stored"]:.1f} % less).
+
+| | |
+|---|---|
+| recipe | {markdown(recipe.name)}: {markdown(recipe.summary)} |
+| form of stored keys | {" and ".join(forms)}, {" or ".join(map(str, sizes))} KV head(s) a group |
+| compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
+| KV bytes per token before, after | {size["before"]}, {size["after"]} |
+{_cache_row(report)}{measured}
+
+{note}
+Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens, and speed.
+
+## Load it
+
+```python
+import rotor  # {pip_install()}
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
+```
+
+{weights}Without rotor transformers refuses this checkpoint. Programs that never import rotor load it where rotor is
+installed, or below `rotor run -- PROGRAM`. `rotor validate` checks its integrity and its numbers;
+`rotor.json` lists every tensor with its SHA-256, the ranks and the measurements; the kernels read `kernel_config.json`.
+
+`manifest.json` has the SHA-256 of every file; its own is the digest that `rotor export` printed. With the digest from
+somebody whom you trust, `sha256sum manifest.json` and `rotor validate PATH_OF_THIS_FOLDER` find any change at all.
+"""
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}"))
+
+
+def _where_weights_are(source: dict[str, Any]) -> str:
+    where = f"{source['hub_id']} at revision {source['revision']}" if source["hub_id"] else source["name"]
+    return (
+        f"This folder has no weights: they are those of {markdown(where)}, found, checked by their SHA-256 and "
+        "rewritten while they load.\nWhere they are elsewhere, set `ROTOR_SOURCE` to their folder or hub id. "
+        "`rotor materialise PATH_OF_THIS_FOLDER -o FULL` writes a\nfolder with weights.\n\n"
+    )
+
+
+def _cache_row(report: dict[str, Any]) -> str:
+    if "cache" not in report:
+        return ""
+    found = report["cache"]
+    sizes = ", ".join(f"{size:.1f} at {tokens} tokens" for tokens, size in found["kv_bytes_per_token"].items())
+    return f"| cache policy | {markdown(found['policy']['method'])}; bytes a token with it: {sizes} |\n"
+
+
+def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:
+    """The table's rows of what was measured, and what it means; or that nothing was."""
+    if accuracy["report"] is None or accuracy["interval_95"] is None:
+        note = "Measure it, with `rotor validate` where the model has a tokenizer, before you rely on this checkpoint."
+        return [f"| accuracy | not measured: {accuracy.get('not_measured', 'nobody says why')} |"], note
+    metric, base = accuracy["metric"], accuracy["base"]["report"] or {}
+    measured, left_out = accuracy["measurements"]["report"]["values"], accuracy["left_out"]
+    interval = "95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
+    target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
+    said = below_target(accuracy)
+    tokens = f"{base.get('tokens', 0)} predicted tokens of the report split, which played no part in the choice"
+    rows = [
+        f"| accuracy ({metric}) | {accuracy['report']:.4f}, {interval}{said and '; '}{said} |",
+        f"| target of the search | {target}; measured on the search split: {accuracy['search']:.4f} |",
+        *(f"| {label} | {text} |" for label, text in ratio_rows(measured, base, left_out)),
+        f"| measured on | {accuracy['data']}, {tokens}{chance_note(base)} |",
+    ]
+    note = (
+        f"Accuracy is {metric_info(metric).description}. It is measured once, on text that neither calibration nor "
+        "the search saw; it may\nlie below the target by what the interval says."
+    )
+    return rows, note
+
+
+def below_target(accuracy: dict[str, Any]) -> str:
+    """What lies below the target on the report split (see Fidelity.against), from rotor.json's accuracy; or nothing."""
+    if accuracy["target"] is None:
+        return ""
+    return Fidelity(accuracy["report"], accuracy["interval_95"], {}).against(accuracy["target"])[1]
+
+
+def markdown(text: str) -> str:
+    """Text of unknown origin so that Markdown, and HTML in it, shows it as it is, on one line."""
+    line = "".join(character if character.isprintable() else " " for character in text)
+    return re.sub(r"([\\`*_\[\]<>&|~$#!])", r"\\\1", line)

@@ -1,0 +1,207 @@
+"""What a report shows of a run, a checkpoint, or both, collected from their files; nothing is drawn.
+
+Where something was not measured, the field is empty and `absent` says why: a report never fills a gap.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...calibration.codes.layer import channels_bytes
+from ...calibration.run import Run
+from ...checked import Reader
+from ...checkpoint.families import attention_shape
+from ...checkpoint.file_names import ROTOR_JSON
+from ...checkpoint.layout import LayerLayout, uncompressed_kv_bytes_per_token
+from ...checkpoint.schemas import CheckpointInfo
+from ...errors import CheckpointError, RotorError
+from ...models.compressed import read_report
+from ...models.source import Checkpoint
+from ...progress import in_bytes
+from ...recipe import Recipe, load_stored_recipe
+from ...recipe.metric_registry import chance_note, metric_info, ratio_rows
+from ..evaluation.fidelity import Fidelity
+from ..point import Point
+from ..table import TABLES, RankTable
+from .data import JOINT, SIDES, ReportData, groups_of_point
+
+
+def collect(folder: Path) -> ReportData:
+    """Collect what there is about a run or a checkpoint.
+
+    Raises:
+        CheckpointError: neither of them, or a damaged one.
+    """
+    if (folder / ROTOR_JSON).is_file():
+        info = read_report(folder)
+        return collect_checkpoint(folder, info, load_stored_recipe(folder), _opened_run(folder, info["run"]))
+    if (folder / "run.json").is_file():
+        return collect_run(Run.open(folder))
+    raise CheckpointError(
+        f"{folder}: neither run.json nor {ROTOR_JSON} is in it.",
+        "Give a folder that `rotor calibrate` or `rotor export` wrote.",
+    )
+
+
+def collect_run(run: Run) -> ReportData:
+    """Of a run that is open."""
+    data = ReportData("run", run.folder.resolve().name, str(run.info["model"]["name"]), run.recipe)
+    table = RankTable.latest(run)
+    point = None
+    if table and table.points:
+        data.metric = metric_info(table.context.metric).description
+        point = max(table.points, key=lambda point: (point.report is not None, point.stored))
+        data.points, data.chosen = table.points, point
+        data.ratios_of, what = ("report", "exported") if point.report else ("search", "measured")
+        data.ranks_of = f"of the strongest point that was {what}: compression {point.stored:.3f}"
+        data.ratios = ratio_rows(
+            point.fidelity(data.ratios_of).values, table.base.get(data.ratios_of) or {}, table.left_out
+        )
+        _headline(data, point, _run_bytes(run, point))
+    else:
+        why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` measures."
+        data.absent.update({"points": why, "ranks": why})
+    _add_run(data, run, table, point)
+    return data
+
+
+def collect_checkpoint(
+    folder: Path, report: CheckpointInfo, recipe: Recipe, run: Run | str, place: Path | None = None
+) -> ReportData:
+    """Of a checkpoint whose rotor.json and recipe are known.
+
+    Args:
+        run: its opened run, or why there is none. place: where the folder will be, if that is not where it is.
+    """
+    data = ReportData("checkpoint", (place or folder).resolve().name, report["source"]["name"], recipe)
+    accuracy, size = report["accuracy"], report["kv_bytes_per_token"]
+    data.metric, data.target = metric_info(accuracy["metric"]).description, accuracy["target"]
+    reader = Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again.")
+    fidelity = {
+        split: reader.read(Fidelity, found, f"accuracy.measurements.{split}")
+        for split, found in accuracy["measurements"].items()
+    }
+    shares = report["compression"]
+    chosen = Point(0.0, shares["planned"], shares["stored"], [], [], fidelity.get("search"), fidelity.get("report"))
+    values = fidelity["report"].values if "report" in fidelity else {}
+    data.ratios = ratio_rows(values, accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {}))
+    if accuracy["report"] is None:
+        data.absent["points"] = f"Accuracy was not measured: {accuracy.get('not_measured', 'nobody says why')}."
+    else:
+        data.points, data.chosen = [chosen], chosen
+    data.head_dim = (run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)).head_dim
+    for layout in report["layouts"]:
+        groups = LayerLayout.from_dict(layout, ROTOR_JSON).groups
+        data.ranks.append(sorted(groups, key=lambda group: group.kv_heads))
+    data.ranks_of = "of this checkpoint"
+    _headline(data, chosen, (size["before"], size["after"]))
+    if isinstance(run, Run):  # which has other measured points, spectra and timings
+        key = accuracy.get("table")
+        table = None if key is None else RankTable.named(run, key)
+        point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
+        if table and point:
+            data.points, data.chosen = table.points, point
+        _add_run(data, run, table, point)
+    else:
+        for section in ("spectra", "timings"):
+            data.absent[section] = f"The run folder is not where rotor.json says ({run})."
+    weights = in_bytes(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    data.sizes.append(("weights of this checkpoint", weights, "safetensors files"))
+    return data
+
+
+def _opened_run(folder: Path, recorded: str) -> Run | str:
+    try:
+        return Run.open(folder.resolve() / recorded)
+    except RotorError as error:
+        return error.message.replace(str(folder.resolve()), folder.name)
+
+
+def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point | None) -> None:
+    """Facts, times, spectra and ranks from a run and the point that is shown."""
+    info, shape = run.info, run.shape
+    data.timings = [(stage, v["seconds"], v["peak_bytes"]) for stage, v in info.get("stages", {}).items()]
+    tokens = info.get("tokens", {})
+    data.facts = [
+        ("model", f"{data.model} ({info['model'].get('model_type', 'unknown type')})"),
+        (
+            "attention",
+            f"{shape.num_layers} layers, {shape.num_heads} query heads, {shape.num_kv_heads} KV heads of "
+            f"{shape.head_dim} dimensions",
+        ),
+        ("calibration tokens", f"{tokens.get('count')} {tokens.get('source')}, rows of {tokens.get('seq_len')}"),
+        ("calibrated on", f"{info.get('device')} in {info.get('dtype')}"),
+        ("versions", ", ".join(f"{k} {v}" for k, v in info.get("versions", {}).items())),
+    ]
+    if table and table.base:
+        split = "report" if "report" in table.base else "search"
+        base, context = table.base[split], table.context
+        data.facts += [
+            ("measured on", f"{context.data}, {base['tokens']} predicted tokens to {split}"),
+            ("measured in", f"{context.dtype} on {context.device_type}"),
+            (
+                "uncompressed model",
+                f"perplexity {base['perplexity']:.3f}, accuracy {base['token_accuracy']:.4f}{chance_note(base)}",
+            ),
+        ]
+    try:
+        source = in_bytes(Checkpoint(run.model_folder).total_bytes())
+        data.sizes.append(("weights of the source", source, "safetensors files"))
+    except RotorError as error:
+        data.absent["sizes"] = f"The source model is not where run.json says: {error.message}"
+    try:
+        spectra = [run.spectra(layer) for layer in range(shape.num_layers)]  # not the bases, which are far larger
+    except RotorError as error:
+        data.absent["spectra"] = error.message
+        return
+    names = _spectrum_names(run)
+    data.spectra_of = names
+    data.spectra = [
+        {side: _mean_spectrum(layer[SIDES.index(side)] if side in SIDES else layer[0]) for side in names}
+        for layer in spectra
+    ]
+    if point and not data.ranks:
+        data.ranks, data.head_dim = groups_of_point(run, point), shape.head_dim
+
+
+def _spectrum_names(run: Run) -> dict[str, str]:
+    """By side, what singular values are of; a joint latent has one set of them, of `joint`."""
+    form, heads, joint = run.form
+    size = f"{heads} head{'s' if heads > 1 else ''} a group"
+    where = f"{form.in_words(run.shape)}, {size}"
+    return {JOINT: where} if joint else {"qk": where, "vo": size}
+
+
+def _mean_spectrum(values: Any) -> list[float]:
+    """Singular values [num_groups, channels] over each group's largest, averaged over the groups."""
+    largest = values[:, :1].clamp(min=1e-300)
+    return [float(value) for value in (values / largest).mean(0)]
+
+
+def _run_bytes(run: Run, point: Point) -> tuple[int, int]:
+    element = int(run.info["element_bytes"])
+    before = uncompressed_kv_bytes_per_token(run.shape, element)
+    if point.channels is not None:
+        return before, channels_bytes(point.channels)
+    return before, element * sum(qk + v for layer in point.ranks for qk, v in layer)
+
+
+def _headline(data: ReportData, point: Point, size: tuple[int, int]) -> None:
+    before, after = size
+    found, split = point.report or point.search, "search" if point.report is None else "report"
+    target = "no target was set" if data.target is None else f"target {data.target:g}"
+    if point.report is not None and data.target is not None:
+        why = point.report.against(data.target)[1]
+        target += f"{why and ': '}{why}"
+    measured = ("accuracy", "not measured", target)
+    if found is not None:
+        interval = "95 % interval {:.4f} to {:.4f}".format(*found.interval)
+        measured = ("accuracy", f"{found.accuracy:.4f}", f"{interval} on the {split} split; {target}")
+    data.headline = [
+        ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
+        ("bytes per token", f"{before} → {after}", "KV cache over all layers"),
+        measured,
+    ]
+    long = f"{in_bytes(32768 * before)} → {in_bytes(32768 * after)}"
+    data.sizes.append(("KV cache at 32,768 tokens", long, f"one sequence, {100 * (1 - after / before):.1f} % less"))

@@ -1,0 +1,90 @@
+"""What the page of a report shows, as plain numbers and words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...calibration.run import Run
+from ...checkpoint.channels import Channels, Latent, Numbers
+from ...checkpoint.layout import GroupLayout
+from ...recipe import Recipe
+from ..point import Point
+
+SIDES = ("qk", "vo")
+JOINT = "joint"
+"""What stands for both sides where keys and values share a latent."""
+
+WHOLE_BITS = 16
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A latent in the map of ranks: channels that are kept of those that there are, and their bits of those at 16.
+
+    widths: `28x8 76x4` are 28 channels of 8 bits and 76 of 4; nothing for channels that are numbers.
+    """
+
+    kv_heads: tuple[int, ...]
+    rank: int
+    channels: int
+    bits: int
+    whole_bits: int
+    widths: str = ""
+
+    @classmethod
+    def of(cls, group: GroupLayout, side: str, head_dim: int) -> Cell:
+        """side: `keys`, which stands for a joint latent too, or `values`."""
+        latent = group.key if side == "keys" else group.values
+        channels = len(group.kv_heads) * head_dim * (2 if group.joint else 1)
+        bits, widths = WHOLE_BITS * latent.rank, ""
+        if isinstance(latent, Channels):
+            bits = sum(latent.bits)
+            widths = " ".join(f"{count}x{width}" for width, count in latent.to_dict().items())
+        return cls(group.kv_heads, latent.rank, channels, bits, WHOLE_BITS * channels, widths)
+
+
+def groups_of_point(run: Run, point: Point) -> list[list[GroupLayout]]:
+    """Of each layer of a measured point."""
+    layers, size = [], run.form.group_size
+    for index in range(len(point.ranks)):
+        pairs: Sequence[tuple[Latent, Latent | None]] = [(Numbers(qk), Numbers(v)) for qk, v in point.ranks[index]]
+        if point.channels:
+            pairs = point.channels[index]
+        heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(pairs))]
+        layers.append([GroupLayout(own, *pair) for own, pair in zip(heads, pairs, strict=True)])
+    return layers
+
+
+@dataclass
+class ReportData:
+    """Everything that the page shows.
+
+    kind: `checkpoint` (a folder that export wrote) or `run` (one that calibrate wrote).
+    headline: (label, value, note). spectra: per layer and side (or JOINT) singular values over the largest, averaged
+    over the groups; spectra_of: by side, what they are of. ratios: (name, value or why there is none) of
+    the point that is shown; ratios_of: the split that they are on.
+    ranks: per layer its groups by KV heads, of latents of `head_dim` channels a head. chosen: of points, that which is
+    shown. absent: section -> why there is nothing to show.
+    """
+
+    kind: str
+    folder: str
+    model: str
+    recipe: Recipe
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    headline: list[tuple[str, str, str]] = field(default_factory=list)
+    spectra: list[dict[str, list[float]]] = field(default_factory=list)
+    spectra_of: dict[str, str] = field(default_factory=dict)
+    ranks: list[list[GroupLayout]] = field(default_factory=list)
+    head_dim: int = 0
+    ranks_of: str = ""
+    points: list[Point] = field(default_factory=list)
+    chosen: Point | None = None
+    ratios: list[tuple[str, str]] = field(default_factory=list)
+    ratios_of: str = "report"
+    target: float | None = None
+    metric: str = ""
+    sizes: list[tuple[str, str, str]] = field(default_factory=list)
+    timings: list[tuple[str, float, int]] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,125 @@
+"""The report of a run or a checkpoint: one HTML file with everything in it, readable with no network."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+from ...calibration.run import Run
+from ...checkpoint.atomic import write_text
+from ...checkpoint.file_names import ROTOR_JSON
+from ...checkpoint.output_folder import check_file
+from ...checkpoint.schemas import CheckpointInfo
+from ...errors import UsageError
+from ...installing import pip_install
+from ...progress import in_bytes
+from ...recipe import Recipe
+from .collect import collect, collect_checkpoint, collect_run
+from .data import Cell, ReportData
+from .figures import SIDE_NAMES, figures
+
+NAME = "report.html"
+TEMPLATE = "report.html.jinja"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A written report: the file, the figures in it, and what it could not show with the reason."""
+
+    path: Path
+    figures: list[str]
+    absent: dict[str, str]
+
+
+def report(folder: str | Path, out: str | Path | None = None) -> Report:
+    """Write the report of a run or of a checkpoint.
+
+    Args:
+        folder: what calibrate or export wrote. out: the HTML file; by default report.html in a run, and
+            OUT-report.html beside a checkpoint, whose files stay as its manifest says.
+    Raises:
+        UsageError: `out` is not an .html file, or cannot be written where it is. CheckpointError: a damaged folder.
+    """
+    folder = Path(folder)
+    if out is None and (folder / ROTOR_JSON).is_file():
+        out = folder.resolve().with_name(f"{folder.resolve().name}-{NAME}")
+    path = folder / NAME if out is None else Path(out)
+    if path.suffix not in (".html", ".htm") or path.is_dir():
+        raise UsageError(f"{path}: a report is an .html file.", "Example: -o report.html")
+    check_file(path)
+    return write(collect(folder), path)
+
+
+def write(data: ReportData, path: Path) -> Report:
+    try:
+        drawn = figures(data)
+    except ImportError:  # matplotlib is not installed
+        drawn = None
+    page = render(data, drawn)
+    try:
+        write_text(path, page)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror}).", "Choose another place.") from error
+    return Report(path, list(drawn or {}), data.absent)
+
+
+def write_with_checkpoint(folder: Path, place: Path, info: CheckpointInfo, recipe: Recipe, run: Run) -> None:
+    """Put a report into the folder of a checkpoint that is being written, and another into its run.
+
+    The one of the checkpoint leaves out seconds, so that the same run gives the same bytes.
+
+    Args:
+        place: where the folder will be, as the user gave it. info: the content of its rotor.json.
+    """
+    data = collect_checkpoint(folder, info, recipe, run, place)
+    data.timings, data.absent["timings"] = [], "In the report of the run; left out here, as they differ each time."
+    write(data, folder / NAME)
+    if run.writable:
+        write(collect_run(run), run.folder / NAME)
+
+
+def render(data: ReportData, drawn: dict[str, str] | None) -> str:
+    """The page.
+
+    Args:
+        drawn: images by section; None where figures cannot be drawn, and tables stand open in their place.
+    """
+    energies = [
+        {side: f"{_channels_for(values)} of {len(values)}" for side, values in layer.items()} for layer in data.spectra
+    ]
+    return _template().render(
+        data=data,
+        figures=drawn or {},
+        spectra_figures=[name for name in drawn or {} if name.startswith("spectra-")],
+        with_figures=drawn is not None,
+        energies=energies,
+        sides={side: SIDE_NAMES[side] for side in data.spectra_of},
+        recipe_yaml=data.recipe.to_yaml(),
+    )
+
+
+def _channels_for(spectrum: list[float]) -> int:
+    """How many leading channels hold 0.99 of the sum of squares."""
+    sums = list(accumulate(value * value for value in spectrum))
+    return next(i + 1 for i, total in enumerate(sums) if total >= 0.99 * sums[-1])
+
+
+def _code(text: str) -> Markup:
+    """Backticks as <code>."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+@cache
+def _template() -> Any:
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters |= {"bytes": in_bytes, "code": _code}
+    environment.globals |= {"pip_install": pip_install, "cell_of": Cell.of}
+    return environment.from_string((resources.files("rotor.search.report") / TEMPLATE).read_text("utf-8"))

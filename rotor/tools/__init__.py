@@ -1,0 +1,1 @@
+"""Tools around calibration and export: studies, validation, benchmarks, generation."""

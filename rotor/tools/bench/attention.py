@@ -1,0 +1,216 @@
+"""Attention of compressed layers beside PyTorch's on the uncompressed cache: every row is checked, then timed.
+
+Rows, on random inputs: rotor's kernel and its path in plain PyTorch, and PyTorch's SDPA on keys and values of full
+width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from timeit import Timer
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from ...checkpoint.kernel_config import LayerKernels
+from ...checkpoint.layout import AttentionShape, LayerLayout
+from ...errors import NumericsError
+from ...kernels import reference
+from ...kernels.defaults import default_layer
+from ...kernels.dispatch import layer_served
+from ...kernels.parameters import AttentionParameters, seq_len_of
+from ...kernels.rotary import Rotation, rotate, when_read
+from .records import quartiles
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+"""Relative error that a row may have against float64, by dtype."""
+
+CHECKED_QUERIES = 32
+"""The last ones of a prompt are compared: each needs logits against all keys in float64."""
+
+FLUSH_BYTES = 1 << 27
+"""Read before each timed call on a CPU, several times its caches."""
+
+Call = Callable[[], Tensor]
+"""What is timed; gives [batch_size, seq_len, sum over query heads of value width]."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention of a layer, causal: a step of one token, or a prompt of all its keys.
+
+    query: [batch_size, num_heads, seq_len, head_dim], rotated; in a model without RoPE [batch_size, seq_len, sum over
+        query heads of width].
+    key, value: rows, [batch_size, 1, kv_len, bytes] uint8, or of numbers [batch_size, 1, kv_len, width].
+    rotation: of layers in blocks: cos and sin by index, [kv_len, rotary_dim], float32.
+    """
+
+    parameters: AttentionParameters
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    rotation: Rotation | None = None
+
+    @property
+    def layout(self) -> LayerLayout:
+        return self.parameters.layout
+
+    @property
+    def seq_len(self) -> int:
+        return seq_len_of(self.query)
+
+    @property
+    def kv_len(self) -> int:
+        return self.key.shape[2]
+
+    def exact(self) -> Tensor:
+        """The float64 value of the last CHECKED_QUERIES queries."""
+        count, p = min(self.seq_len, CHECKED_QUERIES), self.parameters
+
+        def wide(x: Tensor | None) -> Any:
+            return x if x is None or not x.is_floating_point() else x.double()
+
+        exact = replace(p, query_basis=wide(p.query_basis), key_constant=wide(p.key_constant))
+        query = wide(self.query).narrow(1 if self.query.dim() == 3 else 2, self.seq_len - count, count)
+        rotation = self.rotation and when_read((wide(self.rotation[0]), wide(self.rotation[1])), self.layout.form)
+        mask = torch.ones(count, self.kv_len, dtype=torch.bool, device=self.key.device).tril(self.kv_len - count)
+        return reference.attention(query, wide(self.key), wide(self.value), exact, rotation, mask[None, None])
+
+
+def random_problem(
+    layout: LayerLayout,
+    shape: AttentionShape,
+    batch_size: int,
+    seq_len: int,
+    kv_len: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Problem:
+    """Random inputs on the generator's device, with logits of a few units, rounded to dtype."""
+    device = generator.device
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(size, generator=generator, device=device)
+
+    rotation = basis = constant = None
+    if shape.rotary_dim:
+        frequency = 1e4 ** (-torch.arange(0, shape.rotary_dim, 2, dtype=torch.float64) / shape.rotary_dim)
+        angle = torch.arange(kv_len, dtype=torch.float64)[:, None] * torch.cat([frequency, frequency])
+        rotation = angle.cos().float().to(device), angle.sin().float().to(device)
+        query = normal(batch_size, shape.num_heads, seq_len, shape.head_dim, scale=2.0)
+        query = rotate(query, *(table[kv_len - seq_len :] for table in rotation))
+        of_nibble = 4.6 if layout.coded else 1.0
+        width = max(group.key.width for group in layout.groups)
+        basis = normal(layout.group_size * shape.head_dim, layout.key_width, scale=width**-0.5 / of_nibble).to(dtype)
+        if layout.coded:
+            constant = normal(shape.num_kv_heads, shape.head_dim, scale=0.5)
+    else:
+        query = normal(batch_size, seq_len, layout.group_size * shape.heads_per_kv * layout.key_width, scale=2.0)
+    rows = []
+    for size, width in zip(layout.row_bytes(dtype.itemsize), (layout.key_width, layout.value_width), strict=True):
+        if layout.coded:
+            own = (batch_size, 1, kv_len, size)
+            rows.append(torch.randint(256, own, generator=generator, device=device, dtype=torch.uint8))
+        else:
+            rows.append(normal(batch_size, 1, kv_len, width if size else 0).to(dtype))
+    parameters = AttentionParameters(layout, shape, shape.head_dim**-0.5, basis, constant)
+    return Problem(parameters, query.to(dtype), rows[0], rows[1], rotation if layout.in_blocks else None)
+
+
+def kernel(problem: Problem, kernels: LayerKernels | None = None) -> Call:
+    """The kernels as a layer of a model calls them."""
+    from ...kernels.attention import attend
+
+    p = problem
+    launches = kernels or default_layer(p.parameters.layout)
+    return lambda: attend(p.query, p.key, p.value, p.parameters, launches, rotation=p.rotation, layer_idx=0)
+
+
+def pytorch_path(problem: Problem) -> Call:
+    """rotor's own path where no kernel serves: keys rebuilt or queries absorbed, a block at a time."""
+    p, rotation = problem, None
+    if p.rotation is not None:
+        cos, sin = when_read(p.rotation, p.parameters.layout.form)
+        rotation = cos.to(p.query.dtype), sin.to(p.query.dtype)
+    return lambda: reference.attention(p.query, p.key, p.value, p.parameters, rotation)
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Call:
+    """PyTorch's attention over [batch_size, heads, tokens, head_dim], causal to the lower right."""
+    batch_size, _, seq_len, head_dim = query.shape
+    if seq_len == 1:  # query heads that share keys as rows of one query: the keys are read once
+        query = query.reshape(batch_size, key.shape[1], -1, head_dim)
+    mask = causal_lower_right(seq_len, key.shape[2]) if 1 < seq_len < key.shape[2] else None
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": 1 < seq_len == key.shape[2]}
+    options["enable_gqa"] = query.shape[1] != key.shape[1]
+
+    def run() -> Tensor:
+        output = functional.scaled_dot_product_attention(query, key, value, **options)
+        return output.reshape(batch_size, 1, -1) if seq_len == 1 else output.transpose(1, 2).flatten(2)
+
+    return run
+
+
+def uncompressed_heads(
+    shape: AttentionShape, batch_size: int, seq_len: int, kv_len: int, dtype: torch.dtype, generator: torch.Generator
+) -> list[Tensor]:
+    """Query, key and value [batch_size, heads, tokens, head_dim], as an uncompressed model has them."""
+    sizes = (shape.num_heads, seq_len), (shape.num_kv_heads, kv_len), (shape.num_kv_heads, kv_len)
+    size = {"generator": generator, "device": generator.device}
+    return [torch.randn(batch_size, *of, shape.head_dim, **size).to(dtype) for of in sizes]  # type: ignore[call-overload]
+
+
+def bench_layer(
+    layout: LayerLayout, shape: AttentionShape, load: tuple[int, int, int], dtype: torch.dtype,
+    generator: torch.Generator, repetitions: int, left_out: dict[str, str],
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Seconds and error of every row for one layer.
+
+    Args:
+        load: batch_size, seq_len, kv_len. left_out: gets the reason of each row that is not measured.
+    Raises:
+        NumericsError: a row computes something wrong.
+    """
+    device = generator.device
+    problem = random_problem(layout, shape, *load, dtype, generator)
+    query, key, value = uncompressed_heads(shape, *load, dtype, generator)
+    last = query[:, :, -CHECKED_QUERIES:].double(), key.double(), value.double()
+    compressed, uncompressed = problem.exact(), sdpa(*last)()
+    rows: dict[str, tuple[Call, Tensor]] = {}
+    if device.type == "cuda" and layer_served(layout, shape, dtype, device):
+        rows["rotor, kernel"] = kernel(problem), compressed
+    else:
+        left_out["rotor, kernel"] = "the Triton kernels need a CUDA device, and sizes and a dtype that they have"
+    rows["rotor, PyTorch path"] = pytorch_path(problem), compressed
+    rows["SDPA"] = sdpa(query, key, value), uncompressed
+    errors = {}
+    for name, (call, exact) in rows.items():
+        errors[name] = relative_error(call(), exact)
+        if not errors[name] <= TOLERANCE[dtype]:  # NaN is no number below it
+            raise NumericsError(
+                f"benchmark row {name!r}, {load[1]} of {load[2]} tokens: relative error {errors[name]:.3g} against "
+                f"float64, allowed is {TOLERANCE[dtype]:.3g}; nothing is reported.",
+                "The row computes something wrong: a defect of rotor, of PyTorch or of the driver; report it.",
+            )
+    return {name: {**timed(call, device, repetitions), "error": errors[name]} for name, (call, _) in rows.items()}
+
+
+def relative_error(output: Tensor, exact: Tensor) -> float:
+    """Of the last queries, which `exact` has; NaN where `output` has one."""
+    got = output[:, -exact.shape[1] :].double()
+    return float((got - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def timed(call: Call, device: torch.device, repetitions: int) -> dict[str, float]:
+    """Median and quartiles in seconds, with cold caches: on a GPU by triton.testing, on a CPU by timeit."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return quartiles([1e-3 * of for of in do_bench(call, rep=10 * repetitions, return_mode="all")])
+    flush = torch.ones(FLUSH_BYTES // 4)
+    call()
+    return quartiles(Timer(call, setup=flush.sum).repeat(repetitions, 1))

@@ -1,0 +1,173 @@
+"""A compressed checkpoint side by side with its alternatives: attention of its layers, and whole models generating."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from ...models.compressed import CompressedCheckpoint
+from ...models.hardware import pick_device, pick_dtype
+from ...models.loading import load_model
+from ...policies import stored_bytes
+from ...progress import Progress
+from .attention import bench_layer
+from .records import describe_device, provenance, quartiles
+
+GPU_LOADS = (32768,), (8192,), (1, 8)
+CPU_LOADS = (2048,), (512,), (1,)
+"""Cached tokens, tokens of a prompt, and sequences in a batch, where nothing is asked for."""
+
+LAYERS = 4
+"""At most so many are measured, at equal distances; times are their sum."""
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What is measured.
+
+    decode_lengths: cached tokens of each sequence. prefill_lengths: of prompts. Where they or batch_sizes are None, the
+    device decides. new_tokens: that whole models generate, 0 to leave them out.
+    """
+
+    decode_lengths: tuple[int, ...] | None = None
+    prefill_lengths: tuple[int, ...] | None = None
+    batch_sizes: tuple[int, ...] | None = None
+    repetitions: int = 20
+    new_tokens: int = 32
+
+
+def bench(
+    folder: Path,
+    settings: BenchSettings,
+    *,
+    model: Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    command: str = "",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure a compressed checkpoint beside the alternatives, in one run.
+
+    Args:
+        folder: what `rotor export` wrote. model: the source model; by default where rotor.json says.
+        command: recorded.
+    Returns:
+        What is written as JSON.
+    Raises:
+        NumericsError: a row's result is further from float64 than it may be; nothing is reported.
+        CheckpointError: not a compressed checkpoint.
+        UsageError: the device has not enough memory for it.
+    """
+    checkpoint, target, left_out = CompressedCheckpoint(folder), pick_device(device), dict[str, str]()
+    chosen = pick_dtype(dtype, checkpoint.dtype, target)
+    asked = settings.decode_lengths, settings.prefill_lengths, settings.batch_sizes
+    usual = GPU_LOADS if target.type == "cuda" else CPU_LOADS
+    decode, prefill, batches = (given or default for given, default in zip(asked, usual, strict=True))
+    phases = [("decode", length) for length in decode] + [("prefill", length) for length in prefill]
+    loads = [(*phase, batch) for phase in phases for batch in batches]
+    last, count = len(checkpoint.layouts) - 1, min(len(checkpoint.layouts), LAYERS)
+    layers = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
+    folders = {"model, compressed": checkpoint.folder, "model, source": model or checkpoint.source_folder}
+    if not folders["model, source"].is_dir():
+        left_out["model, source"] = "the source model is not where rotor.json says; give --model"
+        del folders["model, source"]
+    attention, records = [], []
+    generator = torch.Generator(target).manual_seed(0)
+    try:
+        with (progress or Progress()).task("attention", len(loads), "loads") as advance, torch.inference_mode():
+            for load in loads:
+                attention += _attention(checkpoint, load, layers, chosen, generator, settings.repetitions, left_out)
+                advance(1)
+        models = {name: load_model(path, target, chosen) for name, path in folders.items() if settings.new_tokens}
+        for length in sorted({*decode, *prefill}) if models else ():
+            longest = min(getattr(m.config, "max_position_embeddings", None) or 1 << 30 for m in models.values())
+            if length + settings.new_tokens + 1 > longest:
+                left_out[f"model, {length} tokens"] = f"longer than the model's {longest} positions"
+                continue
+            for batch in batches:
+                records += _generated(models, settings, length, batch)
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"the device has too little memory: {error}", "Give a smaller --batch or --lengths."
+        ) from error
+    return {
+        **provenance(command),
+        "checkpoint": folder.name,
+        "device": describe_device(target),
+        "dtype": str(chosen).removeprefix("torch."),
+        "settings": asdict(settings),
+        "layers": layers,
+        "attention": attention,
+        "model": records,
+        "not_measured": left_out,
+    }
+
+
+def _attention(
+    checkpoint: CompressedCheckpoint,
+    load: tuple[str, int, int],
+    layers: list[int],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    repetitions: int,
+    left_out: dict[str, str],
+) -> list[dict[str, Any]]:
+    """Every row at a load, times summed over layers; `over_stock` is over SDPA."""
+    phase, length, batch = load
+    sizes = batch, 1 if phase == "decode" else length, length
+    found = [
+        bench_layer(checkpoint.layouts[i], checkpoint.shape, sizes, dtype, generator, repetitions, left_out)
+        for i in layers
+    ]
+    records: list[dict[str, Any]] = []
+    for name in (name for name in found[0] if all(name in rows for rows in found)):
+        seconds = {part: sum(rows[name][part] for rows in found) for part in ("median", "low", "high")}
+        record = {"row": name, "phase": phase, "length": length, "batch_size": batch, "seconds": seconds}
+        records.append({**record, "largest_error": max(rows[name]["error"] for rows in found)})
+    (stock,) = (record["seconds"]["median"] for record in records if record["row"] == "SDPA")
+    return [record | {"over_stock": record["seconds"]["median"] / stock} for record in records]
+
+
+def _generated(models: dict[str, Any], settings: BenchSettings, length: int, batch_size: int) -> list[dict[str, Any]]:
+    """Models in turn: time to the first token and between tokens, and bytes of the cache."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = min(model.config.vocab_size for model in models.values())
+    ids = torch.randint(vocabulary, (batch_size, length), generator=generator)
+    first: dict[str, list[float]] = {name: [] for name in models}
+    between: dict[str, list[float]] = {name: [] for name in models}
+    cached = {}
+    for repetition in range(1 + max(1, settings.repetitions // 4)):
+        for name, model in models.items():
+            to_first, _ = _generate(model, ids, 1)
+            whole, cached[name] = _generate(model, ids, 1 + settings.new_tokens)
+            if repetition:  # once to warm up
+                first[name].append(to_first)
+                between[name].append((whole - to_first) / settings.new_tokens)
+    about = {"length": length, "batch_size": batch_size, "new_tokens": settings.new_tokens}
+    return [
+        {
+            "row": name,
+            **about,
+            "time_to_first_token_s": quartiles(first[name]),
+            "time_between_tokens_s": quartiles(between[name]),
+            "kv_cache_bytes": cached[name],
+        }
+        for name in models
+    ]
+
+
+def _generate(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, int]:
+    """Seconds of one greedy generate, and the bytes of its cache at the end."""
+    ids = ids.to(model.device)
+    start = time.perf_counter()
+    output = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), min_new_tokens=new_tokens, max_new_tokens=new_tokens,
+        do_sample=False, pad_token_id=0, return_dict_in_generate=True,
+    )  # fmt: skip
+    output.sequences.cpu()  # waits for a GPU
+    return time.perf_counter() - start, stored_bytes(output.past_key_values)

@@ -1,0 +1,178 @@
+"""Every kernel that a layer needs, as Triton compiles it: launches are recorded for a GPU that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver
+
+from ...checkpoint.kernel_config import LayerKernels
+from ...checkpoint.layout import AttentionShape, LayerLayout
+from ...kernels.append import append
+from ...kernels.decoding import BlockRotations, DecodeLayer, decode_attention
+from ...kernels.materialise import PagesOf, materialise
+from ...kernels.parameters import AttentionParameters
+from ...kernels.ranges import KeyRanges
+from .sass import Loop
+from .subjects import STEP, Subject
+
+SMS = 132
+"""Of the GPU that loops' trips are stated for."""
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with constants and options, for one GPU.
+
+    loops: of the kernel, with their trips in a program. keys: of one group, whose work in a decode step the program
+        does (of half a group's work, half of them); 0: a kernel whose work is not by keys. groups: of the layer, that
+        the launch serves.
+    """
+
+    name: str
+    source: ASTSource
+    options: dict[str, Any]
+    target: GPUTarget
+    loops: tuple[Loop, ...] = ()
+    keys: float = 0.0
+    groups: int = 1
+
+    @property
+    def warps(self) -> int:
+        return int(self.options["num_warps"])
+
+    def compile(self) -> Any:
+        """Triton's compiled kernel, which its own cache keeps; no GPU is needed."""
+        return triton.compile(self.source, target=self.target, options=self.options)
+
+
+@contextmanager
+def recorded(arch: int) -> Iterator[list[Variant]]:
+    """Kernels launched inside, on tensors of the CPU, are listed in place of being run; each is named by its function.
+
+    Args:
+        arch: compute capability of the GPU, 90 is 9.0.
+    """
+    target, found = GPUTarget("cuda", arch, 32), []
+
+    def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
+        options = {name: compile[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+        found.append(Variant(fn.jit_function.__name__, source, options, target))
+        return True  # not compiled
+
+    active = driver._active
+    absent = {"device": lambda: f"recorded sm_{arch}", "stream": lambda device: 0, "target": lambda: target}
+    driver.set_active(SimpleNamespace(**{f"get_current_{name}": call for name, call in absent.items()}))
+    try:
+        with knobs.runtime.scope():
+            knobs.runtime.jit_cache_hook = record
+            yield found
+    finally:
+        driver._active = active
+
+
+def layer_variants(subject: Subject, arch: int) -> list[Variant]:
+    """The distinct kernels of a layer: of a step, and of a prompt, with the trips of their loops in a step."""
+    layout, shape, kernels, dtype, page = subject.layout, subject.shape, subject.kernels, subject.dtype, subject.page
+    basis = constant = None
+    if not layout.folds_queries(shape):
+        basis = torch.zeros(layout.group_size * shape.head_dim, layout.key_width, dtype=dtype)
+        if layout.coded:
+            constant = torch.zeros(shape.num_kv_heads, shape.head_dim)
+    parameters = AttentionParameters(layout, shape, 1.0, basis, constant, 1.0 if subject.softcap else None)
+    rotation = None
+    if shape.rotary_dim:
+        cos, sin = torch.zeros(2, 4 * (layout.rope_block or 64), shape.rotary_dim)
+        rotation = cos, sin
+    unit, kind = (1, torch.uint8) if layout.coded else (dtype.itemsize, dtype)
+    size = page or 64
+    key, value = (torch.zeros(1, size, count // unit, dtype=kind) for count in layout.read_bytes(dtype.itemsize))
+    block_table = torch.zeros(1, 4, dtype=torch.int32) if page else None
+    found: dict[Any, Variant] = {}
+
+    def keep(variants: list[Variant], name: str, work: dict[str, dict[str, Any]] | None = None) -> None:
+        for variant in variants:
+            kind = variant.name.removesuffix("_kernel")
+            found.setdefault(
+                (variant.source.hash(), str(variant.options)),
+                replace(variant, name=name.format(kind), **({} if work is None else work[kind])),
+            )
+
+    for tokens in (1, 4096):
+        with recorded(arch) as launched:
+            _append(layout, shape, dtype, tokens, rotation, (key, value) if page else None)
+        keep(launched, f"{{}}, {tokens} tokens")
+    pages = PagesOf(block_table, torch.ones(1).int(), torch.zeros(2).int(), 64, 64) if block_table is not None else None
+    for cls in layout.classes(dtype.itemsize):
+        with recorded(arch) as launched:
+            materialise(key, value, parameters, cls, dtype, rotation, pages=pages)
+        keep(launched, f"{{}} {cls.key.width}+{cls.value.width}x{layout.group_size}")
+    if not kernels.materialise:
+        layer = DecodeLayer(parameters, dtype, CPU)
+        query = torch.zeros(1, shape.num_heads, shape.head_dim, dtype=dtype)
+        if layer.folded:
+            query = torch.zeros(1, layer.group_rows * layout.key_width, dtype=dtype)
+        blocks = BlockRotations.of(rotation, layout, dtype) if rotation and layout.in_blocks else None
+        ranges = KeyRanges.of_lengths(torch.ones(1).int())
+        with recorded(arch) as launched:
+            decode_attention(
+                query, key, value, layer, ranges, blocks, block_table=block_table, tiles=kernels.tile(arch)
+            )
+        widths = f"{layer.operands * layer.columns}+{layer.operands * layer.value_columns}"
+        name = f"{{}} {widths}x{layer.heads}, T {layer.block}, F {layer.fast}"
+        keep(launched, name, _work_of_a_step(layer, kernels, arch))
+    return list(found.values())
+
+
+def _append(
+    layout: LayerLayout,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    tokens: int,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    pages: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    folded = layout.folds_keys(shape)
+    places = torch.zeros(tokens, dtype=torch.int64)
+    key = (1, tokens, layout.key_rank) if folded else (1, tokens, shape.num_kv_heads, shape.head_dim)
+    append(
+        torch.zeros(key, dtype=dtype),
+        torch.zeros(1, tokens, layout.value_rank, dtype=dtype),
+        layout,
+        shape,
+        query=torch.zeros(1, tokens, shape.num_heads, shape.head_dim, dtype=dtype) if rotation else None,
+        key_basis=None if folded else torch.zeros(layout.group_size * shape.head_dim, layout.key_rank, dtype=dtype),
+        key_shift=torch.zeros(layout.key_rank) if layout.coded and not folded else None,
+        rotation=rotation,
+        index=places if rotation else None,
+        out=pages,
+        slots=None if pages is None else places,
+    )
+
+
+def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dict[str, dict[str, Any]]:
+    """Of each kernel of a decode step of one token a sequence: its loops, and the keys that a program serves."""
+    length, sequences = STEP.context_tokens, STEP.batch_size
+    groups, step = len(layer.layout.groups), layer.step(kernels.tile(arch))
+    chunks = -(-(length // layer.block if layer.block else 1) // layer.absorb_constants(1)["COUNT"])
+    programs = min(chunks, max(1, 4 * SMS // (groups * layer.group_rows * sequences)))
+    tiles = sequences * groups * length / step / (SMS * kernels.slices_per_sm)
+    parts = 1 + tiles * step / length
+    loops = Loop(1), Loop(parts, (Loop(1), Loop(tiles / parts)))
+    return {
+        "absorb": {"loops": (Loop(chunks / programs),), "keys": length / programs / layer.group_rows, "groups": groups},
+        "decode": {"loops": loops, "keys": tiles * step, "groups": groups},
+        "join": {"loops": (Loop(1),) * 3, "keys": length / layer.group_rows, "groups": groups},
+    }

@@ -1,0 +1,178 @@
+"""Caches measured at equal bytes: each is really used, step by step, and all its bytes are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from ...calibration.allocation.plan import RankPath
+from ...errors import UnsupportedModelError
+from ...policies import LONG_TOKENS, EvictingLayer, Eviction, Policy, random_rows, stored_bytes
+from ...policies.fitting import fit_cache_policy
+from ...progress import Progress
+from ...runtime.attention import RotorAttention
+from ...search.compressible import CompressibleModel
+from ...search.evaluation.cached import final_states_through_cache
+from ...search.evaluation.fidelity import FidelityMeter
+from ...search.evaluation.prompts import EvaluationContext
+from ...search.measurer import Measurer
+
+PROMPT_SHARE = 0.75
+"""Of a row of text, that is the prompt; GEAR's tasks have three quarters (900 tokens of 1156 in GSM8k)."""
+
+TEXT = ("token_accuracy", "ppl_ratio", "top1_agreement", "kl_div")
+"""What is measured of text."""
+
+
+@dataclass(frozen=True)
+class CacheRecord:
+    """What was measured of one cache; `skipped` says why nothing was.
+
+    family: what has one colour in plots.
+    kl_div: nats a token against the uncompressed model. token_accuracy, ppl_ratio: ratios to it. top1_agreement: share.
+    answers: by task, the mean probability of the answers over the uncompressed model's.
+    kv_bytes_per_token: of a complete row, everything counted; mean_: its mean over the scored lengths; long_: of
+    LONG_TOKENS tokens. compression: the share of the uncompressed cache's bytes removed, of a complete row.
+    """
+
+    name: str
+    skipped: str = ""
+    family: str = ""
+    kl_div: float = 0.0
+    token_accuracy: float = 0.0
+    ppl_ratio: float = 0.0
+    top1_agreement: float = 0.0
+    answers: dict[str, float] = field(default_factory=dict)
+    kv_bytes_per_token: float = 0.0
+    mean_kv_bytes_per_token: float = 0.0
+    long_kv_bytes_per_token: float = 0.0
+    compression: float = 0.0
+
+    @property
+    def accuracy(self) -> float:
+        """The smallest ratio to the uncompressed model: next tokens, perplexity, and each task's answers."""
+        return min(self.token_accuracy, self.ppl_ratio, *self.answers.values())
+
+
+class CacheBench:
+    """A network and its text, shared by all caches that are measured on it.
+
+    Args:
+        network: in the dtype whose cache is the measure of compression.
+        context: whose report split is read; its search split, if there is one, says which prompts the uncompressed
+            model can answer. prompts: names of the metrics whose prompts are read, too.
+        whole: bytes of a token in the uncompressed cache.
+        samples: gives the text that policies are fitted to, [rows, seq_len].
+    """
+
+    def __init__(
+        self,
+        network: CompressibleModel,
+        context: EvaluationContext,
+        prompts: Sequence[str],
+        whole: int,
+        samples: Callable[[], Tensor],
+        progress: Progress,
+    ) -> None:
+        context = replace(context, spec=replace(context.spec, metric="default"))
+        self.network, self.prompts, self.whole, self.samples = network, prompts, whole, samples
+        self.splits, self.length = list(context.rows), context.rows["report"].shape[1]
+        self.meter = FidelityMeter(context, progress, prompt_share=PROMPT_SHARE, report=(*TEXT, *prompts))
+
+    def record(self, name: str, policy: Policy | None = None) -> CacheRecord:
+        """Measure the network as it is, compressed or not, with a cache; skipped where the policy cannot serve it."""
+        network = self.network
+        if not self.meter.base:
+            with network.uncompressed():
+                for split in self.splits:
+                    self.meter.measure_base(network, split)
+        prompt = self.length - self.meter.text("report").shape[1]
+        try:
+            if policy is not None and policy.needs_samples:
+                policy = fit_cache_policy(network.model, policy, self.samples())
+            sizes = cache_bytes(network, prompt, self.length, policy)
+            (long,) = cache_bytes(network, LONG_TOKENS, LONG_TOKENS, policy)
+            found = self.meter.measure(network, "report", partial(_read, network, policy)).values
+        except UnsupportedModelError as error:
+            return CacheRecord(name, skipped=error.message)
+        size, after_prompt = sizes[-1] / self.length, list(enumerate(sizes[1:], prompt + 1))
+        text: Any = {key: found[key] for key in TEXT}
+        return CacheRecord(
+            name,
+            **text,
+            answers={key: value for key in self.prompts if (value := found.get(key)) is not None},
+            kv_bytes_per_token=size,
+            mean_kv_bytes_per_token=sum(size / tokens for tokens, size in after_prompt) / len(after_prompt),
+            long_kv_bytes_per_token=long / LONG_TOKENS,
+            compression=1 - size / self.whole,
+        )
+
+    def of_policy(self, name: str, policy: Policy | None) -> CacheRecord:
+        """A record of the uncompressed model."""
+        with self.network.uncompressed():
+            return self.record(name, policy)
+
+    def of_plan(
+        self, name: str, measurer: Measurer, path: RankPath, removed: float, policy: Policy | None = None
+    ) -> CacheRecord:
+        """A record of the mildest plan that removes a share of the cache, with a policy on top or in a plain cache."""
+        plan = path.at_compression(removed)
+        if plan is None:
+            least = (1 - path.steps()[-1].stored) * self.whole
+            return CacheRecord(name, skipped=f"out of reach: the least is {least:.0f} bytes")
+        self.network.compress(measurer.run.bases(plan.channels), plan.rounded)
+        return self.record(name, policy)
+
+
+def _read(network: CompressibleModel, policy: Policy | None, rows: Tensor, **options: Any) -> Tensor:
+    return final_states_through_cache(network, rows, policy=of_row(policy, rows.shape[1]), **options)
+
+
+def of_row(policy: Policy | None, tokens: int) -> Policy | None:
+    """With the share of a policy that evicts taken of a whole row of so many tokens, in place of its prompt."""
+    if not isinstance(policy, Eviction) or policy.tokens is not None:
+        return policy
+    return replace(policy, tokens=max(1, round(policy.share * tokens)))
+
+
+@torch.no_grad()
+def cache_bytes(network: CompressibleModel, prompt: int, tokens: int, policy: Policy | None = None) -> list[int]:
+    """Bytes of all layers after a prompt of random keys and values, and after each token that follows it, in a row
+    of so many.
+
+    Budgets that depend on the prompt (`squeeze`) are taken as equal, which they are in the mean.
+    """
+    policy, plain = of_row(policy, tokens), DynamicCache(config=network.config)
+    network.model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=network.device), past_key_values=plain)
+    likes: list[Any] = list(plain.layers)
+    shapes = [(like.keys.shape, like.values.shape) for like in likes]
+    empty = DynamicCache(config=network.config)
+    layers: list[Any] = policy.layers(len(likes)) if policy else list(empty.layers)
+    # Of layers that store alike, one of each shape is counted.
+    apart = policy is not None and (isinstance(policy, Eviction) or policy.rows_only)
+    counted = list(range(len(likes))) if apart else [shapes.index(shape) for shape in shapes]
+    totals = [0] * (tokens - prompt + 1)
+    rows = {
+        i: [random_rows(s[1], tokens, s[3], likes[i].keys.dtype).to(network.device) for s in shapes[i]]
+        for i in set(counted)
+    }
+    for index, layer in enumerate(layers if apart else ()):
+        module = network.family.attention_module(network.model, index)
+        if isinstance(module, RotorAttention):
+            layer.follow(module.layout, network.dtype)
+    for place, (start, end) in enumerate(zip([0, *range(prompt, tokens)], range(prompt, tokens + 1), strict=True)):
+        for index, (keys, values) in rows.items():
+            layer, states = layers[index], (keys[:, :, start:end], values[:, :, start:end])
+            if policy is None:
+                Cache(layers=[layer]).update(*states, 0)
+            elif start == 0 or not isinstance(layer, EvictingLayer):  # which keeps as many with each that comes
+                layer.fill(*states)
+        sizes = {index: stored_bytes(Cache(layers=[layers[index]])) for index in rows}
+        totals[place] = sum(sizes[index] for index in counted)
+    return totals

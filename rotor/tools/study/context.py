@@ -1,0 +1,166 @@
+"""What the tasks of a study share: the model and the held-out data, loaded when first needed, and calibrations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...calibration.allocation.plan import RankPath
+from ...calibration.calibrate import calibrate
+from ...calibration.partial import PartialRun
+from ...calibration.run import Run
+from ...checkpoint.families import attention_shape
+from ...checkpoint.layout import uncompressed_kv_bytes_per_token
+from ...checkpoint.output_folder import OutputFolder
+from ...errors import UsageError
+from ...models.sequences import evenly_spaced, text_rows
+from ...models.source import Checkpoint
+from ...models.splits import EvaluationData, evaluation_data, held_out_documents
+from ...policies.fitting import FIT_TOKENS
+from ...progress import Progress
+from ...recipe import Evaluation, Recipe
+from ...recipe.metric_registry import primitive_metrics
+from ...search.compressible import CompressibleModel
+from ...search.evaluation.fidelity import FidelityMeter
+from ...search.evaluation.placement import Placement
+from ...search.evaluation.prompts import EvaluationContext
+from ...search.measurer import Measurer
+from .caches import CacheBench
+from .request import StudyPlan
+from .store import StudyStore
+
+PROMPTS = ("lookup", "copy")
+"""Metrics whose prompts are read through caches, where the study's metric has them."""
+
+TARGETS = (0.99, 0.95, 0.90)
+"""Accuracies for which the strongest compression is looked for."""
+
+
+@dataclass
+class StudyContext:
+    """See the module. options: of `calibrate`, for every calibration."""
+
+    plan: StudyPlan
+    store: StudyStore
+    checkpoint: Checkpoint
+    placement: Placement
+    progress: Progress
+    options: dict[str, Any]
+    _open: tuple[str, Measurer, RankPath] | None = None
+
+    @property
+    def evaluation(self) -> Evaluation:
+        return self.plan.first.evaluation
+
+    @cached_property
+    def network(self) -> CompressibleModel:
+        return self.placement.model(self.checkpoint, self.store.folder)
+
+    @cached_property
+    def data(self) -> EvaluationData:
+        """Held-out text."""
+        return evaluation_data(self.evaluation, self.checkpoint.config, self.checkpoint.tokenizer)
+
+    @cached_property
+    def meter(self) -> FidelityMeter:
+        """Measures all points, so that the uncompressed model runs once a split."""
+        return FidelityMeter(self._metrics_of(self.data.rows), self.progress)
+
+    def _metrics_of(self, rows: dict[str, Tensor]) -> EvaluationContext:
+        return EvaluationContext(self.evaluation, rows, self.checkpoint.tokenizer, self.checkpoint.config)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The checkpoint's: bytes are counted as they are served."""
+        dtype: torch.dtype = self.checkpoint.config.dtype or torch.float32
+        return dtype
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of a token in the uncompressed cache.
+
+        Raises:
+            UsageError: the model's weights are not all in memory.
+        """
+        if self.placement.streamed:
+            raise UsageError(
+                "--parts methods and others about caches: they are read step by step, which needs all weights in "
+                "memory.",
+                "Give --offload never on a machine that can hold them, or leave these parts out.",
+            )
+        return uncompressed_kv_bytes_per_token(attention_shape(self.checkpoint.config), self.cache_dtype.itemsize)
+
+    @cached_property
+    def bench(self) -> CacheBench:
+        """Measures caches on the report split, its look-ups and its copies."""
+        asked = primitive_metrics(self.evaluation.metric)
+        prompts = [name for name in PROMPTS if name in asked]
+        return self._bench(self.data.rows if prompts else {"report": self.data.report}, prompts)
+
+    def bench_on(self, text: Tensor) -> CacheBench:
+        """Measures caches on other text, [rows, seq_len]."""
+        return self._bench({"report": text}, [])
+
+    def _bench(self, rows: dict[str, Tensor], prompts: list[str]) -> CacheBench:
+        samples = partial(self.calibration_rows, max(1, FIT_TOKENS // rows["report"].shape[1]))
+        context = self._metrics_of(rows)
+        return CacheBench(self.cache_network, context, prompts, self.whole_bytes, samples, self.progress)
+
+    @cached_property
+    def cache_network(self) -> CompressibleModel:
+        """The model in the dtype whose caches are counted."""
+        place = replace(self.placement, dtype=self.cache_dtype)
+        return self.network if place == self.placement else place.model(self.checkpoint, self.store.folder)
+
+    def calibration_rows(self, count: int) -> Tensor:
+        """Rows [count, seq_len] of the text that is kept for calibrations."""
+        found = held_out_documents(self.evaluation)
+        rows = text_rows(found.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
+        return evenly_spaced(rows, count, f"study, calibration part of {found.description}")
+
+    def run(self, name: str, recipe: Recipe) -> Run:
+        """The run of a recipe, calibrated unless it is there.
+
+        Raises:
+            UsageError: the folder holds a run of another recipe or model.
+        """
+        folder = self.store.folder / "runs" / name
+        if not folder.exists():
+            self.progress.message(f"calibrate {name}")
+            resume = PartialRun(OutputFolder.at(folder, "run")).exists
+            return calibrate(self.checkpoint.folder, folder, recipe, resume=resume, **self.options)
+        run = Run.open(folder)
+        same_model = run.info["model"].get("shards") == self.store.settings["model"]["shards"]
+        if not same_model or _without_path(run.recipe) != _without_path(recipe):
+            raise UsageError(
+                f"{folder}: was calibrated for another {'recipe' if same_model else 'model'}.",
+                "Delete it, and the study calibrates again.",
+            )
+        return run
+
+    def path(self, name: str, recipe: Recipe) -> tuple[Measurer, RankPath]:
+        """What measures points of a recipe's run, and all its rank plans; the last that were asked for are kept."""
+        if self._open is None or self._open[0] != name:
+            measurer = Measurer(
+                self.run(name, recipe),
+                replace(recipe, evaluation=self.evaluation),
+                self.placement.dtype,
+                self.placement.device,
+                self.progress,
+                data=lambda: self.data,
+                network=lambda: self.network,
+                meter=lambda: self.meter,
+            )
+            self._open = name, measurer, measurer.path
+        return self._open[1:]
+
+
+def _without_path(recipe: Recipe) -> dict[str, Any]:
+    """Settings of a recipe but where its text lies, as the study's folder may be named in several ways."""
+    data = recipe.to_dict()
+    data["tokens"] = {key: value for key, value in data["tokens"].items() if key != "path"}
+    return data

@@ -1,0 +1,106 @@
+"""What a part of a study is, and how parts are found.
+
+A part of your own is a subclass of `Part`: name it on the command line as `--parts my_part.py:MyPart`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ...errors import UsageError
+from .context import StudyContext
+from .parts import PARTS
+from .store import StudyStore
+
+
+@dataclass(frozen=True)
+class Task:
+    """One record that a part measures.
+
+    key: of the record in the store; begins with the part's name and a slash. measure: gives the record, a dict or a
+    dataclass.
+    """
+
+    key: str
+    measure: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Of summary.md. title: of the section that it begins; without one it belongs to the section before.
+
+    text: a paragraph before it.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    text: str = ""
+
+    def lines(self) -> list[str]:
+        above = [line for part in (self.title and f"## {self.title}", self.text) if part for line in ("", part)]
+        cells = (self.header, ["---"] * len(self.header), *self.rows) if self.header else ()
+        return [*above, *([""] if cells else []), *(f"| {' | '.join(row)} |" for row in cells)]
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+class Part(ABC):
+    """One part of a study.
+
+    name: in `--parts`, and of its records. csv: the file that `rows` go to.
+    """
+
+    name: ClassVar[str]
+    csv: ClassVar[str] = ""
+
+    @abstractmethod
+    def tasks(self, study: StudyContext) -> Iterator[Task]:
+        """All records of the part, in the order in which they are measured. A task may use what earlier ones put into
+        `study.store`."""
+
+    def tables(self, store: StudyStore) -> Iterable[Table]:
+        """Of summary.md, by the records that there are."""
+        del store
+        return ()
+
+    def rows(self, store: StudyStore) -> Iterable[dict[str, Any]]:
+        """Of the file `csv`, by column."""
+        del store
+        return ()
+
+    def plots(self, store: StudyStore) -> Mapping[str, Callable[[Any], None]]:
+        """What draws on an empty figure of matplotlib, by file name; nothing without records."""
+        del store
+        return {}
+
+
+def find_part(name: str) -> Part:
+    """A part by its name, or by `FILE.py:CLASS`.
+
+    Raises:
+        UsageError: there is none of that name, or it is no Part.
+    """
+    file, _, class_name = name.rpartition(":")
+    if name in PARTS:
+        found: Any = getattr(importlib.import_module(f"{__package__}.parts.{name}"), name.capitalize())
+    elif file.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        if not Path(file).is_file() or spec is None or spec.loader is None:
+            raise UsageError(f"--parts {name}: no such file.", "Give FILE.py:CLASS, the class of a part.")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found = getattr(module, class_name, None)
+    else:
+        raise UsageError(f"--parts {name}: expected some of {', '.join(PARTS)}, or FILE.py:CLASS.")
+    if not (isinstance(found, type) and issubclass(found, Part)):
+        raise UsageError(f"--parts {name}: is no subclass of rotor.tools.study.part.Part.")
+    return found()

@@ -1,0 +1,183 @@
+"""`curves`: of each recipe points over compression, and the strongest compression at each target accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from ....errors import AccuracyError
+from ....models.splits import SPLITS
+from ....recipe import Recipe
+from ....recipe.metric_registry import METRICS
+from ....search.point import Point
+from ....search.report.style import accuracy_axis, shown_loss
+from ....search.search import find_plan
+from ..context import TARGETS, StudyContext
+from ..part import Part, Table, Task, number
+from ..plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
+from ..store import StudyStore
+
+COMPRESSIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+
+METRIC_LABELS = {
+    "accuracy": "accuracy (ratio to the model)",
+    **{name: info.label for name, info in METRICS.items() if not info.parts},
+}
+"""What is recorded of a point in each split; a point may lack some."""
+
+Records = dict[str, dict[str, Any]]
+"""Of one recipe, by what they are: targets, p0.10 ..."""
+
+
+class Curves(Part):
+    name = "curves"
+    csv = "results.csv"
+
+    def tasks(self, study: StudyContext) -> Iterator[Task]:
+        for name, recipe in study.plan.recipes.items():
+            yield from curve_tasks(study, name, recipe)
+
+    def tables(self, store: StudyStore) -> Iterator[Table]:
+        found = curves(store.records)
+        if found:
+            yield Table((), (), "Recipes")
+            yield from target_tables(found)
+            yield _points_table(found)
+
+    def rows(self, store: StudyStore) -> Iterator[dict[str, Any]]:
+        """One a recipe and compression, with the metrics of both splits."""
+        for recipe, records in curves(store.records).items():
+            for point in points(records):
+                low, high = point["interval"]
+                yield {
+                    "part": self.name,
+                    "recipe": recipe,
+                    "compression_target": point["target"],
+                    "compression_planned": point["planned"],
+                    "compression_stored": point["stored"],
+                    **{f"{split}_{name}": point[split].get(name, "") for split in SPLITS for name in METRIC_LABELS},
+                    "report_interval_low": low,
+                    "report_interval_high": high,
+                }
+
+    def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
+        found = curves(store.records)
+        return {"recipes": partial(_draw, found)} if any(map(points, found.values())) else {}
+
+
+def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task]:
+    """Of one recipe."""
+
+    def point(target: float) -> dict[str, Any]:
+        measurer, path = study.path(name, recipe)
+        plan = path.at_compression(target)
+        if plan is None:
+            return {"target": target, "out_of_reach": round(path.steps()[-1].stored, 6)}
+        return {**point_record(measurer.measure(plan)), "target": target}
+
+    def targets() -> dict[str, Any]:
+        """By target, the point that `rotor export --accuracy` would choose, or why there is none."""
+        (measurer, path), found = study.path(name, recipe), dict[str, Any]()
+        for target in TARGETS:
+            try:
+                plan = find_plan(path, recipe.search.resolution, target, measurer.search)
+            except AccuracyError as error:
+                found[f"{target:.2f}"] = {"out_of_reach": error.message}
+            else:
+                found[f"{target:.2f}"] = point_record(measurer.measure(plan))
+        return found
+
+    for target in COMPRESSIONS:
+        yield Task(f"curves/{name}/p{target:.2f}", partial(point, target))
+    yield Task(f"curves/{name}/targets", targets)
+
+
+def point_record(point: Point) -> dict[str, Any]:
+    """Compression, accuracy and every ratio of a point on both splits; 95 % intervals of accuracy and KL on report."""
+    record: dict[str, Any] = point.compression_json
+    for split in SPLITS:
+        found = point.fidelity(split)
+        values = {name: found.values[name] for name in METRIC_LABELS if name in found.values}
+        record[split] = {"accuracy": found.accuracy, **values}
+    report = point.fidelity("report")
+    bounds = [bound for end in ("low", "high") if (bound := report.values.get(f"kl_div_{end}")) is not None]
+    return record | {"interval": report.interval, "kl_interval": bounds or None}
+
+
+def curves(records: Mapping[str, dict[str, Any]]) -> dict[str, Records]:
+    """Of a study's records those of this part, by recipe."""
+    found: dict[str, Records] = {}
+    for key, record in records.items():
+        if key.startswith("curves/"):
+            _, recipe, what = key.split("/")
+            found.setdefault(recipe, {})[what] = record
+    return found
+
+
+def points(records: Records) -> list[dict[str, Any]]:
+    """The measured points of one recipe by rising compression, without those out of reach."""
+    measured = [r for what, r in records.items() if what.startswith("p") and "stored" in r]
+    return sorted(measured, key=lambda point: point["target"])
+
+
+def target_tables(found: Mapping[str, Records]) -> Iterator[Table]:
+    """What every recipe removes at the target accuracies, where that was searched."""
+    targets = sorted({t for records in found.values() for t in records.get("targets", {})}, reverse=True)
+    if targets:
+        text = (
+            "Compression at a target accuracy, chosen by the search split; in brackets that of the report split with "
+            "its 95 % interval."
+        )
+        rows = [
+            [name, *(_target_cell(records.get("targets", {}).get(target, {})) for target in targets)]
+            for name, records in found.items()
+        ]
+        yield Table(["recipe", *(f"at {float(target):g}" for target in targets)], rows, text=text)
+
+
+def _target_cell(point: Mapping[str, Any]) -> str:
+    if "stored" not in point:
+        return "out of reach" if point else ""
+    bounds = "[{:.4f}, {:.4f}]".format(*point["interval"])
+    return f"{point['stored']:.3f} ({point['report']['accuracy']:.4f} {bounds})"
+
+
+def _points_table(found: Mapping[str, Records]) -> Table:
+    """Of every point its stored compression, and what was measured on the report split."""
+    every = [(name, point) for name, records in found.items() for point in points(records)]
+    metrics = [name for name in METRIC_LABELS if any(name in point["report"] for _, point in every)]
+    rows = []
+    for name, point in every:
+        cells = (number(point["report"].get(metric), 5 if metric == "kl_div" else 4) for metric in metrics)
+        rows.append([f"`{name}`", f"{point['target']:g}", f"{point['stored']:.3f}", *cells])
+    header = ["recipe", "p", "stored", *(METRIC_LABELS[metric] for metric in metrics)]
+    return Table(header, rows, text="Report split; stored is the compression of the mildest step beyond p.")
+
+
+def _draw(found: Mapping[str, Records], figure: Any) -> None:
+    """From the uncompressed model on. Hollow marks are the points of the table: what each target accuracy led to."""
+    figure.suptitle("accuracy and KL against compression, report split (95 % intervals; hollow: at the targets)")
+    accuracy, divergence = figure.subplots(1, 2)
+    for index, (name, records) in enumerate(found.items()):
+        reached = [point for point in records.get("targets", {}).values() if "stored" in point]
+        for axes, shown, start, value, interval in (
+            (accuracy, shown_loss, 1.0, "accuracy", "interval"),
+            (divergence, lambda nats: max(nats, LEAST_KL), 0.0, "kl_div", "kl_interval"),
+        ):
+            places = [(point["stored"], shown(point["report"][value])) for point in points(records)]
+            draw_line(axes, index, [(0.0, shown(start)), *places], name)
+            band = [(0.0, start, start), *((p["stored"], *p[interval]) for p in points(records) if p.get(interval))]
+            x, low, high = zip(*((x, shown(a), shown(b)) for x, a, b in band), strict=True)
+            axes.fill_between(x, low, high, color=f"C{index % 10}", alpha=0.15, linewidth=0)
+            marks = [(p["stored"], shown(p["report"][value])) for p in reached]
+            draw_line(axes, index, marks, linestyle="", markersize=9, mfc="none", mew=1.3)
+    worst = accuracy.dataLim.y1
+    accuracy_axis(accuracy, [worst], "accuracy (ratio to the model)")
+    for target in TARGETS:
+        if shown_loss(target) <= worst:
+            accuracy.axhline(shown_loss(target), color="0.5", linewidth=0.8, linestyle=":")
+    divergence.set(ylabel=KL_LABEL, yscale="log")
+    for axes in (accuracy, divergence):
+        axes.set_xlabel("compression (share of the KV cache removed)")
+    draw_legend(accuracy, loc="lower left")

@@ -1,0 +1,88 @@
+"""`methods`: all methods at equal bytes: every bundled cache policy, and the recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ....policies import Policy, bundled_policies, find_policy
+from ..cache_part import CachePart, StudiedCache, at_bytes, cache_records
+from ..caches import CacheRecord
+from ..context import TARGETS, StudyContext
+from ..part import Table
+from ..store import StudyStore
+
+SHARES = (0.5, 0.375, 0.28, 0.2, 0.15, 0.125, 0.1, 0.075, 0.05, 0.0375)
+"""Of the uncompressed cache's bytes, at which recipes are measured where no list of bytes is given."""
+
+EQUAL = (0.5, 0.28, 0.2, 0.125, 0.075, 0.05)
+"""Of the uncompressed cache's bytes: columns of the table at equal bytes."""
+
+UNCOMPRESSED = "uncompressed"
+
+
+class Methods(CachePart):
+    name = "methods"
+    csv = "methods.csv"
+    title = "All methods, at their bytes"
+    text = (
+        "Every cache is used: a prompt, then the rest of each row in steps through it (report split, dtype of the "
+        "checkpoint). Bytes per token count scales, zero points, indices, buffers, tokens that wait: of a complete "
+        "row, their mean over the lengths that are scored, and of 32K tokens. KL in nats a token; the others are "
+        "ratios to the uncompressed model, of tasks the mean probability of the right answers. Names are those of "
+        "`--cache`, budgets of what evicts shares of the whole row; `rotor, 320 bytes` is that recipe's mildest plan "
+        "at that size or below."
+    )
+
+    def caches(self, study: StudyContext) -> dict[str, StudiedCache]:
+        found = {UNCOMPRESSED: StudiedCache(UNCOMPRESSED)}
+        for name, policy in policies(study.plan.caches).items():
+            found[name] = StudiedCache(policy.method, policy)
+        return found | at_bytes(study, SHARES)
+
+    def tables(self, store: StudyStore) -> Iterator[Table]:
+        yield from super().tables(store)
+        found = [record for record in cache_records(store, self.name) if not record.skipped]
+        whole = [record.kv_bytes_per_token for record in found if record.name == UNCOMPRESSED]
+        if whole:
+            sizes = [share * whole[0] for share in EQUAL]
+            header = ["method", *(f"{size:.0f} bytes" for size in sizes)]
+            text = "At equal bytes: the least KL of a method whose cache takes no more, as the mean over lengths."
+            yield Table(header, at_equal_bytes(found, sizes), text=text)
+            header = ["accuracy", "complete row", "bytes", "32K tokens", "bytes at 32K tokens"]
+            text = "The fewest bytes at an accuracy, the smallest of a row's ratios."
+            yield Table(header, fewest_bytes(found), text=text)
+
+
+def policies(own: Sequence[str] = ()) -> dict[str, Policy]:
+    """The bundled ones that serve uncompressed models, and those of one's own, by name."""
+    found = bundled_policies() | {name: policy for name in own if (policy := find_policy(name)) is not None}
+    return {name: policy for name, policy in found.items() if not policy.rows_only}
+
+
+def at_equal_bytes(records: Sequence[CacheRecord], sizes: Sequence[float]) -> list[list[str]]:
+    """Of each family, the least KL at each number of bytes, and which record has it where there are several."""
+    rows = []
+    for family in dict.fromkeys(record.family for record in records):
+        own = [record for record in records if record.family == family]
+        cells = []
+        for size in sizes:
+            fitting = [record for record in own if record.mean_kv_bytes_per_token <= size * 1.005]
+            best = min(fitting, key=lambda record: record.kl_div, default=None)
+            cells.append(
+                "" if best is None else f"{best.kl_div:.5f}" + (f" ({best.name})" if best.name != family else "")
+            )
+        rows.append([family, *cells])
+    return [row for row in rows if any(row[1:])]
+
+
+def fewest_bytes(records: Sequence[CacheRecord]) -> list[list[str]]:
+    """At each accuracy what takes fewest bytes a token, of a complete row and of a long context."""
+    rows = []
+    for target in TARGETS:
+        fitting = [record for record in records if not record.skipped and record.accuracy >= target]
+        cells = [f"{target:g}"]
+        for size in ("kv_bytes_per_token", "long_kv_bytes_per_token"):
+            best = min(fitting, key=lambda record: getattr(record, size), default=None)
+            cells += ["none measured", ""] if best is None else [best.name, f"{getattr(best, size):.1f}"]
+        rows.append(cells)
+    return rows

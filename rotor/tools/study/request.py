@@ -1,0 +1,49 @@
+"""What a study is asked to do, checked before anything is measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ...errors import UsageError
+from ...recipe import Recipe, load_recipe, override
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """What the parts of a study measure.
+
+    recipes: by name, under the same conditions.
+    sizes: bytes of cache per token, if any are asked for. caches: policies of your own.
+    """
+
+    recipes: dict[str, Recipe]
+    sizes: tuple[int, ...] = ()
+    caches: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> Recipe:
+        """The recipe whose conditions are those of all."""
+        return next(iter(self.recipes.values()))
+
+
+def same_conditions(recipes: Iterable[str], overrides: list[str]) -> dict[str, Recipe]:
+    """The recipes by name, under one number of tokens, seed, row length, evaluation and search for all.
+
+    Raises:
+        UsageError: no recipes, or two of one name.
+    """
+    loaded = [load_recipe(name, overrides) for name in recipes]
+    if not loaded:
+        raise UsageError("--recipes: no recipes to compare.", "Give names or YAML files: --recipes fdc,rotor")
+    first, found = loaded[0], dict[str, Recipe]()
+    count = max(recipe.tokens.count for recipe in loaded)
+    for recipe in loaded:
+        name = re.sub(r"[^\w.+-]+", "-", recipe.name).strip("-.") or "recipe"
+        if name in found:
+            raise UsageError(f"--recipes: two recipes are named {name!r}.", "Change `name` in one of the files.")
+        tokens = replace(recipe.tokens, count=count, seq_len=first.tokens.seq_len, seed=first.tokens.seed)
+        same = replace(recipe, name=name, tokens=tokens, evaluation=first.evaluation, search=first.search)
+        found[name] = override(same, overrides)
+    return found

@@ -1,0 +1,149 @@
+"""Checks of a compressed checkpoint that need no forward pass: its files against rotor.json and against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.families import FAMILIES
+from ...checkpoint.hashes import tensor_sha256
+from ...checkpoint.manifest import Manifest
+from ...checkpoint.tensors import layer_tensors
+from ...errors import CheckpointError, RotorError
+from ...models.compressed import CompressedCheckpoint
+from ...progress import Progress
+
+OWN = ("q_proj.", "k_proj.", "v_proj.", "o_proj.", "key_", "query_")
+"""What names of an attention layer's tensors begin with."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise: `status` is `pass`, `fail` or `skipped`."""
+
+    name: str
+    status: str
+    detail: str
+
+
+@dataclass
+class Validation:
+    """The result of validating one folder.
+
+    summary: what the table shows: compression, bytes, accuracy, its interval and target.
+    """
+
+    folder: Path
+    checks: list[Check] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def damaged(self) -> bool:
+        """A check other than the accuracy target failed."""
+        return any(c.status == "fail" and c.name != "accuracy target" for c in self.checks)
+
+    @property
+    def target_met(self) -> bool:
+        return not any(c.status == "fail" and c.name == "accuracy target" for c in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "ok": not self.damaged and self.target_met,
+            "checks": [asdict(c) for c in self.checks],
+            "summary": self.summary,
+            "seconds": self.seconds,
+        }
+
+    def add(self, name: str, ok: bool, detail: str) -> None:
+        self.checks.append(Check(name, "pass" if ok else "fail", detail))
+
+    def add_problems(self, name: str, problems: list[str], fine: str) -> None:
+        """A check that passes without problems; shows the first three."""
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        self.add(name, not problems, "; ".join(problems[:3]) + more if problems else fine)
+
+    def skip(self, name: str, why: str) -> None:
+        self.checks.append(Check(name, "skipped", why))
+
+
+def check_integrity(result: Validation, progress: Progress) -> CompressedCheckpoint:
+    """Add the checks that need no forward pass to `result`; returns the folder, opened.
+
+    Raises:
+        CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
+    """
+    checkpoint = CompressedCheckpoint(result.folder)
+    with progress.task("integrity", checkpoint.total_bytes(), "B") as advance:
+        _check_manifest(result)
+        _check_tensors(result, checkpoint, advance)
+    try:
+        _ = checkpoint.kernel_config  # raises where a model with these layouts cannot be run so
+        problem = _tensor_problem(checkpoint)
+    except RotorError as error:
+        problem = error.message
+    result.add("layouts agree", not problem, problem or "config.json, kernel_config.json and the tensors")
+    return checkpoint
+
+
+def _check_tensors(result: Validation, checkpoint: CompressedCheckpoint, advance: Callable[[float], None]) -> None:
+    """Tensors against rotor.json: names, shapes, dtypes, hashes, finiteness."""
+    recorded = checkpoint.report["tensors"]
+    stored = set(checkpoint.names)
+    problems = [f"{name} is missing" for name in sorted(set(recorded) - stored)]
+    problems += [f"{name} in {checkpoint.file_of[name]} is unexpected" for name in sorted(stored - set(recorded))]
+    result.add_problems("tensor names", problems, f"{len(recorded)} tensors")
+    wrong: dict[str, list[str]] = {"tensor shapes and dtypes": [], "tensor hashes": [], "tensors finite": []}
+    for file in checkpoint.files:
+        for name in checkpoint.names_in(file):
+            entry = recorded.get(name)
+            if entry is None:
+                continue
+            try:
+                tensor = checkpoint.tensor(name)
+            except RotorError as error:
+                wrong["tensors finite"].append(error.message)
+                continue
+            expected = (entry["shape"], entry["dtype"], entry["file"])
+            got = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), checkpoint.file_of[name])
+            if got != expected:
+                text = "{1} {0} in {2}, expected {4} {3} in {5}".format(*got, *expected)
+                wrong["tensor shapes and dtypes"].append(f"{name} is {text}")
+            elif tensor_sha256(tensor) != entry["sha256"]:
+                wrong["tensor hashes"].append(f"{name} in {file} differs from its SHA-256")
+        advance(checkpoint.bytes_of(file))
+    for check, found in wrong.items():
+        result.add_problems(check, found, f"{len(recorded)} tensors")
+
+
+def _check_manifest(result: Validation) -> None:
+    """Every file against manifest.json."""
+    try:
+        manifest = Manifest.read(result.folder)
+    except CheckpointError as error:
+        result.add("files", False, error.message)
+        return
+    problems = [f"{name} {problem}" for name, problem in manifest.problems().items()]
+    result.add_problems("files", problems, f"{len(manifest.files)}, as manifest.json says")
+    result.summary["digest"] = manifest.digest
+
+
+def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
+    """The first tensor of a layer's attention that is not what its layout says, or nothing."""
+    family, biases = FAMILIES[checkpoint.config.model_type], checkpoint.section.biases
+    for index, layout in enumerate(checkpoint.layouts):
+        prefix = family.stored_prefix(index, checkpoint.names)
+        expected = layer_tensors(layout, checkpoint.shape, biases)
+        for name, spec in expected.items():
+            if prefix + name not in checkpoint.names:
+                return f"config.json, layer {index}: {name} is missing"
+            if checkpoint.shape_of(prefix + name) != list(spec.shape):
+                return f"config.json, layer {index}: {name} is not {list(spec.shape)} as its layout says"
+        own = tuple(prefix + name for name in (*OWN, *family.consumed))  # others are norms, and buffers of old files
+        unexpected = (n for n in sorted(checkpoint.names) if n.startswith(own) and n[len(prefix) :] not in expected)
+        for stray in unexpected:
+            return f"config.json, layer {index}: {stray} is not in its layout"
+    return ""

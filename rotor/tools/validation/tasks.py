@@ -1,0 +1,67 @@
+"""Benchmarks of the source and of a compressed checkpoint beside each other, over the same documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.atomic import write_json
+from ...checkpoint.output_folder import check_apart
+from ...errors import UsageError
+from ...models.compressed import CompressedCheckpoint
+from ...models.loading import weights_of
+from ...models.source import Checkpoint
+from ...policies import Policy, cache_policy
+from ...progress import Progress
+from ...recipe import Evaluation
+from ...search.evaluation.placement import Placement
+from ...search.evaluation.tasks import Paired, TaskSuite, paired
+
+COMPARISON = "comparison.json"
+
+
+def compare_tasks(
+    checkpoint: CompressedCheckpoint,
+    source: Checkpoint,
+    place: Placement,
+    policy: Policy | None,
+    names: Sequence[str],
+    lengths: Sequence[int],
+    spec: Evaluation,
+    out: Path,
+    progress: Progress,
+) -> list[Paired]:
+    """Ask the source and the checkpoint, and write the files of both, and COMPARISON.
+
+    Args:
+        policy: of the checkpoint's cache. names, lengths: as of TaskSuite. spec: its lm_eval_limit and seed count.
+        out: a new folder.
+    Raises:
+        UsageError: weights are read layer by layer, or `out` is there. DataError: a task cannot be loaded or run.
+    """
+    if place.streamed:
+        raise UsageError("--tasks: models generate, which needs all weights in memory.", "Give --offload never.")
+    check_apart(out, [source.folder, checkpoint.folder])
+    report, found = checkpoint.report, {}
+    removed = report["compression"]["stored"]
+    with TaskSuite.results(out) as folder:
+        suite = TaskSuite(names, source.tokenizer, lengths, spec.lm_eval_limit, spec.seed)
+        for model, own in ((source, None), (checkpoint, policy)):
+            about = {"pretrained": str(model.folder.resolve()), "dtype": str(place.dtype).removeprefix("torch.")}
+            about |= {} if own is None else {"cache": f"rotor-{own.method}"}
+            network: Any = weights_of(model, place.device, place.dtype, place.streamed).model
+            with progress.task(f"tasks of {model.folder.name}", None, ""), cache_policy(network, own):
+                found[model.folder] = suite.measure(network, about, folder)
+        rows = paired(*found.values())
+        comparison = {
+            "before": str(source.folder.resolve()),
+            "after": str(checkpoint.folder.resolve()),
+            "compression": removed,
+            "kv_bytes_per_token": report["kv_bytes_per_token"],
+            "cache": None if policy is None else policy.as_dict(),
+            "results": [asdict(row) for row in rows],
+        }
+        write_json(folder / COMPARISON, comparison)
+    return rows

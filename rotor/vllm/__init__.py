@@ -1,0 +1,34 @@
+"""The plugin of vLLM: compressed checkpoints load by `vllm serve OUT`, unpatched.
+
+vLLM calls `register` in each of its processes, perhaps more than once. Importing this package imports neither vLLM nor
+transformers' integration, and nothing of the offline half.
+"""
+
+from __future__ import annotations
+
+from ..checkpoint.families import architectures
+from .served import PREFIX, refusal
+
+
+def register() -> None:
+    """Make vLLM know the quantisation method `rotor` and the compressed classes of the architectures served.
+
+    Under a vLLM outside of the tested range only the method is registered, and refuses compressed checkpoints: other
+    models are none of this plugin's business.
+    """
+    import vllm
+    from vllm import ModelRegistry
+
+    from .quantization import RotorQuantization
+
+    RotorQuantization.refusal = refusal(vllm.__version__)
+    if RotorQuantization.refusal is not None:
+        return
+    from .adapter import watch
+
+    known = set(ModelRegistry.get_supported_archs())
+    for name in architectures() & known:
+        if PREFIX + name not in known:
+            # By name: a model's module is imported only where such a checkpoint is loaded.
+            ModelRegistry.register_model(PREFIX + name, f"{__name__}.adapter:{PREFIX}{name}")
+            watch(name)

@@ -1,0 +1,375 @@
+"""All contact with vLLM's internals: what vLLM promises is in `__init__` and `quantization`, all else is here.
+
+A native model is built as always; each of its attention modules is replaced as it is assigned to its layer, so that at
+most one of them is in memory at a time. All else (other layers and their kernels, experts, parallelism) stays vLLM's.
+`tests/test_vllm_adapter.py` has the signatures that this module relies on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import _encode_layer_name
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    max_decode_query_len,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from ..checkpoint.section import CompressedSection, is_compressed
+from ..kernels.rotary import Rotation
+from .attention import RotorSelfAttention
+from .layers import Loading, Plan
+from .pages import PagedLayer, Step
+from .served import PREFIX
+
+__all__: list[str] = []
+
+WIDEST_HEAD = 256
+"""That vLLM's own attention takes."""
+
+
+def watch(architecture: str) -> None:
+    """Have vLLM look at each request for a compressed model of an architecture, after what it does for the native.
+
+    Under the native's name, by which vLLM looks before it asks what the checkpoint is quantised by; others pass.
+    """
+    native = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
+
+    class Requests(native):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            native.verify_and_update_config(vllm_config)
+            stored: Any = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
+            if is_compressed({"quantization_config": stored}):
+                plan, parallel = _plan(vllm_config, stored), vllm_config.parallel_config
+                lora = vllm_config.lora_config is not None
+                plan.check(vllm_config.cache_config.cache_dtype, lora, parallel.decode_context_parallel_size)
+                plan.separate_stores(vllm_config.kv_transfer_config)
+
+    MODELS_CONFIG_MAP[architecture] = Requests
+
+
+def _plan(vllm_config: Any, stored: dict[str, Any]) -> Plan:
+    model, section = vllm_config.model_config, CompressedSection(**stored)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return Plan(model.hf_config, section, model.model, model.revision, model.dtype, model.max_model_len, ranks)
+
+
+class Compressed:
+    """Before a native model class: builds it with compressed attention, and loads that."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        plan = _plan(vllm_config, vllm_config.quant_config.config)
+        loading = Loading(plan)
+        self.__dict__["_rotor"] = loading  # before nn.Module's own __init__
+
+        def build(native: nn.Module) -> RotorSelfAttention:
+            module = _attention(native, plan, vllm_config)
+            loading.modules[module.index] = module
+            return module
+
+        plain = copy.copy(vllm_config)
+        plain.quant_config = None
+        with _replaced_attention(plan.family.attention, build):
+            super().__init__(vllm_config=plain, prefix=prefix)  # type: ignore[call-arg]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        loading: Loading = self.__dict__["_rotor"]
+        loaded = super().load_weights(loading.others(loading.plan.tensors(weights)))  # type: ignore[misc]
+        names = loading.finish()
+        return None if loaded is None else loaded | names
+
+
+def _attention(native: Any, plan: Plan, vllm_config: Any) -> RotorSelfAttention:
+    """The module of a compressed layer, with scale, window, soft cap, norms and rotary embedding of the native one."""
+    attn, index = native.attn, extract_layer_index(native.attn.layer_name)
+    # Falcon sums the outputs of attention and MLP over the ranks together.
+    reduces = all(m.reduce_results for m in native.modules() if isinstance(m, RowParallelLinear))
+    module = RotorSelfAttention(
+        index,
+        plan.shard(index, get_tensor_model_parallel_rank()),
+        {norm: native.get_submodule(norm) for norm in plan.family.norms},
+        rotation_table(native.rotary_emb, plan.max_model_len) if plan.shape.rotary_dim else None,
+        tensor_model_parallel_all_reduce if reduces and plan.ranks > 1 else lambda output: output,
+        plan.family.layer_returns_tuple,
+    )
+    softcap = getattr(attn.impl, "logits_soft_cap", None) or None  # 0 is none, on some backends
+    device = torch.device(vllm_config.device_config.device)
+    layer = plan.paged_layer(module, float(attn.impl.scale), softcap, attn.sliding_window, device)
+    layer.varlen = _varlen(layer.widest, plan.dtype)
+    vllm_config.compilation_config.static_forward_context.pop(attn.layer_name)
+    module.attn = RotorCache(
+        attn, layer, module.shard.parts, plan.row_bytes[index], len(set(plan.kinds or ())) > 1, vllm_config
+    )
+    return module
+
+
+def _varlen(width: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """vLLM's own attention over packed sequences, where it takes heads of a width; see kernels.stock.Varlen."""
+    if not current_platform.is_cuda() or dtype == torch.float32 or width > WIDEST_HEAD:
+        return None
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    version = get_flash_attn_version(head_size=-(-width // 8) * 8)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        query_start, kv_start, longest, longest_kv, scaling, window, softcap = rest
+        return flash_attn_varlen_func(
+            q,
+            k.contiguous(),
+            v.contiguous(),
+            max_seqlen_q=longest,
+            cu_seqlens_q=query_start,
+            max_seqlen_k=longest_kv,
+            cu_seqlens_k=kv_start,
+            softmax_scale=scaling,
+            causal=True,
+            window_size=[-1 if window is None else window - 1, 0],
+            softcap=softcap or 0.0,
+            fa_version=version,
+        )
+
+    return attend
+
+
+@contextmanager
+def _replaced_attention(name: str, build: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
+    """Within: a module that holds an attention layer of vLLM's is replaced when it is assigned under that name."""
+
+    def hook(parent: nn.Module, assigned: str, module: nn.Module | None) -> nn.Module | None:
+        if assigned == name and isinstance(getattr(module, "attn", None), Attention):
+            assert module is not None
+            return build(module)
+        return None
+
+    handle = register_module_module_registration_hook(hook)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    """RotorLlamaForCausalLM and so on, made when vLLM first asks for one."""
+    if not name.startswith(PREFIX):
+        raise AttributeError(name)
+    native = ModelRegistry.models[name[len(PREFIX) :]].load_model_cls()
+    made = type(name, (Compressed, native), {"__module__": __name__})
+    globals()[name] = made
+    return made
+
+
+def rotation_table(rotary: Any, length: int) -> Rotation:
+    """Compute cos and sin, each [length, rotary_dim], both halves alike; vLLM's own are rounded to the model's dtype.
+
+    Args:
+        rotary: vLLM's module; layers share it, and it keeps their table.
+        length: positions that there are, max_model_len. Where frequencies depend on it (longrope), vLLM has decided for
+            one set of them, and so does this.
+    """
+    if not hasattr(rotary, "rotor_table"):
+        arguments: tuple[Any, ...] = ()
+        if hasattr(rotary, "use_long_rope"):
+            which = "long" if rotary.use_long_rope else "short"
+            most = "max_position_embeddings" if rotary.use_long_rope else "original_max_position_embeddings"
+            arguments = tuple(getattr(rotary, name) for name in (most, f"{which}_factor", f"{which}_mscale"))
+        halves = rotary._compute_cos_sin_cache(*arguments).float()[:length].chunk(2, dim=-1)
+        rotary.rotor_table = tuple(torch.cat([half, half], -1).contiguous() for half in halves)
+    cos, sin = rotary.rotor_table
+    return cos, sin
+
+
+class RotorCache(nn.Module, AttentionLayerBase):
+    """The layer that owns a cache. For vLLM it has one KV head whose content is a token's row in bytes, keys and values
+    side by side.
+
+    Goes through vLLM's own attention ops, so that graphs are split, captured and rows transferred as elsewhere.
+
+    Args:
+        native: the layer whose place and name this takes. layer: writes and attends. parts: ranks that keep different
+            rows. row_bytes: of a token in the cache. mixed: the model mixes sliding windows and full attention.
+    """
+
+    supports_dcp = False
+
+    def __init__(
+        self, native: Any, layer: PagedLayer, parts: int, row_bytes: int, mixed: bool, vllm_config: Any
+    ) -> None:
+        super().__init__()
+        self.layer_name, self.attn_type = native.layer_name, native.attn_type
+        parameters = layer.parameters
+        self.num_heads, self.num_kv_heads = parameters.shape.num_heads, 1
+        self.head_size, self.head_size_v = row_bytes, 0
+        self.max_tp_shards, self.output_width = parts, parameters.heads_per_group * parameters.layout.value_width
+        self.sliding_window = layer.window
+        self.kv_cache_dtype = "auto"
+        self.kv_sharing_target_layer_name = None
+        self.kv_cache = torch.tensor([])
+        self.impl = RotorImpl(self.num_heads, row_bytes, parameters.scaling, layer=layer)
+        captured = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if layer.decodes(1) else AttentionCGSupport.NEVER
+        if layer.decodes(max_decode_query_len(vllm_config)):
+            captured = AttentionCGSupport.UNIFORM_BATCH
+        self._backend = _backend(captured, mixed)
+        vllm_config.compilation_config.static_forward_context[self.layer_name] = self
+
+    def get_attn_backend(self) -> type[RotorBackend]:
+        return self._backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec:
+        fields: dict[str, Any] = {
+            "block_size": vllm_config.cache_config.block_size,
+            "num_kv_heads": 1,
+            # Bytes, however they are divided: layers of equal rows share a spec (and a metadata builder).
+            "head_size": self.head_size,
+            "head_size_v": 0,
+            "dtype": torch.uint8,
+            "dcp_sharded": False,
+            "max_tp_shards": self.max_tp_shards,
+        }
+        if self.sliding_window is not None:
+            return SlidingWindowSpec(sliding_window=self.sliding_window, **fields)
+        return FullAttentionSpec(**fields)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See PagedLayer: new tokens in, outputs of all query heads side by side out."""
+        output = torch.empty(query.shape[0], self.output_width, dtype=query.dtype, device=query.device)
+        name = _encode_layer_name(self.layer_name)
+        written = torch.ops.vllm.unified_kv_cache_update(key, value, name)
+        torch.ops.vllm.unified_attention_with_output(query, key, value, output, name, kv_cache_dummy_dep=written)
+        return output
+
+
+class RotorImpl(AttentionImpl[AttentionMetadata]):
+    """Attention of one layer, whose keys and values are for vLLM one KV head's."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, *, layer: PagedLayer) -> None:
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, 1
+        self.sliding_window, self.kv_cache_dtype = layer.window, "auto"
+        self.layer = layer
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        self.layer.write(key, value, kv_cache[:, 0], slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: RotorMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # vLLM finds out what memory a step takes
+            self.layer.prepare(output.device)
+            return output.fill_(0)
+        self.layer.attend(query, kv_cache[:, 0], attn_metadata, output)
+        return output
+
+
+class RotorBackend(AttentionBackend):
+    """What vLLM asks of an attention that is chosen already: the same for all layers but for graphs and layouts."""
+
+    forward_includes_kv_cache_update = False
+    builder: ClassVar[type[RotorMetadataBuilder]]
+    layouts: ClassVar[tuple[KVCacheLayout, ...] | None] = None
+
+    @staticmethod
+    def get_name() -> str:
+        return "ROTOR"
+
+    @staticmethod
+    def get_impl_cls() -> type[RotorImpl]:
+        return RotorImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[RotorMetadataBuilder]:
+        return cls.builder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
+        return cls.layouts
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [16, 32, 64, 128, 256]  # powers of two, for the kernels
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # prompts are launched by the host's lengths of queries
+
+
+@lru_cache(maxsize=8)
+def _backend(captured: AttentionCGSupport, mixed: bool) -> type[RotorBackend]:
+    """The backend of a layer.
+
+    Args:
+        captured: which batches go into a CUDA graph.
+        mixed: the model mixes sliding windows and full attention. Pages of both sizes then lie side by side in blocks,
+            which only block-outermost layouts can have.
+    """
+    name = f"{captured.name}{'_MIXED' if mixed else ''}"
+    builder = type(f"Builder_{name}", (RotorMetadataBuilder,), {"_cudagraph_support": captured, "__module__": __name__})
+    layouts = (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC) if mixed else None
+    members = {"builder": builder, "layouts": layouts, "__module__": __name__}
+    return type(f"Backend_{name}", (RotorBackend,), members)
+
+
+class RotorMetadata(Step, AttentionMetadata):
+    """A step as vLLM passes it to the layers."""
+
+
+class RotorMetadataBuilder(AttentionMetadataBuilder[RotorMetadata]):
+    """Batches with the requests of few tokens first: one, or what speculation checks at once."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RotorMetadata:
+        """Layers of other widths have builders of their own, but the same batch: made once a step and block table."""
+        common: Any = common_attn_metadata
+        known = getattr(common, "_rotor_metadata", None)
+        if known is None or known.block_table is not common.block_table_tensor:  # a copy, of another group of layers
+            threshold = self.reorder_batch_threshold or 1
+            decodes = split_decodes_and_prefills(common, decode_threshold=threshold)[0]
+            host = getattr(common, "seq_lens_cpu_upper_bound", None)
+            lengths = common.seq_lens if host is None else host
+            known = common._rotor_metadata = RotorMetadata(
+                decodes,
+                min(threshold, common.max_query_len),
+                common.max_seq_len,  # that of the model where a graph is captured
+                common.query_start_loc_cpu.tolist(),
+                # A GPU is not asked; without the host's numbers the longest there may be stands for each.
+                lengths.tolist() if lengths.device.type == "cpu" else [common.max_seq_len] * common.num_reqs,
+                common.query_start_loc,
+                common.seq_lens,
+                common.block_table_tensor,
+            )
+        return known

@@ -1,0 +1,100 @@
+"""The attention module of a compressed layer in a vLLM model. Plain tensors: what is vLLM's comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.projections import CompressedProjections
+from ..errors import CheckpointError
+from ..kernels.rotary import Rotation, rotate, within_blocks
+from .shards import Shard
+
+
+class RotorSelfAttention(CompressedProjections):
+    """Takes the place of a native attention module; its parameters have the names of the checkpoint.
+
+    Args:
+        index: of the layer. shard: this rank's part of it.
+        norms: of queries and keys, by name: the native module's own.
+        rotation: RoPE's cos and sin by position; None in a model without RoPE.
+        reduce: sums outputs over the ranks. returns_tuple: the family's attention returns (output, None).
+
+    attn: the layer of vLLM's that keeps the rows and attends; set by whoever builds it around these parameters.
+    """
+
+    attn: nn.Module
+    cos: Tensor
+    sin: Tensor
+    key_cos: Tensor
+    key_sin: Tensor
+
+    def __init__(
+        self,
+        index: int,
+        shard: Shard,
+        norms: dict[str, nn.Module],
+        rotation: Rotation | None,
+        reduce: Callable[[Tensor], Tensor],
+        returns_tuple: bool,
+    ) -> None:
+        layout, shape = shard.layout, shard.shape
+        super().__init__(shard.shapes(), shape.head_dim, norms)
+        self.requires_grad_(False)
+        self.index, self.shard, self.reduce, self.returns_tuple = index, shard, reduce, returns_tuple
+        self.block = layout.rope_block
+        if rotation is not None:
+            cos, sin = rotation
+            if layout.rope_block is not None:
+                first = torch.arange(min(layout.rope_block, len(cos)), device=cos.device)
+                rotation = within_blocks((cos, sin), first, layout.form)
+            for name, table in zip(("cos", "sin", "key_cos", "key_sin"), (cos, sin, *rotation), strict=True):
+                self.register_buffer(name, table, persistent=False)
+        self.rotates_keys = rotation is not None and layout.fast_planes < shape.rotary_planes
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take this rank's part of a layer's tensors, by their names in the checkpoint.
+
+        Raises:
+            CheckpointError: one is missing, of another shape, or not known.
+        """
+        where, hint = f"layer {self.index}", "Run `rotor validate`; export it again."
+        parameters = dict(self.named_parameters())
+        for name, tensor in tensors.items():
+            target = parameters.pop(name, None)
+            if target is None:
+                raise CheckpointError(f"{where}, {name}: not a tensor of this layer.", hint)
+            spec = self.shard.tensors.get(name)
+            expected = target.shape if spec is None else torch.Size(spec.shape)
+            if tensor.shape != expected:
+                raise CheckpointError(
+                    f"{where}, {name}: {list(tensor.shape)} in the checkpoint, expected {list(expected)}.", hint
+                )
+            target.data.copy_(self.shard.part(name, tensor))
+        if parameters:
+            raise CheckpointError(f"{where}: {', '.join(sorted(parameters))} is not in the checkpoint.", hint)
+
+    def forward(self, hidden_states: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Any:
+        """hidden_states: [tokens, hidden_size]. positions: [tokens], where the model has RoPE.
+
+        Keys are rotated as they are stored; what lies between them and a row is done where the row is written.
+        """
+        query, key, value = self.projected(hidden_states)
+        if self.query_basis is not None:
+            assert positions is not None
+            query = self._rotated(query, (self.cos, self.sin), positions).flatten(1)
+        if self.key_basis is not None:
+            if self.rotates_keys:
+                assert positions is not None
+                places = positions if self.block is None else positions % self.block
+                key = self._rotated(key, (self.key_cos, self.key_sin), places)
+            key = key.flatten(1)
+        output = self.reduce(self.o_proj(self.attn(query, key, value)))
+        return (output, None) if self.returns_tuple else output
+
+    @staticmethod
+    def _rotated(heads: Tensor, rotation: Rotation, places: Tensor) -> Tensor:
+        return rotate(heads, *(table[places].unsqueeze(1) for table in rotation)).to(heads.dtype)

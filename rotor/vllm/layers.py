@@ -1,0 +1,202 @@
+"""From what a compressed checkpoint says, and vLLM is asked for, to the layers of a model and their parameters.
+
+Plain tensors, nothing of vLLM but its KVTransferConfig, which is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.families import FAMILIES, Family, attention_shape
+from ..checkpoint.file_names import KERNEL_CONFIG
+from ..checkpoint.hashes import file_sha256
+from ..checkpoint.kernel_config import KernelConfig
+from ..checkpoint.layout import AttentionShape, LayerLayout
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.rewritten import BASES, open_rewritten
+from ..checkpoint.section import CompressedSection
+from ..errors import CheckpointError, UsageError
+from ..kernels.defaults import config_of, default_layer
+from ..kernels.dispatch import layer_served
+from ..kernels.parameters import AttentionParameters
+from .attention import RotorSelfAttention
+from .pages import PagedLayer
+from .shards import Shard, check_size, padded_rows, row_bytes, shard_of
+from .stores import keep_apart, prefix_mark
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the layers of a checkpoint are to become.
+
+    config: config.json, with `section` in it. model: a folder, or a name on the hub, of which `revision` is asked for.
+    ranks: of tensor parallelism.
+    """
+
+    config: Any
+    section: CompressedSection
+    model: str
+    revision: str | None
+    dtype: torch.dtype
+    max_model_len: int
+    ranks: int
+
+    @cached_property
+    def shape(self) -> AttentionShape:
+        return attention_shape(self.config)
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.config.model_type]
+
+    @cached_property
+    def layouts(self) -> list[LayerLayout]:
+        """Of whole layers."""
+        return self.section.layouts(self.shape)
+
+    @cached_property
+    def kernels(self) -> KernelConfig:
+        """Of whole layers."""
+        return config_of(self.file(KERNEL_CONFIG), self.layouts)
+
+    @property
+    def kinds(self) -> list[str] | None:
+        """Of layers: sliding windows and full attention."""
+        return getattr(self.config, "layer_types", None)
+
+    @cached_property
+    def row_bytes(self) -> list[int]:
+        """Of a token in the cache, by layer."""
+        return padded_rows([row_bytes(own, self.ranks, self.dtype.itemsize) for own in self.layouts], self.kinds)
+
+    def file(self, name: str) -> Path | None:
+        """A file of the checkpoint's folder; None where there is none, or the hub cannot be asked."""
+        from transformers.utils import cached_file
+
+        try:
+            found = cached_file(self.model, name, revision=self.revision)
+        except OSError:
+            return None
+        return None if found is None else Path(found)
+
+    def check(self, cache_dtype: str, lora: bool, context_parallel: int) -> None:
+        """Raises UsageError for what vLLM is asked for and this checkpoint cannot do."""
+        check_size(self.layouts, self.shape, self.ranks)
+        policy = getattr(self.section, "cache", None)
+        if policy is not None:
+            raise UsageError(
+                f"{self.model}: exported with a cache policy ({policy.get('method', policy)}), which vLLM's cache "
+                "cannot keep.",
+                "Export it without --cache, or serve with transformers.",
+            )
+        if cache_dtype != "auto":
+            raise UsageError(
+                f"--kv-cache-dtype {cache_dtype}: what a compressed checkpoint caches has its own bits per channel.",
+                "Leave it out, or export with fewer bits.",
+            )
+        if lora:
+            raise UsageError(
+                "LoRA: adapters are trained on projections that compression has rewritten.",
+                "Merge the adapter into the source model and compress that.",
+            )
+        if context_parallel > 1:
+            raise UsageError(
+                "--decode-context-parallel-size: not supported for compressed checkpoints.", "Use tensor parallelism."
+            )
+
+    def tensors(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """The checkpoint's, rewritten from the source's where it has none; see runtime.rewritten.
+
+        Args:
+            weights: what its safetensors files hold.
+        """
+        if self.section.source is None:
+            return weights
+        path = self.file(BASES)
+        if path is None:
+            raise CheckpointError(f"{self.model}: {BASES} is missing.", "Get the checkpoint again.")
+        return open_rewritten(path, self.config, self.section).items()
+
+    def separate_stores(self, transfer: Any) -> None:
+        """Keep prefixes in external stores apart by checkpoint and dtype; see stores.keep_apart.
+
+        Args:
+            transfer: vLLM's KVTransferConfig, or None.
+        Raises:
+            UsageError: the checkpoint has no manifest, or see there.
+        """
+        if transfer is None or transfer.kv_connector is None:
+            return
+        path = self.file(MANIFEST)
+        if path is None:
+            raise UsageError(
+                f"--kv-transfer-config: {self.model} has no {MANIFEST}, by whose digest prefixes are kept apart.",
+                "Serve the folder as `rotor export` wrote it.",
+            )
+        keep_apart(transfer, prefix_mark(file_sha256(path), str(self.dtype).removeprefix("torch.")))
+
+    def shard(self, index: int, rank: int) -> Shard:
+        return shard_of(self.layouts[index], self.shape, self.section.biases, rank, self.ranks)
+
+    def paged_layer(
+        self,
+        module: RotorSelfAttention,
+        scaling: float,
+        softcap: float | None,
+        window: int | None,
+        device: torch.device,
+    ) -> PagedLayer:
+        """What attends for a module: over its parameters, by the kernels where they serve the layer."""
+        layout, shape = module.shard.layout, module.shard.shape
+        # What the file says is of the whole layer.
+        kernels = self.kernels.layers[module.index] if self.ranks == 1 else default_layer(layout)
+        return PagedLayer(
+            module.shard,
+            self.dtype,
+            AttentionParameters(layout, shape, scaling, module.query_basis, module.key_constant, softcap),
+            module.key_basis,
+            module.key_shift,
+            (module.cos, module.sin) if layout.in_blocks else None,
+            window,
+            kernels if layer_served(layout, shape, self.dtype, device) else None,
+        )
+
+
+class Loading:
+    """Tensors of attention on their way from the checkpoint to the modules of this process."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.family = plan, plan.family
+        full = {self.family.attention_prefix(index): index for index in range(plan.shape.num_layers)}
+        self.prefixes = {name.partition(".")[2]: index for name, index in full.items()} | full  # the original GPT-2's
+        self.modules: dict[int, RotorSelfAttention] = {}
+        self.held: dict[int, dict[str, Tensor]] = {}
+
+    def others(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Hold what is attention's, pass on the rest."""
+        for name, tensor in weights:
+            prefix = next((p for p in self.prefixes if name.startswith(p)), None)
+            if prefix is None:
+                yield name, tensor
+            elif self.prefixes[prefix] in self.modules:  # else another pipeline stage's
+                self.held.setdefault(self.prefixes[prefix], {})[name[len(prefix) :]] = tensor
+
+    def finish(self) -> set[str]:
+        """Fill the modules; the names of their parameters in the model.
+
+        Raises:
+            CheckpointError: a layer's tensors are not all there.
+        """
+        names = set()
+        for index, module in self.modules.items():
+            tensors = self.held.pop(index, {})
+            module.load(tensors)
+            names |= {f"{self.family.attention_prefix(index)}{name}" for name in tensors}
+        return names

@@ -1,0 +1,73 @@
+"""The quantisation method `rotor` of vLLM: it carries the layouts to the model, and chooses the compressed class."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models.registry import ModelRegistry
+
+from ..checkpoint.section import METHOD, is_compressed
+from ..errors import UnsupportedModelError, UsageError
+from .served import PREFIX
+
+
+@register_quantization_config(METHOD)
+class RotorQuantization(QuantizationConfig):
+    """What config.json's quantization_config says. No layer is quantised: models are built without this.
+
+    refusal: why no compressed checkpoint is served, if none is.
+    """
+
+    refusal: ClassVar[str | None] = None
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+
+    def get_name(self) -> str:
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> RotorQuantization:
+        return cls(config)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> None:
+        return None
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: Any, hf_config: Any = None) -> Any:
+        """vLLM asks each method whether a checkpoint is its own: here the compressed class is chosen too.
+
+        Raises:
+            UsageError: this vLLM is outside of the tested range.
+            UnsupportedModelError: the architecture is not served.
+        """
+        if not is_compressed({"quantization_config": hf_quant_cfg}):
+            return None
+        if cls.refusal is not None:
+            raise UsageError(cls.refusal, "Install one of these, or serve with transformers.")
+        if hf_config is not None:
+            served = {name.removeprefix(PREFIX) for name in ModelRegistry.models if name.startswith(PREFIX)}
+            names = [name.removeprefix(PREFIX) for name in hf_config.architectures or []]
+            unknown = [name for name in names if name not in served]
+            if unknown or not names:
+                raise UnsupportedModelError(
+                    f"{', '.join(unknown) or 'a model without `architectures`'}: not served compressed by vLLM.",
+                    f"Served: {', '.join(sorted(served))}; transformers loads all that rotor compresses.",
+                )
+            hf_config.architectures = [PREFIX + name for name in names]
+        return METHOD
