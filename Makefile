@@ -66,6 +66,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy kernels --ignore-missing-imports
+	$(BIN)/mypy tests/support
 	$(BIN)/lint-imports --no-cache
 
 test: lint

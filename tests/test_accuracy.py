@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
-from test_cli import rotor
+from support.command_line import rotor
+from support.paths import DEMO_MODEL
+from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 
 from rotor.calibration.calibrate import calibrate
 from rotor.checked import Reader, plain

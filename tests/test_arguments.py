@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from test_cli import rotor
+from support.command_line import rotor
+from support.paths import ROOT
 
 import rotor as rotor_package
 from rotor.cli import console

@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from support.paths import ROOT
 
 
 def bare_environment(folder: Path) -> tuple[Path, Path]:

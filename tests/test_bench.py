@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from random_layers import NARROW, WIDE, layout_of
+from support.random_layers import NARROW, WIDE, layout_of
 from typer.testing import CliRunner
 
 from rotor.checkpoint.layout import KeyForm

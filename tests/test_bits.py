@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SHORT_TEXT, relative_error
+from support.compare import relative_error
+from support.runs import SHORT_TEXT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 

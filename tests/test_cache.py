@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_truth import cache_of, scores_behind, states
-from policy_models import prompts
+from support.cache_truth import cache_of, scores_behind, states
+from support.policy_models import prompts
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 

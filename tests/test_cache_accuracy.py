@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import calibrated, in_memory
+from support.runs import calibrated, in_memory
 from transformers.cache_utils import DynamicCache
 
 from rotor.policies import GEAR, H2O, Window, cache_policy, stored_bytes

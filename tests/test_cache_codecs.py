@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cache_truth import affine_truth, states
+from support.cache_truth import affine_truth, states
 
 from rotor.policies.affine import AffineCode, pack, unpack
 from rotor.policies.methods.fp8 import FP8Code

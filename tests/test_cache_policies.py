@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
-from policy_models import PolicyModels, prompts
+from support.policy_models import PolicyModels, prompts
+from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
@@ -132,7 +132,7 @@ def test_bundled_policies_are_there_under_every_method() -> None:
 
 
 def test_commands_take_a_policy_by_name(policy_models: PolicyModels, tiny, capsys, tmp_path) -> None:
-    from test_cli import rotor as command
+    from support.command_line import rotor as command
 
     sizes, coded = [], policy_models.checkpoint("codes")
     for folder, name in ((tiny("llama"), "none"), (tiny("llama"), "window-50"), (coded, "streaming-50")):
@@ -147,7 +147,7 @@ def test_commands_take_a_policy_by_name(policy_models: PolicyModels, tiny, capsy
 
 
 def test_a_bundled_policy_is_shown_with_what_its_fields_mean(capsys, tmp_path) -> None:
-    from test_cli import rotor as command
+    from support.command_line import rotor as command
 
     for name, policy in bundled_policies().items():
         shown = describe_policy(name)
@@ -162,7 +162,7 @@ def test_a_bundled_policy_is_shown_with_what_its_fields_mean(capsys, tmp_path) -
 
 def test_a_class_in_a_file_of_ones_own_is_a_policy(tiny, tmp_path, capsys, monkeypatch) -> None:
     """Exported, generated with and validated from the command line, without anything installed."""
-    from test_cli import rotor as command
+    from support.command_line import rotor as command
 
     mine = tmp_path / "my_policy.py"
     mine.write_text(
@@ -193,7 +193,7 @@ def test_a_class_in_a_file_of_ones_own_is_a_policy(tiny, tmp_path, capsys, monke
 
 
 def test_an_uncompressed_model_is_validated_with_a_policy(tiny, capsys) -> None:
-    from test_cli import rotor as command
+    from support.command_line import rotor as command
 
     values = []
     changed = [item for item in (*FAST_EVALUATION, *SHORT_TEXT) if item.startswith("evaluation.")]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_models import COMPRESSED, PolicyModels, left_padded, prompts
+from support.policy_models import COMPRESSED, PolicyModels, left_padded, prompts
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 

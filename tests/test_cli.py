@@ -5,18 +5,17 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, FAST_EVALUATION, reseal
 from safetensors.torch import load_file, save_file
-from test_end_to_end import contents
+from support.command_line import expect_error, rotor
+from support.paths import DEMO_MODEL
+from support.runs import FAST_EVALUATION, contents, reseal
 
-from rotor import cli
 from rotor.calibration.run import Run
 from rotor.search.measurer import rank_path
 from rotor.search.point import Point
@@ -26,36 +25,9 @@ FAST = [item for setting in ["tokens.count=1024", *FAST_EVALUATION] for item in 
 FAST_EXPORT = [item for setting in FAST_EVALUATION for item in ("--set", setting)]
 
 
-def rotor(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    """Run a command in this process: (exit code, stdout, stderr)."""
-    capsys.readouterr()  # what fixtures printed
-    old = sys.argv
-    sys.argv = ["rotor", *map(str, arguments)]
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        sys.argv = old
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return shutil.copytree(DEMO_MODEL, tmp_path / "model")
-
-
-def expect_error(capsys, code: int, text: str, *arguments: str | Path) -> None:
-    got, out, err = rotor(capsys, *arguments)
-    assert got == code, err
-    assert text in err, err
-    assert out == ""
-    told = ("memory: ", "text: ")  # before the work begins
-    said = [line for line in err.splitlines() if not line.startswith(told)]
-    assert len(said) == 2, err
-    assert said[0].startswith("error: ")
 
 
 WEIGHTS = "model.safetensors"

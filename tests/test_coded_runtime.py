@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from conftest import relative_error
-from folded_models import MIXED, Folding, Pair, write_pair
 from safetensors.torch import load_file
+from support.compare import relative_error
+from support.folded_models import MIXED, Folding, Pair, write_pair
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import relative_error
+from support.compare import relative_error
 from torch import Tensor
 
 from rotor.calibration.allocation.channel_bits import bit_curve, bit_path

@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DEMO_MODEL, ROOT, calibrated
 from rich.console import Console
-from test_cli import rotor
-from test_processes import SETTINGS
+from support.command_line import rotor
+from support.paths import DEMO_MODEL, ROOT
+from support.runs import SMALL_OPTIONS as SETTINGS
+from support.runs import calibrated
 
 from rotor.cli import console
 

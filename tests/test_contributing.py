@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 
 import pytest
-from conftest import ROOT
+from support.paths import ROOT
 
 HEADING, FENCED = r"^## (.+)$", r"^```python\n(.*?)^```$"
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, relative_error
+from support.compare import relative_error
+from support.paths import DEMO_MODEL
 
 from rotor.calibration.allocation.bits import BitsPath
 from rotor.calibration.bases.kq import closed_form

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import typer.main
-from conftest import DEMO_MODEL, ROOT, SHORT_TEXT
-from printed import parse
-from test_cli import rotor
+from support.command_line import rotor
+from support.paths import DEMO_MODEL, ROOT
+from support.printed import parse
+from support.runs import SHORT_TEXT
 
 from rotor.cli.commands import app
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
 import json
 import os
@@ -15,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, FAST_EVALUATION, SHORT_TEXT, calibrated
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.paths import DEMO_MODEL
+from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, contents
 
 from rotor.calibration.calibrate import calibrate
 from rotor.checkpoint.section import MARK
@@ -29,14 +29,6 @@ from rotor.search.export.export import export
 from rotor.search.table import RankTable
 from rotor.tools.validation import validate as validation
 from rotor.tools.validation.validate import validate
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {
-        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in sorted(folder.rglob("*"))
-        if p.is_file()
-    }
 
 
 @pytest.mark.parametrize("recipe", ["fdc", "rotor"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import calibrated, in_memory
-from tiny_models import CONFIGS
+from support.runs import calibrated, in_memory
+from support.tiny_models import CONFIGS
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, NO_ROPE, calibrated, in_memory, relative_error
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.compare import relative_error
+from support.runs import calibrated, in_memory
+from support.tiny_models import CONFIGS, NO_ROPE
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 

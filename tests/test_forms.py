@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import relative_error
+from support.compare import relative_error
 from torch import Tensor
 
 from rotor.calibration.bases.layer import LayerBases

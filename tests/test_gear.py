@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cache_truth import affine_truth, states
+from support.cache_truth import affine_truth, states
 
 from rotor.policies import GEAR, CodedLayer, find_policy
 from rotor.policies.methods.gear import low_rank

@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated, reseal
 from safetensors.torch import save_file
+from support.paths import DEMO_MODEL
+from support.runs import FAST_EVALUATION, calibrated, reseal
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import DEMO_MODEL, reseal
+from support.paths import DEMO_MODEL
+from support.runs import reseal
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run

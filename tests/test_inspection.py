@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import DEMO_MODEL
 from safetensors.torch import load_file
+from support.paths import DEMO_MODEL
 from typer.testing import CliRunner
 
 from rotor.calibration.planning.inspection import inspect

@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from conftest import ROOT
+from support.paths import ROOT
 
 from rotor.installing import PACKAGE, pip_install
 

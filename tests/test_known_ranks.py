@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_tiny, relative_error
 from safetensors.torch import load_file, save_file
+from support.compare import relative_error
+from support.tiny_models import build_tiny
 from transformers import AutoModelForCausalLM
 
 from rotor.calibration.calibrate import calibrate

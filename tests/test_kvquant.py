@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cache_truth import states
-from conftest import FAST_EVALUATION, SHORT_TEXT, calibrated
+from support.cache_truth import states
+from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from cache_truth import states
+from support.cache_truth import states
 
 from rotor.errors import UsageError
 from rotor.policies import KVTC, LayerSample

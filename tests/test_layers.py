@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from support.paths import ROOT
 
 BELOW_KERNELS = ("rotor.errors", "rotor.logs", "rotor.format", "rotor.checked", "rotor.installing")
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, FAST_EVALUATION, build_tiny, close, relative_error
 from safetensors.torch import load_file, save_file
+from support.compare import close, relative_error
+from support.runs import FAST_EVALUATION
+from support.tiny_models import CONFIGS, build_tiny
 
 from rotor.calibration.bases.moments import pack_symmetric, unpack_symmetric
 from rotor.calibration.calibrate import calibrate

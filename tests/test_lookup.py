@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from metric_values import context
+from support.metric_values import context
 
 from rotor.errors import DataError
 from rotor.models.layerwise import LayerwiseModel

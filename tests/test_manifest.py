@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import calibrated, reseal
-from test_cli import rotor
+from support.command_line import rotor
+from support.runs import calibrated, reseal
 
 from rotor.calibration.run import Run
 from rotor.checkpoint.manifest import Manifest

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from support.paths import ROOT
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rotor.models.loading import weights_of

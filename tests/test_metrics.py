@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import in_memory
-from metric_values import BASE, OTHER, context, scores
+from support.metric_values import BASE, OTHER, context, scores
+from support.runs import in_memory
 
 from rotor.errors import RecipeError
 from rotor.models.splits import SPLITS

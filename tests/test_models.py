@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, NO_ROPE, calibrated, in_memory, relative_error
+from support.compare import relative_error
+from support.runs import calibrated, in_memory
+from support.tiny_models import CONFIGS, NO_ROPE
 from transformers import AutoModelForCausalLM, StaticCache
 
 from rotor.errors import UsageError

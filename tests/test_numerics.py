@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_tiny, calibrated, reseal
 from safetensors.torch import load_file, save_file
+from support.runs import calibrated, reseal
+from support.tiny_models import build_tiny
 
 from rotor.calibration.bases import kq
 from rotor.calibration.bases.moments import LayerStatistics

@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, build_tiny
-from test_cli import expect_error, rotor
+from support.command_line import expect_error, rotor
+from support.paths import ROOT
+from support.tiny_models import build_tiny
 
 from rotor.calibration.run import Run
 from rotor.errors import DataError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from random_layers import LAYERS, random_tensors, rotation_table
+from support.random_layers import LAYERS, random_tensors, rotation_table
 from torch import Tensor
 
 from rotor.kernels.parameters import AttentionParameters

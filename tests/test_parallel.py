@@ -15,17 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
-from folded_models import MIXED, Folding, write_pair
-from parallel_jobs import (
-    answers,
-    different_inputs,
-    load,
-    sharded_answers,
-    traffic,
-    without_last,
-)
-from parallel_processes import Processes
+from support.folded_models import MIXED, Folding, write_pair
+from support.parallel_jobs import answers, different_inputs, load, sharded_answers, traffic, without_last
+from support.parallel_processes import Processes
+from support.paths import ROOT
 from torch import Tensor
 from transformers import AutoModel, DynamicCache, StaticCache
 

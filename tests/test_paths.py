@@ -6,9 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import calibrated
-from test_cli import expect_error
-from test_end_to_end import contents
+from support.command_line import expect_error
+from support.runs import calibrated, contents
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import relative_error
-from folded_models import Folding, folded
+from support.compare import relative_error
+from support.folded_models import Folding, folded
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 

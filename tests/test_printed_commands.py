@@ -8,8 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import build_tiny, calibrated
-from printed import check, commands_in, printed_texts
+from support.printed import check, commands_in, printed_texts
+from support.runs import calibrated
+from support.tiny_models import build_tiny
 
 from rotor.calibration.run import Run
 from rotor.cli.app import app

@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DEMO_MODEL, FAST_EVALUATION, ROOT, SHORT_TEXT, calibrated
-from test_cli import rotor
+from support.command_line import rotor
+from support.paths import DEMO_MODEL, ROOT
+from support.runs import SMALL_OPTIONS as SETTINGS
+from support.runs import calibrated
 
 from rotor.calibration.run import Run
 from rotor.search.export.export import export
@@ -54,9 +56,6 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 """Imports rotor once, and runs commands in processes of their own that pause where something was just saved."""
-
-TABLE = [item for setting in [*FAST_EVALUATION, *SHORT_TEXT] for item in ("--set", setting)]
-SETTINGS = ["--set", "tokens.source=random", "--set", "tokens.count=1024", "--set", "tokens.seq_len=64", *TABLE]
 
 
 class Paused:

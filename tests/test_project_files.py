@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import typer.main
 import yaml
-from conftest import DEMO_MODEL, ROOT
-from printed import parse
+from support.paths import DEMO_MODEL, ROOT
+from support.printed import parse
 
 from rotor.cli.commands import app
 from rotor.vllm.served import refusal

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import DEMO_MODEL, relative_error
+from support.compare import relative_error
+from support.paths import DEMO_MODEL
 
 from rotor.calibration.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate

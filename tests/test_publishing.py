@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_resume import SETTINGS, drive, tensors
-from test_resume import model as model
-from test_resume import whole as whole
+from support.resumed import SETTINGS, drive, tensors
+from support.resumed import model as model
+from support.resumed import whole as whole
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run

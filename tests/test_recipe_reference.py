@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import ROOT
-from test_cli import rotor
+from support.command_line import rotor
+from support.paths import ROOT
 
 from rotor.recipe import EXPORT_SECTIONS, load_recipe, parse_recipe
 from rotor.recipe.reference import recipe_fields, reference_page

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="figures need matplotlib")
 
 from matplotlib.figure import Figure
-from test_report import Page
+from support.pages import Page
 
 from rotor.checkpoint.channels import Channels, Numbers
 from rotor.checkpoint.layout import GroupLayout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import relative_error
+from support.compare import relative_error
 from transformers import AutoModelForCausalLM
 
 from rotor.calibration.bases.moments import stored_name

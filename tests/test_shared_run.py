@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import calibrated
-from test_end_to_end import contents
+from support.runs import calibrated, contents
 
 from rotor.errors import CheckpointError, UsageError
 from rotor.models.source import Checkpoint

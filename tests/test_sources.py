@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import calibrated
 from safetensors.torch import load_file, save_file
+from support.runs import calibrated
 from transformers import AutoModelForCausalLM
 
 from rotor.errors import CheckpointError

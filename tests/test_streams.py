@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DEMO_MODEL, ROOT
 from rich.console import Console
-from test_cli import rotor
+from support.command_line import rotor
+from support.paths import DEMO_MODEL, ROOT
 
 from rotor.cli import console
 from rotor.cli.console import print_json

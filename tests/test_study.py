@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import DEMO_MODEL
+from support.paths import DEMO_MODEL
+from support.runs import SMALL_STUDY as SMALL
 
 from rotor.errors import UsageError
 from rotor.search.report.style import shown_loss
@@ -17,17 +18,6 @@ from rotor.tools.study.parts import curves, methods
 from rotor.tools.study.parts.curves import METRIC_LABELS
 from rotor.tools.study.store import StudyStore
 from rotor.tools.study.study import study
-
-SMALL = [
-    "tokens.count=1024",
-    "tokens.seq_len=64",
-    "evaluation.lookup_prompts=4",
-    "evaluation.copy_prompts=4",
-    "evaluation.seq_len=64",
-    "evaluation.search_tokens=256",
-    "evaluation.report_tokens=512",
-    "search.resolution=0.2",
-]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated
+from support.paths import DEMO_MODEL
+from support.runs import FAST_EVALUATION, calibrated
 
 from rotor.errors import UsageError
 from rotor.models.source import Checkpoint

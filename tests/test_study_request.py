@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DEMO_MODEL
-from test_cli import rotor
-from test_study import SMALL
+from support.command_line import rotor
+from support.paths import DEMO_MODEL
+from support.runs import SMALL_STUDY as SMALL
 
 from rotor.errors import UsageError
 from rotor.recipe import load_recipe

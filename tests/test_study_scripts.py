@@ -7,7 +7,8 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-from conftest import FAST_EVALUATION, ROOT, SHORT_TEXT
+from support.paths import ROOT
+from support.runs import FAST_EVALUATION, SHORT_TEXT
 
 from rotor.policies import find_policy
 from rotor.tools.study import caches, study

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DEMO_MODEL
+from support.paths import DEMO_MODEL
 
 from rotor.errors import DataError, UsageError
 from rotor.models.source import Checkpoint

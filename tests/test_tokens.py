@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, DEMO_MODEL
+from support.paths import DEMO_MODEL
+from support.tiny_models import CONFIGS
 
 from rotor.errors import DataError, MissingError
 from rotor.models import tokens as tokens_module

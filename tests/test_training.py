@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import calibrated, relative_error
-from folded_models import MIXED, Folding, write_pair
+from support.compare import relative_error
+from support.folded_models import MIXED, Folding, write_pair
+from support.runs import calibrated
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, trainer_utils
 from transformers.utils import is_accelerate_available
 

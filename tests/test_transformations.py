@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cache_truth import scores_behind
-from conftest import ROOT
+from support.cache_truth import scores_behind
+from support.paths import ROOT
 from transformers import AutoModelForCausalLM
 
 from rotor.calibration.calibrate import calibrate

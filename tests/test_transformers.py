@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, calibrated
+from support.paths import ROOT
+from support.runs import calibrated
 from transformers import AutoModel, AutoModelForCausalLM
 
 from rotor.errors import UsageError

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, ROOT, SHORT_TEXT, calibrated
-from shortcuts import figures_as_ever
-from test_cli import rotor
-from test_end_to_end import contents
+from support.command_line import rotor
+from support.paths import DEMO_MODEL, ROOT
+from support.runs import SHORT_TEXT, calibrated, contents
+from support.shortcuts import figures_as_ever
 from transformers import AutoModelForCausalLM
 
 from rotor.calibration.calibrate import calibrate

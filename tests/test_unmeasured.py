@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import calibrated
-from test_cli import expect_error, rotor
+from support.command_line import expect_error, rotor
+from support.runs import calibrated
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run

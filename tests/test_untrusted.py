@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import ROOT, calibrated, reseal
-from test_cli import expect_error, rotor
+from support.command_line import expect_error, rotor
+from support.paths import ROOT
+from support.runs import calibrated, reseal
 
 import rotor.models.tokenizer as tokenizer_module
 from rotor.checked import options

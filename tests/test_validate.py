@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SHORT_TEXT, calibrated, close, reseal
 from safetensors.torch import load_file, save_file
+from support.compare import close
+from support.runs import SHORT_TEXT, calibrated, reseal
 from transformers import AutoModelForCausalLM
 
 from rotor.errors import RotorError

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SHORT_TEXT
-from random_layers import NARROW, WIDE, Form, LayoutOf, groups_of, write_random
 from safetensors.torch import load_file, save_file
-from tiny_models import CONFIGS, LLAMA3_ROPE, MOE, SIZES, build_tiny
-from transformers import LlamaConfig, Qwen3MoeConfig
-from vllm_engine import (
+from support.random_layers import NARROW, WIDE, Form, LayoutOf, groups_of, write_random
+from support.runs import SHORT_TEXT
+from support.tiny_models import CONFIGS, LLAMA3_ROPE, MOE, SIZES, build_tiny
+from support.vllm_engine import (
     CACHE_BYTES,
     PROMPTS,
     cache_tokens,
@@ -29,6 +28,7 @@ from vllm_engine import (
     served_elsewhere,
     served_tokens,
 )
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from rotor.calibration.calibrate import calibrate
 from rotor.checkpoint.channels import Numbers

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from random_layers import LAYERS, SHAPE, layout_of, random_tensors, rotation_table
+from support.random_layers import LAYERS, SHAPE, layout_of, random_tensors, rotation_table
 from torch import Tensor, nn
 
 from rotor.checkpoint.channels import Numbers

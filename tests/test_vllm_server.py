@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from random_layers import NARROW, WIDE, groups_of, write_random
-from vllm_engine import NEW_TOKENS, PROMPTS, ROOT, expected_tokens, make_prompts
+from support.random_layers import NARROW, WIDE, groups_of, write_random
+from support.vllm_engine import NEW_TOKENS, PROMPTS, ROOT, expected_tokens, make_prompts
 
 from rotor.checkpoint.layout import KeyForm, kv_bytes_per_token
 from rotor.models.compressed import CompressedCheckpoint

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from random_layers import WIDE, groups_of, write_random
 from safetensors.torch import load_file, save_file
-from vllm_engine import expected_tokens, make_prompts, refused, served_elsewhere
+from support.random_layers import WIDE, groups_of, write_random
+from support.vllm_engine import expected_tokens, make_prompts, refused, served_elsewhere
 
 from rotor.checkpoint.layout import KeyForm
 from rotor.checkpoint.manifest import write_manifest

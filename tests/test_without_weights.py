@@ -12,10 +12,10 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from conftest import ROOT
 from safetensors.torch import load_file, save_file
-from test_cli import expect_error, rotor
-from test_end_to_end import contents
+from support.command_line import expect_error, rotor
+from support.paths import ROOT
+from support.runs import contents
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rotor import export, materialise, validate

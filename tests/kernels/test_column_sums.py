@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FORMS, MIXED, Channels, Numbers, causal, layer, random_case, shape_of
+from support.kernel_cases import FORMS, MIXED, Channels, Numbers, causal, layer, random_case, shape_of
 
 from rotor.checkpoint.layout import KeyForm
 from rotor.kernels.logits import products

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FORMS, Channels, layer, shape_of
+from support.kernel_cases import FORMS, Channels, layer, shape_of
 
 from rotor.errors import UsageError
 from rotor.kernels import dispatch

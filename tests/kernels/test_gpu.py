@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, Channels, Numbers, causal, in_pages, layer, random_case, rotation_table, shape_of
+from support.kernel_cases import Case, Channels, Numbers, causal, in_pages, layer, random_case, rotation_table, shape_of
 
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, KeyForm, LayerLayout
 from rotor.kernels import reference

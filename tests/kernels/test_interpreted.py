@@ -32,9 +32,9 @@ def checks() -> list[str]:
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize("name", checks())
 def test_in_the_interpreter(name: str) -> None:
-    paths = [str(FOLDER.parent), str(FOLDER.parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(FOLDER.parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "interpreter",
+        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "support.interpreter",
          str(FOLDER / f"{name}.py")],
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TRITON_INTERPRET": "1",
              "PYTHONPATH": os.pathsep.join(filter(None, paths))},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cases import FORMS, MIXED, Channels, Numbers, layer
+from support.kernel_cases import FORMS, MIXED, Channels, Numbers, layer
 
 from rotor.checkpoint.kernel_config import KernelConfig, layout_class
 from rotor.errors import CheckpointError

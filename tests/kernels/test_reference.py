@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import LAYERS, case_of, causal
+from support.kernel_cases import LAYERS, case_of, causal
 
 from rotor.kernels.reference import attention
 from rotor.kernels.rotary import when_read

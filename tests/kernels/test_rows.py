@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FORMS, MIXED, Channels, layer
+from support.kernel_cases import FORMS, MIXED, Channels, layer
 
 from rotor.checkpoint.channels import NIBBLE_BITS, SIGNED
 from rotor.checkpoint.rewrite import levels_of

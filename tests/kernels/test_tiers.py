@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import truth
-from cases import FORMS, MIXED, Channels, Numbers, layer, random_case, shape_of
+from support import kernel_truth as truth
+from support.kernel_cases import FORMS, MIXED, Channels, Numbers, layer, random_case, shape_of
 from torch import Tensor
 
 from rotor.checkpoint.layout import GroupLayout, KeyForm, LayerLayout

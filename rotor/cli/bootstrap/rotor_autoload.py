@@ -38,7 +38,7 @@ def _import_rotor():  # type: ignore[no-untyped-def]
     try:
         found = importlib.util.find_spec("rotor")
         places = [*(found.submodule_search_locations or ()), str(found.origin)] if found else ["nowhere"]
-        if not any(os.path.isfile(os.path.join(place, "bootstrap", "rotor_autoload.py")) for place in places):
+        if not any(os.path.isfile(os.path.join(place, "cli", "bootstrap", "rotor_autoload.py")) for place in places):
             raise ImportError(f"the module rotor is {places[0]} here, which hides the package rotor-kv")
         import rotor  # noqa: F401
     except Exception as error:

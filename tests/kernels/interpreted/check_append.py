@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FORMS, MIXED, Channels, Numbers, layer, rotation_table, shape_of
+from support.kernel_cases import FORMS, MIXED, Channels, Numbers, layer, rotation_table, shape_of
 
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from rotor.kernels.append import append

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import LAYERS, Case, case_of, causal, in_pages, packed_queries
+from support.kernel_cases import LAYERS, Case, case_of, causal, in_pages, packed_queries
 
 from rotor.kernels import attention
 from rotor.kernels.attention import attend, attend_pages

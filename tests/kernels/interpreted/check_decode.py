@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import truth
-from cases import Channels, Numbers, causal, in_pages, layer, random_case, shape_of
+from support import kernel_truth as truth
+from support.kernel_cases import Channels, Numbers, causal, in_pages, layer, random_case, shape_of
 from torch import Tensor
 
 from rotor.checkpoint.kernel_config import Tile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import LAYERS, Case, case_of, causal, in_pages, packed_queries
+from support.kernel_cases import LAYERS, Case, case_of, causal, in_pages, packed_queries
 
 from rotor.kernels import stock
 from rotor.kernels.materialise import PagesOf

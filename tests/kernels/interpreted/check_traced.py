@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import FORMS, MIXED, Numbers, causal, layer, random_case, shape_of
+from support.kernel_cases import FORMS, MIXED, Numbers, causal, layer, random_case, shape_of
 from torch import library
 
 from rotor.checkpoint.layout import LayerLayout

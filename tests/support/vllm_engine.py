@@ -28,11 +28,11 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.models import registry
 
 from rotor.errors import RotorError
+from support.paths import ROOT
 
 # What vLLM looks up of a model's class it looks up in a process that imports all of vLLM, so that CUDA is not asked.
 registry._run_in_subprocess = lambda look_up: look_up()
 
-ROOT = Path(__file__).parent.parent
 CACHE_BYTES = 2 << 20
 NEW_TOKENS = 8
 
@@ -106,11 +106,11 @@ def cache_tokens(llm: LLM) -> int:
     return cache.num_gpu_blocks * cache.block_size
 
 
-def metric(llm: LLM, name: str) -> float:
+def metric(llm: LLM, name: str) -> Any:
     return {m.name: getattr(m, "value", None) for m in llm.get_metrics()}[name]
 
 
-def refused(folder: Path, match: str, **options) -> None:
+def refused(folder: Path, match: str, **options: Any) -> None:
     with pytest.raises(Exception, match=match) as found, engine(folder, **options):
         pass
     assert isinstance(found.value, RotorError) or match in str(found.value)

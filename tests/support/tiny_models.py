@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -24,10 +25,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-ROOT = Path(__file__).parent.parent
-DEMO_MODEL = ROOT / "artifacts" / "demo-model"
+from support.paths import DEMO_MODEL
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": 4096,
     "bos_token_id": 0,
     "eos_token_id": 0,
@@ -36,15 +36,15 @@ COMMON = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 256,
 }
-SIZES = COMMON | {
+SIZES: dict[str, Any] = COMMON | {
     "intermediate_size": 64,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 16,
     "tie_word_embeddings": True,
 }
-IMPLIED_HEAD_DIM = {k: v for k, v in SIZES.items() if k != "head_dim"} | {"hidden_size": 128}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+IMPLIED_HEAD_DIM: dict[str, Any] = {k: v for k, v in SIZES.items() if k != "head_dim"} | {"hidden_size": 128}
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -97,7 +97,7 @@ CONFIGS = {
         query_pre_attn_scalar=24,
     ),
     "gpt_neox": lambda: GPTNeoXConfig(
-        **COMMON | {"hidden_size": 160}, num_attention_heads=2, intermediate_size=64, rotary_pct=0.25
+        **COMMON | {"hidden_size": 160, "rotary_pct": 0.25}, num_attention_heads=2, intermediate_size=64
     ),
     "opt": lambda: OPTConfig(
         **COMMON | {"hidden_size": 160, "pad_token_id": 1}, num_attention_heads=2, ffn_dim=64, word_embed_proj_dim=64

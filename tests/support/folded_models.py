@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from random_layers import of_numbers, random_bases, write_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -28,6 +27,7 @@ from rotor.checkpoint.rewrite import rewrite
 from rotor.runtime import attention
 from rotor.runtime.attention import RotorAttention
 from rotor.runtime.integration import replace_attention
+from support.random_layers import of_numbers, random_bases, write_checkpoint
 
 Bits = Sequence[tuple[int, ...]]
 """Of each group in turn, of its channels in turn, over and over."""

@@ -1,4 +1,4 @@
-"""A plugin of pytest that makes Triton's interpreter quicker, for checks that it runs (`-p interpreter`).
+"""A plugin of pytest that makes Triton's interpreter quicker, for checks that it runs (`-p support.interpreter`).
 
 What it computes stays as it is:
 

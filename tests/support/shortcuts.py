@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-import rotor
 from rotor.models import sequences
 from rotor.models import tokenizer as tokenizers
 from rotor.search.report import report
 from rotor.search.report.style import STYLE
+from support.paths import DEMO_MODEL
 
-ROOT = Path(rotor.__file__).parent.parent
-DEMO_MODEL = ROOT / "artifacts" / "demo-model"
 FILES = ("tokenizer.json", "tokenizer_config.json")
 """Of the bundled tokenizer, which nearly all models of the tests have."""
 
@@ -28,7 +26,7 @@ def quicker() -> Iterator[None]:
     drawn but not laid out. Tokens of long texts are kept, since held-out text is the same for most measurements. The
     bundled tokenizer is tried in a process of its own once, and not with every config.json beside it."""
     encode, known = sequences.encode, {}
-    trial, verdicts = tokenizers._trial, []
+    trial, verdicts = tokenizers._trial, list[Any]()
 
     def missing(data: object) -> dict[str, str]:
         raise ImportError

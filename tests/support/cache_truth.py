@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -17,12 +18,12 @@ from rotor.search.evaluation import cached
 from rotor.search.evaluation.scoring import Scores, score
 
 
-def cache_of(policy: Policy, config) -> Cache:
+def cache_of(policy: Policy, config: Any) -> Cache:
     """A cache that follows a policy, for a model that was not given it: rows have no padding."""
-    return Cache(layers=policy.layers(config.num_hidden_layers))
+    return Cache(layers=[*policy.layers(config.num_hidden_layers)])
 
 
-def scores_behind(model, rows: Tensor, prefill: int, policy: Policy | None = None, step: int = 1) -> Scores:
+def scores_behind(model: Any, rows: Tensor, prefill: int, policy: Policy | None = None, step: int = 1) -> Scores:
     """Of what follows the prefill, read through a cache of a policy, against the model without one."""
     network = LayerwiseModel.of(model)
     with patch.object(cached, "DynamicCache", partial(cache_of, policy)) if policy else nullcontext():

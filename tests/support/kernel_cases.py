@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import truth
 from torch import Tensor
 
 from rotor.checkpoint.channels import Channels, Latent, Numbers
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import rotate
+from support import kernel_truth as truth
 
 MIXED = Channels(n16=2, n12=1, n8=5, n6=6, n4=24, n2=5)
 """A latent with every width, and places left over."""
@@ -131,7 +132,7 @@ def random_case(
     return Case(parameters, query, rows[0], rows[1], rotation, first)
 
 
-def case_of(name: str, batch_size: int, seq_len: int, kv_len: int, heads_per_kv: int = 3, **rest) -> Case:
+def case_of(name: str, batch_size: int, seq_len: int, kv_len: int, heads_per_kv: int = 3, **rest: Any) -> Case:
     """A case of one of LAYERS."""
     layout = LAYERS[name]
     shape = shape_of(layout.group_size * len(layout.groups), heads_per_kv, 24, 0 if name == "no rope" else 16)

@@ -30,7 +30,7 @@ NO_ROPE = AttentionShape(1, 8, 4, 16, 64)
 WIDE, NARROW = Channels(1, 0, 2, 5), Channels(n8=3, n4=4)
 
 
-def layout_of(size: int, latents: list[tuple[Latent, Latent | None]], form: KeyForm = POST_ROPE) -> LayerLayout:
+def layout_of(size: int, latents: Sequence[tuple[Latent, Latent | None]], form: KeyForm = POST_ROPE) -> LayerLayout:
     """Groups of `size` KV heads in reverse order, of these key and value latents."""
     heads = list(reversed(range(size * len(latents))))
     groups = (GroupLayout(tuple(heads[i * size : (i + 1) * size]), *own) for i, own in enumerate(latents))

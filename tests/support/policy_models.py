@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST_EVALUATION, SHORT_TEXT, calibrated
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rotor.calibration.calibrate import calibrate
 from rotor.search.export.export import export
+from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated
 
 COMPRESSED = ("pre", "post", "codes")
 

@@ -8,11 +8,11 @@ import shlex
 from pathlib import Path
 
 import typer.main
-from conftest import ROOT
 
 from rotor.cli.commands import app
 from rotor.recipe import EXPORT_SECTIONS, load_recipe, override
 from rotor.recipe.settings import Goal
+from support.paths import ROOT
 
 NAMES = tuple(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 ANYTHING = "0.5"

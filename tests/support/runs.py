@@ -1,0 +1,91 @@
+"""Settings with which commands take seconds, and small runs made with them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.run import Run
+from rotor.checkpoint.manifest import Manifest, write_manifest
+from rotor.models.source import Checkpoint
+from rotor.search.compressible import CompressibleModel
+from support.paths import ROOT
+
+FAST_EVALUATION = [
+    "evaluation.seq_len=128",
+    "evaluation.search_tokens=1024",
+    "evaluation.report_tokens=1024",
+    "evaluation.lookup_prompts=8",
+    "evaluation.copy_prompts=8",
+    "search.resolution=0.1",
+]
+"""Overrides for tests that need a measured table but not a precise one."""
+
+SHORT_TEXT = [
+    "evaluation.source=text",
+    f"evaluation.path={ROOT / 'LICENSE'}",
+    "evaluation.search_tokens=512",
+    "evaluation.report_tokens=512",
+    "evaluation.lookup_prompts=8",
+    "evaluation.copy_prompts=8",
+]
+"""Overrides for tests that need some measurement: a text that is tokenised in no time, and few prompts."""
+
+TABLE_OPTIONS = [item for setting in [*FAST_EVALUATION, *SHORT_TEXT] for item in ("--set", setting)]
+SMALL_OPTIONS = [
+    "--set",
+    "tokens.source=random",
+    "--set",
+    "tokens.count=1024",
+    "--set",
+    "tokens.seq_len=64",
+    *TABLE_OPTIONS,
+]
+
+SMALL_STUDY = [
+    "tokens.count=1024",
+    "tokens.seq_len=64",
+    "evaluation.lookup_prompts=4",
+    "evaluation.copy_prompts=4",
+    "evaluation.seq_len=64",
+    "evaluation.search_tokens=256",
+    "evaluation.report_tokens=512",
+    "search.resolution=0.2",
+]
+
+
+def calibrated(model: Path, out: Path, domain: str, size: int | str, **bases: str) -> Run:
+    """A run of a tiny model in a domain and group size; closed-form bases unless said otherwise."""
+    overrides = [
+        f"groups.domain={domain}",
+        f"groups.size={size}",
+        f"bases.qk={bases.get('qk', 'kq')}",
+        f"bases.vo={bases.get('vo', 'kq')}",
+        "tokens.count=1024",
+        "tokens.seq_len=64",
+        "ranks.multiple_of=4",
+        *FAST_EVALUATION,
+        *SHORT_TEXT,
+    ]
+    return calibrate(model, out, "fdc", overrides)
+
+
+def reseal(folder: Path) -> str:
+    """Give an edited run or checkpoint a manifest that fits, as somebody might who means harm; its new digest."""
+    return write_manifest(folder, Manifest.read(folder).kind)
+
+
+def in_memory(run: Run, rewrite_dtype: torch.dtype | None = None) -> CompressibleModel:
+    """The run's model in float32 on the CPU, ready to be compressed."""
+    return CompressibleModel(Checkpoint(run.model_folder), torch.device("cpu"), torch.float32, rewrite_dtype)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
