@@ -58,10 +58,33 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (tmp_path / "out" / "demo" / "manifest.json").is_file()
 
 
-def test_the_workflow_runs_what_checks_a_submission() -> None:
-    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text("utf-8"))["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+def commands_of(workflow: str) -> dict[str, list[str]]:
+    """What each job of a workflow runs."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text("utf-8"))["jobs"]
+    return {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+
+
+def test_workflows_run_what_checks_a_submission_and_targets_that_exist() -> None:
+    found = commands_of("ci.yml")
+    assert found["test"] == [".ci/run"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    rest = [command for commands in [*found.values(), *commands_of("nightly.yml").values()] for command in commands]
+    assert {command.removeprefix("make ") for command in rest} - {".ci/run"} <= set(targets)
+
+
+def test_the_workflow_tests_every_python_that_is_supported() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    supported = re.findall(r"Programming Language :: Python :: (3\.\d+)", project)
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == supported
+
+
+def test_hooks_before_a_commit_are_part_of_lint() -> None:
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    for hook in local["hooks"]:
+        assert hook["entry"].replace(".venv/bin", "$(BIN)") in makefile
 
 
 @pytest.mark.parametrize("name", ["bug", "model-family", "method"])
