@@ -16,7 +16,7 @@ LOG = "log.txt"
 
 
 def is_first_process() -> bool:
-    """Of those that torchrun started; the others are silent."""
+    """Whether this is the first of the processes that torchrun started; the others are silent."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -56,7 +56,7 @@ def log_file(folder: Path, command: str) -> Iterator[None]:
     arguments = shlex.join(sys.argv[1:])
 
     def note(level: int, text: str) -> None:
-        """In the file alone: on the terminal the command line says it in its own words."""
+        """Write to the file alone: on the terminal the command line says it in its own words."""
         handler.handle(log.makeRecord(log.name, level, __file__, 0, f"{command} {text}", (), None))
 
     try:

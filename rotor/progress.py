@@ -32,7 +32,7 @@ class Progress:
 
 
 def in_time(seconds: float) -> str:
-    """In the unit that people would use."""
+    """Format a time in the unit that people would use."""
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"

@@ -20,7 +20,7 @@ from ..logs import is_first_process, log, printable
 from ..progress import Advance, Progress, in_time
 
 SECONDS_BETWEEN_LINES = 30.0
-"""Of a task that has no bar."""
+"""Seconds between lines about a task that has no bar."""
 
 clock = time.monotonic
 

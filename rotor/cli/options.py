@@ -50,7 +50,7 @@ HELP = {
     "as_json": "Print one JSON object on stdout.",
     "quiet": "Print nothing but errors, and what --json or generate prints.",
 }
-"""By the name of the parameter; a command's docstring goes first."""
+"""Help text by parameter name, where a command's docstring has none."""
 
 NAMES = {
     "out": ("--out", "-o"),
@@ -87,7 +87,7 @@ class DeviceOptions:
 
 @dataclass
 class MemoryOptions(DeviceOptions):
-    """And how weights are held there."""
+    """Device options, with how weights are held on it."""
 
     offload: str = "auto"
 
@@ -105,7 +105,7 @@ class Json:
 
 @dataclass
 class Printed(Json):
-    """And what beside them."""
+    """Output options, with --quiet."""
 
     quiet: bool = False
 

@@ -1,6 +1,6 @@
-"""The methods of bases that there are, as data: what recipes, help and tables say of them, without computing anything.
+"""The methods of bases as data: what recipes, help and tables say of them.
 
-A new method is a function in a file of this package and one entry here; neither needs torch to be named.
+A new method is a function in a file of rotor.calibration.bases and one entry here. Naming a method needs no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Domain = Literal["post", "pre"]
 """After RoPE; before it, or rotated within blocks of positions. Without RoPE any will do."""
 
 Side = Literal["qk", "vo"]
-"""Of queries and keys, or of values and what reads them."""
+"""`qk`: queries and keys; `vo`: values and what reads them."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class BasisMethod:
     """A way to compute the basis of one side, under the name that recipes give it.
 
     summary: one line, for help and tables; papers by their short names (docs/design.md, Sources).
-    implementation: MODULE:FUNCTION, from Inputs to a BasisPair; a module of this package.
+    implementation: MODULE:FUNCTION, from Inputs to a BasisPair; a module of rotor.calibration.bases.
     domains: where keys may be compressed with it.
     gradients: it reads the gradients of the model's loss by keys or values, too.
     moments: names of the second moments that it reads: `query`, `key` (as keys are stored), `value`, `output`.
@@ -134,7 +134,7 @@ METHODS = (
 )
 
 QK_METHODS = {method.name: method for method in METHODS if method.side == "qk"}
-"""By the names that `bases.qk` may have."""
+"""Methods by the names that `bases.qk` may have."""
 
 VO_METHODS = {method.name: method for method in METHODS if method.side == "vo"}
-"""By the names that `bases.vo` may have."""
+"""Methods by the names that `bases.vo` may have."""

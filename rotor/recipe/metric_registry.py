@@ -80,11 +80,11 @@ _ROWS = (
 )
 
 METRICS: dict[str, MetricInfo] = {info.name: info for info in _ROWS}
-"""By name."""
+"""Metrics by name."""
 
 
 def metric_info(name: str) -> MetricInfo:
-    """The row of a metric; of one that only a foreign file names, its name."""
+    """The row of a metric; for one that only a foreign file names, a row with that name."""
     return METRICS.get(name) or MetricInfo(name, name, name)
 
 
@@ -96,7 +96,7 @@ def primitive_metrics(name: str) -> tuple[str, ...]:
 def ratio_rows(
     values: Mapping[str, float | None], base: dict[str, Any], left_out: Mapping[str, Mapping[str, str]]
 ) -> list[tuple[str, str]]:
-    """Of each metric that is measured by itself its label, and its value or why it was left out.
+    """Label and value of each metric that is measured by itself, or why it was left out.
 
     Args:
         left_out: why, by split and name.

@@ -1,6 +1,6 @@
 """The methods that turn spectra into ranks, as data: what recipes, help and tables say of them.
 
-A new method is a class in a file of this package and one entry here; neither needs torch to be named.
+A new method is a class in a file of rotor.calibration.allocation and one entry here. Naming a method needs no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RankMethod:
     """A way from singular values to ranks, under the name that `ranks.method` gives it.
 
     summary: one line, for help and tables; papers by their short names (docs/design.md, Sources).
-    implementation: file in this package, and the SpectraPath in it.
+    implementation: file in rotor.calibration.allocation, and the SpectraPath in it.
     needs: what has to be measured beside the spectra.
     """
 
@@ -64,4 +64,4 @@ _METHODS = (
 )
 
 RANK_METHODS = {method.name: method for method in _METHODS}
-"""By the names that `ranks.method` may have."""
+"""Methods by the names that `ranks.method` may have."""

@@ -55,19 +55,19 @@ class Tokens:
     template half of the rows as a chat; `text` reads the file or folder `path`; `dataset` reads `column` of a `split`
     of `dataset`."""
     path: str | None = None
-    """Of `text`: a UTF-8 file, or a folder of them; `rotor calibrate --text FILE` sets it here and in `evaluation`."""
+    """File of UTF-8 text, or a folder of them, for `text`; `rotor calibrate --text FILE` sets it here and in `evaluation`."""
     dataset: str | None = None
-    """Of `dataset`: a name on the hub (NAME or NAME:CONFIG), or a local folder."""
+    """Data set for `dataset`: a name on the hub (NAME or NAME:CONFIG), or a local folder."""
     split: str = "train"
-    """Of the data set."""
+    """Split of the data set."""
     column: str = "text"
-    """Of the data set, with the text."""
+    """Column of the data set that has the text."""
     count: Count = 8192
     """Tokens in all, before any are pruned."""
     seq_len: RowLength = 512
     """Tokens in a row, or the model's longest sequence if that is shorter."""
     seed: Seed = 0
-    """Of what is drawn: random tokens, the text that the model writes, the order of a data set."""
+    """Seed of what is drawn: random tokens, the text that the model writes, the order of a data set."""
 
 
 @dataclass(frozen=True, config=MODEL)
@@ -80,7 +80,7 @@ class Prune:
     """Centroids that replace queries, keys and values, of each KV head or group apart; null for the exact moments,
     which are both more accurate and cheaper."""
     seed: Seed = 0
-    """Of which sequences are dropped, and of the first centroids."""
+    """Seed of which sequences are dropped, and of the first centroids."""
 
 
 @dataclass(frozen=True, config=MODEL)
@@ -112,9 +112,9 @@ class Bases:
     """Methods of the bases."""
 
     qk: Annotated[str, OneOf(QK_METHODS)] = "svd"
-    """Of queries and keys: a name in rotor.calibration.bases (`rotor recipes` lists them)."""
+    """Method for queries and keys: a name that `rotor recipes` lists."""
     vo: Annotated[str, OneOf(VO_METHODS)] = "palu"
-    """Of values and what reads them, likewise."""
+    """Method for values and what reads them: a name that `rotor recipes` lists."""
     refit: bool = False
     """Least-squares refit of each query head's slice of W_o at the rank that it gets."""
 
@@ -129,7 +129,7 @@ class Ranks:
     """Ranks from singular values."""
 
     method: Annotated[str, OneOf(RANK_METHODS)] = "removal-rate"
-    """A name in rotor.calibration.allocation (`rotor recipes` lists them)."""
+    """Method that turns singular values into ranks: a name that `rotor recipes` lists."""
     multiple_of: Size = 16
     """Stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide."""
     probe_shares: Shares = (0.35, 0.125)
@@ -147,7 +147,7 @@ class Ranks:
 
 @dataclass(frozen=True, config=MODEL)
 class Codes:
-    """Bits of the channels of a latent, and what they are allocated by."""
+    """Bits of the channels of a latent, and the gradients that decide them."""
 
     bits: Annotated[
         tuple[int, ...], Expect(_are_widths, f"0 and at least one of {', '.join(map(str, sorted(WIDTHS)))}, each once")
@@ -156,7 +156,7 @@ class Codes:
     many. With 12, 8, 6, 4 or 2 among them, channels are codes: bits are allocated over all layers and sides by what
     an error in each channel costs the model's own loss, and `ranks` is not used."""
     tokens: Count = 16384
-    """Calibration tokens, the first ones, whose gradients say that."""
+    """Calibration tokens, the first ones, whose gradients decide the bits."""
     repeats: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of their rows in which a span, of the text or of random tokens, is stated again further on: gradients of
     text alone say little of what a model looks far back by."""
@@ -167,7 +167,7 @@ class Distil:
     """Training of bases and codes by the KL divergence from the uncompressed model; its weights stay as they are."""
 
     steps: Annotated[int, Field(ge=0, le=1 << 20)] = 0
-    """Steps of gradient descent; 0 trains nothing. Of recipes with codes; the whole model has to be in memory."""
+    """Steps of gradient descent; 0 trains nothing. For recipes with codes; the whole model has to be in memory."""
     tokens: Count = 2048
     """Calibration tokens of a step. They are all drawn from, with spans stated again as `codes.repeats` says."""
 
@@ -181,18 +181,18 @@ class Evaluation:
     for; `text` reads the file or folder `path`. Its documents are dealt to three splits that share none: one for
     calibrations on the same text, one to search, one to report."""
     path: str | None = None
-    """Of `text`: a UTF-8 file, or a folder of them; `rotor calibrate --text FILE` sets it here and in `tokens`."""
+    """File of UTF-8 text, or a folder of them, for `text`; `rotor calibrate --text FILE` sets it here and in `tokens`."""
     seq_len: RowLength = 512
     """Tokens in a row."""
     search_tokens: Count = 16384
-    """Of the split that chooses ranks."""
+    """Tokens of the split that chooses ranks and bits."""
     report_tokens: Count = 24576
-    """Of the split that is measured once, for what was chosen."""
+    """Tokens of the split that is measured once, for what was chosen."""
     metric: Metric = "default"
     """What accuracy means. `default` is the smallest of the next-token accuracy ratio, the perplexity ratio, and
     look-up over a distance (of keys, and of random tokens to be copied)."""
     seed: Seed = 0
-    """Of the deal to the splits, and of the prompts that metrics draw."""
+    """Seed of the deal to the splits, and of the prompts that metrics draw."""
     lookup_prompts: Prompts = 64
     """Look-up rows in each split."""
     lookup_keys: Items = 16
@@ -202,7 +202,7 @@ class Evaluation:
     copy_tokens: Items = 32
     """The most random tokens in a copying row."""
     filler_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 200
-    """Held-out text between what is stated and what asks for it, in both, as far as seq_len has room."""
+    """Tokens of held-out text between what is stated and what asks for it, in both, as far as seq_len has room."""
     lm_eval_limit: Annotated[int, Field(ge=1, le=1 << 24)] | None = 200
     """Documents of a task of --tasks; null takes them all."""
 

@@ -28,7 +28,7 @@ class TokenSamples:
 
 @dataclass(frozen=True)
 class LayerFisher:
-    """Of one layer, on the CPU.
+    """Fisher information of one layer and samples of its gradients, on the CPU.
 
     information: second moments of the gradients by what was wanted of keys, values and both; the gradient of the summed
         loss, so that information / tokens is per token. Those of few tokens are shortened.

@@ -1,4 +1,4 @@
-"""What calibration finds of the codes of one layer, and its bases with the channels of a plan."""
+"""The codes that calibration fits for a layer, and its bases with the channels of a plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ are in the key latent."""
 
 
 def as_pair(latents: Sequence[Channels]) -> tuple[Channels, Channels | None]:
-    """The latents of a group, of keys and of values or of both, as GroupChannels has them."""
+    """Pair the latents of a group (keys and values, or one of both) as GroupChannels does."""
     return latents[0], latents[1] if len(latents) > 1 else None
 
 
@@ -37,10 +37,10 @@ def channels_bytes(channels: list[GroupChannels]) -> int:
 
 @dataclass(frozen=True)
 class SideCodes:
-    """Of one side (keys or values) of a layer, batched over its groups; float64.
+    """Fitted codes of one side (keys or values) of a layer, batched over its groups; float64.
 
     weight: [num_groups, channels], what a squared error of 1 in each channel costs in nats per token. variance:
-    likewise, each token weighed by its squared gradient. mean, scale, distortion: [widths, num_groups, channels], at
+    the same shape, each token weighed by its squared gradient. mean, scale, distortion: [widths, num_groups, channels], at
     the bits of MEASURED; see ChannelFit.
     """
 
@@ -77,7 +77,7 @@ class LayerCodes:
 
     @property
     def sides(self) -> tuple[SideCodes, ...]:
-        """Of each latent."""
+        """The codes of each latent."""
         return (self.qk,) if self.vo is None else (self.qk, self.vo)
 
 

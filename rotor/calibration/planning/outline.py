@@ -85,7 +85,7 @@ class ModelOutline:
 
     @property
     def frequencies(self) -> Frequencies | None:
-        """Those of RoPE, or None where they depend on the length of a sequence."""
+        """Frequencies of RoPE, or None where they depend on the length of a sequence."""
         found = {rotary_frequencies(self.config, layer) for layer in range(self.shape.num_layers)}
         return None if None in found else sorted(of_kind for of_kind in found if of_kind)
 

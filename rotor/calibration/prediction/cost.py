@@ -58,13 +58,13 @@ class LayerTime:
 
     @classmethod
     def of(cls, cache_bytes: float, instructions: float, projection_bytes: float, device: Device) -> LayerTime:
-        """By the limits of a device."""
+        """Time by the limits of a device: the slower of reading and issuing."""
         attention = max(device.read_seconds(cache_bytes), device.issue_seconds(instructions))
         return cls(cache_bytes, instructions, projection_bytes, attention, device.read_seconds(projection_bytes))
 
 
 def layer_time(layout: LayerLayout, shape: AttentionShape, device: Device, step: DecodeStep) -> LayerTime:
-    """Of a compressed layer."""
+    """Predict the time of a compressed layer in a decode step."""
     tensors = layer_tensors(layout, shape, ())
     weights = sum(math.prod(spec.shape) * (4 if spec.float32 else step.element_bytes) for spec in tensors.values())
     instructions = 0.0
@@ -81,7 +81,7 @@ def layer_bytes(layout: LayerLayout, shape: AttentionShape, element_bytes: int) 
 
 
 def uncompressed_layer_time(shape: AttentionShape, device: Device, step: DecodeStep) -> LayerTime:
-    """Of a layer of the uncompressed model."""
+    """Predict the time of a layer of the uncompressed model in a decode step."""
     weights = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size * step.element_bytes
     return LayerTime.of(step.keys * uncompressed_layer_bytes(shape, step.element_bytes), 0.0, weights, device)
 
@@ -92,7 +92,7 @@ def uncompressed_layer_bytes(shape: AttentionShape, element_bytes: int) -> int:
 
 
 def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device: Device, step: DecodeStep) -> float:
-    """Of attention in all layers with their projections."""
+    """Predicted seconds of a decode step: attention in all layers, with their projections."""
     return sum(layer_time(layout, shape, device, step).seconds for layout in layouts)
 
 

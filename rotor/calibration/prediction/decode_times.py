@@ -23,7 +23,7 @@ SCENARIOS: tuple[tuple[str, float], ...] = (("0.75", 0.75), ("0.875", 0.875), ("
 """Name, and share of the bytes of keys and values that is removed."""
 
 FAST_PLANES = 16
-"""Of the candidates that rebuild some."""
+"""Fast planes of the candidates that rebuild some."""
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,11 @@ class Device:
     instructions_per_cycle: Annotated[float, Field(gt=0, le=4)] = INSTRUCTIONS_PER_CYCLE
 
     def read_seconds(self, size_bytes: float) -> float:
-        """Of reading so many bytes from its memory."""
+        """Seconds to read this many bytes from its memory."""
         return size_bytes / self.bandwidth_bytes_per_s
 
     def issue_seconds(self, warp_instructions: float) -> float:
-        """Of issuing so many instructions on all of its SMs; 0 where these are not known."""
+        """Seconds to issue this many warp instructions on all SMs; 0 where SMs or clock are not known."""
         if self.sms is None or self.clock_hz is None:
             return 0.0
         return warp_instructions / (self.sms * self.clock_hz * self.instructions_per_cycle)

@@ -90,7 +90,7 @@ def read_table(data: Mapping[str, Any]) -> Table:
 
 
 def kind_of(layout: LayerLayout) -> str:
-    """Of a layer's kernels; see Specialisation."""
+    """Name the kind of kernels that serve a layer; see Specialisation."""
     if layout.coded:
         return "joint" if layout.joint else "apart"
     return "numbers"

@@ -45,7 +45,7 @@ def collect(folder: Path) -> ReportData:
 
 
 def collect_run(run: Run) -> ReportData:
-    """Of a run that is open."""
+    """Collect what the report of an open run shows."""
     data = ReportData("run", run.folder.resolve().name, str(run.info["model"]["name"]), run.recipe)
     table = RankTable.latest(run)
     point = None
@@ -69,7 +69,7 @@ def collect_run(run: Run) -> ReportData:
 def collect_checkpoint(
     folder: Path, report: CheckpointInfo, recipe: Recipe, run: Run | str, place: Path | None = None
 ) -> ReportData:
-    """Of a checkpoint whose rotor.json and recipe are known.
+    """Collect what the report of a checkpoint shows, given its rotor.json and recipe.
 
     Args:
         run: its opened run, or why there is none. place: where the folder will be, if that is not where it is.
@@ -166,7 +166,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
 
 
 def _spectrum_names(run: Run) -> dict[str, str]:
-    """By side, what singular values are of; a joint latent has one set of them, of `joint`."""
+    """What the singular values of each side belong to; a joint latent has one set, under `joint`."""
     form, heads, joint = run.form
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
     where = f"{form.in_words(run.shape)}, {size}"

@@ -45,7 +45,7 @@ class Cell:
 
 
 def groups_of_point(run: Run, point: Point) -> list[list[GroupLayout]]:
-    """Of each layer of a measured point."""
+    """The groups of each layer of a measured point."""
     layers, size = [], run.form.group_size
     for index in range(len(point.ranks)):
         pairs: Sequence[tuple[Latent, Latent | None]] = [(Numbers(qk), Numbers(v)) for qk, v in point.ranks[index]]

@@ -19,7 +19,7 @@ KEYS, MUTED, ACCENT = "#1f5fbf", "#8a93a3", "#0f7b53"
 SIDE_NAMES = {"qk": "keys", "vo": "values", JOINT: "keys and values together"}
 
 SVG_STYLE: dict[Any, Any] = {**STYLE, "svg.fonttype": "none", "svg.hashsalt": "rotor"}
-"""With the same bytes for the same data."""
+"""Style of figures; the same data gives the same bytes."""
 
 FLOOR = 1e-6
 """Smallest share that a logarithmic axis of a spectrum shows."""
@@ -46,7 +46,7 @@ def figures(data: ReportData) -> dict[str, str]:
 
 
 def _drawings(data: ReportData) -> dict[str, tuple[Callable[[Any], None], str]]:
-    """By name, what draws on a figure of matplotlib, and a text for those who do not see it."""
+    """By name: a function that draws on a matplotlib figure, and a text for those who do not see it."""
     found: dict[str, tuple[Callable[[Any], None], str]] = {}
     if data.points:
         text = f"Accuracy against compression: {len(data.points)} measured points; the numbers are in the table below."

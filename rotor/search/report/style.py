@@ -15,7 +15,7 @@ STYLE: dict[Any, Any] = {
 }
 
 MARKERS = "osD^vPX*<>"
-"""Of the lines of a plot, in turn."""
+"""Markers of the lines of a plot, in turn."""
 
 LOSS_FLOOR = 5e-4
 """Losses of accuracy below it, none among them, are drawn at it: a logarithmic axis has no 0."""

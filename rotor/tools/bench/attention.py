@@ -200,7 +200,7 @@ def bench_layer(
 
 
 def relative_error(output: Tensor, exact: Tensor) -> float:
-    """Of the last queries, which `exact` has; NaN where `output` has one."""
+    """Relative error of the last queries, those that `exact` has; NaN where `output` has one."""
     got = output[:, -exact.shape[1] :].double()
     return float((got - exact).norm() / exact.norm().clamp(min=1e-30))
 

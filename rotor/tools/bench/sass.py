@@ -152,12 +152,12 @@ class Graph:
         return {start} | networkx.descendants(self.flow, start)
 
     def _instructions(self, block: int) -> float:
-        """Of a block, with the routines that it calls."""
+        """Count the instructions of a block, with the routines that it calls."""
         called = (x.target for x in self.blocks[block] if x.base == "CALL" and x.target is not None and not x.jumps)
         return len(self.blocks[block]) + sum(map(self._routine, called))
 
     def _routine(self, label: str) -> float:
-        """Of a called routine; a loop in it runs once."""
+        """Count the instructions of a called routine; a loop in it runs once."""
         if label not in self.labels:
             raise CountError(f"a call of {label}, which is not in the machine code")
         if label not in self._routines:

@@ -56,7 +56,7 @@ def layer_tasks(
 
 
 def unsplit(tasks: Tasks, sms: int) -> list[list[Part]]:
-    """In order: the GPU gives the next task to the SM that is free first."""
+    """Give tasks out in order: the next goes to the SM that is free first."""
     return _to_the_least_loaded(tasks, sms, range(len(tasks.tiles)))
 
 

@@ -35,7 +35,7 @@ class StudiedCache:
     removed: float = 0.0
 
     def task(self, study: StudyContext, key: str, name: str) -> Task:
-        """On the report split and its tasks."""
+        """The task that measures the cache on the report split and its prompts."""
         return Task(key, partial(self.measure, study, name))
 
     def measure(self, study: StudyContext, name: str, bench: CacheBench | None = None) -> CacheRecord:
@@ -72,7 +72,7 @@ class CachePart(Part):
     text: ClassVar[str] = ""
 
     def caches(self, study: StudyContext) -> Mapping[str, StudiedCache]:
-        """By the name of their records."""
+        """Caches by the name of their records."""
         raise NotImplementedError
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
@@ -100,7 +100,7 @@ def cache_records(store: StudyStore, part: str) -> list[CacheRecord]:
 
 
 def _csv_row(record: CacheRecord) -> dict[str, Any]:
-    """By column; without numbers where it was skipped."""
+    """One row of the CSV file by column; without numbers where the cache was skipped."""
     plain = {key: value for key, value in asdict(record).items() if not isinstance(value, (dict, list))}
     if record.skipped:
         plain |= {key: "" for key in plain if key not in ("name", "family", "skipped")}
@@ -108,7 +108,7 @@ def _csv_row(record: CacheRecord) -> dict[str, Any]:
 
 
 def cache_table(records: Sequence[CacheRecord], title: str, text: str = "") -> Table:
-    """By falling mean bytes; what was skipped, with its reason, at the end."""
+    """Table of caches by falling mean bytes; skipped ones, with the reason, at the end."""
     tasks = _tasks_of(records)
     header = [
         "cache",

@@ -24,7 +24,7 @@ from ...search.evaluation.prompts import EvaluationContext
 from ...search.measurer import Measurer
 
 PROMPT_SHARE = 0.75
-"""Of a row of text, that is the prompt; GEAR's tasks have three quarters (900 tokens of 1156 in GSM8k)."""
+"""Share of a sequence of text that is the prompt: three quarters, as in GEAR's tasks (900 tokens of 1156 in GSM8k)."""
 
 TEXT = ("token_accuracy", "ppl_ratio", "top1_agreement", "kl_div")
 """What is measured of text."""
@@ -135,7 +135,7 @@ def _read(network: CompressibleModel, policy: Policy | None, rows: Tensor, **opt
 
 
 def of_row(policy: Policy | None, tokens: int) -> Policy | None:
-    """With the share of a policy that evicts taken of a whole row of so many tokens, in place of its prompt."""
+    """A policy that evicts, its share taken of a whole sequence of `tokens` in place of the prompt; others as they are."""
     if not isinstance(policy, Eviction) or policy.tokens is not None:
         return policy
     return replace(policy, tokens=max(1, round(policy.share * tokens)))

@@ -32,7 +32,7 @@ def write_tables(store: StudyStore, parts: Sequence[Part]) -> list[Path]:
 
 
 def _csv_text(rows: Sequence[dict[str, Any]]) -> str:
-    """With a column for each key of any row; None and what a row has not are empty."""
+    """CSV text with a column for each key of any row; None and missing values are empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
     writer.writeheader()

@@ -33,9 +33,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Table:
-    """Of summary.md. title: of the section that it begins; without one it belongs to the section before.
+    """A table of summary.md.
 
-    text: a paragraph before it.
+    title: heading of the section that it begins; without one it belongs to the section before. text: a paragraph before
+    it.
     """
 
     header: Sequence[str]
@@ -68,12 +69,12 @@ class Part(ABC):
         `study.store`."""
 
     def tables(self, store: StudyStore) -> Iterable[Table]:
-        """Of summary.md, by the records that there are."""
+        """Tables of summary.md, from the records that exist so far."""
         del store
         return ()
 
     def rows(self, store: StudyStore) -> Iterable[dict[str, Any]]:
-        """Of the file `csv`, by column."""
+        """Rows of the file `csv`, by column."""
         del store
         return ()
 

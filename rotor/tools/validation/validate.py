@@ -237,7 +237,7 @@ class _Numerics:
         return self.shared[kind][1]
 
     def _placement(self) -> Placement:
-        """By what the source takes, the larger of the two, which are loaded one after the other."""
+        """Choose by what the source takes, the larger of the two models, which are loaded one after the other."""
         if isinstance(self.source, Checkpoint):
             return Placement.choose(self.source, self.recipe, self.compute, self.progress)
         device = pick_device(self.compute.device)

@@ -27,7 +27,7 @@ METRIC_LABELS = {
 """What is recorded of a point in each split; a point may lack some."""
 
 Records = dict[str, dict[str, Any]]
-"""Of one recipe, by what they are: targets, p0.10 ..."""
+"""Records of one recipe, by what they are: targets, p0.10 ..."""
 
 
 class Curves(Part):
@@ -67,7 +67,7 @@ class Curves(Part):
 
 
 def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task]:
-    """Of one recipe."""
+    """The tasks of one recipe: its points and its targets."""
 
     def point(target: float) -> dict[str, Any]:
         measurer, path = study.path(name, recipe)
@@ -77,7 +77,7 @@ def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task
         return {**point_record(measurer.measure(plan)), "target": target}
 
     def targets() -> dict[str, Any]:
-        """By target, the point that `rotor export --accuracy` would choose, or why there is none."""
+        """The point that `rotor export --accuracy` would choose for each target, or why there is none."""
         (measurer, path), found = study.path(name, recipe), dict[str, Any]()
         for target in TARGETS:
             try:
@@ -106,7 +106,7 @@ def point_record(point: Point) -> dict[str, Any]:
 
 
 def curves(records: Mapping[str, dict[str, Any]]) -> dict[str, Records]:
-    """Of a study's records those of this part, by recipe."""
+    """Select this part's records of a study, by recipe."""
     found: dict[str, Records] = {}
     for key, record in records.items():
         if key.startswith("curves/"):
@@ -144,7 +144,7 @@ def _target_cell(point: Mapping[str, Any]) -> str:
 
 
 def _points_table(found: Mapping[str, Records]) -> Table:
-    """Of every point its stored compression, and what was measured on the report split."""
+    """Table of every point: its stored compression and what was measured on the report split."""
     every = [(name, point) for name, records in found.items() for point in points(records)]
     metrics = [name for name in METRIC_LABELS if any(name in point["report"] for _, point in every)]
     rows = []
@@ -156,7 +156,7 @@ def _points_table(found: Mapping[str, Records]) -> Table:
 
 
 def _draw(found: Mapping[str, Records], figure: Any) -> None:
-    """From the uncompressed model on. Hollow marks are the points of the table: what each target accuracy led to."""
+    """Draw curves from the uncompressed model on. Hollow marks are the points of the table of targets."""
     figure.suptitle("accuracy and KL against compression, report split (95 % intervals; hollow: at the targets)")
     accuracy, divergence = figure.subplots(1, 2)
     for index, (name, records) in enumerate(found.items()):

@@ -12,10 +12,10 @@ from ..part import Table
 from ..store import StudyStore
 
 SHARES = (0.5, 0.375, 0.28, 0.2, 0.15, 0.125, 0.1, 0.075, 0.05, 0.0375)
-"""Of the uncompressed cache's bytes, at which recipes are measured where no list of bytes is given."""
+"""Shares of the uncompressed cache's bytes at which recipes are measured, where no list of bytes is given."""
 
 EQUAL = (0.5, 0.28, 0.2, 0.125, 0.075, 0.05)
-"""Of the uncompressed cache's bytes: columns of the table at equal bytes."""
+"""Shares of the uncompressed cache's bytes that are columns of the table at equal bytes."""
 
 UNCOMPRESSED = "uncompressed"
 
@@ -60,7 +60,7 @@ def policies(own: Sequence[str] = ()) -> dict[str, Policy]:
 
 
 def at_equal_bytes(records: Sequence[CacheRecord], sizes: Sequence[float]) -> list[list[str]]:
-    """Of each family, the least KL at each number of bytes, and which record has it where there are several."""
+    """The least KL of each family at each number of bytes, and which record has it where there are several."""
     rows = []
     for family in dict.fromkeys(record.family for record in records):
         own = [record for record in records if record.family == family]
@@ -76,7 +76,7 @@ def at_equal_bytes(records: Sequence[CacheRecord], sizes: Sequence[float]) -> li
 
 
 def fewest_bytes(records: Sequence[CacheRecord]) -> list[list[str]]:
-    """At each accuracy what takes fewest bytes a token, of a complete row and of a long context."""
+    """The cache with the fewest bytes a token at each accuracy, for a complete sequence and for a long context."""
     rows = []
     for target in TARGETS:
         fitting = [record for record in records if not record.skipped and record.accuracy >= target]
