@@ -55,7 +55,7 @@ class Tokens:
     template half of the rows as a chat; `text` reads the file or folder `path`; `dataset` reads `column` of a `split`
     of `dataset`."""
     path: str | None = None
-    """File of UTF-8 text, or a folder of them, for `text`; `rotor calibrate --text FILE` sets it here and in `evaluation`."""
+    """UTF-8 file for `text`, or a folder of them; `rotor calibrate --text FILE` sets it here and in `evaluation`."""
     dataset: str | None = None
     """Data set for `dataset`: a name on the hub (NAME or NAME:CONFIG), or a local folder."""
     split: str = "train"
@@ -181,7 +181,7 @@ class Evaluation:
     for; `text` reads the file or folder `path`. Its documents are dealt to three splits that share none: one for
     calibrations on the same text, one to search, one to report."""
     path: str | None = None
-    """File of UTF-8 text, or a folder of them, for `text`; `rotor calibrate --text FILE` sets it here and in `tokens`."""
+    """UTF-8 file for `text`, or a folder of them; `rotor calibrate --text FILE` sets it here and in `tokens`."""
     seq_len: RowLength = 512
     """Tokens in a row."""
     search_tokens: Count = 16384

@@ -40,7 +40,8 @@ class SideCodes:
     """Fitted codes of one side (keys or values) of a layer, batched over its groups; float64.
 
     weight: [num_groups, channels], what a squared error of 1 in each channel costs in nats per token. variance:
-    the same shape, each token weighed by its squared gradient. mean, scale, distortion: [widths, num_groups, channels], at
+    the same shape, each token weighed by its squared gradient. mean, scale, distortion: [widths, num_groups,
+    channels], at
     the bits of MEASURED; see ChannelFit.
     """
 

@@ -23,7 +23,7 @@ CPU_LOADS = (2048,), (512,), (1,)
 """Cached tokens, tokens of a prompt, and sequences in a batch, where nothing is asked for."""
 
 LAYERS = 4
-"""The most layers that are measured, at equal distances; times are scaled to all layers."""
+"""The most layers that are measured, at equal distances; times are their sum."""
 
 
 @dataclass(frozen=True)
