@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .loads import LOADS
+from .plan import ROOT
 
 Record = dict[str, Any]
 
@@ -27,7 +28,7 @@ KEPT = {
     "instructions": r"(sm|smsp)__inst_executed\.sum",
     "instructions_per_cycle": r"sm__inst_executed\.avg\.per_cycle_(active|elapsed)",
     "cycles": r"sm__cycles_(active\.avg|elapsed\.(max|avg))|gpc__cycles_elapsed\.max",
-    "seconds": r"gpu__time_duration\.sum",
+    "duration_ns": r"gpu__time_duration\.sum",
     "pipes": r"sm__(inst_executed_pipe|pipe)_\w+\.(avg|sum)\.pct_of_peak_sustained_active|idc__requests\S+pct\S+",
     "shared": r"l1tex__data_pipe_lsu_wavefronts\S*|l1tex__data_bank_\S*|smsp__inst_executed_op_(shared|ldsm)\S*",
     "dram": r"dram__(bytes\S*|throughput\S*)|gpu__dram_throughput\S*",
@@ -56,7 +57,7 @@ def count(names: list[str], raw: str, load: str = "8 x 32K") -> Iterator[Record]
     ]
     call += ["--kernel-name", f"regex:^({'|'.join(KERNELS)})_kernel$"]
     call += [word for section in SECTIONS for word in ("--section", section)]
-    done = subprocess.run([*call, *profiled], capture_output=True, text=True)
+    done = subprocess.run([*call, *profiled], capture_output=True, text=True, cwd=ROOT)
     text = done.stdout
     Path(raw).write_text(text, "utf-8")
     found = [*parse(text)]

@@ -81,7 +81,7 @@ def _counters(records: list[Record]) -> str:
         for record in records
         for kind, metrics in record.get("counters", {}).items()
         for metric, value in metrics.items()
-        if kind in ("instructions_per_cycle", "pipes", "stalls", "dram", "seconds") and value
+        if kind in ("instructions_per_cycle", "pipes", "stalls", "dram", "duration_ns") and value
     ]
     return table(("layout", "kernel", "of", "metric", "value"), rows) if rows else ""
 
