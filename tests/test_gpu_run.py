@@ -117,12 +117,26 @@ def test_without_a_gpu_it_says_what_would_run(tmp_path) -> None:
         run(out, 1.0, "rotor gpu", lambda line: None, ["x"])
 
 
-NCU = """==PROF== Connected to process 12
-step 1
-"ID","Kernel Name","Context","gpu__time_duration.sum","sm__inst_executed.sum","sm__inst_executed.avg.per_cycle_active","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio"
-"","","","ns","inst","inst/cycle","inst"
-"0","decode_kernel(void *)","1","12,345","1000","1.51","0.7"
-"""
+METRICS = {
+    "gpu__time_duration.sum": ("ns", "12,345"),
+    "sm__inst_executed.sum": ("inst", "1000"),
+    "sm__inst_executed.avg.per_cycle_active": ("inst/cycle", "1.51"),
+    "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": ("inst", "0.7"),
+    "sm__unheard_of": ("", "n/a"),
+}
+
+
+def _row(*cells: str) -> str:
+    return ",".join(f'"{cell}"' for cell in cells)
+
+
+NCU = "\n".join([
+    "==PROF== Connected to process 12",
+    "step 1",
+    _row("ID", "Kernel Name", *METRICS),
+    _row("", "", *(unit for unit, _ in METRICS.values())),
+    _row("0", "decode_kernel(void *)", *(value for _, value in METRICS.values())),
+])  # fmt: skip
 
 
 def test_counters_of_ncu() -> None:
