@@ -89,11 +89,6 @@ def _device() -> list[Task]:
     return [Task("rates", "device:rates")]
 
 
-def _pairs() -> list[tuple[str, str]]:
-    """Loads that are asked for most first, each with every subject."""
-    return [(load, name) for load in LOADS for name in gpu_subjects()]
-
-
 def _compile() -> list[Task]:
     """Those with the largest kernels first; a subject's loads share most kernels and so a process."""
     return [
@@ -103,15 +98,20 @@ def _compile() -> list[Task]:
 
 
 def _times() -> list[Task]:
-    stock = [
-        Task(f"SDPA, {shape}, {load}", "times:stock", {"name": shape, "load": load})
-        for load in (*LOADS, PROMPT)
-        for shape in ("llama3-8b", "smollm2-135m")
-    ]
-    decoding = [Task(f"{name}, {load}", "times:decoding", {"name": name, "load": load}) for load, name in _pairs()]
-    prompts = [Task(f"{name}, {PROMPT}", "times:prompt", {"name": name}) for name in gpu_subjects()]
-    first = len(gpu_subjects())
-    return [*stock[:2], *decoding[:first], *stock[2:], *decoding[first:], *prompts]
+    """Load by load: PyTorch's attention, then every subject; prompts last."""
+    found = []
+    for load in (*LOADS, PROMPT):
+        for name in UNCOMPRESSED:
+            found.append(Task(f"SDPA, {name}, {load}", "times:stock", {"name": name, "load": load}))
+        for name in gpu_subjects():
+            function = "times:prompt" if load == PROMPT else "times:decoding"
+            arguments = {"name": name} if load == PROMPT else {"name": name, "load": load}
+            found.append(Task(f"{name}, {load}", function, arguments))
+    return found
+
+
+UNCOMPRESSED = ("llama3-8b", "smollm2-135m")
+"""Models whose uncompressed attention is measured; qwen3-8b's is llama3-8b's."""
 
 
 def _counters(out: Path) -> list[Task]:
