@@ -6,7 +6,8 @@
 # make test-fast those that take seconds
 # make test-slow the tests marked slow
 # make test-min  the tests on the oldest versions that pyproject.toml allows
-# make gpu       on a GPU: the tests marked gpu, and attention measured
+# make gpu       on a GPU: tests and measurements in nine minutes (MINUTES=4: in four)
+# make gpu-bundle  packages for a GPU machine without network (Python 3.12, PyTorch and Triton there), in .gpu-bundle/
 # make docs      the pages of README, docs/ and artifacts/ as a site in build/site
 # make test-vllm the tests of vLLM's plugin, in an environment with vLLM for CPUs
 
@@ -26,7 +27,7 @@ FAST := $(wildcard $(foreach name,bases codes forms json recipe recipe_reference
 
 PAGES = README.md CONTRIBUTING.md LICENSE docs artifacts/NOTES.md artifacts/studies
 
-.PHONY: docs demo demo-full reference gpu test test-fast test-slow test-vllm test-min lint setup clean
+.PHONY: docs demo demo-full reference gpu gpu-bundle test test-fast test-slow test-vllm test-min lint setup clean
 
 setup: $(VENV)/.done
 
@@ -86,8 +87,29 @@ test-min:
 	.venv-min/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	$(TESTED) .venv-min/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
-gpu: setup
-	$(BIN)/rotor gpu -o artifacts/benchmarks/gpu.jsonl
+# Where Python has a PyTorch that sees a GPU, it is used as it is.
+MINUTES ?= 9
+GPU_RUN = -m rotor gpu -o artifacts/benchmarks/gpu.jsonl --minutes $(MINUTES)
+gpu:
+	@if $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then \
+		PYTHONPATH="$(CURDIR)/$(BUNDLE)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) $(GPU_RUN); \
+	else \
+		$(MAKE) setup && $(BIN)/python $(GPU_RUN); \
+	fi
+
+# What such a machine lacks, unpacked; wheels for its Python, whatever this one is.
+BUNDLE := .gpu-bundle
+BUNDLE_PYTHON ?= 3.12
+BUNDLE_PACKAGES := pydantic
+gpu-bundle:
+	rm -rf $(BUNDLE)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile --target $(BUNDLE) -c constraints.txt \
+		--only-binary=:all: --implementation cp --python-version $(BUNDLE_PYTHON) --platform manylinux_2_17_x86_64 \
+		--platform manylinux2014_x86_64 $(BUNDLE_PACKAGES)
+	@du -sh $(BUNDLE)
+	@echo "Carry this tree with $(BUNDLE)/, which git ignores. There, in its root:"
+	@echo "    export PYTHONPATH=\$$PWD/$(BUNDLE) ROTOR_COMMIT=$$(git rev-parse HEAD)"
+	@echo "    python3 -m rotor gpu -o gpu.jsonl --minutes 9"
 
 # vLLM for CPUs, without what it needs for pictures and sounds (torchvision, torchaudio, torchcodec).
 test-vllm: .venv-vllm/.done

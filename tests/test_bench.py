@@ -1,10 +1,9 @@
-"""`rotor bench` and `rotor gpu` on a CPU with tiny sizes: what they record, and that wrong results are refused."""
+"""`rotor bench` on a CPU with tiny sizes: what they record, and that wrong results are refused."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from rotor.cli.commands import app
 from rotor.errors import NumericsError, UsageError
 from rotor.kernels.defaults import default_layer
 from rotor.search.export.export import export
-from rotor.tools.bench import attention, gpu
+from rotor.tools.bench import attention, tuning
 from rotor.tools.bench.attention import pytorch_path
 from rotor.tools.bench.bench import BenchSettings, bench
 from rotor.tools.bench.subjects import named_subjects
@@ -104,30 +103,8 @@ def test_requests_that_are_refused(folder: Path) -> None:
 def test_tuning_tries_no_tile_above_a_block() -> None:
     layout = named_subjects()["joint-64-fast"].layout
     own = default_layer(layout)
-    tried = list(gpu.candidates(own, layout, "sm_90"))
+    tried = list(tuning.candidates(own, layout, "sm_90"))
     assert {kernels.sm_90.keys for kernels in tried} == {16, 32, 64}
     assert tried[-1].materialise
     assert len(set(tried)) == len(tried)
     assert all(kernels.sm_80 == own.sm_80 for kernels in tried)
-
-
-def test_parts_of_a_gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests that fail do not keep attention from being measured."""
-    row = {"layout": "a", "batch_size": 1, "tokens": 2, "new_tokens": 1, "cache": "contiguous", "seconds": 1.0}
-    out = tmp_path / "gpu.jsonl"
-    if not torch.cuda.is_available():
-        with pytest.raises(UsageError, match="no CUDA device"):
-            CliRunner().invoke(app, ["gpu", "-o", str(out)], catch_exceptions=False)
-
-    def pytest_run(call: tuple[str, ...], env: dict[str, str], **_: object) -> SimpleNamespace:
-        measures = call[-1] == gpu.LAYOUTS and "--deselect" not in call
-        if measures:
-            Path(env[gpu.RESULTS]).write_text(json.dumps({**row, "over_uncompressed": 0.5}) + "\n")
-        return SimpleNamespace(returncode=0 if measures else 1)
-
-    monkeypatch.setattr(gpu, "_check_gpu", lambda: None)
-    monkeypatch.setattr(gpu.subprocess, "run", pytest_run)
-    done = CliRunner().invoke(app, ["gpu", "-o", str(out)])
-    assert done.exit_code == 1
-    assert "tests: failed: exit code 1" in done.output
-    assert "0.50" in done.output

@@ -43,7 +43,7 @@ PARSED_ALONE = {
     "--tasks": "test_tasks.py",
     "bench": "test_bench.py",
     "compile": "test_precompile.py",
-    "gpu": "kernels/test_gpu.py",
+    "gpu": "test_gpu_run.py",
     "run": "test_autoload.py",
     "study": "test_study_request.py",
     "torchrun": "test_parallel.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +10,9 @@ import typer
 
 from ..checkpoint.output_folder import check_file
 from ..errors import UsageError
+from ..logs import log
 from ..progress import in_bytes
-from .app import check_folder, command, command_line, numbers
+from .app import check_folder, command, command_line, numbers, split
 from .console import print_table, say
 from .options import Count, DeviceOptions, Json, Printed
 
@@ -180,45 +180,44 @@ def _print_bench(result: dict[str, Any]) -> None:
 
 
 @command(
-    epilog="Example: rotor gpu -o gpu.jsonl. Tiles of an export, measured and written into it: "
+    epilog="Example: rotor gpu -o gpu.jsonl --minutes 4. Tiles of an export, measured and written into it: "
     "rotor gpu --tune out/demo"
 )
 def gpu(
-    output: Json,
+    output: Printed,
     out: Path = Path("gpu.jsonl"),
+    minutes: Annotated[float, typer.Option(min=0.5, max=600.0)] = 9.0,
+    only: str | None = None,
     tune: Path | None = None,
 ) -> None:
-    """Test and measure the kernels on this GPU: tests, attention; or tune them for a checkpoint.
+    """Test and measure the kernels on this GPU within some minutes; or tune them for a checkpoint.
 
-    Runs pytest in a checkout. Exit code 1 if a part failed.
+    Numbers come before long tests, each job in processes of its own; what they find is appended to the file as it
+    comes, and a summary in Markdown is written beside it. Tests, which need a checkout, and counters, which need
+    NVIDIA's ncu, are skipped where these are not. Without a GPU it prints what would run. Exit code 1 if a
+    part failed, 2 without a GPU.
 
     Args:
-        out: File to write: JSON lines, one for each measurement.
+        out: File to write: JSON lines, one for each measurement and test. The summary has its name with .md.
+        minutes: Time for all of it; with less than 9, fewer times and tests.
+        only: Jobs to run, separated by commas: compile, correctness, times, counters, tests.
         tune: Only measure tiles for this checkpoint, and write the fastest into its kernel_config.json.
     """
     check_file(out)
-    from ..tools.bench import gpu as measured
-
     if tune is not None:
         check_folder(tune)
-        records = measured.tune(tune)
+        from ..tools.bench import tuning
+
+        records = tuning.tune(tune)
         rows = [(r["layer"], f"{1e6 * r['before_s']:.1f}", f"{1e6 * r['after_s']:.1f}") for r in records]
         output.show(records, lambda: print_table("A step's attention", ("layer",), ("us before", "us after"), rows))
         return
-    parts = measured.run(out)
-    found = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    from ..tools.bench.gpu.session import run
 
-    def text() -> None:
-        load = "{batch_size} x {tokens}, {new_tokens} new"
-        cells = [
-            (r["layout"], r["cache"], load.format(**r), f"{1e6 * r['seconds']:.1f}", f"{r['over_uncompressed']:.2f}")
-            for r in found
-        ]
-        left = ("layout", "cache", "batch x tokens")
-        print_table("Attention of a layer", left, ("us", "over uncompressed"), cells)
-        for name, outcome in parts.items():
-            say(f"{name}: {outcome}")
-
-    output.show({"parts": parts, "measured": found}, text)
-    if any(outcome.startswith("failed") for outcome in parts.values()):
+    output.progress()  # shows what the logger says
+    session = run(out, minutes, command_line(), log.info, split(only or ""))
+    output.show({"cuda": session.cuda, "records": session.records}, lambda: say(session.summary))
+    if not session.cuda:
+        raise UsageError("there is no CUDA device here.", "Run it on the GPU that is to serve.")
+    if session.failed:
         raise typer.Exit(1)

@@ -1,9 +1,7 @@
-"""An 8B's attention in the named layouts, measured on a GPU by `rotor gpu`."""
+"""An 8B's attention in the named layouts on a GPU, at sizes that `rotor gpu` measures."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 
 import pytest
@@ -19,10 +17,7 @@ from rotor.tools.bench.attention import (
     kernel,
     random_problem,
     relative_error,
-    sdpa,
-    uncompressed_heads,
 )
-from rotor.tools.bench.gpu import RESULTS, step_seconds
 from rotor.tools.bench.subjects import PAGE, named_subjects
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -62,28 +57,11 @@ def in_pages(problem: Problem, page: int) -> Callable[[], Tensor]:
     return lambda: attend_pages(query, *pages, problem.parameters, launches, **options).view(batch_size, seq_len, -1)
 
 
-def is_right(problem: Problem, call: Callable[[], Tensor]) -> None:
-    with torch.inference_mode():
-        assert relative_error(call(), problem.exact()) <= TOLERANCE[DTYPE]
-
-
 @pytest.mark.parametrize("load", LOADS, ids=str)
 @pytest.mark.parametrize("name", NAMED)
-def test_measure(name, load) -> None:
-    """Seconds of a layer, contiguous and in pages, over SDPA's on the uncompressed cache."""
+def test_the_kernels_are_right(name, load) -> None:
+    """Contiguous and in pages, beside float64."""
     problem = problem_of(name, *load)
-    calls = {"contiguous": kernel(problem), f"pages of {PAGE}": in_pages(problem, PAGE)}
-    for call in calls.values():
-        is_right(problem, call)
-    full = uncompressed_heads(SHAPE, *load, DTYPE, torch.Generator(DEVICE).manual_seed(0))
-    with torch.inference_mode():
-        stock = step_seconds(sdpa(*full))
-        rows = []
-        for way, call in calls.items():
-            seconds = step_seconds(call)
-            about = {"layout": name, "batch_size": load[0], "new_tokens": load[1], "tokens": load[2], "cache": way}
-            of_stock = {"uncompressed_s": stock, "over_uncompressed": seconds / stock}
-            rows.append({**about, "seconds": seconds, **of_stock})
-    if RESULTS in os.environ:
-        with open(os.environ[RESULTS], "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    for call in (kernel(problem), in_pages(problem, PAGE)):
+        with torch.inference_mode():
+            assert relative_error(call(), problem.exact()) <= TOLERANCE[DTYPE]

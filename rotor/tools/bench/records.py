@@ -15,6 +15,9 @@ import torch
 
 from ...versions import versions
 
+COMMIT = "ROTOR_COMMIT"
+"""Environment variable with the commit of a copy that is no checkout of git."""
+
 
 def provenance(command: str) -> dict[str, Any]:
     """What made a measurement; `command` is what the user gave."""
@@ -24,7 +27,7 @@ def provenance(command: str) -> dict[str, Any]:
 
         more["triton"] = triton.__version__
     root = Path(__file__).resolve().parents[3]
-    commit = None
+    commit = os.environ.get(COMMIT)
     if (root / ".git").exists():
         call = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
         commit = subprocess.run(call, capture_output=True, text=True).stdout.strip() or None

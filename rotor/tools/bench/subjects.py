@@ -12,7 +12,7 @@ from ...calibration.prediction.cost import DecodeStep
 from ...calibration.prediction.instructions import HEAD_DIM, Specialisation
 from ...checkpoint.channels import Channels, Numbers
 from ...checkpoint.kernel_config import LayerKernels, layout_class
-from ...checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
+from ...checkpoint.layout import AttentionShape, GroupLayout, KeyForm, LayerLayout
 from ...kernels.defaults import default_layer
 from ...models.compressed import CompressedCheckpoint
 
@@ -78,3 +78,29 @@ def subject_of(name: str, of: Specialisation) -> Subject:
 
 def named_subjects() -> dict[str, Subject]:
     return {name: subject_of(name, of) for name, of in NAMED.items()}
+
+
+MODELS = {
+    "llama3-8b": (AttentionShape(32, 32, 8, 128, 4096, 128), 19, 2),
+    "qwen3-8b": (AttentionShape(36, 32, 8, 128, 4096, 128, key_norm=True), 18, 2),
+    "smollm2-135m": (AttentionShape(30, 9, 3, 64, 576, 64), 11, 3),
+}
+"""Models' shapes with the fast planes and the KV heads a latent that the recipe `rotor` gives them; all of SmolLM2's
+heads share one, as in README's export."""
+
+BLOCK = 64
+
+
+def model_subject(name: str) -> Subject:
+    """A layer of one of MODELS, with a joint latent whose channels have 8, 4 and 2 bits and 1 / 8 of the bytes of an
+    8B's keys and values, 1 / 4 of those of heads of 64."""
+    shape, fast, size = MODELS[name]
+    latent = Channels(n8=16 * size, n4=64 * size, n2=64 * size)
+    groups = (GroupLayout(tuple(range(i, i + size)), latent, None) for i in range(0, shape.num_kv_heads, size))
+    layout = LayerLayout(tuple(groups), *KeyForm(BLOCK, fast))
+    return Subject(name, shape.num_layers, layout, default_layer(layout), shape, torch.bfloat16, PAGE)
+
+
+def gpu_subjects() -> dict[str, Subject]:
+    """What is measured on a GPU: layers of models, and the named ones."""
+    return {**{name: model_subject(name) for name in MODELS}, **named_subjects()}

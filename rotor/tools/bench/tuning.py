@@ -1,15 +1,8 @@
-"""What a GPU is asked first: the tests marked `gpu`, and times of attention; and tiles for a checkpoint.
-
-The tests are those of a checkout. tests/kernels/test_gpu_layouts.py measures attention of the named layouts, and
-appends what it finds to the file that ROTOR_GPU_RESULTS names.
-"""
+"""Tiles for a checkpoint, measured on the GPU that is to serve it."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import product
@@ -27,38 +20,8 @@ from ...kernels.launch import capability_of
 from ...models.compressed import CompressedCheckpoint
 from .attention import TOLERANCE, Problem, kernel, random_problem, relative_error
 
-ROOT = Path(__file__).resolve().parents[3]
-"""Of a checkout: tests/ lies there."""
-
-LAYOUTS = "tests/kernels/test_gpu_layouts.py"
-RESULTS = "ROTOR_GPU_RESULTS"
-
 KEYS, WARPS, STAGES, SLICES = (16, 32, 64, 128), (1, 2, 4), (1, 2, 3), (2, 4, 8, 16)
 """What tuning tries."""
-
-
-def run(out: Path) -> dict[str, str]:
-    """Run the tests, then measure.
-
-    Args:
-        out: JSON lines, one of each measurement.
-    Returns:
-        Of each part "ok", or why not.
-    Raises:
-        UsageError: no GPU, no checkout, a file that cannot be written.
-    """
-    _check_gpu()
-    if not (ROOT / LAYOUTS).exists():
-        raise UsageError("the tests are not here: rotor gpu runs from a checkout.", "Clone the repository.")
-    out.write_text("", "utf-8")
-    environment = {**os.environ, RESULTS: str(out.resolve())}
-    pytest = (sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu")
-    parts = {"tests": ("tests/kernels/test_gpu.py", "tests", "--deselect", LAYOUTS), "measure": (LAYOUTS,)}
-    found = {}
-    for name, arguments in parts.items():
-        done = subprocess.run([*pytest, *arguments], cwd=ROOT, env=environment, stdout=sys.stderr)
-        found[name] = "ok" if done.returncode == 0 else f"failed: exit code {done.returncode}"
-    return found
 
 
 def _check_gpu() -> None:

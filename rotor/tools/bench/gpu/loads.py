@@ -1,0 +1,25 @@
+"""Loads that attention is measured at: cached tokens of each sequence of a batch."""
+
+from __future__ import annotations
+
+import random
+
+RAGGED = "64 ragged"
+PROMPT = "prompt of 8K"
+PROMPT_TOKENS = 8192
+
+
+def _ragged() -> list[int]:
+    """64 lengths from 256 to 16384, all orders of magnitude alike; always the same."""
+    draw = random.Random(0)
+    return [int(256 * 64 ** draw.random()) for _ in range(64)]
+
+
+LOADS: dict[str, list[int]] = {
+    "8 x 32K": [32768] * 8,
+    "1 x 32K": [32768],
+    "32 x 8K": [8192] * 32,
+    "1 x 128K": [131072],
+    RAGGED: _ragged(),
+}
+"""Of a decode step: one new token a sequence, the last of its keys."""

@@ -1,0 +1,140 @@
+"""What `rotor gpu` does, in which order, and how long each part may take."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..subjects import gpu_subjects
+from .loads import LOADS, PROMPT
+
+ROOT = Path(__file__).resolve().parents[3]
+"""The checkout: tests/ lies there."""
+
+CORES = max(1, min(16, len(os.sched_getaffinity(0))))
+"""Processes that compile or test at once."""
+
+
+DEVICE = "device"
+"""The first job, without which there is no other."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Part of a job, done by one process: a generator of records, "module:function", and its arguments."""
+
+    name: str
+    function: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    limit_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Tasks of one kind, done in order by `at_once` processes.
+
+    seconds: planned, on an H100 with 16 cores. flexible: fewer will do, since its tasks come most wanted first.
+    missing: why the job cannot run here, or nothing.
+    """
+
+    name: str
+    what: str
+    seconds: float
+    tasks: Callable[[], list[Task]]
+    at_once: int = 1
+    flexible: bool = False
+    missing: Callable[[], str] = str
+
+
+def jobs(out: Path) -> list[Job]:
+    """All jobs in order, the last of which takes what time is left.
+
+    Args:
+        out: the file of results; what programs write beside is named after it.
+    """
+    checkout = lambda: needs_checkout() or needs_module("pytest")  # noqa: E731
+    return [
+        Job(DEVICE, "clocks, versions; rates of memory and tensor cores", 10, _device),
+        Job("compile", "every kernel that is timed, on all cores", 60, _compile, at_once=CORES),
+        Job("correctness", "a step of each layout in bfloat16 beside float64", 45, _correctness, missing=checkout),
+        Job("times", "attention of each layout at each load beside SDPA, cold caches", 200, _times, flexible=True),
+        Job("counters", "instructions, pipes and stalls of kernels", 40, lambda: _counters(out),
+            missing=lambda: needs_program("ncu")),
+        Job("tests", "the other tests marked gpu", 120, _tests, flexible=True, missing=checkout),
+    ]  # fmt: skip
+
+
+def needs_program(name: str) -> str:
+    return "" if shutil.which(name) else f"{name} is not installed"
+
+
+def needs_module(name: str) -> str:
+    return "" if find_spec(name) else f"{name} is not installed"
+
+
+def needs_checkout() -> str:
+    return "" if (ROOT / "tests" / "kernels").is_dir() else "the tests are not here: it needs a checkout"
+
+
+DESCRIBE = Task("describe", "device:describe", limit_s=90)
+"""Says first whether there is a GPU at all."""
+
+
+def _device() -> list[Task]:
+    return [Task("rates", "device:rates")]
+
+
+def _compile() -> list[Task]:
+    """Those with the largest kernels first; a subject's loads share most kernels and so a process."""
+    return [
+        Task(name, "times:compile_subject", {"name": name, "loads": [*LOADS, PROMPT]}, 120)
+        for name in reversed(gpu_subjects())
+    ]
+
+
+def _times() -> list[Task]:
+    """Load by load: PyTorch's attention, then every subject; prompts last."""
+    found = []
+    for load in (*LOADS, PROMPT):
+        for name in UNCOMPRESSED:
+            found.append(Task(f"SDPA, {name}, {load}", "times:stock", {"name": name, "load": load}))
+        for name in gpu_subjects():
+            function = "times:prompt" if load == PROMPT else "times:decoding"
+            arguments = {"name": name} if load == PROMPT else {"name": name, "load": load}
+            found.append(Task(f"{name}, {load}", function, arguments))
+    return found
+
+
+UNCOMPRESSED = ("llama3-8b", "smollm2-135m")
+"""Models whose uncompressed attention is measured; qwen3-8b's is llama3-8b's."""
+
+
+def _counters(out: Path) -> list[Task]:
+    arguments = {"names": ["joint-64-fast", "joint-64", "llama3-8b"], "raw": str(out.with_suffix(".ncu.csv"))}
+    return [Task("ncu", "counters:count", arguments, 120)]
+
+
+FIRST_TESTS = "test_masks_of_any_pattern and 1-dtype0 or test_pages and news0-None or nan or unseen"
+"""Names of the tests, as pytest chooses them, that go first: a step of each layout in bfloat16, contiguous and in
+pages, and what could be NaN."""
+
+
+def _correctness() -> list[Task]:
+    arguments = [*gpu_tests(), "-k", FIRST_TESTS]
+    return [Task("first tests", "testing:run_tests", {"arguments": arguments, "workers": CORES}, 200)]
+
+
+def _tests() -> list[Task]:
+    arguments = [*gpu_tests(), "-k", f"not ({FIRST_TESTS})"]
+    return [Task("other tests", "testing:run_tests", {"arguments": arguments, "workers": CORES}, 900)]
+
+
+def gpu_tests() -> list[str]:
+    """Files with tests marked gpu: collecting the others takes longer than running these."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text("utf-8")]

@@ -1,0 +1,151 @@
+"""`rotor gpu`: its processes, its budget, what it says without a GPU, and what it makes of what others print."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rotor.cli.commands import app
+from rotor.errors import UsageError
+from rotor.tools.bench.gpu import runner as module
+from rotor.tools.bench.gpu.counters import parse
+from rotor.tools.bench.gpu.plan import CORES, Job, Task, jobs
+from rotor.tools.bench.gpu.runner import Runner, find
+from rotor.tools.bench.gpu.session import run
+from rotor.tools.bench.gpu.summary import markdown
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+
+
+def two(value: int):
+    yield {"value": value}
+    yield {"value": value + 1}
+
+
+def raises():
+    yield {"value": 0}
+    raise ValueError("broken here")
+
+
+def dies():
+    yield {"value": 0}
+    os._exit(7)
+
+
+def hangs():
+    yield {"value": 0}
+    time.sleep(600)
+
+
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *planned: Job, minutes: float = 1.0) -> list[dict]:
+    monkeypatch.setattr(module, "find", lambda name: globals()[name])
+    out = tmp_path / "out.jsonl"
+    runner = Runner(out, {"commit": "abc"}, minutes, lambda line: None)
+    records = runner.run(planned)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == records
+    assert all(record["commit"] == "abc" for record in records)
+    return records
+
+
+def test_a_task_that_fails_dies_or_hangs_leaves_its_records_and_the_next_one(tmp_path, monkeypatch) -> None:
+    tasks = [Task("a", "raises"), Task("b", "dies"), Task("c", "hangs", limit_s=1.0), Task("d", "two", {"value": 4})]
+    records = ran(tmp_path, monkeypatch, Job("job", "", 10, lambda: tasks))
+    assert [(r["task"], r.get("value", r.get("failed", "").strip().splitlines()[-1:])) for r in records] == [
+        ("a", 0),
+        ("a", ["ValueError: broken here"]),
+        ("b", 0),
+        ("b", ["the process ended with exit code 7"]),
+        ("c", 0),
+        ("c", ["out of time after 1 s"]),
+        ("d", 4),
+        ("d", 5),
+    ]
+    page = markdown(records)
+    assert "failed: job, a: ValueError: broken here" in page
+
+
+def test_several_at_once(tmp_path, monkeypatch) -> None:
+    tasks = [Task(str(n), "two", {"value": n}) for n in range(7)]
+    records = ran(tmp_path, monkeypatch, Job("job", "", 10, lambda: tasks, at_once=3))
+    assert sorted(r["value"] for r in records) == sorted([*range(7), *range(1, 8)])
+
+
+def test_what_there_is_no_time_or_no_program_for_is_said(tmp_path, monkeypatch) -> None:
+    late = [Task("a", "hangs"), Task("b", "two", {"value": 1})]
+    planned = [
+        Job("absent", "", 5, lambda: late, missing=lambda: "ncu is not installed"),
+        Job("slow", "", 600, lambda: late, flexible=True),
+        Job("last", "", 5, lambda: [Task("c", "two", {"value": 8})]),
+    ]
+    records = ran(tmp_path, monkeypatch, *planned, minutes=0.2)
+    said = {(r["job"], r["task"]): r.get("skipped", r.get("failed", "")) for r in records}
+    assert said["absent", ""] == "ncu is not installed"
+    assert said["slow", "a"].startswith("out of time")
+    assert said["slow", "b"] == "no time was left"
+    assert [r["value"] for r in records if r["job"] == "last"] == [8, 9]
+
+
+def test_every_task_of_the_plan_is_a_function(tmp_path) -> None:
+    for job in jobs(tmp_path / "out.jsonl"):
+        for task in job.tasks():
+            function = find(task.function)
+            names = function.__code__.co_varnames[: function.__code__.co_argcount]
+            assert set(task.arguments) <= set(names), task
+    assert CORES >= 1
+
+
+@needs_no_gpu
+def test_without_a_gpu_it_says_what_would_run(tmp_path) -> None:
+    out = tmp_path / "gpu.jsonl"
+    done = CliRunner().invoke(app, ["gpu", "-o", str(out), "-q"])
+    assert isinstance(done.exception, UsageError)
+    assert "no CUDA device" in str(done.exception)
+    session = run(out, 1.0, "rotor gpu", lambda line: None)
+    assert not session.cuda
+    for job in jobs(out):
+        (line,) = [line for line in session.summary.splitlines() if f" s  {job.name} " in line]
+        assert (f"skipped: {job.missing()}" if job.missing() else f"about {job.seconds:.0f} s") in line
+    (record,) = map(json.loads, out.read_text().splitlines())
+    assert (record["cuda"], record["job"]) == (False, "device")
+    with pytest.raises(UsageError, match="--only x: no job"):
+        run(out, 1.0, "rotor gpu", lambda line: None, ["x"])
+
+
+METRICS = {
+    "gpu__time_duration.sum": ("ns", "12,345"),
+    "sm__inst_executed.sum": ("inst", "1000"),
+    "sm__inst_executed.avg.per_cycle_active": ("inst/cycle", "1.51"),
+    "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": ("inst", "0.7"),
+    "sm__unheard_of": ("", "n/a"),
+}
+
+
+def _row(*cells: str) -> str:
+    return ",".join(f'"{cell}"' for cell in cells)
+
+
+NCU = "\n".join([
+    "==PROF== Connected to process 12",
+    "step 1",
+    _row("ID", "Kernel Name", *METRICS),
+    _row("", "", *(unit for unit, _ in METRICS.values())),
+    _row("0", "decode_kernel(void *)", *(value for _, value in METRICS.values())),
+])  # fmt: skip
+
+
+def test_counters_of_ncu() -> None:
+    (record,) = parse(NCU)
+    assert record["kernel"] == "decode_kernel"
+    assert record["counters"] == {
+        "duration_ns": {"gpu__time_duration.sum": 12345.0},
+        "instructions": {"sm__inst_executed.sum": 1000.0},
+        "instructions_per_cycle": {"sm__inst_executed.avg.per_cycle_active": 1.51},
+        "stalls": {"smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": 0.7},
+    }
+    assert [*parse("==ERROR== no counters")] == []
