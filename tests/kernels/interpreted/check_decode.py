@@ -46,12 +46,13 @@ def check(
     layout: LayerLayout, lengths: list[int], tokens: list[int] | None = None, *, page: int = 0,
     tiles: Tile | None = None, programs: int = 5, dtype: torch.dtype = HALF, per_head: int = 2, head_dim: int = 32,
     rotary: int | None = None, window: int | None = None, starts: list[int] | None = None, holes: bool = False,
-    **rest: float,
+    hidden: tuple[int, int] | None = None, **rest: float,
 ) -> None:  # fmt: skip
     """By the worst number, the error against float64 is at most twice that of plain PyTorch in the same dtype.
 
     lengths: keys of each sequence. tokens: its new ones, else one. page: keys of a page; pages lie anywhere, what no
-    key is in is poisoned, and the block table ends where the longest sequence does.
+    key is in is poisoned, and the block table ends where the longest sequence does. hidden: keys that no query sees,
+    from the first to before the second.
     """
     counts = tokens or [1] * len(lengths)
     shape = shape_of(len(layout.groups) * layout.group_size, per_head, head_dim, head_dim if rotary is None else rotary)
@@ -61,7 +62,10 @@ def check(
     if holes:
         generator = torch.Generator().manual_seed(3)
         allowed = [own & (torch.rand(own.shape, generator=generator) > 0.3) for own in allowed]
-    if holes or starts is not None:
+    if hidden is not None:
+        for own in allowed:
+            own[..., slice(*hidden)] = False
+    if holes or starts is not None or hidden is not None:
         ranges = KeyRanges.of_mask(torch.cat(allowed))
     elif tokens is None:
         ranges = KeyRanges.of_lengths(kv_lens, window)
