@@ -143,18 +143,22 @@ def load_rows(
 
 
 INTEGERS = [
-    "batch_size", "groups", "max_blocks", "query_stride", "key_block", "key_row", "value_block", "value_row",
-    "table_stride", "mask_stride",
+    "batch_size", "groups", "max_blocks", "query_stride", "key_start", "key_block", "key_row", "value_start",
+    "value_block", "value_row", "table_stride", "mask_stride",
 ]  # fmt: skip
 """Not specialised on their values: one compiled kernel serves them all."""
 
+ADDRESSES = ["begin", "until", "first", "end", "query_start", "block_table", "mask", "holes"]
+"""Not specialised on being multiples of 16 bytes: they are, or not, by the part of a batch. Those of rows always are:
+`decoding` begins before a view that is not, at `key_start` and `value_start`."""
 
-@triton.jit(do_not_specialize=INTEGERS)
+
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def decode_kernel(
     query, constant, fast_query, key, value, fast_basis, fast_constant, rotations, partial, partial_lse, table,
     begin, until, first, end, query_start, block_table, mask, holes,
-    batch_size, groups, max_blocks, query_stride, key_block, key_row, value_block, value_row, table_stride, mask_stride,
-    scale, softcap,
+    batch_size, groups, max_blocks, query_stride, key_start, key_block, key_row, value_start, value_block, value_row,
+    table_stride, mask_stride, scale, softcap,
     CODED: tl.constexpr, JOINT: tl.constexpr, FOLDED: tl.constexpr, SLOW: tl.constexpr, CONSTANT: tl.constexpr,
     FAST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, EXACT: tl.constexpr,
@@ -180,6 +184,8 @@ def decode_kernel(
     LIVE: tl.constexpr = TOKENS * HEADS * PER_HEAD
     OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
     program = tl.program_id(0)
+    key += key_start * KEY_ALIGN
+    value += value_start * VALUE_ALIGN
     key_row *= KEY_ALIGN
     value_row *= VALUE_ALIGN
     key_block = key_block.to(tl.int64) * KEY_ALIGN

@@ -12,8 +12,11 @@ from .ranges import count_tiles, slices, tiles_of
 INTEGERS = ["batch_size", "groups", "programs", "output_stride"]
 """Not specialised on their values: one compiled kernel serves them all."""
 
+ADDRESSES = ["output", "begin", "until", "query_start"]
+"""Not specialised on being multiples of 16 bytes: they are, or not, by the part of a batch."""
 
-@triton.jit(do_not_specialize=INTEGERS)
+
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def join_kernel(
     partial, partial_lse, output, table, begin, until, query_start,
     batch_size, groups, programs, output_stride,
