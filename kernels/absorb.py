@@ -17,8 +17,11 @@ INTEGERS = [
 ]  # fmt: skip
 """Not specialised on their values: one compiled kernel serves them all."""
 
+ADDRESSES = ["begin", "until", "query_start"]
+"""Not specialised on being multiples of 16 bytes: they are, or not, by the part of a batch."""
 
-@triton.jit(do_not_specialize=INTEGERS)
+
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def absorb_kernel(
     query, basis, key_constant, slow_starts, fast_starts, absorbed, constant, fast_query, table,
     begin, until, query_start,

@@ -47,6 +47,22 @@ INTEGERS = [
 ]  # fmt: skip
 """Not specialised on their values: a kernel is compiled once, whatever the lengths."""
 
+ADDRESSES = [
+    "query",
+    "key",
+    "value",
+    "key_basis",
+    "key_shift",
+    "cos",
+    "sin",
+    "index",
+    "slots",
+    "key_rows",
+    "value_rows",
+]
+"""Not specialised on being multiples of 16 bytes, which a view need not be: another kernel would be compiled for it,
+perhaps while a CUDA graph is captured. With strides that are not known to be multiples either, nothing is lost."""
+
 
 @triton.jit
 def rotation_of(cos, sin, row, valid, table_stride, block, fast, MODE: tl.constexpr, HALF: tl.constexpr,
@@ -152,7 +168,7 @@ def packed(latents, place, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl
     return tl.sum(tl.reshape(digit, (ROWS, PLANES, COLUMNS // PLANES)), 1)
 
 
-@triton.jit(do_not_specialize=INTEGERS)
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def append_kernel(
     query, key, value, key_basis, key_shift, cos, sin, index, slots, query_out, key_rows, value_rows, places, jobs,
     tokens, seq_len, table_rows, index_batch, block, fast, page, query_batch, query_position, query_head, key_batch,

@@ -7,9 +7,10 @@ row: `absorb` has put the slow planes, and what constants add to the logits, int
 planes are rebuilt in the tile: the latents times `fast_basis`, plus a constant, rotated by the place in the block (a
 table), rounded, times the queries' fast planes, which `absorb` has rotated back to the beginning of the block.
 
-A nibble or crumb n is read as 128 + n (bfloat16) or 1024 + n (float16), by one or two instructions for two of them;
-what that adds, and the 8 that attention reads less, comes off the logits with the constants and off the output at the
-end. The rows of the next tile are loaded while this one is computed. Logits are in powers of two.
+A nibble or crumb n is read as 128 + n (bfloat16) or 1024 + n (float16), by one or two instructions for two of them.
+What that adds, and the 8 that attention reads less, comes off the logits with the constants and off weighted values
+with each tile: carried along in the sums it would grow with the length, and so would what tensor cores cut off there.
+The rows of the next tile are loaded while this one is computed. Logits are in powers of two.
 
 Each program works through its slice of the line of tiles (see `ranges`) and leaves one result for each (sequence,
 group) that it meets, which `join` puts together.
@@ -23,7 +24,13 @@ import triton.language as tl
 from .ranges import count_tiles, sequence_at, slice_start, slices, tiles_of
 
 NOTHING = tl.constexpr(-1e30)
-"""Of a logit: nothing that is attended comes near it, and no sum or product with it is infinite."""
+"""Logit of a key that is not attended, and the log-sum-exp of a slice whose keys none are. No sum or product with it is
+infinite. A masked logit is scaled and added to like any other, and a GPU does that in one fused step, so that it comes
+out as something near this, never as the same number twice."""
+
+UNSEEN = tl.constexpr(-1e20)
+"""Largest logit before any key is attended: far above every masked logit, however scaled, so that their weights are 0;
+far below every other."""
 
 
 @triton.jit
@@ -57,14 +64,15 @@ def digit(words, SHIFT: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr, A
     """(words >> SHIFT) & MASK, less 8 in float32; else 128 or 1024 more, from where on ones are the last place."""
     if tl.float32 == DTYPE:
         return (((words >> SHIFT) & MASK).to(tl.int32) - 8).to(tl.float32)
-    if not ASM:
+    elif not ASM:
         ONES: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
         return (((words >> SHIFT) & MASK) | ONES).to(tl.uint16)
-    shift: tl.constexpr = "12" if SHIFT == 12 else "8" if SHIFT == 8 else "4" if SHIFT == 4 else "0"
-    both: tl.constexpr = "0x000F000F, " if MASK == 15 else "0x00030003, "
-    ones: tl.constexpr = "0x64006400" if tl.float16 == DTYPE else "0x43004300"
-    text: tl.constexpr = "{ .reg .b32 t; shr.u32 t, $1, " + shift + "; lop3.b32 $0, t, " + both + ones + ", 0xEA; }"
-    return tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.uint16, is_pure=True, pack=2)
+    else:
+        shift: tl.constexpr = "12" if SHIFT == 12 else "8" if SHIFT == 8 else "4" if SHIFT == 4 else "0"
+        both: tl.constexpr = "0x000F000F, " if MASK == 15 else "0x00030003, "
+        ones: tl.constexpr = "0x64006400" if tl.float16 == DTYPE else "0x43004300"
+        text: tl.constexpr = "{ .reg .b32 t; shr.u32 t, $1, " + shift + "; lop3.b32 $0, t, " + both + ones + ", 0xEA; }"
+        return tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.uint16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -81,15 +89,13 @@ def rotated(k0, k1, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Both halves of rebuilt planes, rounded and rotated: k0 cos - k1 sin, k1 cos + k0 sin, in pairs of 16 bits."""
     if tl.float32 == DTYPE:
         return k0 * cos - k1 * sin, k1 * cos + k0 * sin
-    k0 = k0.to(DTYPE)
-    k1 = k1.to(DTYPE)
-    if ASM and tl.bfloat16 == DTYPE:
-        return tl.inline_asm_elementwise("{ .reg .b32 t, u, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 t, $3, $5, z; neg.bf16x2 t, t; fma.rn.bf16x2 $0, $2, $4, t; fma.rn.bf16x2 u, $2, $5, z; fma.rn.bf16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0, k1, cos, sin], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+    elif ASM and tl.bfloat16 == DTYPE:
+        return tl.inline_asm_elementwise("{ .reg .b32 t, u, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 t, $3, $5, z; neg.bf16x2 t, t; fma.rn.bf16x2 $0, $2, $4, t; fma.rn.bf16x2 u, $2, $5, z; fma.rn.bf16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0.to(DTYPE), k1.to(DTYPE), cos, sin], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     elif ASM:
-        return tl.inline_asm_elementwise("{ .reg .b32 t, u; mul.rn.f16x2 t, $3, $5; neg.f16x2 t, t; fma.rn.f16x2 $0, $2, $4, t; mul.rn.f16x2 u, $2, $5; fma.rn.f16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0, k1, cos, sin], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        return tl.inline_asm_elementwise("{ .reg .b32 t, u; mul.rn.f16x2 t, $3, $5; neg.f16x2 t, t; fma.rn.f16x2 $0, $2, $4, t; mul.rn.f16x2 u, $2, $5; fma.rn.f16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0.to(DTYPE), k1.to(DTYPE), cos, sin], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     else:
-        a = k0.to(tl.float32)
-        b = k1.to(tl.float32)
+        a = k0.to(DTYPE).to(tl.float32)
+        b = k1.to(DTYPE).to(tl.float32)
         c = cos.to(tl.float32)
         d = sin.to(tl.float32)
         return (a * c - (b * d).to(DTYPE).to(tl.float32)).to(DTYPE), (b * c + (a * d).to(DTYPE).to(tl.float32)).to(
@@ -137,18 +143,22 @@ def load_rows(
 
 
 INTEGERS = [
-    "batch_size", "groups", "max_blocks", "query_stride", "key_block", "key_row", "value_block", "value_row",
-    "table_stride", "mask_stride",
+    "batch_size", "groups", "max_blocks", "query_stride", "key_start", "key_block", "key_row", "value_start",
+    "value_block", "value_row", "table_stride", "mask_stride",
 ]  # fmt: skip
 """Not specialised on their values: one compiled kernel serves them all."""
 
+ADDRESSES = ["begin", "until", "first", "end", "query_start", "block_table", "mask", "holes"]
+"""Not specialised on being multiples of 16 bytes: they are, or not, by the part of a batch. Those of rows always are:
+`decoding` begins before a view that is not, at `key_start` and `value_start`."""
 
-@triton.jit(do_not_specialize=INTEGERS)
+
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def decode_kernel(
     query, constant, fast_query, key, value, fast_basis, fast_constant, rotations, partial, partial_lse, table,
     begin, until, first, end, query_start, block_table, mask, holes,
-    batch_size, groups, max_blocks, query_stride, key_block, key_row, value_block, value_row, table_stride, mask_stride,
-    scale, softcap,
+    batch_size, groups, max_blocks, query_stride, key_start, key_block, key_row, value_start, value_block, value_row,
+    table_stride, mask_stride, scale, softcap,
     CODED: tl.constexpr, JOINT: tl.constexpr, FOLDED: tl.constexpr, SLOW: tl.constexpr, CONSTANT: tl.constexpr,
     FAST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, EXACT: tl.constexpr,
@@ -174,6 +184,8 @@ def decode_kernel(
     LIVE: tl.constexpr = TOKENS * HEADS * PER_HEAD
     OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
     program = tl.program_id(0)
+    key += key_start * KEY_ALIGN
+    value += value_start * VALUE_ALIGN
     key_row *= KEY_ALIGN
     value_row *= VALUE_ALIGN
     key_block = key_block.to(tl.int64) * KEY_ALIGN
@@ -243,7 +255,7 @@ def decode_kernel(
             else:
                 open_ = tl.load(holes + new + tl.zeros_like(place)) != 0
 
-        largest = tl.full((ROWS,), NOTHING, tl.float32)
+        largest = tl.full((ROWS,), UNSEEN, tl.float32)
         total_weight = tl.zeros((16, ROWS), tl.float32)
         weighted = ()
         for _ in tl.static_range(OPERANDS):
@@ -341,7 +353,10 @@ def decode_kernel(
             shrink = tl.exp2(largest - now_largest)[None, :]
             largest = now_largest
             weights = weights.to(DTYPE)
-            total_weight = tl.dot(ones, weights, total_weight * shrink, input_precision=PRECISION)
+            tile_weight = tl.dot(ones, weights, tl.zeros((16, ROWS), tl.float32), input_precision=PRECISION)
+            total_weight = total_weight * shrink + tile_weight
+            if OFFSET > 0:
+                of_offset = OFFSET * tl.max(tile_weight, 0)[None, :]
             if not JOINT:
                 z = operands(now[1], CODED, DTYPE, ASM)
             elif AGAIN > 0:
@@ -349,13 +364,17 @@ def decode_kernel(
             added = ()
             for j in tl.static_range(OPERANDS):
                 z_j = again[j] if JOINT and j < AGAIN else z[j]
-                added += (tl.dot(tl.trans(z_j), weights, weighted[j] * shrink, input_precision=PRECISION),)
+                kept = weighted[j] * shrink
+                if OFFSET > 0:
+                    kept -= of_offset
+                added += (tl.dot(tl.trans(z_j), weights, kept, input_precision=PRECISION),)
             weighted = added
 
         late = position >> 30 if AGAIN else 0  # so that places are not kept from before the loop
-        sums = tl.max(total_weight, 0)
+        seen = largest > UNSEEN
+        sums = tl.where(seen, tl.max(total_weight, 0), 1.0)
         out = partial + slot.to(tl.int64) * (LIVE * OPERANDS * VALUE_COLUMNS)
         out += (row + late)[None, :] * (OPERANDS * VALUE_COLUMNS) + (value_column + late)[:, None]
         for j in tl.static_range(OPERANDS):
-            tl.store(out + j * VALUE_COLUMNS, weighted[j] / sums[None, :] - OFFSET, mask=live[None, :])
-        tl.store(partial_lse + slot * LIVE + row + late, largest + tl.log2(sums), mask=live)
+            tl.store(out + j * VALUE_COLUMNS, weighted[j] / sums[None, :], mask=live[None, :])
+        tl.store(partial_lse + slot * LIVE + row + late, tl.where(seen, largest + tl.log2(sums), NOTHING), mask=live)

@@ -292,8 +292,9 @@ def _launch(
         block_table = block_table[part]
     log2 = math.log2(math.e) * parameters.scaling
     softcap = parameters.softcap
-    key_align = math.gcd(layer.key_align, key.stride(0), key.stride(1))
-    value_align = math.gcd(layer.value_align, value.stride(0), value.stride(1))
+    (key, key_start), (value, value_start) = _aligned(key), _aligned(value)
+    key_align = math.gcd(layer.key_align, key_start, key.stride(0), key.stride(1))
+    value_align = math.gcd(layer.value_align, value_start, value.stride(0), value.stride(1))
     table = layer.table(key_align, value_align)
     ratio = query.element_size()
     blocks = 0 if layer.folded else batch_size * max_blocks * groups * rows
@@ -326,8 +327,9 @@ def _launch(
         absorbed if rotations is None else rotations.places, memory[3], memory[4], table, begin, until, first,
         end, none if starts is None else starts,
         none if block_table is None else block_table, none if mask is None else mask, none if holes is None else holes,
-        batch_size, groups, max_blocks, query.stride(0), key.stride(0) // key_align, key.stride(1) // key_align,
-        value.stride(0) // value_align, value.stride(1) // value_align,
+        batch_size, groups, max_blocks, query.stride(0), key_start // key_align, key.stride(0) // key_align,
+        key.stride(1) // key_align, value_start // value_align, value.stride(0) // value_align,
+        value.stride(1) // value_align,
         0 if block_table is None else block_table.stride(0), 0 if mask is None else mask.stride(0), log2,
         1.0 if softcap is None else softcap * math.log2(math.e), KEY_ALIGN=key_align, VALUE_ALIGN=value_align,
         num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
@@ -337,6 +339,18 @@ def _launch(
         memory[3], memory[4], output, table, begin, until, none if starts is None else starts, batch_size, groups,
         programs, output.stride(0), **join_constants(layer, tokens, tiles),
     )  # fmt: skip
+
+
+def _aligned(rows: Tensor) -> tuple[Tensor, int]:
+    """The memory of rows from a multiple of 16 bytes on, and how many elements of it lie before them.
+
+    Triton compiles another kernel for addresses that are none. A view of a cache may begin anywhere, and first do so
+    while a CUDA graph is captured, where nothing can be compiled.
+    """
+    before = rows.data_ptr() % 16 // rows.element_size()
+    if not before or before > rows.storage_offset():
+        return rows, 0
+    return rows.as_strided(rows.shape, rows.stride(), rows.storage_offset() - before), before
 
 
 class _Kept(threading.local):

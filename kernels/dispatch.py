@@ -7,7 +7,8 @@ interpreter, TRITON_INTERPRET=1). With `auto` and `triton` alike, plain PyTorch 
 - masks that are added to the logits, or that differ between heads; bool masks of any pattern are served, and those of
   one row or one sequence for all; empty inputs;
 - calls outside of torch.no_grad() or inference_mode();
-- latents above MAX_WIDTH places; heads above MAX_HEAD_DIM;
+- latents above MAX_WIDTH places; heads above MAX_HEAD_DIM; float32 on a GPU, where products of float32 take all
+  registers and more;
 - GPUs of AMD and NVIDIA's before 8.0 (the logger `rotor` says so): the kernels give options that only newer ones know;
 - in layers in blocks: positions that are not indices in the cache, and a RoPE whose frequencies change with the length.
 
@@ -31,7 +32,9 @@ from rotor.logs import log
 
 VARIABLE = "ROTOR_ATTENTION"
 CHOICES = ("auto", "triton", "reference")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (torch.float16, torch.bfloat16)
+"""Those of a model that kernels serve; on a CPU, in Triton's interpreter, float32 too."""
+
 MAX_WIDTH = 1024
 MAX_HEAD_DIM = 256
 LEAST_CAPABILITY = (8, 0)
@@ -84,7 +87,7 @@ def layer_served(
     return (
         kernels_wanted(device)
         and rotation_fits
-        and dtype in DTYPES
+        and (dtype in DTYPES or (dtype == torch.float32 and device.type == "cpu"))
         and widest <= MAX_WIDTH
         and shape.head_dim <= MAX_HEAD_DIM
     )

@@ -6,13 +6,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .decode import NOTHING, UNSEEN
 from .ranges import count_tiles, slices, tiles_of
 
 INTEGERS = ["batch_size", "groups", "programs", "output_stride"]
 """Not specialised on their values: one compiled kernel serves them all."""
 
+ADDRESSES = ["output", "begin", "until", "query_start"]
+"""Not specialised on being multiples of 16 bytes: they are, or not, by the part of a batch."""
 
-@triton.jit(do_not_specialize=INTEGERS)
+
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def join_kernel(
     partial, partial_lse, output, table, begin, until, query_start,
     batch_size, groups, programs, output_stride,
@@ -47,24 +51,23 @@ def join_kernel(
         high = tl.where(tiles > 0, high, low - 1)
         slot = (sequence * groups + group).to(tl.int64)
         column = tl.arange(0, PADDED)
-        largest = -1e30
+        largest = UNSEEN
         weight = 0.0
         joined = tl.zeros((PADDED,), tl.float32)
         for first in range(low, high + 1, SLICES):
             program = first + tl.arange(0, SLICES)
             there = program <= high
             index = (program + slot) * (TOKENS * GROUP_ROWS) + row
-            log_sum = tl.load(partial_lse + index, mask=there, other=-1e30)
+            log_sum = tl.load(partial_lse + index, mask=there, other=NOTHING)
             now_largest = tl.maximum(largest, tl.max(log_sum, 0))
-            weights = tl.where(there, tl.exp2(log_sum - now_largest), 0.0)
+            weights = tl.exp2(log_sum - now_largest)  # 0 of slices in which nothing was seen
             shrink = tl.exp2(largest - now_largest)
             at = partial + index[:, None] * (OPERANDS * VALUE_COLUMNS) + column[None, :]
             values = tl.load(at, mask=there[:, None] & (column < OPERANDS * VALUE_COLUMNS)[None, :], other=0.0)
             joined = joined * shrink + tl.sum(values * weights[:, None], 0)
             weight = weight * shrink + tl.sum(weights, 0)
             largest = now_largest
-        nothing = largest < -1e20  # no key, or masked all over
-        joined = tl.where(nothing, 0.0, joined / tl.where(weight > 0, weight, 1.0))
+        joined = joined / tl.where(weight > 0, weight, 1.0)  # 0 where no slice saw a key
         width = tl.load(table + group * 8 + 2)
         place = column // VALUE_COLUMNS * width + column % VALUE_COLUMNS
         out = output + token.to(tl.int64) * output_stride + tl.load(table + group * 8 + 6)

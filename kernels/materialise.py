@@ -32,6 +32,9 @@ INTEGERS = [
 ]  # fmt: skip
 """Not specialised on their values, as in the append kernel."""
 
+ADDRESSES = ["key", "value", "basis", "constant", "cos", "sin", "block_table", "kv_lens", "kv_start", "keys", "values"]
+"""Nor on being multiples of 16 bytes, which a view of a cache need not be."""
+
 
 @triton.jit
 def plane_of(words, PLANE: tl.constexpr, CODED: tl.constexpr, kind: tl.constexpr):
@@ -75,7 +78,7 @@ def rebuilt(
     return tl.dot(tile, numbers, result, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=INTEGERS)
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def materialise_kernel(
     key, value, basis, constant, cos, sin, block_table, kv_lens, kv_start, keys, values, kv_len, first, block, fast,
     table_stride, table_pages, page, key_batch, key_row, value_batch, value_row, basis_stride, key_start, key_group,

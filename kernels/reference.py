@@ -149,7 +149,7 @@ def _may_absorb(parameters: AttentionParameters, seq_len: int, rotation: Rotatio
     a window lets go of keys one by one."""
     block = parameters.layout.rope_block
     assert block is not None
-    if seq_len * parameters.shape.heads_per_kv >= block or rotation[0].dim() > 2:
+    if not seq_len or seq_len * parameters.shape.heads_per_kv >= block or rotation[0].dim() > 2:
         return False
     slow = slice(parameters.layout.fast_planes, rotation[0].shape[-1] // 2)
     return not len(rotation[0]) or all(torch.equal(table[0, slow], table[:block][-1, slow]) for table in rotation)

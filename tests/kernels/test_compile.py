@@ -1,16 +1,24 @@
-"""Kernels compiled for GPUs that need not be there: a step over pages spills nothing at the sizes of an 8B."""
+"""Kernels compiled for GPUs that need not be there: a step over pages spills nothing at the sizes of an 8B, and one
+kernel serves views of a cache wherever they begin.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+import torch
+from support.kernel_cases import Channels, Numbers, layer, random_case, shape_of
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from rotor.checkpoint.layout import KeyForm, LayerLayout
+from rotor.kernels.append import append
+from rotor.kernels.decoding import BlockRotations, DecodeLayer, decode_attention
+from rotor.kernels.ranges import KeyRanges
 from rotor.tools.bench.sass import usage
 from rotor.tools.bench.subjects import NAMED, PAGE, named_subjects
-from rotor.tools.bench.variants import layer_variants
+from rotor.tools.bench.variants import layer_variants, recorded
 
 MOST_SPILLED_BYTES = 128
 """Of a thread, in kernels that no decode step over pages runs."""
@@ -26,3 +34,34 @@ def test_nothing_is_spilled(name, arch, page) -> None:
         registers, spilled_bytes = usage(variant.compile().asm["cubin"])
         assert registers <= 255
         assert spilled_bytes <= (0 if variant.keys and page else MOST_SPILLED_BYTES), variant.name
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [layer(KeyForm(64, 4), 2, Channels(n4=48)), layer(KeyForm(64, 0), 1, (Numbers(20), Numbers(28)))],
+    ids=["codes", "numbers"],
+)
+def test_one_kernel_serves_views_that_begin_anywhere(layout: LayerLayout) -> None:
+    """Another one would be compiled for them, perhaps while a CUDA graph is captured."""
+    shape, dtype = shape_of(layout.group_size, 2, 64, 64), torch.bfloat16
+    case = random_case(layout, shape, 3, 1, 81).to("cpu", dtype)
+    assert case.rotation is not None
+    rotations = BlockRotations.of(case.rotation, layout, dtype)
+    decoding = DecodeLayer(case.parameters, dtype, torch.device("cpu"))
+    ranges = KeyRanges.of_lengths(torch.full((4,), 80, dtype=torch.int32))
+    basis = torch.zeros(layout.group_size * 64, layout.key_rank, dtype=dtype)
+    found = []
+    for start in (0, 1):
+        key, value = (side[:, start:] for side in (case.key, case.value))
+        own = KeyRanges(*(of[start : start + 3] for of in (ranges.first, ranges.end, ranges.begin, ranges.until)))
+        assert [x.data_ptr() % 16 == 0 for x in (key, own.begin)] == [start == 0] * 2
+        with recorded(90) as launched:
+            decode_attention(case.query[:, :, 0], key, value, decoding, own, rotations)
+            append(
+                torch.zeros(3, 80, shape.num_kv_heads, 64, dtype=dtype),
+                torch.zeros(3, 80, layout.value_rank, dtype=dtype), layout, shape, key_basis=basis,
+                rotation=case.rotation, out=(key[:, None, :80], value[:, None, :80]),
+            )  # fmt: skip
+        found.append([(variant.name, variant.source.hash()) for variant in launched])
+    assert [name for name, _ in found[0]] == ["absorb_kernel", "decode_kernel", "join_kernel", "append_kernel"]
+    assert found[0] == found[1]

@@ -8,7 +8,7 @@ from support.kernel_cases import FORMS, Channels, layer, shape_of
 
 from rotor.errors import UsageError
 from rotor.kernels import dispatch
-from rotor.kernels.dispatch import kernels_serve, kernels_wanted
+from rotor.kernels.dispatch import kernels_serve, kernels_wanted, layer_served
 
 LAYOUT, SHAPE = layer(FORMS["fast"], 1, Channels(n4=64)), shape_of(1, 4, 128, 128)
 
@@ -70,3 +70,13 @@ def test_what_the_kernels_do_not_express_is_left_to_pytorch(monkeypatch) -> None
     assert not serve(layer(FORMS["fast"], 1, Channels(n4=1040)))
     assert not serve(shape=shape_of(1, 4, 512, 128))
     assert not kernels_serve(torch.zeros(1, 1, 4), LAYOUT, SHAPE, None, True)  # gradients are wanted
+
+
+def test_float32_on_a_gpu_is_left_to_pytorch(monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "kernels_wanted", lambda device: True)
+    served = {
+        (dtype, device): layer_served(LAYOUT, SHAPE, dtype, torch.device(device))
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+        for device in ("cpu", "cuda")
+    }
+    assert [case for case, is_served in served.items() if not is_served] == [(torch.float32, "cuda")]

@@ -46,12 +46,13 @@ def check(
     layout: LayerLayout, lengths: list[int], tokens: list[int] | None = None, *, page: int = 0,
     tiles: Tile | None = None, programs: int = 5, dtype: torch.dtype = HALF, per_head: int = 2, head_dim: int = 32,
     rotary: int | None = None, window: int | None = None, starts: list[int] | None = None, holes: bool = False,
-    **rest: float,
+    hidden: tuple[int, int] | None = None, before: int = 0, **rest: float,
 ) -> None:  # fmt: skip
     """By the worst number, the error against float64 is at most twice that of plain PyTorch in the same dtype.
 
     lengths: keys of each sequence. tokens: its new ones, else one. page: keys of a page; pages lie anywhere, what no
-    key is in is poisoned, and the block table ends where the longest sequence does.
+    key is in is poisoned, and the block table ends where the longest sequence does. hidden: keys that no query sees,
+    from the first to before the second. before: rows in memory before the first of a sequence.
     """
     counts = tokens or [1] * len(lengths)
     shape = shape_of(len(layout.groups) * layout.group_size, per_head, head_dim, head_dim if rotary is None else rotary)
@@ -61,7 +62,10 @@ def check(
     if holes:
         generator = torch.Generator().manual_seed(3)
         allowed = [own & (torch.rand(own.shape, generator=generator) > 0.3) for own in allowed]
-    if holes or starts is not None:
+    if hidden is not None:
+        for own in allowed:
+            own[..., slice(*hidden)] = False
+    if holes or starts is not None or hidden is not None:
         ranges = KeyRanges.of_mask(torch.cat(allowed))
     elif tokens is None:
         ranges = KeyRanges.of_lengths(kv_lens, window)
@@ -78,7 +82,8 @@ def check(
     layer, rotations = DecodeLayer(case.parameters, dtype, torch.device("cpu")), None
     if case.rotation is not None:
         rotations = BlockRotations.of(case.rotation, layout, dtype)
-    rows, table = (case.key, case.value), None
+    behind = (torch.cat([torch.full_like(side[:, :before], 77), side], 1) for side in (case.key, case.value))
+    rows, table = tuple(side[:, before:] for side in behind), None
     if page:
         pages = in_pages(case, lengths, page)
         rows, table = (pages.key, pages.value), pages.block_table
@@ -100,6 +105,12 @@ def test_joint_in_blocks(fast: int, dtype: torch.dtype) -> None:
 def test_pages(page: int, keys: int) -> None:
     """Of any multiple of 16."""
     check(layer_of([48], 2, block=64, fast=4), [97, 0, 64, 1], per_head=1, tiles=Tile(keys), page=page)
+
+
+def test_views_that_begin_at_no_multiple_of_16_bytes() -> None:
+    assert layer_of([48], 2, block=64).row_bytes(2)[0] == 24
+    check(layer_of([48], 2, block=64, fast=4), [97, 3], per_head=1, before=1)
+    check(layer_of([20], 1, [28], coded=False), [70, 20], before=1)
 
 
 @pytest.mark.parametrize("block", [4, 16, None])
