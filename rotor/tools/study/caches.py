@@ -135,7 +135,7 @@ def _read(network: CompressibleModel, policy: Policy | None, rows: Tensor, **opt
 
 
 def of_row(policy: Policy | None, tokens: int) -> Policy | None:
-    """Let a policy that evicts keep its share of a whole sequence of `tokens`, not of the prompt; others as they are."""
+    """Let a policy that evicts keep its share of a sequence of `tokens`, not of the prompt; others stay as they are."""
     if not isinstance(policy, Eviction) or policy.tokens is not None:
         return policy
     return replace(policy, tokens=max(1, round(policy.share * tokens)))

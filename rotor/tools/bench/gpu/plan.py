@@ -13,7 +13,7 @@ from typing import Any
 from ..subjects import gpu_subjects
 from .loads import LOADS, PROMPT
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 """The checkout: tests/ lies there."""
 
 CORES = max(1, min(16, len(os.sched_getaffinity(0))))
