@@ -4,7 +4,7 @@
 # make reference MODEL=folder  what recipes remove at 0.99 from a model, and KL beside quantised caches: a table
 # make test      set up .venv, then lint, types, the layers of the packages, and tests
 # make test-fast those that take seconds
-# make test-slow the tests marked slow
+# make test-slow the tests marked slow or nightly
 # make test-min  the tests on the oldest versions that pyproject.toml allows
 # make gpu       on a GPU: tests and measurements in nine minutes (MINUTES=4: in four)
 # make gpu-bundle  packages for a GPU machine without network (Python 3.12, PyTorch and Triton there), in .gpu-bundle/
@@ -71,13 +71,13 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 
 test: lint
-	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
+	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not nightly"
 
 test-fast: setup
-	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow" $(FAST)
+	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not nightly" $(FAST)
 
 test-slow: setup
-	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
+	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "slow or nightly"
 
 # Every lower bound of pyproject.toml as an exact version, in an environment of its own (Python 3.10 if there is one).
 test-min:
@@ -85,7 +85,7 @@ test-min:
 	.venv-min/bin/pip install --quiet --disable-pip-version-check \
 		$$(sed -n 's/^ *"\([A-Za-z_-]*\)>=\([0-9.]*\)",$$/\1==\2/p' pyproject.toml | grep -v -e ruff -e mypy -e types- -e import-linter)
 	.venv-min/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
-	$(TESTED) .venv-min/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
+	$(TESTED) .venv-min/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not nightly"
 
 # Where Python has a PyTorch that sees a GPU, it is used as it is.
 MINUTES ?= 9

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
+pytestmark = pytest.mark.nightly
+
 
 def bare_environment(folder: Path) -> tuple[Path, Path]:
     """The interpreter and the site-packages of an environment that has what this one has, but no rotor."""

@@ -181,6 +181,7 @@ def said_by_a_fresh_process(program: str, folders: list[str], **environment: str
     return done.stdout.splitlines()
 
 
+@pytest.mark.nightly
 def test_a_fresh_process_loads_every_tensor_and_only_with_rotor(run_copy, tmp_path: Path, monkeypatch) -> None:
     """Where every shape fits, too: with a removal rate that removes nothing, and where only queries and keys are
     compressed; and what was loaded and saved again. Without rotor the error says what to install.

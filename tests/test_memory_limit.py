@@ -17,6 +17,8 @@ from rotor.models.loading import weights_of
 from rotor.models.source import Checkpoint
 from rotor.models.tokens import synthetic_tokens
 
+pytestmark = pytest.mark.nightly
+
 WRITE = """
 import resource, sys
 from pathlib import Path

@@ -21,6 +21,8 @@ from rotor.calibration.run import Run
 from rotor.search.export.export import export
 from rotor.search.table import RankTable
 
+pytestmark = pytest.mark.nightly
+
 SERVER = """
 import json, os, signal, sys, time
 from rotor import cli

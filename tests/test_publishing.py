@@ -20,6 +20,8 @@ from rotor.checkpoint.output_folder import remove
 from rotor.errors import CheckpointError, UsageError
 from rotor.models.sidecars import sidecars
 
+pytestmark = pytest.mark.nightly
+
 
 def test_an_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.json"

@@ -20,6 +20,8 @@ from rotor.models.layerwise import LayerwiseModel
 from rotor.search.compressible import CompressibleModel
 from rotor.search.export.export import export
 
+pytestmark = pytest.mark.nightly
+
 KILLED = """
 commit, write_bases = PartialRun.commit, module.write_bases
 

@@ -28,6 +28,8 @@ from rotor.search.export.export import export
 from rotor.tools.validation.integrity import Validation, check_integrity
 from rotor.tools.validation.validate import validate
 
+pytestmark = pytest.mark.nightly
+
 EXPORTS = """
 import importlib, os, signal, sys
 import rotor
