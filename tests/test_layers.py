@@ -12,7 +12,7 @@ import sys
 import pytest
 from support.paths import ROOT
 
-BELOW_KERNELS = ("rotor.errors", "rotor.logs", "rotor.format", "rotor.checked", "rotor.installing")
+BELOW_KERNELS = ("rotor.errors", "rotor.logs", "rotor.checkpoint", "rotor.checked", "rotor.installing")
 
 
 def test_imports_go_down() -> None:
@@ -44,13 +44,13 @@ def imported(program: str) -> set[str]:
 
 
 def test_loading_a_checkpoint_imports_nothing_of_the_offline_half() -> None:
-    """What registers rotor with transformers, and an engine's plugin, reach format, runtime and kernels alone."""
+    """What registers rotor with transformers, and an engine's plugin, reach checkpoint, runtime and kernels alone."""
     found = imported("import rotor, rotor.runtime.integration, rotor.checkpoint.schemas")
     below = {"errors", "checked", "logs", "numerics", "progress", "installing", "versions"}
-    assert found <= below | {"runtime", "format", "kernels"}
+    assert found <= below | {"runtime", "checkpoint", "kernels"}
 
 
 def test_calibration_loads_no_cache_policy_and_no_search() -> None:
     loaded = imported("import rotor.calibration.calibrate")
     assert "calibration" in loaded
-    assert not loaded & {"policies", "plugins", "evaluation", "search", "study"}
+    assert not loaded & {"policies", "vllm", "search", "tools"}

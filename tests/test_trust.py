@@ -33,7 +33,7 @@ pytestmark = pytest.mark.nightly
 EXPORTS = """
 import importlib, os, signal, sys
 import rotor
-from rotor.format import publishing
+from rotor.checkpoint import publishing
 
 module = importlib.import_module("rotor.search.export.export")
 module.write_with_checkpoint = lambda *arguments: None
