@@ -7,8 +7,8 @@
 
 No hub is needed: the packages hold the weights in 4 bits, which are widened to bfloat16. `real-models/smollm2` is then
 SmolLM2-135M-Instruct and `real-models/gemma3` Gemma 3 270M, folders for rotor; a model whose packages are not there is
-left out. With --text, a folder of WikiText-2's valid.txt and test.txt, `real-models/text` has their articles and as many
-files of Python's standard library, a file each, for `--text`.
+left out. With --text, a folder of WikiText-2's valid.txt and test.txt, `real-models/text` has their articles and as
+many files of Python's standard library, a file each, for `--text`.
 
 Gemma's licence, the Gemma Terms of Use, lies in its first package and is copied into its folder.
 """

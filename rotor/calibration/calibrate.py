@@ -37,7 +37,7 @@ from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.memory import stream_weights
-from ..models.tokenizer import chat_opening
+from ..models.tokenizer import chat_opening, text_start
 from ..models.weights import Weights
 from ..planning.form import wanted_gradients
 from ..planning.outline import ModelOutline, needs_whole_model, wanted_moments
@@ -258,8 +258,9 @@ class Calibration:
 
     def _with_repeats(self, rows: Tensor, draw: int) -> Tensor:
         """The rows with spans stated again; each `draw` has others."""
-        vocabulary = ordinary_tokens(self.checkpoint.config, self.checkpoint.tokenizer)
-        return with_repeats(rows, self.recipe.codes.repeats, self.recipe.tokens.seed ^ draw, vocabulary)
+        tokenizer, seed = self.checkpoint.tokenizer, self.recipe.tokens.seed ^ draw
+        vocabulary = ordinary_tokens(self.checkpoint.config, tokenizer)
+        return with_repeats(rows, self.recipe.codes.repeats, seed, vocabulary, len(text_start(tokenizer)))
 
     def _distil(self, rows: Tensor) -> None:
         """Train the bases and codes of all layers, where the recipe asks for it; they are written beside those."""

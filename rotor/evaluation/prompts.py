@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.rows import separator_token
+from ..data.rows import prompt_start
 from ..data.tokens import ordinary_tokens
 from ..errors import DataError
 from ..recipe import Evaluation
@@ -49,9 +49,8 @@ class EvaluationContext:
     config: Any
 
     def start(self) -> list[int]:
-        """The token that a row begins with, if the model has one."""
-        first = separator_token(self.tokenizer)
-        return [] if first is None else [first]
+        """Tokens that a row of prompts begins with."""
+        return prompt_start(self.tokenizer)
 
     def ordinary_text(self, split: str) -> Tensor:
         """Text of the split [tokens] without what separates documents: a model may forget what is before it."""
