@@ -19,7 +19,13 @@ from ..errors import system_errors
 from ..format.atomic import write_json, write_text
 from ..format.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
 from ..format.hashes import tensor_sha256
-from ..format.layout import LayerLayout, kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from ..format.layout import (
+    LayerLayout,
+    kv_bytes_of_sequence,
+    kv_bytes_per_token,
+    uncompressed_kv_bytes_of_sequence,
+    uncompressed_kv_bytes_per_token,
+)
 from ..format.locks import exclusive
 from ..format.manifest import write_manifest
 from ..format.publishing import staged_folder, write_tensors
@@ -74,6 +80,7 @@ def export(
     measure: bool = True,
     cache: str | None = None,
     without_weights: bool = False,
+    context: int | None = None,
     progress: Progress | None = None,
 ) -> ExportResult:
     """Write the compressed checkpoint of a run at exactly one of accuracy, compression or removal rate.
@@ -93,6 +100,8 @@ def export(
             (`gear-2`), the path of a YAML file, or FILE.py:CLASS; needs all weights in memory to be measured.
         without_weights: leaves the weights to the source, from which they are rewritten when the folder is loaded, or
             written by `materialise`.
+        context: tokens of the sequences that are served, by default the model's longest, at most 32768. Bytes are those
+            of a sequence of so many: a layer with a window holds no more than that.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
     """
@@ -106,6 +115,7 @@ def export(
         measure,
         cache,
         without_weights,
+        context,
     )
     return run_export(settings, progress)
 
@@ -264,6 +274,13 @@ def _report(
             "before": uncompressed_kv_bytes_per_token(job.run.shape, element_bytes),
             "after": kv_bytes_per_token(layouts, element_bytes),
             "element_bytes": element_bytes,
+        },
+        "kv_bytes_of_sequence": {
+            "tokens": job.context_tokens,
+            "before": uncompressed_kv_bytes_of_sequence(job.run.shape, element_bytes, job.context_tokens),
+            "after": kv_bytes_of_sequence(
+                [sum(layout.row_bytes(element_bytes)) for layout in layouts], job.run.shape, job.context_tokens
+            ),
         },
         "accuracy": accuracy,
         "ranks": point.ranks_json,

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..errors import UsageError
 from ..format.layout import AttentionShape
 from ..runtime.families import Family, attention_shape
 from ..runtime.projections import oriented
@@ -36,6 +37,24 @@ def kv_parameters(family: Family, model: nn.Module, layer: int) -> list[tuple[Te
         (weight, lambda g: family.split(oriented(family, g), shape)[1]),
         (weight, lambda g: family.split(oriented(family, g), shape)[2]),
     ]
+
+
+LONG_CONTEXT = 32768
+"""Tokens of a sequence whose cache is counted, where nobody says how many are served."""
+
+
+def context_tokens(config: Any, asked: int | None = None) -> int:
+    """Tokens of the sequences that are served: those asked for, or the model's longest, at most LONG_CONTEXT.
+
+    Raises:
+        UsageError: more are asked for than the model has positions.
+    """
+    if asked is not None and longest_row(asked, config) < asked:
+        longest = longest_row(asked, config)
+        raise UsageError(
+            f"--context {asked}: the model's longest sequence has {longest} tokens.", f"Give at most {longest}."
+        )
+    return asked or longest_row(LONG_CONTEXT, config)
 
 
 def longest_row(seq_len: int, config: Any) -> int:

@@ -59,10 +59,12 @@ class Context:
         dtype: torch.dtype,
         device: torch.device,
         policy: Policy | None = None,
+        context_tokens: int | None = None,
     ) -> Context:
-        """policy: that the cache was kept by, if any."""
+        """policy: that the cache was kept by, if any. context_tokens: by which plans were chosen, where it counts."""
         names = ["seed", "lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "filler_tokens"]
         settings = {name: getattr(spec, name) for name in names} | ({"cache": policy.as_dict()} if policy else {})
+        settings |= {} if context_tokens is None else {"context_tokens": context_tokens}
         kind = str(dtype).removeprefix("torch.")
         return cls(spec.metric, settings, data.description, data.sha256, kind, device.type, data.excluded)
 

@@ -23,6 +23,7 @@ from ..evaluation.prompts import EvaluationContext
 from ..format.layout import uncompressed_kv_bytes_per_token
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
+from ..models.projections import context_tokens
 from ..progress import Progress
 from ..recipe import Evaluation, Recipe
 from ..recipe.metric_registry import primitive_metrics
@@ -154,6 +155,7 @@ class StudyContext:
                 data=lambda: self.data,
                 network=lambda: self.network,
                 meter=lambda: self.meter,
+                context_tokens=context_tokens(self.checkpoint.config),
             )
             self._open = name, measurer, measurer.path
         return self._open[1:]

@@ -21,12 +21,13 @@ from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.placement import Placement
 from ..evaluation.prompts import EvaluationContext
 from ..evaluation.scoring import batch_logits
+from ..format.layout import uncompressed_kv_bytes_of_sequence
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import CompressedCheckpoint, open_model
 from ..models.hardware import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
-from ..models.projections import longest_row
+from ..models.projections import context_tokens, longest_row
 from ..policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ..progress import Progress, StageTimes
 from ..recipe import Evaluation, Recipe, load_recipe, load_stored_recipe, override, text_overrides
@@ -280,17 +281,28 @@ class _Numerics:
             cache = model(rows.to(model.device), use_cache=True).past_key_values
         planned: float = size["after"]
         if policy is None:
-            measured = cache_bytes_per_token(cache)
+            by_layer = cache_bytes_per_token(cache)
+            measured = sum(by_layer)
+            removed = 1 - self._share_of_sequence(network, by_layer)
         else:
             measured = stored_bytes(cache) / rows.numel()
+            removed = 1 - measured / size["before"]
             planned = packed_bytes_per_token(policy, self.checkpoint.layouts, model.dtype, rows.shape[1])
             about = {"policy": policy.as_dict(), "tokens": rows.shape[1], "kv_bytes_per_token": planned}
             result.summary["cache"] = about
         result.summary["measured_kv_bytes_per_token"] = measured
-        result.summary["measured_compression"] = round(1 - measured / size["before"], 6)
+        result.summary["measured_compression"] = round(removed, 6)
         # SqueezeAttention's budgets are rounded, and KVQuant's outliers are by the text.
         fits = measured == planned if policy is None else measured <= POLICY_TOLERANCE * planned
         result.add("KV bytes per token", fits, f"measured {measured:g}, planned {planned:g}")
+
+    def _share_of_sequence(self, network: LayerwiseModel, by_layer: Sequence[float]) -> float:
+        """Share of the bytes of a sequence of the context that is served, by those of a token in each layer."""
+        report, shape = self.checkpoint.report, network.shape
+        held = report.get("kv_bytes_of_sequence")
+        tokens = context_tokens(network.config) if held is None else held["tokens"]
+        before = uncompressed_kv_bytes_of_sequence(shape, report["kv_bytes_per_token"]["element_bytes"], tokens)
+        return sum(own * kept for own, kept in zip(by_layer, shape.held_tokens(tokens), strict=True)) / before
 
 
 def _measured(
@@ -368,13 +380,13 @@ def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool)
     return float((batch_logits(network, rows) - expected).norm() / expected.norm())
 
 
-def cache_bytes_per_token(cache: Any) -> float:
-    """Bytes of transformers' own cache for a token; a layer with a sliding window drops the older ones.
+def cache_bytes_per_token(cache: Any) -> list[float]:
+    """Bytes of transformers' own cache for a token of each layer; one with a sliding window drops the older ones.
 
     Args:
         cache: of layers [batch_size, heads, tokens, width], holding at least one token.
     """
-    return sum(
+    return [
         (layer.keys.nbytes + layer.values.nbytes) / (layer.keys.shape[0] * layer.keys.shape[2])
         for layer in cache.layers
-    )
+    ]
