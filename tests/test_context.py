@@ -55,7 +55,8 @@ def test_the_best_plan_of_every_number_of_bytes(context: int) -> None:
         every.append((8 * sum(units * tokens for units, tokens in zip(split, held, strict=True)), loss))
     for target in (0.3, 0.6, 0.75, 0.85):
         plan = path.at_compression(target)
-        assert plan is not None and plan.channels is not None
+        assert plan is not None
+        assert plan.channels is not None
         kept = sum(channels_bytes([own]) * tokens for own, tokens in zip(plan.channels, held, strict=True))
         assert plan.stored == pytest.approx(1 - kept / whole)
         assert plan.stored >= target - 1e-9
@@ -90,7 +91,8 @@ def test_ranks_count_what_layers_hold() -> None:
     assert compression(ranks, SHAPE, 64) == pytest.approx(1 - (16 * 64 + 64 * 32) / (64 * 80))
     spectra = [Spectra(*(torch.linspace(2, 1, 16, dtype=torch.float64).repeat(2, 1) for _ in range(2)))] * 2
     plan = UniformPath(RankInputs(spectra, SHAPE, 8, context_tokens=64)).at_compression(0.4)
-    assert plan is not None and plan.stored == pytest.approx(0.5)
+    assert plan is not None
+    assert plan.stored == pytest.approx(0.5)
     probed = [([(8, 1.0)], [(8, 1.0)])] * 2
     filled = WaterFillingPath(RankInputs(spectra, SHAPE, 2, sensitivities=probed, context_tokens=64))
     plan = filled.at_compression(0.5)
