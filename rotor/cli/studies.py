@@ -13,7 +13,8 @@ from .console import print_table, say
 from .options import NONE, Count, MemoryOptions, Printed
 
 ABOUT_PARTS = (
-    "methods, every cache policy and recipes at equal bytes, takes longest. FILE.py:CLASS is a part of your own."
+    "methods, every cache policy and recipes at equal bytes, takes longest; match finds the bytes at which a recipe is "
+    "as good as fp8, 4 bits, KIVI and KVTC. FILE.py:CLASS is a part of your own."
 )
 
 
@@ -44,8 +45,8 @@ def study(
     Args:
         out: Study folder; one with the same settings is continued.
         recipes: Names of bundled recipes or YAML files, separated by commas.
-        sizes: Bytes of cache per token at which the part methods measures recipes, separated by commas; by default ten
-            sizes from 3.75 % to 50 % of the uncompressed cache.
+        sizes: Bytes of cache per token at which the parts methods and match measure recipes, separated by commas; by
+            default sizes from 3.75 % to 50 % of the uncompressed cache.
         caches: Cache policies of your own for the part methods, separated by commas, as --cache takes them.
     """
     from ..models.hub import check_name

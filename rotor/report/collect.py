@@ -11,7 +11,6 @@ from typing import Any
 
 from ..calibration.run import Run
 from ..checked import Reader
-from ..codes.layer import channels_bytes
 from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
 from ..format.file_names import ROTOR_JSON
@@ -192,9 +191,7 @@ def _run_bytes(run: Run, point: Point, tokens: int) -> tuple[int, int, SequenceI
     """Bytes of a token in all layers, before and after, and those of a sequence."""
     element = int(run.info["element_bytes"])
     before = uncompressed_kv_bytes_per_token(run.shape, element)
-    rows = [element * sum(qk + v for qk, v in layer) for layer in point.ranks]
-    if point.channels is not None:
-        rows = [channels_bytes([layer]) for layer in point.channels]
+    rows = point.row_bytes(element)
     return before, sum(rows), _sequence(run.shape, element, rows, tokens)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..allocation.plan import RankPlan
-from ..codes.layer import GroupChannels
+from ..codes.layer import GroupChannels, channels_bytes
 from ..errors import UsageError
 from ..evaluation.fidelity import Fidelity
 from ..format.layout import LayerRanks
@@ -58,6 +58,12 @@ class Point:
     def with_fidelity(self, split: str, found: Fidelity) -> Point:
         """Itself, with what was measured on a split."""
         return replace(self, **{split: found})  # type: ignore[arg-type]
+
+    def row_bytes(self, element_bytes: int) -> list[int]:
+        """Bytes of a token in each layer, in a model whose dtype takes element_bytes."""
+        if self.channels is not None:
+            return [channels_bytes([layer]) for layer in self.channels]
+        return [element_bytes * sum(qk + v for qk, v in layer) for layer in self.ranks]
 
     @property
     def compression_json(self) -> dict[str, float]:

@@ -74,8 +74,8 @@ def study(
         overrides: `section.field=value` for all recipes.
         text: calibrate on and measure accuracy on this file or folder, as for calibrate.
         parts: which to run, of rotor.study.parts.PARTS or `FILE.py:CLASS`.
-        sizes: bytes of cache per token at which `methods` measures the recipes; by default shares of the uncompressed
-            model's.
+        sizes: bytes of cache per token at which `methods` and `match` measure the recipes; by default shares of the
+            uncompressed model's.
         caches: policies of your own for `methods`, as `--cache` takes them.
         device, dtype, batch_tokens, offload: as for calibrate.
         plots: draw them, which needs matplotlib.
