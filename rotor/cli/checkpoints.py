@@ -198,6 +198,7 @@ class ValidateOptions(MemoryOptions):
     text: Path | None = None
     overrides: list[str] = NONE
     cache: str | None = None
+    distance: Count | None = None
     tasks: str | None = None
     lengths: str = "4096"
 

@@ -31,6 +31,7 @@ def study(
     sizes: str = "",
     caches: str = "",
     text: Path | None = None,
+    distance: Count | None = None,
     overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
     plots: Annotated[bool, typer.Option(help="Draw the results, which needs matplotlib.")] = True,
@@ -65,7 +66,7 @@ def study(
         "sizes": numbers("--bytes", sizes) if sizes else (),
         "caches": split(caches),
     }
-    request |= {"text": text, "batch_tokens": batch_tokens, "plots": plots} | vars(compute)
+    request |= {"text": text, "distance": distance, "batch_tokens": batch_tokens, "plots": plots} | vars(compute)
     with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
         result = run_study(model, out, names, overrides, **request, progress=output.progress())
     shown: dict[str, Any] = {"study": str(out), "settings": result.settings, "records": result.records}

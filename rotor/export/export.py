@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from ..bases.layer import LayerBases
 from ..checked import plain
-from ..data.splits import SPLITS
+from ..data.splits import LONG, SPLITS
 from ..errors import system_errors
 from ..format.atomic import write_json, write_text
 from ..format.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
@@ -292,7 +292,8 @@ def _report(
 
 def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str, Any]:
     """What rotor.json says of the accuracy; where nothing was measured (no table), why."""
-    found = {} if table is None else {split: point.fidelity(split) for split in SPLITS}
+    splits = (*SPLITS, *([LONG] if point.has(LONG) else []))
+    found = {} if table is None else {split: point.fidelity(split) for split in splits}
     search, report = found.get("search"), found.get("report")
     context = None if table is None else table.context
     # What was calibrated on is no text for `validate` to measure on.
@@ -304,7 +305,7 @@ def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str
         "report": report and report.accuracy,
         "interval_95": report and list(report.interval),
         "measurements": {split: plain(fidelity) for split, fidelity in found.items()},
-        "base": {split: table and table.base.get(split) for split in SPLITS},
+        "base": {split: table and table.base.get(split) for split in splits},
         "left_out": table.left_out if table else {},
         "data": context and context.data,
         "data_sha256": context and context.data_sha256,

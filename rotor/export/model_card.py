@@ -13,7 +13,7 @@ from ..format.layout import AttentionShape, LayerLayout
 from ..installing import pip_install
 from ..progress import in_bytes
 from ..recipe import Recipe
-from ..recipe.metric_registry import chance_note, metric_info, ratio_rows
+from ..recipe.metric_registry import chance_note, long_rows, metric_info, ratio_rows
 
 
 def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape, apart: bool = False) -> str:
@@ -110,6 +110,7 @@ def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:
         f"| accuracy ({metric}) | {accuracy['report']:.4f}, {interval}{said and '; '}{said} |",
         f"| target of the search | {target}; measured on the search split: {accuracy['search']:.4f} |",
         *(f"| {label} | {text} |" for label, text in ratio_rows(measured, base, left_out)),
+        *(f"| {label} | {text} |" for label, text in long_rows(accuracy["measurements"], accuracy["base"])),
         f"| measured on | {accuracy['data']}, {tokens}{chance_note(base)} |",
     ]
     note = (

@@ -57,6 +57,16 @@ def context_tokens(config: Any, asked: int | None = None) -> int:
     return asked or longest_row(LONG_CONTEXT, config)
 
 
+LONG_ROW = 2048
+"""Tokens of a long row of the report split."""
+
+
+def long_row_count(report_tokens: int, seq_len: int, config: Any) -> int:
+    """Long rows that a report split has: half as many tokens, where the model has room and other rows are shorter."""
+    fits = longest_row(LONG_ROW, config) == LONG_ROW and longest_row(seq_len, config) < LONG_ROW
+    return report_tokens // (2 * LONG_ROW) if fits else 0
+
+
 def longest_row(seq_len: int, config: Any) -> int:
     """Bound `seq_len` by the model's positions."""
     return min(seq_len, getattr(config, "max_position_embeddings", None) or seq_len)

@@ -20,9 +20,9 @@ from ..codes.quantiser import SAMPLES
 from ..format.layout import AttentionShape, LayerForm, ModelForm
 from ..models.checkpoint import Checkpoint
 from ..models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates
-from ..models.projections import longest_row
+from ..models.projections import LONG_ROW, long_row_count, longest_row
 from ..recipe import Evaluation, Recipe
-from ..recipe.metric_registry import primitive_metrics
+from ..recipe.metric_registry import primitive_metrics, report_metrics
 from ..runtime.families import FAMILIES, Family, attention_shape, find_family
 from .form import Frequencies, model_form
 
@@ -148,7 +148,8 @@ class ModelOutline:
         scoring = LOGIT_COPIES * max(LOGIT_BYTES[device.type], HEAD_POSITIONS * 4 * self.config.vocab_size)
         work = {"activations": max(self._activations(2048, form.group_size, dtype.itemsize), scoring)}
         searched = spec.search_tokens + _prompt_tokens(spec, primitive_metrics(spec.metric))
-        rows = max(searched, spec.report_tokens + _prompt_tokens(spec, ("lookup", "copy")))
+        reported = spec.report_tokens + _prompt_tokens(spec, report_metrics(spec.metric))
+        rows = max(searched, reported, long_row_count(spec.report_tokens, spec.seq_len, self.config) * LONG_ROW)
         disk_bytes = 3 * rows * shape.hidden_size * dtype.itemsize  # of hidden states
         host, copied = {"rewriting one layer": rewriting}, attention * shape.num_layers
         return self._estimates(device, dtype, host, work, (disk_bytes, 0), copied)

@@ -27,7 +27,7 @@ from ..models.compressed import read_report
 from ..models.projections import LONG_CONTEXT
 from ..progress import in_bytes
 from ..recipe import Recipe, load_stored_recipe
-from ..recipe.metric_registry import chance_note, metric_info, ratio_rows
+from ..recipe.metric_registry import chance_note, long_rows, metric_info, ratio_rows
 from ..runtime.families import attention_shape
 from ..search.point import Point
 from ..search.table import TABLES, RankTable
@@ -93,6 +93,7 @@ def collect_checkpoint(
     chosen = Point(0.0, shares["planned"], shares["stored"], [], [], fidelity.get("search"), fidelity.get("report"))
     values = fidelity["report"].values if "report" in fidelity else {}
     data.ratios = ratio_rows(values, accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {}))
+    data.ratios += long_rows(accuracy["measurements"], accuracy.get("base", {}))
     if accuracy["report"] is None:
         data.absent["points"] = f"Accuracy was not measured: {accuracy.get('not_measured', 'nobody says why')}."
     else:

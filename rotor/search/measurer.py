@@ -10,7 +10,7 @@ import torch
 from ..allocation.bits import BitsPath
 from ..allocation.plan import RankInputs, RankPath, RankPlan, Sensitivity, Spectra
 from ..calibration.run import Run, read_fisher
-from ..data.splits import SPLITS, EvaluationData
+from ..data.splits import EvaluationData
 from ..errors import UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..policies import Policy
@@ -110,8 +110,13 @@ class Measurer:
         """Fidelity of a plan on the search split."""
         return self.measure(plan, ["search"]).fidelity("search")
 
-    def measure(self, plan: RankPlan, splits: Sequence[str] = SPLITS) -> Point:
-        """The table's point for a plan, measured on those splits where it is not yet, with one rewrite of the model."""
+    def measure(self, plan: RankPlan, splits: Sequence[str] | None = None) -> Point:
+        """The table's point for a plan, measured on those splits where it is not yet, with one rewrite of the model.
+
+        Args:
+            splits: by default all that there are, the report split's long rows among them.
+        """
+        splits = tuple(self.data.rows) if splits is None else splits
         point = self.table.find(plan) or Point.of(plan)
         missing = [split for split in splits if not point.has(split)]
         if not missing:

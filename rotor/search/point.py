@@ -15,7 +15,7 @@ from ..format.layout import LayerRanks
 
 @dataclass(frozen=True)
 class Point:
-    """A plan and its fidelity on each split that it was measured on.
+    """A plan and its fidelity on each split that it was measured on, and on the report split's long rows.
 
     parameter: the rank method's own (a removal rate, a price). planned, stored: share of the KV cache removed by exact
     and by stored ranks. exact, ranks: of each layer's groups, as given by
@@ -29,6 +29,7 @@ class Point:
     ranks: list[LayerRanks]
     search: Fidelity | None = None
     report: Fidelity | None = None
+    long: Fidelity | None = None
     channels: list[GroupChannels] | None = None
 
     @classmethod

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..allocation.plan import RankPath
+from ..data.splits import SPLITS
 from ..errors import UnsupportedModelError
 from ..evaluation.cached import final_states_through_cache
 from ..evaluation.fidelity import FidelityMeter
@@ -83,7 +84,7 @@ class CacheBench:
     ) -> None:
         context = replace(context, spec=replace(context.spec, metric="default"))
         self.network, self.prompts, self.whole, self.samples = network, prompts, whole, samples
-        self.splits, self.length = list(context.rows), context.rows["report"].shape[1]
+        self.splits, self.length = [name for name in SPLITS if name in context.rows], context.rows["report"].shape[1]
         self.meter = FidelityMeter(context, progress, prompt_share=PROMPT_SHARE, report=(*TEXT, *prompts))
 
     def measure(self, policy: Policy | None = None) -> dict[str, Any]:

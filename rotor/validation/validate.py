@@ -13,7 +13,7 @@ from torch import Tensor
 from ..calibration.run import Run
 from ..checked import shorten
 from ..data.documents import require_tokenizer
-from ..data.splits import EvaluationData, evaluation_data
+from ..data.splits import LONG, EvaluationData, evaluation_data
 from ..data.tokens import random_tokens
 from ..errors import RotorError, UsageError
 from ..evaluation.cached import check_in_memory
@@ -30,7 +30,7 @@ from ..models.loading import weights_of
 from ..models.projections import context_tokens, longest_row
 from ..policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ..progress import Progress, StageTimes
-from ..recipe import Evaluation, Recipe, load_recipe, load_stored_recipe, override, text_overrides
+from ..recipe import Evaluation, Recipe, distance_overrides, load_recipe, load_stored_recipe, override, text_overrides
 from ..recipe.metric_registry import METRICS
 from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
@@ -65,6 +65,7 @@ def validate(
     measure: bool = True,
     tasks: Sequence[str] = (),
     lengths: Sequence[int] = (4096,),
+    distance: int | None = None,
     shared: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Validation:
@@ -82,13 +83,15 @@ def validate(
         device, dtype, offload: as for calibrate. The cache is measured only with all weights in memory.
         tasks, lengths: benchmarks that the source and the checkpoint are asked, as of TaskSuite; of each the first
             evaluation.lm_eval_limit documents. What they say is in a new folder, FOLDER-tasks.
+        distance: tokens of other text between what look-ups and copies state and what asks for it, in rows with room
+            for that; by default as evaluation.filler_tokens says.
         shared: empty at first, and the same for several folders: what those of one source share is measured once.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
     """
     progress, times, result = progress or Progress(), StageTimes(), Validation(Path(folder))
     asked = None if cache is None else find_policy(cache)
-    own = [*text_overrides(text, ("evaluation",)), *overrides]
+    own = [*text_overrides(text, ("evaluation",)), *distance_overrides(distance), *overrides]
     if asked is not None and not isinstance(plain := open_model(folder), CompressedCheckpoint):
         if tasks or not measure:
             raise UsageError("an uncompressed model with --cache is only measured.", "Drop --tasks and --no-measure.")
@@ -259,6 +262,8 @@ class _Numerics:
         result, target, base = self.result, self.checkpoint.report["accuracy"]["target"], meter.base["report"]
         found = meter.measure(compressed, "report")
         result.summary["accuracy"] = _accuracy(meter, found, target)
+        if LONG in meter.base:
+            result.summary["accuracy"][LONG] = meter.measure(compressed, LONG).values
         text, chance = "{} {:.4f} [{:.4f}, {:.4f}]".format(meter.metric, found.accuracy, *found.interval), ""
         if base.get("at_chance"):
             result.summary["accuracy"]["at_chance"] = True
@@ -325,7 +330,9 @@ def _measured(
         check_in_memory(base, policy)
     meter = FidelityMeter(EvaluationContext(spec, data.rows, source.tokenizer, source.config), progress, policy)
     meter.left_out |= {} if searched is None else {"search": searched}
-    meter.measure_base(base, "report")
+    for split in ("report", LONG):
+        if split in data.rows:
+            meter.measure_base(base, split)
     return meter, base
 
 
