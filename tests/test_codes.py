@@ -299,7 +299,7 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     shape = network.shape
     rows = torch.randint(5, 4000, (3, 16), generator=torch.Generator().manual_seed(0))
     wanted = every(network)
-    found = dict(fisher_information(network, rows, shape.num_kv_heads, wanted, samples=7))
+    found = dict(fisher_information(network, rows, shape.num_kv_heads, [wanted] * shape.num_layers, samples=7))
     # What is taken by both together holds what is taken by each, head by head.
     for joint in (name for name in wanted if name.startswith("joint")):
         heads = (shape.num_kv_heads, 2, -1)
@@ -352,7 +352,9 @@ def test_fisher_information_is_the_same_with_weights_read_layer_by_layer(tiny):
     for streamed in (False, True):
         weights = weights_of(checkpoint, torch.device("cpu"), torch.float32, streamed)
         network = LayerwiseModel(weights)
-        results.append(dict(fisher_information(network, rows, 2, every(network), samples=9)))
+        results.append(
+            dict(fisher_information(network, rows, 2, [every(network)] * network.shape.num_layers, samples=9))
+        )
     for layer, whole in results[0].items():
         for name in every(network):
             got = results[1][layer].per_token(name)
@@ -374,7 +376,9 @@ def test_quadratic_form_predicts_a_small_change_of_the_loss(tiny):
     spec = Tokens("synthetic", count=2048, seq_len=64)
     rows = calibration_tokens(spec, checkpoint.config, None, Weights(model)).rows
     network = LayerwiseModel.of(model)
-    found = dict(fisher_information(network, rows, network.shape.num_kv_heads, every(network)))
+    found = dict(
+        fisher_information(network, rows, network.shape.num_kv_heads, [every(network)] * network.shape.num_layers)
+    )
     width = network.shape.num_kv_heads * network.shape.head_dim
     error = 0.02 * torch.randn(rows.shape[0], rows.shape[1], width, generator=torch.Generator().manual_seed(3))
     expected = 0.5 * 0.02**2 * float(found[0].per_token("value")[0].trace())

@@ -74,7 +74,8 @@ def test_gradients_are_by_stored_keys(name: str, tiny) -> None:
     network = LayerwiseModel.of(load_model(tiny(name), torch.device("cpu"), torch.float32), batch_tokens=16)
     form = KeyForm(8, 0)
     own, joint, post = stored_name(form, False), stored_name(form, True), stored_name(POST_ROPE, False)
-    for layer in dict(fisher_information(network, ROWS[:, :8], 1, frozenset({own, joint, post, "value"}))).values():
+    wanted = [frozenset({own, joint, post, "value"})] * network.shape.num_layers
+    for layer in dict(fisher_information(network, ROWS[:, :8], 1, wanted)).values():
         for kind in ("vectors", "gradients"):
             before, after, both = (getattr(layer.samples[of], kind) for of in (own, post, joint))
             assert relative_error(before, after) < 1e-4
@@ -124,7 +125,7 @@ def test_rope_that_depends_on_the_length_rotates_keys_as_a_whole(tiny, tmp_path:
     config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     (folder / "config.json").write_text(json.dumps(config))
     outline = ModelOutline.of(Checkpoint(folder))
-    assert outline.form(load_recipe("rotor-post")) == LayerForm(POST_ROPE, 4)
+    assert outline.form(load_recipe("rotor-post")).distinct == [LayerForm(POST_ROPE, 4)]
 
 
 def test_sizes_of_blocks_that_are_refused() -> None:

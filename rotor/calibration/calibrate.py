@@ -29,10 +29,11 @@ from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.memory import stream_weights
+from ..models.projections import context_tokens
 from ..models.readiness import check_text, describe_text
 from ..models.source import Checkpoint
 from ..models.splits import digests
-from ..models.tokenizer import chat_opening
+from ..models.tokenizer import chat_opening, text_start
 from ..models.tokens import CalibrationTokens, calibration_tokens, ordinary_tokens, with_repeats
 from ..models.weights import Weights
 from ..progress import Advance, Progress, StageTimes
@@ -251,15 +252,16 @@ class Calibration:
         network = LayerwiseModel(self.weights, self.settings.batch_tokens, partial.work)
         with self.times.stage("gradients"):
             rows = self._with_repeats(rows[: max(1, self.recipe.codes.tokens // rows.shape[1])], 0)
-            wanted = wanted_gradients(self.form)
+            wanted = [wanted_gradients(self.form.layer(layer)) for layer in range(self.shape.num_layers)]
             with self.progress.task("gradients", 3 * rows.numel() * self.shape.num_layers, "token layers") as advance:
                 for layer, found in fisher_information(network, rows, self.form.group_size, wanted, advance=advance):
                     partial.keep(_gradients_of(layer), found.to_tensors())
 
     def _with_repeats(self, rows: Tensor, draw: int) -> Tensor:
         """The rows with spans stated again; each `draw` has others."""
-        vocabulary = ordinary_tokens(self.checkpoint.config, self.checkpoint.tokenizer)
-        return with_repeats(rows, self.recipe.codes.repeats, self.recipe.tokens.seed ^ draw, vocabulary)
+        tokenizer, seed = self.checkpoint.tokenizer, self.recipe.tokens.seed ^ draw
+        vocabulary = ordinary_tokens(self.checkpoint.config, tokenizer)
+        return with_repeats(rows, self.recipe.codes.repeats, seed, vocabulary, len(text_start(tokenizer)))
 
     def _distil(self, rows: Tensor) -> None:
         """Train the bases and codes of all layers, where the recipe asks for it; they are written beside those."""
@@ -267,11 +269,13 @@ class Calibration:
         if not spec.steps:
             return
         bases = [
-            read_bases(layer_path(folder, "bases", n), self.form, self.shape, self.recipe.bases.refit) for n in layers
+            read_bases(layer_path(folder, "bases", n), self.form.layer(n), self.shape, self.recipe.bases.refit)
+            for n in layers
         ]
-        codes = [read_codes(layer_path(folder, "codes", n), self.form, self.shape) for n in layers]
+        codes = [read_codes(layer_path(folder, "codes", n), self.form.layer(n), self.shape) for n in layers]
         element_bytes = (self.checkpoint.config.dtype or torch.float32).itemsize
-        path = BitsPath(codes, self.shape, self.recipe.codes.bits, element_bytes)
+        context = context_tokens(self.checkpoint.config)
+        path = BitsPath(codes, self.shape, self.recipe.codes.bits, element_bytes, context)
         network = LayerwiseModel(self.weights, self.settings.batch_tokens, self.partial.work)
         model = DistilledModel(network, self.form, bases, codes, path)
         with self.times.stage("distil"):
@@ -297,7 +301,8 @@ class Calibration:
 
     def _layer(self, network: LayerwiseModel, layer: int, states: Tensor, advance: Advance) -> Tensor:
         """Put hidden states through a layer, and write what it yields; returns the states that leave it."""
-        partial, prune, wanted = self.partial, self.recipe.prune, wanted_moments(self.recipe, self.form)
+        partial, prune = self.partial, self.recipe.prune
+        wanted = wanted_moments(self.recipe, self.form.layer(layer))
         with self.times.stage("capture"):
             out = partial.states(layer + 1, tuple(states.shape), self.dtype)
             moments = layer_statistics(network, layer, states, out, self.form.group_size, wanted, prune, advance)
@@ -315,7 +320,7 @@ class Calibration:
                 assert kept is not None
                 gradients = LayerFisher.from_tensors(load_file(kept), self.shape, self.form.group_size)
             methods = (self.recipe.bases.qk, self.recipe.bases.vo)
-            bases = layer_bases(moments, weights, self.form, *methods, gradients, f"layer {layer}")
+            bases = layer_bases(moments, weights, self.form.layer(layer), *methods, gradients, f"layer {layer}")
             if self.recipe.bases.refit:
                 bases = dataclasses.replace(bases, outputs=moments.moment("output"))
         codes = None
@@ -340,7 +345,7 @@ class Calibration:
                 "model_type": config.model_type,
                 **hashes,
             },
-            "form": {**self.form.keys._asdict(), "group_size": self.form.group_size, "joint": self.form.joint},
+            "form": self.form._asdict() | {"keys": [keys._asdict() for keys in self.form.keys]},
             "element_bytes": (config.dtype or torch.float32).itemsize,
             "shape": dataclasses.asdict(self.shape),
             "tokens": about_tokens,

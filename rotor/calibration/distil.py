@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..checkpoint.layout import LayerForm
+from ..checkpoint.layout import ModelForm
 from ..errors import NumericsError
 from ..models.layerwise import LayerwiseModel
 from ..progress import Advance
@@ -58,13 +58,13 @@ class DistilledModel:
     def __init__(
         self,
         network: LayerwiseModel,
-        form: LayerForm,
+        form: ModelForm,
         bases: Sequence[LayerBases],
         codes: Sequence[LayerCodes],
         path: BitsPath,
     ) -> None:
         self.network, self.form, self.path = network, form, path
-        self._names = [stored_name(form.keys, form.joint)] + ([] if form.joint else ["value"])
+        self._names = [[stored_name(keys, form.joint)] + ([] if form.joint else ["value"]) for keys in form.keys]
         self._layers = [
             [TrainedCode(pair, side, network.device) for pair, side in zip(own.latents.values(), of.sides, strict=True)]
             for own, of in zip(bases, codes, strict=True)
@@ -120,15 +120,15 @@ class DistilledModel:
     def read(self, layer: int, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values that attention computes with, from those that it would store."""
         seq_len, size, found = tensors["value"].shape[2], self.form.group_size, []
-        stored = self._stored.of(self._names, layer, seq_len, tensors)
-        for index, name in enumerate(self._names):
+        stored = self._stored.of(self._names[layer], layer, seq_len, tensors)
+        for index, name in enumerate(self._names[layer]):
             own = stored[name].float()
             by_group = own.unflatten(1, (-1, size)).flatten(2).transpose(0, 1)
             channels = [group[index] for group in self.channels[layer]]
             read = self._layers[layer][index].through(by_group, channels)  # type: ignore[arg-type]
             found.append(read.transpose(0, 1).unflatten(2, (size, -1)).flatten(1, 2))
         key, value = found[0].chunk(2, dim=-1) if self.form.joint else found
-        key = self._stored.when_read(layer, key, seq_len, self.form.keys)
+        key = self._stored.when_read(layer, key, seq_len, self.form.keys[layer])
 
         def as_before(tensor: Tensor, name: str) -> Tensor:
             return tensor.unflatten(0, (-1, seq_len)).transpose(1, 2).to(tensors[name].dtype)

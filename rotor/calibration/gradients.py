@@ -13,7 +13,7 @@ gradients: a model whose weights are read layer by layer needs no more memory fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,7 @@ def fisher_information(
     network: LayerwiseModel,
     rows: Tensor,
     group_size: int,
-    wanted: frozenset[str],
+    wanted: Sequence[frozenset[str]],
     samples: int = SAMPLES,
     advance: Advance = lambda done: None,
 ) -> Iterator[tuple[int, LayerFisher]]:
@@ -50,7 +50,7 @@ def fisher_information(
     Args:
         rows: [n, seq_len] tokens, written by the model itself.
         group_size: KV heads whose products are summed.
-        wanted: `value`, and what `stored_name` gives.
+        wanted: of each layer: `value`, and what `stored_name` gives.
         samples: tokens of which keys and values are kept, at most; see SampleKeeper.
         advance: is called with tokens times passes through a layer.
     Yields:
@@ -63,7 +63,10 @@ def fisher_information(
         network, rows, states.pop(), lambda logits, labels, *_: cross_entropy(logits, labels, reduction="sum")
     )
     for index in reversed(range(network.shape.num_layers)):
-        yield index, _layer_backward(network, index, states.pop(), gradient, group_size, wanted, samples, advance)
+        yield (
+            index,
+            _layer_backward(network, index, states.pop(), gradient, group_size, wanted[index], samples, advance),
+        )
 
 
 def all_states(network: LayerwiseModel, rows: Tensor, advance: Advance = lambda done: None) -> list[Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..checked import Reader
 from ..checkpoint.atomic import replacing
 from ..checkpoint.file_names import RECIPE
-from ..checkpoint.layout import AttentionShape, KeyForm, LayerForm
+from ..checkpoint.layout import AttentionShape, KeyForm, LayerForm, ModelForm
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.publishing import write_tensors
 from ..checkpoint.schemas import RunInfo, check_run, read_file
@@ -247,12 +247,12 @@ class Run:
         """
         path = layer_path(self.folder, kind, layer)
         self.verify(path)
-        return read_bases(path, self.form, self.shape, self.recipe.bases.refit)
+        return read_bases(path, self.form.layer(layer), self.shape, self.recipe.bases.refit)
 
     def layer_codes(self, layer: int, kind: str = "codes") -> LayerCodes:
         """What is known of the codes of one layer, or what they were trained to; raises likewise."""
         path = layer_path(self.folder, kind, layer)
-        found = read_codes(path, self.form, self.shape)
+        found = read_codes(path, self.form.layer(layer), self.shape)
         self.verify(path)
         return found
 
@@ -264,15 +264,15 @@ class Run:
         return tensors.checked(names[0], self.columns), tensors.checked(names[1], self.columns)
 
     @property
-    def form(self) -> LayerForm:
-        """What every layer is compressed to."""
+    def form(self) -> ModelForm:
+        """What the layers are compressed to."""
         form = self.info["form"]
-        return LayerForm(KeyForm(form["rope_block"], form["fast_planes"]), form["group_size"], form["joint"])
+        return ModelForm(tuple(KeyForm(**keys) for keys in form["keys"]), form["group_size"], form["joint"])
 
     @property
     def columns(self) -> tuple[int, int]:
         """Groups of a layer, and the columns of each of their latents."""
-        return _columns(self.form, self.shape)
+        return _columns(self.form.layer(0), self.shape)
 
 
 class RunBases(Sequence[LayerBases]):

@@ -216,7 +216,16 @@ def attention_shape(config: Any) -> AttentionShape:
         # transformers makes one frequency of each started pair
         rotary_dim=2 * -(-int(head_dim * _partial_rotary_factor(config)) // 2) if family.rotary else 0,
         key_norm=family.has_key_norm,
+        windows=_windows(config),
     )
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """Tokens that each layer holds at most, see AttentionShape; a window without types of layers is all layers'."""
+    window, count = getattr(config, "sliding_window", None), config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * count
+    windows = tuple(window if window and kind == "sliding_attention" else None for kind in types[:count])
+    return windows if any(windows) else ()
 
 
 def _partial_rotary_factor(config: Any) -> float:

@@ -37,6 +37,8 @@ class AttentionShape:
 
     rotary_dim: how many of a head's dimensions, the first ones, RoPE rotates; 0 in a model without RoPE.
     key_norm: a norm stands between k_proj and RoPE.
+    windows: tokens that each layer attends to, and so holds, at most; None of a layer that holds all. Empty where all
+        layers do.
     """
 
     num_layers: int
@@ -46,8 +48,10 @@ class AttentionShape:
     hidden_size: int
     rotary_dim: int = 0
     key_norm: bool = False
+    windows: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
         sizes = (self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, self.hidden_size)
         problem = ""
         if not all(isinstance(size, int) and 0 < size <= MAX_RANK for size in sizes):
@@ -57,6 +61,10 @@ class AttentionShape:
             problem = f"RoPE rotates {self.rotary_dim} dimensions: expected an even number up to {self.head_dim}."
         elif self.num_heads % self.num_kv_heads:
             problem = f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads."
+        elif self.windows and len(self.windows) != self.num_layers:
+            problem = f"{len(self.windows)} windows of {self.num_layers} layers: expected one a layer, or none."
+        elif not all(window is None or (isinstance(window, int) and window > 0) for window in self.windows):
+            problem = f"windows of {list(self.windows)} tokens: expected positive numbers."
         if problem:
             raise CheckpointError(problem, "The model's config.json or the run's run.json is damaged.")
 
@@ -68,6 +76,10 @@ class AttentionShape:
     def rotary_planes(self) -> int:
         """Planes of a head that RoPE rotates, the fastest first; plane p is dimensions p and p + rotary_dim / 2."""
         return self.rotary_dim // 2
+
+    def held_tokens(self, tokens: int) -> tuple[int, ...]:
+        """Tokens that the cache of each layer holds of a sequence of so many."""
+        return tuple(min(tokens, window or tokens) for window in self.windows or [None] * self.num_layers)
 
 
 class KeyForm(NamedTuple):
@@ -96,7 +108,7 @@ def pre_rope(shape: AttentionShape) -> KeyForm:
 
 
 class LayerForm(NamedTuple):
-    """What every layer is compressed to.
+    """What a layer is compressed to.
 
     keys: how they are stored. group_size: KV heads that share a latent. joint: values share it too.
     """
@@ -109,6 +121,33 @@ class LayerForm(NamedTuple):
         """`joint, pre-RoPE, 2 heads`; `apart` where keys and values have latents of their own."""
         heads = f"{self.group_size} head{'s' if self.group_size > 1 else ''}"
         return f"{'joint' if self.joint else 'apart'}, {self.keys.in_words(shape)}, {heads}"
+
+
+class ModelForm(NamedTuple):
+    """What the layers of a model are compressed to.
+
+    keys: of each layer, how they are stored: layers whose RoPE is slower have fewer fast planes. group_size, joint: of
+    all layers, see LayerForm.
+    """
+
+    keys: tuple[KeyForm, ...]
+    group_size: int
+    joint: bool = False
+
+    def layer(self, index: int) -> LayerForm:
+        return LayerForm(self.keys[index], self.group_size, self.joint)
+
+    @property
+    def distinct(self) -> list[LayerForm]:
+        """The forms that there are, in the order of the layers."""
+        return [LayerForm(keys, self.group_size, self.joint) for keys in dict.fromkeys(self.keys)]
+
+    def in_words(self, shape: AttentionShape) -> str:
+        """As LayerForm has it; where layers differ, with how many have each."""
+        forms = self.distinct
+        if len(forms) == 1:
+            return forms[0].in_words(shape)
+        return "; ".join(f"{self.keys.count(form.keys)} layers: {form.in_words(shape)}" for form in forms)
 
 
 @dataclass(frozen=True)
@@ -349,13 +388,17 @@ def ordered_by_class(groups: list[GroupLayout], form: KeyForm) -> tuple[LayerLay
     return LayerLayout(tuple(groups[i] for i in order), *form), tuple(order)
 
 
-def compression(ranks: list[list[tuple[int, int]]], shape: AttentionShape) -> float:
+def compression(ranks: list[list[tuple[int, int]]], shape: AttentionShape, context_tokens: int | None = None) -> float:
     """Share of the KV cache removed (the papers' p) by (key rank, value rank) of every group of every layer.
 
-    Source: FDC section 4.1; 1 - sum of ranks / sum over KV heads of 2 head_dim.
+    Args:
+        context_tokens: of the sequence whose cache it is; None counts all layers alike.
+    Source: FDC section 4.1; 1 - sum of ranks / sum over KV heads of 2 head_dim, weighed by the tokens that each holds.
     """
-    kept = sum(key_rank + value_rank for layer in ranks for key_rank, value_rank in layer)
-    return 1.0 - kept / (shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim)
+    held = shape.held_tokens(context_tokens) if context_tokens else (1,) * shape.num_layers
+    kept = [sum(key_rank + value_rank for key_rank, value_rank in layer) for layer in ranks]
+    whole = sum(held) * shape.num_kv_heads * 2 * shape.head_dim
+    return 1.0 - sum(own * tokens for own, tokens in zip(kept, held, strict=True)) / whole
 
 
 def kv_bytes_per_token(layouts: Sequence[LayerLayout], element_bytes: int) -> int:
@@ -365,3 +408,17 @@ def kv_bytes_per_token(layouts: Sequence[LayerLayout], element_bytes: int) -> in
 
 def uncompressed_kv_bytes_per_token(shape: AttentionShape, element_bytes: int) -> int:
     return element_bytes * shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim
+
+
+def kv_bytes_of_sequence(row_bytes: Sequence[int], shape: AttentionShape, tokens: int) -> int:
+    """Bytes of the cache of a sequence of so many tokens: of a layer with a window no more than that holds.
+
+    Args:
+        row_bytes: of a token in each layer.
+    """
+    return sum(own * held for own, held in zip(row_bytes, shape.held_tokens(tokens), strict=True))
+
+
+def uncompressed_kv_bytes_of_sequence(shape: AttentionShape, element_bytes: int, tokens: int) -> int:
+    whole = uncompressed_kv_bytes_per_token(shape, element_bytes) // shape.num_layers
+    return kv_bytes_of_sequence([whole] * shape.num_layers, shape, tokens)

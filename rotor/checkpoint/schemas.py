@@ -41,11 +41,17 @@ class SourceInfo(TypedDict):
     shards: dict[str, str]
 
 
-class FormInfo(TypedDict):
-    """What a run's layers are compressed to; see rotor.checkpoint.layout.LayerForm."""
+class KeyFormInfo(TypedDict):
+    """How a layer's keys are stored; see rotor.checkpoint.layout.KeyForm."""
 
     rope_block: RopeBlock | None
     fast_planes: int
+
+
+class FormInfo(TypedDict):
+    """What a run's layers are compressed to; see rotor.checkpoint.layout.ModelForm."""
+
+    keys: list[KeyFormInfo]
     group_size: int
     joint: bool
 
@@ -63,7 +69,7 @@ class RunInfo(TypedDict):
     model: ModelInfo
     form: FormInfo
     element_bytes: ElementBytes
-    shape: dict[str, int | bool]
+    shape: dict[str, int | bool | list[int | None]]
     tokens: NotRequired[dict[str, Any]]
     versions: NotRequired[dict[str, Any]]
     stages: NotRequired[dict[str, StageInfo]]
@@ -91,6 +97,14 @@ class SizeInfo(TypedDict):
     before: int
     after: int
     element_bytes: ElementBytes
+
+
+class SequenceInfo(TypedDict):
+    """Bytes of the cache of a sequence of so many tokens, of which a layer with a window holds no more than that."""
+
+    tokens: Annotated[int, Field(ge=1)]
+    before: int
+    after: int
 
 
 class AccuracyInfo(TypedDict):
@@ -139,6 +153,7 @@ class CheckpointInfo(TypedDict):
     run: str
     compression: CompressionInfo
     kv_bytes_per_token: SizeInfo
+    kv_bytes_of_sequence: NotRequired[SequenceInfo]
     accuracy: AccuracyInfo
     ranks: PointRanks
     layouts: list[dict[str, Any]]
@@ -159,12 +174,16 @@ def check_run(info: RunInfo, reader: Reader) -> AttentionShape:
     """What the types of run.json do not express; returns its shape."""
     shape: AttentionShape = reader.read(AttentionShape, info["shape"], "shape")
     form = info["form"]
-    size, block, planes = form["group_size"], form["rope_block"], form["fast_planes"]
+    size = form["group_size"]
     if size < 1 or shape.num_kv_heads % size:
         raise reader.fail("form.group_size", size, f"a divisor of {shape.num_kv_heads} KV heads")
-    if block is not None and not shape.rotary_dim:
-        raise reader.fail("form.rope_block", block, "null in a model without RoPE")
-    most = 0 if block is None else shape.rotary_planes
-    if not 0 <= planes <= most:
-        raise reader.fail("form.fast_planes", planes, f"a number from 0 to {most}")
+    if len(form["keys"]) != shape.num_layers:
+        raise reader.fail("form.keys", len(form["keys"]), f"one for each of {shape.num_layers} layers")
+    for layer, keys in enumerate(form["keys"]):
+        block, planes = keys["rope_block"], keys["fast_planes"]
+        if block is not None and not shape.rotary_dim:
+            raise reader.fail(f"form.keys[{layer}].rope_block", block, "null in a model without RoPE")
+        most = 0 if block is None else shape.rotary_planes
+        if not 0 <= planes <= most:
+            raise reader.fail(f"form.keys[{layer}].fast_planes", planes, f"a number from 0 to {most}")
     return shape

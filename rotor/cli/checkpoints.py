@@ -100,6 +100,7 @@ def export(
     no_measure: bool = False,
     cache: str | None = None,
     without_weights: bool = False,
+    context: Count | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
@@ -117,12 +118,14 @@ def export(
         cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), a YAML file,
             or FILE.py:CLASS.
         without_weights: Write bases in place of weights, which are rewritten from the source's on loading.
+        context: Tokens of the sequences that are served, whose bytes count (default: the model's longest, at most
+            32768); a layer with a window holds no more than that, so that its channels cost less.
     """
     from ..recipe.settings import ExportSettings, Goal
 
     goal = Goal(accuracy, compression, removal_rate)
     how: dict[str, Any] = {"overwrite": overwrite, "measure": not no_measure, "cache": cache}
-    how["without_weights"] = without_weights
+    how |= {"without_weights": without_weights, "context": context}
     settings = ExportSettings(run, out, goal, tuple(overrides), compute.checked(), **how)
 
     from ..search.export.export import run_export
@@ -137,11 +140,16 @@ def export(
 
 
 def _print_export(out: Path, result: ExportResult) -> None:
+    from ..progress import in_bytes
     from ..search.export.model_card import below_target
 
     report = result.report
     size, value, stored = report["kv_bytes_per_token"], report["accuracy"], report["compression"]["stored"]
-    written = f"{out}: compression {stored:.3f} ({size['before']} -> {size['after']} KV bytes per token), accuracy"
+    held = report["kv_bytes_of_sequence"]
+    sizes = f"{size['before']} -> {size['after']} KV bytes per token"
+    if round(held["tokens"] * size["before"]) != held["before"]:  # some layers have a window
+        sizes += f", {in_bytes(held['before'])} -> {in_bytes(held['after'])} at {held['tokens']} tokens"
+    written = f"{out}: compression {stored:.3f} ({sizes}), accuracy"
     if value["report"] is None:
         say(f"{written} not measured: {value['not_measured']}")
     else:
@@ -190,6 +198,7 @@ class ValidateOptions(MemoryOptions):
     text: Path | None = None
     overrides: list[str] = NONE
     cache: str | None = None
+    distance: Count | None = None
     tasks: str | None = None
     lengths: str = "4096"
 

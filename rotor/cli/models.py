@@ -111,11 +111,15 @@ def inspect(
     revision: str | None = None,
     overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
+    context: Count | None = None,
 ) -> None:
     """Describe a model: attention, cache, what a recipe does with it, the memory and disk that this takes.
 
-    Reads the configuration and the headers of the shards, no weights; of a hub id nothing else is fetched. A
-    config.json alone is enough.
+    Reads the configuration, the headers of the shards and the tokenizer, no weights; of a hub id nothing but the
+    configuration is fetched. A config.json alone is enough.
+
+    Args:
+        context: Tokens of the sequences whose cache is counted (default: the model's longest, at most 32768).
     """
     from ..models.hub import check_name
     from ..recipe import load_recipe
@@ -126,7 +130,8 @@ def inspect(
 
     from ..calibration.planning.inspection import inspect as run_inspect
 
-    found = run_inspect(model, recipe, overrides, revision=revision, batch_tokens=batch_tokens, **vars(compute))
+    how: dict[str, Any] = {"revision": revision, "batch_tokens": batch_tokens, "context": context, **vars(compute)}
+    found = run_inspect(model, recipe, overrides, **how)
     output.show(found.to_dict(), lambda: print_inspection(found))
 
 

@@ -44,6 +44,8 @@ HELP = {
     "device": "auto (the GPU if there is one), cpu, cuda or cuda:N.",
     "dtype": "auto (float32 on a CPU), float32, bfloat16 or float16.",
     "offload": "Read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",
+    "distance": "Tokens of other text between what look-ups and copies state and what asks for it, in rows with room "
+    "for that (1500: rows of 2048); default: evaluation.filler_tokens.",
     "tasks": "Benchmarks to run on the uncompressed model and on the compressed ones, separated by commas: tasks of "
     "lm-eval, by name or YAML file; of each the first evaluation.lm_eval_limit documents (docs/accuracy.md).",
     "lengths": "Tokens of the documents of RULER's tasks, with the answer.",

@@ -11,7 +11,8 @@ from .console import print_pairs, print_table, say
 def print_inspection(found: Any) -> None:
     shape = found.shape
     extras = ("RoPE" if shape.rotary_dim else "no RoPE") + (", norm on queries and keys" if shape.key_norm else "")
-    cache = ", ".join(f"{in_bytes(size)} at {tokens // 1024} K" for tokens, size in found.kv_cache_bytes.items())
+    cache = ", ".join(f"{in_bytes(size)} at {_length(tokens)}" for tokens, size in found.kv_cache_bytes.items())
+    start = "not known without a tokenizer" if found.row_start is None else found.row_start or "nothing of its own"
     gpu = found.available_device_bytes
     print_pairs(
         ("model", found.name + (f" at {found.revision}" if found.revision else "")),
@@ -23,6 +24,8 @@ def print_inspection(found: Any) -> None:
             f"{shape.head_dim}, {extras}",
         ),
         ("KV cache", f"{found.kv_bytes_per_token:,} bytes per token: {cache}"),
+        ("context", f"{found.context_tokens:,} tokens, whose bytes an export counts (--context)"),
+        ("text begins with", start),
         (
             "recipe",
             f"{found.recipe}, {found.tokens['count']} {found.tokens['source']} tokens, channels of "
@@ -39,6 +42,10 @@ def print_inspection(found: Any) -> None:
         *([] if gpu is None else [("GPU", f"{in_bytes(gpu)} available")]),
     )
     _print_decode_times(found)
+
+
+def _length(tokens: int) -> str:
+    return f"{tokens:,}" if tokens % 1024 else f"{tokens // 1024} K"
 
 
 def _print_decode_times(found: Any) -> None:

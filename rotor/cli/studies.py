@@ -13,7 +13,8 @@ from .console import print_table, say
 from .options import NONE, Count, MemoryOptions, Printed
 
 ABOUT_PARTS = (
-    "methods, every cache policy and recipes at equal bytes, takes longest. FILE.py:CLASS is a part of your own."
+    "methods, every cache policy and recipes at equal bytes, takes longest; match finds the bytes at which a recipe is "
+    "as good as fp8, 4 bits, KIVI and KVTC. FILE.py:CLASS is a part of your own."
 )
 
 
@@ -30,6 +31,7 @@ def study(
     sizes: str = "",
     caches: str = "",
     text: Path | None = None,
+    distance: Count | None = None,
     overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
     plots: Annotated[bool, typer.Option(help="Draw the results, which needs matplotlib.")] = True,
@@ -44,8 +46,8 @@ def study(
     Args:
         out: Study folder; one with the same settings is continued.
         recipes: Names of bundled recipes or YAML files, separated by commas.
-        sizes: Bytes of cache per token at which the part methods measures recipes, separated by commas; by default ten
-            sizes from 3.75 % to 50 % of the uncompressed cache.
+        sizes: Bytes of cache per token at which the parts methods and match measure recipes, separated by commas; by
+            default sizes from 3.75 % to 50 % of the uncompressed cache.
         caches: Cache policies of your own for the part methods, separated by commas, as --cache takes them.
     """
     from ..models.hub import check_name
@@ -64,7 +66,7 @@ def study(
         "sizes": numbers("--bytes", sizes) if sizes else (),
         "caches": split(caches),
     }
-    request |= {"text": text, "batch_tokens": batch_tokens, "plots": plots} | vars(compute)
+    request |= {"text": text, "distance": distance, "batch_tokens": batch_tokens, "plots": plots} | vars(compute)
     with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
         result = run_study(model, out, names, overrides, **request, progress=output.progress())
     shown: dict[str, Any] = {"study": str(out), "settings": result.settings, "records": result.records}

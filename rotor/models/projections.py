@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..checkpoint.families import Family, attention_shape
 from ..checkpoint.layout import AttentionShape
 from ..checkpoint.projections import oriented
+from ..errors import UsageError
 
 
 def keys_before_rope(family: Family, output: Tensor, shape: AttentionShape) -> Tensor:
@@ -36,6 +37,34 @@ def kv_parameters(family: Family, model: nn.Module, layer: int) -> list[tuple[Te
         (weight, lambda g: family.split(oriented(family, g), shape)[1]),
         (weight, lambda g: family.split(oriented(family, g), shape)[2]),
     ]
+
+
+LONG_CONTEXT = 32768
+"""Tokens of a sequence whose cache is counted, where nobody says how many are served."""
+
+
+def context_tokens(config: Any, asked: int | None = None) -> int:
+    """Tokens of the sequences that are served: those asked for, or the model's longest, at most LONG_CONTEXT.
+
+    Raises:
+        UsageError: more are asked for than the model has positions.
+    """
+    if asked is not None and longest_row(asked, config) < asked:
+        longest = longest_row(asked, config)
+        raise UsageError(
+            f"--context {asked}: the model's longest sequence has {longest} tokens.", f"Give at most {longest}."
+        )
+    return asked or longest_row(LONG_CONTEXT, config)
+
+
+LONG_ROW = 2048
+"""Tokens of a long row of the report split."""
+
+
+def long_row_count(report_tokens: int, seq_len: int, config: Any) -> int:
+    """Long rows that a report split has: half as many tokens, where the model has room and other rows are shorter."""
+    fits = longest_row(LONG_ROW, config) == LONG_ROW and longest_row(seq_len, config) < LONG_ROW
+    return report_tokens // (2 * LONG_ROW) if fits else 0
 
 
 def longest_row(seq_len: int, config: Any) -> int:

@@ -18,10 +18,13 @@ from torch import Tensor
 from ..errors import DataError
 from ..recipe import Evaluation
 from .documents import read_documents, stdlib_documents
-from .projections import longest_row
+from .projections import LONG_ROW, long_row_count, longest_row
 from .sequences import evenly_spaced, text_rows
 
 SPLITS = ("search", "report")
+LONG = "long"
+"""Name of the report split's long rows, which show errors that grow with the distance."""
+
 FEW, PARTS = 3, 6
 """Of fewer documents than FEW each is cut into PARTS, which are then the documents."""
 
@@ -30,7 +33,8 @@ FEW, PARTS = 3, 6
 class EvaluationData:
     """Held-out rows of tokens. `search` chooses the ranks; only `report` gives the numbers that are reported.
 
-    search, report: [rows, seq_len], from different documents (or different parts of a single one).
+    search, report: [rows, seq_len], from different documents (or different parts of a single one). long: [rows,
+    LONG_ROW] of the documents of `report`, or None.
     description: what the text is. excluded: digests of documents left out, as they were calibrated on.
     """
 
@@ -38,19 +42,30 @@ class EvaluationData:
     report: Tensor
     description: str
     excluded: tuple[str, ...] = ()
+    long: Tensor | None = None
 
     @property
     def rows(self) -> dict[str, Tensor]:
-        """By the name of the split."""
-        return {"search": self.search, "report": self.report}
+        """By the name of the split, and LONG."""
+        found = {"search": self.search, "report": self.report}
+        return found if self.long is None else found | {LONG: self.long}
 
     @property
     def sha256(self) -> str:
-        """Of all rows of both, and their lengths."""
-        found = hashlib.sha256()
-        for rows in (self.search, self.report):
-            found.update(f"{tuple(rows.shape)}|".encode() + rows.numpy().tobytes())
-        return found.hexdigest()
+        """Of all rows, and their lengths."""
+        return _digest_of_rows(*self.rows.values())
+
+    @property
+    def search_sha256(self) -> str:
+        """Of the rows of the search split."""
+        return _digest_of_rows(self.search)
+
+
+def _digest_of_rows(*parts: Tensor) -> str:
+    found = hashlib.sha256()
+    for rows in parts:
+        found.update(f"{tuple(rows.shape)}|".encode() + rows.numpy().tobytes())
+    return found.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -82,7 +97,12 @@ def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any, calibrated: C
         )
         for split in SPLITS
     )
-    return EvaluationData(search, report, found.description, found.excluded)
+    long, count = None, long_row_count(spec.report_tokens, spec.seq_len, config)
+    if count:
+        rows = text_rows(found.report, tokenizer, LONG_ROW)
+        count = min(count, len(rows))
+        long = evenly_spaced(rows, count, "long rows") if count else None
+    return EvaluationData(search, report, found.description, found.excluded, long)
 
 
 def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Documents:

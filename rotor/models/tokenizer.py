@@ -40,6 +40,9 @@ TRIAL_TEXT = "\n".join(
 )
 """What every tokenizer must be able to read: words, every printable character of ASCII, scripts."""
 
+TEXT = "a"
+"""A text of which a tokenizer shows what it puts before one."""
+
 SAID = "what a user says"
 """In a chat template, to find where that is."""
 
@@ -142,8 +145,28 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     Raises:
         DataError: the tokenizer cannot read the text.
     """
+    return _ids(tokenizer, text, add_special_tokens=False)
+
+
+def text_start(tokenizer: Any) -> list[int]:
+    """Tokens that a tokenizer puts before a text by itself: BOS in Gemma, Llama 3 and Mistral, nothing in many others.
+
+    A text is served behind them, and a model that was trained with a BOS is another one without it.
+
+    Raises:
+        DataError: the tokenizer cannot read a text.
+    """
+    if tokenizer is None:
+        return []
+    text, whole = encode(tokenizer, TEXT), _ids(tokenizer, TEXT, add_special_tokens=True)
+    starts = (start for start in range(len(whole)) if whole[start : start + len(text)] == text)
+    return whole[: next(starts, 0)]
+
+
+def _ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Ids of a text; raises as `encode`."""
     try:
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic of the tokenizers library is no Exception

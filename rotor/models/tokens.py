@@ -18,13 +18,17 @@ from ..recipe import Evaluation, Tokens
 from .documents import dataset_documents, read_documents
 from .memory import SAMPLING_TOKENS
 from .projections import longest_row
-from .sequences import evenly_spaced, separator_token, text_rows
+from .sequences import evenly_spaced, prompt_start, text_rows
 from .splits import calibration_share
-from .tokenizer import check_ids
+from .tokenizer import check_ids, text_start
 from .weights import Weights
 
 SPAN, TIMES = 32, 2
 """Tokens that are stated again in some rows, and how often."""
+
+
+FREE = -1
+"""In rows that the model writes: a token that it draws."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ def calibration_tokens(
         held_out: names the text whose documents may not be taken.
         opening: of a chat, see `synthetic_tokens`.
     Returns:
-        At least spec.count tokens in rows of spec.seq_len, or of the model's longest sequence if that is shorter.
+        At least spec.count tokens in rows of spec.seq_len, or of the model's longest sequence if that is shorter. Each
+        begins with what the tokenizer puts before a text, if that is anything.
     Raises:
         DataError: the text or data set is missing or too short.
         NumericsError: the model that writes the text overflows.
@@ -63,7 +68,9 @@ def calibration_tokens(
     count = -(-spec.count // seq_len)
     progress = progress or Progress()
     if spec.source == "random":
-        return CalibrationTokens(random_tokens(count, seq_len, config, tokenizer, spec.seed))
+        rows, start = random_tokens(count, seq_len, config, tokenizer, spec.seed), text_start(tokenizer)[: seq_len - 1]
+        rows[:, : len(start)] = torch.tensor(start, dtype=torch.int64)
+        return CalibrationTokens(rows)
     if spec.source == "synthetic":
         assert weights is not None
         with progress.task("sample", count * seq_len, "tokens") as advance:
@@ -120,11 +127,12 @@ def synthetic_tokens(
 ) -> Tensor:
     """Text sampled from the model at temperature 1: [rows, seq_len], int64; the same wherever its weights are.
 
-    Every second row starts with the token that text starts with, where there is one, the others with a random ordinary
-    token: what attention does with such a first token, often a sink, must be in the statistics. Other special tokens
-    are never drawn, so a row does not end early. A model that chats writes both sides of a chat in every second row,
-    with its special tokens, from what its template has before a user speaks. transformers' `generate` would draw from
-    the global generator; this draws from its own.
+    Every row starts with what the tokenizer puts before a text. Where that is nothing, every second one starts with the
+    separator token, if there is one: what attention does with such a first token, often a sink, must be in the
+    statistics. The other rows go on with a random ordinary token. Other special tokens are never drawn, so a row does
+    not end early. A model that chats writes both sides of a chat in every second row, with its special tokens, from
+    what its template has before a user speaks. transformers' `generate` would draw from the global generator; this
+    draws from its own.
 
     Args:
         opening: the tokens that such a chat begins with; none of a model that does not chat.
@@ -135,21 +143,23 @@ def synthetic_tokens(
     """
     model, device = weights.model, weights.device
     allowed = ordinary_tokens(config, tokenizer)
-    starts = random_tokens(rows, 1, config, tokenizer, seed)
-    first = separator_token(tokenizer)
-    begin = torch.tensor(opening or ([] if first is None else [first]), dtype=torch.int64)[: seq_len - 1]
-    if len(begin):
-        starts[::2] = begin[0]
+    given = torch.full((rows, seq_len), FREE)
+    begin, start = [list(part)[: seq_len - 1] for part in (opening or prompt_start(tokenizer), text_start(tokenizer))]
+    given[:, : len(start)] = torch.tensor(start, dtype=torch.int64)
+    given[:, len(start)] = random_tokens(rows, 1, config, tokenizer, seed)[:, 0]
+    if begin:
+        given[::2] = FREE
+        given[::2, : len(begin)] = torch.tensor(begin)
     drawn_from = torch.arange(min(config.vocab_size, len(tokenizer))) if opening else allowed
     barred = ~torch.isin(drawn_from, allowed).to(device)  # in rows that are no chat
-    allowed_there, begin = drawn_from.to(device), begin.to(device)
+    allowed_there, given = drawn_from.to(device), given.to(device)
     even = torch.arange(rows, device=device) % 2 == 0
     generator = torch.Generator(device).manual_seed(seed)
     written = []
     with weights.whole():
         size = max(1, SAMPLING_TOKENS // seq_len)
-        for batch, chats in zip(starts.split(size), even.split(size), strict=True):
-            steps = [batch.to(device)]
+        for batch, chats in zip(given.split(size), even.split(size), strict=True):
+            steps = [batch[:, :1]]
             cache = StaticCache(config=model.config, max_cache_len=seq_len)  # a growing one would be copied each step
             advance(len(batch))
             for index in range(1, seq_len):
@@ -163,15 +173,13 @@ def synthetic_tokens(
                     )
                 logits.masked_fill_(barred & ~chats[:, None], -torch.inf)
                 drawn = allowed_there[torch.multinomial(logits.softmax(-1), 1, generator=generator)]
-                if index < len(begin):
-                    drawn[chats] = begin[index]
-                steps.append(drawn)
+                steps.append(torch.where(batch[:, index : index + 1] == FREE, drawn, batch[:, index : index + 1]))
                 advance(len(batch))
             written.append(torch.cat(steps, dim=1).cpu())
     return torch.cat(written)
 
 
-def with_repeats(rows: Tensor, share: float, seed: int, vocabulary: Tensor) -> Tensor:
+def with_repeats(rows: Tensor, share: float, seed: int, vocabulary: Tensor, fixed: int = 0) -> Tensor:
     """State a span early in a row, and again further on, in a share of the rows, the last ones.
 
     Text seldom asks for what stands far back, so that its gradients say little of the channels by which a model finds
@@ -183,6 +191,7 @@ def with_repeats(rows: Tensor, share: float, seed: int, vocabulary: Tensor) -> T
             a row and, TIMES times, over equal parts of the rest, at drawn places. First tokens of rows stay. Rows that
             are too short for it stay as they are.
         vocabulary: [m], the tokens to draw from; with none all spans are of the text.
+        fixed: tokens that every row begins with (see `text_start`); they stay, and are in no span.
     Returns:
         [n, seq_len], new.
     """
@@ -193,15 +202,16 @@ def with_repeats(rows: Tensor, share: float, seed: int, vocabulary: Tensor) -> T
         return int(torch.randint(below, (1,), generator=generator))
 
     found, early, part = rows.clone(), seq_len // 4, (seq_len - seq_len // 4) // TIMES
-    span = min(SPAN, early - 1)
+    begin = max(1, fixed)
+    span = min(SPAN, early - begin)
     if span < 2 or part < span:
         return found
     for row in range(count - round(share * count), count):
-        source, start = drawn(count), drawn(seq_len - span + 1)
+        source, start = drawn(count), fixed + drawn(seq_len - fixed - span + 1)
         text = rows[source, start : start + span]
         if row % 2 and len(vocabulary):
             text = vocabulary[torch.randint(len(vocabulary), (span,), generator=generator)]
-        places = [1 + drawn(early - span)]
+        places = [begin + drawn(early - begin - span + 1)]
         places += [early + time * part + drawn(part - span + 1) for time in range(TIMES)]
         for place in places:
             found[row, place : place + span] = text

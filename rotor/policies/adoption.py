@@ -138,7 +138,8 @@ class _Hooks:
             return None
         layer.table = self.table
         mask, states = kwargs.get("attention_mask"), _states_of(args, kwargs)
-        layer.begin(mask, states.shape[0], states.shape[1], states.device)
+        told = None if self.policy.holds_windows else mask  # which is the window's, and says nothing of padding
+        layer.begin(told, states.shape[0], states.shape[1], states.device)
         shape = attention_shape(module.config)
         groups = torch.arange(shape.num_kv_heads).repeat_interleave(shape.heads_per_kv)
         return args, {**kwargs, "attention_mask": layer.visible(mask, groups)}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..checked import Expect, Reader, shorten
 from ..checkpoint.layout import LayerLayout
@@ -82,6 +82,9 @@ class Policy(ABC):
         """The longest step after the prompt whose tokens see what they would see in steps of one; None: any."""
         return 1
 
+    holds_windows = False
+    """Whether layers with a window keep all tokens, of which attention sees the window's; see `beyond_windows`."""
+
     @abstractmethod
     def layers(self, count: int) -> list[PolicyLayer]:
         """Empty layers of one cache, for a model of so many."""
@@ -110,13 +113,17 @@ class Policy(ABC):
             )
         layers = DynamicCache(config=config).layers
         for index, layer in enumerate(layers):
-            if type(layer) is not DynamicLayer:
+            if not self._replaces(layer):
                 raise UnsupportedModelError(
                     f"cache policy {self.method}: layer {index} of the model has a {type(layer).__name__}, expected "
                     "full attention in every layer.",
                     "Use this model without a cache policy.",
                 )
         return len(layers)
+
+    def _replaces(self, layer: Any) -> bool:
+        """Whether the policy's layers can stand in the place of such a layer of a cache."""
+        return type(layer) is DynamicLayer or (self.holds_windows and type(layer) is DynamicSlidingWindowLayer)
 
     def adopt(self, cache: Any, config: Any) -> None:
         """Put the policy's layers in place of those of a cache that holds nothing; do nothing if it has some already.
@@ -128,7 +135,7 @@ class Policy(ABC):
         if layers and isinstance(layers[0], PolicyLayer):
             return
         for index, layer in enumerate(layers):
-            if type(layer) is not DynamicLayer or layer.get_seq_length():
+            if not self._replaces(layer) or layer.get_seq_length():
                 raise UsageError(
                     f"cache policy {self.method}: layer {index} of the cache is a {type(layer).__name__} of "
                     f"{layer.get_seq_length()} tokens, expected an empty one that grows.",

@@ -23,6 +23,16 @@ class Quantiser(Policy):
     def streams(self) -> tuple[Stream, Stream]:
         """How keys and values are coded."""
 
+    def beyond_windows(self) -> Quantiser:
+        """The policy for models with sliding windows too, to measure what its codes cost there.
+
+        Attention is as ever, but the cache keeps tokens that have left the window, and knows no padding: nothing to
+        serve from.
+        """
+        found = copy(self)
+        object.__setattr__(found, "holds_windows", True)
+        return found
+
     def check_rows(self, coded: bool, post_rope: bool) -> None:
         if coded:
             raise UsageError(

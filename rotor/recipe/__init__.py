@@ -4,7 +4,15 @@ A recipe is a YAML file read into frozen dataclasses. Every key is checked: an u
 nearest known key. Any field can be overridden by its dotted name (`tokens.count=16384`).
 """
 
-from .reading import bundled_recipes, load_recipe, load_stored_recipe, override, parse_recipe, text_overrides
+from .reading import (
+    bundled_recipes,
+    distance_overrides,
+    load_recipe,
+    load_stored_recipe,
+    override,
+    parse_recipe,
+    text_overrides,
+)
 from .recipe import EXPORT_SECTIONS, Recipe
 from .sections import Evaluation, ObjectiveSettings, Prune, Ranks, Tokens
 
@@ -17,6 +25,7 @@ __all__ = [
     "Recipe",
     "Tokens",
     "bundled_recipes",
+    "distance_overrides",
     "load_recipe",
     "load_stored_recipe",
     "override",

@@ -16,7 +16,7 @@ class MetricInfo:
 
     name: as in `evaluation.metric`. field: of a measured split, where its accuracy is; 1 is equal to the uncompressed
     model. description, label: as a sentence's end, and as a column's head.
-    parts: names of the metrics that it is the smallest of.
+    parts: names of the metrics that it is the smallest of. prompts: whether it has rows of its own, beside the text.
     """
 
     name: str
@@ -24,6 +24,7 @@ class MetricInfo:
     label: str
     parts: tuple[str, ...] = ()
     field: str = ""
+    prompts: bool = False
 
     @property
     def accuracy_field(self) -> str:
@@ -59,12 +60,14 @@ _ROWS = (
         "the mean probability of values looked up by keys from the start of the row, across held-out text, as a ratio "
         "to the uncompressed model's",
         "look-up ratio (keys across filler text)",
+        prompts=True,
     ),
     MetricInfo(
         "copy",
         "the mean probability of a run of random tokens that is repeated after held-out text, as a ratio to the "
         "uncompressed model's",
         "copying ratio (random tokens across filler text)",
+        prompts=True,
     ),
     MetricInfo(
         "top1_agreement",
@@ -91,6 +94,29 @@ def metric_info(name: str) -> MetricInfo:
 def primitive_metrics(name: str) -> tuple[str, ...]:
     """The metrics that have to be measured for one: itself, or what it is the smallest of."""
     return metric_info(name).parts or (name,)
+
+
+def report_metrics(name: str) -> tuple[str, ...]:
+    """The metrics that are measured on the report split for one: all, but of a metric of text alone those of text."""
+    own = primitive_metrics(name)
+    prompts = any(metric_info(part).prompts for part in own)
+    every = (other for other, info in METRICS.items() if not info.parts and (prompts or not info.prompts))
+    return tuple(dict.fromkeys([*own, *every]))
+
+
+def long_rows(measurements: Mapping[str, Any], base: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was measured of the report split's long rows, by what is measured on each split; nothing without them.
+
+    Args:
+        measurements, base: of rotor.json.
+    """
+    found, before = measurements.get("long"), base.get("long")
+    if not found or not before:
+        return []
+    values = found["values"]
+    names = {"token_accuracy": "next tokens", "ppl_ratio": "perplexity", "kl_div": "KL"}
+    told = [f"{label} {values[name]:.4f}" for name, label in names.items() if isinstance(values.get(name), float)]
+    return [("rows of 2,048 tokens", f"{', '.join(told)}, {before.get('tokens', 0)} predicted tokens")]
 
 
 def ratio_rows(

@@ -47,6 +47,10 @@ def load_stored_recipe(folder: Path) -> Recipe:
         raise CheckpointError(error.message, "It is damaged: calibrate or export again.") from error
 
 
+DISTANCE_ROOM = 548
+"""Tokens of a row of look-ups or copies beside the text in between: with 1,500 of that rows have 2,048."""
+
+
 def text_overrides(path: str | Path | None, sections: Iterable[str] = ("tokens", "evaluation")) -> tuple[str, ...]:
     """Overrides that read the text of a file or folder in these sections, wherever they are used later; none for None.
 
@@ -56,6 +60,14 @@ def text_overrides(path: str | Path | None, sections: Iterable[str] = ("tokens",
         return ()
     place = json.dumps(str(Path(path).expanduser().absolute()))
     return tuple(item for section in sections for item in (f"{section}.source=text", f"{section}.path={place}"))
+
+
+def distance_overrides(tokens: int | None) -> tuple[str, ...]:
+    """Overrides that put so many tokens of other text between what look-ups and copies state and what asks for it, in
+    rows with room for both; none for None."""
+    if tokens is None:
+        return ()
+    return f"evaluation.filler_tokens={tokens}", f"evaluation.seq_len={tokens + DISTANCE_ROOM}"
 
 
 def _named(name_or_path: str) -> Recipe:

@@ -105,11 +105,14 @@ class ExportSettings:
     measure: bool = True
     cache: str | None = None
     without_weights: bool = False
+    context: Annotated[int, Field(ge=1, le=1 << 32)] | None = None
 
     def __post_init__(self) -> None:
         """Raises MissingError where the run is no folder; of what it holds only the recipe is read."""
         if not self.measure and self.goal.accuracy is not None:
             raise UsageError("--no-measure: an --accuracy is found by measuring.", "Give --compression in its place.")
+        if self.context is not None:
+            Reader("--context", UsageError).read(Annotated[int, Field(ge=1, le=1 << 32)], self.context)
         run = Path(self.run)
         if not run.is_dir():
             raise MissingError(f"{run}: no such folder.", "Give a folder that `rotor calibrate` wrote.")

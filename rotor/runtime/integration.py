@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, modeling_utils
 from transformers.masking_utils import sdpa_mask
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -29,6 +29,7 @@ from ..checkpoint.section import MARK, METHOD, CompressedSection, is_ours
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..kernels.defaults import config_of
 from .attention import RotorAttention, refuse_others
+from .positions import keep_shifts_with_rows
 from .rope import rotary_tables
 from .steps import NO_GRADIENTS
 
@@ -206,6 +207,7 @@ def register() -> None:
         AttentionMaskInterface.register(name, sdpa_mask)
     loading: Any = modeling_utils
     loading.convert_and_load_state_dict_in_model = with_rewritten(loading.convert_and_load_state_dict_in_model)
+    keep_shifts_with_rows(Cache)
 
 
 register()

@@ -7,6 +7,7 @@ with positions that skip it; several documents in a row), the result would be wr
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,6 +18,27 @@ from ..errors import UsageError
 SHIFTS = "rotor_shifts"
 """Attribute of a cache that a model with keys before RoPE has filled, which its copies have too: position less index of
 its tokens, [batch_size, n]; tokens behind these have the last one's."""
+
+
+def keep_shifts_with_rows(cache_class: Any) -> None:
+    """Let what reorders, takes or repeats the sequences of a transformers cache do so with their shifts."""
+
+    def follow(name: str, change: Any) -> None:
+        method = getattr(cache_class, name)
+
+        @wraps(method)
+        def changing(cache: Any, *given: Any, **named: Any) -> Any:
+            found = method(cache, *given, **named)
+            shifts = getattr(cache, SHIFTS, None)
+            if shifts is not None:
+                setattr(cache, SHIFTS, change(shifts, *given, *named.values()))
+            return found
+
+        setattr(cache_class, name, changing)
+
+    for name in ("reorder_cache", "batch_select_indices"):
+        follow(name, lambda shifts, rows: shifts[torch.as_tensor(rows).to(shifts.device)])
+    follow("batch_repeat_interleave", lambda shifts, repeats: shifts.repeat_interleave(repeats, 0))
 
 
 class PositionCheck:
@@ -76,8 +98,8 @@ def _known(cache: Any, start: int, batch_size: int) -> Tensor:
         raise UsageError(
             f"the cache holds {start} tokens whose positions are unknown, and this checkpoint stores keys before RoPE, "
             "which it rotates by their place in the cache.",
-            "Fill an empty cache by this model, copy it as a whole (copy.deepcopy, torch.save), and take no sequences "
-            "out of a batch with padding.",
+            "Fill an empty cache by this model, copy it as a whole (copy.deepcopy, torch.save), and take sequences out "
+            "of a batch with padding by the cache's own methods (reorder_cache, batch_select_indices).",
         )
     known = known[:, :start]
     return torch.cat([known, known[:, -1:].expand(-1, start - known.shape[1])], dim=1)

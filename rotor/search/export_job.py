@@ -12,6 +12,7 @@ from ..checkpoint.hashes import file_sha256
 from ..checkpoint.output_folder import OutputFolder
 from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, UsageError
+from ..models.projections import context_tokens
 from ..models.source import Checkpoint
 from ..policies import Policy, find_policy
 from ..recipe import Recipe
@@ -22,7 +23,8 @@ from ..recipe.settings import ExportSettings
 class ExportJob:
     """An export, with everything that is known before any work.
 
-    recipe: the run's, with what was overridden. policy: by which the cache is kept and measured, if any.
+    recipe: the run's, with what was overridden. context_tokens: of the sequence whose bytes are counted. policy: by
+    which the cache is kept and measured, if any.
     """
 
     settings: ExportSettings
@@ -30,6 +32,7 @@ class ExportJob:
     recipe: Recipe
     checkpoint: Checkpoint
     out: OutputFolder
+    context_tokens: int
     policy: Policy | None = None
 
     @classmethod
@@ -41,7 +44,8 @@ class ExportJob:
         out.check(settings.overwrite, [opened.model_folder, opened.folder])
         checkpoint = Checkpoint(opened.fetch_model())
         policy = None if settings.cache is None else _checked_policy(settings.cache, recipe, checkpoint, settings)
-        job = cls(settings, opened, recipe, checkpoint, out, policy)
+        tokens = context_tokens(checkpoint.config, settings.context)
+        job = cls(settings, opened, recipe, checkpoint, out, tokens, policy)
         check_space(out.path, job.needed_bytes)
         job.check_nothing_added()
         return job

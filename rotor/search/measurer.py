@@ -11,7 +11,7 @@ from ..calibration.allocation.bits import BitsPath
 from ..calibration.allocation.plan import RankInputs, RankPath, RankPlan, Sensitivity, Spectra
 from ..calibration.run import Run, read_fisher
 from ..errors import UsageError
-from ..models.splits import SPLITS, EvaluationData
+from ..models.splits import EvaluationData
 from ..policies import Policy
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe
@@ -28,7 +28,7 @@ class Measurer:
     Args:
         recipe: the run's, with what was overridden. dtype, device: of forward passes.
         data, network, meter: held-out text, the model, and what compares it; called when they are needed.
-        times: of the stages.
+        times: of the stages. context_tokens: of the sequence whose bytes plans count.
     """
 
     def __init__(
@@ -44,9 +44,10 @@ class Measurer:
         meter: Callable[[], FidelityMeter],
         policy: Policy | None = None,
         times: StageTimes | None = None,
+        context_tokens: int | None = None,
     ) -> None:
         self.run, self.recipe, self.progress, self.policy = run, recipe, progress, policy
-        self.times = times or StageTimes()
+        self.times, self.context_tokens = times or StageTimes(), context_tokens
         self.measured_points = 0
         """How often a plan was measured on a split."""
         self._place, self._data, self._network, self._meter = (dtype, device), data, network, meter
@@ -67,7 +68,9 @@ class Measurer:
     @cached_property
     def table(self) -> RankTable:
         """Of the context that is measured in."""
-        return RankTable.open(self.run, Context.of(self.recipe.evaluation, self.data, *self._place, self.policy))
+        counted = self.context_tokens if self.run.shape.windows else None  # else it counts for nothing
+        context = Context.of(self.recipe.evaluation, self.data, *self._place, self.policy, counted)
+        return RankTable.open(self.run, context)
 
     @cached_property
     def probes(self) -> ProbeTable:
@@ -84,9 +87,9 @@ class Measurer:
     def path_of(self, recipe: Recipe) -> RankPath:
         """Likewise of one that differs in what plans are chosen by."""
         if "sensitivities" not in recipe.rank_needs:
-            return rank_path(self.run, recipe)
+            return rank_path(self.run, recipe, context_tokens=self.context_tokens)
         self.probe()
-        return rank_path(self.run, recipe, self.probes.sensitivities)
+        return rank_path(self.run, recipe, self.probes.sensitivities, self.context_tokens)
 
     def probe(self) -> None:
         """Measure the sensitivity of every layer and side that has none yet, and keep it.
@@ -107,8 +110,13 @@ class Measurer:
         """Fidelity of a plan on the search split."""
         return self.measure(plan, ["search"]).fidelity("search")
 
-    def measure(self, plan: RankPlan, splits: Sequence[str] = SPLITS) -> Point:
-        """The table's point for a plan, measured on those splits where it is not yet, with one rewrite of the model."""
+    def measure(self, plan: RankPlan, splits: Sequence[str] | None = None) -> Point:
+        """The table's point for a plan, measured on those splits where it is not yet, with one rewrite of the model.
+
+        Args:
+            splits: by default all that there are, the report split's long rows among them.
+        """
+        splits = tuple(self.data.rows) if splits is None else splits
         point = self.table.find(plan) or Point.of(plan)
         missing = [split for split in splits if not point.has(split)]
         if not missing:
@@ -134,18 +142,21 @@ class Measurer:
         return point
 
 
-def rank_path(run: Run, recipe: Recipe, sensitivities: Sequence[Sensitivity] = ()) -> RankPath:
+def rank_path(
+    run: Run, recipe: Recipe, sensitivities: Sequence[Sensitivity] = (), context_tokens: int | None = None
+) -> RankPath:
     """All rank plans that the recipe's rank method can give for a run's bases.
 
     Args:
         sensitivities: what `probe` measured; needed by methods that ask for it only.
+        context_tokens: of the sequence whose bytes are counted; None counts all layers alike.
     Raises:
         UsageError: ranks are asked for, of latents that keys and values share: these have singular values of no side.
     """
     layers, ranks = range(run.shape.num_layers), recipe.ranks
     if recipe.coded:
         codes = [run.layer_codes(layer) for layer in layers]
-        return BitsPath(codes, run.shape, recipe.codes.bits, int(run.info["element_bytes"]))
+        return BitsPath(codes, run.shape, recipe.codes.bits, int(run.info["element_bytes"]), context_tokens)
     if run.form.joint:
         raise UsageError(
             f"codes.bits {list(recipe.codes.bits)}: in this run keys and values share latents, whose channels are "
@@ -158,4 +169,4 @@ def rank_path(run: Run, recipe: Recipe, sensitivities: Sequence[Sensitivity] = (
         groups = read_fisher(run.folder, run.shape).unflatten(-1, (-1, run.form.group_size)).sum(-1)
         return [(keys, values) for keys, values in groups]
 
-    return ranks.rule.path(RankInputs(spectra, run.shape, ranks.multiple_of, gradients, sensitivities))
+    return ranks.rule.path(RankInputs(spectra, run.shape, ranks.multiple_of, gradients, sensitivities, context_tokens))

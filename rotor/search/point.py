@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..calibration.allocation.plan import RankPlan
-from ..calibration.codes.layer import GroupChannels
+from ..calibration.codes.layer import GroupChannels, channels_bytes
 from ..checkpoint.layout import LayerRanks
 from ..errors import UsageError
 from .evaluation.fidelity import Fidelity
@@ -15,7 +15,7 @@ from .evaluation.fidelity import Fidelity
 
 @dataclass(frozen=True)
 class Point:
-    """A plan and its fidelity on each split that it was measured on.
+    """A plan and its fidelity on each split that it was measured on, and on the report split's long rows.
 
     parameter: the rank method's own (a removal rate, a price). planned, stored: share of the KV cache removed by exact
     and by stored ranks. exact, ranks: of each layer's groups, as given by
@@ -29,6 +29,7 @@ class Point:
     ranks: list[LayerRanks]
     search: Fidelity | None = None
     report: Fidelity | None = None
+    long: Fidelity | None = None
     channels: list[GroupChannels] | None = None
 
     @classmethod
@@ -58,6 +59,12 @@ class Point:
     def with_fidelity(self, split: str, found: Fidelity) -> Point:
         """Itself, with what was measured on a split."""
         return replace(self, **{split: found})  # type: ignore[arg-type]
+
+    def row_bytes(self, element_bytes: int) -> list[int]:
+        """Bytes of a token in each layer, in a model whose dtype takes element_bytes."""
+        if self.channels is not None:
+            return [channels_bytes([layer]) for layer in self.channels]
+        return [element_bytes * sum(qk + v for qk, v in layer) for layer in self.ranks]
 
     @property
     def compression_json(self) -> dict[str, float]:

@@ -32,7 +32,16 @@ class RankSearch(Measurer):
         device = pick_device(compute.device)
         place = pick_dtype(compute.dtype, dtype, device), device
         sources: dict[str, Any] = {"data": self._load_text, "network": self._load_model, "meter": self._make_meter}
-        super().__init__(job.run, job.recipe, *place, progress, **sources, policy=job.policy, times=times)
+        super().__init__(
+            job.run,
+            job.recipe,
+            *place,
+            progress,
+            **sources,
+            policy=job.policy,
+            times=times,
+            context_tokens=job.context_tokens,
+        )
         self.job = job
 
     def point(self) -> Point:

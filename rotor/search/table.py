@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from ..recipe import Evaluation, Ranks
 from .point import Point, channels_json, plan_key
 
 TABLES, PROBES, LATEST = "tables", "probes", "latest"
-TABLE_VERSION = 7
+TABLE_VERSION = 8
 HINT = "Delete it, and the next export measures again."
 T = TypeVar("T")
 
@@ -39,7 +39,8 @@ T = TypeVar("T")
 class Context:
     """What measured numbers depend on besides the ranks.
 
-    metric: name. settings: of the prompts that metrics draw. data, data_sha256: the held-out text, and its tokens.
+    metric: name. settings: of the prompts that metrics draw. data, data_sha256: the held-out text, and its tokens;
+    search_sha256: those of the search split alone.
     excluded: digests of documents that were left out of it, as they were calibrated on.
     """
 
@@ -47,6 +48,7 @@ class Context:
     settings: dict[str, Any]
     data: str
     data_sha256: str
+    search_sha256: str
     dtype: str
     device_type: str
     excluded: tuple[str, ...] = ()
@@ -59,16 +61,24 @@ class Context:
         dtype: torch.dtype,
         device: torch.device,
         policy: Policy | None = None,
+        context_tokens: int | None = None,
     ) -> Context:
-        """policy: that the cache was kept by, if any."""
+        """policy: that the cache was kept by, if any. context_tokens: by which plans were chosen, where it counts."""
         names = ["seed", "lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "filler_tokens"]
         settings = {name: getattr(spec, name) for name in names} | ({"cache": policy.as_dict()} if policy else {})
+        settings |= {} if context_tokens is None else {"context_tokens": context_tokens}
         kind = str(dtype).removeprefix("torch.")
-        return cls(spec.metric, settings, data.description, data.sha256, kind, device.type, data.excluded)
+        hashes = data.sha256, data.search_sha256
+        return cls(spec.metric, settings, data.description, *hashes, kind, device.type, data.excluded)
 
     @property
     def key(self) -> str:
         return _hash([self.metric, self.settings, self.data_sha256, self.dtype, self.device_type])
+
+    def searches_alike(self, other: Context) -> bool:
+        """Whether what is measured on the search split of one holds for the other: the report split may differ."""
+        parts = ("metric", "settings", "search_sha256", "dtype", "device_type")
+        return all(getattr(self, part) == getattr(other, part) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -113,8 +123,19 @@ class RankTable:
 
     @classmethod
     def open(cls, run: Run, context: Context) -> RankTable:
-        """The table of this context, or an empty one; raises as `named`."""
-        return cls.named(run, context.key) or cls(run, context)
+        """The table of this context, or a new one with what others have of the same search split; raises as `named`."""
+        if found := cls.named(run, context.key):
+            return found
+        table = cls(run, context)
+        for path in sorted((run.folder / TABLES).glob("*.json")):
+            other = None if path.stem == LATEST else cls.named(run, path.stem)
+            if other is not None and context.searches_alike(other.context):
+                known = {point.key for point in table.points}
+                own = (replace(point, report=None, long=None) for point in other.points if point.search)
+                table.points += [point for point in own if point.key not in known]
+                table.base |= {"search": other.base["search"]} if "search" in other.base else {}
+                table.left_out |= {"search": other.left_out["search"]} if "search" in other.left_out else {}
+        return table
 
     @classmethod
     def latest(cls, run: Run) -> RankTable | None:

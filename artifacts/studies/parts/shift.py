@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from rotor.errors import DataError
-from rotor.models.sequences import separator_token, text_rows
+from rotor.models.sequences import prompt_start, text_rows
 from rotor.models.splits import held_out_documents
+from rotor.models.tokenizer import text_start
 from rotor.tools.study.cache_part import CONTROL, CachePart, StudiedCache, at_bytes, cache_records
 from rotor.tools.study.caches import CacheBench, CacheRecord
 from rotor.tools.study.context import StudyContext
@@ -120,11 +121,12 @@ def rows_of(study: StudyContext, kind: str) -> Tensor:
     else:
         held_out = held_out_documents(study.evaluation)
         own = held_out.calibration if kind == CALIBRATED else held_out.report
-        rows = text_rows([TEXTS[kind]()[:LONGEST]] if kind in TEXTS else own, tokenizer, length)[:count]
+        documents, begun = [TEXTS[kind]()[:LONGEST]] if kind in TEXTS else own, len(text_start(tokenizer))
+        rows = text_rows(documents, tokenizer, length + begun)[:count, begun:]
     if len(rows) < count:
         raise DataError(f"{kind}: {len(rows)} rows of {length} tokens, expected {count}.")
-    first = None if kind == NO_FIRST else separator_token(tokenizer)
-    return rows if first is None else torch.cat([torch.full((count, 1), first), rows[:, :-1]], dim=1)
+    start = torch.tensor([] if kind == NO_FIRST else prompt_start(tokenizer), dtype=torch.int64)
+    return torch.cat([start.expand(count, -1), rows[:, : length - len(start)]], dim=1)
 
 
 def _prose() -> str:

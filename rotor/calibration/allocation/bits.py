@@ -54,56 +54,118 @@ class _LayerBits:
         return [as_pair(sides[i : i + self.latents]) for i in range(0, len(sides), self.latents)]
 
 
+@dataclass(frozen=True)
+class _Alike:
+    """Layers that hold equally many tokens, and their best split.
+
+    layers: their indices. tokens: that each holds.
+    """
+
+    layers: tuple[int, ...]
+    tokens: int
+    path: BitPath
+
+    @property
+    def least_units(self) -> int:
+        return int(np.isfinite(self.path.loss).argmax())
+
+    @property
+    def unit_cost(self) -> int:
+        """Bytes of a sequence that a unit takes."""
+        return UNIT_BYTES * self.tokens
+
+
 class BitsPath(RankPath):
     """Path of the plans of least predicted loss for each number of bytes.
 
     The predicted loss of a plan is the sum over all channels of Fisher information times squared error of the code, so
-    that no probe is needed, and layers and sides compare.
+    that no probe is needed, and layers and sides compare. Bytes are those of a sequence: a channel of a layer with a
+    window takes its bits for the tokens of the window alone.
 
     Args:
         codes: of each layer.
         widths: bits that a channel may have, 0 among them.
         element_bytes: of one number of the model's dtype: what is compressed.
+        context_tokens: of the sequence; None counts all layers alike.
     Source: docs/design.md, Mathematics, Codes; reverse water-filling (Cover and Thomas, section 10.3.3).
     """
 
     step = f"at least {UNIT_BYTES} bytes a latent", "calibrate with larger groups.size"
 
     def __init__(
-        self, codes: Sequence[LayerCodes], shape: AttentionShape, widths: tuple[int, ...], element_bytes: int
+        self,
+        codes: Sequence[LayerCodes],
+        shape: AttentionShape,
+        widths: tuple[int, ...],
+        element_bytes: int,
+        context_tokens: int | None = None,
     ) -> None:
-        self._uncompressed_bytes = uncompressed_kv_bytes_per_token(shape, element_bytes)
+        held = shape.held_tokens(context_tokens or 1)
+        row_bytes = uncompressed_kv_bytes_per_token(shape, element_bytes) // shape.num_layers
+        self._held, self._uncompressed_bytes = held, row_bytes * sum(held)
         self._layers = []
         for layer in codes:
             groups = range(len(layer.qk.weight))
             curves = [bit_curve(side.losses(group, widths), widths) for group in groups for side in layer.sides]
             self._layers.append(_LayerBits(tuple(curves), len(layer.sides)))
-        self._path = bit_path([layer.path.loss for layer in self._layers])
-        self._least_units = int(np.isfinite(self._path.loss).argmax())
+        self._alike = []
+        for tokens in dict.fromkeys(held):
+            layers = tuple(index for index, own in enumerate(held) if own == tokens)
+            path = bit_path([self._layers[index].path.loss for index in layers])
+            self._alike.append(_Alike(layers, tokens, path))
+        assert len(self._alike) <= 2, "a model's layers have one window, or none"
 
     def at_compression(self, target: float) -> RankPlan | None:
         """The plan of the most bytes that removes at least `target` of them, or None if there is none."""
-        units = int((1 - target + SLACK) * self._uncompressed_bytes / UNIT_BYTES)
-        return None if units < self._least_units else self._plan(min(units, len(self._path.loss) - 1))
+        return self._plan((1 - target + SLACK) * self._uncompressed_bytes)
 
     def _plans(self) -> list[RankPlan]:
-        step = max(1, self._uncompressed_bytes // (UNIT_BYTES * STEPS))
-        return [self._plan(units) for units in range(len(self._path.loss) - 1, self._least_units - 1, -step)]
+        finest = min(alike.unit_cost for alike in self._alike)
+        step = finest * max(1, self._uncompressed_bytes // (finest * STEPS))
+        most = sum(alike.unit_cost * (len(alike.path.loss) - 1) for alike in self._alike)
+        least = sum(alike.unit_cost * alike.least_units for alike in self._alike)
+        plans = (self._plan(budget) for budget in range(most, least - 1, -step))
+        return [plan for plan in plans if plan is not None]
 
     def lighter(self, plan: RankPlan) -> list[RankPlan]:
-        """Plans with a plane less in one layer, by the loss that is predicted."""
+        """Plans with a plane less in one layer, by the loss that is predicted for each byte that it saves."""
         split = [channels_bytes([layer]) // UNIT_BYTES for layer in plan.channels or []]
         losses = [layer.path.loss for layer in self._layers]
-        lost = [float(loss[own - 1] - loss[own]) for loss, own in zip(losses, split, strict=True)]
+        lost = [
+            float(loss[own - 1] - loss[own]) / tokens
+            for loss, own, tokens in zip(losses, split, self._held, strict=True)
+        ]
         order = [index for index in np.argsort(lost) if np.isfinite(lost[index])]
         return [self._of([own - (place == index) for place, own in enumerate(split)]) for index in order]
 
-    def _plan(self, units: int) -> RankPlan:
-        return self._of(self._path.split(units))
+    def _plan(self, budget: float) -> RankPlan | None:
+        """The plan of least predicted loss of at most so many bytes of a sequence, None if there is none.
+
+        Of layers that hold as many tokens the best split of every number of units is known; where there are two kinds
+        of layers, every share of the first kind is tried with what it leaves to the other.
+        """
+        first, *others = self._alike
+        units = np.arange(len(first.path.loss))
+        rest, loss = budget - first.unit_cost * units, first.path.loss
+        shares = [units]
+        for other in others:
+            left = np.minimum(np.floor(rest / other.unit_cost), len(other.path.loss) - 1).astype(np.int64)
+            loss = loss + np.where(left >= 0, other.path.loss[left], np.inf)
+            shares.append(left)
+        loss = np.where(rest >= 0, loss, np.inf)
+        best = len(loss) - 1 - int(loss[::-1].argmin())  # of equal losses the most bytes
+        if not np.isfinite(loss[best]):
+            return None
+        split = [0] * len(self._layers)
+        for alike, share in zip(self._alike, shares, strict=True):
+            for layer, own in zip(alike.layers, alike.path.split(int(share[best])), strict=True):
+                split[layer] = own
+        return self._of(split)
 
     def _of(self, split: Sequence[int]) -> RankPlan:
         """The plan of so many units of bytes in each layer."""
         channels = [layer.channels(own) for layer, own in zip(self._layers, split, strict=True)]
         ranks = [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in channels]
-        stored = 1.0 - channels_bytes(channels) / self._uncompressed_bytes
+        kept = sum(channels_bytes([layer]) * tokens for layer, tokens in zip(channels, self._held, strict=True))
+        stored = 1.0 - kept / self._uncompressed_bytes
         return RankPlan(float(sum(split)), ranks, ranks, stored, stored, channels)

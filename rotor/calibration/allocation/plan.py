@@ -55,7 +55,7 @@ class RankInputs:
 
     multiple_of: stored ranks are multiples of this (or all columns).
     gradients: per layer the summed squared gradients of W_k and W_v of each group, each [num_groups].
-    sensitivities: per layer.
+    sensitivities: per layer. context_tokens: of the sequence whose bytes are counted; None counts all layers alike.
     """
 
     spectra: Sequence[Spectra]
@@ -63,6 +63,7 @@ class RankInputs:
     multiple_of: int
     gradients: Callable[[], Sequence[tuple[Tensor, Tensor]]] = tuple
     sensitivities: Sequence[Sensitivity] = ()
+    context_tokens: int | None = None
 
 
 def round_rank(rank: int, multiple_of: int, columns: int) -> int:
@@ -118,4 +119,5 @@ class SpectraPath(RankPath):
             ]
             for ranks in exact
         ]
-        return RankPlan(parameter, exact, rounded, compression(exact, self.shape), compression(rounded, self.shape))
+        planned, stored = (compression(ranks, self.shape, self.inputs.context_tokens) for ranks in (exact, rounded))
+        return RankPlan(parameter, exact, rounded, planned, stored)

@@ -33,11 +33,14 @@ class WaterFillingPath(SpectraPath):
         columns, step = self.columns, self.multiple_of
         ranks = np.array([*range(step, columns, step), columns])[::-1]  # a price of nothing removes nothing
         losses = self._losses(ranks)
-        cost = ranks / (2 * columns * losses.shape[2] * self.shape.num_layers)
+        held = np.array(self.shape.held_tokens(self.inputs.context_tokens or 1))
+        shares = np.repeat(held / held.sum(), 2 * losses.shape[2])  # of the cache, of each side of each group
+        cost = shares[:, None] * ranks / (2 * columns * losses.shape[2])
 
         def sweep(prices: np.ndarray) -> list[RankPlan]:
             """The best plan at every price."""
-            taken = np.stack([(loss + prices[:, None] * cost).argmin(1) for loss in losses.reshape(-1, len(ranks))])
+            sides = zip(losses.reshape(-1, len(ranks)), cost, strict=True)
+            taken = np.stack([(loss + prices[:, None] * own).argmin(1) for loss, own in sides])
             chosen = ranks[taken].reshape(*losses.shape[:3], len(prices)).transpose(3, 0, 2, 1).tolist()
             return [
                 self._make(price, [[(qk, v) for qk, v in layer] for layer in layers])

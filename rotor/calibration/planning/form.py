@@ -1,20 +1,20 @@
-"""The form that every layer is compressed to, by a recipe, and the moments that it takes."""
+"""The form that the layers of a model are compressed to, by a recipe, and the moments that it takes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from ...checkpoint.layout import POST_ROPE, AttentionShape, KeyForm, LayerForm, pre_rope
+from ...checkpoint.layout import POST_ROPE, AttentionShape, KeyForm, LayerForm, ModelForm, pre_rope
 from ...errors import RecipeError
 from ...recipe import Recipe
 from ..bases.moments import stored_name
 
 Frequencies = Sequence[Sequence[float]]
-"""Radians by which each plane rotates from one position to the next, of each kind of layer."""
+"""Radians by which each plane rotates from one position to the next, of each layer."""
 
 
-def layer_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies | None) -> LayerForm:
+def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies | None) -> ModelForm:
     """The form of every layer of a model.
 
     Args:
@@ -23,10 +23,12 @@ def layer_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
     Raises:
         RecipeError: the group size does not divide the KV heads; more fast planes than a head has.
     """
-    keys = _key_form(recipe, shape, frequencies)
+    of_layers = [None] * shape.num_layers if frequencies is None else frequencies
+    keys = tuple(_key_form(recipe, shape, own) for own in of_layers)
+    slowest = max(keys, key=lambda form: form.fast_planes)  # to decode, as rebuilding planes takes arithmetic
     # Slow planes hardly rotate within a block, so that keys are as linear in the hidden state as values are.
-    form = LayerForm(keys, 1, recipe.joins_latents and (keys.rope_block is not None or not shape.rotary_dim))
-    return form._replace(group_size=_group_size(recipe, shape, form))
+    joint = recipe.joins_latents and (slowest.rope_block is not None or not shape.rotary_dim)
+    return ModelForm(keys, _group_size(recipe, shape, LayerForm(slowest, 1, joint)), joint)
 
 
 def wanted_gradients(form: LayerForm) -> frozenset[str]:
@@ -34,7 +36,8 @@ def wanted_gradients(form: LayerForm) -> frozenset[str]:
     return frozenset({stored_name(form.keys, form.joint)} | (set() if form.joint else {"value"}))
 
 
-def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies | None) -> KeyForm:
+def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Sequence[float] | None) -> KeyForm:
+    """How a layer's keys are stored, by the frequencies of its own RoPE."""
     groups, planes = recipe.groups, shape.rotary_planes
     if not shape.rotary_dim or groups.domain == "post":
         return POST_ROPE
@@ -43,8 +46,7 @@ def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies | 
     if frequencies is None:
         return POST_ROPE
     if groups.fast_planes == "quarter":
-        # Those that rotate by a quarter turn or more within a block, in the kind of layer that has most of them.
-        count = max(sum(step * groups.rope_block >= math.pi / 2 for step in of_kind) for of_kind in frequencies)
+        count = sum(step * groups.rope_block >= math.pi / 2 for step in frequencies)
     else:
         count = groups.fast_planes
     if count > planes:

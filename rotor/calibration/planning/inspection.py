@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_per_token
+from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
 from ...errors import MissingError
 from ...models.hardware import matmul_rate, pick_device, pick_dtype
 from ...models.hub import find_source
 from ...models.memory import Estimate, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
+from ...models.projections import context_tokens
 from ...models.source import Checkpoint, config_of
+from ...models.tokenizer import load_tokenizer, text_start
 from ...recipe import ObjectiveSettings, Recipe, load_recipe
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import DecodeTime, decode_times
@@ -62,8 +64,9 @@ class Needs:
 class Inspection:
     """What `rotor inspect` shows.
 
-    kv_cache_bytes: of one sequence, by its tokens. bits: that a channel may have.
-    form: of what every layer's cache holds, in words.
+    kv_cache_bytes: of one sequence, by its tokens. context_tokens: of the sequences whose bytes an export counts.
+    row_start: what a row of text begins with, as text; None where no tokenizer is there to say so.
+    bits: that a channel may have. form: of what the layers' cache holds, in words.
     objective, instructions_per_cycle: the device and the load that decode_times are predicted for.
     calibrate, export: what the commands take on this machine.
     """
@@ -77,6 +80,8 @@ class Inspection:
     shape: AttentionShape
     kv_bytes_per_token: int
     kv_cache_bytes: dict[int, int]
+    context_tokens: int
+    row_start: str | None
     recipe: str
     bits: tuple[int, ...]
     tokens: dict[str, Any]
@@ -101,12 +106,14 @@ def inspect(
     device: str = "auto",
     dtype: str = "auto",
     batch_tokens: int = 2048,
+    context: int | None = None,
 ) -> Inspection:
     """Look at a model without reading its weights; from the hub only its configuration is fetched.
 
-    Args: as for calibrate. A config.json without weights, or its folder, is taken, too.
+    Args: as for calibrate, and `context` as for export. A config.json without weights, or its folder, is taken, too.
     Raises:
-        UnsupportedModelError: rotor cannot compress it. RotorError: see rotor.errors.
+        UsageError: a context of more tokens than the model has positions. UnsupportedModelError: rotor cannot compress
+            it. RotorError: see rotor.errors.
     """
     if Path(model).is_file():
         if Path(model).name != "config.json":
@@ -124,9 +131,11 @@ def inspect(
         elements = sum(parameter.numel() for parameter in implied.parameters())
         outline = ModelOutline.of_headers(config, shapes, elements * (config.dtype or torch.float32).itemsize)
     shape, stored = outline.shape, outline.stored_bytes
+    tokenizer = load_tokenizer(source.folder, outline.config.vocab_size)
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, outline.dtype, target)
-    per_token = uncompressed_kv_bytes_per_token(shape, outline.dtype.itemsize)
+    element_bytes = outline.dtype.itemsize
+    per_token, served = uncompressed_kv_bytes_per_token(shape, element_bytes), context_tokens(outline.config, context)
     form = outline.form(spec)
     load = spec.objective
     device_rates = find_device(load.device)
@@ -148,23 +157,19 @@ def inspect(
         parameters=outline.parameters,
         shape=shape,
         kv_bytes_per_token=per_token,
-        kv_cache_bytes={tokens: kv_cache_bytes(outline.config, shape, per_token, tokens) for tokens in CONTEXTS},
+        kv_cache_bytes={
+            n: uncompressed_kv_bytes_of_sequence(shape, element_bytes, n) for n in sorted({*CONTEXTS, served})
+        },
+        context_tokens=served,
+        row_start=None if tokenizer is None else tokenizer.decode(text_start(tokenizer)),
         recipe=spec.name,
         bits=spec.codes.bits,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
         form=form.in_words(shape),
         objective=load,
         instructions_per_cycle=device_rates.instructions_per_cycle,
-        decode_times=decode_times(shape, device_rates, step, form),
+        decode_times=decode_times(shape, device_rates, step, form.distinct),
         calibrate=Needs.of(taken, streamed, taken.disk_bytes, taken.kept_disk_bytes, seconds),
         export=Needs.of(measuring[layerwise], layerwise, grown, grown, {}),
         available_device_bytes=available_device_bytes(target),
     )
-
-
-def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: int) -> int:
-    """Bytes of the cache of one sequence; a window in config.json without types of layers is all layers'."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.num_layers
-    kept = [min(tokens, window) if window and kind == "sliding_attention" else tokens for kind in types]
-    return sum(kept[: shape.num_layers]) * per_token // shape.num_layers

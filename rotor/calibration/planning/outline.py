@@ -15,16 +15,16 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...checkpoint.families import FAMILIES, Family, attention_shape, find_family
-from ...checkpoint.layout import AttentionShape, LayerForm
+from ...checkpoint.layout import AttentionShape, LayerForm, ModelForm
 from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates
-from ...models.projections import longest_row
+from ...models.projections import LONG_ROW, long_row_count, longest_row
 from ...models.source import Checkpoint
 from ...recipe import Evaluation, Recipe
-from ...recipe.metric_registry import primitive_metrics
+from ...recipe.metric_registry import primitive_metrics, report_metrics
 from ..bases.layer import needed_statistics
 from ..bases.moments import CHUNK_BYTES, JOINT
 from ..codes.quantiser import SAMPLES
-from .form import Frequencies, layer_form
+from .form import Frequencies, model_form
 
 LIBRARIES_BYTES = 600 << 20
 """Resident memory of Python with torch and transformers imported and used (measured: 0.45 to 0.6 GB)."""
@@ -85,17 +85,18 @@ class ModelOutline:
 
     @property
     def frequencies(self) -> Frequencies | None:
-        """Frequencies of RoPE, or None where they depend on the length of a sequence."""
-        found = {rotary_frequencies(self.config, layer) for layer in range(self.shape.num_layers)}
-        return None if None in found else sorted(of_kind for of_kind in found if of_kind)
+        """Frequencies of each layer's RoPE, or None where they depend on the length of a sequence."""
+        found = [rotary_frequencies(self.config, layer) for layer in range(self.shape.num_layers)]
+        known = [of_layer for of_layer in found if of_layer is not None]
+        return known if len(known) == len(found) else None
 
-    def form(self, recipe: Recipe) -> LayerForm:
-        """What every layer is compressed to; see `layer_form`."""
-        return layer_form(recipe, self.shape, self.frequencies)
+    def form(self, recipe: Recipe) -> ModelForm:
+        """What the layers are compressed to; see `model_form`."""
+        return model_form(recipe, self.shape, self.frequencies)
 
     def calibration(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, batch_tokens: int) -> Estimates:
         """Estimate what `rotor calibrate` takes."""
-        shape, form, number = self.shape, self.form(recipe), dtype.itemsize
+        shape, form, number = self.shape, self.form(recipe).layer(0), dtype.itemsize
         moments, seq_len = wanted_moments(recipe, form), longest_row(recipe.tokens.seq_len, self.config)
         num_rows = -(-recipe.tokens.count // seq_len)
         count, group_size = num_rows * seq_len, form.group_size
@@ -140,14 +141,15 @@ class ModelOutline:
 
     def evaluation(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Estimates:
         """Estimate what measuring accuracy takes (`rotor export --accuracy`): each layer rewritten, run, dropped."""
-        spec, shape, form = recipe.evaluation, self.shape, self.form(recipe)._replace(joint=False)
+        spec, shape, form = recipe.evaluation, self.shape, self.form(recipe).layer(0)._replace(joint=False)
         attention = 2 * (shape.num_heads * shape.head_dim + _kv_width(shape)) * shape.hidden_size
         outputs = shape.num_heads * (form.group_size * shape.head_dim) ** 2 * 8 if recipe.bases.refit else 0
         rewriting = 3 * outputs + 3 * _bases_bytes(shape, form) + attention * 2 * 8
         scoring = LOGIT_COPIES * max(LOGIT_BYTES[device.type], HEAD_POSITIONS * 4 * self.config.vocab_size)
         work = {"activations": max(self._activations(2048, form.group_size, dtype.itemsize), scoring)}
         searched = spec.search_tokens + _prompt_tokens(spec, primitive_metrics(spec.metric))
-        rows = max(searched, spec.report_tokens + _prompt_tokens(spec, ("lookup", "copy")))
+        reported = spec.report_tokens + _prompt_tokens(spec, report_metrics(spec.metric))
+        rows = max(searched, reported, long_row_count(spec.report_tokens, spec.seq_len, self.config) * LONG_ROW)
         disk_bytes = 3 * rows * shape.hidden_size * dtype.itemsize  # of hidden states
         host, copied = {"rewriting one layer": rewriting}, attention * shape.num_layers
         return self._estimates(device, dtype, host, work, (disk_bytes, 0), copied)
@@ -157,7 +159,7 @@ class ModelOutline:
 
         Of a mixture of experts, as if all of them worked.
         """
-        tokens, shape, form = recipe.tokens.count, self.shape, self.form(recipe)
+        tokens, shape, form = recipe.tokens.count, self.shape, self.form(recipe).layer(0)
         layers = 2.0 * sum(self.layers)
         whole = layers + 2.0 * max(self.vocabulary, default=0)
         elements = _moment_elements(shape, form.group_size, wanted_moments(recipe, form))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...checkpoint.channels import PLANE, Channels, Latent, Numbers
@@ -44,13 +45,13 @@ class DecodeTime:
 
 
 def decode_times(
-    shape: AttentionShape, device: Device, step: DecodeStep, chosen: LayerForm | None = None
+    shape: AttentionShape, device: Device, step: DecodeStep, chosen: Sequence[LayerForm] = ()
 ) -> list[DecodeTime]:
     """Codes of every group size in each of SCENARIOS, all layers alike: joint latents without fast planes, with
     FAST_PLANES and with all of them, and, of a model with RoPE, latents of their own for keys after it and values.
 
     Args:
-        chosen: by a recipe, which is among them in any case.
+        chosen: forms of a recipe's layers, which are among them in any case.
     """
     block, apart = MOST_ROPE_BLOCK, [(POST_ROPE, False)]
     planes = sorted({0, min(FAST_PLANES, shape.rotary_planes)})
@@ -58,7 +59,7 @@ def decode_times(
     if not shape.rotary_dim:
         forms = [(POST_ROPE, True), *apart]
     candidates = [LayerForm(keys, size, joint) for keys, joint in forms for size in group_sizes(shape)]
-    candidates = [*(() if chosen in (None, *candidates) else (chosen,)), *candidates]
+    candidates = [*(form for form in chosen if form not in candidates), *candidates]
     base, found = uncompressed_layer_time(shape, device, step), []
     for candidate in candidates:
         for scenario, removed in SCENARIOS:
@@ -72,7 +73,7 @@ def decode_times(
                     time.instructions / step.keys / shape.num_kv_heads,
                     shape.num_layers * time.attention_s,
                     time.attention_s / base.attention_s,
-                    candidate == chosen,
+                    candidate in chosen,
                 )
             )
     return found

@@ -1,7 +1,8 @@
 """The fidelity of a model to the uncompressed one: every ratio on a split, from one pass through the layers.
 
 Search, study and validate measure with the same `FidelityMeter`. On the search split it measures what the recipe's
-metric needs, on the report split everything.
+metric needs, on the report split everything, or everything of text where the metric is of text alone; on the report
+split's long rows text.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ...models.layerwise import LayerwiseModel
 from ...policies import Policy
 from ...policies.fitting import fit_cache_policy
 from ...progress import Progress
-from ...recipe.metric_registry import METRICS, metric_info, primitive_metrics
+from ...recipe.metric_registry import METRICS, metric_info, primitive_metrics, report_metrics
 from .cached import check_in_memory, final_states_through_cache, prefill_of
 from .measurement import Measurement, measure_text, smallest
 from .prompts import PROMPTS, EvaluationContext, Prompts, make_prompts
@@ -71,7 +72,7 @@ class FidelityMeter:
         policy: by which a compressed model's cache is kept. Text is then scored behind a prompt, of both models, and
             prompts of metrics behind all that comes before the first answer.
         prompt_share: of each row of text, where it is read through a cache. report: names of the metrics that are
-            measured on the report split, by default all.
+            measured on the report split, by default see `report_metrics`.
 
     base: what was recorded of the uncompressed model, by split. left_out: why a ratio was not measured, by split and
     name. What the search split left out, measured or known from before, is left out on the report split too, and what
@@ -93,7 +94,8 @@ class FidelityMeter:
         own = primitive_metrics(self.metric)
         self._names = {
             "search": tuple(dict.fromkeys([*own, *TEXT])),
-            "report": tuple(report or dict.fromkeys([*own, *(n for n, info in METRICS.items() if not info.parts)])),
+            "report": tuple(report or report_metrics(self.metric)),
+            "long": (*TEXT, "kl_div"),
         }
         self._prompts: dict[str, dict[str, Prompts]] = {}
         self._text: dict[str, Scores] = {}
@@ -198,7 +200,8 @@ class FidelityMeter:
             parts = self._parts(name, found)
             if parts and set(info.parts) <= {*found, *self.left_out[split]}:
                 values[name] = smallest(parts).value
-        result = found[self.metric] if self.metric in found else smallest(self._parts(self.metric, found))
+        of_text = [found[name] for name in TEXT if name in found]
+        result = found[self.metric] if self.metric in found else smallest(self._parts(self.metric, found) or of_text)
         values |= {f"compressed_{name}": value for name, value in text.as_dict().items()}
         return Fidelity(result.value, result.interval, values)
 

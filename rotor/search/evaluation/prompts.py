@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DataError
-from ...models.sequences import separator_token
+from ...models.sequences import prompt_start
 from ...models.tokens import ordinary_tokens
 from ...recipe import Evaluation
 
@@ -49,9 +49,8 @@ class EvaluationContext:
     config: Any
 
     def start(self) -> list[int]:
-        """The token that a row begins with, if the model has one."""
-        first = separator_token(self.tokenizer)
-        return [] if first is None else [first]
+        """Tokens that a row of prompts begins with."""
+        return prompt_start(self.tokenizer)
 
     def ordinary_text(self, split: str) -> Tensor:
         """Text of the split [tokens] without what separates documents: a model may forget what is before it."""

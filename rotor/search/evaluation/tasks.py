@@ -18,6 +18,7 @@ from typing import Any
 
 from ...errors import CheckpointError, DataError, RotorError, UsageError
 from ...installing import pip_install
+from ...models.tokenizer import text_start
 from .measurement import Measurement
 
 BATCH_SIZE = 8
@@ -117,7 +118,8 @@ class TaskSuite:
         from lm_eval.models.huggingface import HFLM
 
         # A copy, because the wrapper sets a padding token.
-        wrapped = HFLM(pretrained=model, tokenizer=copy.deepcopy(self._tokenizer), batch_size=BATCH_SIZE)
+        tokenizer, begins = copy.deepcopy(self._tokenizer), bool(text_start(self._tokenizer))
+        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=BATCH_SIZE, add_bos_token=begins)
         chosen, tracker = None, EvaluationTracker(output_path=str(out))
         if self._limit:
             chosen = {name: list(range(min(self._limit, len(task.eval_docs)))) for name, task in self.tasks.items()}

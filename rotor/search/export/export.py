@@ -17,7 +17,13 @@ from ...checked import plain
 from ...checkpoint.atomic import write_json, write_text
 from ...checkpoint.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
 from ...checkpoint.hashes import tensor_sha256
-from ...checkpoint.layout import LayerLayout, kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from ...checkpoint.layout import (
+    LayerLayout,
+    kv_bytes_of_sequence,
+    kv_bytes_per_token,
+    uncompressed_kv_bytes_of_sequence,
+    uncompressed_kv_bytes_per_token,
+)
 from ...checkpoint.locks import exclusive
 from ...checkpoint.manifest import write_manifest
 from ...checkpoint.publishing import staged_folder, write_tensors
@@ -29,7 +35,7 @@ from ...kernels.defaults import default_config
 from ...logs import log_file
 from ...models.sidecars import sidecars
 from ...models.source import INDEX_FILE, Checkpoint
-from ...models.splits import SPLITS
+from ...models.splits import LONG, SPLITS
 from ...policies import LONG_TOKENS, Policy, packed_bytes_per_token
 from ...progress import Progress, StageTimes
 from ...recipe import Recipe
@@ -74,6 +80,7 @@ def export(
     measure: bool = True,
     cache: str | None = None,
     without_weights: bool = False,
+    context: int | None = None,
     progress: Progress | None = None,
 ) -> ExportResult:
     """Write the compressed checkpoint of a run at exactly one of accuracy, compression or removal rate.
@@ -93,6 +100,8 @@ def export(
             (`gear-2`), the path of a YAML file, or FILE.py:CLASS; needs all weights in memory to be measured.
         without_weights: leaves the weights to the source, from which they are rewritten when the folder is loaded, or
             written by `materialise`.
+        context: tokens of the sequences that are served, by default the model's longest, at most 32768. Bytes are those
+            of a sequence of so many: a layer with a window holds no more than that.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
     """
@@ -106,6 +115,7 @@ def export(
         measure,
         cache,
         without_weights,
+        context,
     )
     return run_export(settings, progress)
 
@@ -265,6 +275,13 @@ def _report(
             "after": kv_bytes_per_token(layouts, element_bytes),
             "element_bytes": element_bytes,
         },
+        "kv_bytes_of_sequence": {
+            "tokens": job.context_tokens,
+            "before": uncompressed_kv_bytes_of_sequence(job.run.shape, element_bytes, job.context_tokens),
+            "after": kv_bytes_of_sequence(
+                [sum(layout.row_bytes(element_bytes)) for layout in layouts], job.run.shape, job.context_tokens
+            ),
+        },
         "accuracy": accuracy,
         "ranks": point.ranks_json,
         "layouts": [layout.to_dict() for layout in layouts],
@@ -275,7 +292,8 @@ def _report(
 
 def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str, Any]:
     """What rotor.json says of the accuracy; where nothing was measured (no table), why."""
-    found = {} if table is None else {split: point.fidelity(split) for split in SPLITS}
+    splits = (*SPLITS, *([LONG] if point.has(LONG) else []))
+    found = {} if table is None else {split: point.fidelity(split) for split in splits}
     search, report = found.get("search"), found.get("report")
     context = None if table is None else table.context
     # What was calibrated on is no text for `validate` to measure on.
@@ -287,7 +305,7 @@ def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str
         "report": report and report.accuracy,
         "interval_95": report and list(report.interval),
         "measurements": {split: plain(fidelity) for split, fidelity in found.items()},
-        "base": {split: table and table.base.get(split) for split in SPLITS},
+        "base": {split: table and table.base.get(split) for split in splits},
         "left_out": table.left_out if table else {},
         "data": context and context.data,
         "data_sha256": context and context.data_sha256,

@@ -10,8 +10,9 @@ from huggingface_hub import ModelCard, ModelCardData
 from ...checkpoint.file_names import ROTOR_JSON
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...installing import pip_install
+from ...progress import in_bytes
 from ...recipe import Recipe
-from ...recipe.metric_registry import chance_note, metric_info, ratio_rows
+from ...recipe.metric_registry import chance_note, long_rows, metric_info, ratio_rows
 from ..evaluation.fidelity import Fidelity
 
 
@@ -22,6 +23,7 @@ def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape, ap
         apart: the weights are not in the folder.
     """
     size, name, share = report["kv_bytes_per_token"], report["source"]["name"], report["compression"]
+    held = report["kv_bytes_of_sequence"]
     base_model, name = report["source"]["hub_id"] or name, markdown(name)
     rows, note = _accuracy(report["accuracy"])
     measured = "\n".join(rows)
@@ -42,8 +44,8 @@ def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape, ap
     text = f"""# {name}, KV cache compressed by rotor
 
 The weights of {name} with value, output and (where folded) key projections rotated and truncated.
-{merged}The KV cache holds {size["after"]} instead of {size["before"]} bytes per token
-({100 * share["stored"]:.1f} % less).
+{merged}The KV cache of a sequence of {held["tokens"]:,} tokens takes {in_bytes(held["after"])} instead of \
+{in_bytes(held["before"])} ({100 * share["stored"]:.1f} % less).
 
 | | |
 |---|---|
@@ -51,6 +53,7 @@ The weights of {name} with value, output and (where folded) key projections rota
 | form of stored keys | {" and ".join(forms)}, {" or ".join(map(str, sizes))} KV head(s) a group |
 | compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
+| KV bytes of {held["tokens"]:,} tokens before, after | {held["before"]:,}, {held["after"]:,} |
 {_cache_row(report)}{measured}
 
 {note}
@@ -107,6 +110,7 @@ def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:
         f"| accuracy ({metric}) | {accuracy['report']:.4f}, {interval}{said and '; '}{said} |",
         f"| target of the search | {target}; measured on the search split: {accuracy['search']:.4f} |",
         *(f"| {label} | {text} |" for label, text in ratio_rows(measured, base, left_out)),
+        *(f"| {label} | {text} |" for label, text in long_rows(accuracy["measurements"], accuracy["base"])),
         f"| measured on | {accuracy['data']}, {tokens}{chance_note(base)} |",
     ]
     note = (

@@ -5,22 +5,29 @@ Where something was not measured, the field is empty and `absent` says why: a re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...calibration.codes.layer import channels_bytes
 from ...calibration.run import Run
 from ...checked import Reader
 from ...checkpoint.families import attention_shape
 from ...checkpoint.file_names import ROTOR_JSON
-from ...checkpoint.layout import LayerLayout, uncompressed_kv_bytes_per_token
-from ...checkpoint.schemas import CheckpointInfo
+from ...checkpoint.layout import (
+    AttentionShape,
+    LayerLayout,
+    kv_bytes_of_sequence,
+    uncompressed_kv_bytes_of_sequence,
+    uncompressed_kv_bytes_per_token,
+)
+from ...checkpoint.schemas import CheckpointInfo, SequenceInfo
 from ...errors import CheckpointError, RotorError
 from ...models.compressed import read_report
+from ...models.projections import LONG_CONTEXT
 from ...models.source import Checkpoint
 from ...progress import in_bytes
 from ...recipe import Recipe, load_stored_recipe
-from ...recipe.metric_registry import chance_note, metric_info, ratio_rows
+from ...recipe.metric_registry import chance_note, long_rows, metric_info, ratio_rows
 from ..evaluation.fidelity import Fidelity
 from ..point import Point
 from ..table import TABLES, RankTable
@@ -58,7 +65,7 @@ def collect_run(run: Run) -> ReportData:
         data.ratios = ratio_rows(
             point.fidelity(data.ratios_of).values, table.base.get(data.ratios_of) or {}, table.left_out
         )
-        _headline(data, point, _run_bytes(run, point))
+        _headline(data, point, _run_bytes(run, point, table.context.settings.get("context_tokens", LONG_CONTEXT)))
     else:
         why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` measures."
         data.absent.update({"points": why, "ranks": why})
@@ -86,16 +93,18 @@ def collect_checkpoint(
     chosen = Point(0.0, shares["planned"], shares["stored"], [], [], fidelity.get("search"), fidelity.get("report"))
     values = fidelity["report"].values if "report" in fidelity else {}
     data.ratios = ratio_rows(values, accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {}))
+    data.ratios += long_rows(accuracy["measurements"], accuracy.get("base", {}))
     if accuracy["report"] is None:
         data.absent["points"] = f"Accuracy was not measured: {accuracy.get('not_measured', 'nobody says why')}."
     else:
         data.points, data.chosen = [chosen], chosen
-    data.head_dim = (run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)).head_dim
-    for layout in report["layouts"]:
-        groups = LayerLayout.from_dict(layout, ROTOR_JSON).groups
-        data.ranks.append(sorted(groups, key=lambda group: group.kv_heads))
+    shape = run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)
+    data.head_dim, layouts = shape.head_dim, [LayerLayout.from_dict(own, ROTOR_JSON) for own in report["layouts"]]
+    data.ranks = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in layouts]
     data.ranks_of = "of this checkpoint"
-    _headline(data, chosen, (size["before"], size["after"]))
+    rows, element = [sum(layout.row_bytes(size["element_bytes"])) for layout in layouts], size["element_bytes"]
+    held = report.get("kv_bytes_of_sequence") or _sequence(shape, element, rows, LONG_CONTEXT)
+    _headline(data, chosen, (size["before"], size["after"], held))
     if isinstance(run, Run):  # which has other measured points, spectra and timings
         key = accuracy.get("table")
         table = None if key is None else RankTable.named(run, key)
@@ -167,9 +176,9 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
 
 def _spectrum_names(run: Run) -> dict[str, str]:
     """What the singular values of each side belong to; a joint latent has one set, under `joint`."""
-    form, heads, joint = run.form
+    keys, heads, joint = run.form
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
-    where = f"{form.in_words(run.shape)}, {size}"
+    where = f"{' or '.join(form.in_words(run.shape) for form in dict.fromkeys(keys))}, {size}"
     return {JOINT: where} if joint else {"qk": where, "vo": size}
 
 
@@ -179,16 +188,22 @@ def _mean_spectrum(values: Any) -> list[float]:
     return [float(value) for value in (values / largest).mean(0)]
 
 
-def _run_bytes(run: Run, point: Point) -> tuple[int, int]:
+def _run_bytes(run: Run, point: Point, tokens: int) -> tuple[int, int, SequenceInfo]:
+    """Bytes of a token in all layers, before and after, and those of a sequence."""
     element = int(run.info["element_bytes"])
     before = uncompressed_kv_bytes_per_token(run.shape, element)
-    if point.channels is not None:
-        return before, channels_bytes(point.channels)
-    return before, element * sum(qk + v for layer in point.ranks for qk, v in layer)
+    rows = point.row_bytes(element)
+    return before, sum(rows), _sequence(run.shape, element, rows, tokens)
 
 
-def _headline(data: ReportData, point: Point, size: tuple[int, int]) -> None:
-    before, after = size
+def _sequence(shape: AttentionShape, element: int, row_bytes: Sequence[int], tokens: int) -> SequenceInfo:
+    """Bytes of a sequence of so many tokens, by those of a token in each layer."""
+    before = uncompressed_kv_bytes_of_sequence(shape, element, tokens)
+    return {"tokens": tokens, "before": before, "after": kv_bytes_of_sequence(row_bytes, shape, tokens)}
+
+
+def _headline(data: ReportData, point: Point, size: tuple[int, int, SequenceInfo]) -> None:
+    before, after, held = size
     found, split = point.report or point.search, "search" if point.report is None else "report"
     target = "no target was set" if data.target is None else f"target {data.target:g}"
     if point.report is not None and data.target is not None:
@@ -203,5 +218,6 @@ def _headline(data: ReportData, point: Point, size: tuple[int, int]) -> None:
         ("bytes per token", f"{before} → {after}", "KV cache over all layers"),
         measured,
     ]
-    long = f"{in_bytes(32768 * before)} → {in_bytes(32768 * after)}"
-    data.sizes.append(("KV cache at 32,768 tokens", long, f"one sequence, {100 * (1 - after / before):.1f} % less"))
+    long = f"{in_bytes(held['before'])} → {in_bytes(held['after'])}"
+    share = 100 * (1 - held["after"] / held["before"])
+    data.sizes.append((f"KV cache at {held['tokens']:,} tokens", long, f"one sequence, {share:.1f} % less"))

@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from ...calibration.allocation.plan import RankPath
+from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_of_sequence
 from ...errors import UnsupportedModelError
+from ...models.splits import SPLITS
 from ...policies import LONG_TOKENS, EvictingLayer, Eviction, Policy, random_rows, stored_bytes
 from ...policies.fitting import fit_cache_policy
 from ...progress import Progress
@@ -82,23 +84,33 @@ class CacheBench:
     ) -> None:
         context = replace(context, spec=replace(context.spec, metric="default"))
         self.network, self.prompts, self.whole, self.samples = network, prompts, whole, samples
-        self.splits, self.length = list(context.rows), context.rows["report"].shape[1]
+        self.splits, self.length = [name for name in SPLITS if name in context.rows], context.rows["report"].shape[1]
         self.meter = FidelityMeter(context, progress, prompt_share=PROMPT_SHARE, report=(*TEXT, *prompts))
 
-    def record(self, name: str, policy: Policy | None = None) -> CacheRecord:
-        """Measure the network as it is, compressed or not, with a cache; skipped where the policy cannot serve it."""
+    def measure(self, policy: Policy | None = None) -> dict[str, Any]:
+        """Values of the network as it is, compressed or not, with a cache; a policy that needs samples is fitted."""
         network = self.network
         if not self.meter.base:
             with network.uncompressed():
                 for split in self.splits:
                     self.meter.measure_base(network, split)
+        return self.meter.measure(network, "report", partial(_read, network, policy)).values
+
+    def fitted(self, policy: Policy | None) -> Policy | None:
+        """A policy with what it finds on samples, where it needs any."""
+        if policy is None or not policy.needs_samples:
+            return policy
+        return fit_cache_policy(self.network.model, policy, self.samples())
+
+    def record(self, name: str, policy: Policy | None = None) -> CacheRecord:
+        """Measure the network as it is, compressed or not, with a cache; skipped where the policy cannot serve it."""
+        network = self.network
         prompt = self.length - self.meter.text("report").shape[1]
         try:
-            if policy is not None and policy.needs_samples:
-                policy = fit_cache_policy(network.model, policy, self.samples())
+            policy = self.fitted(policy)
             sizes = cache_bytes(network, prompt, self.length, policy)
             (long,) = cache_bytes(network, LONG_TOKENS, LONG_TOKENS, policy)
-            found = self.meter.measure(network, "report", partial(_read, network, policy)).values
+            found = self.measure(policy)
         except UnsupportedModelError as error:
             return CacheRecord(name, skipped=error.message)
         size, after_prompt = sizes[-1] / self.length, list(enumerate(sizes[1:], prompt + 1))
@@ -139,6 +151,27 @@ def of_row(policy: Policy | None, tokens: int) -> Policy | None:
     if not isinstance(policy, Eviction) or policy.tokens is not None:
         return policy
     return replace(policy, tokens=max(1, round(policy.share * tokens)))
+
+
+@torch.no_grad()
+def sequence_bytes(shape: AttentionShape, dtype: torch.dtype, tokens: int, policy: Policy | None) -> int:
+    """Bytes of the cache of an uncompressed model for a sequence: of each layer of the tokens that it holds.
+
+    Args:
+        dtype: of keys and values, as they are served. policy: that codes every token; fitted, where it needs samples.
+    """
+    held = shape.held_tokens(tokens)
+    if policy is None:
+        return uncompressed_kv_bytes_of_sequence(shape, dtype.itemsize, tokens)
+    total, known = 0, dict[tuple[int, Any], int]()
+    for layer, (own, kept) in enumerate(zip(policy.layers(shape.num_layers), held, strict=True)):
+        levels = getattr(policy, "levels", ())  # layers that are fitted may store differently
+        key = kept, layer if levels else None
+        if key not in known:
+            own.fill(*(random_rows(shape.num_kv_heads, kept, shape.head_dim, dtype) for _ in range(2)))
+            known[key] = stored_bytes(Cache(layers=[own]))
+        total += known[key]
+    return total
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from ...checkpoint.families import attention_shape
 from ...checkpoint.layout import uncompressed_kv_bytes_per_token
 from ...checkpoint.output_folder import OutputFolder
 from ...errors import UsageError
+from ...models.projections import context_tokens
 from ...models.sequences import evenly_spaced, text_rows
 from ...models.source import Checkpoint
 from ...models.splits import EvaluationData, evaluation_data, held_out_documents
@@ -97,18 +98,22 @@ class StudyContext:
     @cached_property
     def bench(self) -> CacheBench:
         """Measures caches on the report split, its look-ups and its copies."""
+        return self.bench_in(self.cache_network)
+
+    def bench_in(self, network: CompressibleModel) -> CacheBench:
+        """Measures likewise in a network of any dtype."""
         asked = primitive_metrics(self.evaluation.metric)
         prompts = [name for name in PROMPTS if name in asked]
-        return self._bench(self.data.rows if prompts else {"report": self.data.report}, prompts)
+        return self._bench(self.data.rows if prompts else {"report": self.data.report}, prompts, network)
 
     def bench_on(self, text: Tensor) -> CacheBench:
         """Measures caches on other text, [rows, seq_len]."""
-        return self._bench({"report": text}, [])
+        return self._bench({"report": text}, [], self.cache_network)
 
-    def _bench(self, rows: dict[str, Tensor], prompts: list[str]) -> CacheBench:
+    def _bench(self, rows: dict[str, Tensor], prompts: list[str], network: CompressibleModel) -> CacheBench:
         samples = partial(self.calibration_rows, max(1, FIT_TOKENS // rows["report"].shape[1]))
         context = self._metrics_of(rows)
-        return CacheBench(self.cache_network, context, prompts, self.whole_bytes, samples, self.progress)
+        return CacheBench(network, context, prompts, self.whole_bytes, samples, self.progress)
 
     @cached_property
     def cache_network(self) -> CompressibleModel:
@@ -154,6 +159,7 @@ class StudyContext:
                 data=lambda: self.data,
                 network=lambda: self.network,
                 meter=lambda: self.meter,
+                context_tokens=context_tokens(self.checkpoint.config),
             )
             self._open = name, measurer, measurer.path
         return self._open[1:]

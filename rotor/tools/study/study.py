@@ -21,7 +21,7 @@ from ...models.hub import find_source
 from ...models.readiness import describe_evaluation
 from ...models.source import Checkpoint
 from ...progress import Progress
-from ...recipe import text_overrides
+from ...recipe import distance_overrides, text_overrides
 from ...recipe.settings import Compute
 from ...search.evaluation.placement import Placement
 from .context import StudyContext
@@ -55,6 +55,7 @@ def study(
     parts: Iterable[str] = ("curves",),
     sizes: Iterable[int] = (),
     caches: Iterable[str] = (),
+    distance: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
     batch_tokens: int = 2048,
@@ -74,9 +75,11 @@ def study(
         overrides: `section.field=value` for all recipes.
         text: calibrate on and measure accuracy on this file or folder, as for calibrate.
         parts: which to run, of rotor.tools.study.parts.PARTS or `FILE.py:CLASS`.
-        sizes: bytes of cache per token at which `methods` measures the recipes; by default shares of the uncompressed
-            model's.
+        sizes: bytes of cache per token at which `methods` and `match` measure the recipes; by default shares of the
+            uncompressed model's.
         caches: policies of your own for `methods`, as `--cache` takes them.
+        distance: tokens of other text between what look-ups and copies state and what asks for it, in rows with room
+            for that; by default as evaluation.filler_tokens says.
         device, dtype, batch_tokens, offload: as for calibrate.
         plots: draw them, which needs matplotlib.
     Raises:
@@ -84,7 +87,7 @@ def study(
         RotorError: see rotor.errors; what was measured before stays in `out`.
     """
     start, out, progress = time.perf_counter(), Path(out), progress or Progress()
-    overrides = [*text_overrides(text), *overrides]
+    overrides = [*text_overrides(text), *distance_overrides(distance), *overrides]
     chosen = [find_part(name) for name in dict.fromkeys(parts)]
     if not chosen:
         raise UsageError(f"--parts is empty: expected some of {', '.join(PARTS)}, or FILE.py:CLASS.")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...calibration.run import Run
 from ...checked import shorten
+from ...checkpoint.layout import uncompressed_kv_bytes_of_sequence
 from ...checkpoint.rewritten import source_at
 from ...errors import RotorError, UsageError
 from ...models.compressed import CompressedCheckpoint, open_model
@@ -19,13 +20,13 @@ from ...models.documents import require_tokenizer
 from ...models.hardware import pick_device, pick_dtype
 from ...models.layerwise import LayerwiseModel
 from ...models.loading import weights_of
-from ...models.projections import longest_row
+from ...models.projections import context_tokens, longest_row
 from ...models.source import Checkpoint
-from ...models.splits import EvaluationData, evaluation_data
+from ...models.splits import LONG, EvaluationData, evaluation_data
 from ...models.tokens import random_tokens
 from ...policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ...progress import Progress, StageTimes
-from ...recipe import Evaluation, Recipe, load_recipe, load_stored_recipe, override, text_overrides
+from ...recipe import Evaluation, Recipe, distance_overrides, load_recipe, load_stored_recipe, override, text_overrides
 from ...recipe.metric_registry import METRICS
 from ...recipe.settings import Compute
 from ...search.compressible import CompressibleModel
@@ -64,6 +65,7 @@ def validate(
     measure: bool = True,
     tasks: Sequence[str] = (),
     lengths: Sequence[int] = (4096,),
+    distance: int | None = None,
     shared: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Validation:
@@ -81,13 +83,15 @@ def validate(
         device, dtype, offload: as for calibrate. The cache is measured only with all weights in memory.
         tasks, lengths: benchmarks that the source and the checkpoint are asked, as of TaskSuite; of each the first
             evaluation.lm_eval_limit documents. What they say is in a new folder, FOLDER-tasks.
+        distance: tokens of other text between what look-ups and copies state and what asks for it, in rows with room
+            for that; by default as evaluation.filler_tokens says.
         shared: empty at first, and the same for several folders: what those of one source share is measured once.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
     """
     progress, times, result = progress or Progress(), StageTimes(), Validation(Path(folder))
     asked = None if cache is None else find_policy(cache)
-    own = [*text_overrides(text, ("evaluation",)), *overrides]
+    own = [*text_overrides(text, ("evaluation",)), *distance_overrides(distance), *overrides]
     if asked is not None and not isinstance(plain := open_model(folder), CompressedCheckpoint):
         if tasks or not measure:
             raise UsageError("an uncompressed model with --cache is only measured.", "Drop --tasks and --no-measure.")
@@ -258,6 +262,8 @@ class _Numerics:
         result, target, base = self.result, self.checkpoint.report["accuracy"]["target"], meter.base["report"]
         found = meter.measure(compressed, "report")
         result.summary["accuracy"] = _accuracy(meter, found, target)
+        if LONG in meter.base:
+            result.summary["accuracy"][LONG] = meter.measure(compressed, LONG).values
         text, chance = "{} {:.4f} [{:.4f}, {:.4f}]".format(meter.metric, found.accuracy, *found.interval), ""
         if base.get("at_chance"):
             result.summary["accuracy"]["at_chance"] = True
@@ -280,17 +286,28 @@ class _Numerics:
             cache = model(rows.to(model.device), use_cache=True).past_key_values
         planned: float = size["after"]
         if policy is None:
-            measured = cache_bytes_per_token(cache)
+            by_layer = cache_bytes_per_token(cache)
+            measured = sum(by_layer)
+            removed = 1 - self._share_of_sequence(network, by_layer)
         else:
             measured = stored_bytes(cache) / rows.numel()
+            removed = 1 - measured / size["before"]
             planned = packed_bytes_per_token(policy, self.checkpoint.layouts, model.dtype, rows.shape[1])
             about = {"policy": policy.as_dict(), "tokens": rows.shape[1], "kv_bytes_per_token": planned}
             result.summary["cache"] = about
         result.summary["measured_kv_bytes_per_token"] = measured
-        result.summary["measured_compression"] = round(1 - measured / size["before"], 6)
+        result.summary["measured_compression"] = round(removed, 6)
         # SqueezeAttention's budgets are rounded, and KVQuant's outliers are by the text.
         fits = measured == planned if policy is None else measured <= POLICY_TOLERANCE * planned
         result.add("KV bytes per token", fits, f"measured {measured:g}, planned {planned:g}")
+
+    def _share_of_sequence(self, network: LayerwiseModel, by_layer: Sequence[float]) -> float:
+        """Share of the bytes of a sequence of the context that is served, by those of a token in each layer."""
+        report, shape = self.checkpoint.report, network.shape
+        held = report.get("kv_bytes_of_sequence")
+        tokens = context_tokens(network.config) if held is None else held["tokens"]
+        before = uncompressed_kv_bytes_of_sequence(shape, report["kv_bytes_per_token"]["element_bytes"], tokens)
+        return sum(own * kept for own, kept in zip(by_layer, shape.held_tokens(tokens), strict=True)) / before
 
 
 def _measured(
@@ -313,7 +330,9 @@ def _measured(
         check_in_memory(base, policy)
     meter = FidelityMeter(EvaluationContext(spec, data.rows, source.tokenizer, source.config), progress, policy)
     meter.left_out |= {} if searched is None else {"search": searched}
-    meter.measure_base(base, "report")
+    for split in ("report", LONG):
+        if split in data.rows:
+            meter.measure_base(base, split)
     return meter, base
 
 
@@ -368,13 +387,13 @@ def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool)
     return float((batch_logits(network, rows) - expected).norm() / expected.norm())
 
 
-def cache_bytes_per_token(cache: Any) -> float:
-    """Bytes of transformers' own cache for a token; a layer with a sliding window drops the older ones.
+def cache_bytes_per_token(cache: Any) -> list[float]:
+    """Bytes of transformers' own cache for a token of each layer; one with a sliding window drops the older ones.
 
     Args:
         cache: of layers [batch_size, heads, tokens, width], holding at least one token.
     """
-    return sum(
+    return [
         (layer.keys.nbytes + layer.values.nbytes) / (layer.keys.shape[0] * layer.keys.shape[2])
         for layer in cache.layers
-    )
+    ]

@@ -74,7 +74,7 @@ def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task
         plan = path.at_compression(target)
         if plan is None:
             return {"target": target, "out_of_reach": round(path.steps()[-1].stored, 6)}
-        return {**point_record(measurer.measure(plan)), "target": target}
+        return {**point_record(measurer.measure(plan, SPLITS)), "target": target}
 
     def targets() -> dict[str, Any]:
         """The point that `rotor export --accuracy` would choose for each target, or why there is none."""
@@ -85,7 +85,7 @@ def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task
             except AccuracyError as error:
                 found[f"{target:.2f}"] = {"out_of_reach": error.message}
             else:
-                found[f"{target:.2f}"] = point_record(measurer.measure(plan))
+                found[f"{target:.2f}"] = point_record(measurer.measure(plan, SPLITS))
         return found
 
     for target in COMPRESSIONS:

@@ -1,0 +1,106 @@
+"""`rotor study --parts match`: the bytes at which a recipe is as good as the caches in use."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.paths import ROOT
+
+from rotor.checkpoint.layout import AttentionShape
+from rotor.policies import FP8, KIVI, PerToken
+from rotor.tools.study.caches import sequence_bytes
+from rotor.tools.study.parts.match import MatchRecord, bytes_of_answers, bytes_of_kl, header, match_rows
+from rotor.tools.study.study import study
+
+SHAPE = AttentionShape(3, 4, 2, 16, 64, rotary_dim=16, windows=(24, None, 24))
+
+
+def of_recipe(size: float, kl_div: float, copy: float) -> MatchRecord:
+    sizes = {"2048": size, "32768": size / 2}
+    return MatchRecord(f"own, {size} bytes", "own", "", kl_div, {"copy": copy}, sizes)
+
+
+OWN = [of_recipe(400, 0.01, 0.97), of_recipe(100, 0.1, 0.5), of_recipe(200, 0.04, 0.98), of_recipe(800, 0.001, 0.99)]
+
+
+def test_bytes_of_a_kl_are_exponential_between_what_was_measured() -> None:
+    assert bytes_of_kl(OWN, 0.02, "2048") == "300"
+    assert bytes_of_kl(OWN, 0.02, "32768") == "150"
+    assert bytes_of_kl(OWN, math.sqrt(0.001 * 0.01), "2048") == "600"
+    assert bytes_of_kl(OWN, 0.1, "2048") == bytes_of_kl(OWN, 0.3, "2048") == "< 100"
+    assert bytes_of_kl(OWN, 0.0009, "2048") == "> 800"
+    assert bytes_of_kl([], 0.02, "2048") == ""
+
+
+def test_bytes_of_answers_are_the_fewest_from_which_on_they_are_as_good() -> None:
+    """The sample at 400 bytes is worse than that at 200, which had them already."""
+    assert bytes_of_answers(OWN, 0.74, "copy", "2048") == "150"
+    assert bytes_of_answers(OWN, 0.975, "copy", "2048") == "199"
+    assert bytes_of_answers(OWN, 0.985, "copy", "2048") == "600"
+    assert bytes_of_answers(OWN, 0.995, "copy", "2048") == "> 800"
+
+
+def test_the_table_has_a_row_for_each_cache_in_use() -> None:
+    used = MatchRecord("KIVI-4", "", "", 0.02, {"copy": 0.74}, {"2048": 500.0, "32768": 300.0})
+    missing = MatchRecord("KVTC-4", skipped="no")
+    records = [used, missing, *OWN]
+    assert header(records) == ["cache", "bytes", "KL", "at", "copies", "at"]
+    assert match_rows(records, "own", "2048") == [
+        ["KIVI-4", "500", "0.02000", "300", "0.740", "150"],
+        ["KVTC-4", "not measured: no"],
+    ]
+
+
+def test_bytes_of_a_sequence_count_what_windows_hold() -> None:
+    assert sequence_bytes(SHAPE, torch.bfloat16, 40, None) == 128 * (24 + 40 + 24)
+    assert sequence_bytes(SHAPE, torch.bfloat16, 40, FP8("tensor")) == 64 * (24 + 40 + 24)
+    assert sequence_bytes(SHAPE, torch.bfloat16, 40, FP8()) == (64 + 8) * (24 + 40 + 24)
+    assert sequence_bytes(SHAPE, torch.bfloat16, 40, PerToken(4, 16)) == 4 * (8 + 4) * (24 + 40 + 24)
+    assert sequence_bytes(SHAPE, torch.bfloat16, 40, KIVI(4, 8, 64)) == 128 * (24 + 40 + 24)  # all tokens wait
+    in_windows = sequence_bytes(SHAPE, torch.bfloat16, 40, KIVI(4, 8, 32)) - sequence_bytes(
+        replace(SHAPE, num_layers=1, windows=()), torch.bfloat16, 40, KIVI(4, 8, 32)
+    )
+    assert in_windows == 128 * (24 + 24)  # where fewer are held than may wait
+
+
+def test_one_scale_for_all_numbers() -> None:
+    """A byte a number; what lies beyond 448 becomes that."""
+    code = FP8("tensor").streams()[0].codec
+    states = torch.tensor([[[[0.5, -3.3, 1000.0, 0.0], [1e-3, 447.0, -448.0, 17.0]]]])
+    parts = code.encode(states)
+    assert [part.dtype for part in parts] == [torch.uint8]
+    read = code.decode(parts, 1, 4)
+    assert read[0, 0, 0].tolist() == [0.5, -3.25, 448.0, 0.0]
+    assert torch.allclose(read, states.clamp(-448, 448), rtol=1 / 16, atol=1e-3)
+
+
+def test_a_study_of_a_model_with_windows(tiny, tmp_path: Path) -> None:
+    """Of random weights, which answer nothing: by KL alone. A second start measures nothing."""
+    settings = ["tokens.source=random", "tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "groups.size=2"]
+    settings += ["evaluation.source=text", f"evaluation.path={ROOT / 'docs'}", "evaluation.seq_len=64"]
+    settings += ["evaluation.search_tokens=128", "evaluation.report_tokens=256"]
+    options = {"parts": ["match"], "sizes": [60, 200], "plots": False}
+    result = study(tiny("gemma3_text"), tmp_path / "study", ["rotor"], settings, **options)
+    names = ["fp8, one scale", "4 bits a token and head", "KIVI-4", "KIVI-2", "KVTC-4"]
+    assert list(result.records) == [f"match/{name}" for name in (*names, "rotor, 60 bytes", "rotor, 200 bytes")]
+    records = {name.partition("/")[2]: record for name, record in result.records.items()}
+    whole = 2 * 4 * 16 * 4  # float32, of a layer
+    fp8 = records["fp8, one scale"]["sizes"]
+    assert fp8 == {str(n): whole / 4 * (12 + n) / n for n in (2048, 32768)}
+    few, many = records["rotor, 60 bytes"], records["rotor, 200 bytes"]
+    assert few["kl_div"] > many["kl_div"] > 0
+    assert few["sizes"]["2048"] <= 60 * 1.2
+    text = (tmp_path / "study" / "summary.md").read_text()
+    assert "## Bytes to match" in text
+    assert text.count("| fp8, one scale |") == 3
+    with (tmp_path / "study" / "match.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == [*names, "rotor, 60 bytes", "rotor, 200 bytes"]
+    assert float(rows[0]["kv_bytes_per_token_at_2048"]) == pytest.approx(fp8["2048"])
+    again = study(tiny("gemma3_text"), tmp_path / "study", ["rotor"], settings, **options)
+    assert (again.added, again.records) == (0, result.records)
