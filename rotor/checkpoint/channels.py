@@ -82,6 +82,11 @@ class Channels:
         if self.split > WORD_PLANES:
             raise CheckpointError(f"{self.split} planes are split: expected at most {WORD_PLANES}.", EDITED)
 
+    @classmethod
+    def of_bits(cls, bits: Sequence[int]) -> Channels:
+        """Channels of these widths; those of 0 bits are not stored."""
+        return cls(*(bits.count(width) for width in WIDTHS))
+
     @property
     def coded(self) -> bool:
         return True

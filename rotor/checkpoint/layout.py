@@ -12,7 +12,7 @@ fast is pre-RoPE.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -338,15 +338,13 @@ def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None
                 raise reader.fail("ranks", group.ranks_in_words, f"at most {columns}")
 
 
-def ordered_by_class(groups: list[GroupLayout], form: KeyForm) -> tuple[LayerLayout, tuple[int, ...]]:
-    """Order the groups of a layer by class, widest first, ties by their KV heads.
+def ordered_by_class(groups: Iterable[GroupLayout], form: KeyForm) -> LayerLayout:
+    """Lay out a layer whose groups are ordered by class, widest first, ties by their KV heads."""
 
-    Returns:
-        The layout, and for each position in it the index of the group in `groups`.
-    """
-    keys = [([(-x.width, -x.rank, repr(x)) for x in group.latents], group.kv_heads) for group in groups]
-    order = sorted(range(len(groups)), key=keys.__getitem__)
-    return LayerLayout(tuple(groups[i] for i in order), *form), tuple(order)
+    def key(group: GroupLayout) -> Any:
+        return [(-x.width, -x.rank, repr(x)) for x in group.latents], group.kv_heads
+
+    return LayerLayout(tuple(sorted(groups, key=key)), *form)
 
 
 def compression(ranks: list[list[tuple[int, int]]], shape: AttentionShape) -> float:

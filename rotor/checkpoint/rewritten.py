@@ -18,11 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, MissingError
+from .bases import FoldedBases
 from .families import FAMILIES, Family, attention_shape
+from .folding import rewrite
 from .hashes import file_sha256
 from .layout import AttentionShape, LayerLayout
 from .projections import GetTensor, read_attention
-from .rewrite import FoldedBases, rewrite
 from .schemas import SourceInfo
 from .section import CompressedSection
 from .tensors import layer_tensors

@@ -6,8 +6,8 @@ import pytest
 import torch
 from cases import FORMS, MIXED, Channels, layer
 
+from rotor.checkpoint.bases import levels_of
 from rotor.checkpoint.channels import NIBBLE_BITS, SIGNED
-from rotor.checkpoint.rewrite import levels_of
 from rotor.kernels.rows import pack, pack_layer, read_class, unpack, unpack_codes
 
 LATENTS = [

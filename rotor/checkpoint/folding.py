@@ -1,135 +1,165 @@
-"""What the projections of a layer become, given their weights and bases with the codes folded in.
+"""Fold a layer: its bases, the codes of their channels and a layout become the tensors of its projections.
 
-The bases of a layer are all that a checkpoint without weights stores (`tensors_of`, `bases_from`): the rest is the
-source's. All products are float64, in one thread, so that they have the same bits wherever they are made; each tensor
-is cast exactly once, to the dtype of the tensor that it replaces.
+`fold_layer` is the whole way:
+1. `layer_layout` lays out the groups at the ranks, or the bits, of a plan;
+2. `fold_bases` truncates each basis, folds its code in (`fold_code`), and refits what reads values;
+3. `rewrite` multiplies the folded bases into W_q, W_k, W_v and W_o.
+
+A checkpoint without weights stores what step 2 gives, and step 3 runs when it is loaded. All products are float64, in
+one thread, so that they have the same bits wherever they are made; each tensor is cast exactly once, to the dtype of
+the tensor that it replaces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, NumericsError
+from ..errors import NumericsError
 from ..numerics import one_thread
-from .channels import Channels, Latent
-from .layout import AttentionShape, LayerLayout
+from .bases import BasisPair, ChannelCode, FoldedBases, FoldedBasis, LayerBases, levels_of
+from .channels import SIGNED, Channels, Latent
+from .layout import AttentionShape, GroupLayout, LayerLayout, LayerRanks, ordered_by_class
 from .projections import AttentionWeights
 from .tensors import layer_tensors
 
-
-def levels_of(channels: Channels) -> Tensor:
-    """How many levels of each channel a unit of each column counts, [rank, width], float64."""
-    levels = torch.zeros(channels.rank, channels.width, dtype=torch.float64)
-    for place, column in enumerate(channels.columns):
-        for channel, count in column.items():
-            levels[channel, place] = count
-    return levels
+RIDGE = 1e-6
+"""Share of the mean latent energy added in the least-squares refit of W_o."""
 
 
-@dataclass(frozen=True)
-class FoldedBasis:
-    """How keys or values x of a group, side by side, n numbers, become a latent and are read from it; float64.
+def layer_layout(bases: LayerBases, ranks: LayerRanks) -> LayerLayout:
+    """Lay out a layer at given ranks, groups ordered by class.
 
-    latent: what is stored of it. encode: [n, rank]; the projection puts out x @ encode + shift.
-    read: [n, rank], or [heads_per_kv, n, rank] where each query head has its own; x is read as
-        latent @ decode^T + constant.
-    Of codes: shift: [rank]. offset: [rank], what the signed nibbles of a channel lack of the middle of a level and of
-        the mean, in scales. dropped: [n], the mean of the channels that are not stored.
+    Args:
+        ranks: (key rank, value rank) of each group in the order of the bases; coded bases have their own channels.
     """
-
-    latent: Latent
-    encode: Tensor
-    read: Tensor
-    shift: Tensor | None = None
-    offset: Tensor | None = None
-    dropped: Tensor | None = None
-
-    @property
-    def decode(self) -> Tensor:
-        """`read` with a column for each nibble and crumb that attention reads of a row."""
-        return self.read @ levels_of(self.latent).to(self.read) if isinstance(self.latent, Channels) else self.read
-
-    @property
-    def constant(self) -> Tensor:
-        """What is added to the nibbles' part of x, [..., n]."""
-        assert self.offset is not None
-        assert self.dropped is not None
-        return self.read @ self.offset + self.dropped
-
-    def shifted(self, by: Tensor) -> FoldedBasis:
-        """Of a projection whose shift is larger by `by`, [rank], than what was asked for."""
-        assert self.shift is not None
-        assert self.offset is not None
-        return replace(self, shift=self.shift + by, offset=self.offset - by)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """By the names of the fields."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-    def on(self, device: torch.device) -> FoldedBasis:
-        """Itself on a device, each tensor contiguous."""
-        tensors = {name: tensor.to(device).contiguous() for name, tensor in self.tensors().items()}
-        return FoldedBasis(self.latent, **tensors)
+    size = bases.group_size
+    groups = [
+        GroupLayout(tuple(range(index * size, (index + 1) * size)), *latents)
+        for index, latents in enumerate(bases.stored_latents(ranks))
+    ]
+    return ordered_by_class(groups, bases.form)
 
 
-@dataclass(frozen=True)
-class FoldedBases:
-    """Those of a layer's groups, in the order of its layout."""
+def model_layouts(bases: Sequence[LayerBases], ranks: Sequence[LayerRanks]) -> list[LayerLayout]:
+    """Lay out every layer; see `layer_layout`."""
+    return [layer_layout(layer, layer_ranks) for layer, layer_ranks in zip(bases, ranks, strict=True)]
 
-    keys: Sequence[FoldedBasis]
-    values: Sequence[FoldedBasis]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """As `bases_from` reads them: `key.encode`, `value.read` and so on, of all groups side by side."""
-        return {
-            f"{side}.{name}": torch.cat([basis.tensors()[name] for basis in bases], -1)
-            for side, bases in (("key", self.keys), ("value", self.values))
-            for name in bases[0].tensors()
-        }
+def fold_layer(
+    weights: AttentionWeights, bases: LayerBases, layout: LayerLayout, shape: AttentionShape
+) -> dict[str, Tensor]:
+    """Rewrite the projections of one layer by a run's bases; `layout` is from `layer_layout`.
 
-    @classmethod
-    def read(cls, get: Callable[[str], Tensor], layout: LayerLayout, shape: AttentionShape, where: str) -> FoldedBases:
-        """What `tensors` gave.
+    Raises:
+        NumericsError: see `rewrite`, `fold_code`.
+    """
+    return rewrite(weights, fold_bases(bases, layout, shape), layout, shape)
 
-        Args:
-            get: reads a tensor by its name; raises CheckpointError where there is none.
-        Raises:
-            CheckpointError: a tensor does not fit the layout; names `where`.
-        """
-        size = layout.group_size * shape.head_dim
-        found: dict[str, list[FoldedBasis]] = {}
-        for side in ("key", "value"):
-            latents = [group.key if side == "key" else group.values for group in layout.groups]
-            ranks = [latent.rank for latent in latents]
-            parts: list[Sequence[Tensor]] = []
-            for name in [field.name for field in fields(FoldedBasis)[1:]][: None if layout.coded else 2]:
-                tensor, widths = get(f"{side}.{name}"), [size] * len(ranks) if name == "dropped" else ranks
-                before = [size] if name in ("encode", "read") else []
-                allowed = [before, [shape.heads_per_kv, size]] if (side, name) == ("value", "read") else [before]
-                shapes = [[*sizes, sum(widths)] for sizes in allowed]
-                if list(tensor.shape) not in shapes or tensor.dtype != torch.float64:
-                    raise CheckpointError(
-                        f"{where}: {side}.{name} is {tensor.dtype} of {list(tensor.shape)}, expected float64 of "
-                        f"{shapes[0]} by config.json.",
-                        "Get the checkpoint again.",
-                    )
-                parts.append(tensor.split(widths, -1))
-            found[side] = [FoldedBasis(*fields_) for fields_ in zip(latents, *parts, strict=True)]
-        return cls(found["key"], found["value"])
+
+def fold_bases(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) -> FoldedBases:
+    """Truncate the bases of a layer, fold their codes in and refit W_o; groups in the order of the layout.
+
+    Raises:
+        NumericsError: a code cannot be folded.
+    """
+    qk, vo = bases.sides
+    keys, values = [], []
+    for group in layout.groups:
+        index = group.kv_heads[0] // layout.group_size  # in the order of the bases
+        keys.append(_truncated(qk, index, group.key))
+        value = _truncated(vo, index, group.values)
+        if bases.outputs is not None:  # one group at a time: they are by far the largest
+            outputs = bases.outputs.unflatten(0, (-1, layout.group_size, shape.heads_per_kv))[index]
+            value = _refit(value, outputs, layout.group_size)
+        values.append(value)
+    return FoldedBases(keys, values)
+
+
+def _truncated(pair: BasisPair, group: int, latent: Latent) -> FoldedBasis:
+    """The basis of a group cut to the channels of a latent, with their code folded in."""
+    encode, decode = pair.encode[group], pair.decode[group]
+    if not isinstance(latent, Channels):
+        return FoldedBasis(latent, encode[:, : latent.rank], decode[:, : latent.rank])
+    shift, constant = (None if tensor is None else tensor[group] for tensor in (pair.shift, pair.constant))
+    return fold_code(encode, decode, pair.codes[group], latent, shift, constant)
+
+
+def fold_code(
+    encode: Tensor,
+    decode: Tensor,
+    code: ChannelCode,
+    channels: Channels,
+    shift: Tensor | None = None,
+    constant: Tensor | None = None,
+) -> FoldedBasis:
+    """Fold a code into the bases of one group.
+
+    With z = constant + scale sum_i l_i (n_i - 8), n_i the nibbles and crumbs of a row and l_i how many levels a unit of
+    each counts (see `channels`):
+    - what puts out the latent (W_k, W_v, or the key basis) is divided by the scale and shifted by the mean, so that its
+      output only has to be floored and clamped;
+    - what reads the latent (the query's basis, which rebuilds keys too, and W_o) has a column for each n_i, multiplied
+      by l_i and the scale, and a zero for each empty slot;
+    - the constants become one key or value of each head, together with the means of the channels that are left out. The
+      constant key is added to keys as they are read; without RoPE it adds the same to all logits of a query, which
+      softmax does not see, and is dropped. Attention weights sum to one, so the constant value is a bias of o_proj.
+
+    Args:
+        encode, decode: [n, columns], float64: latent = x @ encode + shift, x is read as latent @ decode^T + constant.
+        code: of these columns, those that are stored first, as `channels` has them.
+        shift: [columns]. constant: [n].
+    Raises:
+        NumericsError: a scale is not positive, or a result not finite.
+    Source: docs/design.md, Mathematics, Nibbles: "Scales and means are folded".
+    """
+    rank = channels.rank
+    assert code.bits[:rank].tolist() == list(channels.bits)
+    scale, mean = code.scale[:rank], code.mean[:rank]
+    if not (scale > 0).all():
+        raise NumericsError("a code has a scale that is not positive.", "Calibrate again.")
+    offset = mean / scale + 0.5 - code.levels[:rank] / 2 + SIGNED * levels_of(channels).sum(1)
+    dropped = decode[:, rank:] @ code.mean[rank:] + (0 if constant is None else constant)
+    before = ((0 if shift is None else shift[:rank]) - mean) / scale
+    folded = FoldedBasis(channels, encode[:, :rank] / scale, decode[:, :rank] * scale, before, offset, dropped)
+    for name, tensor in folded.tensors().items():
+        if not torch.isfinite(tensor).all():
+            raise NumericsError(f"{name} is not finite with the code folded in.", "Calibrate with --dtype float32.")
+    return folded
+
+
+def _refit(basis: FoldedBasis, outputs: Tensor, group_size: int) -> FoldedBasis:
+    """Least squares: what each query head should read its output back with, given the latents that are kept.
+
+    Minimises E |o - reader (encode^T o_group)|^2 for each query head over its own outputs, by a correction to `read`
+    with a small ridge; at full rank the correction is zero. The means of what was dropped are in it.
+
+    Args:
+        outputs: [g, heads_per_kv, g * head_dim, g * head_dim].
+    """
+    read = basis.read.unflatten(0, (group_size, -1)).unsqueeze(1)
+    latent = outputs @ basis.encode
+    gram = basis.encode.mT @ latent
+    index = torch.arange(group_size)
+    own = latent.unflatten(-2, (group_size, -1))[index, :, index]  # each KV head's own rows, [g, heads_per_kv, ...]
+    residual = own - read @ gram
+    ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=torch.finfo(gram.dtype).tiny)
+    gram = gram + torch.diag_embed(ridge.unsqueeze(-1).expand(gram.shape[:-1]))
+    with one_thread():
+        read = read + torch.linalg.solve(gram, residual.mT).mT
+    dropped = None if basis.dropped is None else torch.zeros_like(basis.dropped)
+    return replace(basis, read=read.transpose(0, 1).flatten(1, 2), dropped=dropped)
 
 
 def rewrite(
     weights: AttentionWeights, bases: FoldedBases, layout: LayerLayout, shape: AttentionShape
 ) -> dict[str, Tensor]:
-    """Rewrite the projections of one layer: the tensors that `format.tensors.layer_tensors` lists.
+    """Rewrite the projections of one layer: the tensors that `tensors.layer_tensors` lists.
 
-    Of codes, all that puts out a channel is divided by its scale and shifted by its mean, all that reads one has a
-    column for each nibble. What keys lack then is `key_constant`; what values lack is in o_proj's bias.
+    Where latents are coded, what stored keys lack is `key_constant`, and what values lack is in o_proj's bias.
 
     Raises:
         NumericsError: a result overflows the dtype or is not finite; names it.
