@@ -28,6 +28,7 @@ from .launch import capability_of, device_guard, device_table, padded, precision
 from .parameters import AttentionParameters
 from .ranges import KeyRanges
 from .rotary import Rotation
+from .rows import as_loaded
 
 MOST_ROWS = 64
 """Query rows of a group that one tile meets."""
@@ -83,7 +84,8 @@ class DecodeLayer:
         layout, shape = parameters.layout, parameters.shape
         self.parameters, self.dtype, self.device, self.layout = parameters, dtype, device, layout
         self.operands = layout.operands  # of a word; 1 of numbers
-        self.coded = layout.coded * self.operands
+        self.joint = layout.joint
+        self.word_operands = layout.word_operands
         self.heads, self.per_head = layout.group_size, shape.heads_per_kv
         self.group_rows = self.heads * self.per_head
         self.folded = layout.folds_queries(shape)
@@ -100,7 +102,7 @@ class DecodeLayer:
         self.columns, self.value_columns = padded_columns(max(widths)), padded_columns(max(value_widths))
         self.exact = set(widths) == {self.columns}
         self.value_exact = set(value_widths) == {self.value_columns}
-        self.row_size = 2 if layout.coded else dtype.itemsize  # bytes of an element of a row: a word, or a number
+        self.row_size = layout.word_bytes(dtype.itemsize)
         offsets = [[byte // self.row_size for byte in both] for both in layout.byte_offsets(dtype.itemsize)]
         self.key_align, self.value_align = (math.gcd(16, *(pair[side] for pair in offsets)) for side in (0, 1))
         places, rows = [0, 0], []
@@ -155,14 +157,14 @@ class DecodeLayer:
     @cached_property
     def offset(self) -> float:
         """What an operand is more than what it stands for, which is a nibble or crumb less 8."""
-        if not self.layout.coded or self.dtype == torch.float32:
+        if not self.word_operands or self.dtype == torch.float32:
             return 0.0
         return 1032.0 if self.dtype == torch.float16 else 136.0
 
     @property
     def has_constant(self) -> bool:
         """Whether all keys of a block share something besides their latents."""
-        return self.layout.coded and not (self.folded and self.offset == 0)
+        return self.word_operands > 0 and not (self.folded and self.offset == 0)
 
     def tiles(self, tokens: int = 1, capability: int = 90) -> Tile:
         """By rule, for so many new tokens."""
@@ -175,20 +177,20 @@ class DecodeLayer:
     def constants(self, tokens: int, tiles: Tile, page: int, mask: bool, softcap: bool) -> dict[str, Any]:
         """Of the decode kernel, but for what divides the strides of a cache."""
         return {
-            "CODED": self.coded, "JOINT": self.layout.joint, "FOLDED": self.folded, "SLOW": self.slow,
+            "CODED": self.word_operands, "JOINT": self.joint, "FOLDED": self.folded, "SLOW": self.slow,
             "CONSTANT": self.has_constant, "FAST": self.fast, "BLOCK": self.block, "HEADS": self.heads,
             "PER_HEAD": self.per_head, "TOKENS": tokens,
             "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
             "VALUE_COLUMNS": self.value_columns, "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page,
             "MASK": mask, "SOFTCAP": softcap, "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)),
             "STAGES": tiles.stages, "LEAN": tiles.lean, "TOGETHER": math.gcd(tiles.together, self.heads),
-            "AGAIN": tiles.again if self.layout.joint and self.layout.coded else 0, "PRECISION": precision(self.dtype),
+            "AGAIN": tiles.again if self.joint and self.word_operands else 0, "PRECISION": precision(self.dtype),
             "ASM": assembled(),
         }  # fmt: skip
 
     def absorb_constants(self, tokens: int) -> dict[str, Any]:
         return {
-            "CODED": self.coded, "CONSTANT": self.constant is not None, "FAST": self.fast,
+            "CODED": self.word_operands, "CONSTANT": self.constant is not None, "FAST": self.fast,
             "FAST_PLANES": self.fast_planes, "PLANES": self.planes, "SLOW": self.slow_columns,
             "HEAD_DIM": self.parameters.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
             "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens, "COLUMNS": self.columns,
@@ -248,9 +250,7 @@ def decode_attention(
         raise UsageError(f"{rows} query rows of a group: decoding takes up to {MOST_ROWS}.", "Split the new tokens.")
     if page % 16:
         raise UsageError(f"pages of {page} keys: expected a multiple of 16.", "Choose another page size.")
-    value = key if layer.layout.joint else value
-    if layer.layout.coded:
-        key, value = key.view(torch.int16), value.view(torch.int16)
+    key, value = (as_loaded(rows, layer.layout) for rows in (key, layer.layout.values_from(key, value)))
     capacity = key.shape[1] if block_table is None else block_table.shape[1] * page
     capacity = capacity if max_kv_len is None else min(capacity, max_kv_len)
     batch_size, groups = ranges.batch_size, len(layer.layout.groups)
@@ -369,7 +369,7 @@ def _memory(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
 
 def join_constants(layer: DecodeLayer, tokens: int, tiles: Tile) -> dict[str, Any]:
     return {
-        "CODED": layer.coded, "GROUP_ROWS": layer.group_rows, "TOKENS": tokens,
+        "CODED": layer.word_operands, "GROUP_ROWS": layer.group_rows, "TOKENS": tokens,
         "VALUE_COLUMNS": layer.value_columns, "STEP": layer.step(tiles), "SLICES": 16,
         "PADDED": triton.next_power_of_2(layer.operands * layer.value_columns), "num_warps": 4,
     }  # fmt: skip

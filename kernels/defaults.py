@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from rotor.checkpoint.channels import WORD_PLANES
 from rotor.checkpoint.kernel_config import ARCHITECTURES, KernelConfig, LayerKernels, Tile, layout_class
 from rotor.checkpoint.layout import LayerLayout
 
@@ -54,8 +53,7 @@ def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> T
     """
     rows = max(8, _power(query_rows))
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
-    nibbles = WORD_PLANES if layout.coded else 1
-    width = nibbles * max(16, _power(widest // layout.operands)) * (1 if layout.joint else 1.5)
+    width = layout.planes * max(16, _power(widest // layout.operands)) * (1 + layout.latents_per_group) / 2
     fast = max(16, _power(layout.fast_planes)) if layout.fast_planes else 0
     if not layout.coded:
         size = width * rows

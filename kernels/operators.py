@@ -28,6 +28,7 @@ from .append import prepare
 from .attention import attend as attend_to_rows
 from .parameters import AttentionParameters, seq_len_of
 from .rotary import Rotation
+from .rows import row_dtype
 
 
 @torch.compiler.assume_constant_result
@@ -76,9 +77,9 @@ def _(key, value, query, key_basis, key_shift, cos, sin, index, layer):  # type:
     if key.device.type != "cuda" or torch.cuda.is_available():
         with unset_fake_temporarily():
             prepare(layout, shape, key.dtype, key.device)
-    size = key.element_size()
-    unit, dtype = (1, torch.uint8) if layout.coded else (size, key.dtype)
-    sides = [key.new_empty(key.shape[0], 1, key.shape[1], n // unit, dtype=dtype) for n in layout.row_bytes(size)]
+    dtype = row_dtype(layout, key.dtype)
+    widths = layout.row_elements(key.element_size())
+    sides = [key.new_empty(key.shape[0], 1, key.shape[1], width, dtype=dtype) for width in widths]
     return key.new_empty(0) if query is None else query.new_empty(query.shape), *sides
 
 

@@ -43,7 +43,7 @@ class AttentionParameters:
 
     def value_rows(self, key: Tensor, value: Tensor) -> Tensor:
         """The rows that values are read from: those of the keys where both share their latents."""
-        return key if self.layout.joint else value
+        return self.layout.values_from(key, value)
 
     def basis(self, cls: GroupClass) -> Tensor:
         """The query bases of a class, [count, group_size, head_dim, width]; a view."""

@@ -29,7 +29,7 @@ LEAST_BLOCK = 64
 
 
 def project_keys(
-    key: Tensor, key_basis: Tensor, layout: LayerLayout, shift: Tensor | None = None, of_values: Tensor | None = None
+    key: Tensor, key_basis: Tensor, layout: LayerLayout, shift: Tensor | None = None, value: Tensor | None = None
 ) -> Tensor:
     """Keys, as they are stored, into their latents, side by side.
 
@@ -37,7 +37,7 @@ def project_keys(
         key: [batch_size, num_kv_heads, seq_len, head_dim], heads in the order of the layout.
         key_basis: [group_size * head_dim, key_rank].
         shift: [key_rank], float32, added before the only rounding: it may be far larger than the sum.
-        of_values: [batch_size, 1, seq_len, key_rank], the values' part of joint latents.
+        value: [batch_size, 1, seq_len, *], what v_proj puts out, which is added where it is a part of these latents.
     Returns:
         [batch_size, 1, seq_len, key_rank], dtype of `key`; of codes float32 or wider.
     """
@@ -52,6 +52,7 @@ def project_keys(
         keys = stacked[:, :, cls.start : cls.start + cls.count]
         parts.append(torch.einsum("bsnd,ndr->bsnr", keys, basis).flatten(2))
     latents = torch.cat(parts, dim=-1).unsqueeze(1)
+    of_values = layout.part_of_keys(value)
     if of_values is not None:
         latents = latents + of_values
     return latents if shift is None else latents + shift

@@ -68,23 +68,34 @@ def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool) -> Tensor:
     """The key (or value) row of a layer.
 
     Args:
-        latents: [..., sum of ranks], groups side by side.
-        keys: the key latents, else the value latents, of which joint ones are none.
+        latents: [..., at least the sum of ranks], groups side by side, as projections put them out.
+        keys: the key latents, else the value latents: an empty row where these are in the keys'.
     Returns:
         [..., bytes of the row], uint8; of a layer of numbers `latents` as they are.
     """
+    latents = latents[..., : layout.key_rank if keys else layout.stored_value_rank]
     if not layout.coded:
         return latents
+    if not latents.shape[-1]:
+        return latents.to(torch.uint8)
     rows, first = [], 0
     for cls in layout.classes():
         latent, stride = (cls.key, cls.key_stride) if keys else (cls.value, cls.value_stride)
-        if not keys and layout.joint:
-            continue
         assert isinstance(latent, Channels)
         own = latents[..., first : first + cls.count * latent.rank].unflatten(-1, (cls.count, latent.rank))
         rows.append(_strided(pack(own, latent), stride))
         first += cls.count * latent.rank
-    return torch.cat(rows, dim=-1) if rows else latents.new_empty(*latents.shape[:-1], 0, dtype=torch.uint8)
+    return torch.cat(rows, dim=-1)
+
+
+def row_dtype(layout: LayerLayout, dtype: torch.dtype) -> torch.dtype:
+    """Dtype of a layer's rows in a model of a dtype."""
+    return torch.uint8 if layout.coded else dtype
+
+
+def as_loaded(rows: Tensor, layout: LayerLayout) -> Tensor:
+    """Rows as kernels load them: words of 16 bits, or numbers."""
+    return rows.view(torch.int16) if layout.coded else rows
 
 
 def resize_layer(rows: Tensor, layout: LayerLayout, to: LayerLayout, keys: bool) -> Tensor:

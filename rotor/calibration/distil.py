@@ -26,7 +26,7 @@ from ..errors import NumericsError
 from ..models.layerwise import LayerwiseModel
 from ..progress import Advance
 from .allocation.bits import BitsPath
-from .bases.moments import stored_name
+from .bases.moments import latent_names
 from .capture import StoredKeys, observed_attention
 from .codes.layer import GroupChannels, LayerCodes
 from .codes.training import TrainedCode
@@ -63,7 +63,7 @@ class DistilledModel:
         path: BitsPath,
     ) -> None:
         self.network, self.form, self.path = network, form, path
-        self._names = [stored_name(form.keys, form.joint)] + ([] if form.joint else ["value"])
+        self._names = latent_names(form.keys, form.joint)
         self._layers = [
             [TrainedCode(pair, side, network.device) for pair, side in zip(own.latents, of.sides, strict=True)]
             for own, of in zip(bases, codes, strict=True)
@@ -125,7 +125,7 @@ class DistilledModel:
             channels = [group[index] for group in self.channels[layer]]
             read = self._layers[layer][index].through(by_group, channels)  # type: ignore[arg-type]
             found.append(read.transpose(0, 1).unflatten(2, (size, -1)).flatten(1, 2))
-        key, value = found[0].chunk(2, dim=-1) if self.form.joint else found
+        key, value = found if len(found) > 1 else found[0].chunk(2, dim=-1)
         key = self._stored.when_read(layer, key, seq_len, self.form.keys)
 
         def as_before(tensor: Tensor, name: str) -> Tensor:

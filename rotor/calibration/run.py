@@ -152,7 +152,7 @@ def read_bases(path: Path, form: LayerForm, shape: AttentionShape, refit: bool =
 def read_codes(path: Path, form: LayerForm, shape: AttentionShape) -> LayerCodes:
     """What `write_codes` or `write_distilled` wrote; raises likewise."""
     tensors, sides = _Stored(path), []
-    for side in SIDES[: 2 - form.joint]:
+    for side in SIDES[: form.latents_per_group]:
         found = {}
         for part in (own.name for own in fields(SideCodes)):
             widths = () if part in ("weight", "variance") else (len(MEASURED),)
@@ -162,8 +162,7 @@ def read_codes(path: Path, form: LayerForm, shape: AttentionShape) -> LayerCodes
 
 
 def _columns(form: LayerForm, shape: AttentionShape) -> tuple[int, int]:
-    size = form.group_size
-    return shape.num_kv_heads // size, size * shape.head_dim * (2 if form.joint else 1)
+    return shape.num_kv_heads // form.group_size, form.columns(shape.head_dim)
 
 
 @dataclass(frozen=True)

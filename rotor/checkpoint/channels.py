@@ -42,6 +42,8 @@ PLANE = 16
 WORD_PLANES = 4
 """Nibbles of a word."""
 
+WORD_BYTES = 2
+
 SIGNED = 8
 """What a nibble or crumb is less, when attention multiplies with it; the nibble of an empty place."""
 
@@ -87,9 +89,9 @@ class Channels:
         """Channels of these widths; those of 0 bits are not stored."""
         return cls(*(bits.count(width) for width in WIDTHS))
 
-    @property
-    def coded(self) -> bool:
-        return True
+    coded = True
+    planes = WORD_PLANES
+    """Nibbles of a word."""
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -145,9 +147,26 @@ class Channels:
         planes = [crumbs[i * self.words : (i + 1) * self.words] for i in reversed(range(WORD_PLANES))]
         return tuple(nibbles + [column for plane in planes[: self.split] for column in plane])
 
-    def row_bytes(self, element_bytes: int = 2) -> int:
+    @property
+    def word_operands(self) -> int:
+        """Operands of a word of codes; numbers have 0."""
+        return self.operands
+
+    def element_bytes(self, model_bytes: int) -> int:
+        """Bytes of an element of a row as tensors hold it: uint8."""
+        return 1
+
+    def word_bytes(self, model_bytes: int) -> int:
+        """Bytes of what a kernel loads as one element of a row."""
+        return WORD_BYTES
+
+    def row_bytes(self, model_bytes: int = 2) -> int:
         """Bytes of a token's row, whatever the model's dtype."""
-        return 2 * self.words
+        return WORD_BYTES * self.words
+
+    def stride(self, groups: int, model_bytes: int) -> int:
+        """Bytes from one group to the next in the row of a layer of so many groups."""
+        return aligned(self.row_bytes(), groups)
 
     def to_dict(self) -> dict[str, int]:
         """Bits -> channels, of the widths that there are, and `split`."""
@@ -157,24 +176,30 @@ class Channels:
 
 @dataclass(frozen=True, order=True)
 class Numbers:
-    """A latent of so many numbers in the model's dtype; the same interface as `Channels`."""
+    """A latent of so many numbers in the model's dtype, `model_bytes` each; the same interface as `Channels`."""
 
     rank: int
 
-    @property
-    def coded(self) -> bool:
-        return False
+    coded = False
+    planes = 1
+    operands = 1
+    word_operands = 0
 
     @property
     def width(self) -> int:
         return self.rank
 
-    @property
-    def operands(self) -> int:
-        return 1
+    def element_bytes(self, model_bytes: int) -> int:
+        return model_bytes
 
-    def row_bytes(self, element_bytes: int = 2) -> int:
-        return self.rank * element_bytes
+    def word_bytes(self, model_bytes: int) -> int:
+        return model_bytes
+
+    def row_bytes(self, model_bytes: int = 2) -> int:
+        return self.rank * model_bytes
+
+    def stride(self, groups: int, model_bytes: int) -> int:
+        return self.row_bytes(model_bytes)
 
     def to_dict(self) -> int:
         return self.rank

@@ -183,7 +183,7 @@ def _rewritten(
         tensors[f"q_proj.{kind}"] = _flatten_kv(q) if rotary or q is None else _absorbed(q, key_decode, layout)
         of_keys = _fold(k, key_encode, layout) if folded else _flatten_kv(k)
         of_values = _fold(v, value_encode, layout)
-        if layout.joint and folded:
+        if not layout.has_value_projection(shape):
             of_keys, of_values = _sum(of_keys, of_values), None
         tensors[f"k_proj.{kind}"], tensors[f"v_proj.{kind}"] = of_keys, of_values
 
@@ -207,9 +207,9 @@ def _rewritten(
             tensors["k_proj.bias"], keys = _shifted(before, keys, weights.k_weight.dtype)
         else:
             tensors["key_shift"] = torch.cat([basis.shift for basis in keys if basis.shift is not None])
-        if layout.joint and folded:
+        if not layout.has_value_projection(shape):  # values are read from what k_proj puts out
             _, values = _shifted(before, values, weights.k_weight.dtype)
-        elif not layout.joint:
+        elif "v" in layout.shifted_projections(shape):
             tensors["v_proj.bias"], values = _shifted(tensors["v_proj.bias"], values, weights.v_weight.dtype)
         if rotary:
             tensors["key_constant"] = torch.cat([basis.constant for basis in keys]).unflatten(0, (-1, shape.head_dim))

@@ -16,7 +16,6 @@ from pydantic import Field
 
 from ..checked import OneOf, Reader
 from ..errors import CheckpointError
-from .channels import WORD_PLANES
 from .file_names import KERNEL_CONFIG
 from .json_files import read_json
 from .layout import LayerLayout
@@ -120,8 +119,8 @@ def layout_class(layout: LayerLayout) -> str:
     planes, planes whose crumbs are read too; `apart` where values have latents of their own, `numbers` where there are
     no codes.
     """
-    nibbles = WORD_PLANES if layout.coded else 1
-    kind = ("joint" if layout.joint else "apart") if layout.coded else "numbers"
+    nibbles = layout.planes
+    kind = ("joint", "apart")[layout.latents_per_group - 1] if layout.coded else "numbers"
     widths = []
     for cls in layout.classes():
         own = "+".join(str(side.width // layout.operands * nibbles) for side in layout.groups[cls.start].latents)

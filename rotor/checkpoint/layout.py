@@ -16,16 +16,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from ..checked import Expect, Reader
 from ..errors import CheckpointError
-from .channels import EDITED, MAX_RANK, Latent, StoredLatent, aligned, read_alike
+from .channels import EDITED, MAX_RANK, Latent, StoredLatent, read_alike
 
 MOST_ROPE_BLOCK = 64
 """Positions of the largest block; the block of layers whose planes are all fast."""
 
 RopeBlock = Annotated[int, Expect({2, 4, 8, 16, 32, 64}.__contains__, "a power of two from 2 to 64")]
+
+Side = TypeVar("Side")
+"""What a layer has one of for keys and one for values: rows, tensors, sizes."""
 
 LayerRanks = list[tuple[int, int]]
 """(key rank, value rank) of each group of a layer: in the order of the bases offline, then of the layout."""
@@ -104,6 +107,15 @@ class LayerForm(NamedTuple):
     keys: KeyForm
     group_size: int
     joint: bool = False
+
+    @property
+    def latents_per_group(self) -> int:
+        """What a group stores of a token: one latent of both, or one of keys and one of values."""
+        return 1 if self.joint else 2
+
+    def columns(self, head_dim: int) -> int:
+        """Numbers of a token that a latent of a group is made of."""
+        return self.group_size * head_dim * (2 if self.joint else 1)
 
     def in_words(self, shape: AttentionShape) -> str:
         """`joint, pre-RoPE, 2 heads`; `apart` where keys and values have latents of their own."""
@@ -232,6 +244,39 @@ class LayerLayout:
         return not shape.rotary_dim
 
     @property
+    def latents_per_group(self) -> int:
+        """What a group stores of a token: one latent of both, or one of keys and one of values."""
+        return len(self.groups[0].latents)
+
+    def values_from(self, key: Side, value: Side) -> Side:
+        """What values are read from: the value side, or the key side where a latent has both in it."""
+        return key if self.joint else value
+
+    def part_of_keys(self, value: Side) -> Side | None:
+        """What v_proj puts out, where it is a part of the latents in the key row; None where it has its own row."""
+        return value if self.joint else None
+
+    def stored_sides(self, key: Side, value: Side) -> tuple[Side, ...]:
+        """The sides that have a row."""
+        return (key,) if self.joint else (key, value)
+
+    def columns(self, head_dim: int) -> int:
+        """Numbers of a token that a latent of a group is made of."""
+        return self.group_size * head_dim * (2 if self.joint else 1)
+
+    def has_value_projection(self, shape: AttentionShape) -> bool:
+        """Whether there is a v_proj; otherwise k_proj puts out latents of both."""
+        return not (self.joint and self.folds_keys(shape))
+
+    def shifted_projections(self, shape: AttentionShape) -> frozenset[str]:
+        """Which of k, v and o have a bias that codes add to: the means of channels, and what rows lack of them."""
+        if not self.coded:
+            return frozenset()
+        keys = "k" if self.folds_keys(shape) else ""
+        values = "" if self.joint else "v"
+        return frozenset(keys + values + "o")
+
+    @property
     def key_rank(self) -> int:
         """Channels of all key latents."""
         return sum(group.key.rank for group in self.groups)
@@ -252,29 +297,56 @@ class LayerLayout:
         return sum(group.values.width for group in self.groups)
 
     @property
+    def stored_value_rank(self) -> int:
+        """Channels of all latents that have a value row."""
+        return sum(group.value.rank for group in self.groups if group.value is not None)
+
+    @property
     def operands(self) -> int:
-        """What attention reads of a word of every latent, see `Channels`; of numbers 1."""
+        """What attention reads of a word of every latent, see `Channels`; 1 of numbers."""
         return self.groups[0].key.operands
 
-    def _stride(self, latent: Latent, element_bytes: int) -> int:
-        if not latent.coded:
-            return latent.row_bytes(element_bytes)
-        return aligned(latent.row_bytes(), len(self.groups))
+    @property
+    def word_operands(self) -> int:
+        """The same, and 0 of numbers: how kernels tell them apart."""
+        return self.groups[0].key.word_operands
 
-    def row_bytes(self, element_bytes: int) -> tuple[int, int]:
-        """Bytes of a token's key and value row in a model whose dtype takes element_bytes."""
-        key = sum(self._stride(group.key, element_bytes) for group in self.groups)
-        return key, sum(self._stride(group.value, element_bytes) for group in self.groups if group.value is not None)
+    @property
+    def planes(self) -> int:
+        """Nibbles of a word; 1 of numbers."""
+        return self.groups[0].key.planes
 
-    def read_bytes(self, element_bytes: int) -> tuple[int, int]:
+    def element_bytes(self, model_bytes: int) -> int:
+        """Bytes of an element of a row as tensors hold it, in a model whose dtype takes model_bytes."""
+        return self.groups[0].key.element_bytes(model_bytes)
+
+    def word_bytes(self, model_bytes: int) -> int:
+        """Bytes of what kernels load as one element of a row."""
+        return self.groups[0].key.word_bytes(model_bytes)
+
+    def row_elements(self, model_bytes: int) -> tuple[int, int]:
+        """Elements of a token's key and value row; see `element_bytes`."""
+        unit = self.element_bytes(model_bytes)
+        key, value = self.row_bytes(model_bytes)
+        return key // unit, value // unit
+
+    def _stride(self, latent: Latent, model_bytes: int) -> int:
+        return latent.stride(len(self.groups), model_bytes)
+
+    def row_bytes(self, model_bytes: int) -> tuple[int, int]:
+        """Bytes of a token's key and value row in a model whose dtype takes model_bytes."""
+        key = sum(self._stride(group.key, model_bytes) for group in self.groups)
+        return key, sum(self._stride(group.value, model_bytes) for group in self.groups if group.value is not None)
+
+    def read_bytes(self, model_bytes: int) -> tuple[int, int]:
         """Bytes of the rows that attention reads a token's keys and values from."""
-        key, value = self.row_bytes(element_bytes)
-        return key, key if self.joint else value
+        key, value = self.row_bytes(model_bytes)
+        return key, self.values_from(key, value)
 
-    def byte_offsets(self, element_bytes: int) -> list[tuple[int, int]]:
+    def byte_offsets(self, model_bytes: int) -> list[tuple[int, int]]:
         """Bytes before each group in the rows that attention reads a token's keys and values from."""
         sides = ([g.key for g in self.groups], [g.values for g in self.groups])
-        key, value = (accumulate((self._stride(x, element_bytes) for x in side), initial=0) for side in sides)
+        key, value = (accumulate((self._stride(x, model_bytes) for x in side), initial=0) for side in sides)
         return list(zip(key, value, strict=True))[:-1]
 
     @property
@@ -282,7 +354,7 @@ class LayerLayout:
         """Original indices of the KV heads in the order of the rows; the compressed projections use it too."""
         return tuple(head for group in self.groups for head in group.kv_heads)
 
-    def classes(self, element_bytes: int = 2) -> Iterator[GroupClass]:
+    def classes(self, model_bytes: int = 2) -> Iterator[GroupClass]:
         """Runs of groups with equal latents, with what lies before them.
 
         A plain loop: torch.compile traces no groupby.
@@ -292,7 +364,7 @@ class LayerLayout:
             if end < len(self.groups) and self.groups[end].latents == group.latents:
                 continue
             count, key, value = end - start, group.key, group.values
-            strides = self._stride(key, element_bytes), self._stride(value, element_bytes)
+            strides = self._stride(key, model_bytes), self._stride(value, model_bytes)
             before = key_rank, value_rank, key_place, key_byte, value_byte
             yield GroupClass(start, count, key, value, *before, *strides)
             start, key_rank, value_rank = end, key_rank + count * key.rank, value_rank + count * value.rank
@@ -332,7 +404,7 @@ def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None
             raise reader.fail("fast_planes", layout.fast_planes, f"a number from 0 to {shape.rotary_planes}")
         if layout.rope_block is not None and not shape.rotary_dim:
             raise reader.fail("rope_block", layout.rope_block, "none in a model without RoPE")
-        columns = layout.group_size * shape.head_dim * (2 if layout.joint else 1)
+        columns = layout.columns(shape.head_dim)
         for group in layout.groups:
             if max(latent.rank for latent in group.latents) > columns:
                 raise reader.fail("ranks", group.ranks_in_words, f"at most {columns}")

@@ -39,35 +39,35 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     """
     groups, size, dim = layout.groups, layout.group_size, shape.head_dim
     heads = size * shape.heads_per_kv
-    folded, rotary = layout.folds_keys(shape), bool(shape.rotary_dim)
+    folded, rotary, shifted = layout.folds_keys(shape), bool(shape.rotary_dim), layout.shifted_projections(shape)
     ranks, widths = tuple(g.key.rank for g in groups), tuple(g.key.width for g in groups)
     value_ranks, value_widths = tuple(g.values.rank for g in groups), tuple(g.values.width for g in groups)
     hidden = shape.hidden_size
     tensors: dict[str, TensorSpec] = {}
 
-    def projection(name: str, parts: tuple[int, ...], shifted: bool = False, head_axis: int | None = None) -> None:
+    def projection(name: str, parts: tuple[int, ...], head_axis: int | None = None) -> None:
         tensors[f"{name}_proj.weight"] = TensorSpec((sum(parts), hidden), 0, parts, head_axis=head_axis)
-        if shifted or name in biases:
+        if name in shifted or name in biases:
             tensors[f"{name}_proj.bias"] = TensorSpec((sum(parts),), 0, parts, head_axis=head_axis)
 
     def times(count: int, parts: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(count * part for part in parts)
 
     projection("q", times(heads, (dim,) * len(groups) if rotary else widths), head_axis=0)
-    projection("k", ranks if folded else (size * dim,) * len(groups), shifted=layout.coded and folded)
-    if not (layout.joint and folded):
-        projection("v", value_ranks, shifted=layout.coded and not layout.joint)
+    projection("k", ranks if folded else (size * dim,) * len(groups))
+    if layout.has_value_projection(shape):
+        projection("v", value_ranks)
     outputs = times(heads, value_widths)
     tensors["o_proj.weight"] = TensorSpec((hidden, sum(outputs)), 1, outputs, head_axis=1)
-    if layout.coded or "o" in biases:
+    if "o" in shifted or "o" in biases:
         tensors["o_proj.bias"] = TensorSpec((hidden,))
     if not folded:
         tensors["key_basis"] = TensorSpec((size * dim, sum(ranks)), 1, ranks)
-        if layout.coded:
+        if shifted:
             tensors["key_shift"] = TensorSpec((sum(ranks),), 0, ranks, float32=True)
     if rotary:
         tensors["query_basis"] = TensorSpec((size * dim, sum(widths)), 1, widths, head_axis=0)
-        if layout.coded:
+        if shifted:
             constants = (size,) * len(groups)
             tensors["key_constant"] = TensorSpec((shape.num_kv_heads, dim), 0, constants, float32=True, head_axis=0)
     return tensors

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from ..checked import Expect, Reader, shorten
 from ..checkpoint.layout import LayerLayout
 from ..errors import UnsupportedModelError, UsageError
+from ..kernels.rows import row_dtype
 from .layer import PolicyLayer
 from .store import tensor_bytes
 
@@ -165,8 +166,8 @@ def packed_bytes_per_token(policy: Policy, layouts: Sequence[LayerLayout], dtype
     """
     total = 0
     for layer, layout in zip(policy.layers(len(layouts)), layouts, strict=True):
-        widths = [size // (1 if layout.coded else dtype.itemsize) for size in layout.row_bytes(dtype.itemsize)]
-        rows = [random_rows(1, tokens, width, torch.uint8 if layout.coded else dtype) for width in widths]
+        widths, kind = layout.row_elements(dtype.itemsize), row_dtype(layout, dtype)
+        rows = [random_rows(1, tokens, width, kind) for width in widths]
         layer.follow(layout, dtype)
         layer.fill(rows[0], rows[1])
         total += layer.stored_bytes()

@@ -48,15 +48,16 @@ class Codec(ABC):
 
 
 def spans_of(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, ...]]:
-    """Where each group lies in the elements (of rows of codes: bytes) of a compressed layer's key and value rows."""
-    unit = 1 if layout.coded else element_bytes
+    """Where each group lies in the elements of a compressed layer's key and value rows."""
+    unit = layout.element_bytes(element_bytes)
     starts = layout.byte_offsets(element_bytes)
     ends = [*starts[1:], layout.row_bytes(element_bytes)]
     keys, values = (
         tuple(slice(start[side] // unit, end[side] // unit) for start, end in zip(starts, ends, strict=True))
         for side in (0, 1)
     )
-    return [keys, tuple(slice(0, 0) for _ in starts) if layout.joint else values]
+    nothing = tuple(slice(0, 0) for _ in starts)
+    return [keys, values if layout.stored_value_rank else nothing]
 
 
 def _grouping(parts: Parts) -> list[tuple[float, torch.Size]]:

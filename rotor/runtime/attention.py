@@ -147,11 +147,8 @@ def plain_rows(
         query = rotated(query.transpose(1, 2), rotations.query)
     latents, value = key.unsqueeze(1), value.unsqueeze(1)
     if parameters.key_basis is not None:
-        of_values = value if layout.joint else None
         heads = rotated(key.transpose(1, 2), rotations.stored)
-        latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, of_values)
-    if layout.joint:
-        value = latents[..., :0]
+        latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, value)
     return query, pack_layer(latents, layout, keys=True), pack_layer(value, layout, keys=False)
 
 

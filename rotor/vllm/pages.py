@@ -16,7 +16,7 @@ from ..checkpoint.kernel_config import LayerKernels
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import partial_attention, project_keys
 from ..kernels.rotary import Rotation, when_read
-from ..kernels.rows import pack_layer
+from ..kernels.rows import pack_layer, row_dtype
 from .shards import Shard
 
 
@@ -95,10 +95,9 @@ class PagedLayer:
         """Views of keys and of values, bytes or numbers of the model's dtype; of joint latents twice the same."""
         layout = self.shard.layout
         key_bytes, value_bytes = layout.row_bytes(self.dtype.itemsize)
-        keys, values = pages[..., :key_bytes], pages[..., key_bytes : key_bytes + value_bytes]
-        if not layout.coded:
-            keys, values = keys.view(self.dtype), values.view(self.dtype)
-        return keys, keys if layout.joint else values
+        sides = pages[..., :key_bytes], pages[..., key_bytes : key_bytes + value_bytes]
+        keys, values = (side.view(row_dtype(layout, self.dtype)) for side in sides)
+        return keys, layout.values_from(keys, values)
 
     def write(self, key: Tensor, value: Tensor, pages: Tensor, slots: Tensor) -> None:
         """New tokens into their slots.
@@ -119,14 +118,13 @@ class PagedLayer:
             append(key[None], value[None], shard.key_layout, shard.key_shape, **bases, **to)
             return
         if self.key_basis is not None:
-            heads, of_values = key.transpose(0, 1)[None], value[None, None] if layout.joint else None
-            key = project_keys(heads, self.key_basis, shard.key_layout, self.key_shift, of_values)[0, 0]
+            heads = key.transpose(0, 1)[None]
+            key = project_keys(heads, self.key_basis, shard.key_layout, self.key_shift, value[None, None])[0, 0]
         # Without asking the host what is not kept goes into page 0, which engines give to nobody.
         slots, page_size = slots.clamp(min=0).long(), pages.shape[1]
-        key_rows, value_rows = self.rows(pages)
-        key_rows[slots // page_size, slots % page_size] = pack_layer(key, layout, keys=True)
-        if not layout.joint:
-            value_rows[slots // page_size, slots % page_size] = pack_layer(value, layout, keys=False)
+        packed = pack_layer(key, layout, keys=True), pack_layer(value, layout, keys=False)
+        for rows, new in zip(layout.stored_sides(*self.rows(pages)), packed, strict=False):
+            rows[slots // page_size, slots % page_size] = new
 
     def attend(self, query: Tensor, pages: Tensor, step: Step, output: Tensor) -> None:
         """Attention of a step's tokens into `output`, [at least tokens, sum over query heads of value width].

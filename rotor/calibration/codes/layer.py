@@ -11,7 +11,7 @@ from torch import Tensor
 from ...checkpoint.bases import BasisPair, ChannelCode, LayerBases
 from ...checkpoint.channels import WIDTHS, Channels, aligned
 from ..bases.information import LayerFisher
-from ..bases.moments import stored_name
+from ..bases.moments import latent_names
 from .quantiser import measure_channels
 
 MEASURED = (0, *reversed(WIDTHS))
@@ -90,8 +90,8 @@ def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
 
     Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """
-    names = stored_name(bases.form, bases.joint), "value"
-    return LayerCodes(*(_side(name, pair, gradients) for name, pair in zip(names, bases.latents, strict=False)))
+    names = latent_names(bases.form, bases.joint)
+    return LayerCodes(*(_side(name, pair, gradients) for name, pair in zip(names, bases.latents, strict=True)))
 
 
 def _side(name: str, pair: BasisPair, gradients: LayerFisher) -> SideCodes:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ...checkpoint.layout import POST_ROPE, AttentionShape, KeyForm, LayerForm, pre_rope
 from ...errors import RecipeError
 from ...recipe import Recipe
-from ..bases.moments import stored_name
+from ..bases.moments import latent_names
 
 Frequencies = Sequence[Sequence[float]]
 """Radians by which each plane rotates from one position to the next, of each kind of layer."""
@@ -31,7 +31,7 @@ def layer_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
 
 def wanted_gradients(form: LayerForm) -> frozenset[str]:
     """Names of what gradients are taken by where a recipe needs any."""
-    return frozenset({stored_name(form.keys, form.joint)} | (set() if form.joint else {"value"}))
+    return frozenset(latent_names(form.keys, form.joint))
 
 
 def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies | None) -> KeyForm:
