@@ -82,7 +82,8 @@ class DecodeLayer:
 
     def __init__(self, parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> None:
         layout, shape = parameters.layout, parameters.shape
-        self.parameters, self.dtype, self.device, self.layout = parameters, dtype, device, layout
+        self.layout, self.shape, self.dtype, self.device = layout, shape, dtype, device
+        self.scaling, self.softcap = parameters.scaling, parameters.softcap
         self.operands = layout.operands  # of a word; 1 of numbers
         self.joint = layout.joint
         self.word_operands = layout.word_operands
@@ -110,7 +111,8 @@ class DecodeLayer:
         for group in layout.groups:
             starts.append(tuple(places))
             places = [places[0] + group.key.width, places[1] + group.values.width]
-        basis = parameters.query_basis
+        # Aliases, so that a parameter for which this is remembered does not live as long as this.
+        basis = None if parameters.query_basis is None else parameters.query_basis.detach()
         self.basis = None if basis is None else basis.to(dtype)
         self.basis_align = math.gcd(16, *(key for key, _ in starts), 0 if basis is None else basis.stride(0))
         for i, (key_first, value_first) in enumerate(starts):
@@ -121,7 +123,7 @@ class DecodeLayer:
             ])  # fmt: skip
         self.rows, self.output_width = rows, self.group_rows * places[1]
         self._tables: dict[tuple[int, int], Tensor] = {}
-        self.constant = parameters.key_constant
+        self.constant = None if parameters.key_constant is None else parameters.key_constant.detach()
         self.fast_basis: Tensor | None = None
         self.fast_constant: Tensor | None = None
         if self.fast:
@@ -138,7 +140,7 @@ class DecodeLayer:
     def _fast_parts(self) -> tuple[Tensor, Tensor]:
         """What rebuilds fast planes: [groups, heads, operands, 2, fast, columns] and [groups, heads, 2, fast]."""
         assert self.basis is not None
-        layout, planes, head_dim = self.layout, self.planes, self.parameters.shape.head_dim
+        layout, planes, head_dim = self.layout, self.planes, self.shape.head_dim
         parts = self.basis.new_zeros(len(layout.groups), self.heads, self.operands, 2, self.fast, self.columns)
         constants = torch.zeros(len(layout.groups), self.heads, 2, self.fast, device=self.device)
         place = 0
@@ -192,7 +194,7 @@ class DecodeLayer:
         return {
             "CODED": self.word_operands, "CONSTANT": self.constant is not None, "FAST": self.fast,
             "FAST_PLANES": self.fast_planes, "PLANES": self.planes, "SLOW": self.slow_columns,
-            "HEAD_DIM": self.parameters.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
+            "HEAD_DIM": self.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
             "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens, "COLUMNS": self.columns,
             "EXACT": self.exact, "COUNT": 64 if self.wide else 32 if self.block else 16,
             "BASIS_ALIGN": self.basis_align, "PRECISION": precision(self.dtype),
@@ -254,6 +256,7 @@ def decode_attention(
     capacity = key.shape[1] if block_table is None else block_table.shape[1] * page
     capacity = capacity if max_kv_len is None else min(capacity, max_kv_len)
     batch_size, groups = ranges.batch_size, len(layer.layout.groups)
+    softcap, log2 = layer.softcap, math.log2(math.e) * layer.scaling
     tiles = tiles or layer.tiles(tokens, capability_of(key.device))
     programs = programs or sm_count(key.device) * SLICES_PER_SM // max(1, tiles.warps)
     max_blocks = -(-capacity // layer.block) + 1 if layer.block else 1
@@ -261,82 +264,75 @@ def decode_attention(
     if ranges.query_start is not None:
         output.zero_()  # tokens of no sequence
     per_sequence = max_blocks * groups * rows * layer.operands * layer.columns * query.element_size()
-    part = batch_size if layer.folded else max(1, min(batch_size, ABSORBED_BYTES // per_sequence))
-    with device_guard(key.device):
-        for start in range(0, batch_size, part):
-            own = slice(start, min(start + part, batch_size))
-            _launch(
-                query, key, value, layer, ranges, own, rotations, block_table, output, tiles, programs, max_blocks, page
+    most = batch_size if layer.folded else max(1, min(batch_size, ABSORBED_BYTES // per_sequence))
+    for start in range(0, batch_size, most):
+        part = slice(start, min(start + most, batch_size))
+        begin, until = ranges.begin[part], ranges.until[part]
+        first, end, mask, holes, starts = ranges.first, ranges.end, ranges.mask, ranges.holes, ranges.query_start
+        queries, outputs, keys, values, pages = query, output, key, value, block_table
+        if starts is not None:
+            starts = starts[part.start : part.stop + 1]
+        else:  # a token a sequence
+            queries, outputs = query[part], output[part]
+            mask, holes = (None, None) if mask is None or holes is None else (mask[part], holes[part])
+        if pages is None:
+            keys, values = key[part], value[part]
+        else:
+            pages = pages[part]
+        sequences = part.stop - part.start
+        key_align = math.gcd(layer.key_align, keys.stride(0), keys.stride(1))
+        value_align = math.gcd(layer.value_align, values.stride(0), values.stride(1))
+        table = layer.table(key_align, value_align)
+
+        # What a kernel leaves to the next: absorbed queries, constant logits and fast queries of each block; then a
+        # result and its log-sum-exp for each slice of the work.
+        ratio = query.element_size()
+        blocks = 0 if layer.folded else sequences * max_blocks * groups * rows
+        slots = (programs + sequences * groups) * rows
+        sizes = (
+            -(-blocks * layer.operands * layer.columns * ratio // 4), blocks, -(-blocks * 2 * layer.fast * ratio // 4),
+            slots * layer.operands * layer.value_columns, slots,
+        )  # fmt: skip
+        memory = _memory(sizes, key.device)
+        absorbed, constant, fast_query = memory[0].view(query.dtype), memory[1], memory[2].view(query.dtype)
+        partial, partial_lse = memory[3], memory[4]
+        none = begin  # stands for a tensor that a kernel does not read
+
+        with device_guard(key.device):
+            if not layer.folded:
+                constants = layer.absorb_constants(tokens)
+                align = math.gcd(16, queries.stride(0), queries.stride(1))
+                chunks = -(-max_blocks // constants["COUNT"])
+                heads = groups * layer.group_rows
+                shared = min(chunks, max(1, 4 * sm_count(key.device) // (heads * sequences * tokens)))
+                assert layer.basis is not None
+                slow, fast = (rotations.slow, rotations.fast) if rotations is not None else (queries, queries)
+                absorb_kernel[shared, heads, sequences * tokens](
+                    queries, layer.basis, constant if layer.constant is None else layer.constant, slow, fast, absorbed,
+                    constant, fast_query, table, begin, until, none if starts is None else starts, groups, max_blocks,
+                    queries.stride(0) // align, queries.stride(1) // align,
+                    layer.basis.stride(0) // layer.basis_align, log2, ALIGN=align, enable_fp_fusion=True,
+                    **layer.absorb_options(), **constants,
+                )  # fmt: skip
+            decode_kernel[(programs,)](
+                queries if layer.folded else absorbed, constant, fast_query, keys, values,
+                absorbed if layer.fast_basis is None else layer.fast_basis,
+                constant if layer.fast_constant is None else layer.fast_constant,
+                absorbed if rotations is None else rotations.places, partial, partial_lse, table, begin, until, first,
+                end, none if starts is None else starts,
+                none if pages is None else pages, none if mask is None else mask, none if holes is None else holes,
+                sequences, groups, max_blocks, queries.stride(0), keys.stride(0) // key_align,
+                keys.stride(1) // key_align, values.stride(0) // value_align, values.stride(1) // value_align,
+                0 if pages is None else pages.stride(0), 0 if mask is None else mask.stride(0), log2,
+                1.0 if softcap is None else softcap * math.log2(math.e), KEY_ALIGN=key_align, VALUE_ALIGN=value_align,
+                num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
+                **layer.constants(tokens, tiles, page, mask is not None, softcap is not None),
+            )  # fmt: skip
+            join_kernel[groups * layer.group_rows, sequences * tokens](
+                partial, partial_lse, outputs, table, begin, until, none if starts is None else starts, sequences,
+                groups, programs, outputs.stride(0), **join_constants(layer, tokens, tiles),
             )  # fmt: skip
     return output
-
-
-def _launch(
-    query: Tensor, key: Tensor, value: Tensor, layer: DecodeLayer, ranges: KeyRanges, part: slice,
-    rotations: BlockRotations | None, block_table: Tensor | None, output: Tensor, tiles: Tile, programs: int,
-    max_blocks: int, page: int,
-) -> None:  # fmt: skip
-    """Some sequences of a batch."""
-    parameters, groups, tokens = layer.parameters, len(layer.layout.groups), ranges.longest
-    begin, until = ranges.begin[part], ranges.until[part]
-    batch_size, rows = begin.shape[0], tokens * layer.group_rows
-    first, end, mask, holes, starts = ranges.first, ranges.end, ranges.mask, ranges.holes, ranges.query_start
-    if starts is not None:
-        starts = starts[part.start : part.stop + 1]
-    else:  # a token a sequence
-        query, output = query[part], output[part]
-        mask, holes = (None, None) if mask is None or holes is None else (mask[part], holes[part])
-    if block_table is None:
-        key, value = key[part], value[part]
-    else:
-        block_table = block_table[part]
-    log2 = math.log2(math.e) * parameters.scaling
-    softcap = parameters.softcap
-    key_align = math.gcd(layer.key_align, key.stride(0), key.stride(1))
-    value_align = math.gcd(layer.value_align, value.stride(0), value.stride(1))
-    table = layer.table(key_align, value_align)
-    ratio = query.element_size()
-    blocks = 0 if layer.folded else batch_size * max_blocks * groups * rows
-    slots = (programs + batch_size * groups) * rows
-    sizes = (
-        -(-blocks * layer.operands * layer.columns * ratio // 4), blocks, -(-blocks * 2 * layer.fast * ratio // 4),
-        slots * layer.operands * layer.value_columns, slots,
-    )  # fmt: skip
-    memory = _memory(sizes, key.device)
-    absorbed, constant, fast_query = memory[0].view(query.dtype), memory[1], memory[2].view(query.dtype)
-    none = begin
-    if not layer.folded:
-        constants = layer.absorb_constants(tokens)
-        align = math.gcd(16, query.stride(0), query.stride(1))
-        chunks = -(-max_blocks // constants["COUNT"])
-        heads = groups * layer.group_rows
-        shared = min(chunks, max(1, 4 * sm_count(key.device) // (heads * batch_size * tokens)))
-        assert layer.basis is not None
-        slow, fast = (rotations.slow, rotations.fast) if rotations is not None else (query, query)
-        absorb_kernel[shared, heads, batch_size * tokens](
-            query, layer.basis, constant if layer.constant is None else layer.constant, slow, fast, absorbed, constant,
-            fast_query, table, begin, until, none if starts is None else starts, groups, max_blocks,
-            query.stride(0) // align, query.stride(1) // align, layer.basis.stride(0) // layer.basis_align, log2,
-            ALIGN=align, enable_fp_fusion=True, **layer.absorb_options(), **constants,
-        )  # fmt: skip
-    decode_kernel[(programs,)](
-        query if layer.folded else absorbed, constant, fast_query, key, value,
-        absorbed if layer.fast_basis is None else layer.fast_basis,
-        constant if layer.fast_constant is None else layer.fast_constant,
-        absorbed if rotations is None else rotations.places, memory[3], memory[4], table, begin, until, first,
-        end, none if starts is None else starts,
-        none if block_table is None else block_table, none if mask is None else mask, none if holes is None else holes,
-        batch_size, groups, max_blocks, query.stride(0), key.stride(0) // key_align, key.stride(1) // key_align,
-        value.stride(0) // value_align, value.stride(1) // value_align,
-        0 if block_table is None else block_table.stride(0), 0 if mask is None else mask.stride(0), log2,
-        1.0 if softcap is None else softcap * math.log2(math.e), KEY_ALIGN=key_align, VALUE_ALIGN=value_align,
-        num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
-        **layer.constants(tokens, tiles, page, mask is not None, softcap is not None),
-    )  # fmt: skip
-    join_kernel[groups * layer.group_rows, batch_size * tokens](
-        memory[3], memory[4], output, table, begin, until, none if starts is None else starts, batch_size, groups,
-        programs, output.stride(0), **join_constants(layer, tokens, tiles),
-    )  # fmt: skip
 
 
 class _Kept(threading.local):

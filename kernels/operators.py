@@ -25,7 +25,7 @@ from rotor.checkpoint.layout import AttentionShape, LayerLayout
 
 from .append import append as append_rows
 from .append import prepare
-from .attention import attend as attend_to_rows
+from .attention import rows_attention
 from .parameters import AttentionParameters, seq_len_of
 from .rotary import Rotation
 from .rows import row_dtype
@@ -126,11 +126,11 @@ def _attend(
     softcap: float | None,
     layer: str,
 ) -> Tensor:
-    """As `attention.attend`, remembering nothing of the mask."""
+    """`attention.rows_attention`, which remembers nothing of the mask."""
     layout, shape, kernels = described(layer)
     parameters = AttentionParameters(layout, shape, scaling, query_basis, key_constant, softcap)
     rotation = None if cos is None or sin is None else (cos, sin)
-    return attend_to_rows(
+    return rows_attention(
         query, key, value, parameters, kernels, rotation=rotation, first=first, attention_mask=mask, remember=False
     )
 
@@ -142,23 +142,19 @@ def _(query, key, value, mask, query_basis, key_constant, cos, sin, first, scali
     return query.new_empty(query.shape[0], seq_len_of(query), heads * layout.value_width)
 
 
-def attend(
-    parameters: AttentionParameters,
-    kernels: LayerKernels,
+def traced_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    parameters: AttentionParameters,
+    kernels: LayerKernels,
+    *,
     rotation: Rotation | None,
     first: int,
-    layer_idx: int,
+    attention_mask: Tensor | None,
 ) -> Tensor:
-    """As `attention.attend`."""
-    p = parameters
-    if not torch.compiler.is_compiling():
-        return attend_to_rows(
-            query, key, value, p, kernels, rotation=rotation, first=first, attention_mask=mask, layer_idx=layer_idx
-        )
+    """`attention.rows_attention` as an operator, for code that torch.compile traces."""
+    p, mask = parameters, attention_mask
     cos, sin = rotation or (None, None)
     text = describe(p.layout, p.shape, kernels)
     return _attend(query, key, value, mask, p.query_basis, p.key_constant, cos, sin, first, p.scaling, p.softcap, text)

@@ -94,7 +94,7 @@ def attention(
         else:
             queries, keys = query[:, parameters.heads(cls)], side.keys(slice(None), key_rotation).flatten(1, 2)
             values = values.repeat_interleave(parameters.layout.group_size, dim=1)
-        outputs.append(attend(queries, keys, values, parameters.scaling, mask, parameters.softcap))
+        outputs.append(dense_attention(queries, keys, values, parameters.scaling, mask, parameters.softcap))
     return torch.cat(outputs, dim=-1)
 
 
@@ -226,7 +226,7 @@ def _running_softmax(
     return weighted / total.masked_fill(total == 0.0, 1.0), largest + total.log()
 
 
-def attend(
+def dense_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

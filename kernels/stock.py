@@ -19,7 +19,7 @@ from rotor.checkpoint.layout import GroupClass
 from .logits import absorbed_queries
 from .materialise import PagesOf, materialise
 from .parameters import AttentionParameters, seq_len_of
-from .reference import attend as attend_by_sdpa
+from .reference import dense_attention
 from .rotary import Rotation
 
 MOST_BYTES = 1 << 30
@@ -39,7 +39,7 @@ def prompt_attention(
     first: int = 0,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
-    """As `attention.attend`, of any number of queries."""
+    """Attention as `attention.rows_attention` computes it, for any number of queries."""
     seq_len = seq_len_of(query)
     if attention_mask is None and seq_len > 1:  # a prefill into an empty static cache: its rest is not attended
         key, value = key[:, :, :seq_len], value[:, :, :seq_len]
@@ -77,7 +77,7 @@ def _of_class(
         own_mask = mask  # a mask over heads has all of the class
         if mask is not None and mask.shape[1] > 1:
             own_mask = mask.unflatten(1, (-1, size, each))[:, :, place].flatten(1, 2)
-        return attend(own, keys[:, place::size], values, parameters.scaling, own_mask, parameters.softcap)
+        return heads_attention(own, keys[:, place::size], values, parameters.scaling, own_mask, parameters.softcap)
 
     return _by_place(queries, keys.shape[-1], cls, attend_at)
 
@@ -98,7 +98,7 @@ def _by_place(queries: Tensor, width: int, cls: GroupClass, attend_at: Callable[
     return torch.stack(outputs, dim=-3).flatten(-4)
 
 
-def attend(
+def heads_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, softcap: float | None
 ) -> Tensor:
     """[batch_size, heads, seq_len, width] over as many or fewer key and value heads -> [batch_size, seq_len, heads,
@@ -109,7 +109,7 @@ def attend(
         # With a mask PyTorch has no fused kernel for heads that share keys, and would store all logits.
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-    found = attend_by_sdpa(query, key, value, scaling, mask, softcap=softcap)
+    found = dense_attention(query, key, value, scaling, mask, softcap=softcap)
     return found.unflatten(2, (query.shape[1], -1))
 
 
@@ -168,5 +168,5 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor
         if window is not None:
             visible &= index > position - window
         q, k, v = (side.transpose(0, 1).unsqueeze(0) for side in (query[start:end], key[own], value[own]))
-        output[start:end] = attend(q, k, v, scaling, visible[None, None], softcap)[0]
+        output[start:end] = heads_attention(q, k, v, scaling, visible[None, None], softcap)[0]
     return output

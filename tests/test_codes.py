@@ -290,7 +290,7 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     """Against autograd through the model in one go, with what attention receives shifted by a variable of zeros."""
     from transformers import AttentionInterface
 
-    from rotor.kernels.reference import attend
+    from rotor.kernels.reference import dense_attention
 
     model = load_model(tiny(family), torch.device("cpu"), torch.float32)
     network = LayerwiseModel.of(model, batch_tokens=32)
@@ -315,7 +315,7 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     def attention(module, query, key, value, mask, scaling=None, softcap=None, **kwargs):
         for name, x in (("key_post", key), ("value", value)):
             moved[module.layer_idx, name] = x
-        output = attend(query, key, value, scaling, mask, softcap=softcap)
+        output = dense_attention(query, key, value, scaling, mask, softcap=softcap)
         return output.unflatten(-1, (shape.num_heads, -1)), None
 
     AttentionInterface.register("rotor_test_fisher", attention)

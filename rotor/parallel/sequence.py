@@ -15,15 +15,15 @@ from transformers.cache_utils import DynamicCache
 from ..checkpoint.families import FAMILIES
 from ..errors import UsageError
 from ..runtime.attention import RotorAttention
-from ..runtime.rope import Place
-from ..runtime.steps import InCache, Keeper, Step
+from ..runtime.rope import TokenSpan
+from ..runtime.steps import AttentionCall, CacheRows, RowStore
 from .attention import attend_by_rows, attend_to_sharded_rows, visible
 from .cache import Rows, ShardedLayer
 from .forward import Pass, begin_pass
 from .wire import Wire
 
 
-class SequenceParallel(Keeper):
+class SequenceParallel(RowStore):
     """What `sequence_parallel` gives: this process's view of the others. Not to be made by hand.
 
     wire: the processes, with the bytes that were sent to them (`wire.sent`, by kind).
@@ -66,32 +66,32 @@ class SequenceParallel(Keeper):
         found = self.wire.gather("comparing", "agreement", [own], [[(1,)]] * self.wire.count)
         return [int(number) for (number,) in found]
 
-    def keeper(self, cache: Any, layer_idx: int) -> SequenceParallel:
+    def row_store(self, cache: Any, layer_idx: int) -> SequenceParallel:
         return self
 
-    def place(self, cache: Any, layer_idx: int, seq_len: int) -> Place:
+    def token_span(self, cache: Any, layer_idx: int, seq_len: int) -> TokenSpan:
         now = self.now
-        return Place(0, now.length, 0, now.length, now.indices)
+        return TokenSpan(0, now.length, 0, now.length, now.indices)
 
-    def attend(self, step: Step) -> Tensor:
-        now, wire, window = self.now, self.wire, self.windows[step.layer_idx]
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
+        now, wire, window = self.now, self.wire, self.windows[call.layer_idx]
         kept = now.stored[wire.rank]
-        rows = Rows(step.key[:, :, : len(kept)], step.value[:, :, : len(kept)], kept)
-        if step.cache is not None:
-            layer: ShardedLayer = step.cache.layers[step.layer_idx]
+        rows = Rows(call.key[:, :, : len(kept)], call.value[:, :, : len(kept)], kept)
+        if call.cache is not None:
+            layer: ShardedLayer = call.cache.layers[call.layer_idx]
             rows = layer.store(rows, now.length - 1)
         if now.sharded:
-            every = torch.arange(now.length, device=step.key.device)
+            every = torch.arange(now.length, device=call.key.device)
             return attend_by_rows(
-                step,
+                call,
                 wire,
                 now.stored,
                 lambda run: self._mask(now, every[run.start : run.stop], every[: run.stop], window),
             )
-        rotation = step.rotations.read
+        rotation = call.rotations.read
         if rotation is not None:  # of places that differ
             rotation = rotation[0][None, None, rows.indices], rotation[1][None, None, rows.indices]
-        return attend_to_sharded_rows(step, rows, rotation, wire, self._mask(now, now.indices, rows.indices, window))
+        return attend_to_sharded_rows(call, rows, rotation, wire, self._mask(now, now.indices, rows.indices, window))
 
     def _mask(self, now: Pass, queries: Tensor, keys: Tensor, window: int | None) -> Tensor | None:
         """Of a pass, made once for all layers with the same window: they keep the same tokens."""
@@ -185,7 +185,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
             "Leave that one first.",
         ),
         (
-            any(layer.store != InCache() for layer in layers),
+            any(layer.store != CacheRows() for layer in layers),
             "the model keeps its cache by a policy, which looks at tokens that other processes have.",
             "Turn it off: rotor.use_cache_policy(model, None), or --cache none.",
         ),
@@ -213,5 +213,5 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
             stack.callback(handle.remove)
         for layer in layers:
             layer.store = state
-            stack.callback(setattr, layer, "store", InCache())
+            stack.callback(setattr, layer, "store", CacheRows())
         yield state

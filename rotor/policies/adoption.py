@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..checkpoint.families import FAMILIES, Family, attention_shape, find_family
 from ..errors import UnsupportedModelError
 from ..runtime.rope import RotaryTable, rotary_tables
-from ..runtime.steps import InCache
+from ..runtime.steps import CacheRows
 from .layer import PolicyLayer
 from .policy import Policy
 from .registry import find_policy
@@ -99,7 +99,7 @@ class _Attachment:
         for index, (module, table) in enumerate(zip(modules, tables, strict=True)):
             hooks = _Hooks(policy, index, module in self._compressed, table)
             if hooks.compressed:
-                module.store = InCache(policy, model.config)
+                module.store = CacheRows(policy, model.config)
             else:
                 self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
             if policy.needs_states:
@@ -114,7 +114,7 @@ class _Attachment:
         for handle in self._handles:
             handle.remove()
         for module in self._compressed:
-            module.store = InCache()
+            module.store = CacheRows()
         self._config._attn_implementation = self._implementation
 
 
@@ -133,7 +133,7 @@ class _Hooks:
         self._entered = _states_of(args, kwargs)
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        layer = InCache(self.policy, module.config).keeper(_cache_of(kwargs), self.index)
+        layer = CacheRows(self.policy, module.config).row_store(_cache_of(kwargs), self.index)
         if not isinstance(layer, PolicyLayer):
             return None
         layer.table = self.table

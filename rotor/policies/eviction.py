@@ -16,7 +16,7 @@ from torch.nn import functional
 from ..checkpoint.layout import LayerLayout
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..runtime.rope import rows_of
-from ..runtime.steps import Step, attend_to_rows
+from ..runtime.steps import AttentionCall, attend_to_rows
 from .budgets import SqueezeBudgets
 from .column_sums import ScoreSoftmax, column_sums
 from .layer import PolicyLayer, StoredSequence, between, mask_of_places, right_aligned
@@ -30,7 +30,7 @@ NOISE_BLOCK = 1024
 
 
 @dataclass(frozen=True)
-class Held:
+class KeptTokens:
     """The tokens that a layer holds.
 
     index: places counted from each row's first token, [batch_size, groups, slots]; below 0: nothing there. scores: of
@@ -95,11 +95,11 @@ class Eviction(Policy):
     def protected(self, budget: int) -> tuple[int, int]:
         """How many of the first and of the newest tokens stay, whatever their scores."""
 
-    def priority(self, held: Held) -> Tensor:
+    def priority(self, held: KeptTokens) -> Tensor:
         """What is kept first, [batch_size, groups, slots]; of equals the older."""
         return held.index.float()
 
-    def score_softmax(self, held: Held) -> ScoreSoftmax | None:
+    def score_softmax(self, held: KeptTokens) -> ScoreSoftmax | None:
         """What is done to a step's logits before the softmax whose columns are added to the scores."""
         return None
 
@@ -118,7 +118,7 @@ class ScoringEviction(Eviction):
     def protected(self, budget: int) -> tuple[int, int]:
         return 0, round(budget * self.recent)
 
-    def priority(self, held: Held) -> Tensor:
+    def priority(self, held: KeptTokens) -> Tensor:
         assert held.scores is not None
         return held.scores
 
@@ -163,11 +163,11 @@ class EvictingLayer(PolicyLayer):
     def follow(self, layout: LayerLayout, dtype: torch.dtype) -> None:
         self.spans = spans_of(layout, dtype.itemsize)
 
-    def attend(self, step: Step) -> Tensor:
-        parameters, query, rotations = step.parameters, step.query, step.rotations
-        self.begin(step.mask, len(step.value), seq_len_of(query), query.device)
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
+        parameters, query, rotations = call.parameters, call.query, call.rotations
+        self.begin(call.mask, len(call.value), seq_len_of(query), query.device)
         self.follow(parameters.layout, query.dtype)
-        mask = self.visible(step.mask, _groups_of_heads(parameters))
+        mask = self.visible(call.mask, _groups_of_heads(parameters))
         if rotations.read is not None:
             assert rotations.table is not None
             cos, sin = rows_of(rotations.read, self.places.clamp(min=0).long())
@@ -175,8 +175,8 @@ class EvictingLayer(PolicyLayer):
                 more_cos, more_sin = between(rotations.table, self.moved)
                 cos, sin = cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin
             rotations = rotations._replace(read=(cos, sin))
-        key, value = step.cache.update(step.key, step.value, step.layer_idx)
-        output = attend_to_rows(step._replace(mask=mask, rotations=rotations), key, value)
+        key, value = call.cache.update(call.key, call.value, call.layer_idx)
+        output = attend_to_rows(call._replace(mask=mask, rotations=rotations), key, value)
         sums = None
         if self.policy.needs_weights:
             score_softmax = self.policy.score_softmax(self.held)
@@ -190,12 +190,12 @@ class EvictingLayer(PolicyLayer):
         return right_aligned([(sequence.index + sequence.start)[None] for sequence in self.sequences], -1)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> KeptTokens:
         # Those of an offloaded layer are on the CPU.
         index = right_aligned([sequence.index[None] for sequence in self.sequences], -1).to(self.device)
         scores = [sequence.scores[None] for sequence in self.sequences if sequence.scores is not None]
         scored = right_aligned(scores, 0).to(self.device) if scores else None
-        return Held(index, scored, self.index, self._generated)
+        return KeptTokens(index, scored, self.index, self._generated)
 
     @property
     def moved(self) -> Tensor:

@@ -26,7 +26,7 @@ from ..errors import UsageError
 from ..kernels.parameters import seq_len_of
 from ..kernels.rotary import Rotation, rotate
 from ..runtime.rope import RotaryTable
-from ..runtime.steps import Keeper, Step, attend_to_rows
+from ..runtime.steps import AttentionCall, RowStore, attend_to_rows
 from .store import Stored, mapped, tensor_bytes
 
 
@@ -39,7 +39,7 @@ class StoredSequence(Stored):
     start = tokens = new = 0
 
 
-class PolicyLayer(DynamicLayer, Keeper):
+class PolicyLayer(DynamicLayer, RowStore):
     """One layer of a cache that follows a policy.
 
     Each sequence of the batch is stored by itself, so that what is stored of it does not depend on the others.
@@ -106,9 +106,9 @@ class PolicyLayer(DynamicLayer, Keeper):
         keys, values = (right_aligned(side, 0.0) for side in zip(*found, strict=True))
         return keys, values
 
-    def attend(self, step: Step) -> Tensor:
-        self.begin(step.mask, len(step.value), seq_len_of(step.query), step.query.device)
-        return attend_to_rows(step, *step.cache.update(step.key, step.value, step.layer_idx))
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
+        self.begin(call.mask, len(call.value), seq_len_of(call.query), call.query.device)
+        return attend_to_rows(call, *call.cache.update(call.key, call.value, call.layer_idx))
 
     def observe_weights(self, weights: Tensor | None) -> None:
         """Attention of an uncompressed model is done.

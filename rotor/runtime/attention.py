@@ -26,7 +26,7 @@ from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer
 from .rope import RotaryTable, Rotations, rope_of
-from .steps import InCache, Step
+from .steps import AttentionCall, CacheRows
 
 # Older versions of transformers have but one layer that quantises.
 QUANTISING = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
@@ -66,7 +66,7 @@ class RotorAttention(CompressedProjections):
         self.shape, self.layout = shape, layout
         self.is_causal = True
         self.kernels: LayerKernels = default_layer(layout)
-        self.store: Any = InCache()
+        self.store: Any = CacheRows()
         self.rotary = rotary
         self.rope = rope_of(layout, shape, rotary)
 
@@ -83,14 +83,14 @@ class RotorAttention(CompressedProjections):
         batch_size, seq_len, _ = hidden_states.shape
         cache = layer_past if past_key_values is None else past_key_values
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
-        keeper = self.store.keeper(cache, self.layer_idx)
-        place = self.store.place(cache, self.layer_idx, seq_len)
-        served = not keeper.in_pytorch and kernels_serve(
+        store = self.store.row_store(cache, self.layer_idx)
+        span = self.store.token_span(cache, self.layer_idx, seq_len)
+        served = not store.in_pytorch and kernels_serve(
             hidden_states, self.layout, self.shape, attention_mask, self.rope.fits_kernels
         )
         kernels = self.kernels if served else None
-        self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, place)
-        rotations = self.rope(place, position_embeddings, hidden_states, served)
+        self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
+        rotations = self.rope(span, position_embeddings, hidden_states, served)
 
         projected = self.projected(hidden_states)
         with torch.autocast(hidden_states.device.type, enabled=False):
@@ -101,8 +101,8 @@ class RotorAttention(CompressedProjections):
                 from ..kernels import operators  # imports Triton
 
                 rows = operators.append(parameters, kernels, *projected, rotations.table, rotations.places)
-            step = Step(parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels)
-            output = keeper.attend(step)
+            call = AttentionCall(parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels)
+            output = store.store_and_attend(call)
         return self.o_proj(output), None
 
     def _parameters_of_attention(self) -> AttentionParameters:

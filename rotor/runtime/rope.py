@@ -16,7 +16,7 @@ TABLE_ROWS = 1024
 """Rows by which a table of cosines and sines grows."""
 
 
-class Place(NamedTuple):
+class TokenSpan(NamedTuple):
     """Where the tokens of a pass lie in the cache.
 
     query_offset: index of the first new token, and seq_len their number. kv_offset: index of the first key that
@@ -118,11 +118,17 @@ class NoRope:
 
     fits_kernels = True
 
-    def __call__(self, place: Place, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
+    def __call__(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         return Rotations()
 
     def check(
-        self, positions: Tensor | None, mask: Tensor | None, cache: Any, layer_idx: int, batch_size: int, place: Place
+        self,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        cache: Any,
+        layer_idx: int,
+        batch_size: int,
+        span: TokenSpan,
     ) -> None:
         """Raises UsageError where keys would be rotated by other positions than the model was given."""
 
@@ -130,7 +136,7 @@ class NoRope:
 class PostRope(NoRope):
     """Queries and keys are rotated by the positions that the model is given, and stay so."""
 
-    def __call__(self, place: Place, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
+    def __call__(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         assert given is not None
         if kernels:
             return Rotations(table=(given[0].flatten(0, 1), given[1].flatten(0, 1)))
@@ -147,27 +153,33 @@ class InBlocks(NoRope):
         self.block = 1 if all_fast else form.rope_block
         self.fits_kernels = not table.depends_on_length
 
-    def __call__(self, place: Place, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
+    def __call__(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         """Where a window has let go of the first keys, rows may begin within a block: the table begins with it."""
-        first = place.kv_offset % self.block
-        start = place.kv_offset - first
-        index = place.indices
+        first = span.kv_offset % self.block
+        start = span.kv_offset - first
+        index = span.indices
         if index is None:
-            index = torch.arange(place.seq_len, device=like.device) + (place.query_offset - start)
-        end = place.query_offset + place.seq_len
+            index = torch.arange(span.seq_len, device=like.device) + (span.query_offset - start)
+        end = span.query_offset + span.seq_len
         dtype = torch.float32 if kernels else like.dtype  # kernels compose rotations, and so want them exact
-        table = self.table(start, first + place.kv_len, end, like.device, dtype)
+        table = self.table(start, first + span.kv_len, end, like.device, dtype)
         if kernels:
             return Rotations(table=table, places=index, first=first)
         read = table if self.all_fast else self.table.when_read(self.form)
         stored = None if self.all_fast else within_blocks(table, index, self.form)
-        return Rotations(rows_of(table, index), stored, rows_of(read, slice(first, first + place.kv_len)), table)
+        return Rotations(rows_of(table, index), stored, rows_of(read, slice(first, first + span.kv_len)), table)
 
     def check(
-        self, positions: Tensor | None, mask: Tensor | None, cache: Any, layer_idx: int, batch_size: int, place: Place
+        self,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        cache: Any,
+        layer_idx: int,
+        batch_size: int,
+        span: TokenSpan,
     ) -> None:
-        if place.indices is None:  # else they are compared as a whole, by whoever shared out the tokens
-            where = layer_idx, batch_size, place.query_offset, place.kv_offset
+        if span.indices is None:  # else they are compared as a whole, by whoever shared out the tokens
+            where = layer_idx, batch_size, span.query_offset, span.kv_offset
             self.table.check_positions(positions, mask, cache, *where)
 
 

@@ -1,6 +1,6 @@
 """One pass of a layer: where its rows are kept, and how its queries meet them.
 
-A layer's store is chosen when its model is loaded: transformers' caches (`InCache`), with or without a policy of
+A layer's store is chosen when its model is loaded: transformers' caches (`CacheRows`), with or without a policy of
 `rotor.policies`; while a sequence lies on several processes, what `rotor.parallel` puts in its place.
 """
 
@@ -17,13 +17,13 @@ from ..checkpoint.kernel_config import LayerKernels
 from ..errors import UsageError
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention
-from .rope import Place, Rotations
+from .rope import Rotations, TokenSpan
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
 NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and train that."
 
 
-class Step(NamedTuple):
+class AttentionCall(NamedTuple):
     """One pass of a layer.
 
     parameters: what attention goes by beside queries and rows. query, key, value: as in `reference.attention`, of the
@@ -42,7 +42,7 @@ class Step(NamedTuple):
     kernels: LayerKernels | None = None
 
 
-class Keeper(ABC):
+class RowStore(ABC):
     """Keeps the rows of a layer, and attends to them: a store, or a layer of a cache that follows a policy.
 
     in_pytorch: attention to it runs in plain PyTorch, whatever the device.
@@ -51,7 +51,7 @@ class Keeper(ABC):
     in_pytorch = False
 
     @abstractmethod
-    def attend(self, step: Step) -> Tensor:
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
         """Store the rows of new tokens, and let the queries attend to all that they see.
 
         Returns:
@@ -60,31 +60,31 @@ class Keeper(ABC):
 
 
 @dataclass(frozen=True)
-class InCache(Keeper):
+class CacheRows(RowStore):
     """Transformers' caches. policy, config: the cache policy that takes over empty caches, and the model's config."""
 
     policy: Any = None
     config: Any = None
 
-    def place(self, cache: Any, layer_idx: int, seq_len: int) -> Place:
+    def token_span(self, cache: Any, layer_idx: int, seq_len: int) -> TokenSpan:
         """Where the tokens of a pass lie."""
         if cache is None:
-            return Place(0, seq_len, 0, seq_len)
+            return TokenSpan(0, seq_len, 0, seq_len)
         kv_len, kv_offset = cache.get_mask_sizes(seq_len, layer_idx)
-        return Place(cache.get_seq_length(layer_idx), seq_len, kv_offset, kv_len)
+        return TokenSpan(cache.get_seq_length(layer_idx), seq_len, kv_offset, kv_len)
 
-    def keeper(self, cache: Any, layer_idx: int) -> Keeper:
+    def row_store(self, cache: Any, layer_idx: int) -> RowStore:
         """Who keeps the rows of a pass."""
         if self.policy is not None and cache is not None:
             self.policy.adopt(cache, self.config)
         layers = getattr(cache, "layers", ())
         own = layers[layer_idx] if layer_idx < len(layers) else None
-        return own if isinstance(own, Keeper) else self
+        return own if isinstance(own, RowStore) else self
 
-    def attend(self, step: Step) -> Tensor:
-        if step.cache is None:
-            return attend_to_rows(step, step.key, step.value)
-        return attend_to_rows(step, *step.cache.update(step.key, step.value, step.layer_idx))
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
+        if call.cache is None:
+            return attend_to_rows(call, call.key, call.value)
+        return attend_to_rows(call, *call.cache.update(call.key, call.value, call.layer_idx))
 
 
 def _check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, int, int]) -> None:
@@ -97,17 +97,22 @@ def _check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, i
         )
 
 
-def attend_to_rows(step: Step, key: Tensor, value: Tensor) -> Tensor:
+def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor) -> Tensor:
     """Attention of a step's queries to all rows, [batch_size, 1, kv_len, *]: see `kernels.reference.attention`."""
-    parameters, seq_len = step.parameters, seq_len_of(step.query)
-    _check_mask(step.mask, step.layer_idx, (len(key), parameters.shape.num_heads, seq_len, key.shape[2]))
-    if step.kernels is not None:
-        from ..kernels import operators  # imports Triton
+    parameters, seq_len = call.parameters, seq_len_of(call.query)
+    _check_mask(call.mask, call.layer_idx, (len(key), parameters.shape.num_heads, seq_len, key.shape[2]))
+    if call.kernels is not None:
+        rotation = call.rotations.table if parameters.layout.in_blocks else None
+        inputs = call.query, key, value, parameters, call.kernels
+        around = {"rotation": rotation, "first": call.rotations.first, "attention_mask": call.mask}
+        if torch.compiler.is_compiling():
+            from ..kernels.operators import traced_attention  # imports Triton
 
-        rotation = step.rotations.table if parameters.layout.in_blocks else None
-        rows = step.query, key, value, step.mask, rotation, step.rotations.first
-        return operators.attend(parameters, step.kernels, *rows, step.layer_idx)
-    output = attention(step.query, key, value, parameters, step.rotations.read, step.mask)
+            return traced_attention(*inputs, **around)
+        from ..kernels.attention import rows_attention  # imports Triton
+
+        return rows_attention(*inputs, **around, layer_idx=call.layer_idx)
+    output = attention(call.query, key, value, parameters, call.rotations.read, call.mask)
     if parameters.layout.coded and output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_refuse_gradients)
     return output

@@ -8,10 +8,12 @@ most one of them is in memory at a time. All else (other layers and their kernel
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +43,7 @@ from ..checkpoint.section import CompressedSection, is_compressed
 from ..kernels.rotary import Rotation
 from .attention import RotorSelfAttention
 from .layers import Loading, Plan
-from .pages import PagedLayer, Step
+from .pages import PagedLayer, StepRequests
 from .served import PREFIX
 
 __all__: list[str] = []
@@ -134,7 +136,7 @@ def _varlen(width: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
 
     version = get_flash_attn_version(head_size=-(-width // 8) * 8)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    def flash_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         query_start, kv_start, longest, longest_kv, scaling, window, softcap = rest
         return flash_attn_varlen_func(
             q,
@@ -151,7 +153,7 @@ def _varlen(width: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
             fa_version=version,
         )
 
-    return attend
+    return flash_attention
 
 
 @contextmanager
@@ -185,20 +187,25 @@ def rotation_table(rotary: Any, length: int) -> Rotation:
     """Compute cos and sin, each [length, rotary_dim], both halves alike; vLLM's own are rounded to the model's dtype.
 
     Args:
-        rotary: vLLM's module; layers share it, and it keeps their table.
+        rotary: vLLM's module, which layers share.
         length: positions that there are, max_model_len. Where frequencies depend on it (longrope), vLLM has decided for
             one set of them, and so does this.
     """
-    if not hasattr(rotary, "rotor_table"):
+    known = _rotation_tables.get(rotary)
+    if known is None:
         arguments: tuple[Any, ...] = ()
         if hasattr(rotary, "use_long_rope"):
             which = "long" if rotary.use_long_rope else "short"
             most = "max_position_embeddings" if rotary.use_long_rope else "original_max_position_embeddings"
             arguments = tuple(getattr(rotary, name) for name in (most, f"{which}_factor", f"{which}_mscale"))
         halves = rotary._compute_cos_sin_cache(*arguments).float()[:length].chunk(2, dim=-1)
-        rotary.rotor_table = tuple(torch.cat([half, half], -1).contiguous() for half in halves)
-    cos, sin = rotary.rotor_table
-    return cos, sin
+        cos, sin = (torch.cat([half, half], -1).contiguous() for half in halves)
+        known = _rotation_tables[rotary] = cos, sin
+    return known
+
+
+_rotation_tables: WeakKeyDictionary[Any, Rotation] = WeakKeyDictionary()
+"""The table of each of vLLM's rotary modules, which its layers share."""
 
 
 class RotorCache(nn.Module, AttentionLayerBase):
@@ -289,7 +296,7 @@ class RotorImpl(AttentionImpl[AttentionMetadata]):
         if attn_metadata is None:  # vLLM finds out what memory a step takes
             self.layer.prepare(output.device)
             return output.fill_(0)
-        self.layer.attend(query, kv_cache[:, 0], attn_metadata, output)
+        self.layer.attend_step(query, kv_cache[:, 0], attn_metadata, output)
         return output
 
 
@@ -341,7 +348,7 @@ def _backend(captured: AttentionCGSupport, mixed: bool) -> type[RotorBackend]:
     return type(f"Backend_{name}", (RotorBackend,), members)
 
 
-class RotorMetadata(Step, AttentionMetadata):
+class RotorMetadata(StepRequests, AttentionMetadata):
     """A step as vLLM passes it to the layers."""
 
 
@@ -355,13 +362,13 @@ class RotorMetadataBuilder(AttentionMetadataBuilder[RotorMetadata]):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RotorMetadata:
         """Layers of other widths have builders of their own, but the same batch: made once a step and block table."""
         common: Any = common_attn_metadata
-        known = getattr(common, "_rotor_metadata", None)
-        if known is None or known.block_table is not common.block_table_tensor:  # a copy, of another group of layers
+        known = _latest.of(common)
+        if known is None:
             threshold = self.reorder_batch_threshold or 1
             decodes = split_decodes_and_prefills(common, decode_threshold=threshold)[0]
             host = getattr(common, "seq_lens_cpu_upper_bound", None)
             lengths = common.seq_lens if host is None else host
-            known = common._rotor_metadata = RotorMetadata(
+            known = RotorMetadata(
                 decodes,
                 min(threshold, common.max_query_len),
                 common.max_seq_len,  # that of the model where a graph is captured
@@ -372,4 +379,23 @@ class RotorMetadataBuilder(AttentionMetadataBuilder[RotorMetadata]):
                 common.seq_lens,
                 common.block_table_tensor,
             )
+            _latest.remember(common, known)
         return known
+
+
+class _Latest:
+    """What was made of the latest batch, for the builders of the same step."""
+
+    def __init__(self) -> None:
+        self._batch: Any = None
+        self._made: RotorMetadata | None = None
+
+    def of(self, batch: Any) -> RotorMetadata | None:
+        same = self._batch is not None and self._batch() is batch
+        return self._made if same and self._made.block_table is batch.block_table_tensor else None  # type: ignore[union-attr]
+
+    def remember(self, batch: Any, made: RotorMetadata) -> None:
+        self._batch, self._made = weakref.ref(batch), made
+
+
+_latest = _Latest()

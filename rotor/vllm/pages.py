@@ -21,7 +21,7 @@ from .shards import Shard
 
 
 @dataclass
-class Step:
+class StepRequests:
     """The requests of a step, those that decode (few tokens each) first, prompts behind them.
 
     most_decoded: tokens of a decoding request, at most. most_keys: of a request.
@@ -126,7 +126,7 @@ class PagedLayer:
         for rows, new in zip(layout.stored_sides(*self.rows(pages)), packed, strict=False):
             rows[slots // page_size, slots % page_size] = new
 
-    def attend(self, query: Tensor, pages: Tensor, step: Step, output: Tensor) -> None:
+    def attend_step(self, query: Tensor, pages: Tensor, step: StepRequests, output: Tensor) -> None:
         """Attention of a step's tokens into `output`, [at least tokens, sum over query heads of value width].
 
         Args:
@@ -139,7 +139,7 @@ class PagedLayer:
             for request, (start, end) in enumerate(pairwise(step.starts)):
                 if end > start:
                     table, kv_len = step.block_table[request], int(step.seq_lens[request])
-                    output[start:end] = self.attend_alone(query[start:end], rows, table, kv_len)
+                    output[start:end] = self.attend_sequence(query[start:end], rows, table, kv_len)
             return
         from ..kernels.attention import attend_pages  # imports Triton
 
@@ -151,7 +151,7 @@ class PagedLayer:
                 rotation=self.rotation, window=self.window, varlen=self.varlen, out=output[own],
             )  # fmt: skip
 
-    def attend_alone(self, query: Tensor, rows: tuple[Tensor, Tensor], block_table: Tensor, kv_len: int) -> Tensor:
+    def attend_sequence(self, query: Tensor, rows: tuple[Tensor, Tensor], block_table: Tensor, kv_len: int) -> Tensor:
         """In plain PyTorch: causal attention of the last tokens of a sequence over its pages.
 
         Args:

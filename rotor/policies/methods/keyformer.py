@@ -9,7 +9,7 @@ import torch
 from pydantic import PositiveFloat, PositiveInt
 
 from ..column_sums import ScoreSoftmax
-from ..eviction import Held, ScoringEviction
+from ..eviction import KeptTokens, ScoringEviction
 from ..policy import Seed, Share
 
 
@@ -35,7 +35,7 @@ class Keyformer(ScoringEviction):
     steps: PositiveInt = 128
     seed: Seed = 0
 
-    def score_softmax(self, held: Held) -> ScoreSoftmax:
+    def score_softmax(self, held: KeptTokens) -> ScoreSoftmax:
         gumbel = -torch.log(-torch.log(held.noise(self.seed)))
         grown = min(1.0, held.generated / self.steps)
         return ScoreSoftmax(gumbel, self.tau_first + (self.tau_last - self.tau_first) * grown)

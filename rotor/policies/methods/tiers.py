@@ -14,7 +14,7 @@ from ...checkpoint.layout import GroupLayout, LayerLayout
 from ...kernels.parameters import seq_len_of
 from ...kernels.reference import partial_attention
 from ...kernels.rows import resize_layer
-from ...runtime.steps import Step
+from ...runtime.steps import AttentionCall
 from ..layer import PolicyLayer, StoredSequence, behind_padding
 from ..policy import Policy, Share
 
@@ -117,13 +117,13 @@ class TieredLayer(PolicyLayer):
     def follow(self, layout: LayerLayout, dtype: torch.dtype) -> None:
         self.layout, self.layouts = layout, self.policy.layouts(layout)
 
-    def attend(self, step: Step) -> Tensor:
-        self.begin(step.mask, len(step.value), seq_len_of(step.query), step.query.device)
-        self.follow(step.parameters.layout, step.query.dtype)
-        rows = step.cache.update(step.key, step.value, step.layer_idx)
-        output, log_sums = partial_attention(step.query, *rows, step.parameters, step.rotations.read, step.mask)
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
+        self.begin(call.mask, len(call.value), seq_len_of(call.query), call.query.device)
+        self.follow(call.parameters.layout, call.query.dtype)
+        rows = call.cache.update(call.key, call.value, call.layer_idx)
+        output, log_sums = partial_attention(call.query, *rows, call.parameters, call.rotations.read, call.mask)
         self.choose(log_sums)
-        return output.to(step.query.dtype)
+        return output.to(call.query.dtype)
 
     def store(self, sequence: TieredSequence, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the rows of new tokens, which are important until it is known what they are worth."""
