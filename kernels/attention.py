@@ -1,4 +1,4 @@
-"""Attention over the rows of a layer by the kernels, for what transformers and serving engines pass to a layer."""
+"""Attention over the rows of a layer by the kernels, for callers from transformers and serving engines."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def rows_attention(
         query: [batch_size, num_heads, seq_len, head_dim], rotated, KV heads in the order of the layout; in a model
             without RoPE [batch_size, seq_len, sum over query heads of width].
         key, value: rows, [batch_size, 1, kv_len, bytes] uint8, or of numbers [batch_size, 1, kv_len, width].
-        kernels: the launches of the layer (kernel_config.json, or `defaults.default_layer`).
+        kernels: how the layer is launched (kernel_config.json, or `defaults.default_layer`).
         rotation: of layers in blocks: cos and sin by index, [at least first + kv_len, rotary_dim], float32; row 0 is at
             the beginning of a block. Not `rotary.when_read`: the kernels compose rotations themselves.
-        first: places of the block that lie before the first row of the cache (a window let go of them).
+        first: positions of the block before the first row of the cache, which a window has dropped.
         attention_mask: [batch_size or 1, 1, seq_len or 1, kv_len or 1], bool; None is causal: a prefill into an empty
             cache, or one token that attends to all keys.
         layer_idx: of the layer: what its step computes of the mask serves the layers after it.
@@ -91,27 +91,27 @@ def attend_pages(
     varlen: Varlen | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of packed queries over pages, which hold the new tokens' own rows already.
+    """Causal attention of packed queries over pages, which hold the rows of the new tokens already.
 
-    Sequences whose group has at most MOST_ROWS query rows (by max_query_len) decode; else all of the call are prompts.
-    An engine that mixes both calls once for each part.
+    If a group has at most MOST_ROWS query rows (by max_query_len), the sequences decode; otherwise all are prompts. An
+    engine with both kinds calls once for each.
 
     Args:
         query: [tokens, num_heads, head_dim], rotated, or of a model without RoPE [tokens, sum over heads of width].
         key, value: pages, [num_pages, page_size, bytes] uint8, or of numbers [num_pages, page_size, width].
         block_table: [batch_size, pages of a sequence], int32.
         query_start_loc: [batch_size + 1], int32. kv_lens: [batch_size], int32, the new tokens among them.
-        max_query_len, max_kv_len: no less than the most of a sequence, known to the host; of a CUDA graph's decoding
-            step what it was captured for.
+        max_query_len, max_kv_len: upper bounds for a sequence, known to the host; in a CUDA graph those that it was
+            captured for.
         rotation: of layers in blocks: cos and sin by position, [positions, rotary_dim], float32.
         window: a query attends to itself and the window - 1 keys before it.
-        keys: of decoding: what `ranges_of_pages` makes of these lengths, once a step for layers of one window; by
-            default made here.
-        total_kv_len: of prompts: no less than all keys together; None asks the device, and waits for it.
-        varlen: of prompts: an engine's own attention over packed sequences, see `stock.Varlen`.
+        keys: for decoding, what `ranges_of_pages` makes of these lengths, once a step for all layers of one window;
+            computed here by default.
+        total_kv_len: for prompts, an upper bound of all keys together; None asks the device and waits for it.
+        varlen: for prompts, an engine's attention over packed sequences, see `stock.Varlen`.
         out: [tokens, sum over query heads of value width] to write into.
     Returns:
-        [tokens, sum over query heads of value width], dtype of query; tokens of no sequence hold anything.
+        [tokens, sum over query heads of value width], dtype of query; undefined for tokens of no sequence.
     """
     if max_query_len * parameters.heads_per_group <= MOST_ROWS and not kernels.materialise:
         if keys is None:
@@ -187,7 +187,7 @@ def block_rotations(
     """RoPE by block and place, made once for all layers and steps that go by a table.
 
     Args:
-        remember: whether the table stays as it is; memory of compiled code does not.
+        remember: the table will not change; compiled code writes into its memory again.
     """
     cos, sin = rotation
 
@@ -202,7 +202,7 @@ def block_rotations(
 def ranges_of_pages(
     query_start_loc: Tensor, kv_lens: Tensor, tokens: int, max_query_len: int, window: int | None = None
 ) -> KeyRanges:
-    """What packed queries attend to, causally; arguments as of `attend_pages`."""
+    """The keys that packed queries attend to, causally; arguments as in `attend_pages`."""
     if max_query_len == 1 and tokens == len(kv_lens):
         return KeyRanges.of_lengths(kv_lens, window=window)
     return KeyRanges.packed(query_start_loc, kv_lens, tokens, max_query_len, window)
@@ -231,7 +231,7 @@ _step = _Step()
 
 
 def ranges_of(mask: Tensor | None, shape: tuple[int, int, int], device: torch.device) -> KeyRanges:
-    """The keys that queries attend to, by a mask or, without one, causally; nothing is remembered.
+    """The keys that queries attend to: those of a mask, or without one causally.
 
     Args:
         mask: broadcastable to [batch_size, 1, seq_len, kv_len], bool.
@@ -242,7 +242,7 @@ def ranges_of(mask: Tensor | None, shape: tuple[int, int, int], device: torch.de
         return KeyRanges.of_mask(mask[:, 0].expand(shape))
     if seq_len == 1:
         return KeyRanges.of_lengths(torch.full((batch_size,), kv_len, dtype=torch.int32, device=device))
-    # Nothing lies before the new keys then: a static cache holds only its empty rest behind them.
+    # Without a mask several tokens are a prompt: nothing lies before them, and behind them a static cache is empty.
     lengths = torch.full((batch_size,), seq_len, dtype=torch.int32, device=device)
     start = torch.arange(0, batch_size * seq_len + 1, seq_len, dtype=torch.int32, device=device)
     return KeyRanges.packed(start, lengths, batch_size * seq_len, seq_len)

@@ -1,7 +1,7 @@
-"""Decoding launched: absorb, decode, join. Nothing waits for the host.
+"""Launch decoding: absorb, decode, join. Nothing waits for the host.
 
-What a layer's launches go by is made once (`DecodeLayer`), what RoPE's tables say of blocks once for all layers
-(`BlockRotations`), what a step's queries see once a step (`ranges.KeyRanges`).
+Tables and constants of a layer are made once (`DecodeLayer`), RoPE by blocks once for all layers (`BlockRotations`),
+and the keys that queries see once a step (`ranges.KeyRanges`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from .rotary import Rotation
 from .rows import as_loaded
 
 MOST_ROWS = 64
-"""Query rows of a group that one tile meets."""
+"""Most query rows of a group that one tile takes."""
 
 ABSORBED_BYTES = 256 << 20
-"""Of absorbed queries at once: longer batches are launched in parts."""
+"""Most bytes of absorbed queries in one launch; larger batches are launched in parts."""
 
 
 @dataclass(frozen=True)
 class BlockRotations:
     """RoPE's tables by block and by place in a block.
 
-    slow: [blocks, 2, columns], fast: [blocks, 2, 2 * planes], cos and sin of where blocks begin, in the compute dtype,
-    and what that rounding leaves. places: [2, rope_block, planes], without RoPE's attention factor.
+    slow: [blocks, 2, columns], fast: [blocks, 2, 2 * planes]: cos and sin of the positions where blocks begin, in the
+    compute dtype, and the error of that rounding. places: [2, rope_block, planes], without RoPE's attention factor.
     """
 
     slow: Tensor
@@ -51,7 +51,7 @@ class BlockRotations:
 
     @classmethod
     def of(cls, rotation: Rotation, layout: LayerLayout, dtype: torch.dtype) -> BlockRotations:
-        """From cos and sin by position, [positions, rotary_dim], of a layer in blocks."""
+        """Make them from cos and sin by position, [positions, rotary_dim], of a layer in blocks."""
         assert layout.rope_block is not None
         block, planes, fast = layout.rope_block, rotation[0].shape[-1] // 2, layout.fast_planes
         cos, sin = (table[:, :planes].float() for table in rotation)
@@ -73,12 +73,12 @@ def _split(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def padded_columns(count: int) -> int:
-    """To what a matrix product takes; 0 of none."""
+    """Columns padded to what a matrix product takes; 0 stays 0."""
     return padded(count) if count else 0
 
 
 class DecodeLayer:
-    """What the launches of a layer go by, on one device and in one dtype; made when a model is loaded."""
+    """Tables and constants of a layer's launches, on one device and in one dtype."""
 
     def __init__(self, parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> None:
         layout, shape = parameters.layout, parameters.shape
@@ -131,14 +131,15 @@ class DecodeLayer:
         self.table(self.key_align, self.value_align)
 
     def table(self, key_align: int, value_align: int) -> Tensor:
-        """[groups, 8], see `decode`; places in rows in units of what divides them and the strides of the cache."""
+        """The table [groups, 8] of `decode_kernel`, with offsets in rows in units of key_align and value_align."""
         if (key_align, value_align) not in self._tables:
             rows = [[r[0], r[1] // key_align, r[2], r[3] // value_align, *r[4:]] for r in self.rows]
             self._tables[key_align, value_align] = device_table(rows, self.device)
         return self._tables[key_align, value_align]
 
     def _fast_parts(self) -> tuple[Tensor, Tensor]:
-        """What rebuilds fast planes: [groups, heads, operands, 2, fast, columns] and [groups, heads, 2, fast]."""
+        """Basis and constant by which fast planes are rebuilt: [groups, heads, operands, 2, fast, columns] and
+        [groups, heads, 2, fast]."""
         assert self.basis is not None
         layout, planes, head_dim = self.layout, self.planes, self.shape.head_dim
         parts = self.basis.new_zeros(len(layout.groups), self.heads, self.operands, 2, self.fast, self.columns)
@@ -158,18 +159,18 @@ class DecodeLayer:
 
     @cached_property
     def offset(self) -> float:
-        """What an operand is more than what it stands for, which is a nibble or crumb less 8."""
+        """Excess of an operand over the number that it stands for, a nibble or crumb less 8."""
         if not self.word_operands or self.dtype == torch.float32:
             return 0.0
         return 1032.0 if self.dtype == torch.float16 else 136.0
 
     @property
     def has_constant(self) -> bool:
-        """Whether all keys of a block share something besides their latents."""
+        """Whether a logit is added to all keys of a block."""
         return self.word_operands > 0 and not (self.folded and self.offset == 0)
 
     def tiles(self, tokens: int = 1, capability: int = 90) -> Tile:
-        """By rule, for so many new tokens."""
+        """The tile by rule, for so many new tokens."""
         return decode_tile(self.layout, tokens * self.group_rows, capability)
 
     def step(self, tiles: Tile) -> int:
@@ -177,7 +178,7 @@ class DecodeLayer:
         return min(tiles.keys, self.block) if self.block else tiles.keys
 
     def constants(self, tokens: int, tiles: Tile, page: int, mask: bool, softcap: bool) -> dict[str, Any]:
-        """Of the decode kernel, but for what divides the strides of a cache."""
+        """Constants of the decode kernel, except the alignment of a cache's strides."""
         return {
             "CODED": self.word_operands, "JOINT": self.joint, "FOLDED": self.folded, "SLOW": self.slow,
             "CONSTANT": self.has_constant, "FAST": self.fast, "BLOCK": self.block, "HEADS": self.heads,
@@ -232,13 +233,13 @@ def decode_attention(
 
     Args:
         query: [tokens, num_heads, head_dim], rotated, KV heads in the order of the layout; in a model without RoPE
-            absorbed already, [tokens, sum over query heads of width]. The innermost stride is 1.
+            absorbed ones, [tokens, sum over query heads of width]. The innermost stride is 1.
         key, value: rows, [batch_size, kv_len, bytes or numbers], with a block table [pages, page_size, .]. Values of
             joint latents are read from `key`.
-        layer, ranges, rotations: of the layer, of the step, and of the model where keys are rotated within blocks.
-        block_table: [batch_size, pages of a sequence], int32; entries behind that of the last key are not read.
-        tiles, programs: in place of what the layer and the device say.
-        max_kv_len: no sequence is longer; by default what cache or block table hold.
+        layer, ranges, rotations: made for the layer, for the step, and, where keys are in blocks, for the model.
+        block_table: [batch_size, pages of a sequence], int32; entries behind the last key's are not read.
+        tiles, programs: override what the layer and the device suggest.
+        max_kv_len: upper bound of a sequence's keys; by default what cache or block table hold.
         out: [tokens, sum over query heads of value width] to write into.
     Returns:
         [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; zeros of
@@ -335,31 +336,31 @@ def decode_attention(
     return output
 
 
-class _Kept(threading.local):
-    """Memory that a thread's launches keep, by device and stream: others may launch between two of its own."""
+class _Buffers(threading.local):
+    """Memory that a thread keeps between its launches, by device and stream, as other threads launch in between."""
 
     def __init__(self) -> None:
         self.by_stream: dict[tuple[torch.device, int], Tensor] = {}
 
 
-_kept = _Kept()
+_buffers = _Buffers()
 
 
 def _memory(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
-    """Float32 for what a launch leaves to the next, kept from layer to layer and from step to step.
+    """Float32 buffers that a launch leaves to the next, kept from layer to layer and from step to step.
 
-    Parts begin at multiples of 256 bytes. A CUDA graph under capture takes them from its own pool.
+    Each begins at a multiple of 256 bytes. A CUDA graph under capture takes them from its own pool.
     """
     whole = [-(-size // 64) * 64 for size in sizes]
     memory, place = None, (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if not captured:
-        memory = _kept.by_stream.get(place)
+        memory = _buffers.by_stream.get(place)
     if memory is None or memory.numel() < sum(whole):
         with torch.inference_mode(False):  # it serves calls in and out of that mode
             memory = torch.empty(sum(whole), dtype=torch.float32, device=device)
         if not captured:
-            _kept.by_stream[place] = memory
+            _buffers.by_stream[place] = memory
     return [part[:size] for part, size in zip(memory[: sum(whole)].split(whole), sizes, strict=True)]
 
 

@@ -1,12 +1,12 @@
-"""The kernels as a layer of a model calls them: as they are, or where torch.compile traces it as operators of PyTorch.
+"""The kernels as operators of PyTorch, for code that torch.compile traces.
 
-What the compiler sees is one operator a call with tensors, numbers and one text (`describe`) as arguments; what it
-stands for, tables of a layer and the sizes of tiles included, is looked up when the operator runs. While a model is
-traced, an operator's fake implementation says the shapes, and puts the tables of its layer on the device: a CUDA graph
-under capture could not copy them there. Nothing is remembered of a mask, since compiled code uses memory again without
-a word: the ranges of its keys are computed by each layer, on the device.
+The compiler sees one operator a call, whose arguments are tensors, numbers and one text (`describe`). The text stands
+for the layer; its tables and tiles are looked up when the operator runs. While a model is traced, an operator's fake
+implementation gives the shapes and puts the tables of its layer on the device, since a CUDA graph under capture could
+not copy them there. Nothing is remembered of a mask, as compiled code writes into its memory again: each layer computes
+the ranges of its keys on the device.
 
-Outside of torch.compile an operator would cost time on the host and bring nothing.
+Outside of torch.compile an operator would only cost time on the host.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .rows import row_dtype
 
 @torch.compiler.assume_constant_result
 def describe(layout: LayerLayout, shape: AttentionShape, kernels: LayerKernels) -> str:
-    """A layer as an operator's argument, which `described` reads."""
+    """Write a layer as a text, which an operator can take; `described` reads it."""
     return json.dumps([layout.to_dict(), asdict(shape), asdict(kernels)], separators=(",", ":"))
 
 
 @lru_cache(maxsize=4096)
 def described(text: str) -> tuple[LayerLayout, AttentionShape, LayerKernels]:
-    """What `describe` wrote."""
+    """Read what `describe` wrote."""
     layout, shape, kernels = json.loads(text)
     where = "a layer's text"
     return LayerLayout.from_dict(layout, where), AttentionShape(**shape), Reader(where).read(LayerKernels, kernels)
@@ -57,7 +57,7 @@ def _append(
     index: Tensor | None,
     layer: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `append.append` into new rows; without queries the first is empty."""
+    """`append.append` into new rows; the first result is empty where there are no queries."""
     layout, shape, _ = described(layer)
     rotation = None if cos is None or sin is None else (cos, sin)
     made = append_rows(
@@ -66,7 +66,7 @@ def _append(
     )  # fmt: skip
     rotated = key.new_empty(0) if made.query is None else made.query.transpose(1, 2)
     inputs = {side.untyped_storage().data_ptr() for side in (key, value) if side is not None}
-    # An operator's outputs are memory of their own; rows of numbers may be what k_proj and v_proj put out.
+    # An operator must not return its inputs, and rows of numbers may be the outputs of k_proj and v_proj.
     rows = [row.clone() if row.untyped_storage().data_ptr() in inputs else row for row in (made.key, made.value)]
     return rotated, rows[0], rows[1]
 
@@ -92,7 +92,7 @@ def append(
     rotation: Rotation | None,
     index: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of new tokens as attention takes them, and their rows of keys and values; see `append.append`.
+    """Make the queries of new tokens as attention takes them, and their rows; see `append.append`.
 
     Args:
         query, key, value: as projections and norms put them out.

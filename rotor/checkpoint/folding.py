@@ -132,7 +132,7 @@ def fold_code(
 
 
 def _refit(basis: FoldedBasis, outputs: Tensor, group_size: int) -> FoldedBasis:
-    """Least squares: what each query head should read its output back with, given the latents that are kept.
+    """Refit by least squares what each query head reads its output back with, given the latents that are kept.
 
     Minimises E |o - reader (encode^T o_group)|^2 for each query head over its own outputs, by a correction to `read`
     with a small ridge; at full rank the correction is zero. The means of what was dropped are in it.
@@ -144,8 +144,8 @@ def _refit(basis: FoldedBasis, outputs: Tensor, group_size: int) -> FoldedBasis:
     latent = outputs @ basis.encode
     gram = basis.encode.mT @ latent
     index = torch.arange(group_size)
-    own = latent.unflatten(-2, (group_size, -1))[index, :, index]  # each KV head's own rows, [g, heads_per_kv, ...]
-    residual = own - read @ gram
+    of_head = latent.unflatten(-2, (group_size, -1))[index, :, index]  # rows of each KV head, [g, heads_per_kv, ...]
+    residual = of_head - read @ gram
     ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=torch.finfo(gram.dtype).tiny)
     gram = gram + torch.diag_embed(ridge.unsqueeze(-1).expand(gram.shape[:-1]))
     with one_thread():
@@ -216,27 +216,27 @@ def _rewritten(
         constants = [_by_query_head(basis.constant, layout, 1) for basis in values]
         tensors["o_proj.bias"] = _with_constants(weights.o_bias, columns, constants, layout)
     specs = layer_tensors(layout, shape, weights.bias_names)
-    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {n: s.shape for n, s in specs.items()}
+    made = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    assert {name: tuple(tensor.shape) for name, tensor in made.items()} == {n: s.shape for n, s in specs.items()}
     return {
-        name: _cast(found[name], torch.float32 if spec.float32 else _dtype_of(name, weights), weights.prefix + name)
+        name: _cast(made[name], torch.float32 if spec.float32 else _dtype_of(name, weights), weights.prefix + name)
         for name, spec in specs.items()
     }
 
 
 def _absorbed(query: Tensor, decode: list[Tensor], layout: LayerLayout) -> Tensor:
-    """Queries [num_kv_heads, heads_per_kv, head_dim, ...] in the latents of their keys, without RoPE."""
+    """Absorb queries [num_kv_heads, heads_per_kv, head_dim, ...] into the latents of their keys, without RoPE."""
     blocks = _per_group(query.to(torch.float64), layout)
     return torch.cat(
         [
-            torch.einsum("gdr,gpd...->gpr...", own.unflatten(0, (layout.group_size, -1)), block).flatten(0, 2)
-            for own, block in zip(decode, blocks, strict=True)
+            torch.einsum("gdr,gpd...->gpr...", basis.unflatten(0, (layout.group_size, -1)), block).flatten(0, 2)
+            for basis, block in zip(decode, blocks, strict=True)
         ]
     )
 
 
 def _with_constants(bias: Tensor | None, columns: Tensor, constants: list[Tensor], layout: LayerLayout) -> Tensor:
-    """The bias of o_proj with what it makes of the constant values.
+    """Add to the bias of o_proj what it makes of the constant values.
 
     Args:
         columns: of W_o, [num_kv_heads, heads_per_kv, head_dim, hidden_size]. constants: of each group, [group_size,
@@ -249,10 +249,10 @@ def _with_constants(bias: Tensor | None, columns: Tensor, constants: list[Tensor
 
 
 def _shifted(bias: Tensor | None, bases: list[FoldedBasis], dtype: torch.dtype) -> tuple[Tensor, list[FoldedBasis]]:
-    """The bias of a projection into codes, as it is in its dtype, and the bases with what that rounding moved.
+    """Round the bias of a projection into codes to its dtype, and move the bases by what the rounding changed.
 
-    Means are many scales large: a bias of 16 bits may be off by a good part of one, the same for every token. What
-    reads the codes takes it into account.
+    A mean is many scales large, so rounding to 16 bits may move it by a good part of a scale, for every token alike.
+    The bases that read the codes correct for that.
     """
     shifts = [basis.shift for basis in bases if basis.shift is not None]
     exact = torch.cat(shifts)
@@ -285,14 +285,14 @@ def _flatten_kv(tensor: Tensor | None) -> Tensor | None:
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Of those that there are."""
+    """Sum of the tensors that are not None."""
     if first is None or second is None:
         return second if first is None else first
     return first + second
 
 
 def _fold(tensor: Tensor | None, encode: list[Tensor], layout: LayerLayout) -> Tensor | None:
-    """Projections [num_kv_heads, 1, head_dim, ...] into latents: encode^T W, group by group."""
+    """Fold projections [num_kv_heads, 1, head_dim, ...] into latents: encode^T W, group by group."""
     if tensor is None:
         return None
     blocks = (block.flatten(0, 2).to(torch.float64) for block in _per_group(tensor, layout))
@@ -300,7 +300,7 @@ def _fold(tensor: Tensor | None, encode: list[Tensor], layout: LayerLayout) -> T
 
 
 def _dtype_of(name: str, weights: AttentionWeights) -> torch.dtype:
-    """That of the tensor which a new one replaces; without one that of its projection, or of the values."""
+    """Dtype of the tensor that a new one replaces, else of its projection's weight, else of v_proj."""
     if "_proj." not in name:
         return weights.v_weight.dtype
     side, kind = name[0], name.rpartition(".")[2]

@@ -94,14 +94,14 @@ POST_ROPE = KeyForm()
 
 
 def pre_rope(shape: AttentionShape) -> KeyForm:
-    """All planes fast; in a model without RoPE the only form that there is."""
+    """The form in which all planes are fast; the only one of a model without RoPE."""
     return KeyForm(MOST_ROPE_BLOCK, shape.rotary_planes) if shape.rotary_dim else POST_ROPE
 
 
 class LayerForm(NamedTuple):
-    """What every layer is compressed to.
+    """What every layer of a model is compressed to.
 
-    keys: how they are stored. group_size: KV heads that share a latent. joint: values share it too.
+    keys: how keys are stored. group_size: KV heads that share a latent. joint: values share it too.
     """
 
     keys: KeyForm
@@ -118,7 +118,7 @@ class LayerForm(NamedTuple):
         return self.group_size * head_dim * (2 if self.joint else 1)
 
     def in_words(self, shape: AttentionShape) -> str:
-        """`joint, pre-RoPE, 2 heads`; `apart` where keys and values have latents of their own."""
+        """`joint, pre-RoPE, 2 heads`; `apart` where keys and values have a latent each."""
         heads = f"{self.group_size} head{'s' if self.group_size > 1 else ''}"
         return f"{'joint' if self.joint else 'apart'}, {self.keys.in_words(shape)}, {heads}"
 
@@ -145,12 +145,12 @@ class GroupLayout:
 
     @property
     def latents(self) -> tuple[Latent, ...]:
-        """Those that the cache holds."""
+        """The latents that the cache holds."""
         return (self.key,) if self.value is None else (self.key, self.value)
 
     @property
     def ranks_in_words(self) -> str:
-        """`48+32` of keys and values, or `96 joint`."""
+        """Ranks of keys and values as `48+32`, or as `96 joint`."""
         return f"{self.key.rank} joint" if self.value is None else f"{self.key.rank}+{self.value.rank}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -162,9 +162,9 @@ class GroupLayout:
 class GroupClass:
     """Consecutive groups of a layer with equal latents: what one batched operation serves.
 
-    key_rank, value_rank: channels of the groups before, in what projections put out. key_place: places of the groups
-    before, in what reads keys. key_byte, value_byte: where the first one begins in the rows that keys
-    and values are read from. key_stride, value_stride: bytes there from one group to the next.
+    key_rank, value_rank: channels of the groups before, in what projections put out. key_column: columns of the groups
+    before, in the bases that read keys. key_byte, value_byte: where the first group begins in the rows that keys and
+    values are read from. key_stride, value_stride: bytes there from one group to the next.
     """
 
     start: int
@@ -173,7 +173,7 @@ class GroupClass:
     value: Latent
     key_rank: int
     value_rank: int
-    key_place: int
+    key_column: int
     key_byte: int
     value_byte: int
     key_stride: int
@@ -184,8 +184,8 @@ class GroupClass:
 class LayerLayout:
     """The groups of one layer, in the order in which its rows hold them (by class, widest first).
 
-    All groups of a layer have as many KV heads, and are coded, and joint, alike; of as many planes of all latents
-    crumbs are read (see `Channels`), so that one kernel reads them all.
+    All groups of a layer have the same number of KV heads and of split planes (see `Channels`); either all are coded or
+    none, and either all are joint or none. One kernel reads them all.
 
     rope_block: T, a power of two up to MOST_ROPE_BLOCK; None: all positions.
     fast_planes: F, planes stored before RoPE; 0 without a rope_block.
@@ -209,7 +209,7 @@ class LayerLayout:
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: texts have other hashes in other processes."""
+        """Leave out the hash, which other processes compute otherwise."""
         return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @property
@@ -232,7 +232,7 @@ class LayerLayout:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether attention goes block by block of positions; otherwise queries are absorbed once for all keys."""
+        """Whether attention goes block by block; otherwise queries are absorbed once for all keys."""
         return self.rope_block is not None
 
     def folds_keys(self, shape: AttentionShape) -> bool:
@@ -240,7 +240,7 @@ class LayerLayout:
         return self.fast_planes == shape.rotary_planes and not shape.key_norm
 
     def folds_queries(self, shape: AttentionShape) -> bool:
-        """Whether q_proj puts out absorbed queries: in a model without RoPE."""
+        """Whether q_proj puts out absorbed queries, as in a model without RoPE."""
         return not shape.rotary_dim
 
     @property
@@ -269,7 +269,7 @@ class LayerLayout:
         return not (self.joint and self.folds_keys(shape))
 
     def shifted_projections(self, shape: AttentionShape) -> frozenset[str]:
-        """Which of k, v and o have a bias that codes add to: the means of channels, and what rows lack of them."""
+        """Names (k, v, o) of the projections whose bias codes add to: means of channels, and what rows lack of them."""
         if not self.coded:
             return frozenset()
         keys = "k" if self.folds_keys(shape) else ""
@@ -288,12 +288,12 @@ class LayerLayout:
 
     @property
     def key_width(self) -> int:
-        """Places of all key latents: columns of what reads them."""
+        """Columns of the bases that read all key latents."""
         return sum(group.key.width for group in self.groups)
 
     @property
     def value_width(self) -> int:
-        """Places of all latents that values are read from."""
+        """Columns of the weights that read all latents of values."""
         return sum(group.values.width for group in self.groups)
 
     @property
@@ -351,24 +351,24 @@ class LayerLayout:
 
     @property
     def kv_head_order(self) -> tuple[int, ...]:
-        """Original indices of the KV heads in the order of the rows; the compressed projections use it too."""
+        """Original indices of the KV heads in the order of the rows and of the compressed projections."""
         return tuple(head for group in self.groups for head in group.kv_heads)
 
     def classes(self, model_bytes: int = 2) -> Iterator[GroupClass]:
-        """Runs of groups with equal latents, with what lies before them.
+        """Runs of groups with equal latents, with the sizes of all groups before them.
 
-        A plain loop: torch.compile traces no groupby.
+        A plain loop, since torch.compile traces no groupby.
         """
-        start = key_rank = value_rank = key_place = key_byte = value_byte = 0
+        start = key_rank = value_rank = key_column = key_byte = value_byte = 0
         for end, group in enumerate(self.groups, 1):
             if end < len(self.groups) and self.groups[end].latents == group.latents:
                 continue
             count, key, value = end - start, group.key, group.values
             strides = self._stride(key, model_bytes), self._stride(value, model_bytes)
-            before = key_rank, value_rank, key_place, key_byte, value_byte
+            before = key_rank, value_rank, key_column, key_byte, value_byte
             yield GroupClass(start, count, key, value, *before, *strides)
             start, key_rank, value_rank = end, key_rank + count * key.rank, value_rank + count * value.rank
-            key_place += count * key.width
+            key_column += count * key.width
             key_byte, value_byte = key_byte + count * strides[0], value_byte + count * strides[1]
 
     def to_dict(self) -> dict[str, Any]:
@@ -395,7 +395,7 @@ class LayerLayout:
 
 
 def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None:
-    """Raises CheckpointError, naming the layer, where layouts are not of a model of that shape."""
+    """Check that layouts are of a model of that shape; raises CheckpointError, which names the layer."""
     for index, layout in enumerate(layouts):
         reader = Reader(f"config.json, layer {index}", CheckpointError, "The folder was edited; export it again.")
         if sorted(layout.kv_head_order) != list(range(shape.num_kv_heads)):
@@ -429,7 +429,7 @@ def compression(ranks: list[list[tuple[int, int]]], shape: AttentionShape) -> fl
 
 
 def kv_bytes_per_token(layouts: Sequence[LayerLayout], element_bytes: int) -> int:
-    """Bytes of cache that one token takes over all layers, rows only (there is no other metadata)."""
+    """Bytes of cache that one token takes over all layers: its rows, as there is no other metadata."""
     return sum(sum(layout.row_bytes(element_bytes)) for layout in layouts)
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a compressed attention layer: the one list that the module, rewriting, engines and checks go by."""
+"""The tensors of a compressed attention layer: the one list that modules, folding, engines and checks use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from .layout import AttentionShape, LayerLayout
 
 
 class TensorSpec(NamedTuple):
-    """One tensor.
+    """Shape of one tensor, and how it divides.
 
-    shape: its sizes. axis: the one along which each group of the layer has a part of its own; None: it has none.
-    parts: sizes of these, in the order of the layout. float32: it keeps that dtype whatever the model's is, since it is
-    added before anything is rounded. head_axis: the one along which each KV head of a group has an equal share of the
-    group's part; None: all of them have the whole.
+    axis: the axis along which each group of the layer has a part; None: groups have no parts.
+    parts: sizes of the parts, in the order of the layout.
+    float32: the dtype stays float32 whatever the model's is, since the tensor is added before anything is rounded.
+    head_axis: the axis along which each KV head of a group has an equal share of the group's part; None: every head
+        needs the whole part.
     """
 
     shape: tuple[int, ...]
@@ -25,7 +26,7 @@ class TensorSpec(NamedTuple):
 
 
 def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection[str]) -> dict[str, TensorSpec]:
-    """What a layer has, by name under its attention module; norms of the source apart.
+    """The tensors of a layer by name under its attention module, without the norms of the source.
 
     q_proj puts out queries (absorbed ones, `width` of each query head, in a model without RoPE), k_proj keys or, with
     the basis inside, latents; v_proj values' latents, where these are joint their part of it (none if k_proj puts out

@@ -1,8 +1,7 @@
 """Attention over a sequence that lies on several processes.
 
-A prompt: its tokens are split, and every process gets all rows, which are small, for the time of a layer's attention.
-Later tokens: all processes have them, and each attends to the rows that it keeps; what they find is joined by its
-log-sum-exp.
+The tokens of a prompt are split; while a layer attends, every process gets all rows, which are small. All processes
+have later tokens, and each attends to the rows that it keeps; their results are joined by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from .wire import Wire
 def visible(
     queries: Tensor, keys: Tensor, attended: Tensor | None, window: int | None, causal: bool = True
 ) -> Tensor | None:
-    """Which keys are visible to each query.
+    """The mask of keys that each query sees.
 
     Args:
         queries, keys: indices in the whole sequence, [seq_len] and [kv_len].
-        attended: of every index whether it holds a token rather than padding, [batch_size, length]; None: all do.
+        attended: whether each index holds a token rather than padding, [batch_size, length]; None: all do.
         window: of a layer with a sliding window.
         causal: False where no key comes after any of the queries.
     Returns:
@@ -52,7 +51,7 @@ def attend_by_rows(
     Args:
         call: queries and rows of this process's tokens; rotations in blocks of all tokens.
         owned: indices of each process's tokens.
-        mask_of: of a run of tokens, over all tokens up to its last; as `visible` gives it.
+        mask_of: gives the mask of a run of tokens over all tokens up to its last, see `visible`.
     Returns:
         [batch_size, own tokens, sum over query heads of value width], groups in the order of the layout.
     """
@@ -74,7 +73,7 @@ def attend_by_rows(
 def attend_to_sharded_rows(
     call: AttentionCall, rows: Rows, key_rotation: Rotation | None, wire: Wire, mask: Tensor | None
 ) -> Tensor:
-    """Attention of tokens that all processes have, to rows that are split over them.
+    """Attention of tokens that all processes have over rows that are split among them.
 
     Args:
         call: queries of the new tokens. rows: those that this process keeps.

@@ -24,7 +24,7 @@ from .wire import Wire
 
 
 class SequenceParallel(RowStore):
-    """What `sequence_parallel` gives: this process's view of the others. Not to be made by hand.
+    """This process's view of a sequence on several processes, made by `sequence_parallel`.
 
     wire: the processes, with the bytes that were sent to them (`wire.sent`, by kind).
     """
@@ -43,7 +43,7 @@ class SequenceParallel(RowStore):
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
         return self.wire.rank
 
     @property
@@ -61,7 +61,7 @@ class SequenceParallel(RowStore):
         return self._pass
 
     def of_each(self, number: int) -> list[int]:
-        """A number of this process's, such as the bytes of its part of a cache, and the others', in every process."""
+        """Collect a number from every process, such as the bytes of its part of a cache."""
         own = torch.tensor([number], device=self.wire.device)
         found = self.wire.gather("comparing", "agreement", [own], [[(1,)]] * self.wire.count)
         return [int(number) for (number,) in found]
@@ -89,12 +89,12 @@ class SequenceParallel(RowStore):
                 lambda run: self._mask(now, every[run.start : run.stop], every[: run.stop], window),
             )
         rotation = call.rotations.read
-        if rotation is not None:  # of places that differ
+        if rotation is not None:  # the rows of a process are not neighbours
             rotation = rotation[0][None, None, rows.indices], rotation[1][None, None, rows.indices]
         return attend_to_sharded_rows(call, rows, rotation, wire, self._mask(now, now.indices, rows.indices, window))
 
     def _mask(self, now: Pass, queries: Tensor, keys: Tensor, window: int | None) -> Tensor | None:
-        """Of a pass, made once for all layers with the same window: they keep the same tokens."""
+        """The mask of a pass, made once for all layers with the same window, which keep the same tokens."""
         known = window, len(queries), len(keys)
         if known not in self._masks:
             attended = None if now.attended is None else now.attended.to(keys.device)
@@ -111,11 +111,11 @@ class SequenceParallel(RowStore):
         return (), changed
 
     def after_decoder(self, decoder: Any, args: Any, output: Any) -> Any:
-        """Bring together the hidden states that logits are wanted of, and count what was stored."""
+        """Gather the hidden states whose logits are wanted, and count the stored tokens."""
         now, self._pass, self._masks = self.now, None, {}
         hidden = output[0]
         if not now.sharded:
-            # The first process's, so that rounding does not part them.
+            # All processes take the first one's, so that rounding does not make them differ.
             shapes = [[tuple(hidden.shape)], *[[(0,)]] * (self.wire.count - 1)]
             sent = hidden.new_empty(0) if self.rank else hidden
             hidden = self.wire.gather("hidden states", "hidden", [sent], shapes)[0][0]
@@ -147,7 +147,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
 
         with sequence_parallel(model, group):
             model.generate(**inputs, max_new_tokens=64)  # the same tokens in every process
-            last = model(input_ids, logits_to_keep=1).logits  # likewise
+            last = model(input_ids, logits_to_keep=1).logits  # the same in every process
 
     Logits are of all tokens in every process, or of the last n by `logits_to_keep=n`, which generate() gives. Gradients
     are off inside. Sampling needs the same seed in every process. Attention runs in plain PyTorch, on a GPU too. A

@@ -1,7 +1,7 @@
-"""One pass of a layer: where its rows are kept, and how its queries meet them.
+"""One pass of a layer: where its rows are kept, and how its queries attend to them.
 
 A layer's store is chosen when its model is loaded: transformers' caches (`CacheRows`), with or without a policy of
-`rotor.policies`; while a sequence lies on several processes, what `rotor.parallel` puts in its place.
+`rotor.policies`. While a sequence lies on several processes, `rotor.parallel` puts its own store there.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and trai
 
 
 class AttentionCall(NamedTuple):
-    """One pass of a layer.
+    """What one pass of a layer's attention is given.
 
-    parameters: what attention goes by beside queries and rows. query, key, value: as in `reference.attention`, of the
-    new tokens. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels
-    run the layer, for which queries are; None: plain PyTorch does.
+    parameters: the layer without queries and rows. query, key, value: of the new tokens, as `reference.attention` takes
+    them. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels run
+    the layer, for which the queries were made; None: plain PyTorch runs it.
     """
 
     parameters: AttentionParameters
@@ -43,16 +43,16 @@ class AttentionCall(NamedTuple):
 
 
 class RowStore(ABC):
-    """Keeps the rows of a layer, and attends to them: a store, or a layer of a cache that follows a policy.
+    """Keeps the rows of a layer and attends to them; a layer of a cache that follows a policy is one.
 
-    in_pytorch: attention to it runs in plain PyTorch, whatever the device.
+    in_pytorch: attention runs in plain PyTorch, whatever the device.
     """
 
     in_pytorch = False
 
     @abstractmethod
     def store_and_attend(self, call: AttentionCall) -> Tensor:
-        """Store the rows of new tokens, and let the queries attend to all that they see.
+        """Store the rows of the new tokens, then attend to all rows that the queries see.
 
         Returns:
             [batch_size, seq_len, sum over query heads of value width].
@@ -74,12 +74,12 @@ class CacheRows(RowStore):
         return TokenSpan(cache.get_seq_length(layer_idx), seq_len, kv_offset, kv_len)
 
     def row_store(self, cache: Any, layer_idx: int) -> RowStore:
-        """Who keeps the rows of a pass."""
+        """The store of the rows of a pass: this one, or the cache's layer if that follows a policy."""
         if self.policy is not None and cache is not None:
             self.policy.adopt(cache, self.config)
         layers = getattr(cache, "layers", ())
-        own = layers[layer_idx] if layer_idx < len(layers) else None
-        return own if isinstance(own, RowStore) else self
+        layer = layers[layer_idx] if layer_idx < len(layers) else None
+        return layer if isinstance(layer, RowStore) else self
 
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         if call.cache is None:
@@ -88,7 +88,7 @@ class CacheRows(RowStore):
 
 
 def _check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, int, int]) -> None:
-    """Raises UsageError where a mask does not broadcast to the logits: the kernels read it unchecked."""
+    """Check that a mask broadcasts to the logits, as the kernels do not; raises UsageError if not."""
     if mask is not None and any(got not in (1, size) for got, size in zip(mask.shape, expected, strict=True)):
         raise UsageError(
             f"layer {layer_idx}: an attention mask of {list(mask.shape)}, expected {list(expected)} or 1 in place of "
@@ -98,7 +98,7 @@ def _check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, i
 
 
 def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of a step's queries to all rows, [batch_size, 1, kv_len, *]: see `kernels.reference.attention`."""
+    """Attend to all rows, [batch_size, 1, kv_len, *], by the kernels or as `kernels.reference.attention` does."""
     parameters, seq_len = call.parameters, seq_len_of(call.query)
     _check_mask(call.mask, call.layer_idx, (len(key), parameters.shape.num_heads, seq_len, key.shape[2]))
     if call.kernels is not None:
@@ -119,5 +119,5 @@ def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _refuse_gradients(gradient: Tensor) -> None:
-    """Keys and values get no gradient through their codes: what is left of it would train something else."""
+    """Raise UsageError: keys and values get no gradient through codes, so training would go wrong silently."""
     raise UsageError(NO_GRADIENTS, NO_GRADIENTS_HINT)

@@ -31,7 +31,7 @@ def test_codes_are_those_of_the_floors(channels, dtype) -> None:
     read = (unpack(rows, channels.split, torch.float64) + SIGNED) @ levels_of(channels).T
     for row, numbers in enumerate(latents.tolist()):
         found = dict.fromkeys(range(channels.rank), 0)
-        for place, digits in enumerate(channels.places):
+        for place, digits in enumerate(channels.slots):
             plane, word = divmod(place, channels.words)
             nibble = int(words[row, word]) >> 4 * plane & 15
             if not digits:
