@@ -412,7 +412,7 @@ def _digits(latent: Channels, before: int, planes: int) -> list[int]:
         channel, bit, bits = digits[number]
         return ((before + channel) * 32 + latent.bits[channel]) * 32 + 2 * bit + (bits == CRUMB_BITS)
 
-    rows = [latent.places[i : i + latent.words] for i in range(0, len(latent.places), latent.words)]
+    rows = [latent.slots[i : i + latent.words] for i in range(0, len(latent.slots), latent.words)]
     found = [(row, 0) for row in rows] + [(row, 1) for row in reversed(rows)]
     return [entry(digits, number) for row, number in found[:planes] for digits in row]
 

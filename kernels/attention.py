@@ -1,7 +1,9 @@
-"""Attention over the rows of a layer by the kernels, for what transformers and serving engines pass to a layer."""
+"""Attention over the rows of a layer by the kernels, for callers from transformers and serving engines."""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -17,11 +19,12 @@ from .launch import capability_of, capturing, sm_count
 from .materialise import PagesOf
 from .parameters import AttentionParameters, seq_len_of
 from .ranges import KeyRanges
+from .remembered import Remembered, version_of
 from .rotary import Rotation
 from .stock import Varlen, packed_attention, prompt_attention
 
 
-def attend(
+def rows_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -34,21 +37,22 @@ def attend(
     layer_idx: int | None = None,
     remember: bool = True,
 ) -> Tensor:
-    """As `reference.attention`: decoding for up to 64 query rows of a group, else stock attention over what
-    `materialise` makes of the rows.
+    """Attention as `reference.attention` computes it, by the kernels.
+
+    Up to 64 query rows of a group decode; more are a prompt, for which rows are materialised for stock attention.
 
     Args:
         query: [batch_size, num_heads, seq_len, head_dim], rotated, KV heads in the order of the layout; in a model
             without RoPE [batch_size, seq_len, sum over query heads of width].
         key, value: rows, [batch_size, 1, kv_len, bytes] uint8, or of numbers [batch_size, 1, kv_len, width].
-        kernels: the launches of the layer (kernel_config.json, or `defaults.default_layer`).
+        kernels: how the layer is launched (kernel_config.json, or `defaults.default_layer`).
         rotation: of layers in blocks: cos and sin by index, [at least first + kv_len, rotary_dim], float32; row 0 is at
             the beginning of a block. Not `rotary.when_read`: the kernels compose rotations themselves.
-        first: places of the block that lie before the first row of the cache (a window let go of them).
+        first: positions of the block before the first row of the cache, which a window has dropped.
         attention_mask: [batch_size or 1, 1, seq_len or 1, kv_len or 1], bool; None is causal: a prefill into an empty
             cache, or one token that attends to all keys.
-        layer_idx: of the layer: what its step computes of the mask serves those after it.
-        remember: whether it may; compiled code uses a mask's memory again without a word.
+        layer_idx: of the layer: what its step computes of the mask serves the layers after it.
+        remember: keep what is computed of mask and rotation; compiled code uses their memory again without notice.
     Returns:
         [batch_size, seq_len, sum over query heads of value width], dtype of query, groups in the order of the layout.
     """
@@ -59,12 +63,12 @@ def attend(
     if not remember:
         keys = ranges_of(attention_mask, shape, key.device)
     elif attention_mask is None:
-        keys = _known_without_mask(shape, key.device)
+        keys = _ranges_without_mask(shape, key.device)
     else:
-        keys = _known_of_mask(attention_mask, shape, layer_idx)
+        keys = _step.ranges(attention_mask, shape, layer_idx)
     packed = (query if query.dim() == 3 else query.transpose(1, 2)).flatten(0, 1)
-    rows = key[:, 0], value[:, 0]
-    output = _launched(packed, *rows, parameters, kernels, keys, rotation, None, key.shape[2], remember)
+    prepared = _prepared(parameters, kernels, keys, rotation, packed, remember)
+    output = decode_attention(packed, key[:, 0], value[:, 0], **prepared, max_kv_len=key.shape[2])
     return output.view(*shape[:2], -1)
 
 
@@ -87,91 +91,82 @@ def attend_pages(
     varlen: Varlen | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of packed queries over pages, which hold the new tokens' own rows already.
+    """Causal attention of packed queries over pages, which hold the rows of the new tokens already.
 
-    Sequences whose group has at most MOST_ROWS query rows (by max_query_len) decode; else all of the call are prompts.
-    An engine that mixes both calls once for each part.
+    If a group has at most MOST_ROWS query rows (by max_query_len), the sequences decode; otherwise all are prompts. An
+    engine with both kinds calls once for each.
 
     Args:
         query: [tokens, num_heads, head_dim], rotated, or of a model without RoPE [tokens, sum over heads of width].
         key, value: pages, [num_pages, page_size, bytes] uint8, or of numbers [num_pages, page_size, width].
         block_table: [batch_size, pages of a sequence], int32.
         query_start_loc: [batch_size + 1], int32. kv_lens: [batch_size], int32, the new tokens among them.
-        max_query_len, max_kv_len: no less than the most of a sequence, known to the host; of a CUDA graph's decoding
-            step what it was captured for.
+        max_query_len, max_kv_len: upper bounds for a sequence, known to the host; in a CUDA graph those that it was
+            captured for.
         rotation: of layers in blocks: cos and sin by position, [positions, rotary_dim], float32.
         window: a query attends to itself and the window - 1 keys before it.
-        keys: of decoding: what `ranges_of_pages` makes of these lengths, once a step for layers of one window; by
-            default made here.
-        total_kv_len: of prompts: no less than all keys together; None asks the device, and waits for it.
-        varlen: of prompts: an engine's own attention over packed sequences, see `stock.Varlen`.
+        keys: for decoding, what `ranges_of_pages` makes of these lengths, once a step for all layers of one window;
+            computed here by default.
+        total_kv_len: for prompts, an upper bound of all keys together; None asks the device and waits for it.
+        varlen: for prompts, an engine's attention over packed sequences, see `stock.Varlen`.
         out: [tokens, sum over query heads of value width] to write into.
     Returns:
-        [tokens, sum over query heads of value width], dtype of query; tokens of no sequence hold anything.
+        [tokens, sum over query heads of value width], dtype of query; undefined for tokens of no sequence.
     """
     if max_query_len * parameters.heads_per_group <= MOST_ROWS and not kernels.materialise:
         if keys is None:
             keys = ranges_of_pages(query_start_loc, kv_lens, len(query), max_query_len, window)
-        return _launched(query, key, value, parameters, kernels, keys, rotation, block_table, max_kv_len, out=out)
+        prepared = _prepared(parameters, kernels, keys, rotation, query)
+        return decode_attention(query, key, value, **prepared, block_table=block_table, max_kv_len=max_kv_len, out=out)
     start = torch.zeros(len(kv_lens) + 1, dtype=torch.int32, device=kv_lens.device)
     torch.cumsum(kv_lens, 0, dtype=torch.int32, out=start[1:])
     total = total_kv_len
     if total is None:
         total = len(kv_lens) * max_kv_len if capturing(key.device) else int(start[-1])
     pages = PagesOf(block_table, kv_lens, start, total, max_kv_len)
-    found = packed_attention(
+    output = packed_attention(
         query, key, value, parameters, rotation, pages, query_start_loc, max_query_len, window, varlen
     )
-    return found if out is None else out.copy_(found)
+    return output if out is None else out.copy_(output)
 
 
-def _launched(
-    query: Tensor, key: Tensor, value: Tensor, parameters: AttentionParameters, kernels: LayerKernels, keys: KeyRanges,
-    rotation: Rotation | None, block_table: Tensor | None, max_kv_len: int, remember: bool = True,
-    out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`decode_attention`, with what it goes by found where it was made before."""
-    layer, rotations = decode_layer(parameters, query.dtype, key.device), None
+def _prepared(
+    parameters: AttentionParameters,
+    kernels: LayerKernels,
+    keys: KeyRanges,
+    rotation: Rotation | None,
+    query: Tensor,
+    remember: bool = True,
+) -> dict[str, Any]:
+    """Arguments of `decode_attention` that do not change from step to step."""
+    device, tiles, programs = query.device, None, None
+    if keys.longest == 1:  # with more new tokens a group has more query rows, for which the file names no tile
+        tiles = kernels.tile(capability_of(device))
+        programs = sm_count(device) * kernels.slices_per_sm
+    rotations = None
     if rotation is not None and parameters.layout.in_blocks:
         rotations = block_rotations(rotation, parameters.layout, query.dtype, remember)
-    tiles = programs = None
-    if keys.longest == 1:  # of more tokens the rows are others, and so is the tile
-        tiles = kernels.tile(capability_of(key.device))
-        programs = sm_count(key.device) * kernels.slices_per_sm
-    return decode_attention(
-        query, key, value, layer, keys, rotations, block_table=block_table, tiles=tiles, programs=programs,
-        max_kv_len=max_kv_len, out=out,
-    )  # fmt: skip
+    layer = decode_layer(parameters, query.dtype, device)
+    return {"layer": layer, "ranges": keys, "rotations": rotations, "tiles": tiles, "programs": programs}
+
+
+_layers: Remembered[DecodeLayer] = Remembered(most=1)
+_rotations: Remembered[BlockRotations] = Remembered(most=64)
 
 
 def decode_layer(parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> DecodeLayer:
-    """What launches of the layer go by, made once and kept with its query basis (of a model without RoPE, with its
-    layout), for as long as that is not changed.
-    """
-    basis, p = parameters.query_basis, parameters
+    """The tables and constants of a layer's launches, made once for its query basis (or without one its layout)."""
+    p, basis = parameters, parameters.query_basis
     if basis is None:
         return _layer_without_basis(p.layout, p.shape, p.scaling, p.softcap, dtype, device)
     constant = 0 if p.key_constant is None else p.key_constant.data_ptr()
-    key = p.layout, p.shape, p.scaling, p.softcap, dtype, device, basis.data_ptr(), constant, _version(basis)
-    kept = getattr(basis, "rotor_decoding", None)
-    if kept is None or kept.key != key:
+    key = p.layout, p.shape, p.scaling, p.softcap, dtype, device, basis.data_ptr(), constant
+
+    def make() -> DecodeLayer:
         with torch.inference_mode(False), torch.no_grad():
-            kept = _Kept(key, DecodeLayer(parameters, dtype, device))
-        basis.rotor_decoding = kept  # type: ignore[attr-defined]
-    layer: DecodeLayer = kept.value
-    return layer
+            return DecodeLayer(parameters, dtype, device)
 
-
-class _Kept:
-    """What is kept with a tensor, and left behind when that is pickled. layer: the last one that asked."""
-
-    layer = -1
-
-    def __init__(self, key: Any = None, value: Any = None) -> None:
-        self.key, self.value = key, value
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return _Kept, ()
+    return _layers.get(basis, key, make)
 
 
 @lru_cache(maxsize=4096)
@@ -189,57 +184,54 @@ def _layer_without_basis(
 def block_rotations(
     rotation: Rotation, layout: LayerLayout, dtype: torch.dtype, remember: bool = True
 ) -> BlockRotations:
-    """RoPE by block and place, made once for all layers and steps that go by a table, and kept with it.
+    """RoPE by block and place, made once for all layers and steps that go by a table.
 
     Args:
-        remember: whether the table stays as it is; memory of compiled code does not.
+        remember: the table will not change; compiled code writes into its memory again.
     """
-    cos = rotation[0]
-    key = layout.form, dtype, _version(cos)
-    kept = getattr(cos, "rotor_rotations", None) or _Kept(value={})
-    if key in kept.value:
-        made: BlockRotations = kept.value[key]
-        return made
-    short = (layout.rope_block or 0) - len(cos)
-    if short > 0:  # a table of fewer positions than a block has
-        rotation = functional.pad(rotation[0], (0, 0, 0, short)), functional.pad(rotation[1], (0, 0, 0, short))
-    made = BlockRotations.of(rotation, layout, dtype)
-    if remember and not capturing(cos.device):
-        kept.value[key] = made
-        cos.rotor_rotations = kept  # type: ignore[attr-defined]
-    return made
+    cos, sin = rotation
 
+    def make() -> BlockRotations:
+        short = max(0, (layout.rope_block or 0) - len(cos))  # a table of fewer positions than a block has
+        padded = functional.pad(cos, (0, 0, 0, short)), functional.pad(sin, (0, 0, 0, short))
+        return BlockRotations.of(padded if short else rotation, layout, dtype)
 
-def _version(table: Tensor) -> int | None:
-    return None if table.is_inference() else table._version
+    return _rotations.get(cos, (layout.form, dtype), make, keep=remember and not capturing(cos.device))
 
 
 def ranges_of_pages(
     query_start_loc: Tensor, kv_lens: Tensor, tokens: int, max_query_len: int, window: int | None = None
 ) -> KeyRanges:
-    """What packed queries attend to, causally; arguments as of `attend_pages`."""
+    """The keys that packed queries attend to, causally; arguments as in `attend_pages`."""
     if max_query_len == 1 and tokens == len(kv_lens):
         return KeyRanges.of_lengths(kv_lens, window=window)
     return KeyRanges.packed(query_start_loc, kv_lens, tokens, max_query_len, window)
 
 
-def _known_of_mask(mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> KeyRanges:
-    """The ranges of a mask, computed once a step and kept with it.
+class _Step(threading.local):
+    """The ranges of the mask of a thread's step: the layers go through it in their order, and all share its mask."""
 
-    They serve only later layers than the last: a step goes through these in their order, and all share its mask.
-    """
-    key = shape, _version(mask), capturing(mask.device)
-    kept = getattr(mask, "rotor_ranges", None)
-    if kept is None or kept.key != key or layer is None or layer <= kept.layer:
-        kept = _Kept(key, ranges_of(mask, shape, mask.device))
-        mask.rotor_ranges = kept  # type: ignore[attr-defined]
-    kept.layer = -1 if layer is None else layer
-    ranges: KeyRanges = kept.value
-    return ranges
+    key: tuple[Any, ...] | None = None
+    layer = -1
+    mask: Any = None
+    known: KeyRanges
+
+    def ranges(self, mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> KeyRanges:
+        """The ranges of a mask, computed once a step: they serve only later layers than the last."""
+        key = shape, version_of(mask), capturing(mask.device)
+        same = self.mask is not None and self.mask() is mask and self.key == key
+        if not same or layer is None or layer <= self.layer:
+            self.known = ranges_of(mask, shape, mask.device)
+            self.mask, self.key = weakref.ref(mask), key
+        self.layer = -1 if layer is None else layer
+        return self.known
+
+
+_step = _Step()
 
 
 def ranges_of(mask: Tensor | None, shape: tuple[int, int, int], device: torch.device) -> KeyRanges:
-    """The keys that queries attend to, by a mask or, without one, causally; nothing is remembered.
+    """The keys that queries attend to: those of a mask, or without one causally.
 
     Args:
         mask: broadcastable to [batch_size, 1, seq_len, kv_len], bool.
@@ -250,14 +242,14 @@ def ranges_of(mask: Tensor | None, shape: tuple[int, int, int], device: torch.de
         return KeyRanges.of_mask(mask[:, 0].expand(shape))
     if seq_len == 1:
         return KeyRanges.of_lengths(torch.full((batch_size,), kv_len, dtype=torch.int32, device=device))
-    # Nothing lies before the new keys then: a static cache holds only its empty rest behind them.
+    # Without a mask several tokens are a prompt: nothing lies before them, and behind them a static cache is empty.
     lengths = torch.full((batch_size,), seq_len, dtype=torch.int32, device=device)
     start = torch.arange(0, batch_size * seq_len + 1, seq_len, dtype=torch.int32, device=device)
     return KeyRanges.packed(start, lengths, batch_size * seq_len, seq_len)
 
 
-def _known_without_mask(shape: tuple[int, int, int], device: torch.device) -> KeyRanges:
-    """For all layers of a step, and all steps of a stream that have the same; in a CUDA graph as part of it."""
+def _ranges_without_mask(shape: tuple[int, int, int], device: torch.device) -> KeyRanges:
+    """Causal ranges, for all layers and steps of a stream that have this shape; inside a CUDA graph a part of it."""
     if capturing(device):
         return ranges_of(None, shape, device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -1,7 +1,7 @@
-"""Decoding launched: absorb, decode, join. Nothing waits for the host.
+"""Launch decoding: absorb, decode, join. Nothing waits for the host.
 
-What a layer's launches go by is made once (`DecodeLayer`), what RoPE's tables say of blocks once for all layers
-(`BlockRotations`), what a step's queries see once a step (`ranges.KeyRanges`).
+Tables and constants of a layer are made once (`DecodeLayer`), RoPE by blocks once for all layers (`BlockRotations`),
+and the keys that queries see once a step (`ranges.KeyRanges`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from .launch import capability_of, device_guard, device_table, padded, precision
 from .parameters import AttentionParameters
 from .ranges import KeyRanges
 from .rotary import Rotation
+from .rows import as_loaded
 
 MOST_ROWS = 64
-"""Query rows of a group that one tile meets."""
+"""Most query rows of a group that one tile takes."""
 
 ABSORBED_BYTES = 256 << 20
-"""Of absorbed queries at once: longer batches are launched in parts."""
+"""Most bytes of absorbed queries in one launch; larger batches are launched in parts."""
 
 
 @dataclass(frozen=True)
 class BlockRotations:
     """RoPE's tables by block and by place in a block.
 
-    slow: [blocks, 2, columns], fast: [blocks, 2, 2 * planes], cos and sin of where blocks begin, in the compute dtype,
-    and what that rounding leaves. places: [2, rope_block, planes], without RoPE's attention factor.
+    slow: [blocks, 2, columns], fast: [blocks, 2, 2 * planes]: cos and sin of the positions where blocks begin, in the
+    compute dtype, and the error of that rounding. places: [2, rope_block, planes], without RoPE's attention factor.
     """
 
     slow: Tensor
@@ -50,7 +51,7 @@ class BlockRotations:
 
     @classmethod
     def of(cls, rotation: Rotation, layout: LayerLayout, dtype: torch.dtype) -> BlockRotations:
-        """From cos and sin by position, [positions, rotary_dim], of a layer in blocks."""
+        """Make them from cos and sin by position, [positions, rotary_dim], of a layer in blocks."""
         assert layout.rope_block is not None
         block, planes, fast = layout.rope_block, rotation[0].shape[-1] // 2, layout.fast_planes
         cos, sin = (table[:, :planes].float() for table in rotation)
@@ -72,18 +73,20 @@ def _split(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def padded_columns(count: int) -> int:
-    """To what a matrix product takes; 0 of none."""
+    """Columns padded to what a matrix product takes; 0 stays 0."""
     return padded(count) if count else 0
 
 
 class DecodeLayer:
-    """What the launches of a layer go by, on one device and in one dtype; made when a model is loaded."""
+    """Tables and constants of a layer's launches, on one device and in one dtype."""
 
     def __init__(self, parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> None:
         layout, shape = parameters.layout, parameters.shape
-        self.parameters, self.dtype, self.device, self.layout = parameters, dtype, device, layout
+        self.layout, self.shape, self.dtype, self.device = layout, shape, dtype, device
+        self.scaling, self.softcap = parameters.scaling, parameters.softcap
         self.operands = layout.operands  # of a word; 1 of numbers
-        self.coded = layout.coded * self.operands
+        self.joint = layout.joint
+        self.word_operands = layout.word_operands
         self.heads, self.per_head = layout.group_size, shape.heads_per_kv
         self.group_rows = self.heads * self.per_head
         self.folded = layout.folds_queries(shape)
@@ -100,7 +103,7 @@ class DecodeLayer:
         self.columns, self.value_columns = padded_columns(max(widths)), padded_columns(max(value_widths))
         self.exact = set(widths) == {self.columns}
         self.value_exact = set(value_widths) == {self.value_columns}
-        self.row_size = 2 if layout.coded else dtype.itemsize  # bytes of an element of a row: a word, or a number
+        self.row_size = layout.word_bytes(dtype.itemsize)
         offsets = [[byte // self.row_size for byte in both] for both in layout.byte_offsets(dtype.itemsize)]
         self.key_align, self.value_align = (math.gcd(16, *(pair[side] for pair in offsets)) for side in (0, 1))
         places, rows = [0, 0], []
@@ -108,7 +111,8 @@ class DecodeLayer:
         for group in layout.groups:
             starts.append(tuple(places))
             places = [places[0] + group.key.width, places[1] + group.values.width]
-        basis = parameters.query_basis
+        # Aliases, so that a parameter for which this is remembered does not live as long as this.
+        basis = None if parameters.query_basis is None else parameters.query_basis.detach()
         self.basis = None if basis is None else basis.to(dtype)
         self.basis_align = math.gcd(16, *(key for key, _ in starts), 0 if basis is None else basis.stride(0))
         for i, (key_first, value_first) in enumerate(starts):
@@ -119,7 +123,7 @@ class DecodeLayer:
             ])  # fmt: skip
         self.rows, self.output_width = rows, self.group_rows * places[1]
         self._tables: dict[tuple[int, int], Tensor] = {}
-        self.constant = parameters.key_constant
+        self.constant = None if parameters.key_constant is None else parameters.key_constant.detach()
         self.fast_basis: Tensor | None = None
         self.fast_constant: Tensor | None = None
         if self.fast:
@@ -127,16 +131,17 @@ class DecodeLayer:
         self.table(self.key_align, self.value_align)
 
     def table(self, key_align: int, value_align: int) -> Tensor:
-        """[groups, 8], see `decode`; places in rows in units of what divides them and the strides of the cache."""
+        """The table [groups, 8] of `decode_kernel`, with offsets in rows in units of key_align and value_align."""
         if (key_align, value_align) not in self._tables:
             rows = [[r[0], r[1] // key_align, r[2], r[3] // value_align, *r[4:]] for r in self.rows]
             self._tables[key_align, value_align] = device_table(rows, self.device)
         return self._tables[key_align, value_align]
 
     def _fast_parts(self) -> tuple[Tensor, Tensor]:
-        """What rebuilds fast planes: [groups, heads, operands, 2, fast, columns] and [groups, heads, 2, fast]."""
+        """Basis and constant by which fast planes are rebuilt: [groups, heads, operands, 2, fast, columns] and
+        [groups, heads, 2, fast]."""
         assert self.basis is not None
-        layout, planes, head_dim = self.layout, self.planes, self.parameters.shape.head_dim
+        layout, planes, head_dim = self.layout, self.planes, self.shape.head_dim
         parts = self.basis.new_zeros(len(layout.groups), self.heads, self.operands, 2, self.fast, self.columns)
         constants = torch.zeros(len(layout.groups), self.heads, 2, self.fast, device=self.device)
         place = 0
@@ -154,18 +159,18 @@ class DecodeLayer:
 
     @cached_property
     def offset(self) -> float:
-        """What an operand is more than what it stands for, which is a nibble or crumb less 8."""
-        if not self.layout.coded or self.dtype == torch.float32:
+        """Excess of an operand over the number that it stands for, a nibble or crumb less 8."""
+        if not self.word_operands or self.dtype == torch.float32:
             return 0.0
         return 1032.0 if self.dtype == torch.float16 else 136.0
 
     @property
     def has_constant(self) -> bool:
-        """Whether all keys of a block share something besides their latents."""
-        return self.layout.coded and not (self.folded and self.offset == 0)
+        """Whether a logit is added to all keys of a block."""
+        return self.word_operands > 0 and not (self.folded and self.offset == 0)
 
     def tiles(self, tokens: int = 1, capability: int = 90) -> Tile:
-        """By rule, for so many new tokens."""
+        """The tile by rule, for so many new tokens."""
         return decode_tile(self.layout, tokens * self.group_rows, capability)
 
     def step(self, tiles: Tile) -> int:
@@ -173,24 +178,24 @@ class DecodeLayer:
         return min(tiles.keys, self.block) if self.block else tiles.keys
 
     def constants(self, tokens: int, tiles: Tile, page: int, mask: bool, softcap: bool) -> dict[str, Any]:
-        """Of the decode kernel, but for what divides the strides of a cache."""
+        """Constants of the decode kernel, except the alignment of a cache's strides."""
         return {
-            "CODED": self.coded, "JOINT": self.layout.joint, "FOLDED": self.folded, "SLOW": self.slow,
+            "CODED": self.word_operands, "JOINT": self.joint, "FOLDED": self.folded, "SLOW": self.slow,
             "CONSTANT": self.has_constant, "FAST": self.fast, "BLOCK": self.block, "HEADS": self.heads,
             "PER_HEAD": self.per_head, "TOKENS": tokens,
             "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
             "VALUE_COLUMNS": self.value_columns, "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page,
             "MASK": mask, "SOFTCAP": softcap, "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)),
             "STAGES": tiles.stages, "LEAN": tiles.lean, "TOGETHER": math.gcd(tiles.together, self.heads),
-            "AGAIN": tiles.again if self.layout.joint and self.layout.coded else 0, "PRECISION": precision(self.dtype),
+            "AGAIN": tiles.again if self.joint and self.word_operands else 0, "PRECISION": precision(self.dtype),
             "ASM": assembled(),
         }  # fmt: skip
 
     def absorb_constants(self, tokens: int) -> dict[str, Any]:
         return {
-            "CODED": self.coded, "CONSTANT": self.constant is not None, "FAST": self.fast,
+            "CODED": self.word_operands, "CONSTANT": self.constant is not None, "FAST": self.fast,
             "FAST_PLANES": self.fast_planes, "PLANES": self.planes, "SLOW": self.slow_columns,
-            "HEAD_DIM": self.parameters.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
+            "HEAD_DIM": self.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
             "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens, "COLUMNS": self.columns,
             "EXACT": self.exact, "COUNT": 64 if self.wide else 32 if self.block else 16,
             "BASIS_ALIGN": self.basis_align, "PRECISION": precision(self.dtype),
@@ -228,13 +233,13 @@ def decode_attention(
 
     Args:
         query: [tokens, num_heads, head_dim], rotated, KV heads in the order of the layout; in a model without RoPE
-            absorbed already, [tokens, sum over query heads of width]. The innermost stride is 1.
+            absorbed ones, [tokens, sum over query heads of width]. The innermost stride is 1.
         key, value: rows, [batch_size, kv_len, bytes or numbers], with a block table [pages, page_size, .]. Values of
             joint latents are read from `key`.
-        layer, ranges, rotations: of the layer, of the step, and of the model where keys are rotated within blocks.
-        block_table: [batch_size, pages of a sequence], int32; entries behind that of the last key are not read.
-        tiles, programs: in place of what the layer and the device say.
-        max_kv_len: no sequence is longer; by default what cache or block table hold.
+        layer, ranges, rotations: made for the layer, for the step, and, where keys are in blocks, for the model.
+        block_table: [batch_size, pages of a sequence], int32; entries behind the last key's are not read.
+        tiles, programs: override what the layer and the device suggest.
+        max_kv_len: upper bound of a sequence's keys; by default what cache or block table hold.
         out: [tokens, sum over query heads of value width] to write into.
     Returns:
         [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; zeros of
@@ -248,12 +253,11 @@ def decode_attention(
         raise UsageError(f"{rows} query rows of a group: decoding takes up to {MOST_ROWS}.", "Split the new tokens.")
     if page % 16:
         raise UsageError(f"pages of {page} keys: expected a multiple of 16.", "Choose another page size.")
-    value = key if layer.layout.joint else value
-    if layer.layout.coded:
-        key, value = key.view(torch.int16), value.view(torch.int16)
+    key, value = (as_loaded(rows, layer.layout) for rows in (key, layer.layout.values_from(key, value)))
     capacity = key.shape[1] if block_table is None else block_table.shape[1] * page
     capacity = capacity if max_kv_len is None else min(capacity, max_kv_len)
     batch_size, groups = ranges.batch_size, len(layer.layout.groups)
+    softcap, log2 = layer.softcap, math.log2(math.e) * layer.scaling
     tiles = tiles or layer.tiles(tokens, capability_of(key.device))
     programs = programs or sm_count(key.device) * SLICES_PER_SM // max(1, tiles.warps)
     max_blocks = -(-capacity // layer.block) + 1 if layer.block else 1
@@ -261,84 +265,77 @@ def decode_attention(
     if ranges.query_start is not None:
         output.zero_()  # tokens of no sequence
     per_sequence = max_blocks * groups * rows * layer.operands * layer.columns * query.element_size()
-    part = batch_size if layer.folded else max(1, min(batch_size, ABSORBED_BYTES // per_sequence))
-    with device_guard(key.device):
-        for start in range(0, batch_size, part):
-            own = slice(start, min(start + part, batch_size))
-            _launch(
-                query, key, value, layer, ranges, own, rotations, block_table, output, tiles, programs, max_blocks, page
+    most = batch_size if layer.folded else max(1, min(batch_size, ABSORBED_BYTES // per_sequence))
+    for start in range(0, batch_size, most):
+        part = slice(start, min(start + most, batch_size))
+        begin, until = ranges.begin[part], ranges.until[part]
+        first, end, mask, holes, starts = ranges.first, ranges.end, ranges.mask, ranges.holes, ranges.query_start
+        queries, outputs, keys, values, pages = query, output, key, value, block_table
+        if starts is not None:
+            starts = starts[part.start : part.stop + 1]
+        else:  # a token a sequence
+            queries, outputs = query[part], output[part]
+            mask, holes = (None, None) if mask is None or holes is None else (mask[part], holes[part])
+        if pages is None:
+            keys, values = key[part], value[part]
+        else:
+            pages = pages[part]
+        sequences = part.stop - part.start
+        (keys, key_start), (values, value_start) = _aligned(keys), _aligned(values)
+        key_align = math.gcd(layer.key_align, key_start, keys.stride(0), keys.stride(1))
+        value_align = math.gcd(layer.value_align, value_start, values.stride(0), values.stride(1))
+        table = layer.table(key_align, value_align)
+
+        # What a kernel leaves to the next: absorbed queries, constant logits and fast queries of each block; then a
+        # result and its log-sum-exp for each slice of the work.
+        ratio = query.element_size()
+        blocks = 0 if layer.folded else sequences * max_blocks * groups * rows
+        slots = (programs + sequences * groups) * rows
+        sizes = (
+            -(-blocks * layer.operands * layer.columns * ratio // 4), blocks, -(-blocks * 2 * layer.fast * ratio // 4),
+            slots * layer.operands * layer.value_columns, slots,
+        )  # fmt: skip
+        memory = _memory(sizes, key.device)
+        absorbed, constant, fast_query = memory[0].view(query.dtype), memory[1], memory[2].view(query.dtype)
+        partial, partial_lse = memory[3], memory[4]
+        none = begin  # stands for a tensor that a kernel does not read
+
+        with device_guard(key.device):
+            if not layer.folded:
+                constants = layer.absorb_constants(tokens)
+                align = math.gcd(16, queries.stride(0), queries.stride(1))
+                chunks = -(-max_blocks // constants["COUNT"])
+                heads = groups * layer.group_rows
+                shared = min(chunks, max(1, 4 * sm_count(key.device) // (heads * sequences * tokens)))
+                assert layer.basis is not None
+                slow, fast = (rotations.slow, rotations.fast) if rotations is not None else (queries, queries)
+                absorb_kernel[shared, heads, sequences * tokens](
+                    queries, layer.basis, constant if layer.constant is None else layer.constant, slow, fast, absorbed,
+                    constant, fast_query, table, begin, until, none if starts is None else starts, groups, max_blocks,
+                    queries.stride(0) // align, queries.stride(1) // align,
+                    layer.basis.stride(0) // layer.basis_align, log2, ALIGN=align, enable_fp_fusion=True,
+                    **layer.absorb_options(), **constants,
+                )  # fmt: skip
+            decode_kernel[(programs,)](
+                queries if layer.folded else absorbed, constant, fast_query, keys, values,
+                absorbed if layer.fast_basis is None else layer.fast_basis,
+                constant if layer.fast_constant is None else layer.fast_constant,
+                absorbed if rotations is None else rotations.places, partial, partial_lse, table, begin, until, first,
+                end, none if starts is None else starts,
+                none if pages is None else pages, none if mask is None else mask, none if holes is None else holes,
+                sequences, groups, max_blocks, queries.stride(0), key_start // key_align, keys.stride(0) // key_align,
+                keys.stride(1) // key_align, value_start // value_align, values.stride(0) // value_align,
+                values.stride(1) // value_align,
+                0 if pages is None else pages.stride(0), 0 if mask is None else mask.stride(0), log2,
+                1.0 if softcap is None else softcap * math.log2(math.e), KEY_ALIGN=key_align, VALUE_ALIGN=value_align,
+                num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
+                **layer.constants(tokens, tiles, page, mask is not None, softcap is not None),
+            )  # fmt: skip
+            join_kernel[groups * layer.group_rows, sequences * tokens](
+                partial, partial_lse, outputs, table, begin, until, none if starts is None else starts, sequences,
+                groups, programs, outputs.stride(0), **join_constants(layer, tokens, tiles),
             )  # fmt: skip
     return output
-
-
-def _launch(
-    query: Tensor, key: Tensor, value: Tensor, layer: DecodeLayer, ranges: KeyRanges, part: slice,
-    rotations: BlockRotations | None, block_table: Tensor | None, output: Tensor, tiles: Tile, programs: int,
-    max_blocks: int, page: int,
-) -> None:  # fmt: skip
-    """Some sequences of a batch."""
-    parameters, groups, tokens = layer.parameters, len(layer.layout.groups), ranges.longest
-    begin, until = ranges.begin[part], ranges.until[part]
-    batch_size, rows = begin.shape[0], tokens * layer.group_rows
-    first, end, mask, holes, starts = ranges.first, ranges.end, ranges.mask, ranges.holes, ranges.query_start
-    if starts is not None:
-        starts = starts[part.start : part.stop + 1]
-    else:  # a token a sequence
-        query, output = query[part], output[part]
-        mask, holes = (None, None) if mask is None or holes is None else (mask[part], holes[part])
-    if block_table is None:
-        key, value = key[part], value[part]
-    else:
-        block_table = block_table[part]
-    log2 = math.log2(math.e) * parameters.scaling
-    softcap = parameters.softcap
-    (key, key_start), (value, value_start) = _aligned(key), _aligned(value)
-    key_align = math.gcd(layer.key_align, key_start, key.stride(0), key.stride(1))
-    value_align = math.gcd(layer.value_align, value_start, value.stride(0), value.stride(1))
-    table = layer.table(key_align, value_align)
-    ratio = query.element_size()
-    blocks = 0 if layer.folded else batch_size * max_blocks * groups * rows
-    slots = (programs + batch_size * groups) * rows
-    sizes = (
-        -(-blocks * layer.operands * layer.columns * ratio // 4), blocks, -(-blocks * 2 * layer.fast * ratio // 4),
-        slots * layer.operands * layer.value_columns, slots,
-    )  # fmt: skip
-    memory = _memory(sizes, key.device)
-    absorbed, constant, fast_query = memory[0].view(query.dtype), memory[1], memory[2].view(query.dtype)
-    none = begin
-    if not layer.folded:
-        constants = layer.absorb_constants(tokens)
-        align = math.gcd(16, query.stride(0), query.stride(1))
-        chunks = -(-max_blocks // constants["COUNT"])
-        heads = groups * layer.group_rows
-        shared = min(chunks, max(1, 4 * sm_count(key.device) // (heads * batch_size * tokens)))
-        assert layer.basis is not None
-        slow, fast = (rotations.slow, rotations.fast) if rotations is not None else (query, query)
-        absorb_kernel[shared, heads, batch_size * tokens](
-            query, layer.basis, constant if layer.constant is None else layer.constant, slow, fast, absorbed, constant,
-            fast_query, table, begin, until, none if starts is None else starts, groups, max_blocks,
-            query.stride(0) // align, query.stride(1) // align, layer.basis.stride(0) // layer.basis_align, log2,
-            ALIGN=align, enable_fp_fusion=True, **layer.absorb_options(), **constants,
-        )  # fmt: skip
-    decode_kernel[(programs,)](
-        query if layer.folded else absorbed, constant, fast_query, key, value,
-        absorbed if layer.fast_basis is None else layer.fast_basis,
-        constant if layer.fast_constant is None else layer.fast_constant,
-        absorbed if rotations is None else rotations.places, memory[3], memory[4], table, begin, until, first,
-        end, none if starts is None else starts,
-        none if block_table is None else block_table, none if mask is None else mask, none if holes is None else holes,
-        batch_size, groups, max_blocks, query.stride(0), key_start // key_align, key.stride(0) // key_align,
-        key.stride(1) // key_align, value_start // value_align, value.stride(0) // value_align,
-        value.stride(1) // value_align,
-        0 if block_table is None else block_table.stride(0), 0 if mask is None else mask.stride(0), log2,
-        1.0 if softcap is None else softcap * math.log2(math.e), KEY_ALIGN=key_align, VALUE_ALIGN=value_align,
-        num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
-        **layer.constants(tokens, tiles, page, mask is not None, softcap is not None),
-    )  # fmt: skip
-    join_kernel[groups * layer.group_rows, batch_size * tokens](
-        memory[3], memory[4], output, table, begin, until, none if starts is None else starts, batch_size, groups,
-        programs, output.stride(0), **join_constants(layer, tokens, tiles),
-    )  # fmt: skip
 
 
 def _aligned(rows: Tensor) -> tuple[Tensor, int]:
@@ -353,37 +350,37 @@ def _aligned(rows: Tensor) -> tuple[Tensor, int]:
     return rows.as_strided(rows.shape, rows.stride(), rows.storage_offset() - before), before
 
 
-class _Kept(threading.local):
-    """Memory that a thread's launches keep, by device and stream: others may launch between two of its own."""
+class _Buffers(threading.local):
+    """Memory that a thread keeps between its launches, by device and stream, as other threads launch in between."""
 
     def __init__(self) -> None:
         self.by_stream: dict[tuple[torch.device, int], Tensor] = {}
 
 
-_kept = _Kept()
+_buffers = _Buffers()
 
 
 def _memory(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
-    """Float32 for what a launch leaves to the next, kept from layer to layer and from step to step.
+    """Float32 buffers that a launch leaves to the next, kept from layer to layer and from step to step.
 
-    Parts begin at multiples of 256 bytes. A CUDA graph under capture takes them from its own pool.
+    Each begins at a multiple of 256 bytes. A CUDA graph under capture takes them from its own pool.
     """
     whole = [-(-size // 64) * 64 for size in sizes]
     memory, place = None, (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if not captured:
-        memory = _kept.by_stream.get(place)
+        memory = _buffers.by_stream.get(place)
     if memory is None or memory.numel() < sum(whole):
         with torch.inference_mode(False):  # it serves calls in and out of that mode
             memory = torch.empty(sum(whole), dtype=torch.float32, device=device)
         if not captured:
-            _kept.by_stream[place] = memory
+            _buffers.by_stream[place] = memory
     return [part[:size] for part, size in zip(memory[: sum(whole)].split(whole), sizes, strict=True)]
 
 
 def join_constants(layer: DecodeLayer, tokens: int, tiles: Tile) -> dict[str, Any]:
     return {
-        "CODED": layer.coded, "GROUP_ROWS": layer.group_rows, "TOKENS": tokens,
+        "CODED": layer.word_operands, "GROUP_ROWS": layer.group_rows, "TOKENS": tokens,
         "VALUE_COLUMNS": layer.value_columns, "STEP": layer.step(tiles), "SLICES": 16,
         "PADDED": triton.next_power_of_2(layer.operands * layer.value_columns), "num_warps": 4,
     }  # fmt: skip

@@ -1,7 +1,7 @@
-"""What kernel_config.json says of a model that nobody has tuned: tiles and warps by rule.
+"""The kernel_config.json of a model that nobody has tuned: tiles and warps by rule.
 
-`rotor export` writes it, and checkpoints without the file are run by it. The sizes are those that take the fewest
-instructions a key without spilling (`rotor compile`); no GPU has confirmed them.
+`rotor export` writes it, and checkpoints without the file run by it. The sizes take the fewest instructions a key
+without spilling (`rotor compile`); no GPU has confirmed them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from rotor.checkpoint.channels import WORD_PLANES
 from rotor.checkpoint.kernel_config import ARCHITECTURES, KernelConfig, LayerKernels, Tile, layout_class
 from rotor.checkpoint.layout import LayerLayout
 
@@ -18,10 +17,10 @@ MOST_REBUILT = 64
 """Fast planes of all KV heads of a group that a tile of decoding rebuilds; with more, keys are materialised."""
 
 SLICES_PER_SM = 8
-"""Programs of decoding on an SM; with one warp each and 255 registers a thread so many fit."""
+"""Decoding programs on an SM: as many as fit with one warp each and 255 registers a thread."""
 
 HEADS_PER_KV = 4
-"""Query heads of a KV head that the rule goes by, as of an 8B."""
+"""Query heads of a KV head that the rule assumes, as in an 8B."""
 
 
 def default_config(layouts: Sequence[LayerLayout]) -> KernelConfig:
@@ -30,7 +29,7 @@ def default_config(layouts: Sequence[LayerLayout]) -> KernelConfig:
 
 
 def config_of(path: Path | None, layouts: Sequence[LayerLayout]) -> KernelConfig:
-    """What kernel_config.json says, or without one the rule; raises CheckpointError for nonsense, or another model."""
+    """Read kernel_config.json, or without one go by the rule; raises CheckpointError if it does not fit the model."""
     if path is None:
         return default_config(layouts)
     config = KernelConfig.read(path)
@@ -40,22 +39,21 @@ def config_of(path: Path | None, layouts: Sequence[LayerLayout]) -> KernelConfig
 
 @lru_cache(maxsize=4096)
 def default_layer(layout: LayerLayout) -> LayerKernels:
-    """The launches of a layer."""
+    """The launches of a layer, by rule."""
     sm_80, sm_90 = (decode_tile(layout, layout.group_size * HEADS_PER_KV, of) for of in ARCHITECTURES)
     materialise = layout.fast_planes * layout.group_size > MOST_REBUILT
     return LayerKernels(layout_class(layout), sm_80, sm_90, max(1, SLICES_PER_SM // sm_90.warps), materialise)
 
 
 def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> Tile:
-    """By instructions counted in SASS for sm_80 and sm_90, without spills (heads of 128, bfloat16).
+    """The tile with the fewest instructions in SASS for sm_80 and sm_90 that does not spill (heads of 128, bfloat16).
 
-    Without fast planes 64 keys and one warp up to 128 nibbles and 8 rows; fast planes of narrow latents likewise; wider
-    latents and more rows take two warps and more, and tiles of 32 keys; four KV heads together four warps.
+    64 keys and one warp up to 128 nibbles and 8 rows, without fast planes or with few of a narrow latent. Wider latents
+    and more rows take two warps or more and tiles of 32 keys; four KV heads together take four warps.
     """
     rows = max(8, _power(query_rows))
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
-    nibbles = WORD_PLANES if layout.coded else 1
-    width = nibbles * max(16, _power(widest // layout.operands)) * (1 if layout.joint else 1.5)
+    width = layout.planes * max(16, _power(widest // layout.operands)) * (1 + layout.latents_per_group) / 2
     fast = max(16, _power(layout.fast_planes)) if layout.fast_planes else 0
     if not layout.coded:
         size = width * rows

@@ -1,19 +1,18 @@
-"""Whether the Triton kernels serve a layer, or plain PyTorch does. Imports neither Triton nor CUDA.
+"""Decide whether the Triton kernels or plain PyTorch serve a layer. Imports neither Triton nor CUDA.
 
 The environment variable ROTOR_ATTENTION chooses: `auto` (the default: kernels on a CUDA device where Triton is
 installed), `reference` (never), `triton` (always, an error where they cannot run at all; on a CPU they need Triton's
-interpreter, TRITON_INTERPRET=1). With `auto` and `triton` alike, plain PyTorch serves what the kernels do not express:
+interpreter, TRITON_INTERPRET=1). With `auto` and with `triton`, plain PyTorch serves what the kernels cannot:
 
-- masks that are added to the logits, or that differ between heads; bool masks of any pattern are served, and those of
-  one row or one sequence for all; empty inputs;
+- masks that are added to the logits or differ between heads (bool masks of any pattern are served); empty inputs;
 - calls outside of torch.no_grad() or inference_mode();
-- latents above MAX_WIDTH places; heads above MAX_HEAD_DIM; float32 on a GPU, where products of float32 take all
+- latents read by more than MAX_WIDTH columns; heads above MAX_HEAD_DIM; float32 on a GPU, whose products take all
   registers and more;
-- GPUs of AMD and NVIDIA's before 8.0 (the logger `rotor` says so): the kernels give options that only newer ones know;
-- in layers in blocks: positions that are not indices in the cache, and a RoPE whose frequencies change with the length.
+- AMD's GPUs, and NVIDIA's below compute capability 8.0 (the logger `rotor` says so);
+- in layers in blocks: positions that are not indices in the cache, and a RoPE whose frequencies change with length.
 
-Code that torch.compile traces (`generate` does so by itself for static caches on CUDA) has the kernels as operators of
-PyTorch (`operators`); what was chosen while tracing stays so until it is traced again.
+Where torch.compile traces the code (`generate` does so for static caches on CUDA), the kernels are operators of PyTorch
+(`operators`), and the choice made while tracing holds until the code is traced again.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def triton_installed() -> bool:
 
 @lru_cache(maxsize=16)
 def gpu_serves(device: torch.device) -> bool:
-    """Whether the kernels are for a CUDA device; says once why they are not."""
+    """Whether the kernels run on a CUDA device; logs once why they do not."""
     if torch.version.hip is not None:
         why = f"this PyTorch is built for AMD's (ROCm {torch.version.hip})"
     elif torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
@@ -59,7 +58,7 @@ def gpu_serves(device: torch.device) -> bool:
 
 
 def kernels_wanted(device: torch.device) -> bool:
-    """Whether kernels run on a device, by what is installed and what the user chose.
+    """Whether kernels run on a device, given what is installed and what the user chose.
 
     Raises:
         UsageError: ROTOR_ATTENTION has no such choice, or asks for Triton where it is not installed.
@@ -78,7 +77,7 @@ def kernels_wanted(device: torch.device) -> bool:
 def layer_served(
     layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, device: torch.device, rotation_fits: bool = True
 ) -> bool:
-    """Whether the kernels serve a layer at all, whatever is asked of it in a call.
+    """Whether the kernels serve a layer at all, whatever a call asks of it.
 
     Args:
         rotation_fits: cos and sin are of the model's rotary dimensions, and in blocks by index in the cache.
@@ -118,7 +117,7 @@ def kernels_serve(
 
 
 def _mask_fits(mask: Tensor, batch_size: int, seq_len: int) -> bool:
-    """Whether a mask is bool, alike for all heads, and of these sequences."""
+    """Whether a mask is bool, the same for all heads, and of these sequences."""
     shape = mask.shape
     return (
         mask.dtype == torch.bool

@@ -1,4 +1,4 @@
-"""How every kernel is launched: on the GPU that its tensors are on, with tables that are there before."""
+"""What every launch needs: the GPU of its tensors as the current one, and tables on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *rest: Any, **cons
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a GPU the current one, and does nothing on a CPU, where Triton's interpreter runs kernels."""
+    """Make a GPU the current one; does nothing on a CPU, where Triton's interpreter runs kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -62,7 +62,7 @@ def sm_count(device: torch.device) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of matrix products: float32 is multiplied as such."""
+    """Precision of matrix products: float32 is not rounded to TF32."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 

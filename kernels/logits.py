@@ -1,4 +1,4 @@
-"""Logits of queries over rows in plain PyTorch: of queries that are absorbed into latents, or over rebuilt keys."""
+"""Logits of queries over rows in plain PyTorch, by absorbed queries or by rebuilt keys."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .rotary import Rotation, rotate
 from .rows import read_class
 
 HAS_BFLOAT16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
-"""Whether this CPU multiplies bfloat16; asked by a private name, which may go, and not while a model is traced."""
+"""Whether this CPU multiplies bfloat16. The private name may go, and must not be called while a model is traced."""
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what this CPU rebuilds keys of a model's dtype fastest; all else is float32 or wider."""
+    """The dtype in which this CPU rebuilds keys fastest; all else is float32 or wider."""
     return dtype if dtype == torch.bfloat16 and HAS_BFLOAT16 else torch.promote_types(dtype, torch.float32)
 
 
 def absorbed_queries(query: Tensor, parameters: AttentionParameters, cls: GroupClass) -> Tensor:
-    """Queries of a class in the latents of their keys, where one block holds all positions.
+    """Absorb the queries of a class into the latents of their keys, where one block holds all positions.
 
     Args:
         query: [batch_size, num_heads, seq_len, head_dim], rotated, KV heads in the order of the layout; in a model
-            without RoPE absorbed already, [batch_size, seq_len, sum over query heads of width].
+            without RoPE absorbed ones, [batch_size, seq_len, sum over query heads of width].
     Returns:
         [batch_size, count, heads of a group, seq_len, width].
     """
     heads = parameters.heads_per_group
     if query.dim() == 3:
-        first, size = cls.key_place * heads, cls.count * heads * cls.key.width
+        first, size = cls.key_column * heads, cls.count * heads * cls.key.width
         packed = query[..., first : first + size].unflatten(-1, (cls.count, heads, cls.key.width))
         return packed.permute(0, 2, 3, 1, 4)
     own = query[:, parameters.heads(cls)].unflatten(1, (cls.count, parameters.layout.group_size, -1))
@@ -44,7 +44,7 @@ def absorbed_queries(query: Tensor, parameters: AttentionParameters, cls: GroupC
 def products(
     query: Tensor, key: Tensor, parameters: AttentionParameters, cls: GroupClass, key_rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the logits of a class are products of, all keys at once; see `attention` for the arguments.
+    """The factors of a class's logits, for all keys at once; see `reference.attention` for the arguments.
 
     Returns:
         Queries [batch_size, count, n, heads, seq_len, width], n times as many heads as keys [batch_size, count, n,
@@ -77,16 +77,16 @@ class ClassRows(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """Of logits and sums."""
+        """Dtype of logits and sums."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def latents(self, part: slice) -> Tensor:
-        """What keys are read from, [batch_size, count, keys, width]."""
+        """The latents of keys as attention reads them, [batch_size, count, keys, width]."""
         c = self.cls
         return read_class(self.key_rows[:, part], c.key, c.key_byte, c.key_stride, c.count, self.wide).transpose(1, 2)
 
     def values(self, part: slice) -> Tensor:
-        """[batch_size, count, keys, width]."""
+        """The latents of values as attention reads them, [batch_size, count, keys, width]."""
         c, rows = self.cls, self.value_rows[:, part]
         return read_class(rows, c.value, c.value_byte, c.value_stride, c.count, self.wide).transpose(1, 2)
 
@@ -107,7 +107,7 @@ class ClassRows(NamedTuple):
 
 
 class AbsorbedQueries:
-    """Logits where one block holds all positions: queries are in the latents of their keys."""
+    """Logits where one block holds all positions: absorbed queries times latents."""
 
     def __init__(self, query: Tensor, side: ClassRows) -> None:
         parameters, cls = side.parameters, side.cls
@@ -127,8 +127,8 @@ class AbsorbedQueries:
 class RebuiltKeys:
     """Logits of rotated queries over keys in blocks of positions.
 
-    Rebuilt are fast planes, or with `absorb` False all of a key. Planes are interleaved, so that one complex product
-    rotates them.
+    With `absorb` the fast planes of a key are rebuilt, otherwise the whole key. Planes are interleaved, so that one
+    complex product rotates them.
     """
 
     def __init__(self, query: Tensor, side: ClassRows, rotation: Rotation, absorb: bool) -> None:
@@ -200,7 +200,7 @@ class RebuiltKeys:
 
 
 def _constant_logits(query: Tensor, parameters: AttentionParameters, cls: GroupClass) -> Tensor | None:
-    """What the constant keys add to all logits of a query, unscaled, [batch_size, count, heads, seq_len, 1]."""
+    """Unscaled logits of the constant keys, which are added for every key, [batch_size, count, heads, seq_len, 1]."""
     constant = parameters.constant(cls)
     if constant is None:
         return None

@@ -248,7 +248,7 @@ def materialise(
         layout.fast_planes, cos.stride(0), 0 if pages is None else pages.block_table.stride(0),
         1 if pages is None else key.shape[1], rows[0].stride(0), rows[0].stride(1), rows[1].stride(0),
         rows[1].stride(1), 0 if basis is None else basis.stride(0), *starts, *words, cls.start * layout.group_size,
-        cls.key_place, *strides[:3], widths[0], *strides[3:], widths[1],
+        cls.key_column, *strides[:3], widths[0], *strides[3:], widths[1],
         **constants_of(layout, shape, cls, dtype, pages is not None),
     )  # fmt: skip
     return keys, values

@@ -1,12 +1,12 @@
-"""The kernels as a layer of a model calls them: as they are, or where torch.compile traces it as operators of PyTorch.
+"""The kernels as operators of PyTorch, for code that torch.compile traces.
 
-What the compiler sees is one operator a call with tensors, numbers and one text (`describe`) as arguments; what it
-stands for, tables of a layer and the sizes of tiles included, is looked up when the operator runs. While a model is
-traced, an operator's fake implementation says the shapes, and puts the tables of its layer on the device: a CUDA graph
-under capture could not copy them there. Nothing is remembered of a mask, since compiled code uses memory again without
-a word: the ranges of its keys are computed by each layer, on the device.
+The compiler sees one operator a call, whose arguments are tensors, numbers and one text (`describe`). The text stands
+for the layer; its tables and tiles are looked up when the operator runs. While a model is traced, an operator's fake
+implementation gives the shapes and puts the tables of its layer on the device, since a CUDA graph under capture could
+not copy them there. Nothing is remembered of a mask, as compiled code writes into its memory again: each layer computes
+the ranges of its keys on the device.
 
-Outside of torch.compile an operator would cost time on the host and bring nothing.
+Outside of torch.compile an operator would only cost time on the host.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from rotor.checkpoint.layout import AttentionShape, LayerLayout
 
 from .append import append as append_rows
 from .append import prepare
-from .attention import attend as attend_to_rows
+from .attention import rows_attention
 from .parameters import AttentionParameters, seq_len_of
 from .rotary import Rotation
+from .rows import row_dtype
 
 
 @torch.compiler.assume_constant_result
 def describe(layout: LayerLayout, shape: AttentionShape, kernels: LayerKernels) -> str:
-    """A layer as an operator's argument, which `described` reads."""
+    """Write a layer as a text, which an operator can take; `described` reads it."""
     return json.dumps([layout.to_dict(), asdict(shape), asdict(kernels)], separators=(",", ":"))
 
 
 @lru_cache(maxsize=4096)
 def described(text: str) -> tuple[LayerLayout, AttentionShape, LayerKernels]:
-    """What `describe` wrote."""
+    """Read what `describe` wrote."""
     layout, shape, kernels = json.loads(text)
     where = "a layer's text"
     return LayerLayout.from_dict(layout, where), AttentionShape(**shape), Reader(where).read(LayerKernels, kernels)
@@ -56,7 +57,7 @@ def _append(
     index: Tensor | None,
     layer: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `append.append` into new rows; without queries the first is empty."""
+    """`append.append` into new rows; the first result is empty where there are no queries."""
     layout, shape, _ = described(layer)
     rotation = None if cos is None or sin is None else (cos, sin)
     made = append_rows(
@@ -65,7 +66,7 @@ def _append(
     )  # fmt: skip
     rotated = key.new_empty(0) if made.query is None else made.query.transpose(1, 2)
     inputs = {side.untyped_storage().data_ptr() for side in (key, value) if side is not None}
-    # An operator's outputs are memory of their own; rows of numbers may be what k_proj and v_proj put out.
+    # An operator must not return its inputs, and rows of numbers may be the outputs of k_proj and v_proj.
     rows = [row.clone() if row.untyped_storage().data_ptr() in inputs else row for row in (made.key, made.value)]
     return rotated, rows[0], rows[1]
 
@@ -76,9 +77,9 @@ def _(key, value, query, key_basis, key_shift, cos, sin, index, layer):  # type:
     if key.device.type != "cuda" or torch.cuda.is_available():
         with unset_fake_temporarily():
             prepare(layout, shape, key.dtype, key.device)
-    size = key.element_size()
-    unit, dtype = (1, torch.uint8) if layout.coded else (size, key.dtype)
-    sides = [key.new_empty(key.shape[0], 1, key.shape[1], n // unit, dtype=dtype) for n in layout.row_bytes(size)]
+    dtype = row_dtype(layout, key.dtype)
+    widths = layout.row_elements(key.element_size())
+    sides = [key.new_empty(key.shape[0], 1, key.shape[1], width, dtype=dtype) for width in widths]
     return key.new_empty(0) if query is None else query.new_empty(query.shape), *sides
 
 
@@ -91,7 +92,7 @@ def append(
     rotation: Rotation | None,
     index: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of new tokens as attention takes them, and their rows of keys and values; see `append.append`.
+    """Make the queries of new tokens as attention takes them, and their rows; see `append.append`.
 
     Args:
         query, key, value: as projections and norms put them out.
@@ -125,11 +126,11 @@ def _attend(
     softcap: float | None,
     layer: str,
 ) -> Tensor:
-    """As `attention.attend`, remembering nothing of the mask."""
+    """`attention.rows_attention`, which remembers nothing of the mask."""
     layout, shape, kernels = described(layer)
     parameters = AttentionParameters(layout, shape, scaling, query_basis, key_constant, softcap)
     rotation = None if cos is None or sin is None else (cos, sin)
-    return attend_to_rows(
+    return rows_attention(
         query, key, value, parameters, kernels, rotation=rotation, first=first, attention_mask=mask, remember=False
     )
 
@@ -141,23 +142,19 @@ def _(query, key, value, mask, query_basis, key_constant, cos, sin, first, scali
     return query.new_empty(query.shape[0], seq_len_of(query), heads * layout.value_width)
 
 
-def attend(
-    parameters: AttentionParameters,
-    kernels: LayerKernels,
+def traced_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    parameters: AttentionParameters,
+    kernels: LayerKernels,
+    *,
     rotation: Rotation | None,
     first: int,
-    layer_idx: int,
+    attention_mask: Tensor | None,
 ) -> Tensor:
-    """As `attention.attend`."""
-    p = parameters
-    if not torch.compiler.is_compiling():
-        return attend_to_rows(
-            query, key, value, p, kernels, rotation=rotation, first=first, attention_mask=mask, layer_idx=layer_idx
-        )
+    """`attention.rows_attention` as an operator, for code that torch.compile traces."""
+    p, mask = parameters, attention_mask
     cos, sin = rotation or (None, None)
     text = describe(p.layout, p.shape, kernels)
     return _attend(query, key, value, mask, p.query_basis, p.key_constant, cos, sin, first, p.scaling, p.softcap, text)

@@ -1,4 +1,4 @@
-"""What attention of a compressed layer goes by in each call, and what of it belongs to a class of groups."""
+"""A compressed layer as attention sees it, without queries and rows, and the parts of its classes of groups."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from rotor.checkpoint.layout import AttentionShape, GroupClass, LayerLayout
 class AttentionParameters:
     """A layer without its queries and rows.
 
-    layout, shape: what it stores, and the sizes of the uncompressed model.
-    scaling: factor on the logits; that of the uncompressed model.
+    layout, shape: what the layer stores, and the sizes of the uncompressed model.
+    scaling: factor on the logits, the uncompressed model's.
     query_basis: [group_size * head_dim, key_width]; None in a model without RoPE.
-    key_constant: [num_kv_heads, head_dim], float32, in the order of the layout: what codes lack of a stored key; None
-        where there are none, and in a model without RoPE.
-    softcap: bound of the logits, before the mask; None for none.
-    key_basis: [group_size * head_dim, key_rank], key_shift: [key_rank] float32, of new keys; None where folded.
+    key_constant: [num_kv_heads, head_dim], float32, in the order of the layout: added to what is read of stored keys;
+        None without codes, and in a model without RoPE.
+    softcap: bound of the logits before the mask, or None.
+    key_basis: [group_size * head_dim, key_rank], key_shift: [key_rank] float32: map new keys into latents; None where
+        they are folded into k_proj.
     """
 
     layout: LayerLayout
@@ -42,13 +43,13 @@ class AttentionParameters:
         return slice(cls.start * self.heads_per_group, (cls.start + cls.count) * self.heads_per_group)
 
     def value_rows(self, key: Tensor, value: Tensor) -> Tensor:
-        """The rows that values are read from: those of the keys where both share their latents."""
-        return key if self.layout.joint else value
+        """The rows that values are read from."""
+        return self.layout.values_from(key, value)
 
     def basis(self, cls: GroupClass) -> Tensor:
         """The query bases of a class, [count, group_size, head_dim, width]; a view."""
         assert self.query_basis is not None
-        columns = self.query_basis[:, cls.key_place : cls.key_place + cls.count * cls.key.width]
+        columns = self.query_basis[:, cls.key_column : cls.key_column + cls.count * cls.key.width]
         columns = columns.unflatten(-1, (cls.count, cls.key.width)).transpose(0, 1)
         return columns.unflatten(1, (self.layout.group_size, -1))
 
@@ -60,7 +61,7 @@ class AttentionParameters:
         return self.key_constant[cls.start * size : (cls.start + cls.count) * size].unflatten(0, (cls.count, size))
 
     def mask(self, mask: Tensor | None, heads: slice) -> Tensor | None:
-        """The rows of a mask over all query heads of the model that are of some heads in the order of the layout.
+        """Select the part of a mask that belongs to some query heads in the order of the layout.
 
         Args:
             mask: [batch_size or 1, num_heads or 1, ...], heads in the order of the uncompressed model.
@@ -78,9 +79,9 @@ def seq_len_of(query: Tensor) -> int:
 
 
 def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits [batch_size, count, heads of a group, seq_len, kv_len] under a mask [batch_size, 1 or heads, ...].
+    """Mask logits [batch_size, count, heads of a group, seq_len, kv_len] by a mask [batch_size, 1 or heads, ...].
 
-    The mask is bool (True: attend) or added.
+    A mask is bool (True: attend) or added.
     """
     if mask is None:
         return logits
@@ -90,6 +91,6 @@ def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def scaled_and_capped(logits: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    """Products of queries and keys as logits."""
+    """Scale products of queries and keys, and bound them if the model has a soft cap."""
     logits = logits * scaling
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -1,8 +1,8 @@
 """Attention over the rows of a compressed layer in plain PyTorch: the path on a CPU and wherever a kernel does not fit.
 
-A block of keys at a time is read and, where RoPE stands between keys and latents, materialised. For a few queries over
-neighbouring keys that is done for fast planes alone; of slow planes the query is absorbed, once for each block of
-positions. Groups of equal latents (a class) are batched.
+One block of keys at a time is read and, where RoPE stands between keys and latents, rebuilt. For a few queries over
+neighbouring keys only fast planes are rebuilt; the query's slow planes are absorbed, once for each block of positions.
+Groups of equal latents (a class) are batched.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from .rotary import Rotation
 
 BLOCK_ELEMENTS_CPU = 1 << 18
 BLOCK_ELEMENTS_GPU = 1 << 26
-"""Numbers of a block that are read or materialised, or logits; on a CPU what a core's cache holds."""
+"""Numbers or logits of a block of keys; on a CPU what a core's cache holds."""
 
 LEAST_BLOCK = 64
-"""Keys of a block."""
+"""Fewest keys of a block."""
 
 
 def project_keys(
-    key: Tensor, key_basis: Tensor, layout: LayerLayout, shift: Tensor | None = None, of_values: Tensor | None = None
+    key: Tensor, key_basis: Tensor, layout: LayerLayout, shift: Tensor | None = None, value: Tensor | None = None
 ) -> Tensor:
-    """Keys, as they are stored, into their latents, side by side.
+    """Project keys, rotated as they are stored, into their latents, groups side by side.
 
     Args:
         key: [batch_size, num_kv_heads, seq_len, head_dim], heads in the order of the layout.
         key_basis: [group_size * head_dim, key_rank].
         shift: [key_rank], float32, added before the only rounding: it may be far larger than the sum.
-        of_values: [batch_size, 1, seq_len, key_rank], the values' part of joint latents.
+        value: [batch_size, 1, seq_len, *], what v_proj puts out, which is added where it is a part of these latents.
     Returns:
         [batch_size, 1, seq_len, key_rank], dtype of `key`; of codes float32 or wider.
     """
@@ -52,6 +52,7 @@ def project_keys(
         keys = stacked[:, :, cls.start : cls.start + cls.count]
         parts.append(torch.einsum("bsnd,ndr->bsnr", keys, basis).flatten(2))
     latents = torch.cat(parts, dim=-1).unsqueeze(1)
+    of_values = layout.part_of_keys(value)
     if of_values is not None:
         latents = latents + of_values
     return latents if shift is None else latents + shift
@@ -93,7 +94,7 @@ def attention(
         else:
             queries, keys = query[:, parameters.heads(cls)], side.keys(slice(None), key_rotation).flatten(1, 2)
             values = values.repeat_interleave(parameters.layout.group_size, dim=1)
-        outputs.append(attend(queries, keys, values, parameters.scaling, mask, parameters.softcap))
+        outputs.append(dense_attention(queries, keys, values, parameters.scaling, mask, parameters.softcap))
     return torch.cat(outputs, dim=-1)
 
 
@@ -105,7 +106,7 @@ def partial_attention(
     key_rotation: Rotation | None = None,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over some of the keys, and what it takes to join it with attention over the others.
+    """Attention over some of the keys, with the log-sum-exp by which `join` combines it with the others.
 
     Args:
         key, value: rows, not necessarily of neighbours: `key_rotation` has one row for each, `attention_mask` one
@@ -127,12 +128,12 @@ def partial_attention(
     absorb = eager_cpu and key_rotation is not None and _may_absorb(parameters, seq_len, key_rotation)
     outputs, sums = [], []
     for cls in parameters.layout.classes(query.element_size()):
-        own = parameters.mask(attention_mask, parameters.heads(cls))
+        mask_of_class = parameters.mask(attention_mask, parameters.heads(cls))
 
-        def mask(part: slice, own: Tensor | None = own) -> Tensor | None:
+        def mask(part: slice, whole: Tensor | None = mask_of_class) -> Tensor | None:
             if causal:
                 return index[part] <= index[part.start :, None]
-            return own if own is None or own.shape[-1] == 1 else own[..., part]
+            return whole if whole is None or whole.shape[-1] == 1 else whole[..., part]
 
         side = ClassRows.of(parameters, cls, key, value, query.dtype)
         logits: AbsorbedQueries | RebuiltKeys = (
@@ -145,8 +146,8 @@ def partial_attention(
 
 
 def _may_absorb(parameters: AttentionParameters, seq_len: int, rotation: Rotation) -> bool:
-    """Whether absorbing queries for each block is less work than materialising it, and blocks begin where they should:
-    a window lets go of keys one by one."""
+    """Whether absorbing queries for each block is less work than rebuilding its keys, and the first key begins a block
+    (a window drops keys one by one)."""
     block = parameters.layout.rope_block
     assert block is not None
     if not seq_len or seq_len * parameters.shape.heads_per_kv >= block or rotation[0].dim() > 2:
@@ -156,7 +157,7 @@ def _may_absorb(parameters: AttentionParameters, seq_len: int, rotation: Rotatio
 
 
 def _attended(mask: Tensor) -> range:
-    """From the first key that some query attends to, less what keeps blocks whole, to the last: without padding and the
+    """Range of keys that some query attends to, extended at the front to whole blocks: it leaves out padding and the
     empty rest of a static cache."""
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     places = visible.flatten(0, -2).any(0).nonzero()
@@ -167,7 +168,7 @@ def _attended(mask: Tensor) -> range:
 
 
 def join(outputs: list[Tensor], log_sums: list[Tensor], widths: list[int]) -> tuple[Tensor, Tensor]:
-    """Attention to all keys from attention to disjoint sets of them, each weighed by its log-sum-exp.
+    """Join attention over disjoint sets of keys, each weighed by its log-sum-exp.
 
     Args:
         outputs: [..., sum of widths] of each set. log_sums: [..., heads]; -inf where a head sees none of the set.
@@ -180,8 +181,8 @@ def join(outputs: list[Tensor], log_sums: list[Tensor], widths: list[int]) -> tu
     weights = torch.exp(stacked - largest.masked_fill(largest == -torch.inf, 0.0))
     total = weights.sum(0)
     shares = weights / total.masked_fill(total == 0.0, 1.0)
-    found = (torch.stack(outputs) * shares.repeat_interleave(_on(tuple(widths), shares.device), -1)).sum(0)
-    return found, largest + total.log()
+    joined = (torch.stack(outputs) * shares.repeat_interleave(_on(tuple(widths), shares.device), -1)).sum(0)
+    return joined, largest + total.log()
 
 
 @lru_cache(maxsize=256)
@@ -190,13 +191,13 @@ def _on(widths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 Mask = Callable[[slice], "Tensor | None"]
-"""Which of these keys are visible, broadcastable to [batch_size, heads, seq_len, keys]."""
+"""Gives the mask of a slice of the keys, broadcastable to [batch_size, heads, seq_len, keys]."""
 
 
 def _running_softmax(
     logits_of: AbsorbedQueries | RebuiltKeys, side: ClassRows, mask: Mask, causal: bool, keys: range
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the queries of a class, a block of keys at a time.
+    """Attention of the queries of a class over one block of keys after another, with a running softmax.
 
     Returns [batch_size, count, heads of a group, seq_len, width], zeros for queries that attend to nothing, and the
     log-sum-exp of the logits, [batch_size, count, heads of a group, seq_len, 1].
@@ -209,7 +210,7 @@ def _running_softmax(
     block = max(1, budget // per_key // LEAST_BLOCK) * LEAST_BLOCK
     for start in range(keys.start, keys.stop, block):
         part = slice(start, min(start + block, keys.stop))
-        active = slice(start if causal else 0, None)  # earlier queries see none of these keys
+        active = slice(start if causal else 0, None)  # earlier queries see none of them
         latents = side.latents(part).to(side.wide)
         logits = scaled_and_capped(logits_of(latents, part, active), parameters.scaling, parameters.softcap)
         logits = masked(logits, mask(part))
@@ -225,7 +226,7 @@ def _running_softmax(
     return weighted / total.masked_fill(total == 0.0, 1.0), largest + total.log()
 
 
-def attend(
+def dense_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

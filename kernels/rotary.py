@@ -1,7 +1,7 @@
-"""RoPE in two parts: within a block of positions, which slow planes of keys are stored with, and to its beginning.
+"""RoPE in two parts: to the beginning of a block of positions, and within the block.
 
-With T positions a block, R(m) = R(m - m mod T) R(m mod T). The slow planes of a stored key have the second rotation, in
-which they hardly move; the fast ones have none. See `rotor.checkpoint.layout`.
+With T positions a block, R(m) = R(m - m mod T) R(m mod T). Slow planes of a stored key have the second rotation, in
+which they hardly move; fast planes have none. See `rotor.checkpoint.layout`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from rotor.checkpoint.layout import KeyForm
 
 Rotation = tuple[Tensor, Tensor]
-"""cos and sin, [..., positions, rotary_dim] each, as transformers has them: both halves of the dimensions alike."""
+"""cos and sin, [..., positions, rotary_dim] each, as in transformers: both halves of the dimensions are equal."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -23,12 +23,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin: [..., seq_len, rotary_dim], broadcastable to the first rotary_dim dimensions of x.
     """
     rotary_dim = cos.shape[-1]
-    own = x[..., :rotary_dim]
-    first, second = own.chunk(2, dim=-1)
-    own = own * cos + torch.cat([-second, first], dim=-1) * sin
+    planes = x[..., :rotary_dim]
+    first, second = planes.chunk(2, dim=-1)
+    rotated = planes * cos + torch.cat([-second, first], dim=-1) * sin
     if rotary_dim == x.shape[-1]:
-        return own
-    return torch.cat([own, x[..., rotary_dim:].expand(*own.shape[:-1], -1)], dim=-1)
+        return rotated
+    return torch.cat([rotated, x[..., rotary_dim:].expand(*rotated.shape[:-1], -1)], dim=-1)
 
 
 def within_blocks(rotation: Rotation, positions: Tensor, form: KeyForm) -> Rotation:
@@ -66,6 +66,6 @@ def when_read(rotation: Rotation, form: KeyForm, positions: Tensor | None = None
 
 
 def _fast(form: KeyForm, cos: Tensor) -> Tensor:
-    """Which of the rotary dimensions are of fast planes, [rotary_dim]."""
+    """Mask of the rotary dimensions that are in fast planes, [rotary_dim]."""
     planes = cos.shape[-1] // 2
     return torch.arange(cos.shape[-1], device=cos.device) % planes < form.fast_planes

@@ -1,4 +1,4 @@
-"""Latents into rows of nibbles and back, in plain PyTorch: see `rotor.checkpoint.channels` for what a row is."""
+"""Pack latents into rows and unpack them, in plain PyTorch; `rotor.checkpoint.channels` says what a row is."""
 
 from __future__ import annotations
 
@@ -24,93 +24,104 @@ def pack(latents: Tensor, channels: Channels) -> Tensor:
     Returns:
         [..., bytes], uint8.
     """
-    half = _places(channels, latents.device).half
+    half = _slots_of(channels, latents.device).half
     wide = latents.to(torch.promote_types(latents.dtype, torch.float32))
     return pack_codes((wide.floor().clamp(-half, half - 1) + half).to(torch.int32), channels)
 
 
 def pack_codes(codes: Tensor, channels: Channels) -> Tensor:
-    """Codes of the channels of a group, [..., rank], int32, as rows, [..., bytes] uint8."""
-    places = _places(channels, codes.device)
+    """Pack the codes of a group's channels, [..., rank] int32, into rows, [..., bytes] uint8."""
+    slots = _slots_of(channels, codes.device)
     codes = torch.cat([codes, codes.new_tensor([SIGNED, 0]).expand(*codes.shape[:-1], 2)], dim=-1)  # of what is empty
-    nibbles = (codes[..., places.channel] >> places.bit).bitwise_and_(places.mask)
-    if places.crumb is not None:
-        first = places.first
-        nibbles[..., first:] = nibbles[..., first:] << 2 | codes[..., places.crumb].bitwise_and_(3)
+    nibbles = (codes[..., slots.channel] >> slots.bit).bitwise_and_(slots.mask)
+    if slots.crumb is not None:
+        first = slots.first
+        nibbles[..., first:] = nibbles[..., first:] << 2 | codes[..., slots.crumb].bitwise_and_(3)
     planes = nibbles.unflatten(-1, (WORD_PLANES, -1))
     low, high = (planes[..., byte, :] | planes[..., byte + 1, :] << 4 for byte in (0, 2))
     return torch.stack([low, high], dim=-1).to(torch.uint8).flatten(-2)
 
 
 def unpack_codes(rows: Tensor, channels: Channels) -> Tensor:
-    """What `pack_codes` packed."""
+    """Unpack what `pack_codes` packed."""
     words = rows.contiguous().view(torch.int16).to(torch.int32)
     nibbles = torch.cat([words >> 4 * plane & 15 for plane in range(WORD_PLANES)], dim=-1)
     codes = nibbles.new_zeros(*rows.shape[:-1], channels.rank)
-    for place, digits in enumerate(channels.places):
-        nibble = nibbles[..., place]
+    for slot, digits in enumerate(channels.slots):
+        nibble = nibbles[..., slot]
         for number, digit in enumerate(digits):
-            own = nibble if digit.bits == NIBBLE_BITS else nibble >> 2 if number == 0 else nibble & 3
-            codes[..., digit.channel] += own << digit.bit
+            bits = nibble if digit.bits == NIBBLE_BITS else nibble >> 2 if number == 0 else nibble & 3
+            codes[..., digit.channel] += bits << digit.bit
     return codes
 
 
 def unpack(rows: Tensor, split: int, dtype: torch.dtype) -> Tensor:
-    """[..., bytes], uint8, of one group -> its nibbles and the crumbs of its split planes, less 8, [..., width]."""
+    """Unpack rows of a group, [..., bytes] uint8, to nibbles and the crumbs of split planes, less 8, [..., width]."""
     words = rows.contiguous().view(torch.int16)
     signed = words ^ SIGN_BITS  # a nibble less 8 in two's complement
-    found = [signed << 12 - 4 * plane >> 12 for plane in range(WORD_PLANES)]
-    found += [(words >> 4 * plane & 3) - SIGNED for plane in reversed(range(WORD_PLANES - split, WORD_PLANES))]
-    return torch.cat(found, dim=-1).to(dtype)
+    planes = [signed << 12 - 4 * plane >> 12 for plane in range(WORD_PLANES)]
+    planes += [(words >> 4 * plane & 3) - SIGNED for plane in reversed(range(WORD_PLANES - split, WORD_PLANES))]
+    return torch.cat(planes, dim=-1).to(dtype)
 
 
 def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool) -> Tensor:
-    """The key (or value) row of a layer.
+    """Pack the key row, or the value row, of a layer.
 
     Args:
-        latents: [..., sum of ranks], groups side by side.
-        keys: the key latents, else the value latents, of which joint ones are none.
+        latents: [..., at least the sum of ranks], groups side by side, as projections put them out.
+        keys: the key latents, else the value latents: an empty row where these are in the keys'.
     Returns:
         [..., bytes of the row], uint8; of a layer of numbers `latents` as they are.
     """
+    latents = latents[..., : layout.key_rank if keys else layout.stored_value_rank]
     if not layout.coded:
         return latents
+    if not latents.shape[-1]:
+        return latents.to(torch.uint8)
     rows, first = [], 0
     for cls in layout.classes():
         latent, stride = (cls.key, cls.key_stride) if keys else (cls.value, cls.value_stride)
-        if not keys and layout.joint:
-            continue
         assert isinstance(latent, Channels)
-        own = latents[..., first : first + cls.count * latent.rank].unflatten(-1, (cls.count, latent.rank))
-        rows.append(_strided(pack(own, latent), stride))
+        of_class = latents[..., first : first + cls.count * latent.rank].unflatten(-1, (cls.count, latent.rank))
+        rows.append(_strided(pack(of_class, latent), stride))
         first += cls.count * latent.rank
-    return torch.cat(rows, dim=-1) if rows else latents.new_empty(*latents.shape[:-1], 0, dtype=torch.uint8)
+    return torch.cat(rows, dim=-1)
+
+
+def row_dtype(layout: LayerLayout, dtype: torch.dtype) -> torch.dtype:
+    """Dtype of a layer's rows in a model of a dtype."""
+    return torch.uint8 if layout.coded else dtype
+
+
+def as_loaded(rows: Tensor, layout: LayerLayout) -> Tensor:
+    """Rows as kernels load them: words of 16 bits, or numbers."""
+    return rows.view(torch.int16) if layout.coded else rows
 
 
 def resize_layer(rows: Tensor, layout: LayerLayout, to: LayerLayout, keys: bool) -> Tensor:
-    """The rows of a layer with the first channels of each latent alone, or with the middle of more behind them.
+    """Cut the rows of a layer to the first channels of each latent, or fill them up with the middle of further ones.
 
     Args:
-        rows: [..., elements, of codes bytes], of `layout`: keys', or values'.
+        rows: key rows, or value rows, of `layout`, [..., elements].
         to: the same groups with latents of other widths.
     """
     if layout == to or not rows.shape[-1]:
         return rows
-    found, size = [], rows.element_size()
+    resized, size = [], rows.element_size()
     for starts, group, other in zip(layout.byte_offsets(size), layout.groups, to.groups, strict=True):
         latent, kept = (group.key, other.key) if keys else (group.values, other.values)
         first = starts[0 if keys else 1] // size
-        own = rows[..., first : first + latent.row_bytes(size) // size]
+        of_group = rows[..., first : first + latent.row_bytes(size) // size]
         if isinstance(latent, Channels) and isinstance(kept, Channels):
-            packed = pack_codes(_resized(unpack_codes(own, latent), kept), kept)
-            found.append(_strided(packed.unsqueeze(-2), aligned(kept.row_bytes(), len(to.groups))))
+            packed = pack_codes(_resized(unpack_codes(of_group, latent), kept), kept)
+            resized.append(_strided(packed.unsqueeze(-2), aligned(kept.row_bytes(), len(to.groups))))
         else:
-            found.append(functional.pad(own, (0, kept.width - latent.width)))
-    return torch.cat(found, dim=-1)
+            resized.append(functional.pad(of_group, (0, kept.width - latent.width)))
+    return torch.cat(resized, dim=-1)
 
 
 def read_class(rows: Tensor, latent: Latent, first_byte: int, stride: int, count: int, dtype: torch.dtype) -> Tensor:
-    """What attention multiplies with of the groups of a class.
+    """Read the latents of the groups of a class as attention multiplies with them.
 
     Args:
         rows: [..., bytes], uint8, or of numbers [..., width of the layer].
@@ -126,19 +137,22 @@ def read_class(rows: Tensor, latent: Latent, first_byte: int, stride: int, count
 
 
 def _resized(codes: Tensor, to: Channels) -> Tensor:
-    """Codes of the first channels alone, or with the middle of more of them behind."""
+    """Cut codes to the first channels, or fill them up with the middle of further ones."""
     half = torch.tensor([1 << bits - 1 for bits in to.bits[codes.shape[-1] :]], device=codes.device, dtype=codes.dtype)
     return torch.cat([codes[..., : to.rank], half.expand(*codes.shape[:-1], -1)], dim=-1)
 
 
 def _strided(packed: Tensor, stride: int) -> Tensor:
-    """Rows of groups, [..., count, bytes], behind each other with so many bytes from one to the next."""
+    """Lay rows of groups, [..., count, bytes], behind each other, `stride` bytes from one to the next."""
     return functional.pad(packed, (0, stride - packed.shape[-1])).flatten(-2)
 
 
-class _Places(NamedTuple):
-    """half: of the codes of each channel. channel, bit, mask: of the digit of each place; `rank` of an empty one.
-    first: place that is cut; crumb: channels of the lower crumbs from there on, `rank + 1` of none; None without any.
+class _Slots(NamedTuple):
+    """The slots of a latent as tensors.
+
+    half: half the number of codes of each channel. channel, bit, mask: of the digit in each slot; the channel of an
+    empty slot is `rank`. first: the first slot that is cut. crumb: channels of the lower crumbs from there on,
+    `rank + 1` where one is missing; None if no slot is cut.
     """
 
     half: Tensor
@@ -150,12 +164,12 @@ class _Places(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _places(channels: Channels, device: torch.device) -> _Places:
+def _slots_of(channels: Channels, device: torch.device) -> _Slots:
     half = torch.tensor([2.0 ** (bits - 1) for bits in channels.bits], device=device)
-    highest = [digits[0] if digits else Digit(channels.rank, 0, NIBBLE_BITS) for digits in channels.places]
+    highest = [digits[0] if digits else Digit(channels.rank, 0, NIBBLE_BITS) for digits in channels.slots]
     digits = torch.tensor([(digit.channel, digit.bit, 2**digit.bits - 1) for digit in highest], device=device)
-    cut = [own for own in channels.places if own and own[0].bits < NIBBLE_BITS]
+    cut = [own for own in channels.slots if own and own[0].bits < NIBBLE_BITS]
     crumb = [own[1].channel if len(own) > 1 else channels.rank + 1 for own in cut]
     channel, bit, mask = digits.unbind(1)
     lower = torch.tensor(crumb, device=device) if crumb else None
-    return _Places(half, channel, bit.int(), mask.int(), len(highest) - len(cut), lower)
+    return _Slots(half, channel, bit.int(), mask.int(), len(highest) - len(cut), lower)

@@ -1,7 +1,7 @@
-"""PyTorch's own attention over what `materialise` makes of rows: a class of groups at a time.
+"""PyTorch's attention over the keys and values that `materialise` makes of rows, a class of groups at a time.
 
-KV heads of a group share their values, and each has its own keys: one call for each place in a group, so that no values
-are copied. Widths of keys and values are made equal (zeros behind), which PyTorch's fused kernels want.
+KV heads of a group share their values, and each has keys of its own: one call for each place in a group, so that no
+values are copied. Keys and values are padded with zeros to one width, as PyTorch's fused kernels want.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rotor.checkpoint.layout import GroupClass
 from .logits import absorbed_queries
 from .materialise import PagesOf, materialise
 from .parameters import AttentionParameters, seq_len_of
-from .reference import attend as attend_by_sdpa
+from .reference import dense_attention
 from .rotary import Rotation
 
 MOST_BYTES = 1 << 30
-"""Of keys and values at a time; sequences of a batch are taken one after another where there are more."""
+"""Most bytes of keys and values at a time; beyond that, sequences of a batch are taken one after another."""
 
 Varlen = Callable[..., Tensor]
 """(query [tokens, heads, width], key, value [tokens, heads, width], query_start_loc, kv_start, max_query_len,
-max_kv_len, scaling, window or None, softcap or None) -> [tokens, heads, width], causal: an engine's own attention."""
+max_kv_len, scaling, window or None, softcap or None) -> [tokens, heads, width]: an engine's causal attention."""
 
 
 def prompt_attention(
@@ -39,7 +39,7 @@ def prompt_attention(
     first: int = 0,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
-    """As `attention.attend`, of any number of queries."""
+    """Attention as `attention.rows_attention` computes it, for any number of queries."""
     seq_len = seq_len_of(query)
     if attention_mask is None and seq_len > 1:  # a prefill into an empty static cache: its rest is not attended
         key, value = key[:, :, :seq_len], value[:, :, :seq_len]
@@ -66,7 +66,7 @@ def prompt_attention(
 def _of_class(
     query: Tensor, keys: Tensor, values: Tensor, parameters: AttentionParameters, cls: GroupClass, mask: Tensor | None
 ) -> Tensor:
-    """[batch_size, seq_len, sum over the query heads of the class of value width]."""
+    """Attention of a class, [batch_size, seq_len, sum over its query heads of value width]."""
     if query.dim() == 3:  # absorbed: all heads of a group meet the same latents
         queries = absorbed_queries(query, parameters, cls).unsqueeze(2)
     else:
@@ -77,13 +77,13 @@ def _of_class(
         own_mask = mask  # a mask over heads has all of the class
         if mask is not None and mask.shape[1] > 1:
             own_mask = mask.unflatten(1, (-1, size, each))[:, :, place].flatten(1, 2)
-        return attend(own, keys[:, place::size], values, parameters.scaling, own_mask, parameters.softcap)
+        return heads_attention(own, keys[:, place::size], values, parameters.scaling, own_mask, parameters.softcap)
 
     return _by_place(queries, keys.shape[-1], cls, attend_at)
 
 
 def _by_place(queries: Tensor, width: int, cls: GroupClass, attend_at: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Attention of the KV heads at each place in their groups, and all outputs side by side.
+    """Attend for the KV heads at each place in their groups, and put the outputs side by side.
 
     Args:
         queries: [batch_size or tokens, count, group_size, heads of a KV head, ...]. width: of keys; of queries too,
@@ -98,19 +98,20 @@ def _by_place(queries: Tensor, width: int, cls: GroupClass, attend_at: Callable[
     return torch.stack(outputs, dim=-3).flatten(-4)
 
 
-def attend(
+def heads_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, softcap: float | None
 ) -> Tensor:
-    """[batch_size, heads, seq_len, width] over as many or fewer key and value heads -> [batch_size, seq_len, heads,
-    width].
+    """Attention of [batch_size, heads, seq_len, width] over as many or fewer key and value heads.
+
+    Returns [batch_size, seq_len, heads, width].
     """
     by_sdpa = query.device.type == "cuda" and softcap is None
     if by_sdpa and mask is not None and query.shape[2] > 1 and query.shape[1] != key.shape[1]:
         # With a mask PyTorch has no fused kernel for heads that share keys, and would store all logits.
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-    found = attend_by_sdpa(query, key, value, scaling, mask, softcap=softcap)
-    return found.unflatten(2, (query.shape[1], -1))
+    output = dense_attention(query, key, value, scaling, mask, softcap=softcap)
+    return output.unflatten(2, (query.shape[1], -1))
 
 
 def packed_attention(
@@ -127,7 +128,7 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention of packed prompts over pages; see `attention.attend_pages`.
 
-    varlen: attention over packed sequences; by default SDPA, a sequence at a time (which waits for the lengths).
+    varlen: attention over packed sequences; by default SDPA, one sequence after another (which waits for the lengths).
     """
     layout, outputs = parameters.layout, []
     around = query_start_loc, pages.kv_start, max_query_len, pages.longest
@@ -153,7 +154,7 @@ def packed_attention(
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """SDPA, a sequence at a time."""
+    """A `Varlen` by SDPA, one sequence after another."""
     query_start, kv_start, _, _, scaling, window, softcap = rest
     output = torch.zeros(*query.shape[:2], value.shape[-1], dtype=query.dtype, device=query.device)
     starts, kv_starts = query_start.tolist(), kv_start.tolist()
@@ -168,5 +169,5 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor
         if window is not None:
             visible &= index > position - window
         q, k, v = (side.transpose(0, 1).unsqueeze(0) for side in (query[start:end], key[own], value[own]))
-        output[start:end] = attend(q, k, v, scaling, visible[None, None], softcap)[0]
+        output[start:end] = heads_attention(q, k, v, scaling, visible[None, None], softcap)[0]
     return output

@@ -57,7 +57,7 @@ class OneOf:
         return core_schema.literal_schema(list(self.names))
 
 
-class Unfit(ValueError):
+class InvalidField(ValueError):
     """A field, by its dotted name, that does not fit the others; raised by a model's validators."""
 
     def __init__(self, name: str, got: object, expected: str) -> None:
@@ -102,7 +102,7 @@ class Reader:
         if found["type"] == "json_invalid":
             return self.error(f"{self.where}: {name or 'a value'} is not plain data: {found['msg']}.", self.hint)
         reason = found.get("ctx", {}).get("error")
-        if isinstance(reason, Unfit):
+        if isinstance(reason, InvalidField):
             return self.error(f"{self.where}: {reason}.", self.hint)
         value, path = from_json(data), []
         for key in found["loc"]:  # what follows names a missing key, or an option of a union

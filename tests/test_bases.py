@@ -7,13 +7,13 @@ import torch
 
 from rotor.calibration.bases import identity, kq, palu, svd
 from rotor.calibration.bases.information import LayerFisher, TokenSamples
-from rotor.calibration.bases.layer import LayerBases
 from rotor.calibration.bases.method import Inputs, block_diagonal, output_moments, rotary_average
 from rotor.calibration.bases.moments import LayerStatistics
+from rotor.checkpoint.bases import LayerBases
+from rotor.checkpoint.folding import fold_layer, layer_layout
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape
 from rotor.checkpoint.projections import AttentionWeights
 from rotor.kernels.rotary import rotate
-from rotor.search.rewriting import layer_layout, rewrite_layer
 
 DOUBLE = torch.float64
 
@@ -150,9 +150,9 @@ def test_refit_is_exact_at_full_rank_and_never_worse_below(group_size: int) -> N
     errors = {}
     for rank in (1, 2, width):
         for refit in (False, True):
-            bases = LayerBases(POST_ROPE, group_size, pair, pair, moments if refit else None)
-            layout, order = layer_layout(bases, [(rank, rank)] * (2 // group_size))
-            o_weight = rewrite_layer(weights, bases, layout, order, shape)["o_proj.weight"].unflatten(1, (4, rank))
+            bases = LayerBases(POST_ROPE, group_size, (pair, pair), moments if refit else None)
+            layout = layer_layout(bases, [(rank, rank)] * (2 // group_size))
+            o_weight = fold_layer(weights, bases, layout, shape)["o_proj.weight"].unflatten(1, (4, rank))
             total = 0.0
             for position in range(4):
                 kv_head = layout.kv_head_order[position // 2]

@@ -14,11 +14,10 @@ from support.runs import SHORT_TEXT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rotor.calibration.bases.pair import BasisPair
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.codes.layer import CodedBases
-from rotor.calibration.codes.quantiser import ChannelCode
 from rotor.calibration.run import Run, layer_path
+from rotor.checkpoint.bases import BasisPair, LayerBases
+from rotor.checkpoint.folding import model_layouts
 from rotor.checkpoint.layout import POST_ROPE, kv_bytes_per_token
 from rotor.errors import CheckpointError, RecipeError, UsageError
 from rotor.kernels.rotary import rotate, when_read
@@ -29,7 +28,6 @@ from rotor.search.compressible import CompressibleModel
 from rotor.search.export.export import export
 from rotor.search.measurer import rank_path
 from rotor.search.point import channels_json
-from rotor.search.rewriting import planned_layouts
 from rotor.search.table import RankTable
 from rotor.tools.validation.validate import cache_bytes_per_token, validate
 
@@ -69,7 +67,7 @@ def in_memory(run: Run, plan: Any) -> tuple[CompressibleModel, Any]:
 class CodedCache(DynamicCache):
     """Hands out keys and values as codes leave them: a reference that knows nothing of rows or folding."""
 
-    def __init__(self, layers: list[CodedBases], network: CompressibleModel) -> None:
+    def __init__(self, layers: list[LayerBases], network: CompressibleModel) -> None:
         super().__init__()
         self.coded, self.network = layers, network
 
@@ -82,30 +80,30 @@ class CodedCache(DynamicCache):
         key, value = self.code(rotate(key, cos, -sin), value, bases)
         return rotate(key, cos, sin), value
 
-    def code(self, key: Tensor, value: Tensor, bases: CodedBases) -> tuple[Tensor, Tensor]:
+    def code(self, key: Tensor, value: Tensor, bases: LayerBases) -> tuple[Tensor, Tensor]:
         """Keys as they are stored, and values."""
         if bases.joint:
             return fake_both(key, value, bases)
-        key = fake(key, bases.qk, bases.key_codes, bases.group_size)
-        return key, fake(value, bases.vo, bases.value_codes, bases.group_size)
+        key = fake(key, bases.qk, bases.group_size)
+        return key, fake(value, bases.vo, bases.group_size)
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
         return 0
 
 
-def fake(x: Tensor, pair: BasisPair, codes: tuple[ChannelCode, ...], group_size: int) -> Tensor:
+def fake(x: Tensor, pair: BasisPair, group_size: int) -> Tensor:
     """Keys or values [batch_size, num_kv_heads, seq_len, head_dim] through their codes and back, in float64."""
     groups = x.double().unflatten(1, (-1, group_size)).permute(1, 0, 3, 2, 4).flatten(3)
     read = torch.stack(
         [
             code.decode(code.encode(group @ encode)) @ decode.T
-            for group, code, encode, decode in zip(groups, codes, pair.encode, pair.decode, strict=True)
+            for group, code, encode, decode in zip(groups, pair.codes, pair.encode, pair.decode, strict=True)
         ]
     )
     return read.unflatten(3, (group_size, -1)).permute(1, 0, 3, 2, 4).flatten(1, 2).to(x.dtype)
 
 
-def fake_both(key: Tensor, value: Tensor, bases: CodedBases) -> tuple[Tensor, Tensor]:
+def fake_both(key: Tensor, value: Tensor, bases: LayerBases) -> tuple[Tensor, Tensor]:
     """Keys and values [batch_size, num_kv_heads, seq_len, head_dim] through codes of their joint latents and back."""
 
     def grouped(x: Tensor) -> Tensor:
@@ -114,7 +112,7 @@ def fake_both(key: Tensor, value: Tensor, bases: CodedBases) -> tuple[Tensor, Te
     latents = [
         k @ a + v @ b for k, v, a, b in zip(grouped(key), grouped(value), bases.qk.encode, bases.vo.encode, strict=True)
     ]
-    read = [code.decode(code.encode(z)) for z, code in zip(latents, bases.key_codes, strict=True)]
+    read = [code.decode(code.encode(z)) for z, code in zip(latents, bases.latents[0].codes, strict=True)]
 
     def back(pair: BasisPair) -> Tensor:
         found = torch.stack([z @ decode.T for z, decode in zip(read, pair.decode, strict=True)])
@@ -123,7 +121,7 @@ def fake_both(key: Tensor, value: Tensor, bases: CodedBases) -> tuple[Tensor, Te
     return back(bases.qk), back(bases.vo)
 
 
-def coded_logits(network: CompressibleModel, layers: list[CodedBases]) -> Tensor:
+def coded_logits(network: CompressibleModel, layers: list[LayerBases]) -> Tensor:
     """Of the uncompressed model whose keys and values are coded."""
     model = network.restore()
     model.config._attn_implementation = "eager"
@@ -215,7 +213,7 @@ def test_plans_of_a_path(coded_run):
     assert [plan.stored for plan in steps] == sorted({plan.stored for plan in steps})
     before = 2 * run.shape.num_kv_heads * run.shape.head_dim * run.shape.num_layers * run.info["element_bytes"]
     for plan in steps:
-        layouts = [layout for layout, _ in planned_layouts(run.bases(plan.channels), plan.rounded)]
+        layouts = model_layouts(run.bases(plan.channels), plan.rounded)
         assert plan.stored == pytest.approx(1 - kv_bytes_per_token(layouts, 4) / before)
     assert path.at_compression(0.8).stored >= 0.8
     assert path.at_compression(0.8).stored - 0.8 < 8 / before * 2

@@ -14,19 +14,17 @@ from rotor.calibration.allocation.channel_bits import bit_curve, bit_path
 from rotor.calibration.bases.fisher import of_values
 from rotor.calibration.bases.information import LayerFisher
 from rotor.calibration.bases.kq import closed_form
-from rotor.calibration.bases.layer import LayerBases
 from rotor.calibration.bases.method import Inputs
 from rotor.calibration.bases.moments import LayerStatistics, stored_name
-from rotor.calibration.bases.pair import BasisPair
-from rotor.calibration.codes.fold import fold_code
 from rotor.calibration.codes.layer import layer_codes
-from rotor.calibration.codes.quantiser import ChannelCode, ChannelFit, measure_channels
+from rotor.calibration.codes.quantiser import ChannelFit, measure_channels
 from rotor.calibration.gradients import fisher_information
 from rotor.calibration.samples import GradientClip, SampleKeeper
+from rotor.checkpoint.bases import BasisPair, ChannelCode, FoldedBasis, LayerBases
 from rotor.checkpoint.channels import Channels
 from rotor.checkpoint.families import find_family
+from rotor.checkpoint.folding import fold_code
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, KeyForm
-from rotor.checkpoint.rewrite import FoldedBasis
 from rotor.errors import NumericsError
 from rotor.kernels.rows import pack, unpack
 from rotor.models.layerwise import LayerwiseModel
@@ -133,7 +131,7 @@ def test_an_attention_sink_is_coded_without_error():
     fisher = LayerFisher(information, dict.fromkeys(("value", "key_post"), keeper.samples()), 0.0)
     assert relative_error(fisher.first("value")[0], sink.flatten()) < 1e-6
     pair = of_values(Inputs(found, None, POST_ROPE, fisher))
-    codes = layer_codes(LayerBases(POST_ROPE, 2, pair, pair), fisher)
+    codes = layer_codes(LayerBases(POST_ROPE, 2, (pair, pair)), fisher)
     order, code = codes.vo.code(0, Channels(n4=8))
     pair = pair.ordered(order[None])
     at = sink.flatten() @ pair.encode[0]
@@ -154,7 +152,7 @@ def test_loss_of_a_channel_counts_each_tokens_own_gradient():
     keeper.add(x, g)
     fisher = LayerFisher(information, dict.fromkeys(("value", "key_post"), keeper.samples()), 0.0)
     pair = BasisPair(*(torch.eye(4, dtype=torch.float64)[None],) * 2, torch.ones(1, 4, dtype=torch.float64))
-    codes = layer_codes(LayerBases(POST_ROPE, 1, pair, pair), fisher)
+    codes = layer_codes(LayerBases(POST_ROPE, 1, (pair, pair)), fisher)
     for bits in (4, 8):
         order, code = codes.vo.code(0, Channels(**{f"n{bits}": 4}))
         latents = x[:, 0, order]
@@ -292,7 +290,7 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     """Against autograd through the model in one go, with what attention receives shifted by a variable of zeros."""
     from transformers import AttentionInterface
 
-    from rotor.kernels.reference import attend
+    from rotor.kernels.reference import dense_attention
 
     model = load_model(tiny(family), torch.device("cpu"), torch.float32)
     network = LayerwiseModel.of(model, batch_tokens=32)
@@ -317,7 +315,7 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     def attention(module, query, key, value, mask, scaling=None, softcap=None, **kwargs):
         for name, x in (("key_post", key), ("value", value)):
             moved[module.layer_idx, name] = x
-        output = attend(query, key, value, scaling, mask, softcap=softcap)
+        output = dense_attention(query, key, value, scaling, mask, softcap=softcap)
         return output.unflatten(-1, (shape.num_heads, -1)), None
 
     AttentionInterface.register("rotor_test_fisher", attention)

@@ -14,13 +14,13 @@ from rotor.calibration.allocation.bits import BitsPath
 from rotor.calibration.bases.kq import closed_form
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.capture import observed_attention
-from rotor.calibration.codes.fold import fold_code
 from rotor.calibration.codes.layer import MEASURED, SideCodes
 from rotor.calibration.codes.quantiser import measure_channels
 from rotor.calibration.codes.training import TrainedCode
 from rotor.calibration.distil import DistilledModel
 from rotor.calibration.run import DISTILLED, Run
 from rotor.checkpoint.channels import Channels
+from rotor.checkpoint.folding import fold_code
 from rotor.errors import CheckpointError, RecipeError, UsageError
 from rotor.kernels.rows import pack, unpack
 from rotor.models.layerwise import LayerwiseModel
@@ -116,10 +116,10 @@ def test_the_loss_falls_on_other_rows_and_the_exact_bases_stay(run: Run):
     before = replace(run, recipe=replace(run.recipe, distil=replace(run.recipe.distil, steps=0)))
     for compression in (0.85, 0.9):
         assert kl_div(run, rows, compression) < 0.99 * kl_div(before, rows, compression)
-    exact = run.layer_bases(0).latents["joint"]
+    exact = run.layer_bases(0).latents[0]
     identity = torch.eye(exact.encode.shape[1], dtype=torch.float64).expand(len(exact.encode), -1, -1)
     torch.testing.assert_close(exact.encode @ exact.decode.mT, identity)
-    trained = run.layer_bases(0, DISTILLED).latents["joint"]
+    trained = run.layer_bases(0, DISTILLED).latents[0]
     assert relative_error(trained.encode, exact.encode) > 1e-4
 
 

@@ -22,7 +22,7 @@ from rotor.policies import (
     use_cache_policy,
 )
 from rotor.policies.budgets import squeeze_shares, three_means
-from rotor.policies.eviction import Held
+from rotor.policies.eviction import KeptTokens
 from rotor.search.evaluation.cached import final_states_through_cache
 from rotor.search.probe import full_ranks
 
@@ -108,7 +108,7 @@ def test_what_is_kept_is_that_of_float64(policy: Eviction) -> None:
     (sequence,) = layer.sequences
     got = sequence.sides[0][0][0, :, :, 0].long().tolist()
     index = torch.arange(TOKENS).expand(1, GROUPS, -1)
-    table = Held(index, None, 1, 0).noise(getattr(policy, "seed", 0))[0].double().numpy()
+    table = KeptTokens(index, None, 1, 0).noise(getattr(policy, "seed", 0))[0].double().numpy()
     assert got == truth(policy, x, table)
     assert layer.places[0].tolist() == got
     assert not policy.needs_weights or sequence.scores.shape == sequence.index.shape
@@ -117,9 +117,11 @@ def test_what_is_kept_is_that_of_float64(policy: Eviction) -> None:
 def test_noise_is_a_tokens_own() -> None:
     """Whatever rows and tokens lie beside it."""
     places = torch.arange(8).expand(1, GROUPS, 8)
-    whole = Held(places, None, 1, 0).noise(0)
-    assert torch.equal(Held(places[..., 3:].expand(2, -1, -1), None, 1, 0).noise(0), whole[..., 3:].expand(2, -1, -1))
-    for other in (Held(places, None, 1, 0).noise(1), Held(places, None, 2, 0).noise(0)):
+    whole = KeptTokens(places, None, 1, 0).noise(0)
+    assert torch.equal(
+        KeptTokens(places[..., 3:].expand(2, -1, -1), None, 1, 0).noise(0), whole[..., 3:].expand(2, -1, -1)
+    )
+    for other in (KeptTokens(places, None, 1, 0).noise(1), KeptTokens(places, None, 2, 0).noise(0)):
         assert not torch.equal(other, whole)
 
 

@@ -22,7 +22,7 @@ from rotor.checkpoint.families import FAMILIES, attention_shape, find_family
 from rotor.checkpoint.layout import pre_rope
 from rotor.checkpoint.projections import read_attention
 from rotor.errors import UnsupportedModelError
-from rotor.kernels.reference import attend
+from rotor.kernels.reference import dense_attention
 from rotor.kernels.rotary import rotate
 from rotor.models.loading import load_model
 from rotor.models.projections import kv_parameters
@@ -124,7 +124,7 @@ def test_soft_capped_attention(seq_len: int, masked: str) -> None:
     module = torch.nn.Module().eval()
     module.num_key_value_groups = 2
     expected = eager_attention_forward(module, query, key, value, added, scaling=0.7, softcap=1.5)[0]
-    torch.testing.assert_close(attend(query, key, value, 0.7, mask, softcap=1.5), expected.flatten(2))
+    torch.testing.assert_close(dense_attention(query, key, value, 0.7, mask, softcap=1.5), expected.flatten(2))
 
 
 def test_soft_cap_matters(tiny, tmp_path: Path) -> None:

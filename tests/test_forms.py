@@ -9,11 +9,10 @@ import torch
 from support.compare import relative_error
 from torch import Tensor
 
-from rotor.calibration.bases.layer import LayerBases
-from rotor.calibration.bases.pair import BasisPair
-from rotor.calibration.codes.layer import CodedBases
-from rotor.calibration.codes.quantiser import ChannelCode, measure_channels
-from rotor.checkpoint.channels import Channels, Numbers
+from rotor.calibration.codes.quantiser import measure_channels
+from rotor.checkpoint.bases import BasisPair, ChannelCode, LayerBases
+from rotor.checkpoint.channels import Numbers
+from rotor.checkpoint.folding import fold_layer, layer_layout
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, KeyForm
 from rotor.checkpoint.projections import AttentionWeights
 from rotor.checkpoint.tensors import layer_tensors
@@ -21,7 +20,6 @@ from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import attention, project_keys
 from rotor.kernels.rotary import rotate, when_read, within_blocks
 from rotor.kernels.rows import pack_layer
-from rotor.search.rewriting import layer_layout, rewrite_layer
 
 SHAPE = AttentionShape(1, num_heads=6, num_kv_heads=2, head_dim=16, hidden_size=40, rotary_dim=12)
 """Partial rotary: 6 planes, and 4 dimensions that RoPE does not rotate."""
@@ -58,28 +56,14 @@ def pair_of(width: int, seed: int) -> tuple[Tensor, Tensor]:
 def bases_of(form: KeyForm, shape: AttentionShape, joint: bool, coded: bool) -> LayerBases:
     """All columns of one group of all heads, coded at 16 bits or as numbers."""
     width = shape.num_kv_heads * shape.head_dim
-    if joint:
-        encode, decode = pair_of(2 * width, seed=30)
-        parts = (slice(None, width), slice(width, None))
-        sides = [BasisPair(encode[:, part], decode[:, part], torch.ones(1, 2 * width)) for part in parts]
-    else:
-        sides = [BasisPair(*pair_of(width, seed=30 + 2 * i), torch.ones(1, width)) for i in range(2)]
-    bases = LayerBases(form, shape.num_kv_heads, *sides, joint=joint)
+    columns = 2 * width if joint else width
+    latents = [BasisPair(*pair_of(columns, seed=30 + 2 * i), torch.ones(1, columns)) for i in range(1 if joint else 2)]
     if not coded:
-        return bases
-    columns = sides[0].encode.shape[-1]
+        return LayerBases(form, shape.num_kv_heads, tuple(latents))
     fit = measure_channels(8 * normal(600, columns, seed=40), None, (16,))
     code = ChannelCode(torch.full((columns,), 16), fit.mean[0], fit.scale[0])
-    channels = Channels(n16=columns)
-    return CodedBases(
-        form,
-        shape.num_kv_heads,
-        *sides,
-        joint=joint,
-        channels=((channels, None if joint else channels),),
-        key_codes=(code,),
-        value_codes=(code,),
-    )
+    coded_latents = tuple(dataclasses.replace(pair, codes=(code,)) for pair in latents)
+    return LayerBases(form, shape.num_kv_heads, coded_latents)
 
 
 def source(hidden: Tensor, weights: AttentionWeights, shape: AttentionShape) -> Tensor:
@@ -99,8 +83,8 @@ def source(hidden: Tensor, weights: AttentionWeights, shape: AttentionShape) -> 
 def compressed(hidden: Tensor, weights: AttentionWeights, bases: LayerBases, shape: AttentionShape) -> Tensor:
     """The rewritten layer by its own tensors and plain attention."""
     size = bases.qk.encode.shape[-1]
-    layout, order = layer_layout(bases, [(size, size)])
-    t = rewrite_layer(weights, bases, layout, order, shape)
+    layout = layer_layout(bases, [(size, size)])
+    t = fold_layer(weights, bases, layout, shape)
     assert list(t) == list(layer_tensors(layout, shape, weights.bias_names))
 
     def project(name: str) -> Tensor:
@@ -149,11 +133,11 @@ def test_full_rank_is_the_source_without_rope(coded: bool, joint: bool) -> None:
 
 def truncated(bases: LayerBases, rank: int) -> LayerBases:
     """Its first columns."""
-    sides = {
-        name: BasisPair(pair.encode[..., :rank], pair.decode[..., :rank], pair.singular_values[:, :rank])
-        for name, pair in (("qk", bases.qk), ("vo", bases.vo))
-    }
-    return dataclasses.replace(bases, **sides)
+    latents = (
+        BasisPair(pair.encode[..., :rank], pair.decode[..., :rank], pair.singular_values[:, :rank])
+        for pair in bases.latents
+    )
+    return dataclasses.replace(bases, latents=tuple(latents))
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -179,6 +163,6 @@ def test_with_all_planes_fast_blocks_do_not_matter(block: int) -> None:
 
 def rewritten(weights: AttentionWeights, bases: LayerBases, shape: AttentionShape) -> dict[str, Tensor]:
     size = bases.qk.encode.shape[-1]
-    layout, order = layer_layout(bases, [(size, size)])
+    layout = layer_layout(bases, [(size, size)])
     assert isinstance(layout.groups[0].key, Numbers)
-    return rewrite_layer(weights, bases, layout, order, shape)
+    return fold_layer(weights, bases, layout, shape)

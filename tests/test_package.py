@@ -24,8 +24,8 @@ def test_groups_are_ordered_by_class_widest_first() -> None:
     groups = [
         GroupLayout((h,), Numbers(k), Numbers(v)) for h, (k, v) in enumerate([(16, 32), (48, 16), (16, 32), (48, 32)])
     ]
-    layout, order = ordered_by_class(groups, POST_ROPE)
-    assert order == layout.kv_head_order == (3, 1, 0, 2)
+    layout = ordered_by_class(groups, POST_ROPE)
+    assert layout.kv_head_order == (3, 1, 0, 2)
     assert [(c.start, c.count, c.key.rank, c.value.rank, c.key_rank, c.value_rank) for c in layout.classes()] == [
         (0, 1, 48, 32, 0, 0),
         (1, 1, 48, 16, 48, 32),
@@ -60,7 +60,7 @@ def test_an_edited_layout_is_refused(change: dict) -> None:
 
 def test_a_default_kernel_config_lists_the_layers_launches() -> None:
     groups = [GroupLayout((2 * g, 2 * g + 1), Channels(n4=width), None) for g, width in enumerate([16, 48])]
-    layout, _ = ordered_by_class(groups, KeyForm(64, 16))
+    layout = ordered_by_class(groups, KeyForm(64, 16))
     config = default_config([layout])
     (layer,) = config.to_dict()["layers"]
     assert set(layer) == {"layout", "sm_80", "sm_90", "slices_per_sm", "materialise"}

@@ -27,7 +27,7 @@ from rotor.errors import RotorError, UsageError
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.parallel import sequence_parallel
 from rotor.policies import cache_policy, stored_bytes
-from rotor.runtime.steps import InCache
+from rotor.runtime.steps import CacheRows
 from rotor.tools.generation import continue_prompt
 
 PRE = KeyForm(64, 8)
@@ -194,7 +194,7 @@ def test_what_cannot_be_spread_is_refused(checkpoint: Any, alone: None) -> None:
         with pytest.raises(UsageError, match="assisted decoding"):
             cache.crop(-1)
         again = model(ids, use_cache=False).logits
-    assert all(layer.store == InCache() for layer in parallel.layers)
+    assert all(layer.store == CacheRows() for layer in parallel.layers)
     torch.testing.assert_close(model(ids).logits, again)
     with pytest.raises(UsageError, match=r"outside of sequence_parallel\(\)|whose positions are unknown"):
         model(ids[:, :1], past_key_values=cache)

@@ -26,7 +26,7 @@ def ragged_layout(seed: int = 0) -> LayerLayout:
     draw = random.Random(seed)
     ranks = [(draw.randrange(16, 129, 16), draw.randrange(16, 129, 16)) for _ in range(8)]
     groups = [GroupLayout((h,), Numbers(key), Numbers(value)) for h, (key, value) in enumerate(ranks)]
-    return ordered_by_class(groups, POST_ROPE)[0]
+    return ordered_by_class(groups, POST_ROPE)
 
 
 def of_each_sm(parts: list[list[tuple[int, int]]], tasks: Tasks) -> list[float]:

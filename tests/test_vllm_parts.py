@@ -24,7 +24,7 @@ from rotor.kernels.reference import attention, project_keys
 from rotor.kernels.rotary import Rotation, rotate, when_read, within_blocks
 from rotor.kernels.rows import pack_layer
 from rotor.vllm.attention import RotorSelfAttention
-from rotor.vllm.pages import PagedLayer, Step, within
+from rotor.vllm.pages import PagedLayer, StepRequests, within
 from rotor.vllm.served import TESTED, refusal
 from rotor.vllm.shards import Shard, check_size, padded_rows, row_bytes, shard_of
 from rotor.vllm.stores import OPTION, SEED, keep_apart, prefix_mark
@@ -75,10 +75,10 @@ class Pages(nn.Module):
         slots = [own[p // 16] * 16 + p % 16 for own, n in zip(self.table, self.lengths, strict=True) for p in range(n)]
         self.layer.write(key, value, self.pages, torch.stack(slots))
         lengths = torch.tensor(self.lengths)
-        step = Step(0, 1, 99, starts, self.lengths, torch.tensor(starts), lengths, self.table)
+        step = StepRequests(0, 1, 99, starts, self.lengths, torch.tensor(starts), lengths, self.table)
         parameters = self.layer.parameters
         output = query.new_empty(len(query), parameters.heads_per_group * parameters.layout.value_width)
-        self.layer.attend(query, self.pages, step, output)
+        self.layer.attend_step(query, self.pages, step, output)
         return output
 
 

@@ -147,7 +147,7 @@ def table(kind: str) -> None:
 
     def coded(channels: Channels, scales: int = 1) -> Tensor:
         plan = coded_bases(bases, codes, [(channels, None)])
-        pair, code = plan.latents["joint"], plan.key_codes[0]
+        pair, code = plan.latents[0], plan.latents[0].codes[0]
         latents = drawn.rows.flatten(1) @ pair.encode[0]
         best, least = latents, torch.full_like(latents[:, :1], torch.inf)
         for wider in 2.0 ** torch.arange(scales):

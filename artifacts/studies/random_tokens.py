@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rotor.policies.eviction import Eviction, Held
+from rotor.policies.eviction import Eviction, KeptTokens
 from rotor.policies.policy import Seed
 
 
@@ -29,5 +29,5 @@ class Random(Eviction):
     def protected(self, budget: int) -> tuple[int, int]:
         return 0, 1
 
-    def priority(self, held: Held) -> Tensor:
+    def priority(self, held: KeptTokens) -> Tensor:
         return held.noise(self.seed)

@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..checkpoint.families import Family
 from ..checkpoint.layout import AttentionShape, KeyForm, pre_rope
-from ..kernels.reference import attend
+from ..kernels.reference import dense_attention
 from ..kernels.rotary import Rotation, rotate, when_read, within_blocks
 from ..models.layerwise import LayerwiseModel
 from ..models.projections import keys_before_rope, split_activations
@@ -129,7 +129,7 @@ def observed_attention(
             tensors["key_pre"] = before.pop(layer)
         if read is not None:
             key, value = read(layer, tensors)
-        output = attend(query, key, _stacked(value, group_size), scaling, attention_mask, softcap=softcap)
+        output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap=softcap)
         output = output.unflatten(-1, (shape.num_heads, -1))
         report(layer, tensors, output)
         return _own_block(output, shape, group_size), None

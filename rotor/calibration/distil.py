@@ -20,14 +20,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..checkpoint.bases import LayerBases
 from ..checkpoint.layout import ModelForm
 from ..errors import NumericsError
 from ..models.layerwise import LayerwiseModel
 from ..progress import Advance
 from .allocation.bits import BitsPath
-from .bases.layer import LayerBases
-from .bases.moments import stored_name
-from .bases.pair import split_pair
+from .bases.moments import latent_names
 from .capture import StoredKeys, observed_attention
 from .codes.layer import GroupChannels, LayerCodes
 from .codes.training import TrainedCode
@@ -64,9 +63,9 @@ class DistilledModel:
         path: BitsPath,
     ) -> None:
         self.network, self.form, self.path = network, form, path
-        self._names = [[stored_name(keys, form.joint)] + ([] if form.joint else ["value"]) for keys in form.keys]
+        self._names = [latent_names(keys, form.joint) for keys in form.keys]
         self._layers = [
-            [TrainedCode(pair, side, network.device) for pair, side in zip(own.latents.values(), of.sides, strict=True)]
+            [TrainedCode(pair, side, network.device) for pair, side in zip(own.latents, of.sides, strict=True)]
             for own, of in zip(bases, codes, strict=True)
         ]
         self._bases = bases
@@ -109,8 +108,7 @@ class DistilledModel:
         """Bases and codes of each layer, in the place of calibration's."""
         for bases, sides in zip(self._bases, self._layers, strict=True):
             pairs, codes = zip(*(side.trained() for side in sides), strict=True)
-            qk, vo = split_pair(pairs[0], self.form.group_size) if self.form.joint else pairs
-            yield replace(bases, qk=qk, vo=vo), LayerCodes(*codes)
+            yield replace(bases, latents=pairs), LayerCodes(*codes)
 
     def _plan(self, compression: float) -> list[GroupChannels]:
         plan = self.path.at_compression(compression) or self.path.steps()[-1]
@@ -127,7 +125,7 @@ class DistilledModel:
             channels = [group[index] for group in self.channels[layer]]
             read = self._layers[layer][index].through(by_group, channels)  # type: ignore[arg-type]
             found.append(read.transpose(0, 1).unflatten(2, (size, -1)).flatten(1, 2))
-        key, value = found[0].chunk(2, dim=-1) if self.form.joint else found
+        key, value = found if len(found) > 1 else found[0].chunk(2, dim=-1)
         key = self._stored.when_read(layer, key, seq_len, self.form.keys[layer])
 
         def as_before(tensor: Tensor, name: str) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..checked import Reader
 from ..checkpoint.atomic import replacing
+from ..checkpoint.bases import BasisPair, LayerBases, check_stored, stacked_pair
 from ..checkpoint.file_names import RECIPE
 from ..checkpoint.layout import AttentionShape, KeyForm, LayerForm, ModelForm
 from ..checkpoint.manifest import Manifest
@@ -29,9 +30,7 @@ from ..checkpoint.schemas import RunInfo, check_run, read_file
 from ..errors import CheckpointError, MissingError, UsageError
 from ..models.hub import find_model
 from ..recipe import Recipe, load_stored_recipe
-from .bases.layer import LayerBases, check_stored
 from .bases.moments import pack_symmetric, unpack_symmetric
-from .bases.pair import BasisPair
 from .codes.layer import MEASURED, GroupChannels, LayerCodes, SideCodes, coded_bases
 
 INFO, FISHER = "run.json", "fisher.safetensors"
@@ -108,8 +107,9 @@ def write_distilled(folder: Path, layer: int, bases: LayerBases, codes: LayerCod
 
 def _bases_tensors(bases: LayerBases) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for side, pair in (("qk", bases.qk), ("vo", bases.vo)):
-        for name, tensor in vars(pair).items():
+    for side, pair in zip(SIDES, bases.sides, strict=True):
+        for name in ("encode", "decode", "singular_values", "shift", "constant"):
+            tensor = getattr(pair, name)
             if tensor is not None and not (name == "decode" and torch.equal(pair.encode, tensor)):
                 tensors[f"{side}.{name}"] = tensor.contiguous()
     if bases.outputs is not None:
@@ -138,11 +138,13 @@ def read_bases(path: Path, form: LayerForm, shape: AttentionShape, refit: bool =
     def pair(side: str) -> BasisPair:
         encode = tensors[f"{side}.encode"]
         decode = tensors.get(f"{side}.decode", encode)
-        affine = (tensors.get(f"{side}.{name}") for name in ("shift", "constant"))
-        return BasisPair(encode, decode, tensors[f"{side}.singular_values"], *affine)
+        shift, constant = (tensors.get(f"{side}.{name}") for name in ("shift", "constant"))
+        return BasisPair(encode, decode, tensors[f"{side}.singular_values"], shift, constant)
 
     outputs = unpack_symmetric(tensors["outputs"]) if refit else None
-    found = LayerBases(form.keys, form.group_size, pair("qk"), pair("vo"), outputs, form.joint)
+    sides = pair("qk"), pair("vo")
+    latents = (stacked_pair(*sides, form.group_size),) if form.joint else sides
+    found = LayerBases(form.keys, form.group_size, latents, outputs)
     found.check(shape, str(path))
     return found
 
@@ -150,7 +152,7 @@ def read_bases(path: Path, form: LayerForm, shape: AttentionShape, refit: bool =
 def read_codes(path: Path, form: LayerForm, shape: AttentionShape) -> LayerCodes:
     """What `write_codes` or `write_distilled` wrote; raises likewise."""
     tensors, sides = _Stored(path), []
-    for side in SIDES[: 2 - form.joint]:
+    for side in SIDES[: form.latents_per_group]:
         found = {}
         for part in (own.name for own in fields(SideCodes)):
             widths = () if part in ("weight", "variance") else (len(MEASURED),)
@@ -160,8 +162,7 @@ def read_codes(path: Path, form: LayerForm, shape: AttentionShape) -> LayerCodes
 
 
 def _columns(form: LayerForm, shape: AttentionShape) -> tuple[int, int]:
-    size = form.group_size
-    return shape.num_kv_heads // size, size * shape.head_dim * (2 if form.joint else 1)
+    return shape.num_kv_heads // form.group_size, form.columns(shape.head_dim)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from .json_files import json_text
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """An empty file beside `path` to write to; it takes that name when the `with` ends well, and goes otherwise.
+    """An empty file beside `path` to write to; it is renamed to `path` when the `with` ends well, else removed.
 
-    The content is on the disk before the name is, and the name before the `with` is left. Whoever writes to a folder
-    holds its lock, so the name of the new file need not be unique: what a killed process left there is replaced.
+    The content is on the disk before the new name is, and the name before the `with` is left. The writer holds the
+    lock of the folder, so the temporary name need not be unique: what a killed process left there is replaced.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)

@@ -12,12 +12,12 @@ n is a quarter of that of a's channel, and the column of b is that of b's channe
 the latent has for each column what a unit of it counts, and what means, halves and eights add is a constant key and a
 bias of o_proj. Kernels know nibbles and crumbs, not channels.
 
-The nibbles of a group's latent, channels most bits first and within a channel the highest first, have the *places* 0,
-1, ...; behind them, up to the last place, lie the cut ones. Their number is rounded up to a multiple of 16 (a plane, 8
-bytes), and what is left over between them is the nibble 8. With W = places / 4 little-endian 16-bit words, nibble j
-(bits 4 j to 4 j + 3) of word w is place j W + w: one shift and one mask take a plane's nibbles out of the words, side
-by side, and nothing is interleaved. The lower crumbs of the last W places are read as columns 4 W to 5 W - 1, those of
-the W places before them as the next W, as far as places are cut (`split`).
+The nibbles of a group's latent, channels most bits first and within a channel the highest first, fill the *slots* 0,
+1, ...; the cut ones fill the last slots. The number of slots is rounded up to a multiple of 16 (a plane, 8 bytes), and
+an empty slot between both holds the nibble 8. With W = slots / 4 little-endian 16-bit words, nibble j (bits 4 j to
+4 j + 3) of word w is slot j W + w: one shift and one mask take a plane's nibbles out of the words, side by side, and
+nothing is interleaved. The lower crumbs of the last W slots are read as columns 4 W to 5 W - 1, those of the W slots
+before them as the next W, as far as slots are cut (`split`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ PLANE = 16
 WORD_PLANES = 4
 """Nibbles of a word."""
 
+WORD_BYTES = 2
+
 SIGNED = 8
-"""What a nibble or crumb is less, when attention multiplies with it; the nibble of an empty place."""
+"""Subtracted from a nibble or crumb before attention multiplies with it; also the nibble of an empty slot."""
 
 EDITED = "The folder was edited or is from another version of rotor; export it again."
 
 
 class Digit(NamedTuple):
-    """Bits of a channel's code that a place holds: from `bit` on so many."""
+    """Part of a channel's code that a slot holds: `bits` bits from `bit` on."""
 
     channel: int
     bit: int
@@ -58,9 +60,9 @@ class Digit(NamedTuple):
 
 @dataclass(frozen=True, order=True)
 class Channels:
-    """Counts of a latent's channels at each of WIDTHS.
+    """A latent of codes: how many channels it has at each of WIDTHS.
 
-    split: planes of nibbles that attention reads for their lower crumbs too, at least as many as there are cut.
+    split: planes of nibbles that attention reads a second time for their lower crumbs; at least those that are cut.
 
     Raises:
         CheckpointError: a count is negative; there is no channel; more planes are split than there are.
@@ -82,44 +84,49 @@ class Channels:
         if self.split > WORD_PLANES:
             raise CheckpointError(f"{self.split} planes are split: expected at most {WORD_PLANES}.", EDITED)
 
-    @property
-    def coded(self) -> bool:
-        return True
+    @classmethod
+    def of_bits(cls, bits: Sequence[int]) -> Channels:
+        """Channels of these widths; those of 0 bits are not stored."""
+        return cls(*(bits.count(width) for width in WIDTHS))
+
+    coded = True
+    planes = WORD_PLANES
+    """Nibbles of a word."""
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """By width, in the order of WIDTHS."""
+        """Channels of each width, in the order of WIDTHS."""
         return tuple(getattr(self, f"n{bits}") for bits in WIDTHS)
 
     @property
     def rank(self) -> int:
-        """Channels: what a projection into the latent puts out."""
+        """Number of channels: what a projection into the latent puts out."""
         return sum(self.counts)
 
     @cached_property
     def words(self) -> int:
-        """Of 16 bits, of a row."""
+        """Words of 16 bits in a row."""
         bits = sum(bits * count for bits, count in zip(WIDTHS, self.counts, strict=True))
         return -(-bits // (PLANE * NIBBLE_BITS)) * PLANE // WORD_PLANES
 
     @property
     def operands(self) -> int:
-        """What attention reads of a word: its nibbles, and the crumbs of those that are split."""
+        """How many numbers attention reads out of a word: its nibbles, and the lower crumbs of split ones."""
         return WORD_PLANES + self.split
 
     @property
     def width(self) -> int:
-        """The columns of what reads a row."""
+        """Columns of the basis that reads a row."""
         return self.operands * self.words
 
     @cached_property
     def bits(self) -> tuple[int, ...]:
-        """Of each channel, most first."""
+        """Bits of each channel, most first."""
         return tuple(bits for bits, count in zip(WIDTHS, self.counts, strict=True) for _ in range(count))
 
     @cached_property
-    def places(self) -> tuple[tuple[Digit, ...], ...]:
-        """What each holds: a nibble, the higher and the lower crumb (which may be missing), or nothing."""
+    def slots(self) -> tuple[tuple[Digit, ...], ...]:
+        """What each slot holds: a nibble, a higher and a lower crumb (which may be missing), or nothing."""
         crumbs = [Digit(channel, 0, CRUMB_BITS) for channel, bits in enumerate(self.bits) if bits % NIBBLE_BITS]
         cut = [tuple(crumbs[i : i + 2]) for i in range(0, len(crumbs), 2)]
         whole: list[tuple[Digit, ...]] = [
@@ -131,56 +138,79 @@ class Channels:
 
     @cached_property
     def columns(self) -> tuple[dict[int, float], ...]:
-        """Of each column: how many levels of which channels a unit of it counts."""
+        """{channel: levels} of each column: how many levels of which channels a unit of it counts."""
         nibbles, crumbs = [], []
-        for digits in self.places:
+        for digits in self.slots:
             cut = bool(digits) and digits[0].bits == CRUMB_BITS
             nibbles.append({digit.channel: 0.25 if cut else 2.0**digit.bit for digit in digits[:1]})
             crumbs.append({digits[0].channel: -0.25, digits[1].channel: 1.0} if len(digits) > 1 else {})
         planes = [crumbs[i * self.words : (i + 1) * self.words] for i in reversed(range(WORD_PLANES))]
         return tuple(nibbles + [column for plane in planes[: self.split] for column in plane])
 
-    def row_bytes(self, element_bytes: int = 2) -> int:
+    @property
+    def word_operands(self) -> int:
+        """Operands of a word of codes; numbers have 0."""
+        return self.operands
+
+    def element_bytes(self, model_bytes: int) -> int:
+        """Bytes of an element of a row as tensors hold it: uint8."""
+        return 1
+
+    def word_bytes(self, model_bytes: int) -> int:
+        """Bytes of what a kernel loads as one element of a row."""
+        return WORD_BYTES
+
+    def row_bytes(self, model_bytes: int = 2) -> int:
         """Bytes of a token's row, whatever the model's dtype."""
-        return 2 * self.words
+        return WORD_BYTES * self.words
+
+    def stride(self, groups: int, model_bytes: int) -> int:
+        """Bytes from one group to the next in the row of a layer of so many groups."""
+        return aligned(self.row_bytes(), groups)
 
     def to_dict(self) -> dict[str, int]:
-        """Bits -> channels, of the widths that there are, and `split`."""
-        found = {str(bits): count for bits, count in zip(WIDTHS, self.counts, strict=True) if count}
-        return found | ({"split": self.split} if self.split else {})
+        """{bits: channels} of the widths in use, and `split`."""
+        counts = {str(bits): count for bits, count in zip(WIDTHS, self.counts, strict=True) if count}
+        return counts | ({"split": self.split} if self.split else {})
 
 
 @dataclass(frozen=True, order=True)
 class Numbers:
-    """A latent of so many numbers in the model's dtype; the same interface as `Channels`."""
+    """A latent of so many numbers in the model's dtype, `model_bytes` each; the same interface as `Channels`."""
 
     rank: int
 
-    @property
-    def coded(self) -> bool:
-        return False
+    coded = False
+    planes = 1
+    operands = 1
+    word_operands = 0
 
     @property
     def width(self) -> int:
         return self.rank
 
-    @property
-    def operands(self) -> int:
-        return 1
+    def element_bytes(self, model_bytes: int) -> int:
+        return model_bytes
 
-    def row_bytes(self, element_bytes: int = 2) -> int:
-        return self.rank * element_bytes
+    def word_bytes(self, model_bytes: int) -> int:
+        return model_bytes
+
+    def row_bytes(self, model_bytes: int = 2) -> int:
+        return self.rank * model_bytes
+
+    def stride(self, groups: int, model_bytes: int) -> int:
+        return self.row_bytes(model_bytes)
 
     def to_dict(self) -> int:
         return self.rank
 
 
 Latent = Channels | Numbers
-"""What the cache holds of a token for keys or values of a group (or both)."""
+"""What the cache holds of a token for the keys or the values of a group, or for both."""
 
 
 MAX_RANK = 1 << 24
-"""No latent has as many channels; a larger number comes from a damaged file."""
+"""Upper bound of the channels of a latent; a larger number comes from a damaged file."""
 
 
 def _stored_latent(data: Any) -> Latent:
@@ -200,21 +230,21 @@ StoredLatent = Annotated[
     PlainValidator(_stored_latent),
     WithJsonSchema({"expected": f"a number of channels, or channels by bits ({', '.join(map(str, WIDTHS))})"}),
 ]
-"""A latent in a file: what `to_dict` gives."""
+"""A latent as `to_dict` writes it to a file."""
 
 
 AnyLatent = TypeVar("AnyLatent", Channels, Latent)
 
 
 def read_alike(latents: Sequence[AnyLatent]) -> list[AnyLatent]:
-    """The latents of a layer, all with equally many planes split: one kernel reads them all."""
+    """Give all latents of a layer the same number of split planes, so that one kernel reads them all."""
     most = max((latent.split for latent in latents if isinstance(latent, Channels)), default=0)
     return [replace(latent, split=most) if isinstance(latent, Channels) else latent for latent in latents]
 
 
 @lru_cache(maxsize=4096)
 def aligned(size_bytes: int, groups: int) -> int:
-    """Bytes from one group of codes to the next: whole sectors of memory are read, so they do not begin anywhere."""
+    """Bytes from one group of codes to the next, rounded up so that a group begins at a sector of memory."""
     if groups == 1:
         return size_bytes
     unit = 32 if size_bytes >= 32 else 16

@@ -1,4 +1,4 @@
-"""Model families: a row of data for each says where it keeps its attention, and what that does."""
+"""Model families: one row of data each says where a family keeps its attention and what is special about it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def split_blocks(fused: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor, 
 
 
 def split_by_kv_head(fused: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
-    """For each KV head its query heads, its key and its value: GPT-NeoX's layout, and all three of Falcon's."""
+    """Each KV head's query heads, key and value side by side: GPT-NeoX's layout, and all three of Falcon's."""
     heads = fused.unflatten(0, (shape.num_kv_heads, shape.heads_per_kv + 2, shape.head_dim))
     return heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)
 
@@ -34,7 +34,7 @@ def _kv_heads(config: Any) -> int:
 
 
 def _falcon_kv_heads(config: Any) -> int:
-    """Before the new decoder architecture `num_kv_heads` is not read: there is one KV head, or one a query head."""
+    """Falcon reads `num_kv_heads` in the new decoder architecture alone; else one KV head, or one a query head."""
     if config.new_decoder_architecture:
         return config.num_kv_heads
     return 1 if config.multi_query else config.num_attention_heads
@@ -42,7 +42,7 @@ def _falcon_kv_heads(config: Any) -> int:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: the places of what rotor needs, and what its attention does that others do not.
+    """A model family: where rotor finds what it needs, and what its attention does that others do not.
 
     decoder: path of the module that holds the layers, under the causal model; `layers` and `attention` below it.
     layer_returns_tuple: a decoder layer returns (hidden states, ...) instead of the hidden states.
@@ -51,13 +51,13 @@ class Family:
         q_proj, k_proj and v_proj.
     transposed: weights are [in_features, out_features] (transformers' Conv1D).
     norms: submodules of the attention that stay as they are (per-head norms of queries and keys, before RoPE).
-    norms_heads_first: they are called on [batch_size, num_heads, seq_len, head_dim] instead of heads third.
+    norms_heads_first: the norms are called on [batch_size, num_heads, seq_len, head_dim] instead of heads third.
     rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
     rotary_by_layer_type: the rotary embedding takes the layer's type as a third argument.
     partial_rotary: RoPE may rotate only the first dimensions of a head (`partial_rotary_factor`).
     softcap: config field of the bound c of attention logits (c tanh(x / c)), where there is one.
     bypasses_interface: the attention does not call transformers' attention interface.
-    num_kv_heads: reads them from the config.
+    num_kv_heads: reads the number of KV heads from the config.
     """
 
     decoder: str
@@ -105,7 +105,7 @@ class Family:
         return f"{self.decoder}.{self.layers}.{layer}.{self.attention}."
 
     def stored_prefix(self, layer: int, names: frozenset[str]) -> str:
-        """Name `attention_prefix` as a checkpoint has it: that of a bare model (the original GPT-2) lacks a part."""
+        """`attention_prefix` as a checkpoint has it: a bare model (the original GPT-2) lacks its first part."""
         full = self.attention_prefix(layer)
         bare = full.partition(".")[2]
         return bare if {f"{bare}{self.output}.weight", f"{bare}o_proj.weight"} & names else full
@@ -169,14 +169,14 @@ def architectures() -> set[str]:
 
 
 _REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidirectional_attention")
-"""Config fields that change attention in a way that rotor does not follow."""
+"""Config fields that change attention in ways that rotor does not support."""
 
 
 def find_family(config: Any) -> Family:
-    """Dispatch on `config.model_type`.
+    """Find the family of a config by its `model_type`.
 
     Raises:
-        UnsupportedModelError: not in FAMILIES (names those that are), or a variant of a family that is not supported.
+        UnsupportedModelError: not in FAMILIES (the message lists them), or an unsupported variant of a family.
     """
     model_type = getattr(config, "model_type", None)
     if model_type not in FAMILIES:

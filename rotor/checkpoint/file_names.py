@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 ROTOR_JSON = "rotor.json"
-"""What was done, measured and written: see rotor.checkpoint.schemas.CheckpointInfo."""
+"""Record of what was done, measured and written: see rotor.checkpoint.schemas.CheckpointInfo."""
 
 KERNEL_CONFIG = "kernel_config.json"
 RECIPE = "recipe.yaml"

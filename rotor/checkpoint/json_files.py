@@ -10,11 +10,11 @@ from typing import Any
 from ..errors import CheckpointError
 
 MAX_JSON_BYTES = 1 << 27
-"""The index of a model of a million tensors is smaller."""
+"""Largest JSON file that is read; the index of a model with a million tensors is smaller."""
 
 
 def json_text(data: Any) -> str:
-    """A value as JSON in ASCII; NaN and Infinity, which JSON has not, are null."""
+    """A value as JSON in ASCII; NaN and Infinity, which JSON lacks, become null."""
     return json.dumps(_finite(data), indent=2, allow_nan=False)
 
 

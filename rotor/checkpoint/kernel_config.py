@@ -16,7 +16,6 @@ from pydantic import Field
 
 from ..checked import OneOf, Reader
 from ..errors import CheckpointError
-from .channels import WORD_PLANES
 from .file_names import KERNEL_CONFIG
 from .json_files import read_json
 from .layout import LayerLayout
@@ -29,11 +28,12 @@ EDITED = "Export it again, or remove the file: without it the kernels go by thei
 
 @dataclass(frozen=True)
 class Tile:
-    """Of decoding: keys of a tile (at most a block of positions), warps of a program, stages of its copies.
+    """Sizes of a decoding program.
 
-    lean: what all tiles share and each loads anew, which frees registers: constants (1), rotations (2), both (3).
-    together: KV heads whose fast planes are rebuilt by one product; the group's are a multiple of it.
-    again: planes of joint latents that are unpacked anew for values.
+    keys: of a tile, at most a block of positions. warps: of a program. stages: of its copies.
+    lean: what each tile loads again instead of holding it in registers: constants (1), rotations (2), both (3).
+    together: KV heads whose fast planes one product rebuilds; it divides the heads of a group.
+    again: planes of joint latents that are unpacked a second time for values.
     """
 
     keys: Annotated[int, OneOf((16, 32, 64, 128))]
@@ -46,9 +46,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """The launches of a layer.
+    """How the kernels of a layer are launched.
 
-    layout: of which layer in config.json, in words (`layout_class`).
+    layout: the layer's layout in words (`layout_class`), which must be that of config.json.
     sm_80, sm_90: tiles of decoding by architecture.
     slices_per_sm: programs an SM over which decoding splits its keys.
     materialise: whether decoding rebuilds keys in memory and calls stock attention, as prompts do.
@@ -69,13 +69,13 @@ class LayerKernels:
         return self._hash
 
     def tile(self, capability: int) -> Tile:
-        """For a GPU of a compute capability (90 is 9.0)."""
+        """The tile for a GPU of a compute capability (90 is 9.0)."""
         return self.sm_90 if capability >= 90 else self.sm_80
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """The kernels of a model, layer by layer. version: of the file; no other is read."""
+    """The kernels of a model, layer by layer. version: of the file format; other versions are refused."""
 
     layers: tuple[LayerKernels, ...]
     version: Literal[3] = 3
@@ -100,9 +100,9 @@ class KernelConfig:
         return cls.from_dict(read_json(path, EDITED), str(path))
 
     def check(self, layouts: Sequence[LayerLayout], where: str = KERNEL_CONFIG) -> None:
-        """Raises CheckpointError, naming the field, where a model with these layouts cannot be run so.
+        """Check that the file belongs to a model with these layouts; raises CheckpointError, which names the field.
 
-        Any tile of any layer can: what is larger than a GPU's memory is halved when it is launched.
+        Any tile runs: one that is larger than a GPU's memory is halved when it is launched.
         """
         reader = Reader(where, CheckpointError, EDITED)
         if len(self.layers) != len(layouts):
@@ -114,18 +114,18 @@ class KernelConfig:
 
 
 def layout_class(layout: LayerLayout) -> str:
-    """What of a layer its kernels are compiled for, in words: `joint 128x2, T 64, F 13`.
+    """What the kernels of a layer are compiled for, in words: `joint 128x2, T 64, F 13`.
 
     Nibbles (or numbers) of the classes of groups with their KV heads, the block within which keys are rotated, fast
     planes, planes whose crumbs are read too; `apart` where values have latents of their own, `numbers` where there are
     no codes.
     """
-    nibbles = WORD_PLANES if layout.coded else 1
-    kind = ("joint" if layout.joint else "apart") if layout.coded else "numbers"
+    nibbles = layout.planes
+    kind = ("joint", "apart")[layout.latents_per_group - 1] if layout.coded else "numbers"
     widths = []
     for cls in layout.classes():
-        own = "+".join(str(side.width // layout.operands * nibbles) for side in layout.groups[cls.start].latents)
-        widths.append(f"{own}x{layout.group_size}" + (f" ({cls.count})" if cls.count < len(layout.groups) else ""))
+        sides = "+".join(str(side.width // layout.operands * nibbles) for side in layout.groups[cls.start].latents)
+        widths.append(f"{sides}x{layout.group_size}" + (f" ({cls.count})" if cls.count < len(layout.groups) else ""))
     form = "" if layout.rope_block is None else f", T {layout.rope_block}, F {layout.fast_planes}"
     split = f", split {layout.operands - nibbles}" if layout.operands > nibbles else ""
     return f"{kind} {', '.join(widths)}{form}{split}"

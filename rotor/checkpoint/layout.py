@@ -12,20 +12,23 @@ fast is pre-RoPE.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from ..checked import Expect, Reader
 from ..errors import CheckpointError
-from .channels import EDITED, MAX_RANK, Latent, StoredLatent, aligned, read_alike
+from .channels import EDITED, MAX_RANK, Latent, StoredLatent, read_alike
 
 MOST_ROPE_BLOCK = 64
 """Positions of the largest block; the block of layers whose planes are all fast."""
 
 RopeBlock = Annotated[int, Expect({2, 4, 8, 16, 32, 64}.__contains__, "a power of two from 2 to 64")]
+
+Side = TypeVar("Side")
+"""What a layer has one of for keys and one for values: rows, tensors, sizes."""
 
 LayerRanks = list[tuple[int, int]]
 """(key rank, value rank) of each group of a layer: in the order of the bases offline, then of the layout."""
@@ -103,22 +106,31 @@ POST_ROPE = KeyForm()
 
 
 def pre_rope(shape: AttentionShape) -> KeyForm:
-    """All planes fast; in a model without RoPE the only form that there is."""
+    """The form in which all planes are fast; the only one of a model without RoPE."""
     return KeyForm(MOST_ROPE_BLOCK, shape.rotary_planes) if shape.rotary_dim else POST_ROPE
 
 
 class LayerForm(NamedTuple):
     """What a layer is compressed to.
 
-    keys: how they are stored. group_size: KV heads that share a latent. joint: values share it too.
+    keys: how keys are stored. group_size: KV heads that share a latent. joint: values share it too.
     """
 
     keys: KeyForm
     group_size: int
     joint: bool = False
 
+    @property
+    def latents_per_group(self) -> int:
+        """What a group stores of a token: one latent of both, or one of keys and one of values."""
+        return 1 if self.joint else 2
+
+    def columns(self, head_dim: int) -> int:
+        """Numbers of a token that a latent of a group is made of."""
+        return self.group_size * head_dim * (2 if self.joint else 1)
+
     def in_words(self, shape: AttentionShape) -> str:
-        """`joint, pre-RoPE, 2 heads`; `apart` where keys and values have latents of their own."""
+        """`joint, pre-RoPE, 2 heads`; `apart` where keys and values have a latent each."""
         heads = f"{self.group_size} head{'s' if self.group_size > 1 else ''}"
         return f"{'joint' if self.joint else 'apart'}, {self.keys.in_words(shape)}, {heads}"
 
@@ -172,12 +184,12 @@ class GroupLayout:
 
     @property
     def latents(self) -> tuple[Latent, ...]:
-        """Those that the cache holds."""
+        """The latents that the cache holds."""
         return (self.key,) if self.value is None else (self.key, self.value)
 
     @property
     def ranks_in_words(self) -> str:
-        """`48+32` of keys and values, or `96 joint`."""
+        """Ranks of keys and values as `48+32`, or as `96 joint`."""
         return f"{self.key.rank} joint" if self.value is None else f"{self.key.rank}+{self.value.rank}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,9 +201,9 @@ class GroupLayout:
 class GroupClass:
     """Consecutive groups of a layer with equal latents: what one batched operation serves.
 
-    key_rank, value_rank: channels of the groups before, in what projections put out. key_place: places of the groups
-    before, in what reads keys. key_byte, value_byte: where the first one begins in the rows that keys
-    and values are read from. key_stride, value_stride: bytes there from one group to the next.
+    key_rank, value_rank: channels of the groups before, in what projections put out. key_column: columns of the groups
+    before, in the bases that read keys. key_byte, value_byte: where the first group begins in the rows that keys and
+    values are read from. key_stride, value_stride: bytes there from one group to the next.
     """
 
     start: int
@@ -200,7 +212,7 @@ class GroupClass:
     value: Latent
     key_rank: int
     value_rank: int
-    key_place: int
+    key_column: int
     key_byte: int
     value_byte: int
     key_stride: int
@@ -211,8 +223,8 @@ class GroupClass:
 class LayerLayout:
     """The groups of one layer, in the order in which its rows hold them (by class, widest first).
 
-    All groups of a layer have as many KV heads, and are coded, and joint, alike; of as many planes of all latents
-    crumbs are read (see `Channels`), so that one kernel reads them all.
+    All groups of a layer have the same number of KV heads and of split planes (see `Channels`); either all are coded or
+    none, and either all are joint or none. One kernel reads them all.
 
     rope_block: T, a power of two up to MOST_ROPE_BLOCK; None: all positions.
     fast_planes: F, planes stored before RoPE; 0 without a rope_block.
@@ -236,7 +248,7 @@ class LayerLayout:
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: texts have other hashes in other processes."""
+        """Leave out the hash, which other processes compute otherwise."""
         return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @property
@@ -259,7 +271,7 @@ class LayerLayout:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether attention goes block by block of positions; otherwise queries are absorbed once for all keys."""
+        """Whether attention goes block by block; otherwise queries are absorbed once for all keys."""
         return self.rope_block is not None
 
     def folds_keys(self, shape: AttentionShape) -> bool:
@@ -267,8 +279,41 @@ class LayerLayout:
         return self.fast_planes == shape.rotary_planes and not shape.key_norm
 
     def folds_queries(self, shape: AttentionShape) -> bool:
-        """Whether q_proj puts out absorbed queries: in a model without RoPE."""
+        """Whether q_proj puts out absorbed queries, as in a model without RoPE."""
         return not shape.rotary_dim
+
+    @property
+    def latents_per_group(self) -> int:
+        """What a group stores of a token: one latent of both, or one of keys and one of values."""
+        return len(self.groups[0].latents)
+
+    def values_from(self, key: Side, value: Side) -> Side:
+        """What values are read from: the value side, or the key side where a latent has both in it."""
+        return key if self.joint else value
+
+    def part_of_keys(self, value: Side) -> Side | None:
+        """What v_proj puts out, where it is a part of the latents in the key row; None where it has its own row."""
+        return value if self.joint else None
+
+    def stored_sides(self, key: Side, value: Side) -> tuple[Side, ...]:
+        """The sides that have a row."""
+        return (key,) if self.joint else (key, value)
+
+    def columns(self, head_dim: int) -> int:
+        """Numbers of a token that a latent of a group is made of."""
+        return self.group_size * head_dim * (2 if self.joint else 1)
+
+    def has_value_projection(self, shape: AttentionShape) -> bool:
+        """Whether there is a v_proj; otherwise k_proj puts out latents of both."""
+        return not (self.joint and self.folds_keys(shape))
+
+    def shifted_projections(self, shape: AttentionShape) -> frozenset[str]:
+        """Names (k, v, o) of the projections whose bias codes add to: means of channels, and what rows lack of them."""
+        if not self.coded:
+            return frozenset()
+        keys = "k" if self.folds_keys(shape) else ""
+        values = "" if self.joint else "v"
+        return frozenset(keys + values + "o")
 
     @property
     def key_rank(self) -> int:
@@ -282,60 +327,87 @@ class LayerLayout:
 
     @property
     def key_width(self) -> int:
-        """Places of all key latents: columns of what reads them."""
+        """Columns of the bases that read all key latents."""
         return sum(group.key.width for group in self.groups)
 
     @property
     def value_width(self) -> int:
-        """Places of all latents that values are read from."""
+        """Columns of the weights that read all latents of values."""
         return sum(group.values.width for group in self.groups)
 
     @property
+    def stored_value_rank(self) -> int:
+        """Channels of all latents that have a value row."""
+        return sum(group.value.rank for group in self.groups if group.value is not None)
+
+    @property
     def operands(self) -> int:
-        """What attention reads of a word of every latent, see `Channels`; of numbers 1."""
+        """What attention reads of a word of every latent, see `Channels`; 1 of numbers."""
         return self.groups[0].key.operands
 
-    def _stride(self, latent: Latent, element_bytes: int) -> int:
-        if not latent.coded:
-            return latent.row_bytes(element_bytes)
-        return aligned(latent.row_bytes(), len(self.groups))
+    @property
+    def word_operands(self) -> int:
+        """The same, and 0 of numbers: how kernels tell them apart."""
+        return self.groups[0].key.word_operands
 
-    def row_bytes(self, element_bytes: int) -> tuple[int, int]:
-        """Bytes of a token's key and value row in a model whose dtype takes element_bytes."""
-        key = sum(self._stride(group.key, element_bytes) for group in self.groups)
-        return key, sum(self._stride(group.value, element_bytes) for group in self.groups if group.value is not None)
+    @property
+    def planes(self) -> int:
+        """Nibbles of a word; 1 of numbers."""
+        return self.groups[0].key.planes
 
-    def read_bytes(self, element_bytes: int) -> tuple[int, int]:
+    def element_bytes(self, model_bytes: int) -> int:
+        """Bytes of an element of a row as tensors hold it, in a model whose dtype takes model_bytes."""
+        return self.groups[0].key.element_bytes(model_bytes)
+
+    def word_bytes(self, model_bytes: int) -> int:
+        """Bytes of what kernels load as one element of a row."""
+        return self.groups[0].key.word_bytes(model_bytes)
+
+    def row_elements(self, model_bytes: int) -> tuple[int, int]:
+        """Elements of a token's key and value row; see `element_bytes`."""
+        unit = self.element_bytes(model_bytes)
+        key, value = self.row_bytes(model_bytes)
+        return key // unit, value // unit
+
+    def _stride(self, latent: Latent, model_bytes: int) -> int:
+        return latent.stride(len(self.groups), model_bytes)
+
+    def row_bytes(self, model_bytes: int) -> tuple[int, int]:
+        """Bytes of a token's key and value row in a model whose dtype takes model_bytes."""
+        key = sum(self._stride(group.key, model_bytes) for group in self.groups)
+        return key, sum(self._stride(group.value, model_bytes) for group in self.groups if group.value is not None)
+
+    def read_bytes(self, model_bytes: int) -> tuple[int, int]:
         """Bytes of the rows that attention reads a token's keys and values from."""
-        key, value = self.row_bytes(element_bytes)
-        return key, key if self.joint else value
+        key, value = self.row_bytes(model_bytes)
+        return key, self.values_from(key, value)
 
-    def byte_offsets(self, element_bytes: int) -> list[tuple[int, int]]:
+    def byte_offsets(self, model_bytes: int) -> list[tuple[int, int]]:
         """Bytes before each group in the rows that attention reads a token's keys and values from."""
         sides = ([g.key for g in self.groups], [g.values for g in self.groups])
-        key, value = (accumulate((self._stride(x, element_bytes) for x in side), initial=0) for side in sides)
+        key, value = (accumulate((self._stride(x, model_bytes) for x in side), initial=0) for side in sides)
         return list(zip(key, value, strict=True))[:-1]
 
     @property
     def kv_head_order(self) -> tuple[int, ...]:
-        """Original indices of the KV heads in the order of the rows; the compressed projections use it too."""
+        """Original indices of the KV heads in the order of the rows and of the compressed projections."""
         return tuple(head for group in self.groups for head in group.kv_heads)
 
-    def classes(self, element_bytes: int = 2) -> Iterator[GroupClass]:
-        """Runs of groups with equal latents, with what lies before them.
+    def classes(self, model_bytes: int = 2) -> Iterator[GroupClass]:
+        """Runs of groups with equal latents, with the sizes of all groups before them.
 
-        A plain loop: torch.compile traces no groupby.
+        A plain loop, since torch.compile traces no groupby.
         """
-        start = key_rank = value_rank = key_place = key_byte = value_byte = 0
+        start = key_rank = value_rank = key_column = key_byte = value_byte = 0
         for end, group in enumerate(self.groups, 1):
             if end < len(self.groups) and self.groups[end].latents == group.latents:
                 continue
             count, key, value = end - start, group.key, group.values
-            strides = self._stride(key, element_bytes), self._stride(value, element_bytes)
-            before = key_rank, value_rank, key_place, key_byte, value_byte
+            strides = self._stride(key, model_bytes), self._stride(value, model_bytes)
+            before = key_rank, value_rank, key_column, key_byte, value_byte
             yield GroupClass(start, count, key, value, *before, *strides)
             start, key_rank, value_rank = end, key_rank + count * key.rank, value_rank + count * value.rank
-            key_place += count * key.width
+            key_column += count * key.width
             key_byte, value_byte = key_byte + count * strides[0], value_byte + count * strides[1]
 
     def to_dict(self) -> dict[str, Any]:
@@ -362,7 +434,7 @@ class LayerLayout:
 
 
 def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None:
-    """Raises CheckpointError, naming the layer, where layouts are not of a model of that shape."""
+    """Check that layouts are of a model of that shape; raises CheckpointError, which names the layer."""
     for index, layout in enumerate(layouts):
         reader = Reader(f"config.json, layer {index}", CheckpointError, "The folder was edited; export it again.")
         if sorted(layout.kv_head_order) != list(range(shape.num_kv_heads)):
@@ -371,21 +443,19 @@ def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None
             raise reader.fail("fast_planes", layout.fast_planes, f"a number from 0 to {shape.rotary_planes}")
         if layout.rope_block is not None and not shape.rotary_dim:
             raise reader.fail("rope_block", layout.rope_block, "none in a model without RoPE")
-        columns = layout.group_size * shape.head_dim * (2 if layout.joint else 1)
+        columns = layout.columns(shape.head_dim)
         for group in layout.groups:
             if max(latent.rank for latent in group.latents) > columns:
                 raise reader.fail("ranks", group.ranks_in_words, f"at most {columns}")
 
 
-def ordered_by_class(groups: list[GroupLayout], form: KeyForm) -> tuple[LayerLayout, tuple[int, ...]]:
-    """Order the groups of a layer by class, widest first, ties by their KV heads.
+def ordered_by_class(groups: Iterable[GroupLayout], form: KeyForm) -> LayerLayout:
+    """Lay out a layer whose groups are ordered by class, widest first, ties by their KV heads."""
 
-    Returns:
-        The layout, and for each position in it the index of the group in `groups`.
-    """
-    keys = [([(-x.width, -x.rank, repr(x)) for x in group.latents], group.kv_heads) for group in groups]
-    order = sorted(range(len(groups)), key=keys.__getitem__)
-    return LayerLayout(tuple(groups[i] for i in order), *form), tuple(order)
+    def key(group: GroupLayout) -> Any:
+        return [(-x.width, -x.rank, repr(x)) for x in group.latents], group.kv_heads
+
+    return LayerLayout(tuple(sorted(groups, key=key)), *form)
 
 
 def compression(ranks: list[list[tuple[int, int]]], shape: AttentionShape, context_tokens: int | None = None) -> float:
@@ -402,7 +472,7 @@ def compression(ranks: list[list[tuple[int, int]]], shape: AttentionShape, conte
 
 
 def kv_bytes_per_token(layouts: Sequence[LayerLayout], element_bytes: int) -> int:
-    """Bytes of cache that one token takes over all layers, rows only (there is no other metadata)."""
+    """Bytes of cache that one token takes over all layers: its rows, as there is no other metadata."""
     return sum(sum(layout.row_bytes(element_bytes)) for layout in layouts)
 
 

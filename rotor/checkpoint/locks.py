@@ -17,8 +17,8 @@ from ..errors import CheckpointError, UsageError
 def exclusive(folder: Path) -> Iterator[None]:
     """Hold a folder, which need not exist yet, for the length of a `with`.
 
-    The lock of a process that ended in whatever way is taken over. Beside a folder where no file can be made nothing is
-    published, and no lock is held.
+    The lock of a process that has ended, in whatever way, is taken over. Where no file can be written beside the
+    folder, nothing can be published either, and no lock is held.
 
     Raises:
         UsageError: another process holds it, or it lies below a file.
@@ -49,6 +49,6 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def lock_path(folder: Path) -> Path:
-    """Beside the folder. Links are followed, so that a folder has one lock by whatever name it is called."""
+    """Path of the lock file, beside the folder. Links are followed, so that all names of a folder share one lock."""
     folder = Path(os.path.realpath(folder))
     return folder.parent / f".{folder.name}.rotor-lock"

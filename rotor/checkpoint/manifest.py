@@ -1,4 +1,4 @@
-"""What a finished folder of rotor's holds: the SHA-256 of every file, in manifest.json; its own is the folder's digest.
+"""manifest.json of a finished folder: the SHA-256 of every file in it. The manifest's SHA-256 is the folder's digest.
 
     {"rotor_manifest": 1, "kind": "checkpoint", "files": {"config.json": "9f86d0...", ...}}
 
@@ -27,8 +27,8 @@ CHANGING = {
     "checkpoint": re.compile(r"(?!)"),
     "run": re.compile(r"log\.txt|report\.html|(tables|probes|work)/.*|(.*/)?\.[^/]+\.tmp"),
 }
-"""Files that rotor itself writes after a folder is finished. Of a run: its log, report and measurements, and what a
-killed process leaves."""
+"""Files that rotor itself writes into a finished folder: log, report and measurements of a run, and what a killed
+process leaves."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, hint: str = "") -> Manifest:
-        """Raises CheckpointError if there is none, or not one."""
+        """Read the manifest of a folder; raises CheckpointError if it is missing or damaged."""
         path = folder / MANIFEST
         data = read_json(path, hint)
         files = data.get("files")
@@ -52,9 +52,9 @@ class Manifest:
         return cls(folder, data["kind"], data["files"], file_sha256(path))
 
     def added(self) -> list[str]:
-        """Files (links, pipes, empty folders) that are neither listed nor rotor's own later ones.
+        """Files (links, pipes, empty folders) that are neither listed nor written by rotor later.
 
-        A listed file's folder is not, when it is empty: it is what an interrupted removal leaves.
+        The empty folder of a listed file does not count: an interrupted removal leaves it.
         """
         known = CHANGING[self.kind]
         folders = {f"{parent}/" for name in self.files for parent in PurePosixPath(name).parents}
@@ -65,12 +65,12 @@ class Manifest:
         ]
 
     def problems(self) -> dict[str, str]:
-        """What is wrong with which file: `is missing`, `is unexpected`, `differs from its SHA-256`."""
-        found = {name: problem for name in sorted(self.files) if (problem := self.problem(name))}
-        return found | {name: "is unexpected" for name in self.added()}
+        """Files with a problem, and the problem: `is missing`, `is unexpected`, `differs from its SHA-256`."""
+        listed = {name: problem for name in sorted(self.files) if (problem := self.problem(name))}
+        return listed | {name: "is unexpected" for name in self.added()}
 
     def problem(self, name: str) -> str:
-        """What is wrong with one file, or nothing."""
+        """What is wrong with one file; an empty text if nothing is."""
         path = self.folder / name
         if name not in self.files:
             return "is unexpected"
@@ -88,12 +88,12 @@ def write_manifest(folder: Path, kind: Kind) -> str:
 
 
 def entries_below(folder: Path) -> list[str]:
-    """Everything in a folder and below by its name there, sorted; of folders only those that are empty or links."""
-    found = []
+    """Names of all files in a folder and below it, sorted, and of folders that are empty or links."""
+    names = []
     for place, folders, files in os.walk(folder):
         relative = Path(place).relative_to(folder)
-        found += [(relative / name).as_posix() for name in files]
-        found += [(relative / name).as_posix() for name in folders if (Path(place) / name).is_symlink()]
+        names += [(relative / name).as_posix() for name in files]
+        names += [(relative / name).as_posix() for name in folders if (Path(place) / name).is_symlink()]
         if not folders and not files and relative.parts:
-            found.append(f"{relative.as_posix()}/")
-    return sorted(found)
+            names.append(f"{relative.as_posix()}/")
+    return sorted(names)

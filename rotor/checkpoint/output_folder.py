@@ -1,7 +1,7 @@
-"""Output folders: which path is which place, and what rotor may replace or remove there.
+"""Output folders: where a path leads, and what rotor may replace or remove there.
 
-The only module that removes folders. Nothing is removed that does not say of itself, in a file that rotor wrote, that
-it is a folder of the kind that is to be written: manifest.json of a finished one, unfinished.json of one in the making.
+The only module that removes folders. It removes a folder only if a file that rotor wrote there says that it is of the
+kind to be written: manifest.json in a finished folder, unfinished.json in one in the making.
 Links in paths are resolved before anything is compared or written.
 """
 
@@ -24,9 +24,9 @@ MINE = "Choose another folder, or remove it yourself."
 
 @dataclass(frozen=True)
 class OutputFolder:
-    """A folder that a command writes. path: absolute, with links resolved: where it really is. kind: what it is to be.
+    """A folder that a command writes. path: absolute, with links resolved. kind: what it will be.
 
-    A link to a folder stays a link: what it leads to is replaced.
+    A link to a folder stays a link: the folder that it leads to is replaced.
     """
 
     path: Path
@@ -47,16 +47,16 @@ class OutputFolder:
 
     @property
     def staging(self) -> Path:
-        """Where it is made."""
+        """Where the folder is written before it is published."""
         return self.path.with_name(f".{self.path.name}.rotor-new")
 
     @property
     def replaced(self) -> Path:
-        """Where the folder that it takes the place of lies until it has."""
+        """Where the old folder lies while the new one takes its place."""
         return self.path.with_name(f".{self.path.name}.rotor-old")
 
     def check(self, overwrite: bool, sources: Iterable[Path], kept: Iterable[Path] = ()) -> None:
-        """Raises UsageError where the folder must not be written.
+        """Check that the folder may be written; raises UsageError if not.
 
         Args:
             overwrite: allow a folder of the same kind there.
@@ -79,7 +79,7 @@ class OutputFolder:
 
 
 def check_apart(out: Path, sources: Iterable[Path], kept: Iterable[Path] = (), removed: Iterable[Path] = ()) -> None:
-    """Raises UsageError where an output lies in a source, or a source in the output or what else may be removed.
+    """Check that output and sources lie apart; raises UsageError if one lies in the other, or may be removed with it.
 
     Args:
         sources: folders that are read. kept: files and folders that must only not be removed.
@@ -102,25 +102,25 @@ def _is_in(path: Path, folder: Path) -> bool:
 
 
 def check_file(path: Path) -> None:
-    """Raises UsageError where a result cannot become this file, before it is worked for."""
+    """Check that a result can be written to this file, before it is computed; raises UsageError if not."""
     above = next(folder for folder in path.resolve().parents if folder.exists())
     if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
         raise UsageError(f"{path}: no file can be written there.", "Choose another place.")
 
 
 def mark_unfinished(folder: Path, kind: Kind) -> None:
-    """Say of a folder that rotor is making it."""
+    """Mark a folder as being written by rotor."""
     write_json(folder / UNFINISHED, {"rotor_unfinished": 1, "kind": kind})
 
 
 def unmark(folder: Path) -> None:
-    """It is finished; from here on the manifest says what it is."""
+    """Remove the mark of a finished folder; from now on its manifest says what it is."""
     (folder / UNFINISHED).unlink(missing_ok=True)
     sync(folder)
 
 
 def check_removable(folder: Path, kind: Kind) -> None:
-    """Raises UsageError unless a folder is empty, or an unfinished or finished one of that kind and nothing else."""
+    """Check that a folder holds nothing, or only what rotor wrote into one of that kind; raises UsageError if not."""
     if folder.is_symlink() or not folder.is_dir():
         raise UsageError(f"{folder}: is not a folder.", MINE)
     if not any(folder.iterdir()):
@@ -142,7 +142,7 @@ def check_removable(folder: Path, kind: Kind) -> None:
 
 
 def remove(folder: Path, kind: Kind) -> None:
-    """Remove a folder of rotor's, with the files that say so last; raises UsageError if it is none."""
+    """Remove a folder that rotor wrote, its markers last; raises UsageError if it is not one."""
     check_removable(folder, kind)
     for path in sorted(folder.iterdir(), key=lambda path: (path.name in MARKERS, path.name)):
         if path.is_dir() and not path.is_symlink():

@@ -23,7 +23,7 @@ class AttentionWeights:
     """The projections of one attention layer in nn.Linear's orientation, [out_features, in_features]; biases or None.
 
     q_weight: [num_heads * head_dim, hidden_size]; k_weight, v_weight: [num_kv_heads * head_dim, hidden_size];
-    o_weight: [hidden_size, num_heads * head_dim]. prefix: of their names in the checkpoint, for errors.
+    o_weight: [hidden_size, num_heads * head_dim]. prefix: how their names in the checkpoint begin, for errors.
     """
 
     q_weight: Tensor
@@ -38,7 +38,7 @@ class AttentionWeights:
 
     @property
     def bias_names(self) -> frozenset[str]:
-        """Names of those of q, k, v, o that have a bias."""
+        """The projections, of q, k, v, o, that have a bias."""
         return frozenset(p for p in "qkvo" if getattr(self, f"{p}_bias") is not None)
 
 
@@ -81,16 +81,16 @@ def read_attention(
 
 
 def split_projections(family: Family, get: GetTensor, names: frozenset[str], shape: AttentionShape) -> AttentionWeights:
-    """The four projections of a layer, whatever the family.
+    """Split what a family stores into the four projections of a layer.
 
     Args:
-        get: reads a tensor by its name under the attention module. names: those that there are.
+        get: reads a tensor by its name under the attention module. names: all names there.
     """
     parts: dict[str, Any] = {}
     for kind in ("weight", "bias"):
         if family.fused is None:
-            found = {p: f"{p}_proj.{kind}" for p in "qkv" if kind == "weight" or f"{p}_proj.{kind}" in names}
-            parts.update({f"{p}_{kind}": get(name) for p, name in found.items()})
+            stored = {p: f"{p}_proj.{kind}" for p in "qkv" if kind == "weight" or f"{p}_proj.{kind}" in names}
+            parts.update({f"{p}_{kind}": get(name) for p, name in stored.items()})
         elif kind == "weight" or f"{family.fused}.{kind}" in names:
             split = family.split(oriented(family, get(f"{family.fused}.{kind}")), shape)
             parts.update({f"{p}_{kind}": part for p, part in zip("qkv", split, strict=True)})
@@ -105,10 +105,10 @@ def oriented(family: Family, tensor: Tensor) -> Tensor:
 
 
 class CompressedProjections(nn.Module):
-    """The tensors of a compressed layer, of those that `format.tensors.layer_tensors` lists, and its norms.
+    """The tensors of a compressed layer, as `tensors.layer_tensors` lists them, and its norms.
 
     Args:
-        shapes: of the tensors that there are. head_dim: of the model. norms: of queries and keys, by name.
+        shapes: by name of the tensors that the layer has. norms: of queries and keys, by name.
     """
 
     q_proj: nn.Linear
@@ -134,9 +134,10 @@ class CompressedProjections(nn.Module):
             self.add_module(name, norm)
 
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys by heads, [..., heads, head_dim], normed; what is folded as latents, [..., *].
+        """Project hidden states to queries, keys and values.
 
-        Values are latents; those of a joint one are their part of it, or nothing.
+        Queries and keys are normed heads, [..., heads, head_dim], or where a basis is folded latents, [..., *]. Values
+        are latents, their part of a joint latent, or nothing.
         """
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
         value = key[..., :0] if self.v_proj is None else self.v_proj(hidden_states)

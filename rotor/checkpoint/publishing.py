@@ -1,6 +1,7 @@
-"""Writing whole folders: made beside their place, flushed to the disk, then renamed; safetensors files; disk space.
+"""Write whole folders: made beside their place, flushed to the disk, then renamed; safetensors files; disk space.
 
-Whoever publishes a folder holds its lock (rotor.checkpoint.locks): whatever else has been left under its names is dead.
+A command that publishes a folder holds its lock (rotor.checkpoint.locks), so anything else under the folder's temporary
+names was left by a process that ended.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .output_folder import OutputFolder, mark_unfinished, remove, unmark
 
 @contextmanager
 def staged_folder(out: OutputFolder, overwrite: bool, sources: list[Path], needed_bytes: int) -> Iterator[Path]:
-    """A folder that appears whole or not at all: written elsewhere on the same disk, then published.
+    """Make a folder that appears whole or not at all: it is written elsewhere on the same disk, then published.
 
     Args:
         overwrite, sources: see OutputFolder.check.
@@ -45,7 +46,7 @@ def staged_folder(out: OutputFolder, overwrite: bool, sources: list[Path], neede
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{out.path}: writing failed: {reason}", "Nothing was changed there.") from error
     finally:
-        with suppress(OSError, UsageError):  # it is not there any more
+        with suppress(OSError, UsageError):  # it has been published
             remove(staging, out.kind)
 
 
@@ -81,7 +82,7 @@ def publish_folder(folder: Path, out: OutputFolder) -> None:
 
 
 def _exchange(folder: Path, out: OutputFolder) -> None:
-    """Put a folder in the place of another one, which is kept until the new one is there."""
+    """Replace a folder, which is kept until the new one is in its place."""
     out.check(overwrite=True, sources=())  # again: what has come into it since
     old = out.replaced
     unmark(folder)
@@ -108,7 +109,7 @@ def recover(out: OutputFolder, but: Path | None = None) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one safetensors file, with the permissions of any new file: safetensors' own are for its owner alone."""
+    """Write one safetensors file with the permissions of any new file; safetensors would allow its owner alone."""
     with path.open("wb") as file:
         mode = os.fstat(file.fileno()).st_mode
     contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}

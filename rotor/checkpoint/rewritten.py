@@ -1,4 +1,4 @@
-"""The tensors of a compressed checkpoint, made of its source's and of bases as they are asked for.
+"""The tensors of a compressed checkpoint, made from its source and from bases when they are asked for.
 
 An export writes them to shards. A checkpoint without weights has the bases in place of shards, and the source's SHA-256
 in config.json: loading finds the source, verifies it, and rewrites a layer at a time. The source is only read.
@@ -18,11 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, MissingError
+from .bases import FoldedBases
 from .families import FAMILIES, Family, attention_shape
+from .folding import rewrite
 from .hashes import file_sha256
 from .layout import AttentionShape, LayerLayout
 from .projections import GetTensor, read_attention
-from .rewrite import FoldedBases, rewrite
 from .schemas import SourceInfo
 from .section import CompressedSection
 from .tensors import layer_tensors
@@ -34,7 +35,7 @@ SOURCE = "ROTOR_SOURCE"
 """Environment variable that names the folder, or the hub id, of the source of checkpoints without weights."""
 
 HELD = 2
-"""Rewritten layers that are kept for those of their tensors that are still to be asked for."""
+"""Rewritten layers that are kept until all of their tensors have been asked for."""
 
 
 class RewrittenTensors:
@@ -44,12 +45,12 @@ class RewrittenTensors:
 
     Args:
         biases: which of q, k, v, o have a bias in the source.
-        file_of: shard by name of the source's tensors. read: reads one of them; on the meta device, with bases there
-            too, for shapes and dtypes alone.
-        bases: those of a layer.
-        read_replaced: reads one that is rewritten, in place of `read`.
+        file_of: the shard of each of the source's tensors. read: reads one of them; on the meta device (with bases
+            there too) where only shapes and dtypes are wanted.
+        bases: gives those of a layer.
+        read_replaced: reads a tensor that is rewritten, in place of `read`.
 
-    file_of: shard by name of the tensors that there are.
+    file_of: the shard of each tensor of the compressed checkpoint.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class RewrittenTensors:
         return list(self._shapes[name] if name in self._shapes else self._read(name).shape)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor. The layer that it is of is rewritten, and its other tensors kept until they are asked for."""
+        """Return one tensor. Its layer is rewritten, and the layer's other tensors kept until they are asked for."""
         layer = self._layer_of.get(name)
         if layer is None:
             return self._read(name)
@@ -102,15 +103,15 @@ class RewrittenTensors:
             return tensor
 
     def items(self, file: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        """All, or those of a shard, layer by layer; what stays as it is comes from the source's memory map."""
+        """Tensors of all shards or of one, layer by layer; unchanged ones come from the source's memory map."""
         for name in sorted(self.file_of):
             if file in (None, self.file_of[name]):
                 yield name, self.tensor(name)
 
     def _layer(self, index: int) -> dict[str, Tensor]:
         weights = read_attention(self.family, index, self._source_names, self._read_replaced, self.shape)
-        found = rewrite(weights, self.bases(index), self.layouts[index], self.shape)
-        return {weights.prefix + name: tensor for name, tensor in found.items()}
+        tensors = rewrite(weights, self.bases(index), self.layouts[index], self.shape)
+        return {weights.prefix + name: tensor for name, tensor in tensors.items()}
 
 
 class _Opened:
@@ -130,15 +131,15 @@ class _Opened:
         return self.files[self.file_of[name]].get_tensor(name)
 
     def unmapped_tensor(self, name: str) -> Tensor:
-        """Likewise, from a map of its own, whose memory goes with the tensor."""
+        """Read a tensor through a map that is closed with it, so that its memory is freed."""
         return (_Opened(self.folder, [self.file_of[name]]) if name in self.file_of else self).tensor(name)
 
 
 def open_rewritten(bases: Path, config: Any, section: CompressedSection) -> RewrittenTensors:
-    """The tensors of a checkpoint without weights.
+    """Open the tensors of a checkpoint without weights.
 
     Args:
-        bases: its file BASES. config: of transformers.
+        bases: its file BASES. config: transformers' config of the model.
     Raises:
         MissingError: the source is not to be had. CheckpointError: a file of it, or of the checkpoint, is another.
     """
@@ -159,22 +160,22 @@ def open_rewritten(bases: Path, config: Any, section: CompressedSection) -> Rewr
 
 
 def find_source(source: SourceInfo, folder: Path) -> Path:
-    """The folder of the source, every shard of which has been verified by its SHA-256.
+    """Find the folder of the source and verify every shard by its SHA-256.
 
-    That of ROTOR_SOURCE, else that which `path` leads to, else that of the hub, fetched into its cache.
+    ROTOR_SOURCE comes first, then the folder at `path`, then the hub, from which it is fetched into the cache.
 
     Args:
-        folder: of the checkpoint, which `path` starts from.
+        folder: the checkpoint's; `path` is relative to it.
     Raises:
         MissingError: there is none. CheckpointError: a shard is missing or is another one.
     """
     given, recorded = os.environ.get(SOURCE), folder.resolve() / source["path"]
     if given:
-        found = Path(given) if Path(given).is_dir() else _fetched(given, source)
+        source_folder = Path(given) if Path(given).is_dir() else _fetched(given, source)
     elif recorded.is_dir():
-        found = recorded
+        source_folder = recorded
     elif source["hub_id"]:
-        found = _fetched(source["hub_id"], source)
+        source_folder = _fetched(source["hub_id"], source)
     else:
         raise MissingError(
             f"{folder} holds no weights but bases for those of {source['name']}, which is not at "
@@ -182,7 +183,7 @@ def find_source(source: SourceInfo, folder: Path) -> Path:
             f"Give its folder or hub id: --source MODEL, or {SOURCE}=MODEL for other programs.",
         )
     for file, digest in source["shards"].items():
-        path = found / file
+        path = source_folder / file
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file.", f"Give the source as it was{_revision(source)}.")
         about = path.stat()
@@ -191,17 +192,17 @@ def find_source(source: SourceInfo, folder: Path) -> Path:
                 f"{path}: is not the {file} that {folder} was made of (its SHA-256 differs).",
                 f"Give the source as it was{_revision(source)}: --source MODEL, or {SOURCE}=MODEL.",
             )
-    return found
+    return source_folder
 
 
 @lru_cache(maxsize=4096)
 def _sha256(path: Path, size: int, modified: int) -> str:
-    """Of a file, computed once in a process while it is not written to."""
+    """SHA-256 of a file, computed once in a process as long as the file is not written to."""
     return file_sha256(path)
 
 
 def _fetched(hub_id: str, source: SourceInfo) -> Path:
-    """The shards of a hub repository, with configuration and tokenizer, at the commit that was compressed."""
+    """Fetch the shards of a hub repository, its configuration and tokenizer, at the commit that was compressed."""
     from huggingface_hub import snapshot_download
 
     revision = source["revision"] if hub_id == source["hub_id"] else None
@@ -221,7 +222,7 @@ def _revision(source: SourceInfo) -> str:
 
 @contextmanager
 def source_at(model: str | Path | None) -> Iterator[None]:
-    """Within: checkpoints without weights take them from there, in the processes started too; None changes nothing."""
+    """Within a `with`, checkpoints without weights take them from `model`, in child processes too; None: no change."""
     before = os.environ.get(SOURCE)
     if model is not None:
         os.environ[SOURCE] = str(model)

@@ -1,4 +1,4 @@
-"""What the JSON files of runs and checkpoints hold, as types that are checked when a file is read.
+"""Types of the JSON files of runs and checkpoints, checked when a file is read.
 
 Further keys are allowed and kept. Adding a field is one entry here, beside what writes and reads it.
 """
@@ -32,7 +32,7 @@ class ModelInfo(TypedDict):
 
 
 class SourceInfo(TypedDict):
-    """Where a checkpoint without weights has them from: a folder, from its own, or a commit on the hub."""
+    """Where a checkpoint without weights gets them: a folder, relative to its own, or a commit on the hub."""
 
     name: str
     path: str
@@ -57,7 +57,7 @@ class FormInfo(TypedDict):
 
 
 class StageInfo(TypedDict):
-    """What one stage of a command took."""
+    """Time and memory that one stage of a command took."""
 
     seconds: float
     peak_bytes: int
@@ -84,7 +84,7 @@ class CompressionInfo(TypedDict):
 
 
 class PointRanks(TypedDict):
-    """Ranks of a point as the method gave them, and as they are stored; channels by bits where they are codes."""
+    """Ranks of a point as the method gave them and as they are stored; channels by bits where they are coded."""
 
     exact: Ranks
     stored: Ranks
@@ -108,7 +108,7 @@ class SequenceInfo(TypedDict):
 
 
 class AccuracyInfo(TypedDict):
-    """What was measured of a checkpoint.
+    """Accuracy as measured of a checkpoint.
 
     base: of the uncompressed model, by split. left_out: ratios that were not measured, by split and name.
     excluded_documents: digests of held-out text that was calibrated on. table: key in the run. not_measured: why
@@ -139,7 +139,7 @@ class TensorInfo(TypedDict):
 
 
 class CacheInfo(TypedDict):
-    """The policy of the cache, and bytes of a token, everything counted, by the tokens of a prompt."""
+    """The cache policy, and bytes a token with everything counted, by the number of tokens of a prompt."""
 
     policy: dict[str, Any]
     kv_bytes_per_token: dict[str, float]
@@ -171,7 +171,7 @@ def read_file(path: Path, kind: Any, hint: str) -> Any:
 
 
 def check_run(info: RunInfo, reader: Reader) -> AttentionShape:
-    """What the types of run.json do not express; returns its shape."""
+    """Check what the types of run.json cannot express; returns the model's shape."""
     shape: AttentionShape = reader.read(AttentionShape, info["shape"], "shape")
     form = info["form"]
     size = form["group_size"]

@@ -1,6 +1,6 @@
 """The `quantization_config` section of a compressed checkpoint's config.json: layouts and biases.
 
-Reading it needs neither transformers nor anything of what wrote it.
+Reading it imports neither transformers nor the code that wrote it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .schemas import SourceInfo
 
 METHOD = "rotor"
 MARK = f"{METHOD} (needs the Python package {PACKAGE}, from its source folder or repository; then import rotor)"
-"""What config.json gives as attention implementation and as quantisation method: a transformers without rotor ends with
-an error that repeats it, even where all shapes are those of the uncompressed model (only queries and keys compressed,
-after RoPE). Without a slash: what has one is code that transformers would fetch from the hub."""
+"""Attention implementation and quantisation method in config.json. A transformers without rotor stops with an error
+that repeats this text, even where all shapes are those of the uncompressed model (only queries and keys compressed,
+after RoPE). It has no slash, as transformers takes a name with a slash for code on the hub."""
 
 FORMAT_VERSION = 3
-"""Of what is stored; no other is read."""
+"""Version of what is stored; other versions are refused."""
 
 
 def is_ours(name: Any) -> bool:
@@ -43,8 +43,8 @@ class CompressedSection:
         format_version: version of what is stored.
         layers: layer index (a string in JSON) -> LayerLayout as a dict.
         biases: the projections, of q, k, v, o, that have a bias.
-        cache: the policy by which the cache is kept, as plain data; read by rotor.policies.
-        source: of a checkpoint without weights, where these are.
+        cache: the cache policy as plain data, which rotor.policies reads.
+        source: where a checkpoint without weights finds them.
     """
 
     source: SourceInfo | None = None
@@ -85,6 +85,7 @@ class CompressedSection:
                 f"config.json: layouts of layers {shorten(sorted(self.layers))}, expected 0 to {shape.num_layers - 1}.",
                 EDITED,
             )
-        found = [LayerLayout.from_dict(self.layers[str(i)], f"config.json, layer {i}") for i in range(shape.num_layers)]
-        check_layouts(found, shape)
-        return found
+        in_order = [self.layers[str(i)] for i in range(shape.num_layers)]
+        layouts = [LayerLayout.from_dict(layer, f"config.json, layer {i}") for i, layer in enumerate(in_order)]
+        check_layouts(layouts, shape)
+        return layouts

@@ -1,4 +1,4 @@
-"""The tensors of a compressed attention layer: the one list that the module, rewriting, engines and checks go by."""
+"""The tensors of a compressed attention layer: the one list that modules, folding, engines and checks use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from .layout import AttentionShape, LayerLayout
 
 
 class TensorSpec(NamedTuple):
-    """One tensor.
+    """Shape of one tensor, and how it divides.
 
-    shape: its sizes. axis: the one along which each group of the layer has a part of its own; None: it has none.
-    parts: sizes of these, in the order of the layout. float32: it keeps that dtype whatever the model's is, since it is
-    added before anything is rounded. head_axis: the one along which each KV head of a group has an equal share of the
-    group's part; None: all of them have the whole.
+    axis: the axis along which each group of the layer has a part; None: groups have no parts.
+    parts: sizes of the parts, in the order of the layout.
+    float32: the dtype stays float32 whatever the model's is, since the tensor is added before anything is rounded.
+    head_axis: the axis along which each KV head of a group has an equal share of the group's part; None: every head
+        needs the whole part.
     """
 
     shape: tuple[int, ...]
@@ -25,7 +26,7 @@ class TensorSpec(NamedTuple):
 
 
 def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection[str]) -> dict[str, TensorSpec]:
-    """What a layer has, by name under its attention module; norms of the source apart.
+    """The tensors of a layer by name under its attention module, without the norms of the source.
 
     q_proj puts out queries (absorbed ones, `width` of each query head, in a model without RoPE), k_proj keys or, with
     the basis inside, latents; v_proj values' latents, where these are joint their part of it (none if k_proj puts out
@@ -39,35 +40,35 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     """
     groups, size, dim = layout.groups, layout.group_size, shape.head_dim
     heads = size * shape.heads_per_kv
-    folded, rotary = layout.folds_keys(shape), bool(shape.rotary_dim)
+    folded, rotary, shifted = layout.folds_keys(shape), bool(shape.rotary_dim), layout.shifted_projections(shape)
     ranks, widths = tuple(g.key.rank for g in groups), tuple(g.key.width for g in groups)
     value_ranks, value_widths = tuple(g.values.rank for g in groups), tuple(g.values.width for g in groups)
     hidden = shape.hidden_size
     tensors: dict[str, TensorSpec] = {}
 
-    def projection(name: str, parts: tuple[int, ...], shifted: bool = False, head_axis: int | None = None) -> None:
+    def projection(name: str, parts: tuple[int, ...], head_axis: int | None = None) -> None:
         tensors[f"{name}_proj.weight"] = TensorSpec((sum(parts), hidden), 0, parts, head_axis=head_axis)
-        if shifted or name in biases:
+        if name in shifted or name in biases:
             tensors[f"{name}_proj.bias"] = TensorSpec((sum(parts),), 0, parts, head_axis=head_axis)
 
     def times(count: int, parts: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(count * part for part in parts)
 
     projection("q", times(heads, (dim,) * len(groups) if rotary else widths), head_axis=0)
-    projection("k", ranks if folded else (size * dim,) * len(groups), shifted=layout.coded and folded)
-    if not (layout.joint and folded):
-        projection("v", value_ranks, shifted=layout.coded and not layout.joint)
+    projection("k", ranks if folded else (size * dim,) * len(groups))
+    if layout.has_value_projection(shape):
+        projection("v", value_ranks)
     outputs = times(heads, value_widths)
     tensors["o_proj.weight"] = TensorSpec((hidden, sum(outputs)), 1, outputs, head_axis=1)
-    if layout.coded or "o" in biases:
+    if "o" in shifted or "o" in biases:
         tensors["o_proj.bias"] = TensorSpec((hidden,))
     if not folded:
         tensors["key_basis"] = TensorSpec((size * dim, sum(ranks)), 1, ranks)
-        if layout.coded:
+        if shifted:
             tensors["key_shift"] = TensorSpec((sum(ranks),), 0, ranks, float32=True)
     if rotary:
         tensors["query_basis"] = TensorSpec((size * dim, sum(widths)), 1, widths, head_axis=0)
-        if layout.coded:
+        if shifted:
             constants = (size,) * len(groups)
             tensors["key_constant"] = TensorSpec((shape.num_kv_heads, dim), 0, constants, float32=True, head_axis=0)
     return tensors

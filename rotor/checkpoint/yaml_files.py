@@ -14,7 +14,7 @@ MAX_CHARACTERS = 1 << 18
 
 
 def read_text(path: Path, where: str) -> str:
-    """The text of a file that a user named. Raises RecipeError where it cannot be read, or is no text."""
+    """Read a text file that a user named; raises RecipeError if it cannot be read or is not text."""
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -38,7 +38,7 @@ def read_yaml(text: str, where: str) -> Any:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Without aliases; 1e-3 and 4.8e12 are numbers, as in YAML 1.2 and everywhere else."""
+    """Loads YAML without aliases; 1e-3 and 4.8e12 are numbers, as in YAML 1.2 and everywhere else."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

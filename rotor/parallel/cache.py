@@ -12,7 +12,7 @@ from ..errors import UsageError
 
 
 class Rows(NamedTuple):
-    """Rows of some tokens, [batch_size, 1, n, width], and the indices of these in the whole sequence, [n]."""
+    """Rows of some tokens, [batch_size, 1, n, width], and the tokens' indices in the whole sequence, [n]."""
 
     key: Tensor
     value: Tensor
@@ -20,11 +20,11 @@ class Rows(NamedTuple):
 
 
 class ShardedLayer(DynamicLayer):
-    """This process's rows of one layer, and the indices of their tokens. Its length is that of the whole sequence.
+    """This process's rows of one layer and the indices of their tokens. Its length is that of the whole sequence.
 
     Args:
-        counts: tokens that each process has stored; shared by the layers of the cache.
-        window: of a layer with a sliding window, which older rows leave.
+        counts: tokens that each process has stored; the layers of a cache share the list.
+        window: of a layer with a sliding window, which drops older rows.
     """
 
     is_croppable = False
@@ -35,7 +35,7 @@ class ShardedLayer(DynamicLayer):
         self.indices = torch.empty(0, dtype=torch.long)
 
     def store(self, rows: Rows, newest: int) -> Rows:
-        """Add this process's rows of a pass, and drop those that no later query sees.
+        """Add this process's rows of a pass, and drop rows that no later query sees.
 
         Args:
             newest: index of the last token of the sequence.
@@ -49,7 +49,7 @@ class ShardedLayer(DynamicLayer):
             rows = Rows(key, value, torch.cat([self.indices, rows.indices]))
         kept = rows
         if self.window is not None:
-            left = rows.indices > newest + 1 - self.window  # what the next query sees
+            left = rows.indices > newest + 1 - self.window  # the next query sees them
             kept = Rows(rows.key[:, :, left], rows.value[:, :, left], rows.indices[left])
         self.dtype, self.device, self.is_initialized = rows.key.dtype, rows.key.device, True
         self.keys, self.values, self.indices = kept.key.contiguous(), kept.value.contiguous(), kept.indices

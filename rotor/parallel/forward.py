@@ -1,4 +1,4 @@
-"""One forward pass over several processes: who has which tokens, and what the model is given of them."""
+"""One forward pass over several processes: how tokens are divided, and what each process's model is given."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from .plan import own_indices
 from .wire import Wire
 
 POSITIONS_FROM_MASK = frozenset({"opt"})
-"""Families that count positions by the attention mask where they are given none."""
+"""Families that count positions by the attention mask if they are given none."""
 
 
 @dataclass
 class Pass:
     """A forward pass.
 
-    first, length: index of its first token in the whole sequence, and the tokens of that up to its last.
-    sharded: each process has some of its tokens; otherwise every process has all of them.
-    indices: of the tokens that this process has. stored: of those whose rows each process stores.
-    attended: of every index whether it holds a token rather than padding, [batch_size, length]; None:
-        all do.
-    counts: tokens that each process has of the cache, None without one. tokens_to_keep: of which logits are wanted; 0
-        for all.
+    first, length: index of its first token in the whole sequence, and tokens of the sequence up to its last.
+    sharded: each process has some of the tokens; otherwise every process has all of them.
+    indices: of the tokens that this process has. stored: indices of the tokens whose rows each process stores.
+    attended: whether each index holds a token rather than padding, [batch_size, length]; None: all do.
+    counts: tokens of the cache that each process has; None without a cache. tokens_to_keep: last tokens whose logits
+        are wanted; 0 for all.
     """
 
     first: int
@@ -51,7 +50,7 @@ def begin_pass(
 
     Args:
         arguments: of the model's forward, the same in every process. config: the model's.
-        windows: of its layers. before_rope: whether it keeps keys before RoPE, rotated by their indices.
+        windows: of the layers. before_rope: the model keeps keys before RoPE, rotated by their indices.
     Returns:
         The pass, and the arguments for this process.
     Raises:
@@ -89,7 +88,7 @@ def begin_pass(
     changed = arguments | {
         name: inputs.index_select(1, own),
         "position_ids": positions.index_select(1, own),
-        # One of four dimensions goes through every family's masking as it is; attention makes its own.
+        # A mask of four dimensions passes every family's masking unchanged; attention makes its own.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.device),
         "past_key_values": cache,
     }
@@ -100,7 +99,7 @@ def begin_pass(
 
 
 def _sharded_cache(arguments: dict[str, Any], config: Any, windows: list[int | None], processes: int) -> Any:
-    """The cache of the pass, its layers made to be split if it is new; None where there is to be none."""
+    """The cache of the pass, with layers for splitting if it is new; None if there is no cache."""
     cache, use_cache = arguments.get("past_key_values"), arguments.get("use_cache")
     if cache is None:
         if not (config.use_cache if use_cache is None else use_cache):
@@ -135,7 +134,7 @@ def _check_mask(mask: Any, inputs: Tensor, length: int) -> Tensor | None:
 
 
 def _agree(wire: Wire, inputs: Tensor, mask: Tensor | None, first: int) -> None:
-    """Raises UsageError in all processes where they were given different inputs: they would wait for each other."""
+    """Check that all processes were given the same inputs, else they would wait for each other; raises UsageError."""
     digest = hashlib.sha256()
     for tensor in (inputs, mask):
         if tensor is not None:

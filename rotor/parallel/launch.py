@@ -1,4 +1,4 @@
-"""The processes that torchrun started, and how they find each other."""
+"""Join the processes that torchrun started into a group."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def join_processes(device: str) -> str:
     """Form the default process group: gloo for CPUs and, where there are GPUs, NCCL for these.
 
     Args:
-        device: a name of one.
+        device: the name that the user gave.
     Returns:
-        The device: of several processes `auto` and `cuda` are this one's own GPU.
+        The device; with several processes, `auto` and `cuda` become this process's GPU.
     Raises:
         UsageError: torchrun did not start this process. RotorError: the others were not found within TIMEOUT.
     """

@@ -1,5 +1,5 @@
-"""Which process has which tokens of a prompt: two runs each, one from either end, so that the causal mask leaves all as
-much to do."""
+"""Divide the tokens of a prompt among processes: two runs each, one from either end, so that the causal mask leaves all
+the same amount of work."""
 
 from __future__ import annotations
 

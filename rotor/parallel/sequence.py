@@ -15,16 +15,16 @@ from transformers.cache_utils import DynamicCache
 from ..checkpoint.families import FAMILIES
 from ..errors import UsageError
 from ..runtime.attention import RotorAttention
-from ..runtime.rope import Place
-from ..runtime.steps import InCache, Keeper, Step
+from ..runtime.rope import TokenSpan
+from ..runtime.steps import AttentionCall, CacheRows, RowStore
 from .attention import attend_by_rows, attend_to_sharded_rows, visible
 from .cache import Rows, ShardedLayer
 from .forward import Pass, begin_pass
 from .wire import Wire
 
 
-class SequenceParallel(Keeper):
-    """What `sequence_parallel` gives: this process's view of the others. Not to be made by hand.
+class SequenceParallel(RowStore):
+    """This process's view of a sequence on several processes, made by `sequence_parallel`.
 
     wire: the processes, with the bytes that were sent to them (`wire.sent`, by kind).
     """
@@ -43,7 +43,7 @@ class SequenceParallel(Keeper):
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
         return self.wire.rank
 
     @property
@@ -61,40 +61,40 @@ class SequenceParallel(Keeper):
         return self._pass
 
     def of_each(self, number: int) -> list[int]:
-        """A number of this process's, such as the bytes of its part of a cache, and the others', in every process."""
+        """Collect a number from every process, such as the bytes of its part of a cache."""
         own = torch.tensor([number], device=self.wire.device)
         found = self.wire.gather("comparing", "agreement", [own], [[(1,)]] * self.wire.count)
         return [int(number) for (number,) in found]
 
-    def keeper(self, cache: Any, layer_idx: int) -> SequenceParallel:
+    def row_store(self, cache: Any, layer_idx: int) -> SequenceParallel:
         return self
 
-    def place(self, cache: Any, layer_idx: int, seq_len: int) -> Place:
+    def token_span(self, cache: Any, layer_idx: int, seq_len: int) -> TokenSpan:
         now = self.now
-        return Place(0, now.length, 0, now.length, now.indices)
+        return TokenSpan(0, now.length, 0, now.length, now.indices)
 
-    def attend(self, step: Step) -> Tensor:
-        now, wire, window = self.now, self.wire, self.windows[step.layer_idx]
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
+        now, wire, window = self.now, self.wire, self.windows[call.layer_idx]
         kept = now.stored[wire.rank]
-        rows = Rows(step.key[:, :, : len(kept)], step.value[:, :, : len(kept)], kept)
-        if step.cache is not None:
-            layer: ShardedLayer = step.cache.layers[step.layer_idx]
+        rows = Rows(call.key[:, :, : len(kept)], call.value[:, :, : len(kept)], kept)
+        if call.cache is not None:
+            layer: ShardedLayer = call.cache.layers[call.layer_idx]
             rows = layer.store(rows, now.length - 1)
         if now.sharded:
-            every = torch.arange(now.length, device=step.key.device)
+            every = torch.arange(now.length, device=call.key.device)
             return attend_by_rows(
-                step,
+                call,
                 wire,
                 now.stored,
                 lambda run: self._mask(now, every[run.start : run.stop], every[: run.stop], window),
             )
-        rotation = step.rotations.read
-        if rotation is not None:  # of places that differ
+        rotation = call.rotations.read
+        if rotation is not None:  # the rows of a process are not neighbours
             rotation = rotation[0][None, None, rows.indices], rotation[1][None, None, rows.indices]
-        return attend_to_sharded_rows(step, rows, rotation, wire, self._mask(now, now.indices, rows.indices, window))
+        return attend_to_sharded_rows(call, rows, rotation, wire, self._mask(now, now.indices, rows.indices, window))
 
     def _mask(self, now: Pass, queries: Tensor, keys: Tensor, window: int | None) -> Tensor | None:
-        """Of a pass, made once for all layers with the same window: they keep the same tokens."""
+        """The mask of a pass, made once for all layers with the same window, which keep the same tokens."""
         known = window, len(queries), len(keys)
         if known not in self._masks:
             attended = None if now.attended is None else now.attended.to(keys.device)
@@ -111,11 +111,11 @@ class SequenceParallel(Keeper):
         return (), changed
 
     def after_decoder(self, decoder: Any, args: Any, output: Any) -> Any:
-        """Bring together the hidden states that logits are wanted of, and count what was stored."""
+        """Gather the hidden states whose logits are wanted, and count the stored tokens."""
         now, self._pass, self._masks = self.now, None, {}
         hidden = output[0]
         if not now.sharded:
-            # The first process's, so that rounding does not part them.
+            # All processes take the first one's, so that rounding does not make them differ.
             shapes = [[tuple(hidden.shape)], *[[(0,)]] * (self.wire.count - 1)]
             sent = hidden.new_empty(0) if self.rank else hidden
             hidden = self.wire.gather("hidden states", "hidden", [sent], shapes)[0][0]
@@ -147,7 +147,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
 
         with sequence_parallel(model, group):
             model.generate(**inputs, max_new_tokens=64)  # the same tokens in every process
-            last = model(input_ids, logits_to_keep=1).logits  # likewise
+            last = model(input_ids, logits_to_keep=1).logits  # the same in every process
 
     Logits are of all tokens in every process, or of the last n by `logits_to_keep=n`, which generate() gives. Gradients
     are off inside. Sampling needs the same seed in every process. Attention runs in plain PyTorch, on a GPU too. A
@@ -185,7 +185,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
             "Leave that one first.",
         ),
         (
-            any(layer.store != InCache() for layer in layers),
+            any(layer.store != CacheRows() for layer in layers),
             "the model keeps its cache by a policy, which looks at tokens that other processes have.",
             "Turn it off: rotor.use_cache_policy(model, None), or --cache none.",
         ),
@@ -213,5 +213,5 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
             stack.callback(handle.remove)
         for layer in layers:
             layer.store = state
-            stack.callback(setattr, layer, "store", InCache())
+            stack.callback(setattr, layer, "store", CacheRows())
         yield state

@@ -1,4 +1,4 @@
-"""What travels between processes: one collective, in bytes, counted, and with errors that say who waits."""
+"""Exchange between processes: one collective on bytes, which counts them and says in errors who waits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from ..errors import RotorError
 
 Kind = Literal["rows", "partial", "agreement", "hidden"]
-"""What is sent: rows of the cache; outputs and log-sum-exps over part of the keys; what processes compare before a
-pass; hidden states of a few tokens."""
+"""Kinds of messages: rows of the cache; outputs and log-sum-exps over part of the keys; inputs that processes compare
+before a pass; hidden states of a few tokens."""
 
 Shape = tuple[int, ...]
 
@@ -35,10 +35,10 @@ class Wire:
     def gather(
         self, what: str, kind: Kind, tensors: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]
     ) -> list[list[Tensor]]:
-        """Every process's tensors, of one dtype, in every process.
+        """Exchange tensors of one dtype, so that every process has those of all.
 
         Args:
-            what: for errors. shapes: of what each process sends.
+            what: names the exchange in errors. shapes: of the tensors that each process sends.
         Returns:
             By process, tensors of these shapes.
         Raises:
@@ -46,7 +46,7 @@ class Wire:
         """
         dtype = tensors[0].dtype
         send = torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors])
-        sizes = [dtype.itemsize * sum(map(prod, own)) for own in shapes]
+        sizes = [dtype.itemsize * sum(map(prod, of_process)) for of_process in shapes]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         try:
             dist.all_to_all_single(received, send.repeat(self.count), sizes, [len(send)] * self.count, group=self.group)
@@ -57,5 +57,5 @@ class Wire:
                 "The error of the process that ended first says why; all processes have to be started again.",
             ) from error
         self.sent[kind] += len(send) * (self.count - 1)
-        parts = iter(received.view(dtype).split([prod(shape) for own in shapes for shape in own]))
-        return [[next(parts).view(shape) for shape in own] for own in shapes]
+        parts = iter(received.view(dtype).split([prod(shape) for of_process in shapes for shape in of_process]))
+        return [[next(parts).view(shape) for shape in of_process] for of_process in shapes]

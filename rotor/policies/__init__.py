@@ -1,8 +1,8 @@
-"""Caches that need a history: a policy, and the cache layer that follows it. A method is a file in `methods`.
+"""Cache policies, which look back at earlier tokens, and the cache layers that follow them; one method a file.
 
-They replace the cache of any causal model that rotor knows, with full attention, and of a compressed checkpoint:
-policies that evict serve every row, those that quantise rows of 16-bit numbers. Tiers are for compressed checkpoints
-alone. `generate` needs no patch:
+A policy replaces the cache of any causal model that rotor supports, with full attention, or of a compressed checkpoint.
+Policies that evict serve every kind of row, those that quantise serve rows of 16-bit numbers, and tiers serve
+compressed checkpoints alone. `generate` needs no patch:
 
     use_cache_policy(model, KIVI(bits=2))
     model.generate(**inputs)

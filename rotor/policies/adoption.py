@@ -1,5 +1,5 @@
-"""How a model comes to use a policy: a cache made for it, or its attention modules, which take over the cache that
-`generate` hands them before anything is stored.
+"""Attach a policy to a model: its attention modules take over the cache that `generate` hands them, before anything is
+stored.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from ..checkpoint.families import FAMILIES, Family, attention_shape, find_family
 from ..errors import UnsupportedModelError
 from ..runtime.rope import RotaryTable, rotary_tables
-from ..runtime.steps import InCache
+from ..runtime.steps import CacheRows
 from .layer import PolicyLayer
 from .policy import Policy
 from .registry import find_policy
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
-"""What families call the cache in the forward pass of their attention."""
+"""Names that families have for the cache in the forward pass of their attention."""
 
 
 def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
-    """Let a causal model's own `generate` keep its cache by a policy from now on; None: as it was before any.
+    """Make a causal model's own `generate` keep its cache by a policy from now on; None removes the policy.
 
     Args:
-        policy: a policy, or the name of one as for --cache: bundled, `none`, a YAML file's path, or FILE.py:CLASS.
+        policy: a policy, or a name as for --cache: a bundled one, `none`, the path of a YAML file, or FILE.py:CLASS.
 
     The model may be compressed or not. Policies that score tokens by attention switch an uncompressed one to the
     implementation `eager`, which stores all attention weights of a step.
@@ -36,7 +36,7 @@ def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
     Raises:
         UnsupportedModelError: a family that rotor does not know, or a layer whose cache is not a plain one.
         RecipeError: no policy of that name.
-        UsageError: a policy that quantises, on rows that are codes already.
+        UsageError: the policy quantises, and the rows are codes already.
     """
     if isinstance(policy, str):
         policy = find_policy(policy)
@@ -50,20 +50,20 @@ def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
 
 
 def policy_of(model: Any) -> Policy | None:
-    """The policy that a model was given with use_cache_policy, or that its checkpoint stores."""
+    """The policy of a model, given by use_cache_policy or stored in its checkpoint; None without one."""
     found = _attached.get(model)
     return None if found is None else found.policy
 
 
 def attach_stored(model: Any, network: nn.Module, policy: Policy) -> None:
-    """What a checkpoint's loader does: `network` is the causal model, or what holds a base model as one would."""
+    """Attach the policy that a checkpoint stores; `network` is the causal model, or one made around a base model."""
     policy.check_config(model.config)
     _attached[model] = _Attachment(model, network, policy)
 
 
 @contextmanager
 def cache_policy(model: Any, policy: Policy | str | None) -> Iterator[None]:
-    """`use_cache_policy` for the length of a `with`; then the policy that was in use before."""
+    """`use_cache_policy` for the length of a `with`; the policy in use before comes back after it."""
     before = policy_of(model)
     use_cache_policy(model, policy)
     try:
@@ -73,7 +73,7 @@ def cache_policy(model: Any, policy: Policy | str | None) -> Iterator[None]:
 
 
 class _Attachment:
-    """The attention modules of a model that go by a policy, and how they were before."""
+    """A policy attached to the attention modules of a model, and their state before."""
 
     def __init__(self, model: Any, network: nn.Module, policy: Policy) -> None:
         self.policy = policy
@@ -81,7 +81,7 @@ class _Attachment:
         self._handles: list[Any] = []
         family: Family = FAMILIES[model.config.model_type]
         count = model.config.get_text_config().num_hidden_layers
-        policy.layers(count)  # what does not fit so many is said now
+        policy.layers(count)  # raises if the policy does not fit so many layers
         modules: list[Any] = [family.attention_module(network, index) for index in range(count)]
         self._compressed = [module for module in modules if hasattr(module, "store")]
         if policy.rows_only and len(self._compressed) < count:
@@ -99,7 +99,7 @@ class _Attachment:
         for index, (module, table) in enumerate(zip(modules, tables, strict=True)):
             hooks = _Hooks(policy, index, module in self._compressed, table)
             if hooks.compressed:
-                module.store = InCache(policy, model.config)
+                module.store = CacheRows(policy, model.config)
             else:
                 self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
             if policy.needs_states:
@@ -114,7 +114,7 @@ class _Attachment:
         for handle in self._handles:
             handle.remove()
         for module in self._compressed:
-            module.store = InCache()
+            module.store = CacheRows()
         self._config._attn_implementation = self._implementation
 
 
@@ -122,8 +122,11 @@ _attached: WeakKeyDictionary[Any, _Attachment] = WeakKeyDictionary()
 
 
 class _Hooks:
-    """Around a layer's attention: of an uncompressed model the cache's layer learns of the step, and the mask is its.
-    Where the policy needs states, it gets what enters the decoder layer, and that with what attention adds to it."""
+    """Hooks around a layer's attention.
+
+    In an uncompressed model they tell the cache's layer of the step and give attention that layer's mask. A policy that
+    needs states gets those that enter the decoder layer, before and after attention is added to them.
+    """
 
     def __init__(self, policy: Policy, index: int, compressed: bool, table: RotaryTable | None) -> None:
         self.policy, self.index, self.compressed, self.table = policy, index, compressed, table
@@ -133,7 +136,7 @@ class _Hooks:
         self._entered = _states_of(args, kwargs)
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        layer = InCache(self.policy, module.config).keeper(_cache_of(kwargs), self.index)
+        layer = CacheRows(self.policy, module.config).row_store(_cache_of(kwargs), self.index)
         if not isinstance(layer, PolicyLayer):
             return None
         layer.table = self.table

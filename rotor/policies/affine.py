@@ -13,7 +13,7 @@ from .store import Codec, Parts, heads_apart, heads_together
 LARGEST = torch.finfo(torch.float16).max
 
 UNITS = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1), 1: (8, 1)}
-"""By bits: the fewest codes that fill whole bytes, and how many bytes those are."""
+"""{bits: (fewest codes that fill whole bytes, their bytes)}."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class AffineCode(Codec):
 
 
 def _per_number(values: Tensor, tokens: int, columns: int, width: int) -> Tensor:
-    """One number a group -> one a number, float32: [..., groups, groups] -> [..., tokens, width] or broadcast to it."""
+    """Repeat one number a group for each number in it, float32: [..., groups, groups] -> [..., tokens, width], or
+    what broadcasts to it."""
     values = values.float()
     if tokens > 1:
         values = values.repeat_interleave(tokens, dim=-2)
@@ -84,7 +85,7 @@ def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
 
 
 def _regrouped(fields: Tensor, count: int, bits: int, into: int, into_bits: int) -> Tensor:
-    """Runs of `count` fields of `bits` bits as runs of `into` fields of `into_bits` bits, uint8."""
+    """Regroup runs of `count` fields of `bits` bits into runs of `into` fields of `into_bits` bits, uint8."""
     dtype = torch.int32 if max(count, into) == 8 else torch.uint8  # what holds a run
     runs = functional.pad(fields.to(dtype), (0, -fields.shape[-1] % count)).unflatten(-1, (-1, count))
     shifts, into_shifts = (torch.arange(n, dtype=dtype, device=fields.device) for n in (count, into))

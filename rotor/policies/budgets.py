@@ -1,4 +1,4 @@
-"""Budgets that differ between layers: SqueezeAttention's."""
+"""SqueezeAttention: budgets that differ between layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLUSTERS = 3
 
 
 def squeeze_shares(cosines: Sequence[float], p: float) -> list[float]:
-    """What each layer keeps, as a share of the budget that all would have alike; the mean over layers is 1.
+    """Share of each layer in the budget that all layers would have alike; the mean over layers is 1.
 
     Layers are put in three clusters by how alike hidden states are before and after their attention (cosine, mean over
     the prompt). The cluster with the largest, G3, keeps p; the others share what it gives up. With fewer than two
@@ -49,10 +49,10 @@ def three_means(values: Sequence[float]) -> list[int]:
 
 
 class SqueezeBudgets:
-    """Budgets of the layers of one cache, known when the last layer has read the prompt.
+    """Budgets of the layers of one cache, set when the last layer has read the prompt.
 
     Args:
-        p: see squeeze_shares. layers: those whose `budget` is set, row by row, and which are then cut.
+        p: see squeeze_shares. layers: the layers whose `budget` is set, sequence by sequence, and which are then cut.
     """
 
     def __init__(self, p: float, layers: Sequence[Any]) -> None:
@@ -64,10 +64,10 @@ class SqueezeBudgets:
         self._cosines: list[Tensor] = []
 
     def observe(self, index: int, before: Tensor, after: Tensor, tokens: Tensor) -> None:
-        """What a layer's attention made of the prompt's hidden states, [batch_size, seq_len, hidden_size].
+        """Take note of the prompt's hidden states before and after a layer's attention.
 
         Args:
-            tokens: [batch_size, seq_len] bool, false where there is padding.
+            before, after: [batch_size, seq_len, hidden_size]. tokens: [batch_size, seq_len] bool, False for padding.
         """
         assert index == len(self._cosines)
         cosine = functional.cosine_similarity(before.double(), after.double(), dim=-1)

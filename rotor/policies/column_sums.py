@@ -1,4 +1,4 @@
-"""Sums over queries of the attention weights that each key of a compressed layer draws, a block of them at a time."""
+"""Attention weights that each key of a compressed layer draws, summed over queries, a block of queries at a time."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def column_sums(
     score_softmax: ScoreSoftmax | None,
     counted: Tensor,
 ) -> Tensor:
-    """Of each key, the sum over queries of the weights that it draws, the mean over the query heads of its group.
+    """Sum over queries of the attention weights that each key draws, averaged over the query heads of its group.
 
     Args:
         query, key and the rest: as `reference.attention` takes them.
-        counted: [batch_size, seq_len] bool; queries that are not (padding) add nothing.
+        counted: [batch_size, seq_len] bool; other queries (padding) add nothing.
     Returns:
         [batch_size, groups, kv_len], float32 or wider, groups in the order of the layout.
     Source: H2O (arXiv 2306.14048), algorithm 1.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     batch_size, seq_len, kv_len = len(query), seq_len_of(query), key.shape[2]
-    places, found = torch.arange(kv_len, device=query.device), []
+    places, sums = torch.arange(kv_len, device=query.device), []
     for cls in parameters.layout.classes(query.element_size()):
         queries, keys, extra = products(query, key, parameters, cls, key_rotation)
         keys, heads = keys.to(dtype).mT.unsqueeze(3), queries.shape[2] * queries.shape[3]
@@ -69,5 +69,5 @@ def column_sums(
                 bias = bias[:, cls.start : cls.start + cls.count] if bias.shape[1] > 1 else bias
                 logits = (logits + bias[:, :, None, None]) / score_softmax.temperature
             total += (logits.softmax(-1).nan_to_num() * counted[:, None, None, rows, None]).sum((2, 3))
-        found.append(total / heads)
-    return torch.cat(found, dim=1)
+        sums.append(total / heads)
+    return torch.cat(sums, dim=1)

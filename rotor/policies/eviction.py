@@ -1,4 +1,4 @@
-"""Policies that drop tokens: what the methods share, and the cache layer that keeps what they choose."""
+"""Policies that drop tokens: what the methods share, and the cache layer that keeps the chosen tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 from ..checkpoint.layout import LayerLayout
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..runtime.rope import rows_of
-from ..runtime.steps import Step, attend_to_rows
+from ..runtime.steps import AttentionCall, attend_to_rows
 from .budgets import SqueezeBudgets
 from .column_sums import ScoreSoftmax, column_sums
 from .layer import PolicyLayer, StoredSequence, between, mask_of_places, right_aligned
@@ -30,11 +30,11 @@ NOISE_BLOCK = 1024
 
 
 @dataclass(frozen=True)
-class Held:
+class KeptTokens:
     """The tokens that a layer holds.
 
-    index: places counted from each row's first token, [batch_size, groups, slots]; below 0: nothing there. scores: of
-    the same shape, where the policy has any. layer: its index. generated: tokens after the first step.
+    index: positions counted from each sequence's first token, [batch_size, groups, slots]; below 0: an empty slot.
+    scores: in the same shape, where the policy has any. layer: its index. generated: tokens after the first step.
     """
 
     index: Tensor
@@ -43,7 +43,7 @@ class Held:
     generated: int
 
     def noise(self, seed: int) -> Tensor:
-        """A number from (0, 1) for each token, the same wherever its row lies; any where there is none."""
+        """A number from (0, 1) for each token that depends on the token alone; anything for an empty slot."""
         count = max(0, int(self.index.max())) // NOISE_BLOCK + 1
         blocks = [_noise_block(seed, self.layer, block, self.index.shape[1]) for block in range(count)]
         table = torch.cat(blocks, dim=1).to(self.index.device)
@@ -58,15 +58,15 @@ def _noise_block(seed: int, layer: int, block: int, groups: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Eviction(Policy):
-    """Keeps a budget of b tokens in each layer, for each KV head (of a compressed model each group of heads) by itself;
-    what is over it is dropped after every step. Tokens stay at the places that they had.
+    """Keeps a budget of b tokens in each layer, for each KV head (in a compressed model each group of heads) by itself.
+    Tokens over the budget are dropped after every step. Kept tokens stay at their positions.
 
     Args:
-        share: of the prompt's tokens that are the budget. tokens: the budget in tokens, in place of a share.
+        share: the budget as a share of the prompt's tokens. tokens: the budget in tokens, in place of a share.
         squeeze: p of SqueezeAttention, by which budgets differ between layers; see rotor.policies.budgets.
 
-    The prompt, the first step, sees itself whole and is then cut. Bytes: those of the kept rows, and an int32 place
-    (and where there are scores a float32) for each kept token and group.
+    The prompt, the first step, sees itself whole and is then cut. Bytes: the kept rows, and for each kept token and
+    group an int32 position (and a float32 where there are scores).
     Limits: a prompt that comes in several steps is cut after the first: give `tokens` then. A compressed model runs its
     PyTorch path.
     """
@@ -95,18 +95,18 @@ class Eviction(Policy):
     def protected(self, budget: int) -> tuple[int, int]:
         """How many of the first and of the newest tokens stay, whatever their scores."""
 
-    def priority(self, held: Held) -> Tensor:
-        """What is kept first, [batch_size, groups, slots]; of equals the older."""
+    def priority(self, held: KeptTokens) -> Tensor:
+        """Priority by which tokens are kept, [batch_size, groups, slots]; among equals the older token stays."""
         return held.index.float()
 
-    def score_softmax(self, held: Held) -> ScoreSoftmax | None:
-        """What is done to a step's logits before the softmax whose columns are added to the scores."""
+    def score_softmax(self, held: KeptTokens) -> ScoreSoftmax | None:
+        """How a step's logits change before the softmax whose columns are added to the scores."""
         return None
 
 
 @dataclass(frozen=True)
 class ScoringEviction(Eviction):
-    """Keeps the tokens of the highest scores, which attention weights add to in every step, and the newest.
+    """Keeps the newest tokens and those with the highest scores, the sums of attention weights over the steps.
 
     Args:
         recent: share of the budget that the newest tokens have; the heavy hitters have the rest.
@@ -118,15 +118,16 @@ class ScoringEviction(Eviction):
     def protected(self, budget: int) -> tuple[int, int]:
         return 0, round(budget * self.recent)
 
-    def priority(self, held: Held) -> Tensor:
+    def priority(self, held: KeptTokens) -> Tensor:
         assert held.scores is not None
         return held.scores
 
 
 class HeldSequence(StoredSequence):
-    """sides: keys and values, [1, heads, slots, width], without what was dropped; packed rows by groups.
+    """What an evicting layer stores of one sequence.
 
-    index: [groups, slots] int32, where the tokens are in the sequence. scores: of the same shape, float32, where the
+    sides: keys and values of the kept tokens, [1, heads, slots, width]; packed rows by groups.
+    index: [groups, slots] int32, positions of the tokens in the sequence. scores: in the same shape, float32, where the
     policy has any. budget: None before the prompt was read.
     """
 
@@ -137,11 +138,9 @@ class HeldSequence(StoredSequence):
 
 
 class EvictingLayer(PolicyLayer):
-    """One layer's cache that holds some of the tokens it was given.
+    """A layer's cache that holds some of the tokens it was given: heads of a model, rows of numbers or rows of codes.
 
-    It works on a model's heads, on packed rows and on rows of codes.
-
-    spans: the columns of each group in keys and in values; of heads all.
+    spans: the elements of each group in key and value rows; all of a head.
     """
 
     in_pytorch = True
@@ -163,11 +162,11 @@ class EvictingLayer(PolicyLayer):
     def follow(self, layout: LayerLayout, dtype: torch.dtype) -> None:
         self.spans = spans_of(layout, dtype.itemsize)
 
-    def attend(self, step: Step) -> Tensor:
-        parameters, query, rotations = step.parameters, step.query, step.rotations
-        self.begin(step.mask, len(step.value), seq_len_of(query), query.device)
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
+        parameters, query, rotations = call.parameters, call.query, call.rotations
+        self.begin(call.mask, len(call.value), seq_len_of(query), query.device)
         self.follow(parameters.layout, query.dtype)
-        mask = self.visible(step.mask, _groups_of_heads(parameters))
+        mask = self.visible(call.mask, _groups_of_heads(parameters))
         if rotations.read is not None:
             assert rotations.table is not None
             cos, sin = rows_of(rotations.read, self.places.clamp(min=0).long())
@@ -175,8 +174,8 @@ class EvictingLayer(PolicyLayer):
                 more_cos, more_sin = between(rotations.table, self.moved)
                 cos, sin = cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin
             rotations = rotations._replace(read=(cos, sin))
-        key, value = step.cache.update(step.key, step.value, step.layer_idx)
-        output = attend_to_rows(step._replace(mask=mask, rotations=rotations), key, value)
+        key, value = call.cache.update(call.key, call.value, call.layer_idx)
+        output = attend_to_rows(call._replace(mask=mask, rotations=rotations), key, value)
         sums = None
         if self.policy.needs_weights:
             score_softmax = self.policy.score_softmax(self.held)
@@ -186,21 +185,20 @@ class EvictingLayer(PolicyLayer):
 
     @property
     def places(self) -> Tensor:
-        """Where tokens are in the rows of the batch, [batch_size, groups, slots] int32, -1 where there is nothing."""
+        """Positions of the tokens in the padded batch, [batch_size, groups, slots] int32; -1 for an empty slot."""
         return right_aligned([(sequence.index + sequence.start)[None] for sequence in self.sequences], -1)
 
     @property
-    def held(self) -> Held:
-        # Those of an offloaded layer are on the CPU.
+    def held(self) -> KeptTokens:
+        # An offloaded layer has them on the CPU.
         index = right_aligned([sequence.index[None] for sequence in self.sequences], -1).to(self.device)
         scores = [sequence.scores[None] for sequence in self.sequences if sequence.scores is not None]
         scored = right_aligned(scores, 0).to(self.device) if scores else None
-        return Held(index, scored, self.index, self._generated)
+        return KeptTokens(index, scored, self.index, self._generated)
 
     @property
     def moved(self) -> Tensor:
-        """By how many positions each kept key moves towards the newest token, so that nothing lies between neighbours,
-        [batch_size, groups, slots] int64."""
+        """Positions by which kept keys move towards the newest token to close gaps, [batch_size, groups, slots]."""
         places = self.places
         there = places >= 0
         gaps = places - there.cumsum(-1)
@@ -229,7 +227,7 @@ class EvictingLayer(PolicyLayer):
         return self.rotated(key, self.moved) if self.policy.moves_keys else key, value
 
     def store(self, sequence: HeldSequence, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what is held, in the order of `index`."""
+        """Store new tokens; returns keys and values of all tokens held, in the order of `index`."""
         new = [[states[..., span] for span in spans] for states, spans in zip((keys, values), self.spans, strict=True)]
         if not sequence.sides:
             sequence.sides = [[part[:, :, :0] for part in side] for side in new]
@@ -253,10 +251,10 @@ class EvictingLayer(PolicyLayer):
         self.finish(weights.mean(2).sum(2))
 
     def finish(self, sums: Tensor | None) -> None:
-        """Attention is done: count scores, and drop what is over the budget.
+        """Add to the scores once attention is done, and drop tokens over the budget.
 
         Args:
-            sums: [batch_size, groups, slots], how much attention each token drew, with the temperature of the policy.
+            sums: [batch_size, groups, slots], attention that each token drew, at the temperature of the policy.
         """
         for row, sequence in enumerate(self.sequences):
             if sums is not None:
@@ -269,7 +267,7 @@ class EvictingLayer(PolicyLayer):
             self.evict()
 
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Store a prompt whose attention is not known, and cut it, for counting bytes; of equals the older stays."""
+        """Store a prompt of unknown attention and cut it, for counting bytes; among equals the older token stays."""
         self.update(key_states, value_states)
         budgets, self.budgets = self.budgets, None
         self.finish(torch.zeros(self.places.shape) if self.policy.needs_weights else None)
@@ -280,7 +278,7 @@ class EvictingLayer(PolicyLayer):
             self.budgets.observe(self.index, before, after, self.newest)
 
     def evict(self) -> None:
-        """Drop what is over the budget."""
+        """Drop tokens over the budget."""
         priorities = self.policy.priority(self.held)
         for sequence, priority in zip(self.sequences, priorities, strict=True):
             slots = sequence.index.shape[1]
@@ -299,6 +297,6 @@ class EvictingLayer(PolicyLayer):
 
 
 def _groups_of_heads(parameters: AttentionParameters) -> Tensor:
-    """[num_heads], the group of each query head, heads in the model's order."""
+    """The group of each query head, [num_heads], heads in the model's order."""
     kv_heads = torch.tensor(parameters.layout.kv_head_order).argsort() // parameters.layout.group_size
     return kv_heads.repeat_interleave(parameters.shape.heads_per_kv)

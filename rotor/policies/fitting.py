@@ -1,4 +1,4 @@
-"""What a cache policy has to know before it is used: found by running its model over calibration text."""
+"""Fit cache policies that need it, by running their model over calibration text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FIT_TOKENS = 4096
 
 
 def fit_cache_policy(model: Any, policy: Policy, rows: Tensor) -> Policy:
-    """The policy with everything that is found on calibration text; as it is where it needs nothing.
+    """Fit a policy to calibration text; a policy that needs nothing comes back as it is.
 
     Args:
         model: a causal model of transformers, compressed or not, with all weights in memory.
-        rows: [n, seq_len] int64, text without padding; of more than FIT_TOKENS the first ones are read.
+        rows: [n, seq_len] int64, sequences without padding; the first FIT_TOKENS tokens are read.
     Raises:
         DataError: there is no row of two tokens or more.
         NumericsError: keys, values or gradients that are not finite; names the layer.
@@ -39,10 +39,10 @@ def fit_cache_policy(model: Any, policy: Policy, rows: Tensor) -> Policy:
 
 
 def layer_samples(model: Any, rows: Tensor, pre_rope: bool = False) -> list[LayerSample]:
-    """What each layer's cache is given for `rows`, [n, seq_len], and the gradients of the summed loss by it.
+    """Record what each layer's cache is given for `rows`, [n, seq_len], and the gradients of the summed loss by it.
 
     Args:
-        pre_rope: keys of an uncompressed model as before RoPE.
+        pre_rope: record keys of an uncompressed model before RoPE.
     Raises:
         NumericsError: something is not finite; names the layer.
     """
@@ -76,7 +76,7 @@ def _row_samples(model: Any, row: Tensor) -> list[list[Tensor]]:
 
 @dataclass(frozen=True)
 class _Recording(Policy):
-    """Keeps everything, and what gradients are taken by."""
+    """Policy that keeps all tokens, and the tensors by which gradients are taken."""
 
     method: ClassVar[str] = "recording"
     pre_rope: bool
@@ -90,7 +90,10 @@ class _Recording(Policy):
 
 
 class _RecordingLayer(PolicyLayer):
-    """added: zeros that are added to keys and to values, whose gradients are those of keys and values."""
+    """Layer of a recording cache.
+
+    added: zeros that are added to keys and to values; their gradients are those of keys and values.
+    """
 
     added: tuple[Tensor, Tensor]
 

@@ -1,14 +1,14 @@
-"""What the cache layers of all policies share: transformers' contract, and what attention says to them.
+"""The cache layer that all policies build on: transformers' interface, and what attention tells it.
 
-One step of an attention module that knows its cache is
+In a step, an attention module that knows its cache calls
 
     layer.begin(mask, batch_size, length, device)  # which of the new tokens are padding
-    mask = layer.visible(mask, ...)  # of what the layer holds
+    mask = layer.visible(mask, ...)  # the columns of the tokens that the layer holds
     key, value = cache.update(key, value, layer_idx)
     ...  # attention
     layer.finish(sums)  # tokens are scored and dropped
 
-A layer's length is the number of tokens it was given, so that masks and positions go by places in the sequence.
+A layer's length is the number of tokens it was given, so masks and positions refer to the whole sequence.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from ..errors import UsageError
 from ..kernels.parameters import seq_len_of
 from ..kernels.rotary import Rotation, rotate
 from ..runtime.rope import RotaryTable
-from ..runtime.steps import Keeper, Step, attend_to_rows
+from ..runtime.steps import AttentionCall, RowStore, attend_to_rows
 from .store import Stored, mapped, tensor_bytes
 
 
 class StoredSequence(Stored):
     """What a layer stores of one sequence of a batch, without its padding.
 
-    start: the place of its first token, behind padding. tokens: those it was given. new: those of this step.
+    start: position of the first token, behind padding. tokens: tokens given so far. new: tokens of this step.
     """
 
     start = tokens = new = 0
 
 
-class PolicyLayer(DynamicLayer, Keeper):
+class PolicyLayer(DynamicLayer, RowStore):
     """One layer of a cache that follows a policy.
 
-    Each sequence of the batch is stored by itself, so that what is stored of it does not depend on the others.
+    Each sequence of a batch is stored by itself, independently of the others.
 
-    num_tokens: so far, padding included. length: of the step. table: RoPE of a model that rotates keys before they come
-    here, while a step lasts; only for policies that move keys.
+    num_tokens: tokens so far, with padding. length: tokens of the step. table: RoPE of a model that rotates keys before
+    they come here, for the length of a step; only for policies that move keys.
     """
 
     is_compileable = False
@@ -63,13 +63,13 @@ class PolicyLayer(DynamicLayer, Keeper):
         self.reset()
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
-        """Tokens are about to be stored.
+        """Prepare for the tokens of a step, which are about to be stored.
 
         Args:
             mask: [batch_size or 1, heads or 1, length, tokens], bool (True: attend) or added to the logits; None:
                 causal, without padding.
         Raises:
-            UsageError: a row has padding that is not on its left.
+            UsageError: a sequence has padding that is not on its left.
         """
         self.length, self.begun = length, True
         self.sequences = self.sequences or [type(self).new_sequence() for _ in range(batch_size)]
@@ -89,12 +89,11 @@ class PolicyLayer(DynamicLayer, Keeper):
         return mask
 
     def store(self, sequence: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens of a sequence, [1, num_heads, new, width]; returns all that attention is to see."""
+        """Store the new tokens of a sequence, [1, num_heads, new, width]; returns the keys and values to attend to."""
         raise NotImplementedError
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new tokens; returns the keys and values that this step's attention is to see, each sequence's at
-        the right end."""
+        """Store the new tokens; returns the keys and values that this step attends to, right-aligned by sequence."""
         if not self.begun:
             self.begin(None, len(key_states), key_states.shape[2], key_states.device)
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
@@ -106,34 +105,34 @@ class PolicyLayer(DynamicLayer, Keeper):
         keys, values = (right_aligned(side, 0.0) for side in zip(*found, strict=True))
         return keys, values
 
-    def attend(self, step: Step) -> Tensor:
-        self.begin(step.mask, len(step.value), seq_len_of(step.query), step.query.device)
-        return attend_to_rows(step, *step.cache.update(step.key, step.value, step.layer_idx))
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
+        self.begin(call.mask, len(call.value), seq_len_of(call.query), call.query.device)
+        return attend_to_rows(call, *call.cache.update(call.key, call.value, call.layer_idx))
 
     def observe_weights(self, weights: Tensor | None) -> None:
-        """Attention of an uncompressed model is done.
+        """Take note of the attention weights of an uncompressed model, once attention is done.
 
         Args:
             weights: [batch_size, num_heads, length, slots], where the policy needs them.
         """
 
     def observe_states(self, before: Tensor, after: Tensor) -> None:
-        """What a step's hidden states were before this layer's attention was added and after it, [batch_size, length,
+        """Take note of a step's hidden states before and after this layer's attention was added, [batch_size, length,
         hidden_size] each; only for policies that need them."""
 
     def follow(self, layout: LayerLayout, dtype: torch.dtype) -> None:
-        """Before anything is stored of a compressed model: what its rows are, and the dtype of a number in them."""
+        """Take note of a compressed model's rows and dtype, before anything is stored."""
 
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Store tokens whose attention is not known, for counting bytes."""
+        """Store tokens of unknown attention, for counting bytes."""
         self.update(key_states, value_states)
 
     def rotated(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Keys of an uncompressed model as RoPE would have them `by` positions later; as they are without a table.
+        """Rotate keys of an uncompressed model as RoPE would `by` positions later; without a table they stay.
 
         Args:
-            keys: [batch_size, num_heads, tokens, head_dim]. by: broadcastable to [batch_size, num_heads, tokens], below
-                0: earlier.
+            keys: [batch_size, num_heads, tokens, head_dim]. by: broadcastable to [batch_size, num_heads, tokens];
+                negative: earlier.
         """
         if self.table is None or not bool(by.any()):
             return keys
@@ -144,7 +143,7 @@ class PolicyLayer(DynamicLayer, Keeper):
 
     @property
     def newest(self) -> Tensor:
-        """Which tokens of the step are not padding, [batch_size, length] bool."""
+        """Mask of the step's tokens that are not padding, [batch_size, length] bool."""
         new = torch.tensor([sequence.new for sequence in self.sequences], device=self.device)
         return torch.arange(self.length, device=self.device) >= self.length - new[:, None]
 
@@ -163,7 +162,7 @@ class PolicyLayer(DynamicLayer, Keeper):
         self.batch_select_indices(torch.arange(len(self.sequences)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        # One that is chosen twice has tensors of its own, as its bytes are counted.
+        # A sequence that is chosen twice gets a copy, as bytes are counted by tensor.
         self.sequences = [mapped(self.sequences[row], Tensor.clone) for row in indices.tolist()]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -177,7 +176,7 @@ class PolicyLayer(DynamicLayer, Keeper):
             self.sequences = mapped(self.sequences, lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises UsageError: what was coded together or dropped does not come back."""
+        """Raise UsageError: tokens that were coded together or dropped cannot be taken back."""
         raise UsageError(
             f"crop({tokens_to_remove}): a cache that follows a policy takes no tokens back.",
             "Leave out what takes tokens back (assisted generation), or use --cache none.",
@@ -185,27 +184,27 @@ class PolicyLayer(DynamicLayer, Keeper):
 
 
 def right_aligned(parts: Sequence[Tensor], value: float) -> Tensor:
-    """Tensors [1, ...] of a batch in one, each at the right end of dimension 2, and so much before it."""
+    """Stack tensors [1, ...] of a batch, right-aligned in dimension 2 and filled with `value` on the left."""
     longest, behind = max(part.shape[2] for part in parts), [0, 0] * (parts[0].dim() - 3)
     return torch.cat([functional.pad(part, (*behind, longest - part.shape[2], 0), value=value) for part in parts])
 
 
 def behind_padding(rows: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [1, num_heads, tokens, width] of a whole sequence as a mask has it, with so much before them."""
+    """Keys and values [1, num_heads, tokens, width] of a whole sequence with `start` rows of padding before them."""
     return functional.pad(rows[0], (0, 0, start, 0)), functional.pad(rows[1], (0, 0, start, 0))
 
 
 def between(table: Rotation, positions: Tensor) -> Rotation:
-    """cos and sin of the rotation by so many positions, [*positions, rotary_dim], without RoPE's attention factor."""
+    """cos and sin of a rotation by `positions`, [*positions, rotary_dim], without RoPE's attention factor."""
     return table[0][positions] / table[0][0], table[1][positions] / table[0][0]
 
 
 def mask_of_places(mask: Tensor | None, places: Tensor, num_tokens: int, length: int) -> Tensor:
-    """The columns of a mask that rows at some places have.
+    """Gather the columns of a mask that belong to tokens at some positions.
 
     Args:
         mask: as for `PolicyLayer.begin`.
-        places: [batch_size, heads or 1, slots], -1 where there is nothing.
+        places: positions, [batch_size, heads or 1, slots]; -1 for an empty slot.
         num_tokens: tokens before the step's `length`.
     Returns:
         [batch_size, heads or 1, length, slots].
@@ -221,16 +220,16 @@ def mask_of_places(mask: Tensor | None, places: Tensor, num_tokens: int, length:
 
 
 def real_tokens(mask: Tensor | None, batch_size: int, length: int) -> list[int]:
-    """How many of the newest tokens of each row are no padding: those that the last query sees with some head; a single
-    one always."""
+    """Number of the newest tokens of each sequence that are not padding: the last query sees them with some head. A
+    single token always counts."""
     if mask is None or length == 1:
         return [length] * batch_size
     last = mask[:, :, -1, -length:]
     shown = (last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2).any(1)
     if bool((shown[:, :-1] & ~shown[:, 1:]).any()):
         raise _padding_inside()
-    found: list[int] = shown.expand(batch_size, -1).sum(-1).tolist()
-    return found
+    counts: list[int] = shown.expand(batch_size, -1).sum(-1).tolist()
+    return counts
 
 
 def _padding_inside() -> UsageError:

@@ -1,4 +1,4 @@
-"""Outliers: a few numbers of each vector that are taken out, and stored as they are beside their indices."""
+"""Outliers: a few numbers of each vector that are taken out and stored unquantised, beside their indices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SHORT = torch.iinfo(torch.int16).max
 
 
 def take_out(vectors: Tensor, share: float, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest and the smallest share / 2 of each vector along `dim`.
+    """Take the largest and the smallest share / 2 of each vector along `dim` out.
 
     Returns:
         Outliers and their indices along `dim`; and the vectors with the mean of what remains in their place, so that
@@ -24,7 +24,7 @@ def take_out(vectors: Tensor, share: float, dim: int) -> tuple[Tensor, Tensor, T
 
 
 def filled(vectors: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `take_out`, of the numbers at `index`."""
+    """Take the numbers at `index` out; returns what `take_out` does."""
     outliers = vectors.gather(dim, index)
     rest = vectors.shape[dim] - index.shape[dim]
     mean = (vectors.sum(dim, keepdim=True) - outliers.sum(dim, keepdim=True)) / max(1, rest)
@@ -32,5 +32,5 @@ def filled(vectors: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor, Te
 
 
 def stored_index(index: Tensor, length: int) -> Tensor:
-    """Indices below `length` in the smallest type that rotor stores them in."""
+    """Indices below `length` in the smallest type that holds them."""
     return index.to(torch.int16 if length <= SHORT else torch.int32)

@@ -1,4 +1,4 @@
-"""What a cache policy is, how it is written down, and which models it can serve."""
+"""The base class of cache policies: parameters, plain data, and the models that a policy can serve."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from ..checked import Expect, Reader, shorten
 from ..checkpoint.layout import LayerLayout
 from ..errors import UnsupportedModelError, UsageError
+from ..kernels.rows import row_dtype
 from .layer import PolicyLayer
 from .store import tensor_bytes
 
@@ -32,8 +33,8 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 class LayerSample:
     """What a layer's cache is given on calibration text, on the CPU in float32.
 
-    keys, values: [rows, seq_len, width over all heads]. key_gradients, value_gradients: of the model's summed
-    next-token loss by them.
+    keys, values: [sequences, seq_len, width over all heads]. key_gradients, value_gradients: the gradients of the
+    model's summed next-token loss by them.
     """
 
     keys: Tensor
@@ -43,10 +44,10 @@ class LayerSample:
 
 
 class Policy(ABC):
-    """A method that codes or thins out a cache, with its parameters. Subclasses are frozen dataclasses, a file each.
+    """A method that codes or thins out a cache, with its parameters. Subclasses are frozen dataclasses, one a file.
 
-    A parameter's type says which values it may have. method: its name in recipes. needs_weights: attention has to hand
-    out its weights. rows_only: it is for the rows of a compressed model.
+    A parameter's type says which values it may have. method: its name in recipes. needs_weights: it needs attention
+    weights. rows_only: it serves compressed models alone.
     """
 
     method: ClassVar[str]
@@ -60,21 +61,21 @@ class Policy(ABC):
 
     @property
     def needs_states(self) -> bool:
-        """Whether its layers want `observe_states`."""
+        """Whether its layers need `observe_states`."""
         return False
 
     @property
     def moves_keys(self) -> bool:
-        """Whether keys are stored or read at other positions than they came with, for which layers get a `table`."""
+        """Whether keys are stored or read at other positions than their own; layers then get a `table`."""
         return False
 
     @property
     def needs_samples(self) -> bool:
-        """Whether something in it is found on calibration text, and has not been."""
+        """Whether the policy must still be fitted to calibration text."""
         return False
 
     def fitted(self, samples: Sequence[LayerSample]) -> Policy:
-        """The policy with what is found on calibration text, of which each layer has a sample."""
+        """Fit the policy to calibration text, given a sample of each layer."""
         return self
 
     @property
@@ -87,17 +88,17 @@ class Policy(ABC):
 
     @abstractmethod
     def layers(self, count: int) -> list[PolicyLayer]:
-        """Empty layers of one cache, for a model of so many."""
+        """Empty layers of one cache, for a model of `count` layers."""
 
     def check_rows(self, coded: bool, post_rope: bool) -> None:  # noqa: B027
-        """Raises UsageError unless the policy can hold rows of a compressed model.
+        """Check that the policy can hold rows of a compressed model; raises UsageError if not.
 
         Args:
-            coded: of codes, or of 16-bit numbers. post_rope: of keys after RoPE, which is in their latents.
+            coded: rows are codes, not 16-bit numbers. post_rope: keys are compressed after RoPE.
         """
 
     def check_config(self, config: Any) -> int:
-        """The number of layers of a model that the policy can serve.
+        """Check that the policy can serve a model; returns its number of layers.
 
         Raises:
             UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention), or RoPE's
@@ -144,22 +145,22 @@ class Policy(ABC):
         layers[:] = self.layers(config.get_text_config().num_hidden_layers)
 
     def as_dict(self) -> dict[str, Any]:
-        """As it is stored, for registry.read_policy."""
+        """The policy as plain data, which registry.read_policy reads."""
         kind = type(self)
-        own = kind.__module__.startswith(f"{__package__}.")
-        found = TypeAdapter(kind).dump_python(self, mode="json")
-        return {"method": self.method if own else f"{kind.__module__}:{kind.__qualname__}", **found}
+        bundled = kind.__module__.startswith(f"{__package__}.")
+        method = self.method if bundled else f"{kind.__module__}:{kind.__qualname__}"
+        return {"method": method, **TypeAdapter(kind).dump_python(self, mode="json")}
 
     def require(self, fits: bool, name: str, expected: str) -> None:
-        """Raises UsageError, naming the parameter, its value and what was expected, unless it fits."""
+        """Raise UsageError, which names the parameter, its value and what was expected, unless it fits."""
         if not fits:
             got = shorten(getattr(self, name))
             raise UsageError(f"cache policy {self.method}: {name}: got {got}, expected {expected}.")
 
 
 def stored_bytes(cache: Cache) -> int:
-    """Bytes of all tensors of a cache, of rotor's or of transformers' own: codes, their metadata, positions, scores,
-    and what is not yet coded."""
+    """Bytes of all tensors of a cache, rotor's or transformers': codes, their metadata, positions, scores, and tokens
+    that are not yet coded."""
     return sum(
         layer.stored_bytes() if isinstance(layer, PolicyLayer) else tensor_bytes(vars(layer)) for layer in cache.layers
     )
@@ -172,8 +173,8 @@ def packed_bytes_per_token(policy: Policy, layouts: Sequence[LayerLayout], dtype
     """
     total = 0
     for layer, layout in zip(policy.layers(len(layouts)), layouts, strict=True):
-        widths = [size // (1 if layout.coded else dtype.itemsize) for size in layout.row_bytes(dtype.itemsize)]
-        rows = [random_rows(1, tokens, width, torch.uint8 if layout.coded else dtype) for width in widths]
+        widths, kind = layout.row_elements(dtype.itemsize), row_dtype(layout, dtype)
+        rows = [random_rows(1, tokens, width, kind) for width in widths]
         layer.follow(layout, dtype)
         layer.fill(rows[0], rows[1])
         total += layer.stored_bytes()

@@ -49,16 +49,16 @@ class Quantiser(Policy):
 
 
 class FittedQuantiser(Quantiser):
-    """One whose levels are found on calibration text, for each layer. Keys are coded before RoPE.
+    """A quantiser whose levels are fitted to calibration text, layer by layer. Keys are coded before RoPE.
 
-    levels: what was found for each layer; empty before.
+    levels: the fit of each layer; empty before fitting.
     """
 
     levels: tuple[Any, ...] = ()
 
     @abstractmethod
     def fit_layer(self, sample: LayerSample) -> Any:
-        """What is found for a layer."""
+        """Fit a layer."""
 
     def fitted(self, samples: Sequence[LayerSample]) -> FittedQuantiser:
         fitted = copy(self)
@@ -66,11 +66,11 @@ class FittedQuantiser(Quantiser):
         return fitted
 
     @abstractmethod
-    def streams_of(self, found: Any) -> tuple[Stream, Stream]:
-        """How keys and values of a layer are coded."""
+    def streams_of(self, fit: Any) -> tuple[Stream, Stream]:
+        """How keys and values of a layer are coded, given its fit."""
 
     def streams(self) -> tuple[Stream, Stream]:
-        """Of the first layer: which tokens wait is the same in all."""
+        """The streams of the first layer; in all layers the same tokens wait."""
         return self.streams_of(self.levels[0])
 
     @property
@@ -88,23 +88,23 @@ class FittedQuantiser(Quantiser):
                 "`rotor validate MODEL --cache NAME` and `rotor study` fit it to text, and so does export where a "
                 "checkpoint can store it; rotor.fit_cache_policy(model, policy, rows) gives a fitted policy.",
             )
-        return [CodedLayer(self.streams_of(found)) for found in self.levels]
+        return [CodedLayer(self.streams_of(fit)) for fit in self.levels]
 
 
 class CodedSequence(StoredSequence):
-    """sides: of keys and of values."""
+    """What a coded layer stores of one sequence. sides: keys and values."""
 
     sides: tuple[Side, Side]
 
 
 class CodedLayer(PolicyLayer):
-    """One layer's cache, coded as two streams say.
+    """One layer's cache, coded by two streams.
 
-    It works on a model's heads, and on a compressed model's packed rows [batch_size, 1, seq_len, width] of 16 bits.
-    Attention decodes the whole cache at each step. Where there is a `table`, keys are stored as before RoPE.
+    It works on a model's heads, and on a compressed model's rows of 16-bit numbers, [batch_size, 1, seq_len, width].
+    Attention decodes the whole cache at each step. With a `table`, keys are stored before RoPE.
 
     Args:
-        streams: of keys and of values.
+        streams: how keys and values are coded.
     """
 
     new_sequence = CodedSequence

@@ -1,4 +1,4 @@
-"""Policies by name: bundled ones, a user's YAML file, or what a checkpoint stores."""
+"""Look policies up: bundled ones, a user's YAML file, or the policy of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ NONE = "none"
 
 @cache
 def method_names() -> list[str]:
-    """The methods that rotor has: a module in `methods` each."""
+    """Names of rotor's methods, one a module in `methods`."""
     return [module.name.replace("_", "-") for module in iter_modules(methods.__path__)]
 
 
 def find_method(name: str, trusted: bool) -> type[Policy] | None:
-    """The class of a method: rotor's by its name, anybody's as `module:Class`, `FILE.py:Class`; None if there is none.
+    """The class of a method: rotor's by its name, others as `module:Class` or `FILE.py:Class`; None if unknown.
 
     Args:
-        trusted: a module may be imported for it. What a checkpoint names is not: the user's program has to have
-            imported it.
+        trusted: a module may be imported to find the class. For a name in a checkpoint it may not: the user's program
+            must have imported the module.
     """
     module, _, wanted = name.rpartition(":")
     if name in method_names():
@@ -50,7 +50,7 @@ def find_method(name: str, trusted: bool) -> type[Policy] | None:
 
 
 def _of_file(path: Path) -> Any:
-    """The module of a file, which is imported once, under the file's name: so a checkpoint names it."""
+    """Import a file once, as a module of the file's name, by which a checkpoint names it."""
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
         return known
@@ -67,7 +67,7 @@ def _of_file(path: Path) -> Any:
 
 
 def read_policy(section: Any, reader: Reader, trusted: bool = False) -> Policy:
-    """A policy from plain data of unknown origin.
+    """Read a policy from plain data of unknown origin.
 
     Args:
         section: a mapping with `method` and the parameters of that method. trusted: see find_method.
@@ -82,8 +82,8 @@ def read_policy(section: Any, reader: Reader, trusted: bool = False) -> Policy:
         if not trusted and isinstance(method, str) and ":" in method:
             hint = "Import its module before; to a command give --cache FILE.py:CLASS."
             raise reader.error(f"{reader.where}: the module of cache policy {method} is not imported.", hint)
-        own = "module:Class or FILE.py:Class"
-        known = ", ".join([*method_names(), own] if trusted else method_names())
+        others = "module:Class or FILE.py:Class"
+        known = ", ".join([*method_names(), others] if trusted else method_names())
         raise reader.fail("cache.method", method, f"one of {known}{nearest_name(method, method_names()).rstrip('.')}")
     try:
         policy: Policy = reader.read(kind, {key: value for key, value in section.items() if key != "method"}, "cache")
@@ -93,17 +93,17 @@ def read_policy(section: Any, reader: Reader, trusted: bool = False) -> Policy:
 
 
 def bundled_policies() -> dict[str, Policy]:
-    """The policies that come with rotor, by name."""
+    """The bundled policies by name."""
     return {name: _parse(path.read_text("utf-8"), name) for name, path in _bundled().items()}
 
 
 def find_policy(name: str) -> Policy | None:
-    """A policy as --cache names it; None for `none`.
+    """Find a policy as --cache names it; None for `none`.
 
     Args:
-        name: bundled, the path of a YAML file, or `FILE.py:Class` (`module:Class`), a class with its defaults.
+        name: of a bundled policy, the path of a YAML file, or `FILE.py:Class` (`module:Class`), a class with defaults.
     Raises:
-        RecipeError: no such policy, or not one.
+        RecipeError: no such policy, or what the name leads to is not one.
     """
     if name == NONE:
         return None
@@ -143,7 +143,7 @@ def _text_of(name: str) -> str:
 
 
 def read_stored(section: Any) -> Policy | None:
-    """The policy that a checkpoint stores; None if it has none. Raises CheckpointError for one that does not fit."""
+    """Read the policy that a checkpoint stores; None without one. Raises CheckpointError if it does not fit."""
     reader = Reader("config.json, quantization_config", CheckpointError, EDITED)
     return None if section is None else read_policy(section, reader)
 

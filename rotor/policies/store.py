@@ -14,32 +14,32 @@ from torch import Tensor
 from ..checkpoint.layout import LayerLayout
 
 Parts = tuple[Tensor, ...]
-"""The stored tensors of a run of tokens. The first is [batch_size, *, tokens, *]; all have the batch first, and in
-dimension 2 something that grows with the tokens: the tokens themselves, or groups of them."""
+"""The stored tensors of a run of tokens, [batch_size, *, n, *] each. Dimension 2 grows with the tokens: in the first
+tensor it is the tokens, in others it may be groups of them."""
 
 
 class Codec(ABC):
     """Codes the keys or the values of tokens.
 
-    ragged: what it stores of equally many tokens differs in size.
+    ragged: equally many tokens may take different sizes.
     """
 
     ragged: ClassVar[bool] = False
 
     @abstractmethod
     def encode(self, states: Tensor) -> Parts:
-        """What is stored of `states`, [batch_size, num_heads, tokens, width]."""
+        """Code `states`, [batch_size, num_heads, tokens, width], into the tensors to store."""
 
     @abstractmethod
     def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
-        """[batch_size, num_heads, tokens, width], float32."""
+        """Decode to [batch_size, num_heads, tokens, width], float32."""
 
     def typical(self, states: Tensor) -> Tensor:
-        """Of random numbers, such as take the bytes that text takes."""
+        """Turn random states into ones with a typical coded size, for counting bytes."""
         return states
 
     def append(self, segments: list[Parts], states: Tensor) -> None:
-        """Code tokens and store them behind what is stored: in one piece with it where the groups are alike."""
+        """Code tokens and store them behind the others, in one piece with them where their groups are alike."""
         parts = self.encode(states)
         if segments and (self.ragged or _grouping(segments[-1]) == _grouping(parts)):
             segments[-1] = tuple(torch.cat(pair, dim=2) for pair in zip(segments[-1], parts, strict=True))
@@ -48,19 +48,20 @@ class Codec(ABC):
 
 
 def spans_of(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, ...]]:
-    """Where each group lies in the elements (of rows of codes: bytes) of a compressed layer's key and value rows."""
-    unit = 1 if layout.coded else element_bytes
+    """Where each group lies in the elements of a compressed layer's key and value rows."""
+    unit = layout.element_bytes(element_bytes)
     starts = layout.byte_offsets(element_bytes)
     ends = [*starts[1:], layout.row_bytes(element_bytes)]
     keys, values = (
         tuple(slice(start[side] // unit, end[side] // unit) for start, end in zip(starts, ends, strict=True))
         for side in (0, 1)
     )
-    return [keys, tuple(slice(0, 0) for _ in starts) if layout.joint else values]
+    nothing = tuple(slice(0, 0) for _ in starts)
+    return [keys, values if layout.stored_value_rank else nothing]
 
 
 def _grouping(parts: Parts) -> list[tuple[float, torch.Size]]:
-    """For each part, how many tokens an entry of dimension 2 stands for, and the shape behind it."""
+    """Tokens that an entry of dimension 2 stands for in each part, and the shape behind that dimension."""
     tokens = parts[0].shape[2]
     return [(tokens / part.shape[2], part.shape[3:]) for part in parts]
 
@@ -77,12 +78,12 @@ def heads_apart(rows: Tensor, num_heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Stream:
-    """How the tokens of one side come to be coded.
+    """When and how the tokens of one side are coded.
 
-    codec: codes them. block: tokens that are coded together; fewer wait, exactly, until there are so many.
-    window: newest tokens that stay exact. whole_prompt: the first tokens are coded at once, whatever their number.
-    prompt_codec: codes the first tokens, if that differs; `codec` reads what it stores.
-    first: tokens of a row that stay exact.
+    codec: codes and decodes them. block: tokens that are coded together; until there are so many, they wait uncoded.
+    window: newest tokens that stay uncoded. whole_prompt: the prompt is coded at once, whatever its length.
+    prompt_codec: codes the prompt, if that differs; `codec` decodes it.
+    first: first tokens of a sequence that stay uncoded.
     """
 
     codec: Codec
@@ -94,7 +95,7 @@ class Stream:
 
     @property
     def waits(self) -> bool:
-        """Whether new tokens are exact at first; else attention reads their codes from the step that brings them."""
+        """Whether new tokens are uncoded at first; otherwise attention reads their codes from their own step on."""
         return self.block > 1 or self.window > 0
 
     @property
@@ -112,14 +113,14 @@ class Stream:
 
 
 class Stored:
-    """Its attributes that are tensors, or hold some, are part of the cache."""
+    """Base of what caches store: attributes that are tensors, or hold some, are part of the cache."""
 
 
 class Side(Stored):
     """The keys, or the values, of a sequence.
 
     Args:
-        like: [1, num_heads, *, width], what the first states look like.
+        like: [1, num_heads, *, width], states with the heads, width and dtype of those to come.
     """
 
     def __init__(self, stream: Stream, like: Tensor) -> None:
@@ -133,7 +134,7 @@ class Side(Stored):
         return self.first.shape[2] + sum(parts[0].shape[2] for parts in self.segments) + self.waiting.shape[2]
 
     def update(self, states: Tensor) -> Tensor:
-        """Store tokens; returns what this step's attention sees of all tokens, [1, num_heads, tokens, width].
+        """Store tokens; returns all tokens as this step's attention sees them, [1, num_heads, tokens, width].
 
         The prompt (the first tokens) sees itself exactly.
         """
@@ -143,7 +144,7 @@ class Side(Stored):
         return self.decode() if visible is None else visible
 
     def decode(self) -> Tensor:
-        """All tokens, in the dtype in which they came."""
+        """Decode all tokens, to the dtype in which they came."""
         codec, dtype = self.stream.codec, self.waiting.dtype
         decoded = [codec.decode(parts, self.num_heads, self.width).to(dtype) for parts in self.segments]
         decoded += [self.waiting] if self.waiting.shape[2] or not decoded else []
@@ -166,7 +167,7 @@ class Side(Stored):
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same with each tensor replaced."""
+    """A copy of `value` with each tensor replaced."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):
@@ -179,7 +180,7 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def stored_tensors(value: Any) -> Iterator[Tensor]:
-    """The plain tensors in what is stored, nested lists, tuples, dicts and tensor subclasses (as quanto's)."""
+    """The plain tensors in stored objects, nested lists, tuples, dicts and tensor subclasses (such as quanto's)."""
     if isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from ..calibration.bases.method import Inputs
-    from ..calibration.bases.pair import BasisPair
+    from ..checkpoint.bases import BasisPair
 
 Domain = Literal["post", "pre"]
 """After RoPE; before it, or rotated within blocks of positions. Without RoPE any will do."""

@@ -11,7 +11,7 @@ import yaml
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from ..checked import Unfit
+from ..checked import InvalidField
 from ..checkpoint.channels import WIDTHS
 from .basis_methods import QK_METHODS
 from .rank_methods import Need
@@ -86,7 +86,7 @@ class Recipe:
 
         def need(fits: bool, name: str, expected: str) -> None:
             if not fits:
-                raise Unfit(name, attrgetter(name)(self), expected)
+                raise InvalidField(name, attrgetter(name)(self), expected)
 
         tokens, evaluation, domain = self.tokens, self.evaluation, self.groups.domain
         file = "a file or folder, as source is text"

@@ -1,7 +1,7 @@
 """The attention module of a compressed model, for every family.
 
-It holds the rewritten projections under their usual names and puts rows, of numbers or of codes, into the cache;
-transformers' own cache classes store them unchanged.
+It holds the rewritten projections under their usual names and puts rows of numbers or of codes into the cache, which
+transformers' cache classes store as they are.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer
 from .rope import RotaryTable, Rotations, rope_of
-from .steps import InCache, Step
+from .steps import AttentionCall, CacheRows
 
-# Older versions of transformers have but one layer that quantises.
+# Older versions of transformers have a single class of quantised layers.
 QUANTISING = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 
 
 class RotorAttention(CompressedProjections):
-    """Compressed attention: the same inputs and outputs as the family's own module.
+    """Compressed attention with the inputs and outputs of the family's own module.
 
-    Its tensors are those of `format.tensors.layer_tensors`.
+    Its tensors are those of `checkpoint.tensors.layer_tensors`.
 
     Args:
-        base: the module that it takes the place of; its scaling, norms and layer index are taken over.
+        base: the module that it replaces; its scaling, norms and layer index are taken over.
         family, shape, layout: the model's family, its sizes, and what this layer stores.
         biases: which of q, k, v, o have a bias in the source.
-        rotary: table shared by the layers, or None for a model without RoPE.
+        rotary: table shared by the layers; None in a model without RoPE.
 
-    kernels: how the Triton kernels run it: by rule, or as a loaded checkpoint's kernel_config.json says.
-    store: where its rows are kept, and how queries meet them.
+    kernels: how the Triton kernels run the layer: by rule, or as kernel_config.json of a loaded checkpoint says.
+    store: keeps the rows of the layer, see `RowStore`.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class RotorAttention(CompressedProjections):
         super().__init__(shapes, shape.head_dim, {name: base.get_submodule(name) for name in family.norms})
         self.config: Any = base.config
         self.layer_idx: int = int(base.layer_idx)  # type: ignore[arg-type]
-        # Falcon's attention has no such attribute, and the default.
+        # Falcon's attention lacks the attribute; it uses the default.
         self.scaling: float = float(getattr(base, "scaling", shape.head_dim**-0.5))
         self.softcap: float | None = getattr(self.config, family.softcap) if family.softcap else None
         self.shape, self.layout = shape, layout
         self.is_causal = True
         self.kernels: LayerKernels = default_layer(layout)
-        self.store: Any = InCache()
+        self.store: Any = CacheRows()
         self.rotary = rotary
         self.rope = rope_of(layout, shape, rotary)
 
@@ -79,18 +79,18 @@ class RotorAttention(CompressedProjections):
         layer_past: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """`layer_past` is what GPT-NeoX and Falcon call `past_key_values`."""
+        """Attend to the new tokens; GPT-NeoX and Falcon call `past_key_values` `layer_past`."""
         batch_size, seq_len, _ = hidden_states.shape
         cache = layer_past if past_key_values is None else past_key_values
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
-        keeper = self.store.keeper(cache, self.layer_idx)
-        place = self.store.place(cache, self.layer_idx, seq_len)
-        served = not keeper.in_pytorch and kernels_serve(
+        store = self.store.row_store(cache, self.layer_idx)
+        span = self.store.token_span(cache, self.layer_idx, seq_len)
+        served = not store.in_pytorch and kernels_serve(
             hidden_states, self.layout, self.shape, attention_mask, self.rope.fits_kernels
         )
         kernels = self.kernels if served else None
-        self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, place)
-        rotations = self.rope(place, position_embeddings, hidden_states, served)
+        self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
+        rotations = self.rope(span, position_embeddings, hidden_states, served)
 
         projected = self.projected(hidden_states)
         with torch.autocast(hidden_states.device.type, enabled=False):
@@ -101,8 +101,8 @@ class RotorAttention(CompressedProjections):
                 from ..kernels import operators  # imports Triton
 
                 rows = operators.append(parameters, kernels, *projected, rotations.table, rotations.places)
-            step = Step(parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels)
-            output = keeper.attend(step)
+            call = AttentionCall(parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels)
+            output = store.store_and_attend(call)
         return self.o_proj(output), None
 
     def _parameters_of_attention(self) -> AttentionParameters:
@@ -118,7 +118,7 @@ class RotorAttention(CompressedProjections):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotorAttention:
-        """What `.to()` and its kin go through: they move key_shift and key_constant, and leave them in float32."""
+        """Apply `.to()` and the like: key_shift and key_constant move with the module, and stay float32."""
         kept = {name: p.detach() for name, p in self._parameters.items() if p is not None and name in FLOAT32}
         super()._apply(fn, recurse)
         for name, before in kept.items():
@@ -137,7 +137,7 @@ class RotorAttention(CompressedProjections):
 def plain_rows(
     parameters: AttentionParameters, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries as `kernels.reference.attention` takes them, and rows.
+    """Make queries as `kernels.reference.attention` takes them, and rows, in plain PyTorch.
 
     Args:
         query, key, value: as projections and norms put them out.
@@ -147,11 +147,8 @@ def plain_rows(
         query = rotated(query.transpose(1, 2), rotations.query)
     latents, value = key.unsqueeze(1), value.unsqueeze(1)
     if parameters.key_basis is not None:
-        of_values = value if layout.joint else None
         heads = rotated(key.transpose(1, 2), rotations.stored)
-        latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, of_values)
-    if layout.joint:
-        value = latents[..., :0]
+        latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, value)
     return query, pack_layer(latents, layout, keys=True), pack_layer(value, layout, keys=False)
 
 
@@ -160,10 +157,10 @@ def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
 
 
 def _check_pass(layout: LayerLayout, layer_idx: int, asked: dict[str, Any], mask: Tensor | None, cache: Any) -> None:
-    """Raises UsageError where a layer is asked for what it does not do.
+    """Check that a layer can do what is asked of it; raises UsageError if not.
 
     Args:
-        asked: the other keyword arguments of its forward pass.
+        asked: further keyword arguments of the forward pass.
     """
     if asked.get("output_attentions"):
         raise UsageError(
@@ -189,7 +186,7 @@ def _check_pass(layout: LayerLayout, layer_idx: int, asked: dict[str, Any], mask
 
 
 def refuse_others(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """The attention function that transformers knows as `rotor`: RotorAttention has its own."""
+    """The attention function registered as `rotor`. Compressed layers do not call it, so whoever does is in error."""
     raise UsageError(
         f"attn_implementation='rotor' was requested for {type(module).__name__}, which is not compressed.",
         "Load a checkpoint written by `rotor export`; `import rotor` is all that it needs.",

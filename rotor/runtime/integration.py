@@ -37,7 +37,7 @@ log = logging.getLogger("rotor")
 
 
 class RotorConfig(CompressedSection, QuantizationConfigMixin):
-    """The section as transformers wants it: an object made by `from_dict`, and written by `to_dict`."""
+    """The section as transformers wants it: made by `from_dict`, written by `to_dict`."""
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "quant_method": MARK}
@@ -73,16 +73,16 @@ class RotorQuantizer(HfQuantizer):
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
         self.kernel_config = config_of(find_kernel_config(model.config, checkpoint_files), layouts)
         if config.source is not None and checkpoint_files:
-            found = open_rewritten(Path(checkpoint_files[0]), model.config, config)
-            model.__dict__[REWRITTEN] = {name: LazyTensor(found, name) for name in found.file_of}
+            tensors = open_rewritten(Path(checkpoint_files[0]), model.config, config)
+            model.__dict__[REWRITTEN] = {name: LazyTensor(tensors, name) for name in tensors.file_of}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Give the layers their kernels and their cache policy; mark the config."""
+        """Give the layers their kernels and cache policy, and mark the config."""
         network = with_head(model)
         for config in (self.quantization_config, model.config.quantization_config):
-            vars(config).pop("source", None)  # what save_pretrained writes has the weights
-        model.config.attn_implementation = MARK  # transformers forgets it, and save_pretrained is to write it again
+            vars(config).pop("source", None)  # save_pretrained will write the weights
+        model.config.attn_implementation = MARK  # transformers drops it, and save_pretrained must write it
         family = FAMILIES[model.config.model_type]
         for index, kernels in enumerate(self.kernel_config.layers):
             module: Any = family.attention_module(network, index)
@@ -99,16 +99,15 @@ class RotorQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether gradients of the loss are right: those of rows of numbers are, codes have none."""
+        """Whether the loss has right gradients: rows of numbers do, codes have none."""
         config: Any = self.quantization_config
-        coded = config.coded
-        if coded:
+        if config.coded:
             log.warning("%s", NO_GRADIENTS)
-        return not coded
+        return not config.coded
 
     @property
     def is_qat_trainable(self) -> bool:
-        """Whether the weights themselves can be trained, besides adapters; bases stay as they are."""
+        """Whether the weights can be trained, not only adapters; bases stay as they are."""
         config: Any = self.quantization_config
         return not config.coded
 
@@ -118,11 +117,11 @@ class RotorQuantizer(HfQuantizer):
 
 
 REWRITTEN = "rotor_rewritten"
-"""Attribute of a model that is loaded without weights of its own: its tensors by name, until they are loaded."""
+"""Attribute of a model while it is loaded from a checkpoint without weights: its tensors by name."""
 
 
 class LazyTensor:
-    """A rewritten tensor in place of one in a file: transformers takes `[...]` of it once it loads it."""
+    """A rewritten tensor in place of one in a file; transformers indexes it with `[...]` when it loads it."""
 
     def __init__(self, tensors: RewrittenTensors, name: str) -> None:
         self.tensors, self.name = tensors, name
@@ -131,14 +130,14 @@ class LazyTensor:
         return self.tensors.tensor(self.name)[index]
 
     def get_dtype(self) -> str:
-        """As safetensors names it; transformers asks whether it is a float."""
+        """The name that safetensors has for the dtype; transformers only asks whether it is a float."""
         return "F32"
 
 
 def with_rewritten(load: Callable[..., Any]) -> Callable[..., Any]:
     """transformers' `convert_and_load_state_dict_in_model`, which takes a model's rewritten tensors where it has them.
 
-    All else that transformers does with weights (names, experts, dtypes, devices) is done with them too.
+    Transformers does with them all that it does with weights of files (names, experts, dtypes, devices).
     """
 
     @wraps(load)
@@ -149,7 +148,7 @@ def with_rewritten(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_head(model: Any) -> Any:
-    """A causal model as it is; the base model in it (that of AutoModel), below the name that it has there."""
+    """A causal model as it is; a base model (of AutoModel) under the name that a causal model has it by."""
     name = model.base_model_prefix
     if hasattr(model, name):
         return model
@@ -163,7 +162,7 @@ def find_kernel_config(config: Any, checkpoint_files: list[str] | None) -> Path 
     """kernel_config.json beside the weights, fetched from the hub if its cache lacks it; None where there is none.
 
     Args:
-        config: of the model, which knows where it came from. checkpoint_files: paths of the weights.
+        config: the model's, which knows where it came from. checkpoint_files: paths of the weights.
     """
     if not checkpoint_files:
         return None
@@ -185,7 +184,7 @@ def find_kernel_config(config: Any, checkpoint_files: list[str] | None) -> Path 
 def replace_attention(
     model: Any, family: Family, shape: AttentionShape, layouts: dict[int, LayerLayout], biases: frozenset[str]
 ) -> list[RotorAttention]:
-    """Put a RotorAttention with uninitialised weights in each layer of `layouts`, and use `rotor` attention."""
+    """Put a RotorAttention with uninitialised weights into each layer of `layouts`, and select `rotor` attention."""
     tables, modules = rotary_tables(model, family, model.config), []
     for index, layout in layouts.items():
         base = family.attention_module(model, index)

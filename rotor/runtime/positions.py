@@ -1,8 +1,8 @@
-"""Whether the positions that a model is given are what indices in the cache say, up to what attention cannot see.
+"""Check that the positions given to a model agree with indices in the cache, as far as attention can tell.
 
 Keys that are stored before RoPE are rotated by their index in the cache. Only differences of positions matter: padding
-on the left shifts a whole sequence. Where tokens that are attended to have different shifts (a hole inside a sequence,
-with positions that skip it; several documents in a row), the result would be wrong without a word.
+on the left shifts a whole sequence. If tokens that are attended to have different shifts (a hole inside a sequence
+whose positions skip it; several documents in a row), the result would be wrong and nothing would say so.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 from ..errors import UsageError
 
 SHIFTS = "rotor_shifts"
-"""Attribute of a cache that a model with keys before RoPE has filled, which its copies have too: position less index of
-its tokens, [batch_size, n]; tokens behind these have the last one's."""
+"""Attribute of a cache that a model with keys before RoPE has filled: position less index of its tokens,
+[batch_size, n]; tokens behind these have the last one's. It lies on the cache itself, as nothing else is copied,
+pickled and dropped with it."""
 
 
 def keep_shifts_with_rows(cache_class: Any) -> None:
@@ -57,9 +58,9 @@ class PositionCheck:
         query_offset: Any,
         kv_offset: Any,
     ) -> None:
-        """Compare.
+        """Compare the positions of a pass.
 
-        Steps of one token on a GPU are left out, since looking at a result would make the host wait for it.
+        Steps of one token on a GPU are left out, since reading the result would make the host wait.
 
         Args:
             positions: [batch_size or 1, seq_len], or None if the model was given none.
@@ -67,8 +68,8 @@ class PositionCheck:
             cache: the cache that keys go into, or None. query_offset: index there of the first query.
             kv_offset: index of the first key that the mask has.
         Raises:
-            UsageError: keys are attended to whose distance differs from the one that their positions say; or the cache
-                holds tokens whose positions nobody knows.
+            UsageError: keys are attended to whose distance in the cache is not that of their positions; or the cache
+                holds tokens of unknown positions.
         """
         self._first_layer = layer_idx if self._first_layer is None else self._first_layer
         if positions is None or torch.compiler.is_compiling() or layer_idx != self._first_layer:
@@ -88,7 +89,7 @@ class PositionCheck:
 
 
 def _known(cache: Any, start: int, batch_size: int) -> Tensor:
-    """The shifts of all that a cache holds, [batch_size, start]."""
+    """The shifts of all tokens in a cache, [batch_size, start]."""
     known: Tensor | None = getattr(cache, SHIFTS, None)
     if known is not None and bool((known == known[:1]).all()):
         known = known[:1].expand(batch_size, -1)  # no matter which sequences were taken
@@ -106,8 +107,8 @@ def _known(cache: Any, start: int, batch_size: int) -> Tensor:
 
 
 def _compare(shifts: Tensor, mask: Tensor | None, first: int) -> None:
-    """Raises UsageError where keys that some query sees have different shifts, [batch_size, keys] from index `first`
-    on."""
+    """Check that the keys which some query sees have one shift, [batch_size, keys] from index `first` on; raises
+    UsageError if not."""
     attended = torch.ones_like(shifts, dtype=torch.bool)
     if mask is not None:
         visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

@@ -1,4 +1,4 @@
-"""Make transformers know rotor's checkpoints, without importing transformers for those who do not load models."""
+"""Register rotor's checkpoints with transformers, without importing it before a model is loaded."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from types import ModuleType
 from typing import Any
 
 LOADING = ("transformers.modeling_utils", "transformers.quantizers")
-"""The modules of `from_pretrained`, and of what reads a quantisation's config: whoever loads a model, or asks what
-config.json says before loading, has imported one of them."""
+"""The modules of `from_pretrained` and of quantisation configs: whoever loads a model, or reads its config before,
+has imported one of them."""
 
 
 def register_with_transformers() -> None:
-    """Register now, if transformers can load models already; else as soon as it can."""
+    """Register at once if transformers can load models already, else as soon as it can."""
     if any(name in sys.modules for name in LOADING):
         _register()
     elif not any(isinstance(finder, _AfterLoading) for finder in sys.meta_path):
@@ -25,7 +25,7 @@ def register_with_transformers() -> None:
 
 
 def _register() -> None:
-    """If this transformers is none that rotor goes with, that is a warning: other models are to load all the same."""
+    """Register; warn, don't raise, on an incompatible transformers, so that other models still load."""
     try:
         importlib.import_module("rotor.runtime.integration")
     except Exception as error:
@@ -34,9 +34,9 @@ def _register() -> None:
 
 
 class _AfterLoading(MetaPathFinder):
-    """Finds two modules as Python would have, and lets rotor.runtime.integration follow the import of either.
+    """Import hook that registers rotor after either module of LOADING was imported.
 
-    One of them imports the other: then it follows the one that ends last.
+    One of them imports the other; registration follows the one that ends last.
     """
 
     def find_spec(
@@ -56,7 +56,7 @@ class _AfterLoading(MetaPathFinder):
                 return
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            _register()  # harmless if that is what imports transformers just now
+            _register()  # harmless if registration itself imports transformers now
 
         loader.exec_module = execute_and_register
         return spec

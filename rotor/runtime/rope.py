@@ -1,4 +1,4 @@
-"""RoPE of a layer in one pass: tables of cosines and sines, and how each form of keys is rotated by them."""
+"""RoPE of a layer in one pass: tables of cosines and sines, and how each form of keys uses them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ TABLE_ROWS = 1024
 """Rows by which a table of cosines and sines grows."""
 
 
-class Place(NamedTuple):
+class TokenSpan(NamedTuple):
     """Where the tokens of a pass lie in the cache.
 
-    query_offset: index of the first new token, and seq_len their number. kv_offset: index of the first key that
-    is attended to, and kv_len the number of these. indices: of new tokens, where they are not neighbours.
+    query_offset, seq_len: index of the first new token, and number of new tokens.
+    kv_offset, kv_len: index of the first key that is attended to, and number of these keys.
+    indices: of the new tokens, where they are not neighbours.
     """
 
     query_offset: Any
@@ -33,10 +34,12 @@ class Place(NamedTuple):
 class Rotations(NamedTuple):
     """cos and sin, each broadcastable to [batch_size, heads, tokens, rotary_dim]; None where nothing is rotated.
 
-    query: of new queries. stored: of new keys as the cache keeps them. read: of all keys when they are read.
-    Kernels have these made, from `table` [positions, rotary_dim]: in blocks by place from the beginning of the first
-    key's block on (also without kernels), else of the new tokens one after the other. places: in blocks, of new
-    tokens, [seq_len]. first: in blocks, the place of the first key.
+    query: of new queries. stored: of new keys as the cache keeps them. read: of all keys when they are read. Kernels
+        compute these three from `table`.
+    table: [positions, rotary_dim]. In blocks position 0 is the beginning of the first key's block; otherwise there is
+        a row for each new token.
+    places: in blocks, rows of `table` of the new tokens, [seq_len].
+    first: in blocks, the row of the first key.
     """
 
     query: Rotation | None = None
@@ -48,7 +51,7 @@ class Rotations(NamedTuple):
 
 
 def rows_of(rotation: Rotation, rows: slice | Tensor) -> Rotation:
-    """cos and sin of some positions."""
+    """Select some positions of cos and sin."""
     return rotation[0][rows], rotation[1][rows]
 
 
@@ -56,7 +59,7 @@ class RotaryTable:
     """Cosines and sines by index in the cache, from the model's own rotary embedding, shared by the layers of a type.
 
     Args:
-        rotary: the embedding, which stays where the model has it: no submodule of the table.
+        rotary: the model's embedding, which stays where it is.
         layer_type: passed to the embedding, where it takes one.
 
     depends_on_length: whether frequencies do, so that a table holds only for the positions it was made for. Otherwise
@@ -75,9 +78,9 @@ class RotaryTable:
         self._read: dict[KeyForm, Rotation] = {}
 
     def __call__(self, offset: int, length: int, end: int, device: torch.device, dtype: torch.dtype) -> Rotation:
-        """cos and sin, each [at least length, rotary_dim], of positions from `offset` on, or from 0 on.
+        """Compute cos and sin, each [at least length, rotary_dim], of positions from `offset` on, or from 0 on.
 
-        From position `end` on nothing is stored yet (a static cache); the table may hold anything there.
+        From position `end` on nothing is stored yet (a static cache), and the table may hold anything.
         """
         key: tuple[Any, ...] = (device, dtype)
         rows = -(-int(length) // TABLE_ROWS) * TABLE_ROWS  # a step of decoding adds one key: not a new table each time
@@ -94,7 +97,7 @@ class RotaryTable:
         return self._table
 
     def when_read(self, form: KeyForm) -> Rotation:
-        """`kernels.rotary.when_read` of the table that was last asked for; made once."""
+        """`kernels.rotary.when_read` of the latest table, made once."""
         assert self._table is not None
         if torch.compiler.is_compiling():
             return when_read(self._table, form)
@@ -104,7 +107,7 @@ class RotaryTable:
 
 
 def rotary_tables(network: nn.Module, family: Family, config: Any) -> list[RotaryTable | None]:
-    """Of each layer of a causal model; those of a type share theirs. None without RoPE."""
+    """The table of each layer of a causal model, shared by layers of a type; None without RoPE."""
     kinds = [family.rotary_type(config, layer) for layer in range(config.get_text_config().num_hidden_layers)]
     if family.rotary is None:
         return [None for _ in kinds]
@@ -114,23 +117,29 @@ def rotary_tables(network: nn.Module, family: Family, config: Any) -> list[Rotar
 
 
 class NoRope:
-    """Nothing is rotated."""
+    """A model without RoPE: nothing is rotated."""
 
     fits_kernels = True
 
-    def __call__(self, place: Place, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
+    def __call__(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         return Rotations()
 
     def check(
-        self, positions: Tensor | None, mask: Tensor | None, cache: Any, layer_idx: int, batch_size: int, place: Place
+        self,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        cache: Any,
+        layer_idx: int,
+        batch_size: int,
+        span: TokenSpan,
     ) -> None:
-        """Raises UsageError where keys would be rotated by other positions than the model was given."""
+        """Check that keys are rotated by the positions that the model was given; raises UsageError if not."""
 
 
 class PostRope(NoRope):
-    """Queries and keys are rotated by the positions that the model is given, and stay so."""
+    """Queries and keys are rotated by the positions that the model is given, and keys are stored so."""
 
-    def __call__(self, place: Place, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
+    def __call__(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         assert given is not None
         if kernels:
             return Rotations(table=(given[0].flatten(0, 1), given[1].flatten(0, 1)))
@@ -139,7 +148,7 @@ class PostRope(NoRope):
 
 
 class InBlocks(NoRope):
-    """Positions are indices in the cache: what the mask goes by, and only differences matter to RoPE."""
+    """Keys in blocks: positions are indices in the cache, as in the mask; only differences matter to RoPE."""
 
     def __init__(self, form: KeyForm, table: RotaryTable, all_fast: bool) -> None:
         assert form.rope_block is not None
@@ -147,32 +156,38 @@ class InBlocks(NoRope):
         self.block = 1 if all_fast else form.rope_block
         self.fits_kernels = not table.depends_on_length
 
-    def __call__(self, place: Place, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
-        """Where a window has let go of the first keys, rows may begin within a block: the table begins with it."""
-        first = place.kv_offset % self.block
-        start = place.kv_offset - first
-        index = place.indices
+    def __call__(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
+        """Where a window has dropped the first keys, rows may begin within a block; the table begins with the block."""
+        first = span.kv_offset % self.block
+        start = span.kv_offset - first
+        index = span.indices
         if index is None:
-            index = torch.arange(place.seq_len, device=like.device) + (place.query_offset - start)
-        end = place.query_offset + place.seq_len
-        dtype = torch.float32 if kernels else like.dtype  # kernels compose rotations, and so want them exact
-        table = self.table(start, first + place.kv_len, end, like.device, dtype)
+            index = torch.arange(span.seq_len, device=like.device) + (span.query_offset - start)
+        end = span.query_offset + span.seq_len
+        dtype = torch.float32 if kernels else like.dtype  # kernels compose rotations, so these must be exact
+        table = self.table(start, first + span.kv_len, end, like.device, dtype)
         if kernels:
             return Rotations(table=table, places=index, first=first)
         read = table if self.all_fast else self.table.when_read(self.form)
         stored = None if self.all_fast else within_blocks(table, index, self.form)
-        return Rotations(rows_of(table, index), stored, rows_of(read, slice(first, first + place.kv_len)), table)
+        return Rotations(rows_of(table, index), stored, rows_of(read, slice(first, first + span.kv_len)), table)
 
     def check(
-        self, positions: Tensor | None, mask: Tensor | None, cache: Any, layer_idx: int, batch_size: int, place: Place
+        self,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        cache: Any,
+        layer_idx: int,
+        batch_size: int,
+        span: TokenSpan,
     ) -> None:
-        if place.indices is None:  # else they are compared as a whole, by whoever shared out the tokens
-            where = layer_idx, batch_size, place.query_offset, place.kv_offset
+        if span.indices is None:  # with `indices`, parallel.forward compares all tokens at once
+            where = layer_idx, batch_size, span.query_offset, span.kv_offset
             self.table.check_positions(positions, mask, cache, *where)
 
 
 def rope_of(layout: LayerLayout, shape: AttentionShape, table: RotaryTable | None) -> NoRope:
-    """How a layer's queries and keys are rotated."""
+    """Choose how a layer's queries and keys are rotated."""
     if table is None:
         return NoRope()
     if layout.rope_block is None:

@@ -1,7 +1,7 @@
-"""One pass of a layer: where its rows are kept, and how its queries meet them.
+"""One pass of a layer: where its rows are kept, and how its queries attend to them.
 
-A layer's store is chosen when its model is loaded: transformers' caches (`InCache`), with or without a policy of
-`rotor.policies`; while a sequence lies on several processes, what `rotor.parallel` puts in its place.
+A layer's store is chosen when its model is loaded: transformers' caches (`CacheRows`), with or without a policy of
+`rotor.policies`. While a sequence lies on several processes, `rotor.parallel` puts its own store there.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..checkpoint.kernel_config import LayerKernels
 from ..errors import UsageError
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention
-from .rope import Place, Rotations
+from .rope import Rotations, TokenSpan
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
 NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and train that."
 
 
-class Step(NamedTuple):
-    """One pass of a layer.
+class AttentionCall(NamedTuple):
+    """What one pass of a layer's attention is given.
 
-    parameters: what attention goes by beside queries and rows. query, key, value: as in `reference.attention`, of the
-    new tokens. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels
-    run the layer, for which queries are; None: plain PyTorch does.
+    parameters: the layer without queries and rows. query, key, value: of the new tokens, as `reference.attention` takes
+    them. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels run
+    the layer, for which the queries were made; None: plain PyTorch runs it.
     """
 
     parameters: AttentionParameters
@@ -42,17 +42,17 @@ class Step(NamedTuple):
     kernels: LayerKernels | None = None
 
 
-class Keeper(ABC):
-    """Keeps the rows of a layer, and attends to them: a store, or a layer of a cache that follows a policy.
+class RowStore(ABC):
+    """Keeps the rows of a layer and attends to them; a layer of a cache that follows a policy is one.
 
-    in_pytorch: attention to it runs in plain PyTorch, whatever the device.
+    in_pytorch: attention runs in plain PyTorch, whatever the device.
     """
 
     in_pytorch = False
 
     @abstractmethod
-    def attend(self, step: Step) -> Tensor:
-        """Store the rows of new tokens, and let the queries attend to all that they see.
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
+        """Store the rows of the new tokens, then attend to all rows that the queries see.
 
         Returns:
             [batch_size, seq_len, sum over query heads of value width].
@@ -60,35 +60,35 @@ class Keeper(ABC):
 
 
 @dataclass(frozen=True)
-class InCache(Keeper):
+class CacheRows(RowStore):
     """Transformers' caches. policy, config: the cache policy that takes over empty caches, and the model's config."""
 
     policy: Any = None
     config: Any = None
 
-    def place(self, cache: Any, layer_idx: int, seq_len: int) -> Place:
+    def token_span(self, cache: Any, layer_idx: int, seq_len: int) -> TokenSpan:
         """Where the tokens of a pass lie."""
         if cache is None:
-            return Place(0, seq_len, 0, seq_len)
+            return TokenSpan(0, seq_len, 0, seq_len)
         kv_len, kv_offset = cache.get_mask_sizes(seq_len, layer_idx)
-        return Place(cache.get_seq_length(layer_idx), seq_len, kv_offset, kv_len)
+        return TokenSpan(cache.get_seq_length(layer_idx), seq_len, kv_offset, kv_len)
 
-    def keeper(self, cache: Any, layer_idx: int) -> Keeper:
-        """Who keeps the rows of a pass."""
+    def row_store(self, cache: Any, layer_idx: int) -> RowStore:
+        """The store of the rows of a pass: this one, or the cache's layer if that follows a policy."""
         if self.policy is not None and cache is not None:
             self.policy.adopt(cache, self.config)
         layers = getattr(cache, "layers", ())
-        own = layers[layer_idx] if layer_idx < len(layers) else None
-        return own if isinstance(own, Keeper) else self
+        layer = layers[layer_idx] if layer_idx < len(layers) else None
+        return layer if isinstance(layer, RowStore) else self
 
-    def attend(self, step: Step) -> Tensor:
-        if step.cache is None:
-            return attend_to_rows(step, step.key, step.value)
-        return attend_to_rows(step, *step.cache.update(step.key, step.value, step.layer_idx))
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
+        if call.cache is None:
+            return attend_to_rows(call, call.key, call.value)
+        return attend_to_rows(call, *call.cache.update(call.key, call.value, call.layer_idx))
 
 
 def _check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, int, int]) -> None:
-    """Raises UsageError where a mask does not broadcast to the logits: the kernels read it unchecked."""
+    """Check that a mask broadcasts to the logits, as the kernels do not; raises UsageError if not."""
     if mask is not None and any(got not in (1, size) for got, size in zip(mask.shape, expected, strict=True)):
         raise UsageError(
             f"layer {layer_idx}: an attention mask of {list(mask.shape)}, expected {list(expected)} or 1 in place of "
@@ -97,22 +97,27 @@ def _check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, i
         )
 
 
-def attend_to_rows(step: Step, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of a step's queries to all rows, [batch_size, 1, kv_len, *]: see `kernels.reference.attention`."""
-    parameters, seq_len = step.parameters, seq_len_of(step.query)
-    _check_mask(step.mask, step.layer_idx, (len(key), parameters.shape.num_heads, seq_len, key.shape[2]))
-    if step.kernels is not None:
-        from ..kernels import operators  # imports Triton
+def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor) -> Tensor:
+    """Attend to all rows, [batch_size, 1, kv_len, *], by the kernels or as `kernels.reference.attention` does."""
+    parameters, seq_len = call.parameters, seq_len_of(call.query)
+    _check_mask(call.mask, call.layer_idx, (len(key), parameters.shape.num_heads, seq_len, key.shape[2]))
+    if call.kernels is not None:
+        rotation = call.rotations.table if parameters.layout.in_blocks else None
+        inputs = call.query, key, value, parameters, call.kernels
+        around = {"rotation": rotation, "first": call.rotations.first, "attention_mask": call.mask}
+        if torch.compiler.is_compiling():
+            from ..kernels.operators import traced_attention  # imports Triton
 
-        rotation = step.rotations.table if parameters.layout.in_blocks else None
-        rows = step.query, key, value, step.mask, rotation, step.rotations.first
-        return operators.attend(parameters, step.kernels, *rows, step.layer_idx)
-    output = attention(step.query, key, value, parameters, step.rotations.read, step.mask)
+            return traced_attention(*inputs, **around)
+        from ..kernels.attention import rows_attention  # imports Triton
+
+        return rows_attention(*inputs, **around, layer_idx=call.layer_idx)
+    output = attention(call.query, key, value, parameters, call.rotations.read, call.mask)
     if parameters.layout.coded and output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_refuse_gradients)
     return output
 
 
 def _refuse_gradients(gradient: Tensor) -> None:
-    """Keys and values get no gradient through their codes: what is left of it would train something else."""
+    """Raise UsageError: keys and values get no gradient through codes, so training would go wrong silently."""
     raise UsageError(NO_GRADIENTS, NO_GRADIENTS_HINT)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calibration.bases.layer import LayerBases
+from ..checkpoint.bases import LayerBases
 from ..checkpoint.families import find_family
+from ..checkpoint.folding import fold_layer, layer_layout
 from ..checkpoint.layout import LayerRanks
 from ..checkpoint.projections import AttentionWeights, read_attention
 from ..checkpoint.tensors import FLOAT32
@@ -20,7 +21,6 @@ from ..models.loading import weights_of
 from ..models.source import Checkpoint
 from ..numerics import check_parameters
 from ..runtime.integration import replace_attention
-from .rewriting import layer_layout, rewrite_layer
 
 EVALUATION_TOKENS = (2048, 16384)
 """Tokens that go through a layer together when accuracy is measured, on a CPU and on a GPU."""
@@ -120,8 +120,8 @@ class CompressibleModel(LayerwiseModel):
     def _put_compressed(self, index: int, bases: LayerBases, ranks: LayerRanks) -> None:
         weights = self.attention_weights(index)
         device = next(self._originals[index].parameters()).device
-        layout, order = layer_layout(bases, ranks)
-        rewritten = rewrite_layer(weights, bases, layout, order, self.shape)
+        layout = layer_layout(bases, ranks)
+        rewritten = fold_layer(weights, bases, layout, self.shape)
         with torch.device("meta"):
             layouts = {index: layout}
             (module,) = replace_attention(self.model, self.family, self.shape, layouts, weights.bias_names)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..calibration.allocation.plan import Sensitivity, round_rank
-from ..calibration.bases.layer import LayerBases
+from ..checkpoint.bases import LayerBases
 from ..checkpoint.layout import LayerRanks
 from ..progress import Advance
 from ..recipe import Ranks

@@ -1,4 +1,4 @@
-"""The plugin of vLLM: compressed checkpoints load by `vllm serve OUT`, unpatched.
+"""vLLM's plugin: `vllm serve OUT` loads compressed checkpoints without a patch.
 
 vLLM calls `register` in each of its processes, perhaps more than once. Importing this package imports neither vLLM nor
 transformers' integration, and nothing of the offline half.
@@ -11,10 +11,10 @@ from .served import PREFIX, refusal
 
 
 def register() -> None:
-    """Make vLLM know the quantisation method `rotor` and the compressed classes of the architectures served.
+    """Register the quantisation method `rotor` and the compressed classes of the architectures served.
 
-    Under a vLLM outside of the tested range only the method is registered, and refuses compressed checkpoints: other
-    models are none of this plugin's business.
+    With a vLLM outside of the tested range only the method is registered, which refuses compressed checkpoints; other
+    models load as ever.
     """
     import vllm
     from vllm import ModelRegistry

@@ -1,17 +1,19 @@
-"""All contact with vLLM's internals: what vLLM promises is in `__init__` and `quantization`, all else is here.
+"""All contact with vLLM's internals; interfaces that vLLM promises are used in `__init__` and `quantization`.
 
-A native model is built as always; each of its attention modules is replaced as it is assigned to its layer, so that at
-most one of them is in memory at a time. All else (other layers and their kernels, experts, parallelism) stays vLLM's.
+A native model is built as always. Each of its attention modules is replaced as it is assigned to its layer, so at most
+one of them is in memory at a time. Everything else (other layers and kernels, experts, parallelism) stays vLLM's.
 `tests/test_vllm_adapter.py` has the signatures that this module relies on.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -41,19 +43,20 @@ from ..checkpoint.section import CompressedSection, is_compressed
 from ..kernels.rotary import Rotation
 from .attention import RotorSelfAttention
 from .layers import Loading, Plan
-from .pages import PagedLayer, Step
+from .pages import PagedLayer, StepRequests
 from .served import PREFIX
 
 __all__: list[str] = []
 
 WIDEST_HEAD = 256
-"""That vLLM's own attention takes."""
+"""Widest head that vLLM's own attention takes."""
 
 
 def watch(architecture: str) -> None:
-    """Have vLLM look at each request for a compressed model of an architecture, after what it does for the native.
+    """Check vLLM's configuration before a compressed model of an architecture is built, after the native checks.
 
-    Under the native's name, by which vLLM looks before it asks what the checkpoint is quantised by; others pass.
+    The check stands under the native name, which vLLM looks up before it knows how the checkpoint is quantised; other
+    checkpoints pass.
     """
     native = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
 
@@ -78,7 +81,7 @@ def _plan(vllm_config: Any, stored: dict[str, Any]) -> Plan:
 
 
 class Compressed:
-    """Before a native model class: builds it with compressed attention, and loads that."""
+    """Mixin before a native model class, which it builds with compressed attention and loads."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         plan = _plan(vllm_config, vllm_config.quant_config.config)
@@ -103,7 +106,7 @@ class Compressed:
 
 
 def _attention(native: Any, plan: Plan, vllm_config: Any) -> RotorSelfAttention:
-    """The module of a compressed layer, with scale, window, soft cap, norms and rotary embedding of the native one."""
+    """Make the module of a compressed layer; scale, window, soft cap, norms and RoPE are the native one's."""
     attn, index = native.attn, extract_layer_index(native.attn.layer_name)
     # Falcon sums the outputs of attention and MLP over the ranks together.
     reduces = all(m.reduce_results for m in native.modules() if isinstance(m, RowParallelLinear))
@@ -127,14 +130,14 @@ def _attention(native: Any, plan: Plan, vllm_config: Any) -> RotorSelfAttention:
 
 
 def _varlen(width: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
-    """vLLM's own attention over packed sequences, where it takes heads of a width; see kernels.stock.Varlen."""
+    """vLLM's own attention over packed sequences, if it takes heads of that width; see kernels.stock.Varlen."""
     if not current_platform.is_cuda() or dtype == torch.float32 or width > WIDEST_HEAD:
         return None
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     version = get_flash_attn_version(head_size=-(-width // 8) * 8)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    def flash_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         query_start, kv_start, longest, longest_kv, scaling, window, softcap = rest
         return flash_attn_varlen_func(
             q,
@@ -151,12 +154,12 @@ def _varlen(width: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
             fa_version=version,
         )
 
-    return attend
+    return flash_attention
 
 
 @contextmanager
 def _replaced_attention(name: str, build: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
-    """Within: a module that holds an attention layer of vLLM's is replaced when it is assigned under that name."""
+    """Within a `with`, a module that holds an attention layer of vLLM's is replaced when it is assigned as `name`."""
 
     def hook(parent: nn.Module, assigned: str, module: nn.Module | None) -> nn.Module | None:
         if assigned == name and isinstance(getattr(module, "attn", None), Attention):
@@ -182,34 +185,40 @@ def __getattr__(name: str) -> type[nn.Module]:
 
 
 def rotation_table(rotary: Any, length: int) -> Rotation:
-    """Compute cos and sin, each [length, rotary_dim], both halves alike; vLLM's own are rounded to the model's dtype.
+    """Compute cos and sin, each [length, rotary_dim], both halves equal; vLLM's are rounded to the model's dtype.
 
     Args:
-        rotary: vLLM's module; layers share it, and it keeps their table.
-        length: positions that there are, max_model_len. Where frequencies depend on it (longrope), vLLM has decided for
-            one set of them, and so does this.
+        rotary: vLLM's module, which layers share.
+        length: number of positions, max_model_len. Where frequencies depend on it (longrope), vLLM has chosen one set
+            of them, and so does this.
     """
-    if not hasattr(rotary, "rotor_table"):
+    known = _rotation_tables.get(rotary)
+    if known is None:
         arguments: tuple[Any, ...] = ()
         if hasattr(rotary, "use_long_rope"):
             which = "long" if rotary.use_long_rope else "short"
             most = "max_position_embeddings" if rotary.use_long_rope else "original_max_position_embeddings"
             arguments = tuple(getattr(rotary, name) for name in (most, f"{which}_factor", f"{which}_mscale"))
         halves = rotary._compute_cos_sin_cache(*arguments).float()[:length].chunk(2, dim=-1)
-        rotary.rotor_table = tuple(torch.cat([half, half], -1).contiguous() for half in halves)
-    cos, sin = rotary.rotor_table
-    return cos, sin
+        cos, sin = (torch.cat([half, half], -1).contiguous() for half in halves)
+        known = _rotation_tables[rotary] = cos, sin
+    return known
+
+
+_rotation_tables: WeakKeyDictionary[Any, Rotation] = WeakKeyDictionary()
+"""The table of each of vLLM's rotary modules, which its layers share."""
 
 
 class RotorCache(nn.Module, AttentionLayerBase):
-    """The layer that owns a cache. For vLLM it has one KV head whose content is a token's row in bytes, keys and values
+    """The layer that owns a cache. To vLLM it has one KV head, whose content is a token's row in bytes, keys and values
     side by side.
 
-    Goes through vLLM's own attention ops, so that graphs are split, captured and rows transferred as elsewhere.
+    It calls vLLM's own attention ops, so that graphs are split and captured and rows transferred as elsewhere.
 
     Args:
-        native: the layer whose place and name this takes. layer: writes and attends. parts: ranks that keep different
-            rows. row_bytes: of a token in the cache. mixed: the model mixes sliding windows and full attention.
+        native: the layer that this replaces under the same name. layer: writes rows and attends. parts: ranks that keep
+            different rows. row_bytes: of a token in the cache. mixed: the model mixes sliding windows and full
+            attention.
     """
 
     supports_dcp = False
@@ -253,7 +262,7 @@ class RotorCache(nn.Module, AttentionLayerBase):
         return FullAttentionSpec(**fields)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See PagedLayer: new tokens in, outputs of all query heads side by side out."""
+        """Write the rows of new tokens and attend; returns the outputs of all query heads side by side."""
         output = torch.empty(query.shape[0], self.output_width, dtype=query.dtype, device=query.device)
         name = _encode_layer_name(self.layer_name)
         written = torch.ops.vllm.unified_kv_cache_update(key, value, name)
@@ -262,7 +271,7 @@ class RotorCache(nn.Module, AttentionLayerBase):
 
 
 class RotorImpl(AttentionImpl[AttentionMetadata]):
-    """Attention of one layer, whose keys and values are for vLLM one KV head's."""
+    """Attention of one layer, which to vLLM has a single KV head."""
 
     def __init__(self, num_heads: int, head_size: int, scale: float, *, layer: PagedLayer) -> None:
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, 1
@@ -286,15 +295,15 @@ class RotorImpl(AttentionImpl[AttentionMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        if attn_metadata is None:  # vLLM finds out what memory a step takes
+        if attn_metadata is None:  # vLLM measures the memory of a step
             self.layer.prepare(output.device)
             return output.fill_(0)
-        self.layer.attend(query, kv_cache[:, 0], attn_metadata, output)
+        self.layer.attend_step(query, kv_cache[:, 0], attn_metadata, output)
         return output
 
 
 class RotorBackend(AttentionBackend):
-    """What vLLM asks of an attention that is chosen already: the same for all layers but for graphs and layouts."""
+    """The attention backend, the same for all layers except for CUDA graphs and cache layouts."""
 
     forward_includes_kv_cache_update = False
     builder: ClassVar[type[RotorMetadataBuilder]]
@@ -332,7 +341,7 @@ def _backend(captured: AttentionCGSupport, mixed: bool) -> type[RotorBackend]:
     Args:
         captured: which batches go into a CUDA graph.
         mixed: the model mixes sliding windows and full attention. Pages of both sizes then lie side by side in blocks,
-            which only block-outermost layouts can have.
+            which needs a block-outermost layout.
     """
     name = f"{captured.name}{'_MIXED' if mixed else ''}"
     builder = type(f"Builder_{name}", (RotorMetadataBuilder,), {"_cudagraph_support": captured, "__module__": __name__})
@@ -341,30 +350,30 @@ def _backend(captured: AttentionCGSupport, mixed: bool) -> type[RotorBackend]:
     return type(f"Backend_{name}", (RotorBackend,), members)
 
 
-class RotorMetadata(Step, AttentionMetadata):
+class RotorMetadata(StepRequests, AttentionMetadata):
     """A step as vLLM passes it to the layers."""
 
 
 class RotorMetadataBuilder(AttentionMetadataBuilder[RotorMetadata]):
-    """Batches with the requests of few tokens first: one, or what speculation checks at once."""
+    """Builds metadata of batches whose requests of few tokens come first: one token, or those of a speculation."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RotorMetadata:
-        """Layers of other widths have builders of their own, but the same batch: made once a step and block table."""
+        """Build the metadata of a batch, once for all builders of a step (layers of each width have one)."""
         common: Any = common_attn_metadata
-        known = getattr(common, "_rotor_metadata", None)
-        if known is None or known.block_table is not common.block_table_tensor:  # a copy, of another group of layers
+        known = _latest.of(common)
+        if known is None:
             threshold = self.reorder_batch_threshold or 1
             decodes = split_decodes_and_prefills(common, decode_threshold=threshold)[0]
             host = getattr(common, "seq_lens_cpu_upper_bound", None)
             lengths = common.seq_lens if host is None else host
-            known = common._rotor_metadata = RotorMetadata(
+            known = RotorMetadata(
                 decodes,
                 min(threshold, common.max_query_len),
-                common.max_seq_len,  # that of the model where a graph is captured
+                common.max_seq_len,  # the model's, where a graph is captured
                 common.query_start_loc_cpu.tolist(),
                 # A GPU is not asked; without the host's numbers the longest there may be stands for each.
                 lengths.tolist() if lengths.device.type == "cpu" else [common.max_seq_len] * common.num_reqs,
@@ -372,4 +381,23 @@ class RotorMetadataBuilder(AttentionMetadataBuilder[RotorMetadata]):
                 common.seq_lens,
                 common.block_table_tensor,
             )
+            _latest.remember(common, known)
         return known
+
+
+class _Latest:
+    """Metadata of the latest batch, for the other builders of its step."""
+
+    def __init__(self) -> None:
+        self._batch: Any = None
+        self._made: RotorMetadata | None = None
+
+    def of(self, batch: Any) -> RotorMetadata | None:
+        same = self._batch is not None and self._batch() is batch
+        return self._made if same and self._made.block_table is batch.block_table_tensor else None  # type: ignore[union-attr]
+
+    def remember(self, batch: Any, made: RotorMetadata) -> None:
+        self._batch, self._made = weakref.ref(batch), made
+
+
+_latest = _Latest()

@@ -1,4 +1,4 @@
-"""The attention module of a compressed layer in a vLLM model. Plain tensors: what is vLLM's comes in."""
+"""The attention module of a compressed layer in a vLLM model. It imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .shards import Shard
 
 
 class RotorSelfAttention(CompressedProjections):
-    """Takes the place of a native attention module; its parameters have the names of the checkpoint.
+    """Replaces a native attention module; its parameters have the names of the checkpoint.
 
     Args:
         index: of the layer. shard: this rank's part of it.
-        norms: of queries and keys, by name: the native module's own.
+        norms: the native module's norms of queries and keys, by name.
         rotation: RoPE's cos and sin by position; None in a model without RoPE.
         reduce: sums outputs over the ranks. returns_tuple: the family's attention returns (output, None).
 
-    attn: the layer of vLLM's that keeps the rows and attends; set by whoever builds it around these parameters.
+    attn: the layer that keeps the rows and attends; `adapter` builds it around these parameters and sets it.
     """
 
     attn: nn.Module
@@ -78,9 +78,10 @@ class RotorSelfAttention(CompressedProjections):
             raise CheckpointError(f"{where}: {', '.join(sorted(parameters))} is not in the checkpoint.", hint)
 
     def forward(self, hidden_states: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Any:
-        """hidden_states: [tokens, hidden_size]. positions: [tokens], where the model has RoPE.
+        """Project, rotate keys as they are stored, and attend; the key basis is applied where rows are written.
 
-        Keys are rotated as they are stored; what lies between them and a row is done where the row is written.
+        Args:
+            hidden_states: [tokens, hidden_size]. positions: [tokens], where the model has RoPE.
         """
         query, key, value = self.projected(hidden_states)
         if self.query_basis is not None:

@@ -1,6 +1,6 @@
-"""From what a compressed checkpoint says, and vLLM is asked for, to the layers of a model and their parameters.
+"""The layers of a compressed checkpoint and their parameters, as vLLM's options ask for them.
 
-Plain tensors, nothing of vLLM but its KVTransferConfig, which is changed.
+Imports nothing of vLLM; it changes vLLM's KVTransferConfig.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .stores import keep_apart, prefix_mark
 
 @dataclass(frozen=True)
 class Plan:
-    """What the layers of a checkpoint are to become.
+    """A checkpoint and how vLLM is to run it, from which layers are made.
 
-    config: config.json, with `section` in it. model: a folder, or a name on the hub, of which `revision` is asked for.
-    ranks: of tensor parallelism.
+    config: config.json, with `section` in it. model: a folder, or a name on the hub with a `revision`. ranks: of tensor
+    parallelism.
     """
 
     config: Any
@@ -58,26 +58,26 @@ class Plan:
 
     @cached_property
     def layouts(self) -> list[LayerLayout]:
-        """Of whole layers."""
+        """Layouts of whole layers."""
         return self.section.layouts(self.shape)
 
     @cached_property
     def kernels(self) -> KernelConfig:
-        """Of whole layers."""
+        """Kernel configuration of whole layers."""
         return config_of(self.file(KERNEL_CONFIG), self.layouts)
 
     @property
     def kinds(self) -> list[str] | None:
-        """Of layers: sliding windows and full attention."""
+        """Kinds of the layers (sliding windows and full attention), or None."""
         return getattr(self.config, "layer_types", None)
 
     @cached_property
     def row_bytes(self) -> list[int]:
-        """Of a token in the cache, by layer."""
+        """Bytes of a token in the cache of each layer."""
         return padded_rows([row_bytes(own, self.ranks, self.dtype.itemsize) for own in self.layouts], self.kinds)
 
     def file(self, name: str) -> Path | None:
-        """A file of the checkpoint's folder; None where there is none, or the hub cannot be asked."""
+        """A file of the checkpoint's folder; None if it is missing or the hub cannot be asked."""
         from transformers.utils import cached_file
 
         try:
@@ -87,7 +87,7 @@ class Plan:
         return None if found is None else Path(found)
 
     def check(self, cache_dtype: str, lora: bool, context_parallel: int) -> None:
-        """Raises UsageError for what vLLM is asked for and this checkpoint cannot do."""
+        """Check that the checkpoint can do what vLLM is asked for; raises UsageError if not."""
         check_size(self.layouts, self.shape, self.ranks)
         policy = getattr(self.section, "cache", None)
         if policy is not None:
@@ -112,7 +112,7 @@ class Plan:
             )
 
     def tensors(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """The checkpoint's, rewritten from the source's where it has none; see runtime.rewritten.
+        """The checkpoint's tensors, rewritten from the source's if it has no weights; see checkpoint.rewritten.
 
         Args:
             weights: what its safetensors files hold.
@@ -130,7 +130,7 @@ class Plan:
         Args:
             transfer: vLLM's KVTransferConfig, or None.
         Raises:
-            UsageError: the checkpoint has no manifest, or see there.
+            UsageError: the checkpoint has no manifest; also as `keep_apart` does.
         """
         if transfer is None or transfer.kv_connector is None:
             return
@@ -153,9 +153,9 @@ class Plan:
         window: int | None,
         device: torch.device,
     ) -> PagedLayer:
-        """What attends for a module: over its parameters, by the kernels where they serve the layer."""
+        """Make the layer that attends for a module, over its parameters, by the kernels where they serve it."""
         layout, shape = module.shard.layout, module.shard.shape
-        # What the file says is of the whole layer.
+        # The file describes whole layers.
         kernels = self.kernels.layers[module.index] if self.ranks == 1 else default_layer(layout)
         return PagedLayer(
             module.shard,
@@ -180,16 +180,16 @@ class Loading:
         self.held: dict[int, dict[str, Tensor]] = {}
 
     def others(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Hold what is attention's, pass on the rest."""
+        """Hold the tensors of attention, pass on the rest."""
         for name, tensor in weights:
             prefix = next((p for p in self.prefixes if name.startswith(p)), None)
             if prefix is None:
                 yield name, tensor
-            elif self.prefixes[prefix] in self.modules:  # else another pipeline stage's
+            elif self.prefixes[prefix] in self.modules:  # otherwise another pipeline stage has the layer
                 self.held.setdefault(self.prefixes[prefix], {})[name[len(prefix) :]] = tensor
 
     def finish(self) -> set[str]:
-        """Fill the modules; the names of their parameters in the model.
+        """Fill the modules; returns the names of their parameters in the model.
 
         Raises:
             CheckpointError: a layer's tensors are not all there.

@@ -1,6 +1,6 @@
-"""Rows of a layer in pages of bytes, a token's keys and values side by side: written, and attended to.
+"""Write and attend to rows of a layer in pages of bytes, a token's keys and values side by side.
 
-Plain tensors, nothing of vLLM. By the Triton kernels where they serve the layer, else in plain PyTorch.
+Imports nothing of vLLM. The Triton kernels run where they serve the layer, else plain PyTorch.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from ..checkpoint.kernel_config import LayerKernels
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import partial_attention, project_keys
 from ..kernels.rotary import Rotation, when_read
-from ..kernels.rows import pack_layer
+from ..kernels.rows import pack_layer, row_dtype
 from .shards import Shard
 
 
 @dataclass
-class Step:
-    """The requests of a step, those that decode (few tokens each) first, prompts behind them.
+class StepRequests:
+    """The requests of a step: first those that decode (few tokens each), then prompts.
 
-    most_decoded: tokens of a decoding request, at most. most_keys: of a request.
-    starts, query_start_loc: tokens of the step before each request, and all, for the host and on the device.
-    lengths: tokens of each sequence, as far as the host knows them (no less than there are), for those who are not to
-        ask the device.
+    most_decoded: most new tokens of a decoding request. most_keys: most keys of a request.
+    starts, query_start_loc: tokens of the step before each request, and all of them, on the host and on the device.
+    lengths: upper bounds of the tokens of each sequence, known without asking the device.
     """
 
     num_decodes: int
@@ -41,10 +40,10 @@ class Step:
     _requests: dict[Any, dict[str, Any]] = field(default_factory=dict)
 
     def requests(self, first: int, end: int, window: int | None) -> dict[str, Any]:
-        """Requests that all decode, or are all prompts, as the kernels take them; made once a step.
+        """Arguments of `attend_pages` for requests that all decode, or are all prompts; made once a step.
 
-        Decoding requests are views, which a CUDA graph goes on reading. Prompts are copies: kernels are compiled for
-        tensors that begin where memory does.
+        Decoding requests are views, which a CUDA graph goes on reading. Prompts are copies, as kernels are compiled for
+        aligned tensors.
         """
         decodes = end == self.num_decodes
         known = self._requests.setdefault((first, end, window if decodes else None), {})
@@ -73,12 +72,12 @@ class Step:
 class PagedLayer:
     """A layer's rows in pages [num_pages, page_size, bytes], uint8, and attention over them.
 
-    shard: what this rank has of the layer. dtype: the model's. A row may end with bytes of no meaning.
-    key_basis, key_shift: what lies between stored keys and their latents, where the basis is not folded.
+    shard: this rank's part of the layer. dtype: the model's. A row may end with padding bytes.
+    key_basis, key_shift: map keys into their latents, where the basis is not folded.
     rotation: RoPE's cos and sin by position, where keys are stored in blocks. window: a query attends to itself and the
         window - 1 keys before it.
-    kernels: the launches of the layer; None: plain PyTorch serves it. varlen: the engine's own attention, of prompts;
-        None: PyTorch's.
+    kernels: how the layer is launched; None: plain PyTorch serves it. varlen: the engine's attention for prompts; None:
+        PyTorch's.
     """
 
     shard: Shard
@@ -92,20 +91,19 @@ class PagedLayer:
     varlen: Any = None
 
     def rows(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of keys and of values, bytes or numbers of the model's dtype; of joint latents twice the same."""
+        """Views of the rows that keys and values are read from, as bytes or as numbers of the model's dtype."""
         layout = self.shard.layout
         key_bytes, value_bytes = layout.row_bytes(self.dtype.itemsize)
-        keys, values = pages[..., :key_bytes], pages[..., key_bytes : key_bytes + value_bytes]
-        if not layout.coded:
-            keys, values = keys.view(self.dtype), values.view(self.dtype)
-        return keys, keys if layout.joint else values
+        sides = pages[..., :key_bytes], pages[..., key_bytes : key_bytes + value_bytes]
+        keys, values = (side.view(row_dtype(layout, self.dtype)) for side in sides)
+        return keys, layout.values_from(keys, values)
 
     def write(self, key: Tensor, value: Tensor, pages: Tensor, slots: Tensor) -> None:
-        """New tokens into their slots.
+        """Write new tokens into their slots.
 
         Args:
             key: [at least tokens, *], keys as they are stored, or latents where the basis is folded. value: latents of
-                values, or their part of joint ones, or nothing.
+                values, their part of joint latents, or nothing.
             slots: [tokens]: page times page_size plus the row in it; negative: the token is not kept.
         """
         key, value, shard, layout = key[: len(slots)], value[: len(slots)], self.shard, self.shard.layout
@@ -119,17 +117,16 @@ class PagedLayer:
             append(key[None], value[None], shard.key_layout, shard.key_shape, **bases, **to)
             return
         if self.key_basis is not None:
-            heads, of_values = key.transpose(0, 1)[None], value[None, None] if layout.joint else None
-            key = project_keys(heads, self.key_basis, shard.key_layout, self.key_shift, of_values)[0, 0]
-        # Without asking the host what is not kept goes into page 0, which engines give to nobody.
+            heads = key.transpose(0, 1)[None]
+            key = project_keys(heads, self.key_basis, shard.key_layout, self.key_shift, value[None, None])[0, 0]
+        # Asking which tokens are kept would wait for the device; the others go into page 0, which engines leave unused.
         slots, page_size = slots.clamp(min=0).long(), pages.shape[1]
-        key_rows, value_rows = self.rows(pages)
-        key_rows[slots // page_size, slots % page_size] = pack_layer(key, layout, keys=True)
-        if not layout.joint:
-            value_rows[slots // page_size, slots % page_size] = pack_layer(value, layout, keys=False)
+        packed = pack_layer(key, layout, keys=True), pack_layer(value, layout, keys=False)
+        for rows, new in zip(layout.stored_sides(*self.rows(pages)), packed, strict=False):
+            rows[slots // page_size, slots % page_size] = new
 
-    def attend(self, query: Tensor, pages: Tensor, step: Step, output: Tensor) -> None:
-        """Attention of a step's tokens into `output`, [at least tokens, sum over query heads of value width].
+    def attend_step(self, query: Tensor, pages: Tensor, step: StepRequests, output: Tensor) -> None:
+        """Attend for a step's tokens, into `output` [at least tokens, sum over query heads of value width].
 
         Args:
             query: [at least tokens, *], rotated heads side by side, or absorbed ones.
@@ -141,25 +138,25 @@ class PagedLayer:
             for request, (start, end) in enumerate(pairwise(step.starts)):
                 if end > start:
                     table, kv_len = step.block_table[request], int(step.seq_lens[request])
-                    output[start:end] = self.attend_alone(query[start:end], rows, table, kv_len)
+                    output[start:end] = self.attend_sequence(query[start:end], rows, table, kv_len)
             return
         from ..kernels.attention import attend_pages  # imports Triton
 
         runs = [(0, step.num_decodes)] if step.num_decodes else []
         for first, end in runs + within(step.lengths, step.num_decodes, self.most_keys):
-            own = slice(step.starts[first], step.starts[end])
+            part = slice(step.starts[first], step.starts[end])
             attend_pages(
-                query[own], *rows, self.parameters, self.kernels, **step.requests(first, end, self.window),
-                rotation=self.rotation, window=self.window, varlen=self.varlen, out=output[own],
+                query[part], *rows, self.parameters, self.kernels, **step.requests(first, end, self.window),
+                rotation=self.rotation, window=self.window, varlen=self.varlen, out=output[part],
             )  # fmt: skip
 
-    def attend_alone(self, query: Tensor, rows: tuple[Tensor, Tensor], block_table: Tensor, kv_len: int) -> Tensor:
-        """In plain PyTorch: causal attention of the last tokens of a sequence over its pages.
+    def attend_sequence(self, query: Tensor, rows: tuple[Tensor, Tensor], block_table: Tensor, kv_len: int) -> Tensor:
+        """Causal attention of the last tokens of a sequence over its pages, in plain PyTorch.
 
         Args:
             query: [seq_len, num_heads, head_dim], rotated, or absorbed [seq_len, sum over query heads of width].
-            rows: of pages, which hold these tokens' own rows already. block_table: [pages of the sequence].
-            kv_len: its tokens, the new ones among them.
+            rows: pages, which hold the rows of these tokens already. block_table: [pages of the sequence].
+            kv_len: tokens of the sequence, with the new ones.
         Returns:
             [seq_len, sum over query heads of value width] in query's dtype.
         """
@@ -177,11 +174,11 @@ class PagedLayer:
         if self.rotation is not None:
             key_rotation = when_read(self.rotation, self.parameters.layout.form, places)
         heads = query.transpose(0, 1) if query.dim() == 3 else query
-        found = partial_attention(heads[None], key, value, self.parameters, key_rotation, visible[None, None])
-        return found[0][0].to(query.dtype)
+        output, _ = partial_attention(heads[None], key, value, self.parameters, key_rotation, visible[None, None])
+        return output[0].to(query.dtype)
 
     def decodes(self, tokens: int) -> bool:
-        """Whether a CUDA graph may be captured of requests of so many tokens each: they are decoded by one kernel."""
+        """Whether requests of so many new tokens decode without the host, so that a CUDA graph may hold them."""
         if self.kernels is None or self.kernels.materialise:
             return False
         from ..kernels.attention import MOST_ROWS  # imports Triton
@@ -189,7 +186,7 @@ class PagedLayer:
         return tokens * self.parameters.heads_per_group <= MOST_ROWS
 
     def prepare(self, device: torch.device) -> None:
-        """Take, for a moment, the memory that prompts are materialised in, and put tables on the device for good."""
+        """Put tables on the device, and allocate for a moment the memory in which prompts are materialised."""
         if self.kernels is None or device.type != "cuda":
             return
         from ..kernels.append import prepare  # imports Triton
@@ -200,21 +197,21 @@ class PagedLayer:
 
     @property
     def widest(self) -> int:
-        """Numbers of a head of what prompts are materialised to."""
+        """Width of a head as prompts are materialised."""
         shape, groups = self.shard.shape, self.shard.layout.groups
-        own = max(group.values.width for group in groups)
-        return max(own, shape.head_dim if shape.rotary_dim else max(group.key.width for group in groups))
+        values = max(group.values.width for group in groups)
+        return max(values, shape.head_dim if shape.rotary_dim else max(group.key.width for group in groups))
 
     @property
     def most_keys(self) -> int:
-        """Keys of prompts that are in memory at once, of all heads, beside one that has more by itself."""
+        """Keys of prompts that are materialised at once; a single longer prompt may exceed it."""
         from ..kernels.stock import MOST_BYTES  # imports Triton
 
         return MOST_BYTES // (2 * self.shard.shape.num_kv_heads * self.widest * self.dtype.itemsize)
 
 
 def within(lengths: list[int], first: int, most: int) -> list[tuple[int, int]]:
-    """Requests from `first` on in runs of neighbours, each of at most so many tokens, or of one request."""
+    """Split the requests from `first` on into runs of neighbours, each of at most `most` tokens or of one request."""
     runs: list[tuple[int, int]] = []
     total = 0
     for index in range(first, len(lengths)):

@@ -1,4 +1,4 @@
-"""The quantisation method `rotor` of vLLM: it carries the layouts to the model, and chooses the compressed class."""
+"""vLLM's quantisation method `rotor`: it carries the layouts to the model and chooses the compressed class."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .served import PREFIX
 
 @register_quantization_config(METHOD)
 class RotorQuantization(QuantizationConfig):
-    """What config.json's quantization_config says. No layer is quantised: models are built without this.
+    """Holds the quantization_config of config.json. It quantises no layer, and models are built without it.
 
-    refusal: why no compressed checkpoint is served, if none is.
+    refusal: why compressed checkpoints are not served; None if they are.
     """
 
     refusal: ClassVar[str | None] = None
@@ -50,7 +50,7 @@ class RotorQuantization(QuantizationConfig):
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: Any, hf_config: Any = None) -> Any:
-        """vLLM asks each method whether a checkpoint is its own: here the compressed class is chosen too.
+        """Claim compressed checkpoints, as vLLM asks each method to, and choose the compressed class.
 
         Raises:
             UsageError: this vLLM is outside of the tested range.

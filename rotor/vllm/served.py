@@ -1,14 +1,14 @@
-"""Which versions of vLLM, and which of its architectures, serve compressed checkpoints. Imports nothing of vLLM."""
+"""Versions and architectures of vLLM that serve compressed checkpoints. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
 from packaging.specifiers import SpecifierSet
 
 TESTED = ">=0.32,<0.33"
-"""Versions; pyproject.toml and docs/serving.md say the same.
+"""Tested versions; pyproject.toml and docs/serving.md say the same.
 
-Of what the plugin uses, vLLM promises entry points and the registries of models and quantisation methods. Attention
-backends, cache specs and the attention ops have no promise: a new version is added here once `make test-vllm` passes.
+vLLM promises entry points and the registries of models and quantisation methods. It does not promise attention
+backends, cache specs and attention ops, so a new version is added here once `make test-vllm` passes.
 """
 
 
@@ -20,4 +20,4 @@ def refusal(version: str) -> str | None:
 
 
 PREFIX = "Rotor"
-"""Of the names under which compressed classes of architectures are registered."""
+"""Prefix of the names under which compressed classes of architectures are registered."""

@@ -1,8 +1,8 @@
-"""What each rank of tensor parallelism has of a compressed layer. Plain tensors, nothing of vLLM.
+"""A rank's part of a compressed layer under tensor parallelism. Imports nothing of vLLM.
 
-Ranks share out the groups of a layer, and where there are more ranks than groups the KV heads of a group too; those
-that share a group all keep its latents (as with MLA). Which tensors there are, and how they divide, is what
-`format.tensors.layer_tensors` says.
+The groups of a layer are divided among the ranks, and with more ranks than groups the KV heads of a group too. Ranks
+that share a group all keep its latents (as with MLA). `checkpoint.tensors.layer_tensors` says which tensors there are
+and how they divide.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..errors import UsageError
 class Shard:
     """A rank's part of a layer.
 
-    rank: of all ranks, which are `parts` parts of the groups times `sharing` ranks that share one.
-    groups: indices of its groups in the whole layer.
-    layout: these, each with the rank's own KV heads. shape: sizes of the model as this rank has it.
+    rank: one of `parts` parts of the groups times `sharing` ranks that share a part.
+    groups: indices of the rank's groups in the whole layer.
+    layout: these groups, each with the rank's KV heads. shape: sizes of the model as this rank has it.
     key_layout, key_shape: the same with all KV heads of the groups, since a key latent is a sum over them.
     tensors: of the whole layer.
     """
@@ -42,7 +42,7 @@ class Shard:
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor of the checkpoint, by its name under the attention module; norms as they are.
 
-        What no group has a part of is added to the sum of all ranks' outputs, so the first rank has it alone.
+        A tensor without parts is added to the sum of all ranks' outputs, so the first rank alone has it.
         """
         spec = self.tensors.get(name)
         if spec is None:
@@ -50,19 +50,19 @@ class Shard:
         if spec.axis is None:
             return tensor if self.rank == 0 else torch.zeros_like(tensor)
         of_groups = tensor.split(spec.parts, spec.axis)
-        own = [of_groups[index] for index in self.groups]
+        parts = [of_groups[index] for index in self.groups]
         if spec.head_axis is not None:
-            own = [part.chunk(self.sharing, spec.head_axis)[self.rank % self.sharing] for part in own]
-        return torch.cat(own, spec.axis)
+            parts = [part.chunk(self.sharing, spec.head_axis)[self.rank % self.sharing] for part in parts]
+        return torch.cat(parts, spec.axis)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of this rank's part of each tensor."""
+        """Shapes of this rank's part of each tensor."""
         whole = ((name, torch.empty(spec.shape, device="meta")) for name, spec in self.tensors.items())
         return {name: tuple(self.part(name, tensor).shape) for name, tensor in whole}
 
 
 def check_size(layouts: Sequence[LayerLayout], shape: AttentionShape, size: int) -> None:
-    """Raises UsageError, naming the sizes that divide, where a layer cannot be split into `size` ranks."""
+    """Check that every layer can be split into `size` ranks; raises UsageError, which names the sizes that can."""
     for index, layout in enumerate(layouts):
         if _parts(layout, size) is None:
             sizes = [n for n in range(1, shape.num_kv_heads + 1) if all(_parts(own, n) is not None for own in layouts)]
@@ -83,7 +83,7 @@ def row_bytes(layout: LayerLayout, size: int, element_bytes: int) -> int:
 
 
 def shard_of(layout: LayerLayout, shape: AttentionShape, biases: Collection[str], rank: int, size: int) -> Shard:
-    """The part of one rank.
+    """Make the part of one rank.
 
     Args:
         layout, shape, biases: of the whole layer.
@@ -108,10 +108,10 @@ def shard_of(layout: LayerLayout, shape: AttentionShape, biases: Collection[str]
 
 
 def padded_rows(row_bytes: Sequence[int], kinds: Sequence[str] | None) -> list[int]:
-    """The row of each layer as the cache has it: where layers are of several kinds, the widest of its kind.
+    """Bytes of each layer's row in the cache; in a model with several kinds of layers, those of the widest of its kind.
 
-    vLLM shares memory between kinds of layers (sliding windows and full attention) by blocks, and packs those of a kind
-    without loss only where they are alike. Layers of one kind keep their own.
+    vLLM shares memory between kinds of layers (sliding windows and full attention) by blocks, and wastes none only if
+    the layers of a kind are alike. In a model with one kind each layer keeps its size.
 
     Args:
         kinds: `layer_types` of config.json, None where there are none.
@@ -126,12 +126,12 @@ def _of_groups(layout: LayerLayout, indices: Sequence[int]) -> LayerLayout:
 
 
 def _parts(layout: LayerLayout, size: int) -> int | None:
-    """Parts of the groups, as many as possible, so that the ranks that share one divide a group's heads."""
+    """Most parts of the groups such that the ranks that share a part divide a group's heads; None if there are none."""
     fits = (p for p in range(size, 0, -1) if size % p == 0 and len(layout.groups) % p == 0)
     return next((p for p in fits if layout.group_size % (size // p) == 0), None)
 
 
 def _dealt(layout: LayerLayout, parts: int) -> list[list[int]]:
-    """Groups for each part, as many each: the widest first, to and fro, so that the sums are close."""
+    """Deal the groups to the parts, widest first and to and fro, so that parts have similar sizes."""
     order = sorted(range(len(layout.groups)), key=lambda i: -sum(own.row_bytes() for own in layout.groups[i].latents))
     return [sorted(order[p :: 2 * parts] + order[2 * parts - 1 - p :: 2 * parts]) for p in range(parts)]

@@ -1,7 +1,7 @@
-"""Prefixes in stores outside of an engine, kept apart by checkpoint and dtype. Nothing of vLLM.
+"""Keep prefixes in stores outside of an engine apart by checkpoint and dtype. Imports nothing of vLLM.
 
-vLLM's connectors find what they have stored by the tokens of a prefix, and some by the model's name too: rows of
-another checkpoint in the same folder, or of another dtype, would be taken for this engine's.
+vLLM's connectors look stored rows up by the tokens of a prefix, some also by the model's name: they would take rows of
+another checkpoint in the same folder, or of another dtype, for this engine's.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from typing import Any
 from ..errors import UsageError
 
 OPTION = "rotor_prefixes"
-"""In every connector's extra configuration: the mark, for connectors of the user's own to go by."""
+"""Key of the mark in every connector's extra configuration, for connectors of users to go by."""
 
 BY_BLOCK_HASH = "OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector", "LMCacheMPConnector"
-"""Stores that go by vLLM's own hashes of blocks, of which the environment's PYTHONHASHSEED is the seed."""
+"""Stores that go by vLLM's hashes of blocks, whose seed is the environment's PYTHONHASHSEED."""
 
 BY_FOLDER = "ExampleConnector"
-"""Goes by tokens, within a folder."""
+"""The store that goes by tokens, within a folder."""
 
 NO_STORE = (
     *("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"),
     *("DecodeBenchConnector", "ExampleHiddenStatesConnector"),
 )
-"""Connectors that hand a request's rows to the engine that goes on with it, or none at all."""
+"""Connectors that hand a request's rows to the engine that continues it, or store none."""
 
 SEED = "PYTHONHASHSEED"
 
 
 def prefix_mark(digest: str, dtype: str) -> str:
-    """What rows of equal tokens are equal by, of the digest of the checkpoint's manifest: 16 hexadecimal digits."""
+    """Mark of a checkpoint and dtype, 16 hexadecimal digits: rows of the same tokens are equal only under one mark."""
     return hashlib.sha256(f"{digest} {dtype}".encode()).hexdigest()[:16]
 
 
 def keep_apart(transfer: Any, mark: str) -> None:
-    """Change where the connector of an engine stores and finds prefixes, so that only those of this mark are found.
+    """Change where an engine's connector stores and looks for prefixes, so that it finds only those of this mark.
 
     Args:
         transfer: vLLM's KVTransferConfig; its extra configuration is changed, and the environment of this process and
             those that it starts.
     Raises:
-        UsageError: a connector with hashes of its own, of which nothing is known here.
+        UsageError: a connector with unknown hashes of its own.
     """
     name, extra = transfer.kv_connector, transfer.kv_connector_extra_config
     if transfer.kv_connector_module_path is None and name not in (*BY_BLOCK_HASH, BY_FOLDER, *NO_STORE):

@@ -69,7 +69,7 @@ def in_pytorch(case: Case, mask: torch.Tensor | None) -> torch.Tensor:
 @pytest.mark.parametrize("seq_len", [1, 5, 70])
 @pytest.mark.parametrize("name", CASES)
 def test_masks_of_any_pattern(name, seq_len, dtype) -> None:
-    from rotor.kernels.attention import attend
+    from rotor.kernels.attention import rows_attention
 
     gpu, cpu = on_gpu(name, seq_len, 1003, dtype)
     allowed = causal(3, seq_len, 1003, window=900).clone()
@@ -78,7 +78,7 @@ def test_masks_of_any_pattern(name, seq_len, dtype) -> None:
     mask = allowed[:, None].cuda()
     kernels = default_layer(CASES[name])
     rows = gpu.key.unsqueeze(1), gpu.value.unsqueeze(1)
-    got = attend(gpu.query, *rows, gpu.parameters, kernels, rotation=gpu.rotation, attention_mask=mask)
+    got = rows_attention(gpu.query, *rows, gpu.parameters, kernels, rotation=gpu.rotation, attention_mask=mask)
     within(got, cpu.exact(allowed)[0], in_pytorch(gpu, mask), dtype)
 
 
@@ -104,11 +104,11 @@ def test_tiles_and_slices_in_which_a_row_sees_no_key(name, head_dim, seq_len) ->
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("name", ["joint, fast planes", "numbers", "no RoPE"])
 def test_prompts(name, softcap) -> None:
-    from rotor.kernels.attention import attend
+    from rotor.kernels.attention import rows_attention
 
     gpu, cpu = on_gpu(name, 301, 301, torch.bfloat16, softcap=softcap)
     rows = gpu.key.unsqueeze(1), gpu.value.unsqueeze(1)
-    got = attend(gpu.query, *rows, gpu.parameters, default_layer(CASES[name]), rotation=gpu.rotation)
+    got = rows_attention(gpu.query, *rows, gpu.parameters, default_layer(CASES[name]), rotation=gpu.rotation)
     within(got, cpu.exact(causal(3, 301, 301))[0], in_pytorch(gpu, None), torch.bfloat16)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.kernel_cases import FORMS, MIXED, Channels, layer
 
+from rotor.checkpoint.bases import levels_of
 from rotor.checkpoint.channels import NIBBLE_BITS, SIGNED
-from rotor.checkpoint.rewrite import levels_of
 from rotor.kernels.rows import pack, pack_layer, read_class, unpack, unpack_codes
 
 LATENTS = [
@@ -31,7 +31,7 @@ def test_codes_are_those_of_the_floors(channels, dtype) -> None:
     read = (unpack(rows, channels.split, torch.float64) + SIGNED) @ levels_of(channels).T
     for row, numbers in enumerate(latents.tolist()):
         found = dict.fromkeys(range(channels.rank), 0)
-        for place, digits in enumerate(channels.places):
+        for place, digits in enumerate(channels.slots):
             plane, word = divmod(place, channels.words)
             nibble = int(words[row, word]) >> 4 * plane & 15
             if not digits:

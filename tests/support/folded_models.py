@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from rotor.checkpoint.channels import WIDTHS, Channels, Latent, Numbers
 from rotor.checkpoint.families import attention_shape, find_family
+from rotor.checkpoint.folding import rewrite
 from rotor.checkpoint.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout
 from rotor.checkpoint.projections import split_projections
-from rotor.checkpoint.rewrite import rewrite
 from rotor.runtime import attention
 from rotor.runtime.attention import RotorAttention
 from rotor.runtime.integration import replace_attention

@@ -49,7 +49,7 @@ def attention(
             for row in range(heads):
                 of_group = query
                 if query.dim() == 3:
-                    start = heads * (cls.key_place + group * cls.key.width) + row * cls.key.width
+                    start = heads * (cls.key_column + group * cls.key.width) + row * cls.key.width
                     of_group, keys = query[..., start : start + cls.key.width].to(dtype), latents[:, :, group]
                 else:
                     of_group = query[:, (cls.start + group) * heads + row].to(dtype)

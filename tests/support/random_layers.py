@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rotor.calibration.codes.fold import fold_code
-from rotor.calibration.codes.quantiser import ChannelCode
+from rotor.checkpoint.bases import ChannelCode, FoldedBases, FoldedBasis
 from rotor.checkpoint.channels import Channels, Latent, Numbers
 from rotor.checkpoint.families import FAMILIES, attention_shape
+from rotor.checkpoint.folding import fold_code, rewrite
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
 from rotor.checkpoint.projections import AttentionWeights
-from rotor.checkpoint.rewrite import FoldedBases, FoldedBasis, rewrite
 from rotor.checkpoint.section import FORMAT_VERSION, MARK
 from rotor.models.source import Checkpoint
 

@@ -14,9 +14,9 @@ from typing import Any
 from rotor.calibration.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from rotor.calibration.prediction.devices import find_device
 from rotor.checkpoint.families import attention_shape
+from rotor.checkpoint.folding import model_layouts
 from rotor.errors import UsageError
 from rotor.recipe import Recipe
-from rotor.search.rewriting import planned_layouts
 from rotor.tools.bench.simulation import simulate
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.part import Part, Table, Task
@@ -68,7 +68,7 @@ def _measure(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
     if device.sms is None:
         raise UsageError(f"device {settings.device}: its number of SMs is not known.", "Name another objective.device.")
     step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)
-    layouts = [layout for layout, _ in planned_layouts(measurer.run.bases(plan.channels), plan.rounded)]
+    layouts = model_layouts(measurer.run.bases(plan.channels), plan.rounded)
     lengths = [settings.context_tokens] * settings.batch_size
     balances = {
         b.schedule: b.largest_over_mean for b in simulate(layouts, shape, lengths, device, device.sms, element_bytes)

@@ -23,8 +23,8 @@ from scipy.stats import variation
 from torch import Tensor
 from torch.nn import functional
 
-from rotor.calibration.bases.layer import LayerBases
 from rotor.calibration.run import Run
+from rotor.checkpoint.bases import LayerBases
 from rotor.checkpoint.output_folder import remove
 from rotor.errors import DataError
 from rotor.models.splits import held_out_documents

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...checkpoint.bases import BasisPair
 from .method import Inputs
-from .pair import BasisPair
 
 
 def from_moments(readers: Tensor, stored: Tensor) -> BasisPair:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...checkpoint.bases import BasisPair
+from .eigenvectors import descending_eigh, positive_signs
 from .method import Inputs
-from .pair import BasisPair, descending_eigh, positive_signs
 
 DAMPING = 1e-10
 """Share of the mean eigenvalue added to each moment, so that its square root can be inverted."""

@@ -33,6 +33,11 @@ def stored_name(form: KeyForm, joint: bool = False) -> str:
     return f"{kind}_post" if form.rope_block is None else f"{kind}_{form.rope_block}_{form.fast_planes}"
 
 
+def latent_names(form: KeyForm, joint: bool) -> tuple[str, ...]:
+    """Names of the moments of what each latent of a layer is made of."""
+    return (stored_name(form, joint),) if joint else (stored_name(form), "value")
+
+
 def named_form(name: str) -> KeyForm | None:
     """The form of keys that a moment is of, or None of one without keys."""
     kind, _, form = name.partition("_")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...checkpoint.bases import BasisPair
+from .eigenvectors import positive_signs
 from .method import Inputs
-from .pair import BasisPair, positive_signs
 
 
 def from_weight(weight: Tensor, rows: int) -> BasisPair:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...checkpoint.bases import BasisPair
+from .eigenvectors import descending_eigh
 from .method import Inputs
-from .pair import BasisPair, descending_eigh
 
 
 def of_moment(moment: Tensor) -> BasisPair:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ...checkpoint.bases import BasisPair, ChannelCode, LayerBases
 from ...checkpoint.channels import WIDTHS, Channels, aligned
 from ..bases.information import LayerFisher
-from ..bases.layer import LayerBases
-from ..bases.pair import BasisPair
-from .quantiser import ChannelCode, measure_channels
+from ..bases.moments import latent_names
+from .quantiser import measure_channels
 
 MEASURED = (0, *reversed(WIDTHS))
 """Bits at which every channel is measured, so that any of them can be allocated later."""
@@ -82,19 +82,6 @@ class LayerCodes:
         return (self.qk,) if self.vo is None else (self.qk, self.vo)
 
 
-@dataclass(frozen=True)
-class CodedBases(LayerBases):
-    """Bases of a layer whose columns are in the order of a plan, and how these are coded.
-
-    channels: of each group. key_codes, value_codes: of all columns of each group, descending in bits; the same ones
-    where these are joint.
-    """
-
-    channels: tuple[tuple[Channels, Channels | None], ...] = ()
-    key_codes: tuple[ChannelCode, ...] = ()
-    value_codes: tuple[ChannelCode, ...] = ()
-
-
 def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
     """Fit the codes of every channel at every width, and weigh their errors.
 
@@ -104,8 +91,8 @@ def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
 
     Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """
-    names = bases.stored_name, "value"
-    return LayerCodes(*(_side(*own, gradients) for own in zip(names, bases.latents.values(), strict=False)))
+    names = latent_names(bases.form, bases.joint)
+    return LayerCodes(*(_side(name, pair, gradients) for name, pair in zip(names, bases.latents, strict=True)))
 
 
 def _side(name: str, pair: BasisPair, gradients: LayerFisher) -> SideCodes:
@@ -122,20 +109,12 @@ def _side(name: str, pair: BasisPair, gradients: LayerFisher) -> SideCodes:
     return SideCodes(weight.clamp(min=0), torch.stack(variance), *(torch.stack(parts, dim=1) for parts in at_widths))
 
 
-def coded_bases(bases: LayerBases, codes: LayerCodes, channels: GroupChannels) -> CodedBases:
+def coded_bases(bases: LayerBases, codes: LayerCodes, channels: GroupChannels) -> LayerBases:
     """Order the columns of each group by what they are worth, and code them as a plan says."""
-    of_keys = [codes.qk.code(group, keys) for group, (keys, _) in enumerate(channels)]
-    of_values = of_keys
-    if codes.vo is not None:
-        of_values = [codes.vo.code(group, values) for group, (_, values) in enumerate(channels) if values is not None]
-    return CodedBases(
-        bases.form,
-        bases.group_size,
-        bases.qk.ordered(torch.stack([order for order, _ in of_keys])),
-        bases.vo.ordered(torch.stack([order for order, _ in of_values])),
-        bases.outputs,
-        joint=bases.joint,
-        channels=tuple(channels),
-        key_codes=tuple(code for _, code in of_keys),
-        value_codes=tuple(code for _, code in of_values),
-    )
+    latents = []
+    for index, (pair, side) in enumerate(zip(bases.latents, codes.sides, strict=True)):
+        own = [latent for of_group in channels if (latent := of_group[index]) is not None]
+        of_groups = [side.code(group, of_group) for group, of_group in enumerate(own)]
+        ordered = pair.ordered(torch.stack([order for order, _ in of_groups]))
+        latents.append(replace(ordered, codes=tuple(code for _, code in of_groups)))
+    return replace(bases, latents=tuple(latents))

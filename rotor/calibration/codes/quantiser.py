@@ -7,12 +7,12 @@ into the projections and cost no byte in the cache. Channels of 0 bits are not s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...checkpoint.bases import ChannelCode
 from ...errors import NumericsError
 from ...numerics import one_thread
 
@@ -33,37 +33,6 @@ GRID_BITS = 8
 
 WIDER = (1.0, 2.0**0.5, 2.0, 4.0)
 """Clips of a fit with more bits, against the one with fewer: what is cut off weighs more where levels are finer."""
-
-
-@dataclass(frozen=True)
-class ChannelCode:
-    """How each channel of a latent is coded; all [channels].
-
-    bits: from 0 to 16. mean, scale: float64; of a channel of 0 bits scale is 1.
-    """
-
-    bits: Tensor
-    mean: Tensor
-    scale: Tensor
-
-    @property
-    def levels(self) -> Tensor:
-        """Number of codes of each channel, 2^bits, float64."""
-        return 2.0 ** self.bits.to(torch.float64)
-
-    def encode(self, latents: Tensor) -> Tensor:
-        """[..., channels] -> codes, in the dtype of `latents`; of 0 bits zero."""
-        mean, scale, levels = self._like(latents)
-        codes = ((latents - mean) / scale + levels / 2).floor().clamp(min=0)
-        return torch.minimum(codes, levels - 1)
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """What `encode` gave -> latents: the middle of each level; the mean of a channel of 0 bits."""
-        mean, scale, levels = self._like(codes)
-        return mean + torch.where(levels > 1, scale * (codes + 0.5 - levels / 2), 0.0)
-
-    def _like(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return tuple(n.to(tensor.device, tensor.dtype) for n in (self.mean, self.scale, self.levels))
 
 
 class ChannelFit(NamedTuple):

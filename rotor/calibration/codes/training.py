@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...checkpoint.bases import BasisPair
 from ...checkpoint.channels import Channels
-from ..bases.pair import BasisPair
 from .layer import MEASURED, SideCodes
 
 FLOOR = 1e-4

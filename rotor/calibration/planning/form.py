@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ...checkpoint.layout import POST_ROPE, AttentionShape, KeyForm, LayerForm, ModelForm, pre_rope
 from ...errors import RecipeError
 from ...recipe import Recipe
-from ..bases.moments import stored_name
+from ..bases.moments import latent_names
 
 Frequencies = Sequence[Sequence[float]]
 """Radians by which each plane rotates from one position to the next, of each layer."""
@@ -33,7 +33,7 @@ def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
 
 def wanted_gradients(form: LayerForm) -> frozenset[str]:
     """Names of what gradients are taken by where a recipe needs any."""
-    return frozenset({stored_name(form.keys, form.joint)} | (set() if form.joint else {"value"}))
+    return frozenset(latent_names(form.keys, form.joint))
 
 
 def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Sequence[float] | None) -> KeyForm:

@@ -115,7 +115,7 @@ class ModelOutline:
         if recipe.needs_gradients:
             # Moments of the gradients, one triangle in float32, and samples, until a layer's codes are there; backward
             # through one layer keeps what it computed.
-            latent = width * (2 if form.joint else 1)
+            latent = form.columns(shape.head_dim)
             tokens = min(count, recipe.codes.tokens)
             gradients = 3 * groups * (2 * latent * (latent + 1) + 8 * min(tokens, SAMPLES) * latent)
             running, solving = 3 * running, solving + 3 * gradients
@@ -130,7 +130,7 @@ class ModelOutline:
             row = 2 * kv_width * number * seq_len * shape.num_layers + 4 * LOGIT_COPIES * self.config.vocab_size
             stages["cache of the text that the model writes"] = min(num_rows, max(1, SAMPLING_TOKENS // seq_len)) * row
         if recipe.distil.steps:  # per latent: bases, what is trained of them, Adam's moments, gradients; in float32
-            latents = groups * (1 if form.joint else 2) * (width * (2 if form.joint else 1)) ** 2
+            latents = groups * form.latents_per_group * form.columns(shape.head_dim) ** 2
             states = (shape.num_layers + 2) * max(seq_len, recipe.distil.tokens) * shape.hidden_size * number
             stages["bases and codes while they are trained"] = 44 * shape.num_layers * latents + states + running
         largest = max(stages, key=lambda name: stages[name])

@@ -23,19 +23,19 @@ BACKBONE_PARTS = 3
 
 @dataclass(frozen=True)
 class GEAR(Quantiser):
-    """x ~ D + L + S. S: the largest and smallest s/2 of a channel's keys and of a token's values, as they are; D: the
-    backbone's code of the rest; L = A B^T: of what is then left of each head, the first singular vectors.
+    """x ~ D + L + S. S: the largest and smallest s/2 of a channel's keys and of a token's values, unquantised. D: the
+    backbone's code of the rest. L = A B^T: the first singular vectors of the remaining error of each head.
 
     Args:
         bits: 8, 4, 3 or 2. backbone: `kcvt`, or `kivi` with groups. group: of kivi, tokens of a channel of keys and
             channels of a token's values.
         sparsity: s, the share of outliers; 0 is GEAR-L. rank, new_rank: of L in the prompt and in a later run.
-        buffer: tokens that wait, exactly, and are then a run (n_b); a multiple of `group` for kivi. loops: of the power
-            iteration.
+        buffer: tokens that wait, uncoded, until they make a run (n_b); a multiple of `group` for kivi. loops: of the
+            power iteration.
 
     Bytes, above the backbone's: 2 rank (1 / width + 1 / run) and 4 s a number (a float16 and an int16 index; int32 in
     runs of more than 32767 tokens).
-    Limits: of a short run, s/2 may be less than one number, and then nothing is taken out. Padding must be known.
+    Limits: in a short run s/2 may be less than one number, and then nothing is taken out. Padding must be known.
     Source: GEAR section 3, equations 3 to 6, algorithms 1 and 2.
     """
 
@@ -47,7 +47,7 @@ class GEAR(Quantiser):
     new_rank: NonNegativeInt = 2
     buffer: PositiveInt = 20
     group: PositiveInt = 64
-    loops: Annotated[int, Field(ge=1, le=100)] = 2  # it has converged long before: a checkpoint may ask for any number
+    loops: Annotated[int, Field(ge=1, le=100)] = 2  # it converges long before the bound
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,7 +103,7 @@ class GEARCode(Codec):
 
     @property
     def _dim(self) -> int:
-        """Along which a vector lies: the tokens of a channel, or the numbers of a token."""
+        """Dimension of a vector: the tokens of a channel, or the numbers of a token."""
         return 2 if self.per_channel else 3
 
     def _vectors(self, numbers: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class GEARCode(Codec):
 
 
 def low_rank(matrix: Tensor, rank: int, loops: int) -> tuple[Tensor, Tensor]:
-    """A and B, matrix ~ A B^T, by power iteration from a fixed start with orthonormal factors in the last loop.
+    """Factors A and B, matrix ~ A B^T, by power iteration from a fixed start, made orthonormal in the last loop.
 
     Args:
         matrix: [..., n, width], float32. rank: at most n and width are used; 0 gives empty factors.
@@ -125,7 +125,7 @@ def low_rank(matrix: Tensor, rank: int, loops: int) -> tuple[Tensor, Tensor]:
     """
     rank = min(rank, *matrix.shape[-2:])
     right = torch.randn(matrix.shape[-1], rank, generator=torch.Generator().manual_seed(0)).to(matrix)
-    for _ in range(loops - 1):  # normalised against overflow; what it spans is the same
+    for _ in range(loops - 1):  # normalised against overflow; its span stays
         right = functional.normalize(matrix.mT @ (matrix @ right), dim=-2)
     left = torch.linalg.qr(matrix @ torch.linalg.qr(right).Q).Q
     return left, matrix.mT @ left

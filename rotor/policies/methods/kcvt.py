@@ -15,9 +15,9 @@ from ..store import Codec, Stream
 
 @dataclass(frozen=True)
 class KCVT(Quantiser):
-    """All keys of a channel that are coded together are a group, and all values of a token, over its heads.
+    """Groups are all keys of a channel that are coded together, and all values of a token over its heads.
 
-    The prompt is one run of tokens; later tokens wait, exactly, until there are `buffer` of them.
+    The prompt is one run of tokens; later tokens wait, uncoded, until there are `buffer` of them.
 
     Args:
         bits: 8, 4, 3 or 2. buffer: tokens that wait (n_b).
@@ -36,5 +36,5 @@ class KCVT(Quantiser):
         return Stream(key, self.buffer, whole_prompt=True), Stream(value, self.buffer, whole_prompt=True)
 
     def codecs(self) -> tuple[Codec, Codec]:
-        """Of keys and of values."""
+        """The codecs of keys and of values."""
         return AffineCode(self.bits, tokens=None, columns=1), AffineCode(self.bits, heads_together=True)

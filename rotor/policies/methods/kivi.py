@@ -1,4 +1,4 @@
-"""KIVI: keys per channel in groups of tokens, values per token in groups of channels, and a residual that is exact."""
+"""KIVI: keys per channel in groups of tokens, values per token in groups of channels, and an uncoded residual."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..store import Codec, Stream
 
 @dataclass(frozen=True)
 class KIVI(Quantiser):
-    """Keys: each channel in groups of `group` tokens, coded when `residual` tokens are there. Values: each token in
-    groups of `group` channels, once `residual` newer ones are there.
+    """Keys: each channel in groups of `group` tokens, coded once there are `residual` of them. Values: each token in
+    groups of `group` channels, coded once there are `residual` newer tokens.
 
     Args:
         bits: 8, 4, 3 or 2. group: g. residual: R, a multiple of g.
 
-    Bytes of a number: bits / 8 + 4 / g; and up to R keys and R values that are exact.
+    Bytes of a number: bits / 8 + 4 / g; and up to R uncoded keys and R uncoded values.
     Limits: exact as published when tokens come one at a time; the tokens of a longer step see each other exactly.
         Padding must be known (use_cache_policy).
     Source: KIVI (arXiv 2402.02750), section 3.2, algorithm 1; its settings; GEAR section 4 takes g = R = 64.
@@ -41,5 +41,5 @@ class KIVI(Quantiser):
         return Stream(key, block=self.residual), Stream(value, window=self.residual)
 
     def codecs(self) -> tuple[Codec, Codec]:
-        """Of keys and of values."""
+        """The codecs of keys and of values."""
         return AffineCode(self.bits, tokens=self.group, columns=1), AffineCode(self.bits, 1, self.group)

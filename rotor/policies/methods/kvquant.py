@@ -1,4 +1,4 @@
-"""KVQuant: non-uniform levels, ranges of channels and outliers that are found before, on calibration text."""
+"""KVQuant: non-uniform levels, ranges of channels and outliers, fitted to calibration text."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..quantiser import FittedQuantiser
 from ..store import Codec, Parts, Stream, heads_apart, heads_together
 
 LOOPS = 50
-"""Of K-means; it has come to rest by then, or nearly."""
+"""Steps of K-means, after which it has converged or nearly so."""
 
 LEAST_HALF = 2**-14
-"""Of a range: a float16 that is not subnormal."""
+"""Least half width of a range: a float16 that is not subnormal."""
 
 
 @dataclass(frozen=True)
 class LayerLevels:
-    """What calibration finds for one layer.
+    """The fit of one layer.
 
     key_low, key_high: [width over all heads], each key channel's range without its outliers. key_levels, value_levels:
     [2^bits], ascending, of numbers from -1 to 1.
@@ -41,21 +41,21 @@ class LayerLevels:
 
 @dataclass(frozen=True)
 class KVQuant(FittedQuantiser):
-    """x ~ middle + half * level[code], the nearest of 2^bits levels of the layer, which has its own for keys and for
-    values. Keys: the range (middle, half) of a channel is fixed. Values: it is that of the token without its outliers.
+    """x ~ middle + half * level[code], the nearest of 2^bits levels; each layer has levels for keys and for values.
+    Keys: the range (middle, half) of a channel is fixed. Values: the range is the token's, without its outliers.
 
     Levels minimise sum g^2 (x - its level)^2 over calibration text, g the gradient of the model's loss by x.
 
-    Outliers are kept as they are: of keys every number beyond its channel's range, which leaves out a share of those of
-    calibration; of values that share of each token's numbers.
+    Outliers are stored unquantised. In keys they are the numbers beyond their channel's range, which was set to leave
+    out a share of the calibration text; in values they are that share of each token's numbers.
 
     Args:
-        bits: 4, 3 or 2. outliers: their share. first: tokens of a row that are kept whole. levels: of each layer; empty
-            until calibration has found them (rotor.fit_cache_policy, or `rotor export --cache`).
+        bits: 4, 3 or 2. outliers: their share. first: first tokens of a sequence that stay uncoded. levels: of each
+            layer; empty until they are fitted (rotor.fit_cache_policy, or `rotor export --cache`).
 
-    Bytes of a number: bits / 8 + 4 outliers (a float16 and an int16 index), and a token's and side's 2 / width over all
-    heads (how many outliers), of values + 4 / width (its range). Levels and ranges belong to the checkpoint and are not
-    counted with the cache.
+    Bytes of a number: bits / 8 + 4 outliers (a float16 and an int16 index) + 2 / width over all heads (the number of
+    outliers of a token), and in values + 4 / width (the token's range). Levels and ranges belong to the checkpoint and
+    are not counted with the cache.
     Source: Hooper et al., KVQuant (arXiv 2401.18079), sections 3.1 to 3.5, equation 2.
     """
 
@@ -67,14 +67,14 @@ class KVQuant(FittedQuantiser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for found in self.levels:
-            sizes = {len(found.key_levels), len(found.value_levels)}
-            fits = sizes == {2**self.bits} and len(found.key_low) == len(found.key_high) > 0
+        for fit in self.levels:
+            sizes = {len(fit.key_levels), len(fit.value_levels)}
+            fits = sizes == {2**self.bits} and len(fit.key_low) == len(fit.key_high) > 0
             self.require(fits, "levels", f"{2**self.bits} levels, and as many lower ends of ranges as upper ones")
 
-    def streams_of(self, found: LayerLevels) -> tuple[Stream, Stream]:
-        keys = RangedCode(self.bits, self.outliers, found.key_levels, (found.key_low, found.key_high))
-        values = RangedCode(self.bits, self.outliers, found.value_levels)
+    def streams_of(self, fit: LayerLevels) -> tuple[Stream, Stream]:
+        keys = RangedCode(self.bits, self.outliers, fit.key_levels, (fit.key_low, fit.key_high))
+        values = RangedCode(self.bits, self.outliers, fit.value_levels)
         return Stream(keys, first=self.first), Stream(values, first=self.first)
 
     def fit_layer(self, sample: LayerSample) -> LayerLevels:
@@ -97,14 +97,14 @@ class KVQuant(FittedQuantiser):
 
 @dataclass(frozen=True)
 class RangedCode(Codec):
-    """Codes of numbers by fixed levels inside a range, with outliers kept as they are.
+    """Codes numbers by fixed levels inside a range, and stores outliers unquantised.
 
     Args:
-        ends: the lower and upper ends of each channel's range; empty: each token has the range of its own numbers.
+        ends: the lower and upper ends of each channel's range; empty: each token has the range of its numbers.
 
-    Parts, of one row: codes [1, 1, tokens, bytes] uint8; how many outliers each token has [1, 1, tokens, 1] int16;
-    these and their indices, token by token, [1, 1, outliers, 1] float16 and int16; and a token's own range: middle and
-    half, float16.
+    Parts, of one sequence: codes [1, 1, tokens, bytes] uint8; number of outliers of each token [1, 1, tokens, 1] int16;
+    outliers and their indices, token by token, [1, 1, outliers, 1] float16 and int16; without `ends` middle and half of
+    each token's range, float16.
     """
 
     ragged: ClassVar[bool] = True
@@ -127,9 +127,9 @@ class RangedCode(Codec):
             numbers = (rows - middle) / half
             taken = numbers.abs() > 1 if self.outliers else torch.zeros_like(rows, dtype=torch.bool)
         else:
-            index, *found = token_ranges(rows, self.outliers)
+            index, *ranges = token_ranges(rows, self.outliers)
             taken = torch.zeros_like(rows, dtype=torch.bool).scatter(-1, index, True)
-            stored = tuple(part.half() for part in found)
+            stored = tuple(part.half() for part in ranges)
             numbers = (rows - stored[0].float()) / stored[1].float()
         # Outliers have codes too, which nothing reads.
         codes = pack(torch.bucketize(numbers, self._middles.to(rows.device)), self.bits)
@@ -138,7 +138,7 @@ class RangedCode(Codec):
         return codes, counts, *(part[None, None, :, None] for part in sparse), *stored
 
     def typical(self, states: Tensor) -> Tensor:
-        """As many of normal numbers lie beyond a range as of the text that ranges were found on."""
+        """Scale normal numbers so that as many lie beyond a range as in the text that ranges were fitted to."""
         if not self.ends:
             return states
         middle, half = self.key_range
@@ -161,12 +161,12 @@ class RangedCode(Codec):
 
     @cached_property
     def _middles(self) -> Tensor:
-        """Between neighbouring levels; a number's code counts those that it exceeds."""
+        """Middles between neighbouring levels; a number's code is how many of them it exceeds."""
         return (self._levels[1:] + self._levels[:-1]) / 2
 
     @cached_property
     def key_range(self) -> tuple[Tensor, Tensor]:
-        """Middle and half of each channel's."""
+        """Middle and half of each channel's range."""
         low, high = (torch.tensor(ends) for ends in self.ends)
         return range_of(low, high)
 
@@ -177,8 +177,8 @@ def range_of(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_ranges(rows: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows [..., width]: indices of the `share` of numbers that is farthest from the mean, at least one where there
-    is to be any, and middle and half of the range of the others."""
+    """Indices of the `share` of a token's numbers, [..., width], that are farthest from its mean (at least one, unless
+    share is 0), and middle and half of the range of the other numbers."""
     count = max(1, round(share * rows.shape[-1])) if share > 0 else 0
     index = (rows - rows.mean(-1, keepdim=True)).abs().topk(count, dim=-1).indices
     rest = filled(rows, index, -1)[2]
@@ -186,17 +186,17 @@ def token_ranges(rows: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def weighted_means(numbers: Tensor, weights: Tensor, count: int, loops: int) -> Tensor:
-    """Levels [count], ascending, that make the sum of weight * (number - nearest level)^2 small: K-means, float64.
+    """K-means in float64: levels [count], ascending, that make the sum of weight * (number - nearest level)^2 small.
 
-    They begin at the quantiles of the numbers with a weight; a level that nothing with a weight is nearest to stays
-    where it is.
+    Levels start at the quantiles of the numbers with a weight. A level stays where it is if no number with a weight is
+    nearest to it.
 
     Args:
         numbers, weights: [n], of any number of dimensions; weights are 0 or more.
     """
     numbers, weights = numbers.flatten().double(), weights.flatten().double()
     weighed = weights > 0
-    if not bool(weighed.any()):  # nothing reads them: all count alike
+    if not bool(weighed.any()):  # all numbers count alike
         weights, weighed = torch.ones_like(numbers), torch.ones_like(weighed)
     ordered, order = numbers[weighed].sort()
     weights = weights[weighed][order]

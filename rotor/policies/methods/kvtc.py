@@ -24,14 +24,15 @@ CLIPS = torch.linspace(0.5, 6, 45, dtype=torch.float64)
 
 @dataclass(frozen=True)
 class KVTC(FittedQuantiser):
-    """x ~ mean + V c(z), z = V^T (x - mean), over all KV heads of a layer; V: principal components of keys, and of
-    values, on calibration text; c: uniform codes of fixed ranges, whose bits make the squared error on that text least.
+    """x ~ mean + V c(z), z = V^T (x - mean), over all KV heads of a layer. V: principal components of keys, or of
+    values, on calibration text. c: uniform codes of fixed ranges, whose bits give the least squared error on that text.
 
     Args:
-        bits: of a number, in the mean. first, window: tokens of a row that stay exact, the first and the newest.
+        bits: of a number, on average. first, window: first and newest tokens of a sequence that stay uncoded.
 
-    Bytes of a number: bits / 8, in whole bytes for the components of equal bits. Limits: KVTC's components reach over
-    all layers, and its codes are DEFLATEd. For uncompressed models; not stored in checkpoints, but found when measured.
+    Bytes of a number: bits / 8, in whole bytes for the components of equal bits.
+    Limits: the paper's components reach over all layers, and its codes are DEFLATEd. For uncompressed models; not
+    stored in checkpoints, but fitted when measured.
     Source: Staniszewski and Lancucki, KVTC (arXiv 2511.01815), section 3.
     """
 
@@ -47,8 +48,8 @@ class KVTC(FittedQuantiser):
     def fit_layer(self, sample: LayerSample) -> tuple[TransformCode, TransformCode]:
         return self._code(sample.keys), self._code(sample.values)
 
-    def streams_of(self, found: tuple[Codec, Codec]) -> tuple[Stream, Stream]:
-        key, value = (Stream(code, window=self.window, first=self.first) for code in found)
+    def streams_of(self, fit: tuple[Codec, Codec]) -> tuple[Stream, Stream]:
+        key, value = (Stream(code, window=self.window, first=self.first) for code in fit)
         return key, value
 
     def _code(self, side: Tensor) -> TransformCode:
@@ -79,10 +80,10 @@ def allocate(losses: Tensor, budget: int) -> Tensor:
                 options[row, bits:] = best[: budget + 1 - bits] + loss[row]
         best, choice = options.min(0)
         choices.append(choice)
-    found: list[int] = []
+    bits_of: list[int] = []
     for choice in reversed(choices):
-        found.insert(0, WIDTHS[int(choice[budget - sum(found)])])
-    return torch.tensor(found)
+        bits_of.insert(0, WIDTHS[int(choice[budget - sum(bits_of)])])
+    return torch.tensor(bits_of)
 
 
 def encoded(latents: Tensor, step: Tensor, bits: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Each token by itself, in groups of neighbouring columns."""
+"""Per-token quantisation in groups of neighbouring columns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PerToken(Quantiser):
         bits: 8, 4, 3 or 2.
         group: columns in a group; at most the width of a head, or of a packed row.
 
-    Bytes of a number: bits / 8 + 4 / group. Nothing waits; a token's own step reads its code.
+    Bytes of a number: bits / 8 + 4 / group. Nothing waits: a token's code is read from its own step on.
     Source: GEAR section 2, equation 2 (FlexGen's groups).
     """
 

@@ -1,4 +1,4 @@
-"""StreamingLLM: the first tokens of a row, on which attention rests, and the newest."""
+"""StreamingLLM: keep the first tokens of a sequence, on which attention rests, and the newest."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..eviction import Eviction
 
 @dataclass(frozen=True)
 class Streaming(Eviction):
-    """The first `sinks` tokens and the newest b - sinks; of a budget of no more than that, the newest takes one place.
+    """Keeps the first `sinks` tokens and the newest b - sinks; a budget of at most `sinks` leaves one for the newest.
 
     Args:
         sinks: first tokens that stay.
-        positions: of kept keys, by which RoPE rotates them: `cache`, counted anew among those that are kept, so that
-            distances stay within what the model was trained on; `sequence`, as they came. Keys of rows that are
-            compressed after RoPE cannot be moved, nor those of a model without RoPE.
+        positions: by which RoPE rotates kept keys. `cache`: counted among the kept tokens, so that distances stay
+            within what the model was trained on; `sequence`: as they came. Keys that are compressed after RoPE cannot
+            be moved, nor those of a model without RoPE.
 
     The paper evicts while it reads; here the prompt, the first step, sees itself.
     Source: Xiao et al., StreamingLLM (arXiv 2309.17453), section 3.2.

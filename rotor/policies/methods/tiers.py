@@ -14,12 +14,12 @@ from ...checkpoint.layout import GroupLayout, LayerLayout
 from ...kernels.parameters import seq_len_of
 from ...kernels.reference import partial_attention
 from ...kernels.rows import resize_layer
-from ...runtime.steps import Step
+from ...runtime.steps import AttentionCall
 from ..layer import PolicyLayer, StoredSequence, behind_padding
 from ..policy import Policy, Share
 
 Rows = tuple[Tensor, Tensor]
-"""Of keys and of values."""
+"""Key rows and value rows."""
 
 Removed = Annotated[float, Field(ge=0, lt=1)]
 
@@ -27,31 +27,31 @@ ORDER = (
     *(("qk_important", "qk_unimportant"), ("v_important", "v_unimportant")),
     *(("v_important", "qk_important"), ("v_unimportant", "qk_unimportant")),
 )
-"""Pairs of ratios of which the first is never the larger."""
+"""Pairs of ratios whose first is at most the second."""
 
 
 @dataclass(frozen=True)
 class Tiers(Policy):
-    """In each layer a share g of the tokens is important. Of an important token's rows p^i is removed, of another's
-    p^u: the last columns of each group, keys and values by ratios of their own. Rows of codes likewise, whose last
-    columns are those of fewest bits.
+    """A share g of each layer's tokens is important. Rows of important tokens lose a share p^i, others a share p^u: the
+    last channels of each group, with ratios for keys and for values. In rows of codes the last channels are those
+    of fewest bits.
 
     A token is worth its softmax denominator, summed over query heads: sum_h sum_k exp(s_k^h), s its logits as a query
-    over the keys it sees; of n tokens the g n with the largest are important. The denominator is known after the
-    layer's attention, which gives its logarithm anyway.
+    over the keys it sees. The g n tokens of n with the largest are important. Attention yields the logarithm of the
+    denominator anyway.
 
     Args:
-        important: g. layer_important: g of each layer, in its place.
+        important: g. layer_important: g of each layer, which replaces `important`.
         qk_important, qk_unimportant: p_QK^i and p_QK^u, shares of a key latent's bytes that are removed.
         v_important, v_unimportant: p_VW^i and p_VW^u, of a value latent's; joint latents are keys'.
 
-    A token's importance is settled against those before it: when g n tokens are more than there are room for, the least
-    of the important ones loses channels for good. So generated tokens are ranked as the prompt's are.
-    Bytes: those of both kinds of rows, a byte a token, and a float32 an important one.
-    Limits: for compressed checkpoints, whose channels are nested; one that was refitted for its rank, or centred, is
-    cut no better than another. Queries keep all channels: the paper cuts those of unimportant tokens too, which saves
-    arithmetic and no cache. Post-RoPE codes give denominators without what the channels' means add to every logit of a
-    query. Attention runs in plain PyTorch.
+    Tokens are ranked against earlier ones: once more than g n are important, the least of them loses channels for good.
+    So generated tokens are ranked as the prompt's are.
+    Bytes: both kinds of rows, a byte a token, and a float32 an important token.
+    Limits: for compressed checkpoints, whose channels are nested; one that was refitted for its rank is cut no better.
+    Queries keep all channels: the paper cuts those of unimportant tokens too, which saves arithmetic but no cache. With
+    post-RoPE codes the denominators lack what the channels' means add to every logit of a query. Attention runs in
+    plain PyTorch.
     Source: ZDC section 5.2. Its equation 6 asks for p^u < p^i and p_QK <= p_VW, its text for the opposite ("unimportant
     tokens have a higher p; the QK pair has more dimensions to drop"): the text is required here, and g that never falls
     with the layers, in both. That layers repeat each other's choice did not hold of any model here, and is left out.
@@ -82,7 +82,7 @@ class Tiers(Policy):
         return [TieredLayer(self, layer) for layer in range(count)]
 
     def layouts(self, layout: LayerLayout) -> tuple[LayerLayout, LayerLayout]:
-        """Of the rows of important tokens, and of the others'."""
+        """Layouts of the rows of important tokens, and of other tokens."""
         return (
             cut_layout(layout, self.qk_important, self.v_important),
             cut_layout(layout, self.qk_unimportant, self.v_unimportant),
@@ -90,9 +90,10 @@ class Tiers(Policy):
 
 
 class TieredSequence(StoredSequence):
-    """high: key and value rows of important tokens, in the order of their places. low: of the others.
+    """What a layer in tiers stores of one sequence.
 
-    important: [tokens] bool. scores: [important tokens] float32, what these are chosen by.
+    high: key and value rows of important tokens, in the order of their positions. low: of other tokens.
+    important: [tokens] bool. scores: [important tokens] float32, by which they are chosen.
     """
 
     high: Rows
@@ -103,7 +104,7 @@ class TieredSequence(StoredSequence):
 
 class TieredLayer(PolicyLayer):
     """One layer's cache in two blocks: rows of important tokens, and rows of others, with fewer channels. Attention
-    reads what was cut of a number as 0, of a code as its middle."""
+    reads a number that was cut as 0, and a code as its middle."""
 
     in_pytorch = True
     new_sequence = TieredSequence
@@ -117,16 +118,16 @@ class TieredLayer(PolicyLayer):
     def follow(self, layout: LayerLayout, dtype: torch.dtype) -> None:
         self.layout, self.layouts = layout, self.policy.layouts(layout)
 
-    def attend(self, step: Step) -> Tensor:
-        self.begin(step.mask, len(step.value), seq_len_of(step.query), step.query.device)
-        self.follow(step.parameters.layout, step.query.dtype)
-        rows = step.cache.update(step.key, step.value, step.layer_idx)
-        output, log_sums = partial_attention(step.query, *rows, step.parameters, step.rotations.read, step.mask)
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
+        self.begin(call.mask, len(call.value), seq_len_of(call.query), call.query.device)
+        self.follow(call.parameters.layout, call.query.dtype)
+        rows = call.cache.update(call.key, call.value, call.layer_idx)
+        output, log_sums = partial_attention(call.query, *rows, call.parameters, call.rotations.read, call.mask)
         self.choose(log_sums)
-        return output.to(step.query.dtype)
+        return output.to(call.query.dtype)
 
     def store(self, sequence: TieredSequence, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the rows of new tokens, which are important until it is known what they are worth."""
+        """Store the rows of new tokens, which count as important until their worth is known."""
         new = torch.ones(sequence.new, dtype=torch.bool, device=keys.device)
         if not hasattr(sequence, "high"):
             empty = keys[:, :, :0].clone(), values[:, :, :0].clone()
@@ -142,17 +143,17 @@ class TieredLayer(PolicyLayer):
         return behind_padding(_chosen(_behind(high, low), order), sequence.start)
 
     def choose(self, log_sums: Tensor) -> None:
-        """Tell important tokens from others, now that it is known what the newest tokens are worth.
+        """Choose the important tokens, now that the worth of the newest ones is known.
 
-        Of n tokens of a row the round(g n) with the largest scores are important, of those that were so far: columns
-        that were cut do not come back. Of equals the older.
+        In a sequence of n tokens the round(g n) with the largest scores stay important; channels that were cut do not
+        come back. Among equals the older token stays.
 
         Args:
             log_sums: [batch_size, length, num_heads], the log-sum-exp of each query head's logits.
         """
         worth = torch.logsumexp(log_sums.float(), dim=-1)
-        for sequence, own in zip(self.sequences, worth, strict=True):
-            fresh = own[len(own) - sequence.new :].to(sequence.scores.device)
+        for sequence, of_tokens in zip(self.sequences, worth, strict=True):
+            fresh = of_tokens[len(of_tokens) - sequence.new :].to(sequence.scores.device)
             sequence.scores = torch.cat([sequence.scores, fresh])
             order = sequence.scores.argsort(descending=True, stable=True)
             kept = torch.zeros_like(order, dtype=torch.bool)
@@ -175,8 +176,7 @@ class TieredLayer(PolicyLayer):
 
 
 def cut_layout(layout: LayerLayout, qk_ratio: float, v_ratio: float) -> LayerLayout:
-    """The layout of rows without a share of each latent's places, from its end: to the nearest whole number of them (of
-    codes: of planes), at least one."""
+    """Cut a share of each latent off its end: to the nearest number of channels (of codes: of planes), at least one."""
     groups = (
         GroupLayout(g.kv_heads, cut_latent(g.key, qk_ratio), g.value and cut_latent(g.value, v_ratio))
         for g in layout.groups

@@ -1,4 +1,4 @@
-"""The newest tokens."""
+"""Window: keep the newest tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..eviction import Eviction
 
 @dataclass(frozen=True)
 class Window(Eviction):
-    """The newest b tokens.
+    """Keeps the newest b tokens.
 
     Limits: models lean on their first tokens and lose their way without them; see StreamingLLM.
     Source: Beltagy et al., Longformer (arXiv 2004.05150), as SqueezeAttention's "Sliding Window".

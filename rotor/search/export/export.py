@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ...calibration.bases.layer import LayerBases
 from ...checked import plain
 from ...checkpoint.atomic import write_json, write_text
+from ...checkpoint.bases import LayerBases
 from ...checkpoint.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
+from ...checkpoint.folding import model_layouts
 from ...checkpoint.hashes import tensor_sha256
 from ...checkpoint.layout import (
     LayerLayout,
@@ -44,7 +45,7 @@ from ..export_job import ExportJob
 from ..point import Point
 from ..rank_search import RankSearch
 from ..report.report import write_with_checkpoint
-from ..rewriting import planned_layouts, rewritten_tensors
+from ..rewriting import rewritten_tensors
 from ..table import RankTable
 from .model_card import model_card
 
@@ -157,9 +158,8 @@ def _write(
 ) -> tuple[dict[str, Any], str]:
     """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json, and the digest."""
     run, recipe, checkpoint, family = job.run, job.recipe, job.checkpoint, job.family
-    planned, apart = planned_layouts(bases, point.ranks), job.settings.without_weights
-    layouts = [layout for layout, _ in planned]
-    contents = rewritten_tensors(checkpoint, run.shape, bases.__getitem__, planned, checkpoint.tensor)
+    layouts, apart = model_layouts(bases, point.ranks), job.settings.without_weights
+    contents = rewritten_tensors(checkpoint, run.shape, bases.__getitem__, layouts, checkpoint.tensor)
     tensors = write_shards(None if apart else staging, checkpoint, contents, job.check_unchanged, progress)
     if apart:
         folded = {

@@ -123,11 +123,11 @@ def random_problem(
 
 def kernel(problem: Problem, kernels: LayerKernels | None = None) -> Call:
     """The kernels as a layer of a model calls them."""
-    from ...kernels.attention import attend
+    from ...kernels.attention import rows_attention
 
     p = problem
     launches = kernels or default_layer(p.parameters.layout)
-    return lambda: attend(p.query, p.key, p.value, p.parameters, launches, rotation=p.rotation, layer_idx=0)
+    return lambda: rows_attention(p.query, p.key, p.value, p.parameters, launches, rotation=p.rotation, layer_idx=0)
 
 
 def pytorch_path(problem: Problem) -> Call:

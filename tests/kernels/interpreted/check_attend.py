@@ -1,4 +1,4 @@
-"""`attend` in Triton's interpreter against float64: steps, few queries, prompts, pages."""
+"""`rows_attention` in Triton's interpreter against float64: steps, few queries, prompts, pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from support.kernel_cases import LAYERS, Case, case_of, causal, in_pages, packed_queries
 
 from rotor.kernels import attention
-from rotor.kernels.attention import attend, attend_pages
+from rotor.kernels.attention import attend_pages, rows_attention
 from rotor.kernels.defaults import default_layer
 
 
@@ -22,7 +22,7 @@ def attended(case: Case, mask: torch.Tensor | None = None, materialise: bool = F
     kernels = replace(default_layer(case.parameters.layout), materialise=materialise)
     rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
     rest |= {"rotation": case.rotation, "first": case.first, "attention_mask": mask}
-    return attend(case.query, *rows, case.parameters, kernels, **rest)
+    return rows_attention(case.query, *rows, case.parameters, kernels, **rest)
 
 
 @pytest.mark.parametrize("name", LAYERS)

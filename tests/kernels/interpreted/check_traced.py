@@ -49,7 +49,10 @@ def test_a_layer_is_one_graph(name) -> None:
 
     def step(query, key, value, mask):
         query, *new = operators.append(parameters, kernels, query, key, value, case.rotation, index)
-        return operators.attend(parameters, kernels, query, *rows, mask, case.rotation, 0, 0), *new
+        output = operators.traced_attention(
+            query, *rows, parameters, kernels, rotation=case.rotation, first=0, attention_mask=mask
+        )
+        return output, *new
 
     with torch.no_grad():
         got = torch.compile(step, fullgraph=True, backend=backend)(query, key, value, mask)
