@@ -43,6 +43,8 @@ OF_HMMA = {80: 1.0, 90: 0.62}
 """Share of that which products of single warps (`mma.sync`, HMMA) reach: Hopper's as others report it, arXiv
 2402.13499."""
 
+Weight = Callable[[Instruction], float]
+
 FLOATS = {"FFMA", "FADD", "FMUL", "HFMA2", "HADD2", "HMUL2"}
 STORES_AND_LOADS = {"LDS", "STS", "LDG", "STG", "LDL", "STL", "LDGSTS", "LD", "ST", "ATOMS", "ATOMG", "RED"}
 NO_PIPE = {"NOP", "BRA", "EXIT", "RET", "CALL", "BSYNC", "BSSY", "WARPSYNC", "DEPBAR", "LDGDEPBAR", "BAR", "WARPGROUP"}
@@ -78,7 +80,7 @@ def _sizes(instruction: Instruction) -> tuple[int, int, int]:
     return int(size[:2]), int(size[2]), int(size[3:])
 
 
-def weights(arch: int) -> dict[str, Callable[[Instruction], float]]:
+def weights(arch: int) -> dict[str, Weight]:
     """By name of a pipe, its cycles for a warp's instruction, of a whole SM.
 
     `integer` is everything that has no other pipe: integers, comparisons, conversions.
@@ -102,14 +104,16 @@ def weights(arch: int) -> dict[str, Callable[[Instruction], float]]:
         none = x.base in NO_PIPE or x.base.startswith("U") or shared_bytes(x) or tensor(x) or of_float(x) or special(x)
         return 0.0 if none else 2.0
 
-    in_partitions = {"float": of_float, "integer": integer, "special": special, "tensor": tensor}
-    found: dict[str, Callable[[Instruction], float]] = {
-        name: lambda x, of=of: of(x) / PARTITIONS for name, of in in_partitions.items()
-    }
+    def shared(of: Weight) -> Weight:  # by the partitions
+        return lambda x: of(x) / PARTITIONS
+
     return {
-        "issue": lambda _: 1.0 / PARTITIONS,
+        "issue": shared(lambda _: 1.0),
         PATH: lambda x: shared_bytes(x) / PATH_BYTES,
-        **found,
+        "float": shared(of_float),
+        "integer": shared(integer),
+        "special": shared(special),
+        "tensor": shared(tensor),
     }
 
 

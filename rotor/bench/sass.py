@@ -142,7 +142,7 @@ class Graph:
             if end < len(code) and (last.conditional or not (last.jumps or last.returns)):
                 self.flow.add_edge(start, end)
         self._routines: dict[str, float] = {}
-        self._weight = _one
+        self._weight: Callable[[Instruction], float] = _one
 
     def count(self, loops: Sequence[Loop] = (), weight: Callable[[Instruction], float] = _one) -> float:
         """Instructions of one warp from its start to its end, or what else they weigh.
