@@ -134,7 +134,7 @@ def _check_mask(mask: Any, inputs: Tensor, length: int) -> Tensor | None:
 
 
 def _agree(wire: Wire, inputs: Tensor, mask: Tensor | None, first: int) -> None:
-    """Check that all processes were given the same inputs, or they would wait for each other; else UsageError in all."""
+    """Check that all processes were given the same inputs, else they would wait for each other; raises UsageError."""
     digest = hashlib.sha256()
     for tensor in (inputs, mask):
         if tensor is not None:

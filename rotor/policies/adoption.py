@@ -56,7 +56,7 @@ def policy_of(model: Any) -> Policy | None:
 
 
 def attach_stored(model: Any, network: nn.Module, policy: Policy) -> None:
-    """Attach the policy that a checkpoint stores; `network` is the causal model, or stands for one around a base model."""
+    """Attach the policy that a checkpoint stores; `network` is the causal model, or one made around a base model."""
     policy.check_config(model.config)
     _attached[model] = _Attachment(model, network, policy)
 

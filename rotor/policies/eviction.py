@@ -198,7 +198,7 @@ class EvictingLayer(PolicyLayer):
 
     @property
     def moved(self) -> Tensor:
-        """Positions by which each kept key moves towards the newest token to close gaps, [batch_size, groups, slots]."""
+        """Positions by which kept keys move towards the newest token to close gaps, [batch_size, groups, slots]."""
         places = self.places
         there = places >= 0
         gaps = places - there.cumsum(-1)
