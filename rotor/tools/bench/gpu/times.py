@@ -52,7 +52,7 @@ def predicted_for(name: str) -> Device | None:
     return None if found is None else bundled_devices()[found]
 
 
-def cold_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
+def cold_seconds(calls: list[Call], device: torch.device, replays: int = REPLAYS) -> dict[str, float]:
     """Seconds of a call: median and quartiles over replays of a graph of all of them, each over memory of its own."""
     with torch.inference_mode():
         for call in calls:
@@ -67,7 +67,7 @@ def cold_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
         for _ in range(3):
             graph.replay()
         found = []
-        for _ in range(REPLAYS):
+        for _ in range(replays):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()
