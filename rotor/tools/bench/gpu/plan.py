@@ -61,18 +61,21 @@ def jobs(out: Path) -> list[Job]:
     """
     checkout = lambda: needs_checkout() or needs_module("pytest")  # noqa: E731
     return [
-        Job(DEVICE, "clocks, versions; rates of memory and tensor cores", 10, _device),
-        Job("compile", "every kernel that is timed, on all cores", 60, _compile, at_once=CORES),
+        Job(DEVICE, "clocks, versions; rates of memory and tensor cores", 2, _device),
+        Job("compile", "every kernel that is timed, on all cores", 30, _compile, at_once=CORES),
         Job("correctness", "a step of each layout in bfloat16 beside float64", 25, _correctness, at_once=CORES,
             missing=checkout),
-        Job("times", "attention of each layout at each load beside SDPA, cold caches", 200, _times, flexible=True),
+        Job("times", "attention of each layout at each load beside SDPA, cold caches", 45, _times, flexible=True),
         Job("tiles", "every tile that is tried, compiled on all cores", 65, _tiles, at_once=CORES, flexible=True),
         Job("tune", "steps of each layout by tile, programs on an SM, and how queries are absorbed", 45,
             lambda: _tune(out), flexible=True),
-        Job("counters", "instructions, pipes and stalls of kernels", 40, lambda: _counters(out),
+        Job("model", "an 8B with random weights, decoding, as a CUDA graph", 50, _model, flexible=True),
+        Job("counters", "instructions, pipes and stalls of kernels", 35, lambda: _counters(out),
             missing=lambda: needs_program("ncu")),
-        Job("tests", "the other tests marked gpu", 60, _tests, at_once=CORES, flexible=True,
-            missing=checkout),
+        Job("compiled", "the 8B with fewer layers by torch.compile", 60, _compiled, flexible=True),
+        Job("sanitizer", "small launches of every kernel by compute-sanitizer", 60, _sanitizer,
+            missing=lambda: needs_program("compute-sanitizer")),
+        Job("tests", "the other tests marked gpu", 60, _tests, at_once=CORES, flexible=True, missing=checkout),
     ]  # fmt: skip
 
 
@@ -98,7 +101,8 @@ def _device() -> list[Task]:
 
 def _compile() -> list[Task]:
     """Those with the largest kernels first; a subject's loads share most kernels and so a process."""
-    return [
+    models = [Task(f"model, {name}", "model:compile_model", {"name": name}, 120) for name in reversed(MODELLED)]
+    return models + [
         Task(name, "times:compile_subject", {"name": name, "loads": [*LOADS, PROMPT]}, 120)
         for name in reversed(gpu_subjects())
     ]
@@ -144,6 +148,24 @@ LIKE_OTHERS = ("qwen3-8b",)
 
 UNCOMPRESSED = ("llama3-8b", "smollm2-135m")
 """Models whose uncompressed attention is measured; qwen3-8b's is llama3-8b's."""
+
+
+MODELLED = ("uncompressed", "joint-64-fast", "llama3-8b")
+"""What all layers of the 8B are: uncompressed, and layouts."""
+
+
+def _model() -> list[Task]:
+    loads = ["1 x 32K", "8 x 32K", "32 x 8K"]
+    return [Task(name, "model:decoding", {"name": name, "loads": loads}, 60) for name in MODELLED]
+
+
+def _compiled() -> list[Task]:
+    arguments = {"load": "8 x 32K", "layers": 4}
+    return [Task(name, "model:compiled", {"name": name, **arguments}, 90) for name in MODELLED[:2]]
+
+
+def _sanitizer() -> list[Task]:
+    return [Task("memcheck", "sanitizer:check", {"names": [*gpu_subjects()]}, 150)]
 
 
 def _counters(out: Path) -> list[Task]:

@@ -70,7 +70,7 @@ def run(out: Path, minutes: float, command: str, say: Callable[[str], None], onl
 
 def _import() -> None:
     """What processes need, once for all of them: those that are forked have it."""
-    from . import counters, device, testing, tiles, times  # noqa: F401
+    from . import counters, device, model, sanitizer, testing, tiles, times  # noqa: F401
 
     with suppress(ImportError):
         import_module("pytest")

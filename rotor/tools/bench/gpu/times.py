@@ -85,7 +85,8 @@ def _on_host(calls: list[Call]) -> float:
 
 
 def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
-    """Seconds of each kernel in a call, by its name without `_kernel`; all others together are `other`."""
+    """Seconds of each kernel in a call, by its name without `_kernel`, the median launch times its launches; all others,
+    which differ, together as `other`."""
     if device.type != "cuda":
         return {}
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -98,7 +99,10 @@ def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             own = event.name.removesuffix("_kernel") if event.name in OWN_KERNELS else "other"
             found[own].append(1e-6 * event.time_range.elapsed_us())
-    return {name: median(times) * len(times) / len(calls) for name, times in sorted(found.items())}
+    return {
+        name: (sum(times) if name == "other" else median(times) * len(times)) / len(calls)
+        for name, times in sorted(found.items())
+    }
 
 
 OWN_KERNELS = ("append_kernel", "absorb_kernel", "decode_kernel", "join_kernel", "materialise_kernel")
