@@ -52,7 +52,7 @@ def predicted_for(name: str) -> Device | None:
     return None if found is None else bundled_devices()[found]
 
 
-def cold_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
+def cold_seconds(calls: list[Call], device: torch.device, replays: int = REPLAYS) -> dict[str, float]:
     """Seconds of a call: median and quartiles over replays of a graph of all of them, each over memory of its own."""
     with torch.inference_mode():
         for call in calls:
@@ -67,7 +67,7 @@ def cold_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
         for _ in range(3):
             graph.replay()
         found = []
-        for _ in range(REPLAYS):
+        for _ in range(replays):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()
@@ -85,7 +85,8 @@ def _on_host(calls: list[Call]) -> float:
 
 
 def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
-    """Seconds of each kernel in a call, by its name without `_kernel`; all others together are `other`."""
+    """Seconds of each kernel in a call, by its name without `_kernel`, the median launch times its launches; all others,
+    which differ, together as `other`."""
     if device.type != "cuda":
         return {}
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -98,7 +99,10 @@ def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             own = event.name.removesuffix("_kernel") if event.name in OWN_KERNELS else "other"
             found[own].append(1e-6 * event.time_range.elapsed_us())
-    return {name: median(times) * len(times) / len(calls) for name, times in sorted(found.items())}
+    return {
+        name: (sum(times) if name == "other" else median(times) * len(times)) / len(calls)
+        for name, times in sorted(found.items())
+    }
 
 
 OWN_KERNELS = ("append_kernel", "absorb_kernel", "decode_kernel", "join_kernel", "materialise_kernel")
