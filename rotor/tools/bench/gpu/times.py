@@ -85,8 +85,8 @@ def _on_host(calls: list[Call]) -> float:
 
 
 def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
-    """Seconds of each kernel in a call, by its name without `_kernel`, the median launch times its launches; all others,
-    which differ, together as `other`."""
+    """Seconds of each of our kernels in a call, by its name without `_kernel`: the median launch times its launches. All
+    other kernels together are `other`."""
     if device.type != "cuda":
         return {}
     activities = [torch.profiler.ProfilerActivity.CUDA]
