@@ -85,7 +85,7 @@ def _on_host(calls: list[Call]) -> float:
 
 
 def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
-    """Seconds of each of our kernels in a call, by its name without `_kernel`: the median launch times its launches. All
+    """Seconds of each kernel in a call, by its name without `_kernel`: the median launch times its launches. All
     other kernels together are `other`."""
     if device.type != "cuda":
         return {}
