@@ -100,8 +100,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 class Decoding:
     """Steps of a model over a cache that is full but for the new token of each sequence.
 
-    The first step makes the cache, empty; then its rows are drawn at random.
+    The first step makes the cache, empty; then its rows are drawn at random. finite: whether its logits were.
     """
+
+    finite = False
 
     def __init__(self, model: Any, batch_size: int, tokens: int) -> None:
         self.model, self.device, self.tokens = model, model.device, tokens
@@ -138,9 +140,9 @@ class Decoding:
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(self.tokens - 1)
 
-    def seconds(self, call: Callable[[], Any], steps: int = STEPS) -> dict[str, float]:
+    def seconds(self, call: Callable[[], Any], steps: int | None = None) -> dict[str, float]:
         found = []
-        for _ in range(steps):
+        for _ in range(steps or STEPS):
             self.rewind()
             self._wait()
             start = time.perf_counter()
@@ -151,13 +153,11 @@ class Decoding:
 
     def captured(self) -> Callable[[], Any]:
         """A step as a CUDA graph; where there is no GPU as it is."""
-        for _ in range(2):
-            self.rewind()
-            logits = self.step()
+        self.rewind()
+        self.finite = bool(self.step().isfinite().all())
         self.rewind()
         if self.device.type != "cuda":
             return self.step
-        assert logits.isfinite().all()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
@@ -189,7 +189,8 @@ def decoding(
             row_bytes = run.cache_bytes / sum(own)
             yield {"load": load, **_about(name, run), "row": "as it is", **_rates(run, run.seconds(run.step, 3))}
             graph = run.captured()
-            yield {"load": load, **_about(name, run), "row": "CUDA graph", **_rates(run, run.seconds(graph))}
+            rates = {**_rates(run, run.seconds(graph)), "finite": run.finite}
+            yield {"load": load, **_about(name, run), "row": "CUDA graph", **rates}
             del run, graph
             _release()
         if largest and device == "cuda":

@@ -101,11 +101,20 @@ def _device() -> list[Task]:
 
 def _compile() -> list[Task]:
     """Those with the largest kernels first; a subject's loads share most kernels and so a process."""
+    baselines = [
+        Task(f"Triton, {16 - 12 * four_bits} bits", "times:flash",
+             {"name": "llama3-8b", "load": "1 x 32K", "four_bits": four_bits, "lengths": [1024]}, 120)
+        for four_bits in (False, True)
+    ]  # fmt: skip
     models = [Task(f"model, {name}", "model:compile_model", {"name": name}, 120) for name in reversed(MODELLED)]
-    return models + [
-        Task(name, "times:compile_subject", {"name": name, "loads": [*LOADS, PROMPT]}, 120)
-        for name in reversed(gpu_subjects())
-    ]
+    return (
+        models
+        + baselines
+        + [
+            Task(name, "times:compile_subject", {"name": name, "loads": [*LOADS, PROMPT]}, 120)
+            for name in reversed(gpu_subjects())
+        ]
+    )
 
 
 def _times() -> list[Task]:
@@ -114,6 +123,9 @@ def _times() -> list[Task]:
     for load in (*LOADS, PROMPT):
         for name in UNCOMPRESSED:
             found.append(Task(f"SDPA, {name}, {load}", "times:stock", {"name": name, "load": load}))
+        for four_bits in (False, True) if load != PROMPT else ():
+            arguments = {"name": "llama3-8b", "load": load, "four_bits": four_bits}
+            found.append(Task(f"Triton, {16 - 12 * four_bits} bits, {load}", "times:flash", arguments))
         for name in gpu_subjects():
             function = "times:prompt" if load == PROMPT else "times:decoding"
             arguments = {"name": name} if load == PROMPT else {"name": name, "load": load}

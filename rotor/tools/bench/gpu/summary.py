@@ -47,7 +47,7 @@ def _times(records: list[Record]) -> str:
     timed = [record for record in records if record["job"] == "times" and "seconds" in record]
     stock: dict[tuple[str, str], float] = {}
     for record in timed:
-        if record["layout"].endswith(", uncompressed"):
+        if record["layout"].endswith(", uncompressed") and "4 bits" not in record["row"]:
             key = record["layout"].removesuffix(", uncompressed"), record["load"]
             stock[key] = min(stock.get(key, float("inf")), record["seconds"]["median"])
     rows: list[tuple[str, ...]] = []
@@ -59,10 +59,10 @@ def _times(records: list[Record]) -> str:
             record["load"], record["layout"], record["row"], record.get("cache", ""), f"{1e6 * seconds:.1f}",
             "" if predicted is None else f"{1e6 * predicted:.1f}",
             "" if moved is None else f"{moved / seconds / 1e12:.2f}",
-            "" if beside is None or record["layout"].endswith("uncompressed") else f"{seconds / beside:.2f}",
+            "" if beside is None or "SDPA" in record["row"] else f"{seconds / beside:.2f}",
             f"{record['error']:.2g}" if isinstance(record.get("error"), float) else "",
         ))  # fmt: skip
-    titles = "load", "layout", "row", "cache", "us", "predicted us", "TB/s", "over the faster SDPA", "error"
+    titles = "load", "layout", "row", "cache", "us", "predicted us", "TB/s", "over the fastest at 16 bits", "error"
     return table(titles, sorted(rows)) if rows else ""
 
 

@@ -23,6 +23,7 @@ from ....kernels.append import append
 from ....kernels.attention import attend_pages, ranges_of_pages
 from ....kernels.defaults import default_layer
 from ..attention import TOLERANCE, Call, Problem, kernel, random_problem, relative_error, sdpa, uncompressed_heads
+from ..baselines import flash_decoding, random_flash
 from ..records import quartiles
 from ..subjects import PAGE, Subject, gpu_subjects
 from .loads import LOADS, PROMPT, PROMPT_TOKENS, RAGGED
@@ -266,6 +267,27 @@ def stock(name: str, load: str, device: str = "cuda", size: tuple[int, int, int]
             yield {**about, "error": " ".join(str(error).split())[:300]}
             if isinstance(error, torch.AcceleratorError):
                 raise
+
+
+def flash(
+    name: str, load: str, four_bits: bool, device: str = "cuda", lengths: list[int] | None = None
+) -> Iterator[Record]:
+    """Flash-decoding in Triton over the uncompressed cache, of 16 bits or of 4 bits in groups."""
+    where, subject, lengths = torch.device(device), gpu_subjects()[name], lengths or LOADS[load]
+    sizes = subject.shape.num_heads, subject.shape.num_kv_heads, subject.shape.head_dim
+    generator = torch.Generator(where).manual_seed(0)
+    first = random_flash(sizes, lengths, four_bits, subject.dtype, generator)
+    count = copies(first.cache_bytes)
+    others = [random_flash(sizes, lengths, four_bits, subject.dtype, generator) for _ in range(count - 1)]
+    calls = [flash_decoding(problem) for problem in (first, *others)]
+    row = "Triton, 4 bits in groups" if four_bits else "Triton flash-decoding"
+    about = {"layout": f"{name}, uncompressed", "load": load, "row": row, "cache_bytes": first.cache_bytes}
+    error = {}
+    if load in CHECKED:
+        with torch.inference_mode():
+            error = {"error": relative_error(calls[0](), first.exact())}
+        error["right"] = error["error"] <= TOLERANCE[subject.dtype]
+    yield {**about, "seconds": cold_seconds(calls, where), **error}
 
 
 def prompt(name: str, device: str = "cuda", tokens: int = PROMPT_TOKENS) -> Iterator[Record]:
