@@ -87,5 +87,5 @@ def plan_page(chosen: list[Job], why: str) -> str:
         )
         lines.append(f"{start:5.0f} s  {job.name:12} {job.what}: {state}")
         start += 0 if missing else job.seconds
-    lines.append(f"{start:5.0f} s  end; with fewer --minutes, fewer of the times and tests")
+    lines.append(f"{start:5.0f} s  end; with fewer --minutes, fewer of the times, tiles and tests")
     return "\n".join(lines)
