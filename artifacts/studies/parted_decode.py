@@ -10,9 +10,14 @@ that neither accuracy nor bits are measured: only time, and the error of the ker
 and slices joined by rotor's kernels, to which such a row is a joint latent.
 
 Kernels are compiled by all cores while the GPU measures those that are ready. A line of JSON for each result, as it
-comes: `row` is `SDPA` (uncompressed), `error` (too large beside float64, so not timed), `decode` (the decode kernel alone
-at 8 x 32K), `step` (all kernels of a step, and each apart), `today` (the joint kernel in use on the same rows, whole
-step) or `failed`. `first_s` above a second says that a kernel was compiled again instead of found in Triton's cache.
+comes; its `row` is
+- `SDPA`: PyTorch's flash attention, uncompressed
+- `error`: too far from float64, and so not timed
+- `decode`: the decode kernel alone at 8 x 32K, with the best of several numbers of programs
+- `step`: all kernels of a step, and each apart
+- `today`: a step of the joint kernels in use on the same rows
+- `failed`, with the reason.
+A `first_s` above a second says that a kernel was compiled again instead of found in Triton's cache.
 """
 
 from __future__ import annotations
