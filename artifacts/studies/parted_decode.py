@@ -532,8 +532,8 @@ def measure_case(case: Case, layers: dict[Any, Any], device: torch.device) -> It
             "decode": time_us([call(of.decode, best, copy) for copy in copies]),
             "join": time_us([call(of.join, best)] * 4),
         }
-        us = time_us([call(of.run, best, copy) for copy in copies])
-        yield {"row": "step", "load": load, "error": error, "us": us, "parts_us": parts, "slices": best.slices}
+        whole_us = time_us([call(of.run, best, copy) for copy in copies])
+        yield {"row": "step", "load": load, "error": error, "us": whole_us, "parts_us": parts, "slices": best.slices}
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
@@ -618,9 +618,9 @@ def measure(out: Path, seconds: float) -> None:
             try:
                 for record in measure_case(case, layers, device):
                     write({**about, **record, **future.result()})
-            except Exception as failure:
-                write({"row": "failed", **about, "why": why(failure), **future.result()})
-                if isinstance(failure, torch.AcceleratorError):
+            except Exception as error:
+                write({"row": "failed", **about, "why": why(error), **future.result()})
+                if isinstance(error, torch.AcceleratorError):
                     break  # nothing works after it
     write({"row": "end", "not_measured": len(waiting)})
     processes = list(pool._processes.values())
