@@ -120,26 +120,39 @@ def page_of(
 
 
 @triton.jit
-def load_rows(
-    rows, page, tile, begin, until, width, block_stride, row_stride,
-    STEP: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+def rows_at(
+    rows, page, tile, begin, until, block_stride, row_stride, STEP: tl.constexpr, KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
-    """[KEYS, COLUMNS] of a tile; in place of keys outside begin ... until - 1 the nearest inside, so all is finite."""
+    """[KEYS] pointers, of a tile; in place of keys outside begin ... until - 1 the nearest inside, so all is finite."""
     start = tile * STEP
     place = tl.minimum(tl.maximum(tl.arange(0, KEYS), begin - start), tl.minimum(until - start, STEP) - 1)
-    column = tl.arange(0, COLUMNS)[None, :]
     if PAGE == 0:
-        rows += page.to(tl.int64) * block_stride + start.to(tl.int64) * row_stride
-        pointers = rows + place[:, None] * row_stride + column
+        return rows + page.to(tl.int64) * block_stride + start.to(tl.int64) * row_stride + place * row_stride
     elif PAGE % STEP == 0:
-        rows += page.to(tl.int64) * block_stride + (start % PAGE) * row_stride
-        pointers = rows + place[:, None] * row_stride + column
+        return rows + page.to(tl.int64) * block_stride + (start % PAGE) * row_stride + place * row_stride
     else:
-        of_page = page.to(tl.int64) * block_stride + (start + place) % PAGE * row_stride
-        pointers = rows + of_page[:, None] + column
+        return rows + page.to(tl.int64) * block_stride + (start + place) % PAGE * row_stride
+
+
+@triton.jit
+def load_rows(pointers, width, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
+    """[KEYS, COLUMNS] of a tile."""
+    column = tl.arange(0, COLUMNS)[None, :]
     if EXACT:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=column < width, other=0)
+        return tl.load(pointers[:, None] + column)
+    else:
+        return tl.load(pointers[:, None] + column, mask=column < width, other=0)
+
+
+@triton.jit
+def load_columns(pointers, width, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
+    """[COLUMNS, KEYS] of a tile."""
+    column = tl.arange(0, COLUMNS)[:, None]
+    if EXACT:
+        return tl.load(pointers[None, :] + column)
+    else:
+        return tl.load(pointers[None, :] + column, mask=column < width, other=0)
 
 
 INTEGERS = [
@@ -163,8 +176,8 @@ def decode_kernel(
     FAST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, EXACT: tl.constexpr,
     VALUE_EXACT: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, LEAN: tl.constexpr, TOGETHER: tl.constexpr, AGAIN: tl.constexpr, KEY_ALIGN: tl.constexpr,
-    VALUE_ALIGN: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, LEAN: tl.constexpr, TOGETHER: tl.constexpr, AGAIN: tl.constexpr, PACKED: tl.constexpr,
+    KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One slice of the line of tiles.
 
@@ -177,6 +190,9 @@ def decode_kernel(
     block, 0: all. FAST: planes, 0: none. LEAN: what all tiles share and each loads anew, which frees registers:
     constants (1), rotations (2). CODED: operands of a word, 0 of numbers. TOGETHER: KV heads whose fast planes are
     rebuilt by one product. AGAIN: planes of joint latents that are unpacked anew for values, for the same reason.
+    PACKED: a tile is loaded twice, with keys and with columns outside, so that Triton copies it into shared memory as
+    it is, reads it as operands of products (`ldmatrix`) and unpacks what was read; else it is unpacked first, and
+    written and read four times as large.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
@@ -256,17 +272,30 @@ def decode_kernel(
                 open_ = tl.load(holes + new + tl.zeros_like(place)) != 0
 
         largest = tl.full((ROWS,), UNSEEN, tl.float32)
-        total_weight = tl.zeros((16, ROWS), tl.float32)
+        total_weight = tl.zeros((ROWS,), tl.float32)
         weighted = ()
         for _ in tl.static_range(OPERANDS):
             weighted += (tl.zeros((VALUE_COLUMNS, ROWS), tl.float32),)
         page = page_of(block_table, sequence, tile_0, b, u, table_stride, STEP, KEYS, PAGE)
-        ahead = (load_rows(keys, page, tile_0, b, u, width, key_block, key_row, STEP, KEYS, PAGE, COLUMNS, EXACT),)
-        if not JOINT:
-            ahead += (load_rows(values, page, tile_0, b, u, value_width, value_block, value_row, STEP, KEYS, PAGE, VALUE_COLUMNS, VALUE_EXACT),)  # fmt: skip  # noqa: E501
-        page = page_of(block_table, sequence, tl.minimum(tile_0 + 1, tile_1 - 1), b, u, table_stride, STEP, KEYS, PAGE)
+        if not PACKED:
+            at = rows_at(keys, page, tile_0, b, u, key_block, key_row, STEP, KEYS, PAGE)
+            ahead = (load_rows(at, width, COLUMNS, EXACT),)
+            if not JOINT:
+                at = rows_at(values, page, tile_0, b, u, value_block, value_row, STEP, KEYS, PAGE)
+                ahead += (load_rows(at, value_width, VALUE_COLUMNS, VALUE_EXACT),)
+            after = tl.minimum(tile_0 + 1, tile_1 - 1)
+            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
         for tile in tl.range(tile_0, tile_1, num_stages=STAGES):
-            now = ahead
+            if PACKED:
+                at = rows_at(keys, page, tile, b, u, key_block, key_row, STEP, KEYS, PAGE)
+                now = (load_rows(at, width, COLUMNS, EXACT),)
+                if not JOINT:
+                    at = rows_at(values, page, tile, b, u, value_block, value_row, STEP, KEYS, PAGE)
+                now += (load_columns(at, value_width, VALUE_COLUMNS, VALUE_EXACT),)
+                after = tl.minimum(tile + 1, tile_1 - 1)
+                page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
+            else:
+                now = ahead
             z = operands(now[0], CODED, DTYPE, ASM)
             zero = tile >> 30 if LEAN % 2 else 0  # which no compiler knows
             if BLOCK > 0:
@@ -312,12 +341,15 @@ def decode_kernel(
                     f_h = fast_query + (block + row)[None, :] * (2 * FAST) + plane[:, None]
                     logits = tl.dot(k0, tl.load(f_h, mask=own, other=0.0), logits, input_precision=PRECISION)
                     logits = tl.dot(k1, tl.load(f_h + FAST, mask=own, other=0.0), logits, input_precision=PRECISION)
-            after = tl.minimum(tile + 1, tile_1 - 1)
-            ahead = (load_rows(keys, page, after, b, u, width, key_block, key_row, STEP, KEYS, PAGE, COLUMNS, EXACT),)
-            if not JOINT:
-                ahead += (load_rows(values, page, after, b, u, value_width, value_block, value_row, STEP, KEYS, PAGE, VALUE_COLUMNS, VALUE_EXACT),)  # fmt: skip  # noqa: E501
-            after = tl.minimum(tile + 2, tile_1 - 1)
-            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
+            if not PACKED:
+                after = tl.minimum(tile + 1, tile_1 - 1)
+                at = rows_at(keys, page, after, b, u, key_block, key_row, STEP, KEYS, PAGE)
+                ahead = (load_rows(at, width, COLUMNS, EXACT),)
+                if not JOINT:
+                    at = rows_at(values, page, after, b, u, value_block, value_row, STEP, KEYS, PAGE)
+                    ahead += (load_rows(at, value_width, VALUE_COLUMNS, VALUE_EXACT),)
+                after = tl.minimum(tile + 2, tile_1 - 1)
+                page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
             start = tile * STEP
             if TOKENS > 1:
                 index = (start + place)[:, None]
@@ -350,29 +382,30 @@ def decode_kernel(
                 else:
                     now_largest = tl.maximum(largest, tl.max(logits, 0) * scale)
                     weights = tl.exp2(logits * scale - now_largest[None, :])
-            shrink = tl.exp2(largest - now_largest)[None, :]
+            shrink = tl.exp2(largest - now_largest)
             largest = now_largest
             weights = weights.to(DTYPE)
-            tile_weight = tl.dot(ones, weights, tl.zeros((16, ROWS), tl.float32), input_precision=PRECISION)
+            tile_weights = tl.dot(ones, weights, tl.zeros((16, ROWS), tl.float32), input_precision=PRECISION)
+            tile_weight = tl.max(tile_weights, 0)  # of equals
             total_weight = total_weight * shrink + tile_weight
-            if OFFSET > 0:
-                of_offset = OFFSET * tl.max(tile_weight, 0)[None, :]
-            if not JOINT:
+            if PACKED or not JOINT:
                 z = operands(now[1], CODED, DTYPE, ASM)
             elif AGAIN > 0:
                 again = operands(anew(now[0], tile >> 30, ASM), CODED, DTYPE, ASM)
             added = ()
             for j in tl.static_range(OPERANDS):
                 z_j = again[j] if JOINT and j < AGAIN else z[j]
-                kept = weighted[j] * shrink
+                if not PACKED:
+                    z_j = tl.trans(z_j)
+                kept = weighted[j] * shrink[None, :]
                 if OFFSET > 0:
-                    kept -= of_offset
-                added += (tl.dot(tl.trans(z_j), weights, kept, input_precision=PRECISION),)
+                    kept -= (OFFSET * tile_weight)[None, :]
+                added += (tl.dot(z_j, weights, kept, input_precision=PRECISION),)
             weighted = added
 
         late = position >> 30 if AGAIN else 0  # so that places are not kept from before the loop
         seen = largest > UNSEEN
-        sums = tl.where(seen, tl.max(total_weight, 0), 1.0)
+        sums = tl.where(seen, total_weight, 1.0)
         out = partial + slot.to(tl.int64) * (LIVE * OPERANDS * VALUE_COLUMNS)
         out += (row + late)[None, :] * (OPERANDS * VALUE_COLUMNS) + (value_column + late)[:, None]
         for j in tl.static_range(OPERANDS):

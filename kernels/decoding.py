@@ -187,8 +187,8 @@ class DecodeLayer:
             "VALUE_COLUMNS": self.value_columns, "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page,
             "MASK": mask, "SOFTCAP": softcap, "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)),
             "STAGES": tiles.stages, "LEAN": tiles.lean, "TOGETHER": math.gcd(tiles.together, self.heads),
-            "AGAIN": tiles.again if self.joint and self.word_operands else 0, "PRECISION": precision(self.dtype),
-            "ASM": assembled(),
+            "AGAIN": tiles.again if self.joint and self.word_operands and not tiles.packed else 0,
+            "PACKED": tiles.packed, "PRECISION": precision(self.dtype), "ASM": assembled(),
         }  # fmt: skip
 
     def absorb_constants(self, tokens: int) -> dict[str, Any]:

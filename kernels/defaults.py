@@ -49,7 +49,9 @@ def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> T
     """The tile with the fewest instructions in SASS for sm_80 and sm_90 that does not spill (heads of 128, bfloat16).
 
     64 keys and one warp up to 128 nibbles and 8 rows, without fast planes or with few of a narrow latent. Wider latents
-    and more rows take two warps or more and tiles of 32 keys; four KV heads together take four warps.
+    and more rows take two warps or more and tiles of 32 keys; four KV heads together take four warps. Where keys and
+    values are two rows, each is unpacked behind shared memory, which takes fewer instructions and half of its bytes;
+    one row for both would be unpacked twice.
     """
     rows = max(8, _power(query_rows))
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
@@ -57,17 +59,20 @@ def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> T
     fast = max(16, _power(layout.fast_planes)) if layout.fast_planes else 0
     if not layout.coded:
         size = width * rows
-        return Tile(64, 2, 2) if size <= 1024 else Tile(32, 4 if size <= 8192 else 8, 2)
+        return Tile(64, 2, 2, packed=True) if size <= 1024 else Tile(32, 4 if size <= 8192 else 8, 2)
     if not fast:
-        return Tile(64, _power(max(1, min(8, int(width * rows) // 2048))), 2)
+        warps = _power(max(1, min(8, int(width * rows) // 2048)))
+        return Tile(64, warps, 2, packed=not layout.joint and warps == 1)
     if width * rows <= 512 and fast <= 16:
         return Tile(64, 1, 2)
     if width * rows <= 1024 and fast <= 16:
-        return Tile(64, 2, 2) if layout.group_size == 1 else Tile(64, 2, 2 if capability >= 90 else 1, lean=3)
+        if layout.group_size == 1:
+            return Tile(64, 2, 2)
+        return Tile(64, 2, 2, lean=3, together=2) if capability >= 90 else Tile(64, 2, 1, lean=1)
     if layout.group_size == 4 and fast == 16 and (layout.rope_block or 0) >= 64 and width * rows <= 4096:
         if capability >= 90:  # the products of four KV heads together are those of a warp group
             return Tile(64, 4, 1, lean=1, together=4, again=2)
-        return Tile(64, 4, 1, lean=1, again=1)
+        return Tile(64, 4, 1, lean=3, again=1)
     return Tile(32, 2 if width * rows <= 4096 else 4, 1, lean=1)
 
 

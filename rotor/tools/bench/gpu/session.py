@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,10 @@ def run(out: Path, minutes: float, command: str, say: Callable[[str], None], onl
 
 def _import() -> None:
     """What processes need, once for all of them: those that are forked have it."""
-    from . import counters, device, testing, times  # noqa: F401
+    from . import counters, device, model, sanitizer, testing, tiles, times  # noqa: F401
+
+    with suppress(ImportError):
+        import_module("pytest")
 
 
 def plan_page(chosen: list[Job], why: str) -> str:
