@@ -209,7 +209,7 @@ def test_plans_of_a_path(coded_run):
     """By rising share of bytes removed, each counted from its rows; a target is met by the most bytes that meet it."""
     run = coded_run("llama", "rotor")
     path = rank_path(run, run.recipe)
-    steps = path.steps()
+    steps = path.plans()
     assert [plan.stored for plan in steps] == sorted({plan.stored for plan in steps})
     before = 2 * run.shape.num_kv_heads * run.shape.head_dim * run.shape.num_layers * run.info["element_bytes"]
     for plan in steps:

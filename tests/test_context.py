@@ -62,7 +62,7 @@ def test_the_best_plan_of_every_number_of_bytes(context: int) -> None:
         assert plan.stored >= target - 1e-9
         best = min(loss for size, loss in every if size <= (1 - target) * whole)
         assert predicted_loss(layers, plan) == pytest.approx(best)
-    stored = [plan.stored for plan in path.steps()]
+    stored = [plan.stored for plan in path.plans()]
     assert stored == sorted(stored)
     assert path.at_compression(0.9999) is None
 

@@ -9,7 +9,7 @@ import torch
 
 from ..calibration.allocation.bits import BitsPath
 from ..calibration.allocation.plan import RankInputs, RankPath, RankPlan, Sensitivity, Spectra
-from ..calibration.run import Run, read_fisher
+from ..calibration.run import Run, read_weight_fisher
 from ..errors import UsageError
 from ..models.splits import EvaluationData
 from ..policies import Policy
@@ -116,7 +116,7 @@ class Measurer:
         Args:
             splits: by default all that there are, the report split's long rows among them.
         """
-        splits = tuple(self.data.rows) if splits is None else splits
+        splits = tuple(self.data.sequences) if splits is None else splits
         point = self.table.find(plan) or Point.of(plan)
         missing = [split for split in splits if not point.has(split)]
         if not missing:
@@ -166,7 +166,7 @@ def rank_path(
     spectra = [Spectra(*run.spectra(layer)) for layer in layers]
 
     def gradients() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        groups = read_fisher(run.folder, run.shape).unflatten(-1, (-1, run.form.group_size)).sum(-1)
+        groups = read_weight_fisher(run.folder, run.shape).unflatten(-1, (-1, run.form.group_size)).sum(-1)
         return [(keys, values) for keys, values in groups]
 
     return ranks.rule.path(RankInputs(spectra, run.shape, ranks.multiple_of, gradients, sensitivities, context_tokens))

@@ -96,7 +96,7 @@ class RankSearch(Measurer):
     def _make_meter(self) -> FidelityMeter:
         evaluation, checkpoint = self.recipe.evaluation, self.job.checkpoint
         self.progress.message(f"text: {describe_evaluation(evaluation, checkpoint.tokenizer)}")
-        context = EvaluationContext(evaluation, self.data.rows, checkpoint.tokenizer, checkpoint.config)
+        context = EvaluationContext(evaluation, self.data.sequences, checkpoint.tokenizer, checkpoint.config)
         return FidelityMeter(context, self.progress, self.policy)
 
     def _load_model(self) -> CompressibleModel:

@@ -17,7 +17,7 @@ from .moments import LayerStatistics, stored_name
 
 
 def needed_statistics(qk_method: str, vo_method: str, form: LayerForm, refit: bool = False) -> frozenset[str]:
-    """Names of the moments that the methods read, as capture reports them; never empty."""
+    """Names of the moments that the methods read, as capture names them; never empty."""
     key = stored_name(form.keys, form.joint)
     if form.joint:
         return frozenset({key})
@@ -38,12 +38,12 @@ def layer_bases(
     """Compute both bases of one layer by the methods that a recipe names.
 
     Args:
-        gradients: for methods that read them.
-        form: joint latents are by Fisher information.
-        where: names the layer in errors.
+        form: joint latents always use Fisher information.
+        gradients: Fisher information, for methods that read it.
+        where: name of the layer for errors.
     Raises:
         NumericsError: a factorisation fails or its result is not finite.
-    Source: that of each method, beside it.
+    Source: see each method.
     """
     inputs = Inputs(statistics, weights, form.keys, gradients)
     try:

@@ -1,7 +1,7 @@
-"""Facts about a model: its attention, its cache, what a recipe will do with it and what that takes.
+"""Facts about a model: its attention, its cache, the form that a recipe gives it, and the resources that this takes.
 
-Reads the configuration and the headers of the shards, never weights; without shards, and of models on the hub, the
-configuration says what they would hold.
+Only the configuration and the headers of the shards are read, never weights. Without shards, and for models on the hub,
+the configuration says what they would hold.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ from ..prediction.decode_times import DecodeTime, decode_times
 from ..prediction.devices import find_device
 from .outline import ModelOutline, needs_whole_model
 
-WEIGHTS = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
-"""Files of weights in any form; without one a config.json stands alone, and says what the weights would be."""
+WEIGHT_FILES = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
+"""Names of weight files in any format. In a folder without one, config.json alone describes the model."""
 
 CONTEXTS = (8192, 32768, 131072)
-"""Lengths, in tokens, at which the size of the cache is shown."""
+"""Sequence lengths in tokens for which the size of the cache is shown."""
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Memory and disk of a command in bytes, memory by what it is for, and seconds of its matrix products alone.
+class ResourceEstimate:
+    """Memory and disk of a command in bytes, and the seconds of its matrix products alone.
 
-    streamed: one layer of weights in memory at a time. usable_host_bytes: of what is available, where weights are to
-    stay in memory. disk_bytes: in the output folder while it is written; kept_disk_bytes: of it, what stays.
+    streamed: whether one layer of weights is in memory at a time.
+    host_bytes, device_bytes: memory by purpose.
+    disk_bytes: size of the output folder while it is written, of which kept_disk_bytes stay.
+    product_seconds: seconds by stage.
+    available_host_bytes: memory that the process may take, of which usable_host_bytes may be filled with weights.
     """
 
     streamed: bool
@@ -55,20 +58,24 @@ class Needs:
     free_disk_bytes: int
 
     @classmethod
-    def of(cls, estimate: Estimate, streamed: bool, disk: int, kept: int, seconds: dict[str, float]) -> Needs:
+    def of(
+        cls, estimate: Estimate, streamed: bool, disk: int, kept: int, seconds: dict[str, float]
+    ) -> ResourceEstimate:
         there = available_host_bytes(), usable_host_bytes(), shutil.disk_usage(Path.cwd()).free
         return cls(streamed, estimate.host, estimate.device, disk, kept, seconds, *there)
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `rotor inspect` shows.
+    """Results of `rotor inspect`.
 
-    kv_cache_bytes: of one sequence, by its tokens. context_tokens: of the sequences whose bytes an export counts.
-    row_start: what a row of text begins with, as text; None where no tokenizer is there to say so.
-    bits: that a channel may have. form: of what the layers' cache holds, in words.
-    objective, instructions_per_cycle: the device and the load that decode_times are predicted for.
-    calibrate, export: what the commands take on this machine.
+    kv_cache_bytes: bytes of one sequence, by its tokens.
+    context_tokens: length of the sequence whose bytes an export counts.
+    row_start: beginning of every text sequence, as text; None without a tokenizer.
+    bits: bits that a channel may have.
+    form: form of the layers, in words.
+    objective, instructions_per_cycle: device and load that decode_times are predicted for.
+    calibrate, export: resources that the commands take on this machine.
     """
 
     name: str
@@ -89,8 +96,8 @@ class Inspection:
     objective: ObjectiveSettings
     instructions_per_cycle: float
     decode_times: list[DecodeTime]
-    calibrate: Needs
-    export: Needs
+    calibrate: ResourceEstimate
+    export: ResourceEstimate
     available_device_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,19 +115,20 @@ def inspect(
     batch_tokens: int = 2048,
     context: int | None = None,
 ) -> Inspection:
-    """Look at a model without reading its weights; from the hub only its configuration is fetched.
+    """Inspect a model without reading its weights; from the hub only its configuration is fetched.
 
-    Args: as for calibrate, and `context` as for export. A config.json without weights, or its folder, is taken, too.
+    Args: as for calibrate, and `context` as for export. A config.json without weights, or its folder, will do.
     Raises:
-        UsageError: a context of more tokens than the model has positions. UnsupportedModelError: rotor cannot compress
-            it. RotorError: see rotor.errors.
+        UsageError: the context has more tokens than the model has positions.
+        UnsupportedModelError: rotor cannot compress the model.
+        RotorError: see rotor.errors.
     """
     if Path(model).is_file():
         if Path(model).name != "config.json":
             raise MissingError(f"{model}: is a file.", "Give a model's folder, its config.json, or a hub id.")
         model = Path(model).parent
     spec, source = load_recipe(recipe, overrides), find_source(model, revision, weights=False)
-    if source.hub_id is None and any(WEIGHTS.search(path.name) for path in source.folder.iterdir()):
+    if source.hub_id is None and any(WEIGHT_FILES.search(path.name) for path in source.folder.iterdir()):
         outline = ModelOutline.of(Checkpoint(source.folder))
     else:
         config = config_of(source.folder)
@@ -169,7 +177,7 @@ def inspect(
         objective=load,
         instructions_per_cycle=device_rates.instructions_per_cycle,
         decode_times=decode_times(shape, device_rates, step, form.distinct),
-        calibrate=Needs.of(taken, streamed, taken.disk_bytes, taken.kept_disk_bytes, seconds),
-        export=Needs.of(measuring[layerwise], layerwise, grown, grown, {}),
+        calibrate=ResourceEstimate.of(taken, streamed, taken.disk_bytes, taken.kept_disk_bytes, seconds),
+        export=ResourceEstimate.of(measuring[layerwise], layerwise, grown, grown, {}),
         available_device_bytes=available_device_bytes(target),
     )

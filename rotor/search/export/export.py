@@ -36,7 +36,7 @@ from ...kernels.defaults import default_config
 from ...logs import log_file
 from ...models.sidecars import sidecars
 from ...models.source import INDEX_FILE, Checkpoint
-from ...models.splits import LONG, SPLITS
+from ...models.splits import LONG_SPLIT, SPLITS
 from ...policies import LONG_TOKENS, Policy, packed_bytes_per_token
 from ...progress import Progress, StageTimes
 from ...recipe import Recipe
@@ -292,7 +292,7 @@ def _report(
 
 def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str, Any]:
     """What rotor.json says of the accuracy; where nothing was measured (no table), why."""
-    splits = (*SPLITS, *([LONG] if point.has(LONG) else []))
+    splits = (*SPLITS, *([LONG_SPLIT] if point.has(LONG_SPLIT) else []))
     found = {} if table is None else {split: point.fidelity(split) for split in splits}
     search, report = found.get("search"), found.get("report")
     context = None if table is None else table.context

@@ -18,7 +18,7 @@ from ...checkpoint.layout import uncompressed_kv_bytes_per_token
 from ...checkpoint.output_folder import OutputFolder
 from ...errors import UsageError
 from ...models.projections import context_tokens
-from ...models.sequences import evenly_spaced, text_rows
+from ...models.sequences import evenly_spaced, text_sequences
 from ...models.source import Checkpoint
 from ...models.splits import EvaluationData, evaluation_data, held_out_documents
 from ...policies.fitting import FIT_TOKENS
@@ -69,7 +69,7 @@ class StudyContext:
     @cached_property
     def meter(self) -> FidelityMeter:
         """Measures all points, so that the uncompressed model runs once a split."""
-        return FidelityMeter(self._metrics_of(self.data.rows), self.progress)
+        return FidelityMeter(self._metrics_of(self.data.sequences), self.progress)
 
     def _metrics_of(self, rows: dict[str, Tensor]) -> EvaluationContext:
         return EvaluationContext(self.evaluation, rows, self.checkpoint.tokenizer, self.checkpoint.config)
@@ -104,7 +104,7 @@ class StudyContext:
         """Measures likewise in a network of any dtype."""
         asked = primitive_metrics(self.evaluation.metric)
         prompts = [name for name in PROMPTS if name in asked]
-        return self._bench(self.data.rows if prompts else {"report": self.data.report}, prompts, network)
+        return self._bench(self.data.sequences if prompts else {"report": self.data.report}, prompts, network)
 
     def bench_on(self, text: Tensor) -> CacheBench:
         """Measures caches on other text, [rows, seq_len]."""
@@ -124,7 +124,7 @@ class StudyContext:
     def calibration_rows(self, count: int) -> Tensor:
         """Rows [count, seq_len] of the text that is kept for calibrations."""
         found = held_out_documents(self.evaluation)
-        rows = text_rows(found.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
+        rows = text_sequences(found.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
         return evenly_spaced(rows, count, f"study, calibration part of {found.description}")
 
     def run(self, name: str, recipe: Recipe) -> Run:

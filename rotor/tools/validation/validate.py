@@ -20,9 +20,9 @@ from ...models.documents import require_tokenizer
 from ...models.hardware import pick_device, pick_dtype
 from ...models.layerwise import LayerwiseModel
 from ...models.loading import weights_of
-from ...models.projections import context_tokens, longest_row
+from ...models.projections import bounded_seq_len, context_tokens
 from ...models.source import Checkpoint
-from ...models.splits import LONG, EvaluationData, evaluation_data
+from ...models.splits import LONG_SPLIT, EvaluationData, evaluation_data
 from ...models.tokens import random_tokens
 from ...policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ...progress import Progress, StageTimes
@@ -176,7 +176,7 @@ class _Numerics:
         data = self._text()
         config = self.checkpoint.config
         if data is None:
-            rows = random_tokens(NUMERICS_ROWS, longest_row(RANDOM_SEQ_LEN, config), config, None, seed=0)
+            rows = random_tokens(NUMERICS_ROWS, bounded_seq_len(RANDOM_SEQ_LEN, config), config, None, seed=0)
         else:
             rows = data.report
         place = self._placement()
@@ -262,8 +262,8 @@ class _Numerics:
         result, target, base = self.result, self.checkpoint.report["accuracy"]["target"], meter.base["report"]
         found = meter.measure(compressed, "report")
         result.summary["accuracy"] = _accuracy(meter, found, target)
-        if LONG in meter.base:
-            result.summary["accuracy"][LONG] = meter.measure(compressed, LONG).values
+        if LONG_SPLIT in meter.base:
+            result.summary["accuracy"][LONG_SPLIT] = meter.measure(compressed, LONG_SPLIT).values
         text, chance = "{} {:.4f} [{:.4f}, {:.4f}]".format(meter.metric, found.accuracy, *found.interval), ""
         if base.get("at_chance"):
             result.summary["accuracy"]["at_chance"] = True
@@ -328,10 +328,10 @@ def _measured(
         base = LayerwiseModel(weights_of(source, place.device, place.dtype, place.streamed))
     if policy is not None:
         check_in_memory(base, policy)
-    meter = FidelityMeter(EvaluationContext(spec, data.rows, source.tokenizer, source.config), progress, policy)
+    meter = FidelityMeter(EvaluationContext(spec, data.sequences, source.tokenizer, source.config), progress, policy)
     meter.left_out |= {} if searched is None else {"search": searched}
-    for split in ("report", LONG):
-        if split in data.rows:
+    for split in ("report", LONG_SPLIT):
+        if split in data.sequences:
             meter.measure_base(base, split)
     return meter, base
 
