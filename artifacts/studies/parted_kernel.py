@@ -12,10 +12,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rotor.kernels.decode import NOTHING, UNSEEN, anew, load_rows, operands, rotated
+from rotor.kernels.decode import NOTHING, UNSEEN, anew, operands, rotated
 from rotor.kernels.ranges import count_tiles, sequence_at, slice_start, slices, tiles_of
 
 NOT_SPECIALISED = ["batch_size", "groups", "max_blocks", "row_sequence"]
+
+
+@triton.jit
+def load_rows(
+    rows, sequence, tile, begin, until, row_sequence,
+    ROW: tl.constexpr, STEP: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """[KEYS, COLUMNS] of a tile; in place of keys outside begin ... until - 1 the nearest inside, so all is finite."""
+    start = tile * STEP
+    place = tl.minimum(tl.maximum(tl.arange(0, KEYS), begin - start), tl.minimum(until - start, STEP) - 1)
+    rows += sequence.to(tl.int64) * row_sequence + start.to(tl.int64) * ROW
+    return tl.load(rows + place[:, None] * ROW + tl.arange(0, COLUMNS)[None, :])
 
 
 @triton.jit
@@ -29,13 +41,13 @@ def load_words(
     """
     found = ()
     for i in tl.static_range(PARTS):
-        found += (load_rows(rows + i * PART, sequence, tile, begin, until, 0, row_sequence, ROW, STEP, KEYS, 0, PART, True),)  # fmt: skip  # noqa: E501
+        found += (load_rows(rows + i * PART, sequence, tile, begin, until, row_sequence, ROW, STEP, KEYS, PART),)  # fmt: skip  # noqa: E501
     for i in tl.static_range(BLOCKS):
-        found += (load_rows(rows + i * 16, sequence, tile, begin, until, 0, row_sequence, ROW, STEP, KEYS, 0, 16, True),)  # fmt: skip  # noqa: E501
+        found += (load_rows(rows + i * 16, sequence, tile, begin, until, row_sequence, ROW, STEP, KEYS, 16),)  # fmt: skip  # noqa: E501
     if SPLIT > 1:
         for i in tl.static_range(PARTS // SPLIT):
             own = rows + (part_of_output + i) * PART
-            found += (load_rows(own, sequence, tile, begin, until, 0, row_sequence, ROW, STEP, KEYS, 0, PART, True),)
+            found += (load_rows(own, sequence, tile, begin, until, row_sequence, ROW, STEP, KEYS, PART),)
     start = tile * STEP
     place = tl.minimum(tl.maximum(tl.arange(0, KEYS), begin - start), tl.minimum(until - start, STEP) - 1)
     for i in tl.static_range(SCALE_WORDS):
