@@ -278,20 +278,20 @@ def decode_kernel(
             weighted += (tl.zeros((VALUE_COLUMNS, ROWS), tl.float32),)
         page = page_of(block_table, sequence, tile_0, b, u, table_stride, STEP, KEYS, PAGE)
         if not PACKED:
-            at = rows_at(keys, page, tile_0, b, u, key_block, key_row, STEP, KEYS, PAGE)
-            ahead = (load_rows(at, width, COLUMNS, EXACT),)
+            rows_of_tile = rows_at(keys, page, tile_0, b, u, key_block, key_row, STEP, KEYS, PAGE)
+            ahead = (load_rows(rows_of_tile, width, COLUMNS, EXACT),)
             if not JOINT:
-                at = rows_at(values, page, tile_0, b, u, value_block, value_row, STEP, KEYS, PAGE)
-                ahead += (load_rows(at, value_width, VALUE_COLUMNS, VALUE_EXACT),)
+                rows_of_tile = rows_at(values, page, tile_0, b, u, value_block, value_row, STEP, KEYS, PAGE)
+                ahead += (load_rows(rows_of_tile, value_width, VALUE_COLUMNS, VALUE_EXACT),)
             after = tl.minimum(tile_0 + 1, tile_1 - 1)
             page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
         for tile in tl.range(tile_0, tile_1, num_stages=STAGES):
             if PACKED:
-                at = rows_at(keys, page, tile, b, u, key_block, key_row, STEP, KEYS, PAGE)
-                now = (load_rows(at, width, COLUMNS, EXACT),)
+                rows_of_tile = rows_at(keys, page, tile, b, u, key_block, key_row, STEP, KEYS, PAGE)
+                now = (load_rows(rows_of_tile, width, COLUMNS, EXACT),)
                 if not JOINT:
-                    at = rows_at(values, page, tile, b, u, value_block, value_row, STEP, KEYS, PAGE)
-                now += (load_columns(at, value_width, VALUE_COLUMNS, VALUE_EXACT),)
+                    rows_of_tile = rows_at(values, page, tile, b, u, value_block, value_row, STEP, KEYS, PAGE)
+                now += (load_columns(rows_of_tile, value_width, VALUE_COLUMNS, VALUE_EXACT),)
                 after = tl.minimum(tile + 1, tile_1 - 1)
                 page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
             else:
@@ -343,11 +343,11 @@ def decode_kernel(
                     logits = tl.dot(k1, tl.load(f_h + FAST, mask=own, other=0.0), logits, input_precision=PRECISION)
             if not PACKED:
                 after = tl.minimum(tile + 1, tile_1 - 1)
-                at = rows_at(keys, page, after, b, u, key_block, key_row, STEP, KEYS, PAGE)
-                ahead = (load_rows(at, width, COLUMNS, EXACT),)
+                rows_of_tile = rows_at(keys, page, after, b, u, key_block, key_row, STEP, KEYS, PAGE)
+                ahead = (load_rows(rows_of_tile, width, COLUMNS, EXACT),)
                 if not JOINT:
-                    at = rows_at(values, page, after, b, u, value_block, value_row, STEP, KEYS, PAGE)
-                    ahead += (load_rows(at, value_width, VALUE_COLUMNS, VALUE_EXACT),)
+                    rows_of_tile = rows_at(values, page, after, b, u, value_block, value_row, STEP, KEYS, PAGE)
+                    ahead += (load_rows(rows_of_tile, value_width, VALUE_COLUMNS, VALUE_EXACT),)
                 after = tl.minimum(tile + 2, tile_1 - 1)
                 page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
             start = tile * STEP
@@ -363,8 +363,8 @@ def decode_kernel(
                 visible = (place >= b - start) & (place < tl.minimum(u - start, STEP))
                 if MASK:
                     read = visible & open_
-                    at = mask + new.to(tl.int64) * mask_stride + start + place
-                    visible &= tl.load(at, mask=read, other=1) != 0
+                    bits = mask + new.to(tl.int64) * mask_stride + start + place
+                    visible &= tl.load(bits, mask=read, other=1) != 0
                 visible = visible[:, None]
             if SOFTCAP:
                 logits = logits * scale

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from rotor.checkpoint.layout import KeyForm, LayerLayout
 from rotor.kernels.append import append
+from rotor.kernels.attention import ranges_of
 from rotor.kernels.decoding import BlockRotations, DecodeLayer, decode_attention
 from rotor.kernels.ranges import KeyRanges
 from rotor.tools.bench.sass import usage
@@ -71,3 +72,29 @@ def test_one_kernel_serves_views_that_begin_anywhere(layout: LayerLayout) -> Non
         found.append([(variant.name, variant.source.hash()) for variant in launched])
     assert [name for name, _ in found[0]] == ["absorb_kernel", "decode_kernel", "join_kernel", "append_kernel"]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layer(KeyForm(64, 4), 2, Channels(n4=48)),
+        layer(KeyForm(64, 0), 1, (Channels(n4=32), Channels(n4=32))),
+        layer(KeyForm(64, 0), 1, (Numbers(20), Numbers(28))),
+    ],
+    ids=["joint, fast planes", "apart", "numbers"],
+)
+def test_a_step_behind_a_mask_with_holes_compiles(layout: LayerLayout) -> None:
+    """A static cache always has a mask; the interpreter does not see that a variable changes its type in a loop."""
+    shape, dtype = shape_of(layout.group_size, 2, 64, 64), torch.bfloat16
+    case = random_case(layout, shape, 2, 1, 80).to("cpu", dtype)
+    assert case.rotation is not None
+    mask = torch.ones(2, 1, 1, 80, dtype=torch.bool)
+    mask[:, :, :, 40:60] = False
+    ranges = ranges_of(mask, (2, 1, 80), torch.device("cpu"))
+    decoding = DecodeLayer(case.parameters, dtype, torch.device("cpu"))
+    rotations = BlockRotations.of(case.rotation, layout, dtype)
+    with recorded(90) as launched:
+        decode_attention(case.query[:, :, 0], case.key, case.value, decoding, ranges, rotations)
+    (decode,) = (variant for variant in launched if variant.name == "decode_kernel")
+    registers, _ = usage(decode.compile().asm["cubin"])
+    assert registers <= 255
