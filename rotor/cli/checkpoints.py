@@ -12,7 +12,7 @@ from rich.text import Text
 
 from .app import check_folder, command, numbers, resumable, split
 from .console import in_interval, print_seconds, print_table, say
-from .options import NONE, Count, MemoryOptions, Printed
+from .options import NONE, Count, MemoryOptions, OptionalCount, Printed
 
 if TYPE_CHECKING:
     from ..calibration.run import Run
@@ -100,7 +100,7 @@ def export(
     no_measure: bool = False,
     cache: str | None = None,
     without_weights: bool = False,
-    context: Count | None = None,
+    context: OptionalCount = None,
     overwrite: bool = False,
 ) -> None:
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
@@ -198,7 +198,7 @@ class ValidateOptions(MemoryOptions):
     text: Path | None = None
     overrides: list[str] = NONE
     cache: str | None = None
-    distance: Count | None = None
+    distance: OptionalCount = None
     tasks: str | None = None
     lengths: str = "4096"
 

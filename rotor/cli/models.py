@@ -15,7 +15,7 @@ import typer
 from ..errors import UsageError
 from ..logs import is_first_process, printable
 from .app import command
-from .options import NONE, Count, DeviceOptions, Json, Printed
+from .options import NONE, Count, DeviceOptions, Json, OptionalCount, Printed
 from .plans import print_inspection
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def inspect(
     revision: str | None = None,
     overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
-    context: Count | None = None,
+    context: OptionalCount = None,
 ) -> None:
     """Describe a model: attention, cache, what a recipe does with it, the memory and disk that this takes.
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_NUMBER = 1 << 30
 Count = Annotated[int, typer.Option(min=1, max=MAX_NUMBER)]
+OptionalCount = Annotated[int | None, typer.Option(min=1, max=MAX_NUMBER)]
+"""Not `Count | None`, which older versions of typer do not read."""
 NONE: Any = ()
 """The default of options that may be repeated."""
 

@@ -205,14 +205,15 @@ def gpu(
     """Test and measure the kernels on this GPU within some minutes; or tune them for a checkpoint.
 
     Numbers come before long tests, each job in processes of its own; what they find is appended to the file as it
-    comes, and a summary in Markdown is written beside it. Tests, which need a checkout, and counters, which need
-    NVIDIA's ncu, are skipped where these are not. Without a GPU it prints what would run. Exit code 1 if a
+    comes, and a summary in Markdown is written beside it. Tests, which need a checkout, and what needs NVIDIA's ncu
+    or compute-sanitizer, are skipped where these are not. Without a GPU it prints what would run. Exit code 1 if a
     part failed, 2 without a GPU.
 
     Args:
         out: File to write: JSON lines, one for each measurement and test. The summary has its name with .md.
-        minutes: Time for all of it; with less than 9, fewer times and tests.
-        only: Jobs to run, separated by commas: compile, correctness, times, counters, tests.
+        minutes: Time for all of it; with less than 9, fewer times, tiles and tests.
+        only: Jobs to run, separated by commas: compile, correctness, times, tiles, tune, model, counters, compiled,
+            sanitizer, tests.
         tune: Only measure tiles for this checkpoint, and write the fastest into its kernel_config.json.
     """
     check_file(out)

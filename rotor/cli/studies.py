@@ -10,7 +10,7 @@ import typer
 from ..tools.study.parts import PARTS
 from .app import command, numbers, resumable, split
 from .console import print_table, say
-from .options import NONE, Count, MemoryOptions, Printed
+from .options import NONE, Count, MemoryOptions, OptionalCount, Printed
 
 ABOUT_PARTS = (
     "methods, every cache policy and recipes at equal bytes, takes longest; match finds the bytes at which a recipe is "
@@ -31,7 +31,7 @@ def study(
     sizes: str = "",
     caches: str = "",
     text: Path | None = None,
-    distance: Count | None = None,
+    distance: OptionalCount = None,
     overrides: list[str] = NONE,
     batch_tokens: Count = 2048,
     plots: Annotated[bool, typer.Option(help="Draw the results, which needs matplotlib.")] = True,

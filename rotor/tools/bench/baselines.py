@@ -24,7 +24,7 @@ PROGRAMS_PER_SM = 8
 """Programs that chunks are made for."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "chunk", "chunks"])
 def flash_kernel(
     query, key, value, key_scale, value_scale, partial, log_sum, starts, lengths, tokens, chunk, chunks, scale,
     FOUR_BITS: tl.constexpr, PER_HEAD: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
@@ -100,7 +100,7 @@ def flash_kernel(
         tl.store(log_sum + slot, largest + tl.log2(weight))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk", "chunks"])
 def chunks_kernel(
     partial, log_sum, output, lengths, chunk, chunks,
     PER_HEAD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,

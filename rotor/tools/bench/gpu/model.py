@@ -39,6 +39,8 @@ LLAMA3_8B = {
 
 UNCOMPRESSED = "uncompressed"
 
+DTYPE = torch.bfloat16
+
 LARGEST_TOKENS = 32768
 """Cached tokens of each sequence of the largest batch."""
 
@@ -66,14 +68,14 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def random_model(name: str, device: torch.device, sizes: dict[str, Any]) -> Any:
-    """A Llama of these sizes in bfloat16, all of whose layers have a layout's latents; or UNCOMPRESSED."""
+    """A Llama of these sizes, all of whose layers have a layout's latents; or UNCOMPRESSED."""
     from ....runtime.integration import replace_attention
 
     AttentionInterface.register(GROUPED, grouped_heads)
     AttentionMaskInterface.register(GROUPED, _no_mask)
     config = LlamaConfig(**sizes)
-    with device, _default_dtype(torch.bfloat16):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=GROUPED)
+    with device, _default_dtype(DTYPE):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPE, attn_implementation=GROUPED)
         if name != UNCOMPRESSED:
             shape, layout = attention_shape(config), gpu_subjects()[name].layout
             layouts = dict.fromkeys(range(shape.num_layers), layout)

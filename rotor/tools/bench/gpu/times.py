@@ -86,8 +86,10 @@ def _on_host(calls: list[Call]) -> float:
 
 
 def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
-    """Seconds of each kernel in a call, by its name without `_kernel`: the median launch times its launches. All
-    other kernels together are `other`."""
+    """Seconds of each kernel in a call, by its name without `_kernel`; all others together are `other`.
+
+    They are launches times their median; the others, which are not alike, are added up.
+    """
     if device.type != "cuda":
         return {}
     activities = [torch.profiler.ProfilerActivity.CUDA]
