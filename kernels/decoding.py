@@ -190,8 +190,9 @@ class DecodeLayer:
             "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
             "VALUE_COLUMNS": self.value_columns, "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page,
             "MASK": mask, "SOFTCAP": softcap, "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)),
-            "STAGES": tiles.stages, "LEAN": tiles.lean, "TOGETHER": math.gcd(tiles.together, self.heads),
-            "AGAIN": tiles.again if self.joint and self.word_operands and not tiles.packed else 0,
+            "STAGES": tiles.stages, "RELOAD_SHARED": tiles.lean,
+            "HEADS_PER_DOT": math.gcd(tiles.together, self.heads),
+            "REUNPACK_PLANES": tiles.again if self.joint and self.word_operands and not tiles.packed else 0,
             "PACKED": tiles.packed, "PRECISION": precision(self.dtype), "ASM": assembled(),
         }  # fmt: skip
 

@@ -10,7 +10,7 @@ do, with the same options as keyword arguments:
     rotor.validate("OUT")                   check one
     rotor.study("MODEL", "STUDY")           compare recipes
     rotor.use_cache_policy(model, "gear-2")     keep the cache of a loaded model by a policy
-    rotor.fit_cache_policy(model, policy, rows)   fit one that needs samples
+    rotor.fit_cache_policy(model, policy, sequences)   fit one that needs samples
 
 `help(rotor.export)` describes one of them. Errors are `rotor.RotorError`, with a message and a hint.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rotor.kernels.decode import NOTHING, UNSEEN, anew, operands, rotated
+from rotor.kernels.decode import NEG_INF, UNSEEN, opaque_copy, operands, rotated
 from rotor.kernels.ranges import count_tiles, sequence_at, slice_start, slices, tiles_of
 
 NOT_SPECIALISED = ["batch_size", "groups", "max_blocks", "row_sequence"]
@@ -82,7 +82,7 @@ def parted_kernel(
     constant_keys: [groups, HEADS, BLOCK, 2, FAST], the fast planes of the constant key at each place.
     partial: [slots, rows, 4, COLUMNS]. CHUNK: fast planes that are rebuilt at once, CHUNKS times; TAIL: eight more, of
     tail_basis [groups, HEADS, LATENT, 2, 16, 16] and tail_constant [groups, HEADS, 2, 16]. SCALES of a row: none, one,
-    or one for each latent. AHEAD: load the next tile before this one's softmax. AGAIN: words are unpacked anew for
+    or one for each latent. AHEAD: load the next tile before this one's softmax. AGAIN: words are unpacked again for
     values (1), and transposed as words (2). LEAN: load constants (1), places (2) with each tile.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
@@ -227,7 +227,7 @@ def parted_kernel(
 
             start = tile * KEYS
             visible = (place >= b - start) & (place < tl.minimum(u - start, KEYS))
-            sum_of = tl.where(visible[:, None], sum_of, NOTHING)
+            sum_of = tl.where(visible[:, None], sum_of, NEG_INF)
             now_largest = tl.maximum(largest, tl.max(sum_of, 0) * scale + c)
             weights = tl.exp2(sum_of * scale + (c - now_largest)[None, :])
             shrink = tl.exp2(largest - now_largest)[None, :]
@@ -251,7 +251,7 @@ def parted_kernel(
                 if AGAIN == 2:
                     z_i = operands(tl.trans(words), 4, DTYPE, ASM)
                 elif AGAIN == 1:
-                    z_i = operands(anew(words, tile >> 30, ASM), 4, DTYPE, ASM)
+                    z_i = operands(opaque_copy(words, tile >> 30, ASM), 4, DTYPE, ASM)
                 elif SPLIT > 1:
                     z_i = operands(words, 4, DTYPE, ASM)
                 for j in tl.static_range(4):
@@ -275,7 +275,7 @@ def parted_kernel(
         for i in tl.static_range(OUTPUTS):
             for j in tl.static_range(4):
                 tl.store(out + (j * COLUMNS + i * PART), weighted[4 * i + j] / sums[None, :], mask=live[None, :])
-        tl.store(partial_lse + slot * LIVE + row, tl.where(seen, largest + tl.log2(sums), NOTHING), mask=live)
+        tl.store(partial_lse + slot * LIVE + row, tl.where(seen, largest + tl.log2(sums), NEG_INF), mask=live)
 
 
 @triton.jit

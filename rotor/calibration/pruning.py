@@ -77,6 +77,14 @@ class StreamingKMeans:
             self._model.partial_fit(batch)
 
 
+def kmeans_bytes(clusters: int, width: int) -> int:
+    """Bytes of clustering a layer's queries, keys and values, each `width` numbers wide.
+
+    Vectors of a batch and centroids are float64, in about three copies.
+    """
+    return 3 * 8 * (max(BATCH_VECTORS, 3 * clusters) + clusters) * 3 * width
+
+
 @dataclass
 class ClusteredStatistics(LayerStatistics):
     """Second moments of one layer with `prune.kmeans` centroids in place of queries, keys and values.

@@ -65,8 +65,8 @@ class LayerwiseModel:
 
     def batches(self, sequences: Tensor) -> Iterator[slice]:
         """Slices of the sequences (of tokens or of hidden states) that go through a layer together."""
-        step = max(1, self.batch_tokens // sequences.shape[1])
-        return (slice(start, min(start + step, len(sequences))) for start in range(0, len(sequences), step))
+        size = max(1, self.batch_tokens // sequences.shape[1])
+        return (slice(start, min(start + size, len(sequences))) for start in range(0, len(sequences), size))
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
@@ -237,7 +237,7 @@ def logit_batches(network: LayerwiseModel, sequences: Tensor) -> Iterator[tuple[
     allowed = LOGIT_BYTES[network.device.type] // (4 * network.config.vocab_size)
     length = sequences.shape[1] - 1
     count = max(1, allowed // sequences.shape[1])
-    step = length if count > 1 else max(HEAD_POSITIONS, allowed)
+    size = length if count > 1 else max(HEAD_POSITIONS, allowed)
     for first in range(0, len(sequences), count):
-        for position in range(0, length, step):
-            yield slice(first, first + count), slice(position, min(position + step, length))
+        for position in range(0, length, size):
+            yield slice(first, first + count), slice(position, min(position + size, length))

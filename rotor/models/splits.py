@@ -57,19 +57,19 @@ class EvaluationData:
     @property
     def sha256(self) -> str:
         """SHA-256 of all sequences and their lengths."""
-        return _digest_of_rows(*self.sequences.values())
+        return _digest_of_sequences(*self.sequences.values())
 
     @property
     def search_sha256(self) -> str:
         """SHA-256 of the search split's sequences."""
-        return _digest_of_rows(self.search)
+        return _digest_of_sequences(self.search)
 
 
-def _digest_of_rows(*parts: Tensor) -> str:
-    found = hashlib.sha256()
+def _digest_of_sequences(*parts: Tensor) -> str:
+    sha256 = hashlib.sha256()
     for sequences in parts:
-        found.update(f"{tuple(sequences.shape)}|".encode() + sequences.numpy().tobytes())
-    return found.hexdigest()
+        sha256.update(f"{tuple(sequences.shape)}|".encode() + sequences.numpy().tobytes())
+    return sha256.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any, calibrated: C
     if count:
         sequences = text_sequences(held_out.report, tokenizer, LONG_SEQ_LEN)
         count = min(count, len(sequences))
-        long = evenly_spaced(sequences, count, "long rows") if count else None
+        long = evenly_spaced(sequences, count, "long sequences") if count else None
     return EvaluationData(search, report, held_out.description, held_out.excluded, long)
 
 
@@ -122,8 +122,8 @@ def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Do
     documents = list(dict.fromkeys(read))  # copies of one document would fall into different splits
     units, known = divided(documents), set(calibrated)
     if len(units) > len(documents):  # neighbouring parts stay in one split, to cut as few sentences as possible
-        step = -(-len(units) // 3)
-        splits = [units[start : start + step] for start in range(0, 3 * step, step)]
+        share = -(-len(units) // 3)
+        splits = [units[start : start + share] for start in range(0, 3 * share, share)]
         known |= {digest(part) for d in documents if digest(d) in known for part in divided([d])}
     else:
         ranked = sorted(units, key=digest)  # the order of the input does not matter

@@ -34,7 +34,7 @@ class _LayerBits:
 
     @cached_property
     def planes(self) -> tuple[np.ndarray, ...]:
-        """For each latent, the most planes that fit in 0, 1, ... units of bytes."""
+        """Most planes of each latent that fit in 0, 1, ... units of bytes."""
         groups = len(self.curves) // self.latents
         fitting = []
         for curve in self.curves:
@@ -124,10 +124,10 @@ class BitsPath(RankPath):
 
     def _plans(self) -> list[RankPlan]:
         finest = min(alike.unit_cost for alike in self._by_length)
-        step = finest * max(1, self._uncompressed_bytes // (finest * PATH_RESOLUTION))
+        spacing = finest * max(1, self._uncompressed_bytes // (finest * PATH_RESOLUTION))
         most = sum(alike.unit_cost * (len(alike.path.loss) - 1) for alike in self._by_length)
         least = sum(layers.unit_cost * layers.least_units for layers in self._by_length)
-        plans = (self._plan(budget) for budget in range(most, least - 1, -step))
+        plans = (self._plan(budget) for budget in range(most, least - 1, -spacing))
         return [plan for plan in plans if plan is not None]
 
     def lighter(self, plan: RankPlan) -> list[RankPlan]:

@@ -77,7 +77,7 @@ class RankPath(ABC):
     """All plans that a method can give for a model, ordered by stored compression."""
 
     granularity: tuple[str, str]
-    """For messages: the unit of plans, and a hint how to make it finer."""
+    """Words for messages: the unit of plans, and a hint how to make it finer."""
 
     @abstractmethod
     def _plans(self) -> list[RankPlan]:

@@ -22,8 +22,8 @@ PRICES = 2000
 """Prices in the sweep, equally spaced in logarithm."""
 
 LARGEST_GAP = 0.005
-"""If neighbouring plans differ by more than this in compression and several ranks changed at once, a price between them
-is tried. A small model has few plans, so none should be missed."""
+"""Difference in compression above which a price between two neighbouring plans is tried, if several ranks changed at
+once. A small model has few plans, so none should be missed."""
 
 PRICE_HALVINGS = 10
 """Most rounds of trying prices in between."""

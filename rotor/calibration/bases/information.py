@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.layout import AttentionShape
-from .moments import LayerStatistics, pack_symmetric, unpack_symmetric
+from .moments import LayerStatistics, moment_shape, pack_symmetric, packed_bytes, unpack_symmetric
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,14 @@ class TokenSamples:
     gradients: Tensor
     share: Tensor
     first: Tensor
+
+
+def stored_bytes(shape: AttentionShape, group_size: int, name: str, samples: int) -> int:
+    """Bytes that `LayerFisher.to_tensors` takes for one name, with `samples` sampled tokens."""
+    moment = moment_shape(shape, group_size, name)
+    blocks, width, _ = moment
+    vectors_and_gradients = 2 * 4 * samples * blocks * width
+    return packed_bytes(moment) + vectors_and_gradients
 
 
 @dataclass(frozen=True)

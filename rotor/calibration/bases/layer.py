@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...checkpoint.bases import BasisPair, LayerBases
-from ...checkpoint.layout import LayerForm
+from ...checkpoint.layout import AttentionShape, LayerForm
 from ...checkpoint.projections import AttentionWeights
 from ...errors import NumericsError
 from ...numerics import one_thread
@@ -24,6 +24,12 @@ def needed_statistics(qk_method: str, vo_method: str, form: LayerForm, refit: bo
     needed = QK_METHODS[qk_method].moments | VO_METHODS[vo_method].moments
     named = {key if name == "key" else name for name in needed}
     return frozenset(named | ({"output"} if refit else set()) or {"value"})
+
+
+def bases_bytes(shape: AttentionShape, form: LayerForm) -> int:
+    """Bytes of a layer's bases: encode and decode of each latent, float64."""
+    groups, columns = shape.num_kv_heads // form.group_size, form.columns(shape.head_dim)
+    return form.latents_per_group * 2 * groups * columns**2 * 8
 
 
 def layer_bases(

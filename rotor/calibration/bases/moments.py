@@ -48,6 +48,27 @@ def named_form(name: str) -> KeyForm | None:
     return KeyForm() if form == "post" else KeyForm(*map(int, form.split("_")))
 
 
+def moment_shape(shape: AttentionShape, group_size: int, name: str) -> tuple[int, int, int]:
+    """Shape of a second moment of a layer: number of blocks, and their width twice.
+
+    A block belongs to a KV head (`query`), to a query head (`output`), or to a group (the others).
+    """
+    width = group_size * shape.head_dim
+    if name == "query":
+        return shape.num_kv_heads, shape.head_dim, shape.head_dim
+    if name == "output":
+        return shape.num_heads, width, width
+    if name.startswith(JOINT):
+        width *= 2
+    return shape.num_kv_heads // group_size, width, width
+
+
+def packed_bytes(moment: tuple[int, int, int]) -> int:
+    """Bytes of a moment of this shape after `pack_symmetric`."""
+    blocks, width, _ = moment
+    return blocks * 4 * (width * (width + 1) // 2)
+
+
 @dataclass
 class LayerStatistics:
     """Second moments of one layer, float64.
@@ -73,7 +94,7 @@ class LayerStatistics:
         for name, tensor in activations.items():
             blocks = self._blocks(name, tensor)
             count, vectors, width = blocks.shape
-            total = self._sum(name, (count, width, width), blocks)
+            total = self._sum(name, moment_shape(self.shape, self.group_size, name), blocks)
             chunk = max(1, CHUNK_BYTES // (8 * vectors * width))
             for start in range(0, count, chunk):
                 part = blocks[start : start + chunk].to(torch.float64)

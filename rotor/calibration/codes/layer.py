@@ -69,6 +69,11 @@ class SideCodes:
         return order, ChannelCode(bits, self.mean[index, group, order], self.scale[index, group, order])
 
 
+def codes_bytes(channels: int) -> int:
+    """Bytes of SideCodes with this many channels: weight, variance, and three numbers at each of FITTED_BITS."""
+    return 8 * channels * (2 + 3 * len(FITTED_BITS))
+
+
 @dataclass(frozen=True)
 class LayerCodes:
     """Codes of a layer's latents: one for keys and one for values, or a joint one (vo is None)."""

@@ -24,6 +24,11 @@ SINGULAR_VALUE_FLOOR = 1e-4
 """Smallest singular value that training scales by, relative to the largest."""
 
 
+TRAINED_ELEMENT_BYTES = 4 * (3 + 2 * 4)
+"""Bytes of TrainedCode for each element of a latent's square matrices, in float32: encode, decode and the unit of A and
+B; and for A and B each the number, its gradient and Adam's two moments."""
+
+
 class TrainedCode:
     """Bases and codes of one latent of a layer, in float32 while they are trained.
 

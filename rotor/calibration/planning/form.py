@@ -46,7 +46,7 @@ def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Sequence[float
     if frequencies is None:
         return POST_ROPE
     if groups.fast_planes == "quarter":
-        count = sum(step * groups.rope_block >= math.pi / 2 for step in frequencies)
+        count = sum(frequency * groups.rope_block >= math.pi / 2 for frequency in frequencies)
     else:
         count = groups.fast_planes
     if count > planes:

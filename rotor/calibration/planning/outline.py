@@ -21,10 +21,14 @@ from ...models.projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_c
 from ...models.source import Checkpoint
 from ...recipe import Evaluation, Recipe
 from ...recipe.metric_registry import primitive_metrics, report_metrics
-from ..bases.layer import needed_statistics
-from ..bases.moments import CHUNK_BYTES, JOINT
+from ..bases.information import stored_bytes
+from ..bases.layer import bases_bytes, needed_statistics
+from ..bases.moments import CHUNK_BYTES, moment_shape, packed_bytes
+from ..codes.layer import codes_bytes
 from ..codes.quantiser import SAMPLED_TOKENS
-from .form import Frequencies, model_form
+from ..codes.training import TRAINED_ELEMENT_BYTES
+from ..pruning import kmeans_bytes
+from .form import Frequencies, model_form, wanted_gradients
 
 LIBRARIES_BYTES = 600 << 20
 """Resident memory of Python with torch and transformers imported and used (measured: 0.45 to 0.6 GB)."""
@@ -101,41 +105,43 @@ class ModelOutline:
         """Estimate the memory and disk of `rotor calibrate`."""
         shape, form, number = self.shape, self.form(recipe).layer(0), dtype.itemsize
         moments, seq_len = wanted_moments(recipe, form), bounded_seq_len(recipe.tokens.seq_len, self.config)
-        num_rows = -(-recipe.tokens.count // seq_len)
-        count, group_size = num_rows * seq_len, form.group_size
+        num_sequences = -(-recipe.tokens.count // seq_len)
+        count, group_size = num_sequences * seq_len, form.group_size
         groups, width, kv_width = shape.num_kv_heads // group_size, group_size * shape.head_dim, _kv_width(shape)
         elements = _moment_elements(shape, group_size, moments)
-        bases = _bases_bytes(shape, form)
+        bases = bases_bytes(shape, form)
         statistics = 8 * sum(elements.values())
-        if recipe.prune.kmeans is not None:  # vectors and centroids of queries, keys and values, a few times
-            statistics += 24 * (max(1024, 3 * recipe.prune.kmeans) + recipe.prune.kmeans) * 3 * kv_width
-        # Beside the moments, while bases are computed: a copy of the largest, the closed form's own, projections.
+        if recipe.prune.kmeans is not None:
+            statistics += kmeans_bytes(recipe.prune.kmeans, kv_width)
+        # While bases are computed: the moments, a copy of the largest, the closed form's matrices, projections.
         solving = statistics + 8 * max(elements.values()) + 96 * groups * width**2
         solving += 8 * (shape.num_heads * shape.head_dim + kv_width) * shape.hidden_size
         running = statistics + self._activations(max(1, batch_tokens // seq_len) * seq_len, group_size, number, moments)
         gradients = codes = 0
-        outputs = 2 * shape.num_heads * width * (width + 1) if recipe.bases.refit else 0  # float32, one triangle
+        outputs = packed_bytes(moment_shape(shape, group_size, "output")) if recipe.bases.refit else 0
         if recipe.needs_gradients:
-            # Moments of the gradients, one triangle in float32, and samples, until a layer's codes are there; backward
-            # through one layer keeps what it computed.
-            latent = form.columns(shape.head_dim)
-            tokens = min(count, recipe.codes.tokens)
-            gradients = 3 * groups * (2 * latent * (latent + 1) + 8 * min(tokens, SAMPLED_TOKENS) * latent)
-            running, solving = 3 * running, solving + 3 * gradients
-            codes = 2 * 23 * 8 * kv_width  # weight, variance, three numbers at each of seven widths
-            if recipe.distil.steps:  # both once more
+            # Fisher information is stored until the codes of its layer are computed. In memory it is unpacked to
+            # float64 and copied: about nine times the stored bytes of one latent. Backward keeps activations.
+            samples = min(count, recipe.codes.tokens, SAMPLED_TOKENS)
+            stored = [stored_bytes(shape, group_size, name, samples) for name in wanted_gradients(form)]
+            gradients = sum(stored)
+            running, solving = 3 * running, solving + 9 * max(stored)
+            codes = form.latents_per_group * codes_bytes(groups * form.columns(shape.head_dim))
+            if recipe.distil.steps:  # the trained bases and codes
                 codes += codes + bases
         kept_bytes = shape.num_layers * (outputs + bases + codes)
         disk_bytes = kept_bytes + shape.num_layers * gradients + 2 * count * shape.hidden_size * number  # hidden states
         on_gpu = device.type == "cuda"
         stages = {"activations and statistics of one layer": running if on_gpu else max(running, solving)}
-        if recipe.tokens.source == "synthetic":  # the cache and the logits of a batch of rows
-            row = 2 * kv_width * number * seq_len * shape.num_layers + 4 * LOGIT_COPIES * self.config.vocab_size
-            stages["cache of the text that the model writes"] = min(num_rows, max(1, SAMPLING_TOKENS // seq_len)) * row
-        if recipe.distil.steps:  # per latent: bases, what is trained of them, Adam's moments, gradients; in float32
-            latents = groups * form.latents_per_group * form.columns(shape.head_dim) ** 2
+        if recipe.tokens.source == "synthetic":  # cache and logits of the sequences that are written together
+            sequence = 2 * kv_width * number * seq_len * shape.num_layers + 4 * LOGIT_COPIES * self.config.vocab_size
+            written = min(num_sequences, max(1, SAMPLING_TOKENS // seq_len))
+            stages["cache of the text that the model writes"] = written * sequence
+        if recipe.distil.steps:
+            elements_of_layer = groups * form.latents_per_group * form.columns(shape.head_dim) ** 2
+            trained = TRAINED_ELEMENT_BYTES * shape.num_layers * elements_of_layer
             states = (shape.num_layers + 2) * max(seq_len, recipe.distil.tokens) * shape.hidden_size * number
-            stages["bases and codes while they are trained"] = 44 * shape.num_layers * latents + states + running
+            stages["bases and codes while they are trained"] = trained + states + running
         largest = max(stages, key=lambda name: stages[name])
         host = {"tokens": 2 * count * 8, "bases of one layer": bases}
         if on_gpu:
@@ -147,7 +153,7 @@ class ModelOutline:
         spec, shape, form = recipe.evaluation, self.shape, self.form(recipe).layer(0)._replace(joint=False)
         attention = 2 * (shape.num_heads * shape.head_dim + _kv_width(shape)) * shape.hidden_size
         outputs = shape.num_heads * (form.group_size * shape.head_dim) ** 2 * 8 if recipe.bases.refit else 0
-        rewriting = 3 * outputs + 3 * _bases_bytes(shape, form) + attention * 2 * 8
+        rewriting = 3 * outputs + 3 * bases_bytes(shape, form) + attention * 2 * 8
         scoring = LOGIT_COPIES * max(LOGIT_BYTES[device.type], HEAD_POSITIONS * 4 * self.config.vocab_size)
         work = {"activations": max(self._activations(2048, form.group_size, dtype.itemsize), scoring)}
         searched = spec.search_tokens + _prompt_tokens(spec, primitive_metrics(spec.metric))
@@ -272,16 +278,7 @@ def _prompt_tokens(spec: Evaluation, names: Sequence[str]) -> int:
 
 def _moment_elements(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> dict[str, int]:
     """Elements of each moment of a layer, by its name."""
-    width = group_size * shape.head_dim
-    groups = shape.num_kv_heads // group_size
-    blocks = {"query": shape.num_kv_heads * shape.head_dim**2, "output": shape.num_heads * width**2}
-    joint = groups * (2 * width) ** 2
-    return {name: joint if name.startswith(JOINT) else blocks.get(name, groups * width**2) for name in moments}
-
-
-def _bases_bytes(shape: AttentionShape, form: LayerForm) -> int:
-    """Bytes of a layer's bases, encode and decode of both sides in float64."""
-    return (8 if form.joint else 4) * 8 * _kv_width(shape) * form.group_size * shape.head_dim
+    return {name: math.prod(moment_shape(shape, group_size, name)) for name in moments}
 
 
 def _kv_width(shape: AttentionShape) -> int:

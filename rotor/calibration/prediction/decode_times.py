@@ -64,12 +64,13 @@ def decode_times(
         forms = [(POST_ROPE, True), *apart]
     candidates = [LayerForm(keys, size, joint) for keys, joint in forms for size in group_sizes(shape)]
     candidates = [*(form for form in chosen if form not in candidates), *candidates]
-    base, found = uncompressed_layer_time(shape, device, step), []
+    base = uncompressed_layer_time(shape, device, step)
+    times = []
     for candidate in candidates:
         for scenario, removed in SCENARIOS:
             layout = uniform_layout(shape, candidate, 1 - removed, True)
             time = layer_time(layout, shape, device, step)
-            found.append(
+            times.append(
                 DecodeTime(
                     candidate.in_words(shape),
                     scenario,
@@ -80,7 +81,7 @@ def decode_times(
                     candidate in chosen,
                 )
             )
-    return found
+    return times
 
 
 def group_sizes(shape: AttentionShape) -> list[int]:
