@@ -87,7 +87,7 @@ def test_masks_of_any_pattern(name, seq_len, dtype) -> None:
 @pytest.mark.parametrize("name", ["joint, blocks", "joint, 13 fast planes", "joint, after RoPE"])
 def test_tiles_and_slices_in_which_a_row_sees_no_key(name, head_dim, seq_len) -> None:
     """A hole of whole tiles; a window whose last queries see nothing of the first tile."""
-    from rotor.kernels.attention import attend
+    from rotor.kernels.attention import rows_attention
 
     layout, shape = CASES[name], shape_for(name, 2, head_dim)
     cpu = random_case(layout, shape, 2, seq_len, 1003).to("cpu", torch.bfloat16)
