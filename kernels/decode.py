@@ -211,7 +211,7 @@ def decode_kernel(
         HEADS_PER_DOT: KV heads whose fast planes one product rebuilds.
         REUNPACK_PLANES: planes of joint latents that are unpacked again for values, which frees registers.
         PACKED: load a tile twice, as [keys, columns] and as [columns, keys]. Triton then copies packed words to shared
-            memory, reads them as operands of products (`ldmatrix`) and unpacks them there. Otherwise a tile is
+            memory, reads them as operands of products (`ldmatrix`) and unpacks them in registers. Otherwise a tile is
             unpacked first and takes four times the space in shared memory.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty

@@ -166,7 +166,8 @@ def _below(schema: dict[str, Any], key: str | int) -> Sequence[dict[str, Any]]:
     """Schemas of the values under a key of an object, or at an index of an array."""
     if isinstance(key, int):
         return schema.get("prefixItems", ())[key : key + 1] or [schema.get("items", {})]
-    properties, others = schema.get("properties", {}), schema.get("additionalProperties")
+    properties = schema.get("properties", {})
+    others = schema.get("additionalProperties")
     return [properties[key]] if key in properties else [others] if isinstance(others, dict) else []
 
 

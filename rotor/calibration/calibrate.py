@@ -143,13 +143,18 @@ class Calibration:
     """
 
     def __init__(self, settings: CalibrationSettings, progress: Progress) -> None:
-        self.settings, self.progress, self.times = settings, progress, StageTimes()
-        self.recipe, self.out = settings.overridden_recipe, OutputFolder.at(settings.out, "run")
+        self.settings = settings
+        self.progress = progress
+        self.times = StageTimes()
+        self.recipe = settings.overridden_recipe
+        self.out = OutputFolder.at(settings.out, "run")
         self.partial = PartialRun(self.out)
         self.source = find_source(settings.model, settings.revision)
         self.checkpoint = Checkpoint(self.source.folder)
         outline = ModelOutline.of(self.checkpoint)
-        self.family, self.shape, self.form = outline.family, outline.shape, outline.form(self.recipe)
+        self.family = outline.family
+        self.shape = outline.shape
+        self.form = outline.form(self.recipe)
         self.device = pick_device(settings.compute.device)
         self.dtype = pick_dtype(settings.compute.dtype, outline.dtype, self.device)
         self.check_out()
@@ -268,13 +273,16 @@ class Calibration:
 
     def _with_repeats(self, sequences: Tensor, draw: int) -> Tensor:
         """Sequences with repeated spans (see `with_repeats`); each `draw` repeats other spans."""
-        tokenizer, seed = self.checkpoint.tokenizer, self.recipe.tokens.seed ^ draw
+        tokenizer = self.checkpoint.tokenizer
+        seed = self.recipe.tokens.seed ^ draw
         vocabulary = ordinary_tokens(self.checkpoint.config, tokenizer)
         return with_repeats(sequences, self.recipe.codes.repeats, seed, vocabulary, len(text_start(tokenizer)))
 
     def _distil(self, sequences: Tensor) -> None:
         """Train the bases and codes of all layers if the recipe asks for it; results go into files of their own."""
-        spec, folder, layers = self.recipe.distil, self.partial.folder, range(self.shape.num_layers)
+        spec = self.recipe.distil
+        folder = self.partial.folder
+        layers = range(self.shape.num_layers)
         if not spec.steps:
             return
         bases = [
@@ -345,7 +353,9 @@ class Calibration:
 
     def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: dict[str, Any]) -> None:
         """Write run.json and the recipe, and publish the folder."""
-        folder, source, config = self.partial.folder, self.source, self.checkpoint.config
+        folder = self.partial.folder
+        source = self.source
+        config = self.checkpoint.config
         info: dict[str, Any] = {
             "model": {
                 "path": str(source.folder.resolve()),

@@ -52,7 +52,8 @@ class StreamingKMeans:
         from sklearn.cluster import MiniBatchKMeans  # slow to import
 
         # k-means++ chooses the first centroids among three vectors per centroid, scikit-learn's default.
-        self._next_batch, self._waiting = max(BATCH_VECTORS, 3 * clusters), np.empty((0, 0))
+        self._next_batch = max(BATCH_VECTORS, 3 * clusters)
+        self._waiting = np.empty((0, 0))
         options = {"n_init": 1, "compute_labels": False, "init_size": self._next_batch, "random_state": seed}
         # No reassignment, because a moved centroid would no longer be the mean of its vectors.
         self._model: Any = MiniBatchKMeans(clusters, reassignment_ratio=0, **options)
@@ -62,7 +63,8 @@ class StreamingKMeans:
         waiting = np.concatenate([self._waiting, vectors]) if len(self._waiting) else vectors
         while len(waiting) >= self._next_batch:
             self._fit(waiting[: self._next_batch])
-            waiting, self._next_batch = waiting[self._next_batch :], BATCH_VECTORS
+            waiting = waiting[self._next_batch :]
+            self._next_batch = BATCH_VECTORS
         self._waiting = waiting.copy()
 
     def finish(self) -> tuple[np.ndarray, np.ndarray]:

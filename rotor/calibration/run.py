@@ -297,5 +297,6 @@ class RunBases(Sequence[LayerBases]):
         if self.channels is None:
             return self.run.layer_bases(index)
         kinds = (DISTILLED, DISTILLED) if self.run.recipe.distil.steps else ("bases", "codes")
-        bases, codes = self.run.layer_bases(index, kinds[0]), self.run.layer_codes(index, kinds[1])
+        bases = self.run.layer_bases(index, kinds[0])
+        codes = self.run.layer_codes(index, kinds[1])
         return coded_bases(bases, codes, self.channels[index])

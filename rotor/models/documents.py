@@ -72,7 +72,8 @@ def dataset_documents(spec: Tokens, tokenizer: Any, tokens: int) -> list[str]:
     Raises:
         DataError: the package is missing, or the data set cannot be read or has no such split or column.
     """
-    datasets, what = require_datasets(spec), f"tokens.dataset {spec.dataset}, split {spec.split}"
+    datasets = require_datasets(spec)
+    what = f"tokens.dataset {spec.dataset}, split {spec.split}"
     require_tokenizer(tokenizer)
     folder = Path(str(spec.dataset))
     name, _, config = (str(folder), "", "") if folder.exists() else str(spec.dataset).partition(":")

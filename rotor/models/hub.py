@@ -69,7 +69,8 @@ def find_model(model: str | Path, revision: str | None = None, *, weights: bool 
     from huggingface_hub import is_offline_mode, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    hub_id, patterns = str(model), [*SIDECAR_PATTERNS, *(["*.safetensors"] if weights else [])]
+    hub_id = str(model)
+    patterns = [*SIDECAR_PATTERNS, *(["*.safetensors"] if weights else [])]
     offline = is_offline_mode()  # some versions would ask the hub for the files of a cached commit
     how: dict[str, Any] = {"local_files_only": offline, "allow_patterns": patterns, "ignore_patterns": IGNORED_PATTERNS}
     try:
@@ -111,7 +112,8 @@ def _explained(error: Exception, name: str, offline: bool) -> RotorError:
     """Translate an error of huggingface_hub into one that says why the repository is not available."""
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    where, check = f"{name}: no such folder, and", "Check the name and the connection, or give a model's folder."
+    where = f"{name}: no such folder, and"
+    check = "Check the name and the connection, or give a model's folder."
     if isinstance(error, GatedRepoError):
         return CheckpointError(f"{where} a gated model on the hub.", "Ask for access on its page, and set HF_TOKEN.")
     if isinstance(error, RepositoryNotFoundError):

@@ -97,7 +97,8 @@ def weights_of(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
 
     def prepare(model: Any) -> None:
         if isinstance(checkpoint, CompressedCheckpoint):
-            layouts, biases = dict(enumerate(checkpoint.layouts)), frozenset(checkpoint.section.biases)
+            layouts = dict(enumerate(checkpoint.layouts))
+            biases = frozenset(checkpoint.section.biases)
             for module in replace_attention(
                 model, FAMILIES[model.config.model_type], checkpoint.shape, layouts, biases
             ):

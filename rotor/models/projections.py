@@ -35,7 +35,8 @@ def kv_parameters(family: Family, model: nn.Module, layer: int) -> list[tuple[Te
     module = family.attention_module(model, layer)
     if family.fused is None:
         return [(module.get_parameter(f"{p}_proj.weight"), lambda g: g) for p in "kv"]
-    weight, shape = module.get_parameter(f"{family.fused}.weight"), attention_shape(model.config)
+    weight = module.get_parameter(f"{family.fused}.weight")
+    shape = attention_shape(model.config)
     return [
         (weight, lambda g: family.split(oriented(family, g), shape)[1]),
         (weight, lambda g: family.split(oriented(family, g), shape)[2]),

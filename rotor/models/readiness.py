@@ -57,7 +57,8 @@ def check_text(recipe: Recipe, config: Any, tokenizer: Any) -> None:
     held_out = held_out_documents(evaluation, calibrated)
     for split in SPLITS:
         field = f"{split}_tokens"
-        documents, count = getattr(held_out, split), getattr(evaluation, field)
+        documents = getattr(held_out, split)
+        count = getattr(evaluation, field)
         need(f"the {split} split", f"evaluation.{field}", documents, count, evaluation.seq_len)
     if short:
         fitting = " ".join(f"--set {field}={available}" for field, available in short.items())

@@ -38,7 +38,8 @@ def text_sequences(documents: list[str], tokenizer: Any, seq_len: int, most: int
         most: number of sequences wanted; no more text is tokenized than they need.
     """
     require_tokenizer(tokenizer)
-    separator, start = separator_token(tokenizer), text_start(tokenizer)[: seq_len - 1]
+    separator = separator_token(tokenizer)
+    start = text_start(tokenizer)[: seq_len - 1]
     ids = list[int]()
     for text in documents:
         ids += [] if separator is None else [separator]

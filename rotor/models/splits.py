@@ -101,7 +101,8 @@ def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any, calibrated: C
         )
         for split in SPLITS
     )
-    long, count = None, long_sequence_count(spec.report_tokens, spec.seq_len, config)
+    long = None
+    count = long_sequence_count(spec.report_tokens, spec.seq_len, config)
     if count:
         sequences = text_sequences(held_out.report, tokenizer, LONG_SEQ_LEN)
         count = min(count, len(sequences))

@@ -164,7 +164,8 @@ def text_start(tokenizer: Any) -> list[int]:
     """
     if tokenizer is None:
         return []
-    text, whole = encode(tokenizer, PROBE_TEXT), _ids(tokenizer, PROBE_TEXT, add_special_tokens=True)
+    text = encode(tokenizer, PROBE_TEXT)
+    whole = _ids(tokenizer, PROBE_TEXT, add_special_tokens=True)
     starts = (start for start in range(len(whole)) if whole[start : start + len(text)] == text)
     return whole[: next(starts, 0)]
 

@@ -82,10 +82,12 @@ def calibration_tokens(
             sequences = synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance, opening)
         return CalibrationTokens(sequences)
     if spec.source == "text":
-        documents, what = read_documents(Path(spec.path or "")), f"tokens.path {spec.path}"
+        documents = read_documents(Path(spec.path or ""))
+        what = f"tokens.path {spec.path}"
     else:
         with progress.task("read data set", None, ""):
-            documents, what = dataset_documents(spec, tokenizer, count * seq_len), f"tokens.dataset {spec.dataset}"
+            documents = dataset_documents(spec, tokenizer, count * seq_len)
+            what = f"tokens.dataset {spec.dataset}"
     if held_out is not None:
         documents = calibration_share(documents, held_out)
     sequences = text_sequences(documents, tokenizer, seq_len)

@@ -33,7 +33,9 @@ class Weights:
     streamed = False
 
     def __init__(self, model: Any) -> None:
-        self.model, self.device, self.dtype = model, model.device, model.dtype
+        self.model = model
+        self.device = model.device
+        self.dtype = model.dtype
 
     def loaded(self, part: Part) -> AbstractContextManager[None]:
         """Context in which a part's weights are on their device."""

@@ -108,8 +108,11 @@ class SpectraPath(RankPath):
     """Path of rank plans from singular values."""
 
     def __init__(self, inputs: RankInputs) -> None:
-        self.inputs, self.spectra, self.shape = inputs, list(inputs.spectra), inputs.shape
-        self.multiple_of, self.columns = inputs.multiple_of, inputs.spectra[0].qk.shape[-1]
+        self.inputs = inputs
+        self.spectra = list(inputs.spectra)
+        self.shape = inputs.shape
+        self.multiple_of = inputs.multiple_of
+        self.columns = inputs.spectra[0].qk.shape[-1]
         self.granularity = f"ranks in multiples of {self.multiple_of}", "lower it with --set ranks.multiple_of=8"
 
     def _make(self, parameter: float, exact: list[LayerRanks]) -> RankPlan:

@@ -30,7 +30,8 @@ def closed_form(read: Tensor, store: Tensor, heads: int = 1) -> BasisPair:
         heads: number of equal blocks on the diagonal of `read`.
     Source: KQ-SVD, arXiv 2512.05916, theorem 1; square roots by eigh, damped.
     """
-    (read, read_scale), (store, store_scale) = _mean_one(read), _mean_one(store)
+    read, read_scale = _mean_one(read)
+    store, store_scale = _mean_one(store)
     blocks = read.unflatten(-1, (heads, -1)).unflatten(-3, (heads, -1)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
     values, vectors = descending_eigh(blocks)  # [num_groups, heads, n / heads, ...]
     root = (values + DAMPING).sqrt().unsqueeze(-2)
@@ -42,11 +43,13 @@ def closed_form(read: Tensor, store: Tensor, heads: int = 1) -> BasisPair:
 
     damped = store + DAMPING * torch.eye(store.shape[-1], dtype=store.dtype)
     squares, left = torch.linalg.eigh(times(factor.mT, times(factor.mT, damped).mT))
-    singular_values, left = squares.flip(-1).clamp(min=0).sqrt(), left.flip(-1)
+    singular_values = squares.flip(-1).clamp(min=0).sqrt()
+    left = left.flip(-1)
     scale = torch.maximum(singular_values, torch.finfo(torch.float64).eps * singular_values[:, :1]).sqrt().unsqueeze(-2)
     alive = (read_scale > 0) & (store_scale > 0)
     scale = scale * torch.where(alive, store_scale / read_scale, 1.0) ** 0.25  # undoes `_mean_one`
-    encode, decode = times(factor, left) / scale, times(inverse, left) * scale
+    encode = times(factor, left) / scale
+    decode = times(inverse, left) * scale
     signs = torch.where(positive_signs(encode).mul(encode).sum(-2, keepdim=True) < 0, -1.0, 1.0)
     return BasisPair(encode * signs, decode * signs, singular_values * (read_scale * store_scale).sqrt().squeeze(-1))
 

@@ -28,7 +28,8 @@ def needed_statistics(qk_method: str, vo_method: str, form: LayerForm, refit: bo
 
 def bases_bytes(shape: AttentionShape, form: LayerForm) -> int:
     """Bytes of a layer's bases: encode and decode of each latent, float64."""
-    groups, columns = shape.num_kv_heads // form.group_size, form.columns(shape.head_dim)
+    groups = shape.num_kv_heads // form.group_size
+    columns = form.columns(shape.head_dim)
     return form.latents_per_group * 2 * groups * columns**2 * 8
 
 

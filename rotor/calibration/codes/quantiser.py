@@ -114,7 +114,9 @@ def _fit(latents: Tensor, weights: Tensor, bits: int, narrower: tuple[_Fit, int]
     mean = (weights * latents).sum(0)
     reach = (latents - mean).abs().amax(0)
     reach = torch.where(reach > 0, reach, 1.0)  # a constant channel can have any scale that is not 0
-    best_mean, best_scale, best = mean, reach / half, torch.full_like(mean, torch.inf)
+    best_mean = mean
+    best_scale = reach / half
+    best = torch.full_like(mean, torch.inf)
 
     def levels(mean: Tensor, scale: Tensor) -> Tensor:
         scaled = (latents - mean) / scale
@@ -126,7 +128,8 @@ def _fit(latents: Tensor, weights: Tensor, bits: int, narrower: tuple[_Fit, int]
         nonlocal best_mean, best_scale, best
         error = (weights * (mean + scale * levels(mean, scale) - latents).square()).sum(0)
         better = error < best
-        best_mean, best_scale = torch.where(better, mean, best_mean), torch.where(better, scale, best_scale)
+        best_mean = torch.where(better, mean, best_mean)
+        best_scale = torch.where(better, scale, best_scale)
         best = torch.where(better, error, best)
 
     if narrower is not None:

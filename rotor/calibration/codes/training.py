@@ -40,7 +40,8 @@ class TrainedCode:
     """
 
     def __init__(self, pair: BasisPair, codes: SideCodes, device: torch.device) -> None:
-        self._codes, self._order = codes, torch.stack([codes.order(group) for group in range(len(codes.weight))])
+        self._codes = codes
+        self._order = torch.stack([codes.order(group) for group in range(len(codes.weight))])
         self._pair = pair.ordered(self._order)
         self._unit = self._ordered(codes.scale[FITTED_BITS.index(4)])  # brings all channels to one size
         spectrum = self._pair.singular_values
@@ -98,11 +99,14 @@ class TrainedCode:
         def exact(tensor: Tensor) -> Tensor:
             return tensor.cpu().to(torch.float64)
 
-        encode, decode, middle = exact(self._encode), exact(self._decode), exact(self._middle)
+        encode = exact(self._encode)
+        decode = exact(self._decode)
+        middle = exact(self._middle)
         encode_mix, decode_mix = (exact(self._per_unit * mix) for mix in self.mixes)
         shift = -(encode_mix @ middle.unsqueeze(-1)).squeeze(-1) * self._unit
         constant = -(decode @ decode_mix @ middle.unsqueeze(-1)).squeeze(-1)
-        encode, decode = encode + encode @ encode_mix.mT, decode + decode @ decode_mix
+        encode = encode + encode @ encode_mix.mT
+        decode = decode + decode @ decode_mix
         both = encode * self._unit[:, None], decode / self._unit[:, None]
         pair = BasisPair(*both, self._pair.singular_values, shift, constant)
         to_calibration = self._order.argsort(-1)

@@ -65,7 +65,8 @@ def _group_size(recipe: Recipe, shape: AttentionShape, form: LayerForm) -> int:
         from ..prediction.devices import find_device
 
         load = recipe.objective
-        device, step = find_device(load.device), DecodeStep(load.context_tokens, load.batch_size)
+        device = find_device(load.device)
+        step = DecodeStep(load.context_tokens, load.batch_size)
         return largest_fast_group(shape, form, recipe.coded, device, step)
     size = heads if recipe.groups.size == "all" else recipe.groups.size
     if heads % size:

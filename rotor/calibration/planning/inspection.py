@@ -127,7 +127,8 @@ def inspect(
         if Path(model).name != "config.json":
             raise MissingError(f"{model}: is a file.", "Give a model's folder, its config.json, or a hub id.")
         model = Path(model).parent
-    spec, source = load_recipe(recipe, overrides), find_source(model, revision, weights=False)
+    spec = load_recipe(recipe, overrides)
+    source = find_source(model, revision, weights=False)
     if source.hub_id is None and any(WEIGHT_FILES.search(path.name) for path in source.folder.iterdir()):
         outline = ModelOutline.of(Checkpoint(source.folder))
     else:
@@ -143,18 +144,21 @@ def inspect(
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, outline.dtype, target)
     element_bytes = outline.dtype.itemsize
-    per_token, served = uncompressed_kv_bytes_per_token(shape, element_bytes), context_tokens(outline.config, context)
+    per_token = uncompressed_kv_bytes_per_token(shape, element_bytes)
+    served = context_tokens(outline.config, context)
     form = outline.form(spec)
     load = spec.objective
     device_rates = find_device(load.device)
     step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
     calibrating = outline.calibration(spec, target, compute_dtype, batch_tokens)
     streamed, _ = stream_weights("never" if needs_whole_model(spec) else "auto", calibrating, target)
-    taken, rate = calibrating[streamed], matmul_rate(target, compute_dtype)
+    taken = calibrating[streamed]
+    rate = matmul_rate(target, compute_dtype)
     rates = {"statistics": matmul_rate(torch.device("cpu"), torch.float64)}
     flops = outline.calibration_flops(spec).items()
     seconds = {name: round(count / rates.get(name, rate), 1) for name, count in flops}
-    measuring, grown = outline.evaluation(spec, target, compute_dtype), int(stored * 1.1)
+    measuring = outline.evaluation(spec, target, compute_dtype)
+    grown = int(stored * 1.1)
     layerwise, _ = stream_weights("auto", measuring, target)
     return Inspection(
         name=source.name,

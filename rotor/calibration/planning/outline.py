@@ -69,7 +69,9 @@ class ModelOutline:
     def of_headers(cls, config: Any, shapes: dict[str, list[int]], stored_bytes: int) -> ModelOutline:
         """Outline a model from the shapes of its tensors by name and the bytes of their files; raises like `of`."""
         family, shape = find_family(config), attention_shape(config)
-        layers, vocabulary, rest = [0] * shape.num_layers, [], 0
+        layers = [0] * shape.num_layers
+        vocabulary: list[int] = []
+        rest = 0
         prefix = f"{family.decoder}.{family.layers}."
         for name, dims in shapes.items():
             index = name[len(prefix) :].partition(".")[0] if name.startswith(prefix) else ""
@@ -103,11 +105,16 @@ class ModelOutline:
 
     def calibration(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, batch_tokens: int) -> Estimates:
         """Estimate the memory and disk of `rotor calibrate`."""
-        shape, form, number = self.shape, self.form(recipe).layer(0), dtype.itemsize
-        moments, seq_len = wanted_moments(recipe, form), bounded_seq_len(recipe.tokens.seq_len, self.config)
+        shape = self.shape
+        form = self.form(recipe).layer(0)
+        number = dtype.itemsize
+        moments = wanted_moments(recipe, form)
+        seq_len = bounded_seq_len(recipe.tokens.seq_len, self.config)
         num_sequences = -(-recipe.tokens.count // seq_len)
         count, group_size = num_sequences * seq_len, form.group_size
-        groups, width, kv_width = shape.num_kv_heads // group_size, group_size * shape.head_dim, _kv_width(shape)
+        groups = shape.num_kv_heads // group_size
+        width = group_size * shape.head_dim
+        kv_width = _kv_width(shape)
         elements = _moment_elements(shape, group_size, moments)
         bases = bases_bytes(shape, form)
         statistics = 8 * sum(elements.values())
@@ -150,7 +157,9 @@ class ModelOutline:
 
     def evaluation(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Estimates:
         """Estimate the memory of measuring accuracy (`rotor export --accuracy`), with one rewritten layer at a time."""
-        spec, shape, form = recipe.evaluation, self.shape, self.form(recipe).layer(0)._replace(joint=False)
+        spec = recipe.evaluation
+        shape = self.shape
+        form = self.form(recipe).layer(0)._replace(joint=False)
         attention = 2 * (shape.num_heads * shape.head_dim + _kv_width(shape)) * shape.hidden_size
         outputs = shape.num_heads * (form.group_size * shape.head_dim) ** 2 * 8 if recipe.bases.refit else 0
         rewriting = 3 * outputs + 3 * bases_bytes(shape, form) + attention * 2 * 8
@@ -161,7 +170,8 @@ class ModelOutline:
         long = long_sequence_count(spec.report_tokens, spec.seq_len, self.config) * LONG_SEQ_LEN
         tokens = max(searched, reported, long)
         disk_bytes = 3 * tokens * shape.hidden_size * dtype.itemsize  # hidden states
-        host, copied = {"rewriting one layer": rewriting}, attention * shape.num_layers
+        host = {"rewriting one layer": rewriting}
+        copied = attention * shape.num_layers
         return self._estimates(device, dtype, host, work, (disk_bytes, 0), copied)
 
     def calibration_flops(self, recipe: Recipe) -> dict[str, float]:
@@ -169,7 +179,9 @@ class ModelOutline:
 
         All experts of a mixture are counted as active.
         """
-        tokens, shape, form = recipe.tokens.count, self.shape, self.form(recipe).layer(0)
+        tokens = recipe.tokens.count
+        shape = self.shape
+        form = self.form(recipe).layer(0)
         layers = 2.0 * sum(self.layers)
         whole = layers + 2.0 * max(self.vocabulary, default=0)
         elements = _moment_elements(shape, form.group_size, wanted_moments(recipe, form))

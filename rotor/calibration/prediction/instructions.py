@@ -130,13 +130,15 @@ def look_up(table: Table, wanted: Specialisation) -> Counts:
     if wanted in table:
         return table[wanted]
     if wanted.split:
-        whole, more = look_up(table, wanted._replace(split=0)), 1 + SPLIT_PLANE_SHARE * wanted.split
+        whole = look_up(table, wanted._replace(split=0))
+        more = 1 + SPLIT_PLANE_SHARE * wanted.split
         return Counts(whole.decode * more, whole.absorb * more, whole.spilled_bytes)
     plain = [key for key in table if key.kind == wanted.kind and not key.fast_planes and key.rope_block == BLOCK]
     width, wider = _padded({key.width for key in plain}, wanted.width)
     rows, more = _padded({key.rows for key in plain if key.width == width}, wanted.rows)
     like = Specialisation(wanted.kind, width, rows)
-    decode, absorb = table[like].decode * wider * more, table[like].absorb * wider * wanted.rows / rows
+    decode = table[like].decode * wider * more
+    absorb = table[like].absorb * wider * wanted.rows / rows
     if wanted.fast_planes:
         planes, above = _padded(FAST_PLANE_SIZES, wanted.fast_planes)
         size = planes * above * wanted.kv_heads * width * wider
