@@ -97,7 +97,7 @@ def test_tiles_and_slices_in_which_a_row_sees_no_key(name, head_dim, seq_len) ->
     hole[:, :, 4:960] = False
     for allowed in (hole, causal(2, seq_len, 1003, window=42)):
         mask = allowed[:, None].cuda()
-        got = attend(gpu.query, *rows, gpu.parameters, kernels, rotation=gpu.rotation, attention_mask=mask)
+        got = rows_attention(gpu.query, *rows, gpu.parameters, kernels, rotation=gpu.rotation, attention_mask=mask)
         within(got, cpu.exact(allowed)[0], in_pytorch(gpu, mask), torch.bfloat16)
 
 
