@@ -19,9 +19,8 @@ from rotor.models.documents import read_documents
 from rotor.models.source import Checkpoint
 from rotor.models.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
 from rotor.recipe import Evaluation, load_recipe
-from rotor.search.evaluation.fidelity import Fidelity
+from rotor.search.evaluation.accuracy import Accuracy, Fidelity
 from rotor.search.export.export import export
-from rotor.search.export.model_card import below_target
 from rotor.search.point import Point
 from rotor.search.table import Context, ProbeTable
 
@@ -205,7 +204,7 @@ def test_a_target_is_missed_where_the_whole_interval_is_below(
     value: float, interval: tuple[float, float], met: bool, text: str
 ) -> None:
     assert Fidelity(value, interval, {}).against(0.99) == (met, text)
-    assert below_target({"report": value, "interval_95": interval, "target": 0.99}) == text
+    assert Accuracy("text", 0.99, {"report": Fidelity(value, interval, {})}).below_target == text
 
 
 def test_validate_ends_with_3_where_the_interval_is_below_the_target_alone(copied: Path, capsys) -> None:

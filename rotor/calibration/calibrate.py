@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -24,11 +23,10 @@ from ..checkpoint.projections import read_attention
 from ..checkpoint.publishing import check_space, recover
 from ..errors import DataError, system_errors
 from ..logs import log_file
-from ..models.hardware import fit_threads, pick_device, pick_dtype
+from ..models.device_plan import DevicePlan
+from ..models.hardware import fit_threads
 from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
-from ..models.loading import weights_of
-from ..models.memory import stream_weights
 from ..models.projections import context_tokens
 from ..models.readiness import check_text, describe_text
 from ..models.source import Checkpoint
@@ -36,9 +34,9 @@ from ..models.splits import digests
 from ..models.tokenizer import chat_opening, text_start
 from ..models.tokens import CalibrationTokens, calibration_tokens, ordinary_tokens, with_repeats
 from ..models.weights import Weights
+from ..options import with_fields_of
 from ..progress import Advance, Progress, StageTimes
-from ..recipe import Recipe, text_overrides
-from ..recipe.settings import CalibrationSettings, Compute
+from ..recipe.requests import CalibrationRequest
 from ..versions import versions
 from .allocation.bits import BitsPath
 from .bases.information import LayerFisher
@@ -69,62 +67,25 @@ TOKENS = "tokens.safetensors"
 """Calibration tokens of an unfinished run, so that those that the model writes need not be written again."""
 
 
-def calibrate(
-    model: str | Path,
-    out: str | Path,
-    recipe: str | Recipe = "rotor",
-    overrides: Iterable[str] = (),
-    *,
-    text: str | Path | None = None,
-    revision: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    batch_tokens: int = 2048,
-    offload: str = "auto",
-    overwrite: bool = False,
-    resume: bool = False,
-    progress: Progress | None = None,
-) -> Run:
+@system_errors()
+def run_calibration(request: CalibrationRequest) -> Run:
     """Find the bases of a model's KV heads and write them to a run folder.
 
-    The folder `OUT.partial` holds what is done until everything is.
+    The folder `OUT.partial` holds what is done until everything is. Statistics are float64 on any device.
 
-    Args:
-        model: folder of a transformers checkpoint with safetensors weights, only read; or a hub id.
-        out: the run folder to write; it appears when everything is done.
-        recipe: name of a bundled recipe, path of one, or a Recipe.
-        overrides: `section.field=value` for the recipe.
-        text: a UTF-8 file, or a folder of them, to calibrate on and to measure accuracy on: its documents are dealt to
-            three splits that share none, of which one is calibrated on, one searches and one reports.
-        revision: branch, tag or commit of a hub repository; the commit that it is now is kept in run.json.
-        device, dtype: where and in what the forward passes run; `auto` is the GPU if there is one, and float32 on a
-            CPU. Statistics are float64 in any case.
-        batch_tokens: tokens in one forward pass.
-        offload: `always` reads one layer of weights at a time, `never` loads all, `auto` does what fits.
-        resume: go on with an unfinished run, whose result is then the same as that of an uninterrupted one.
     Raises:
         RotorError: see rotor.errors. A run with a finished layer is kept for --resume, unless its numbers are bad.
     """
-    compute = Compute(device, dtype, offload)
-    settings = CalibrationSettings(
-        model, out, recipe, (*text_overrides(text), *overrides), revision, compute, batch_tokens, overwrite, resume
-    )
-    return run_calibration(settings, progress)
-
-
-@system_errors()
-def run_calibration(settings: CalibrationSettings, progress: Progress | None = None) -> Run:
-    """Calibrate, with the arguments in one object; raises likewise."""
-    work = Calibration(settings, progress or Progress())
+    work = Calibration(request, request.progress or Progress())
     partial = work.partial
     with ExitStack() as held:
         held.enter_context(exclusive(work.out.path))
         recover(work.out)
         work.check_out()  # again: who held it may have written
-        partial.check(settings.resume, settings.overwrite)
-        check_space(partial.folder, 0 if partial.exists else work.estimates[work.streamed].disk_bytes)
+        partial.check(request.resume, request.overwrite)
+        check_space(partial.folder, 0 if partial.exists else work.disk_bytes)
         held.push(partial.ended)
-        partial.open(settings.resume)
+        partial.open(request.resume)
         held.enter_context(log_file(partial.folder, "calibrate"))
         for line in (work.memory, describe_text(work.recipe, work.checkpoint.tokenizer)):
             work.progress.message(line)
@@ -132,36 +93,39 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
     return Run.open(work.out.path)
 
 
+calibrate = with_fields_of(CalibrationRequest, run_calibration, "calibrate")
+
+
 class Calibration:
     """One calibration: its request, checked against the model before any work is done, and its stages.
 
-    streamed: whether weights are read layer by layer. memory: the estimate in words.
+    devices: where forward passes run. memory: the estimate in words. disk_bytes: of the unfinished run.
 
     Raises:
         RotorError: the request cannot be carried out.
     """
 
-    def __init__(self, settings: CalibrationSettings, progress: Progress) -> None:
-        self.settings, self.progress, self.times = settings, progress, StageTimes()
-        self.recipe, self.out = settings.overridden_recipe, OutputFolder.at(settings.out, "run")
+    def __init__(self, request: CalibrationRequest, progress: Progress) -> None:
+        self.request, self.progress, self.times = request, progress, StageTimes()
+        self.recipe, self.out = request.overridden_recipe, OutputFolder.at(request.out, "run")
         self.partial = PartialRun(self.out)
-        self.source = find_source(settings.model, settings.revision)
+        self.source = find_source(request.model, request.revision)
         self.checkpoint = Checkpoint(self.source.folder)
         outline = ModelOutline.of(self.checkpoint)
         self.family, self.shape, self.form = outline.family, outline.shape, outline.form(self.recipe)
-        self.device = pick_device(settings.compute.device)
-        self.dtype = pick_dtype(settings.compute.dtype, outline.dtype, self.device)
+        devices = DevicePlan.choose(request, outline.dtype)
         self.check_out()
         check_text(self.recipe, self.checkpoint.config, self.checkpoint.tokenizer)  # refuses one that does not load
         fit_threads(self.checkpoint.total_bytes())
-        self.estimates = outline.calibration(self.recipe, self.device, self.dtype, settings.batch_tokens)
+        estimates = outline.calibration(self.recipe, devices.device, devices.dtype, request.batch_tokens)
         whole = needs_whole_model(self.recipe)
-        self.streamed, self.memory = stream_weights(settings.compute.offload, self.estimates, self.device, whole)
+        self.devices, self.memory = devices.within_memory(request.offload, estimates, whole)
+        self.disk_bytes = estimates[self.devices.streamed].disk_bytes
 
     def check_out(self) -> None:
         """Raises UsageError where the run folder must not be written."""
         text = self.recipe.tokens.path
-        self.out.check(self.settings.overwrite, [self.source.folder], [] if text is None else [Path(text)])
+        self.out.check(self.request.overwrite, [self.source.folder], [] if text is None else [Path(text)])
 
     def run(self) -> None:
         hashes = self._check_model()
@@ -171,10 +135,10 @@ class Calibration:
             "model": hashes,
             "recipe": self.recipe.to_dict(),
             "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
-            "batch_tokens": self.settings.batch_tokens,
+            "batch_tokens": self.request.batch_tokens,
             "threads": torch.get_num_threads(),
-            "device": self.device.type,
-            "dtype": str(self.dtype),
+            "device": self.devices.device.type,
+            "dtype": str(self.devices.dtype),
             "versions": versions(),
         }
         self.partial.agree(fingerprint)
@@ -188,7 +152,7 @@ class Calibration:
     def weights(self) -> Weights:
         """The model, loaded when it is first needed: errors in tokens need not wait for it."""
         with self.times.stage("load model"), self.progress.task("load model", None, ""):
-            return weights_of(self.checkpoint, self.device, self.dtype, self.streamed)
+            return self.devices.weights(self.checkpoint)
 
     def _check_model(self) -> dict[str, dict[str, str]]:
         """SHA-256 of each shard and of the other files, having looked through all tensors."""
@@ -249,7 +213,7 @@ class Calibration:
         partial = self.partial
         if not self.recipe.needs_gradients or partial.kept(_gradients_of(0)) is not None:
             return
-        network = LayerwiseModel(self.weights, self.settings.batch_tokens, partial.work)
+        network = LayerwiseModel(self.weights, self.request.batch_tokens, partial.work)
         with self.times.stage("gradients"):
             rows = self._with_repeats(rows[: max(1, self.recipe.codes.tokens // rows.shape[1])], 0)
             wanted = [wanted_gradients(self.form.layer(layer)) for layer in range(self.shape.num_layers)]
@@ -276,7 +240,7 @@ class Calibration:
         element_bytes = (self.checkpoint.config.dtype or torch.float32).itemsize
         context = context_tokens(self.checkpoint.config)
         path = BitsPath(codes, self.shape, self.recipe.codes.bits, element_bytes, context)
-        network = LayerwiseModel(self.weights, self.settings.batch_tokens, self.partial.work)
+        network = LayerwiseModel(self.weights, self.request.batch_tokens, self.partial.work)
         model = DistilledModel(network, self.form, bases, codes, path)
         with self.times.stage("distil"):
             count = spec.steps * max(1, min(len(rows), spec.tokens // rows.shape[1])) * rows.shape[1]
@@ -290,9 +254,9 @@ class Calibration:
         start, layers = self.partial.finished_layers, self.shape.num_layers
         if start == layers:
             return
-        network = LayerwiseModel(self.weights, self.settings.batch_tokens)
+        network = LayerwiseModel(self.weights, self.request.batch_tokens)
         with self.times.stage("capture"):
-            states = self.partial.states(start, (*rows.shape, self.shape.hidden_size), self.dtype)
+            states = self.partial.states(start, (*rows.shape, self.shape.hidden_size), self.devices.dtype)
             if start == 0:
                 network.embed(rows, states)
         with self.progress.task("calibrate", (layers - start) * rows.numel(), "token layers") as advance:
@@ -304,7 +268,7 @@ class Calibration:
         partial, prune = self.partial, self.recipe.prune
         wanted = wanted_moments(self.recipe, self.form.layer(layer))
         with self.times.stage("capture"):
-            out = partial.states(layer + 1, tuple(states.shape), self.dtype)
+            out = partial.states(layer + 1, tuple(states.shape), self.devices.dtype)
             moments = layer_statistics(network, layer, states, out, self.form.group_size, wanted, prune, advance)
         self._commit(layer, moments)
         return out
@@ -349,8 +313,8 @@ class Calibration:
             "element_bytes": (config.dtype or torch.float32).itemsize,
             "shape": dataclasses.asdict(self.shape),
             "tokens": about_tokens,
-            "device": str(self.device),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.devices.device),
+            "dtype": str(self.devices.dtype).removeprefix("torch."),
             "versions": versions(),
             "stages": self.times.stages,
         }

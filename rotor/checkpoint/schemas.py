@@ -83,8 +83,8 @@ class CompressionInfo(TypedDict):
     stored: float
 
 
-class PointRanks(TypedDict):
-    """Ranks of a point as the method gave them and as they are stored; channels by bits where they are coded."""
+class PlanRanks(TypedDict):
+    """Ranks of a plan as the method gave them and as they are stored; channels by bits where they are coded."""
 
     exact: Ranks
     stored: Ranks
@@ -120,6 +120,7 @@ class AccuracyInfo(TypedDict):
     search: float | None
     report: float | None
     interval_95: tuple[float, float] | None
+    data: NotRequired[str | None]
     data_sha256: str | None
     measurements: dict[str, Any]
     base: NotRequired[dict[str, dict[str, Any] | None]]
@@ -155,7 +156,8 @@ class CheckpointInfo(TypedDict):
     kv_bytes_per_token: SizeInfo
     kv_bytes_of_sequence: NotRequired[SequenceInfo]
     accuracy: AccuracyInfo
-    ranks: PointRanks
+    ranks: PlanRanks
+    parameter: NotRequired[float]
     layouts: list[dict[str, Any]]
     tensors: dict[str, TensorInfo]
     cache: NotRequired[CacheInfo]

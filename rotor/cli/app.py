@@ -14,9 +14,10 @@ import typer.core
 
 from ..errors import Interrupted, MissingError, UsageError
 from ..installing import documentation
+from ..options import MAX_NUMBER
 from ..versions import __version__
 from .console import stdout
-from .options import MAX_NUMBER, with_options
+from .options import with_options
 
 CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """Click's UsageError, of which newer versions of Typer have a copy."""
@@ -109,16 +110,3 @@ def check_folder(folder: Path) -> None:
 def command_line() -> str:
     """What the user gave, for records."""
     return shlex.join(["rotor", *sys.argv[1:]])
-
-
-def split(names: str) -> list[str]:
-    """`a, b` as a list."""
-    return [name.strip() for name in names.split(",") if name.strip()]
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """`1,8`; raises UsageError unless they are positive whole numbers."""
-    items = split(text)
-    if not items or not all(item.isdecimal() and item.isascii() and 0 < int(item) <= MAX_NUMBER for item in items):
-        raise UsageError(f"{option} {text}: expected whole numbers from 1 to {MAX_NUMBER}.", f"Example: {option} 1,8")
-    return list(dict.fromkeys(map(int, items)))

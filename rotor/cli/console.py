@@ -131,7 +131,3 @@ def print_table(title: str | None, left: Sequence[str], right: Sequence[str], ro
 def _cell(value: Any) -> Text:
     """Text as it is: brackets in it are no markup."""
     return value if isinstance(value, Text) else Text(printable(str(value)))
-
-
-def in_interval(accuracy: dict[str, Any]) -> str:
-    return " [{:.4f}, {:.4f}]".format(*accuracy["interval_95"])

@@ -14,8 +14,10 @@ import typer
 
 from ..errors import UsageError
 from ..logs import is_first_process, printable
+from ..options import Count, DeviceOptions
+from ..recipe.requests import InspectionRequest
 from .app import command
-from .options import NONE, Count, DeviceOptions, Json, Printed
+from .options import Json, OutputOptions
 from .plans import print_inspection
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ BOOTSTRAP = Path(__file__).parent / "bootstrap"
 def generate(
     folder: str,
     compute: DeviceOptions,
-    output: Printed,
+    output: OutputOptions,
     prompt: Annotated[str | None, typer.Argument()] = None,
     prompt_file: str | None = None,
     raw: bool = False,
@@ -64,18 +66,26 @@ def generate(
     if parallel is not None and prompt_file == "-":
         raise UsageError("--prompt-file -: several processes cannot all read stdin.", "Give a file.")
     text = _read_prompt(prompt, prompt_file)
-    compute.checked()
     check_name(folder)
 
     from ..checkpoint.rewritten import source_at
     from ..tools.generation import continue_prompt
 
     first = is_first_process()
-    how: dict[str, Any] = vars(compute) | {"cache": cache, "raw": raw, "progress": output.progress()}
-    how |= {"on_text": _show if first and not output.as_json else None}
-    how |= {"parallel": parallel is not None}
     with source_at(source):
-        result = continue_prompt(folder, text, max_new_tokens, temperature, seed, **how)
+        result = continue_prompt(
+            folder,
+            text,
+            max_new_tokens,
+            temperature,
+            seed,
+            compute,
+            cache=cache,
+            raw=raw,
+            on_text=_show if first and not output.as_json else None,
+            progress=output.progress(),
+            parallel=parallel is not None,
+        )
     if first:
         output.show(result, print)
 
@@ -103,36 +113,20 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
 
 
 @command(epilog="Example: rotor inspect artifacts/demo-model --recipe fdc")
-def inspect(
-    model: str,
-    compute: DeviceOptions,
-    output: Json,
-    recipe: str = "rotor",
-    revision: str | None = None,
-    overrides: list[str] = NONE,
-    batch_tokens: Count = 2048,
-    context: Count | None = None,
-) -> None:
+def inspect(request: InspectionRequest, output: Json) -> None:
     """Describe a model: attention, cache, what a recipe does with it, the memory and disk that this takes.
 
     Reads the configuration, the headers of the shards and the tokenizer, no weights; of a hub id nothing but the
     configuration is fetched. A config.json alone is enough.
-
-    Args:
-        context: Tokens of the sequences whose cache is counted (default: the model's longest, at most 32768).
     """
     from ..models.hub import check_name
-    from ..recipe import load_recipe
 
-    load_recipe(recipe, overrides)
-    compute.checked()
-    check_name(model, revision)
+    check_name(str(request.model), request.revision)
 
-    from ..calibration.planning.inspection import inspect as run_inspect
+    from ..calibration.planning.inspection import run_inspection
 
-    how: dict[str, Any] = {"revision": revision, "batch_tokens": batch_tokens, "context": context, **vars(compute)}
-    found = run_inspect(model, recipe, overrides, **how)
-    output.show(found.to_dict(), lambda: print_inspection(found))
+    inspection = run_inspection(request)
+    output.show(inspection.to_dict(), lambda: print_inspection(inspection))
 
 
 @command(epilog="Example: rotor recipes --show rotor")

@@ -11,10 +11,11 @@ import typer
 from ..checkpoint.output_folder import check_file
 from ..errors import UsageError
 from ..logs import log
+from ..options import Count, DeviceOptions
 from ..progress import in_bytes
-from .app import check_folder, command, command_line, numbers, split
+from .app import check_folder, command, command_line
 from .console import print_table, say
-from .options import Count, DeviceOptions, Json, Printed
+from .options import Json, OutputOptions, numbers, split
 
 
 @command(
@@ -22,7 +23,7 @@ from .options import Count, DeviceOptions, Json, Printed
     epilog="Example: rotor compile out/demo --arch sm_80,sm_90. Without a checkpoint: rotor compile --named --json.",
 )
 def compile_kernels(
-    output: Printed,
+    output: OutputOptions,
     folder: Annotated[Path | None, typer.Argument(metavar="OUT", show_default=False)] = None,
     arch: str = "sm_90",
     named: bool = False,
@@ -123,7 +124,7 @@ def parse_lengths(text: str) -> list[int]:
 def bench(
     folder: Path,
     compute: DeviceOptions,
-    output: Printed,
+    output: OutputOptions,
     lengths: str | None = None,
     prefill: str | None = None,
     batch: str | None = None,
@@ -145,7 +146,6 @@ def bench(
     """
     options = (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
     decode, prompts, batches = (None if text is None else tuple(numbers(option, text)) for option, text in options)
-    compute.checked()
     check_folder(folder)
     progress = output.progress()
 
@@ -184,7 +184,7 @@ def _print_bench(result: dict[str, Any]) -> None:
     "rotor gpu --tune out/demo"
 )
 def gpu(
-    output: Printed,
+    output: OutputOptions,
     out: Path = Path("gpu.jsonl"),
     minutes: Annotated[float, typer.Option(min=0.5, max=600.0)] = 9.0,
     only: str | None = None,

@@ -16,8 +16,8 @@ from ..checkpoint.folding import fold_layer, layer_layout
 from ..checkpoint.layout import LayerRanks
 from ..checkpoint.projections import AttentionWeights, read_attention
 from ..checkpoint.tensors import FLOAT32
+from ..models.device_plan import DevicePlan
 from ..models.layerwise import LayerwiseModel
-from ..models.loading import weights_of
 from ..models.source import Checkpoint
 from ..numerics import check_parameters
 from ..runtime.integration import replace_attention
@@ -29,28 +29,26 @@ EVALUATION_TOKENS = (2048, 16384)
 class CompressibleModel(LayerwiseModel):
     """The source model with its attention swapped for compressed modules and back.
 
-    Weights are rewritten in the checkpoint's dtype, as on export, and computed with in `dtype`. With all weights in
-    memory the whole model is compressed at once; otherwise each layer when it is its turn, and each time again.
+    Weights are rewritten in the checkpoint's dtype, as on export, and computed with in that of `devices`. With all
+    weights in memory the whole model is compressed at once; otherwise each layer when it is its turn, and each time
+    again.
 
     Args:
         rewrite_dtype: rewrite in this dtype instead of the checkpoint's.
-        streamed: see rotor.models.memory.
         workspace: see LayerwiseModel.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
+        devices: DevicePlan,
         rewrite_dtype: torch.dtype | None = None,
         *,
-        streamed: bool = False,
         workspace: Path | None = None,
     ) -> None:
         find_family(checkpoint.config)  # raises on what is not supported
-        source = weights_of(checkpoint, device, dtype, streamed)
-        super().__init__(source, EVALUATION_TOKENS[device.type == "cuda"], workspace)
+        source = devices.weights(checkpoint)
+        super().__init__(source, EVALUATION_TOKENS[devices.device.type == "cuda"], workspace)
         self.checkpoint, self._rewrite_dtype = checkpoint, rewrite_dtype
         self._attention_implementation = self.config._attn_implementation
         self._originals: list[nn.Module] = [

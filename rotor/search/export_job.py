@@ -16,7 +16,7 @@ from ..models.projections import context_tokens
 from ..models.source import Checkpoint
 from ..policies import Policy, find_policy
 from ..recipe import Recipe
-from ..recipe.settings import ExportSettings
+from ..recipe.requests import ExportRequest
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ExportJob:
     which the cache is kept and measured, if any.
     """
 
-    settings: ExportSettings
+    request: ExportRequest
     run: Run
     recipe: Recipe
     checkpoint: Checkpoint
@@ -36,16 +36,16 @@ class ExportJob:
     policy: Policy | None = None
 
     @classmethod
-    def check(cls, settings: ExportSettings) -> ExportJob:
+    def check(cls, request: ExportRequest) -> ExportJob:
         """Raises RotorError where the request cannot be carried out; see export."""
-        opened, out = Run.open(settings.run), OutputFolder.at(settings.out, "checkpoint")
-        recipe = settings.override(opened.recipe)
-        _check_recipe(recipe, opened, settings)
-        out.check(settings.overwrite, [opened.model_folder, opened.folder])
+        opened, out = Run.open(request.run), OutputFolder.at(request.out, "checkpoint")
+        recipe = request.override(opened.recipe)
+        _check_recipe(recipe, opened, request)
+        out.check(request.overwrite, [opened.model_folder, opened.folder])
         checkpoint = Checkpoint(opened.fetch_model())
-        policy = None if settings.cache is None else _checked_policy(settings.cache, recipe, checkpoint, settings)
-        tokens = context_tokens(checkpoint.config, settings.context)
-        job = cls(settings, opened, recipe, checkpoint, out, tokens, policy)
+        policy = None if request.cache is None else _checked_policy(request.cache, recipe, checkpoint, request)
+        tokens = context_tokens(checkpoint.config, request.context)
+        job = cls(request, opened, recipe, checkpoint, out, tokens, policy)
         check_space(out.path, job.needed_bytes)
         job.check_nothing_added()
         return job
@@ -53,9 +53,9 @@ class ExportJob:
     @property
     def unmeasured(self) -> str:
         """Why the accuracy of what is written is not measured; empty where it is."""
-        if not self.settings.measure:
+        if not self.request.measure:
             return "the export was asked not to measure it (--no-measure)"
-        if self.settings.goal.accuracy is None and self.checkpoint.tokenizer is None:
+        if self.request.accuracy is None and self.checkpoint.tokenizer is None:
             return "the model has no tokenizer to read text with"
         return ""
 
@@ -70,7 +70,7 @@ class ExportJob:
 
         Without weights it is no larger than the bases of the run.
         """
-        if self.settings.without_weights:
+        if self.request.without_weights:
             return sum(path.stat().st_size for path in self.run.folder.glob("bases/*")) + (1 << 20)
         return int(self.checkpoint.total_bytes() * 1.1) + (1 << 20)
 
@@ -100,7 +100,7 @@ class ExportJob:
             )
 
 
-def _check_recipe(recipe: Recipe, run: Run, settings: ExportSettings) -> None:
+def _check_recipe(recipe: Recipe, run: Run, request: ExportRequest) -> None:
     """Raises UsageError where the recipe does not fit the run or the goal."""
     bits, method = f"codes.bits {list(recipe.codes.bits)}", f"ranks.method {recipe.ranks.method}"
     if recipe.coded and not run.has_codes:
@@ -108,19 +108,19 @@ def _check_recipe(recipe: Recipe, run: Run, settings: ExportSettings) -> None:
             f"{bits}: {run.folder} was calibrated without codes.",
             f"Calibrate again with --set codes.bits={json.dumps(recipe.codes.bits)}.",
         )
-    if settings.goal.removal_rate is not None and (recipe.coded or recipe.ranks.method != "removal-rate"):
+    if request.removal_rate is not None and (recipe.coded or recipe.ranks.method != "removal-rate"):
         what = bits if recipe.coded else method
         raise UsageError(
             f"--removal-rate: {what} does not choose ranks by a removal rate.", "Give --accuracy or --compression."
         )
-    if not settings.measure and "sensitivities" in recipe.rank_needs:
+    if not request.measure and "sensitivities" in recipe.rank_needs:
         raise UsageError(
             f"--no-measure: {method} chooses ranks by what is measured of every layer.",
             "Leave --no-measure out, or give another method (see `rotor recipes`) with --set ranks.method=NAME.",
         )
 
 
-def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, settings: ExportSettings) -> Policy | None:
+def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, request: ExportRequest) -> Policy | None:
     """The cache policy of a name, if it is not `none`.
 
     Raises:
@@ -132,7 +132,7 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, settings:
     count = policy.check_config(checkpoint.config)
     if not policy.needs_samples:
         policy.layers(count)  # what it cannot serve is said now
-    elif not settings.measure:
+    elif not request.measure:
         raise UsageError(
             f"--no-measure: cache policy {policy.method} is found by running the compressed model over text.",
             "Leave --no-measure out, or take another --cache.",

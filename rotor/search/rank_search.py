@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 
-from ..calibration.allocation.plan import RankPlan
+from ..calibration.allocation.plan import Plan
 from ..errors import UsageError
-from ..models.hardware import pick_device, pick_dtype
+from ..models.device_plan import DevicePlan
 from ..models.readiness import describe_evaluation
 from ..models.splits import EvaluationData, evaluation_data
 from ..policies import Policy
 from ..progress import Progress, StageTimes, in_time
 from .compressible import CompressibleModel
-from .evaluation.fidelity import Fidelity, FidelityMeter
-from .evaluation.placement import Placement
+from .evaluation.accuracy import Fidelity
+from .evaluation.device_plan import evaluation_plan
+from .evaluation.fidelity import FidelityMeter
 from .evaluation.prompts import EvaluationContext
 from .export_job import ExportJob
-from .measurer import Measurer
+from .plan_evaluator import PlanEvaluator
 from .point import Point
 from .search import find_plan, most_points, plan_for
 
 
-class RankSearch(Measurer):
+class RankSearch(PlanEvaluator):
     """The ranks that an export's goal asks for."""
 
     def __init__(self, job: ExportJob, times: StageTimes, progress: Progress) -> None:
-        compute, dtype = job.settings.compute, job.checkpoint.config.dtype or torch.float32
-        device = pick_device(compute.device)
-        place = pick_dtype(compute.dtype, dtype, device), device
-        sources: dict[str, Any] = {"data": self._load_text, "network": self._load_model, "meter": self._make_meter}
         super().__init__(
             job.run,
             job.recipe,
-            *place,
+            DevicePlan.choose(job.request, job.checkpoint.config.dtype or torch.float32),
             progress,
-            **sources,
+            data=self._load_text,
+            network=self._load_model,
+            meter=self._make_meter,
             policy=job.policy,
             times=times,
             context_tokens=job.context_tokens,
@@ -69,14 +67,14 @@ class RankSearch(Measurer):
         for name in ("network", "meter"):
             self.__dict__.pop(name, None)
 
-    def _plan(self) -> RankPlan:
+    def _plan(self) -> Plan:
         """The plan of the goal, measured where the table lacks something."""
-        goal = self.job.settings.goal
-        if (target := goal.accuracy) is None:
-            return plan_for(self.path, goal.removal_rate, goal.compression)
+        request = self.job.request
+        if (target := request.accuracy) is None:
+            return plan_for(self.path, request.removal_rate, request.compression)
         most, seconds = most_points(self.recipe.search.resolution), list[float]()
 
-        def fidelity(plan: RankPlan) -> Fidelity:
+        def fidelity(plan: Plan) -> Fidelity:
             before, start = self.measured_points, time.perf_counter()
             found = self.search(plan)
             if self.measured_points > before:
@@ -111,6 +109,6 @@ class RankSearch(Measurer):
                 for file in checkpoint.files:
                     job.check_unchanged(file)
                     advance((checkpoint.folder / file).stat().st_size)
-            place = Placement.choose(checkpoint, job.recipe, job.settings.compute, self.progress)
+            plan = evaluation_plan(checkpoint, job.recipe, job.request, self.progress)
             with self.progress.task("load model", None, ""):
-                return place.model(checkpoint, job.run.folder)
+                return CompressibleModel(checkpoint, plan, workspace=job.run.folder)

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable
 from itertools import islice, pairwise
 
-from ..calibration.allocation.plan import SLACK, RankPath, RankPlan
+from ..calibration.allocation.plan import SLACK, Plan, RankPath
 from ..calibration.allocation.removal_rate import RemovalRatePath
 from ..errors import AccuracyError, UsageError
-from .evaluation.fidelity import Fidelity
+from .evaluation.accuracy import Fidelity
 
 TRIES = 3
 """Gaps above a plan that reaches the target, or plans beside it, of which one has to reach it, too, or it is final."""
@@ -25,8 +25,8 @@ def find_plan(
     path: RankPath,
     resolution: float,
     target: float,
-    fidelity: Callable[[RankPlan], Fidelity],
-) -> RankPlan:
+    fidelity: Callable[[Plan], Fidelity],
+) -> Plan:
     """The plan that a target leads to, by bisection over what plans save.
 
     The first plan is in the middle of the path; each next one halves what lies between the last that reached the target
@@ -41,10 +41,10 @@ def find_plan(
     Raises:
         AccuracyError: no plan reaches the target; names the best that was measured.
     """
-    steps, tried = path.steps(), list[tuple[float, RankPlan]]()
+    steps, tried = path.steps(), list[tuple[float, Plan]]()
     refused = {len(steps)}
 
-    def reaches(plan: RankPlan) -> bool:
+    def reaches(plan: Plan) -> bool:
         value = fidelity(plan).accuracy
         tried.append((value, plan))
         return value >= target
@@ -66,7 +66,7 @@ def find_plan(
         return None
 
     low: int | None = -1
-    reached: RankPlan | None = None
+    reached: Plan | None = None
     while low is not None:
         while room(low, high := min(i for i in refused if i > low)):
             found = middle_reaches(low, high)
@@ -95,7 +95,7 @@ def most_points(resolution: float) -> int:
     return max(1, math.ceil(math.log2(1 / resolution)) + 1 + TRIES)
 
 
-def plan_for(path: RankPath, removal_rate: float | None, compression: float | None) -> RankPlan:
+def plan_for(path: RankPath, removal_rate: float | None, compression: float | None) -> Plan:
     """The plan at a removal rate, or the mildest one that removes at least a share of the cache.
 
     Raises:

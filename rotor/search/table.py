@@ -15,19 +15,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from ..calibration.allocation.plan import RankPlan, Sensitivity
+from ..calibration.allocation.plan import Plan, Sensitivity
 from ..calibration.run import Run
 from ..checked import Reader, plain
 from ..checkpoint.atomic import write_json
 from ..checkpoint.json_files import read_json
 from ..errors import CheckpointError
+from ..models.device_plan import DevicePlan
 from ..models.splits import EvaluationData
 from ..policies import Policy
 from ..recipe import Evaluation, Ranks
-from .point import Point, channels_json, plan_key
+from .point import Point
 
 TABLES, PROBES, LATEST = "tables", "probes", "latest"
 TABLE_VERSION = 8
@@ -58,8 +58,7 @@ class Context:
         cls,
         spec: Evaluation,
         data: EvaluationData,
-        dtype: torch.dtype,
-        device: torch.device,
+        devices: DevicePlan,
         policy: Policy | None = None,
         context_tokens: int | None = None,
     ) -> Context:
@@ -67,9 +66,9 @@ class Context:
         names = ["seed", "lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "filler_tokens"]
         settings = {name: getattr(spec, name) for name in names} | ({"cache": policy.as_dict()} if policy else {})
         settings |= {} if context_tokens is None else {"context_tokens": context_tokens}
-        kind = str(dtype).removeprefix("torch.")
+        dtype = str(devices.dtype).removeprefix("torch.")
         hashes = data.sha256, data.search_sha256
-        return cls(spec.metric, settings, data.description, *hashes, kind, device.type, data.excluded)
+        return cls(spec.metric, settings, data.description, *hashes, dtype, devices.device.type, data.excluded)
 
     @property
     def key(self) -> str:
@@ -164,9 +163,9 @@ class RankTable:
         _write(self.run, TABLES, self.context.key, content)
         _write(self.run, TABLES, LATEST, _Latest(TABLE_VERSION, self.context.key))
 
-    def find(self, plan: RankPlan) -> Point | None:
+    def find(self, plan: Plan) -> Point | None:
         """What is known of a plan."""
-        key = plan_key(plan.rounded, plan.channels)
+        key = plan.key
         return next((point for point in self.points if point.key == key), None)
 
     def put(self, point: Point) -> None:
@@ -185,7 +184,7 @@ def _check_point(point: Point, name: str, run: Run, reader: Reader) -> None:
         expected = f"{groups} groups of at most {columns} of each of {run.shape.num_layers} layers"
         raise reader.fail(f"{name}.ranks", point.ranks, expected)
     if point.channels and [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in point.channels] != point.ranks:
-        raise reader.fail(f"{name}.channels", channels_json(point.channels), "as many as ranks says")
+        raise reader.fail(f"{name}.channels", point.channels_json, "as many as ranks says")
 
 
 @dataclass
@@ -198,7 +197,7 @@ class ProbeTable:
     sensitivities: list[Sensitivity]
 
     @classmethod
-    def open(cls, run: Run, ranks: Ranks, rows: Tensor, dtype: torch.dtype, device: torch.device) -> ProbeTable:
+    def open(cls, run: Run, ranks: Ranks, rows: Tensor, devices: DevicePlan) -> ProbeTable:
         """The probes of these rows and settings, or none.
 
         Args:
@@ -207,7 +206,8 @@ class ProbeTable:
             CheckpointError: damaged, or of another run.
         """
         tokens = hashlib.sha256(rows.numpy().tobytes()).hexdigest()
-        key = _hash([tokens, list(rows.shape), str(dtype), device.type, ranks.multiple_of, list(ranks.probe_shares)])
+        where = str(devices.dtype), devices.device.type
+        key = _hash([tokens, list(rows.shape), *where, ranks.multiple_of, list(ranks.probe_shares)])
         found, reader = _read(run, PROBES, key, _ProbesFile)
         known = [] if found is None else found.sensitivities
         if len(known) > run.shape.num_layers:

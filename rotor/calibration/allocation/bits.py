@@ -12,7 +12,7 @@ from ...checkpoint.channels import PLANE, aligned, read_alike
 from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_per_token
 from ..codes.layer import GroupChannels, LayerCodes, as_pair, channels_bytes
 from .channel_bits import BitCurve, BitPath, bit_curve, bit_path
-from .plan import SLACK, RankPath, RankPlan
+from .plan import SLACK, Plan, RankPath
 
 STEPS = 1024
 """Plans of a path lie at least one part in so many of the uncompressed bytes apart; others are made on demand."""
@@ -115,11 +115,11 @@ class BitsPath(RankPath):
             self._alike.append(_Alike(layers, tokens, path))
         assert len(self._alike) <= 2, "a model's layers have one window, or none"
 
-    def at_compression(self, target: float) -> RankPlan | None:
+    def at_compression(self, target: float) -> Plan | None:
         """The plan of the most bytes that removes at least `target` of them, or None if there is none."""
         return self._plan((1 - target + SLACK) * self._uncompressed_bytes)
 
-    def _plans(self) -> list[RankPlan]:
+    def _plans(self) -> list[Plan]:
         finest = min(alike.unit_cost for alike in self._alike)
         step = finest * max(1, self._uncompressed_bytes // (finest * STEPS))
         most = sum(alike.unit_cost * (len(alike.path.loss) - 1) for alike in self._alike)
@@ -127,7 +127,7 @@ class BitsPath(RankPath):
         plans = (self._plan(budget) for budget in range(most, least - 1, -step))
         return [plan for plan in plans if plan is not None]
 
-    def lighter(self, plan: RankPlan) -> list[RankPlan]:
+    def lighter(self, plan: Plan) -> list[Plan]:
         """Plans with a plane less in one layer, by the loss that is predicted for each byte that it saves."""
         split = [channels_bytes([layer]) // UNIT_BYTES for layer in plan.channels or []]
         losses = [layer.path.loss for layer in self._layers]
@@ -138,7 +138,7 @@ class BitsPath(RankPath):
         order = [index for index in np.argsort(lost) if np.isfinite(lost[index])]
         return [self._of([own - (place == index) for place, own in enumerate(split)]) for index in order]
 
-    def _plan(self, budget: float) -> RankPlan | None:
+    def _plan(self, budget: float) -> Plan | None:
         """The plan of least predicted loss of at most so many bytes of a sequence, None if there is none.
 
         Of layers that hold as many tokens the best split of every number of units is known; where there are two kinds
@@ -162,10 +162,10 @@ class BitsPath(RankPath):
                 split[layer] = own
         return self._of(split)
 
-    def _of(self, split: Sequence[int]) -> RankPlan:
+    def _of(self, split: Sequence[int]) -> Plan:
         """The plan of so many units of bytes in each layer."""
         channels = [layer.channels(own) for layer, own in zip(self._layers, split, strict=True)]
         ranks = [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in channels]
         kept = sum(channels_bytes([layer]) * tokens for layer, tokens in zip(channels, self._held, strict=True))
         stored = 1.0 - kept / self._uncompressed_bytes
-        return RankPlan(float(sum(split)), ranks, ranks, stored, stored, channels)
+        return Plan(float(sum(split)), stored, stored, ranks, ranks, channels)

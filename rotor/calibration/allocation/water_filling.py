@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .plan import RankPlan, SideSensitivity, SpectraPath
+from .plan import Plan, SideSensitivity, SpectraPath
 
 PRICES = 2000
 """Prices in the sweep, equally spaced in logarithm."""
@@ -29,7 +29,7 @@ prices between them is halved, at most this often: a small model has few plans, 
 class WaterFillingPath(SpectraPath):
     """Path of the plans that are best at some price."""
 
-    def _plans(self) -> list[RankPlan]:
+    def _plans(self) -> list[Plan]:
         columns, step = self.columns, self.multiple_of
         ranks = np.array([*range(step, columns, step), columns])[::-1]  # a price of nothing removes nothing
         losses = self._losses(ranks)
@@ -37,7 +37,7 @@ class WaterFillingPath(SpectraPath):
         shares = np.repeat(held / held.sum(), 2 * losses.shape[2])  # of the cache, of each side of each group
         cost = shares[:, None] * ranks / (2 * columns * losses.shape[2])
 
-        def sweep(prices: np.ndarray) -> list[RankPlan]:
+        def sweep(prices: np.ndarray) -> list[Plan]:
             """The best plan at every price."""
             sides = zip(losses.reshape(-1, len(ranks)), cost, strict=True)
             taken = np.stack([(loss + prices[:, None] * own).argmin(1) for loss, own in sides])
@@ -68,11 +68,11 @@ class WaterFillingPath(SpectraPath):
         return np.stack(found).reshape(len(self.spectra), 2, -1, len(ranks))
 
 
-def _crowded(first: RankPlan, second: RankPlan) -> bool:
+def _crowded(first: Plan, second: Plan) -> bool:
     """Whether a plan between these two is wanted, and there may be one."""
     if abs(second.stored - first.stored) <= GAP:
         return False
-    pairs = zip(chain(*first.rounded), chain(*second.rounded), strict=True)
+    pairs = zip(chain(*first.ranks), chain(*second.ranks), strict=True)
     return sum((a != c) + (b != d) for (a, b), (c, d) in pairs) > 1
 
 

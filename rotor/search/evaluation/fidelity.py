@@ -7,12 +7,10 @@ split's long rows text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from torch import Tensor
 
 from ...errors import DataError
@@ -21,6 +19,7 @@ from ...policies import Policy
 from ...policies.fitting import fit_cache_policy
 from ...progress import Progress
 from ...recipe.metric_registry import METRICS, metric_info, primitive_metrics, report_metrics
+from .accuracy import Accuracy, Fidelity
 from .cached import check_in_memory, final_states_through_cache, prefill_of
 from .measurement import Measurement, measure_text, smallest
 from .prompts import PROMPTS, EvaluationContext, Prompts, make_prompts
@@ -34,35 +33,10 @@ AT_CHANCE = 0.9
 """A model whose perplexity is at least this share of the vocabulary's size guesses."""
 
 PROMPT_SHARE = 0.25
-"""Of a row of text, that is the prompt where a cache has a policy; the rest is scored behind it."""
+"""Share of a row of text that is the prompt where a cache has a policy; the rest is scored behind it."""
 
 Read = Callable[..., Tensor]
 """Final hidden states of `rows` behind a prompt of `prefill` tokens; `advance` gets the tokens that are done."""
-
-
-@dataclass(frozen=True)
-class Fidelity:
-    """What was measured of a model on one split.
-
-    accuracy: of the recipe's metric; 1 is equal to the uncompressed model, below 1 is worse.
-    interval: its 95 % interval.
-    values: each measured ratio under its own name, and what is recorded beside it.
-    """
-
-    accuracy: float
-    interval: Annotated[tuple[float, float], Field(alias="interval_95")]
-    values: dict[str, float | None]
-
-    def against(self, target: float) -> tuple[bool, str]:
-        """Whether a target is met, and where it is not, or not by the value itself, what lies below it.
-
-        It is missed where the whole interval lies below it.
-        """
-        if self.accuracy >= target:
-            return True, ""
-        if self.interval[1] >= target:
-            return True, "the value is below the target, its 95 % interval is not"
-        return False, "the whole 95 % interval is below the target"
 
 
 class FidelityMeter:
@@ -204,6 +178,14 @@ class FidelityMeter:
         result = found[self.metric] if self.metric in found else smallest(self._parts(self.metric, found) or of_text)
         values |= {f"compressed_{name}": value for name, value in text.as_dict().items()}
         return Fidelity(result.value, result.interval, values)
+
+    def accuracy(self, measured: Mapping[str, Fidelity], target: float | None, data: str) -> Accuracy:
+        """What was measured of a model, beside what was recorded of the uncompressed one.
+
+        Args:
+            data: the held-out text in words.
+        """
+        return Accuracy(self.metric, target, measured, self.base, self.left_out, data)
 
     def _parts(self, name: str, found: dict[str, Measurement]) -> list[Measurement]:
         return [found[part] for part in metric_info(name).parts if part in found]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os.path
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ...checked import plain
 from ...checkpoint.atomic import write_json, write_text
 from ...checkpoint.bases import LayerBases
 from ...checkpoint.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
@@ -37,10 +36,12 @@ from ...logs import log_file
 from ...models.sidecars import sidecars
 from ...models.source import INDEX_FILE, Checkpoint
 from ...models.splits import LONG, SPLITS
+from ...options import with_fields_of
 from ...policies import LONG_TOKENS, Policy, packed_bytes_per_token
 from ...progress import Progress, StageTimes
 from ...recipe import Recipe
-from ...recipe.settings import Compute, ExportSettings, Goal
+from ...recipe.requests import ExportRequest
+from ..evaluation.accuracy import Accuracy
 from ..export_job import ExportJob
 from ..point import Point
 from ..rank_search import RankSearch
@@ -61,90 +62,44 @@ class ExportResult:
 
     folder: Path
     report: dict[str, Any]
+    accuracy: Accuracy
     digest: str
     seconds: dict[str, float]
     measured_points: int
 
 
-def export(
-    run: str | Path,
-    out: str | Path,
-    *,
-    accuracy: float | None = None,
-    compression: float | None = None,
-    removal_rate: float | None = None,
-    overrides: Iterable[str] = (),
-    device: str = "auto",
-    dtype: str = "auto",
-    offload: str = "auto",
-    overwrite: bool = False,
-    measure: bool = True,
-    cache: str | None = None,
-    without_weights: bool = False,
-    context: int | None = None,
-    progress: Progress | None = None,
-) -> ExportResult:
+@system_errors()
+def run_export(request: ExportRequest) -> ExportResult:
     """Write the compressed checkpoint of a run at exactly one of accuracy, compression or removal rate.
 
-    Args:
-        run: folder that calibrate wrote; its tables gain the points that are measured.
-        out: the checkpoint folder; it appears whole or not at all.
-        accuracy: least accuracy on the search split (see Evaluation), in (0, 1); the report split is then measured
-            once.
-        compression: least share of the KV cache to remove, in (0, 1).
-        removal_rate: singular-value removal rate, in [0, 1).
-        overrides: `section.field=value` for the recipe's ranks, codes, evaluation and search.
-        device, dtype, offload: where the model runs when something is measured; see calibrate.
-        measure: False writes a compression or removal rate without loading the model or reading text; its accuracy is
-            then not known, and rotor.json and the card say so. Likewise where the model has no tokenizer.
-        cache: the policy by which the cache is kept from then on, and with which accuracy is measured: a bundled name
-            (`gear-2`), the path of a YAML file, or FILE.py:CLASS; needs all weights in memory to be measured.
-        without_weights: leaves the weights to the source, from which they are rewritten when the folder is loaded, or
-            written by `materialise`.
-        context: tokens of the sequences that are served, by default the model's longest, at most 32768. Bytes are those
-            of a sequence of so many: a layer with a window holds no more than that.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
     """
-    settings = ExportSettings(
-        run,
-        out,
-        Goal(accuracy, compression, removal_rate),
-        tuple(overrides),
-        Compute(device, dtype, offload),
-        overwrite,
-        measure,
-        cache,
-        without_weights,
-        context,
-    )
-    return run_export(settings, progress)
-
-
-@system_errors()
-def run_export(settings: ExportSettings, progress: Progress | None = None) -> ExportResult:
-    """What `export` does, with its arguments in one object; raises likewise."""
     with ExitStack() as held:
-        held.enter_context(exclusive(Path(settings.run)))
-        job = ExportJob.check(settings)
+        held.enter_context(exclusive(Path(request.run)))
+        job = ExportJob.check(request)
         held.enter_context(exclusive(job.out.path))
-        job.out.check(settings.overwrite, job.sources)  # who held it until now may have written to it
+        job.out.check(request.overwrite, job.sources)  # who held it until now may have written to it
         held.enter_context(log_file(job.run.folder, "export"))
-        return _export(RankSearch(job, StageTimes(), progress or Progress()))
+        return _export(RankSearch(job, StageTimes(), request.progress or Progress()))
+
+
+export = with_fields_of(ExportRequest, run_export, "export")
 
 
 def _export(search: RankSearch) -> ExportResult:
     job, point = search.job, search.point()
     policy = search.stored_policy(point)
     search.close()
-    table, times = None if job.unmeasured else search.table, search.times
-    with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
+    accuracy = _accuracy(job, point, None if job.unmeasured else search.table)
+    times = search.times
+    with times.stage("write"), staged_folder(job.out, job.request.overwrite, job.sources, job.needed_bytes) as staging:
         chosen = job.run.bases(point.channels)
-        report, digest = _write(staging, job, policy, chosen, point, table, search.progress)
+        report, digest = _write(staging, job, policy, chosen, point, accuracy, search.progress)
     if job.unmeasured:
         log.warning("accuracy is not measured: %s", job.unmeasured)
     log.info("compression %.4f, %s", point.stored, allocated_by(job.recipe))
-    return ExportResult(job.out.path, report, digest, times.seconds, search.measured_points)
+    return ExportResult(job.out.path, report, accuracy, digest, times.seconds, search.measured_points)
 
 
 def _write(
@@ -153,12 +108,12 @@ def _write(
     policy: Policy | None,
     bases: Sequence[LayerBases],
     point: Point,
-    table: RankTable | None,
+    accuracy: Accuracy,
     progress: Progress,
 ) -> tuple[dict[str, Any], str]:
     """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json, and the digest."""
     run, recipe, checkpoint, family = job.run, job.recipe, job.checkpoint, job.family
-    layouts, apart = model_layouts(bases, point.ranks), job.settings.without_weights
+    layouts, apart = model_layouts(bases, point.ranks), job.request.without_weights
     contents = rewritten_tensors(checkpoint, run.shape, bases.__getitem__, layouts, checkpoint.tensor)
     tensors = write_shards(None if apart else staging, checkpoint, contents, job.check_unchanged, progress)
     if apart:
@@ -184,7 +139,7 @@ def _write(
     cache = None if policy is None else policy.as_dict()
     if cache is not None:
         config["quantization_config"]["cache"] = cache
-    report = _report(job, layouts, point, _accuracy(job, point, table), tensors, dtype.itemsize)
+    report = _report(job, layouts, point, accuracy, tensors, dtype.itemsize)
     if apart:
         config["quantization_config"]["source"] = {key: report["source"].get(key) for key in SourceInfo.__annotations__}
         if not {"dtype", "torch_dtype"} & config.keys():  # the bases' own would be taken for the model's
@@ -201,9 +156,9 @@ def _write(
             },
         }
     write_json(staging / ROTOR_JSON, report)
-    write_text(staging / CARD, model_card(report, recipe, run.shape, apart))
+    write_text(staging / CARD, model_card(report, accuracy, recipe, run.shape, apart))
     with progress.task("report", None, ""):
-        write_with_checkpoint(staging, Path(job.settings.out), cast(CheckpointInfo, report), recipe, run)
+        write_with_checkpoint(staging, Path(job.request.out), cast(CheckpointInfo, report), recipe, run)
     return report, write_manifest(staging, "checkpoint")
 
 
@@ -253,7 +208,7 @@ def _report(
     job: ExportJob,
     layouts: list[LayerLayout],
     point: Point,
-    accuracy: dict[str, Any],
+    accuracy: Accuracy,
     tensors: dict[str, dict[str, Any]],
     element_bytes: int,
 ) -> dict[str, Any]:
@@ -267,7 +222,7 @@ def _report(
         "recipe": job.recipe.name,
         "run": os.path.relpath(job.run.folder.resolve(), place),
         "source": about | {"path": os.path.relpath(job.checkpoint.folder.resolve(), place)},
-        "compression": point.compression_json,
+        "compression": {"planned": point.planned, "stored": point.stored},
         "rank_method": allocated_by(job.recipe),
         "parameter": point.parameter,
         "kv_bytes_per_token": {
@@ -282,7 +237,7 @@ def _report(
                 [sum(layout.row_bytes(element_bytes)) for layout in layouts], job.run.shape, job.context_tokens
             ),
         },
-        "accuracy": accuracy,
+        "accuracy": accuracy.to_dict(),
         "ranks": point.ranks_json,
         "layouts": [layout.to_dict() for layout in layouts],
         "removed_tensors": sorted(job.checkpoint.names - set(tensors)),
@@ -290,29 +245,25 @@ def _report(
     }
 
 
-def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str, Any]:
-    """What rotor.json says of the accuracy; where nothing was measured (no table), why."""
+def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> Accuracy:
+    """What was measured of the point that is written; where nothing was (no table), why."""
+    metric, target = job.recipe.evaluation.metric, job.request.accuracy
+    if table is None:
+        excluded = tuple(sorted(job.run.calibrated_documents))  # no text for `validate` to measure on
+        return Accuracy(metric, target, excluded_documents=excluded, not_measured=job.unmeasured)
     splits = (*SPLITS, *([LONG] if point.has(LONG) else []))
-    found = {} if table is None else {split: point.fidelity(split) for split in splits}
-    search, report = found.get("search"), found.get("report")
-    context = None if table is None else table.context
-    # What was calibrated on is no text for `validate` to measure on.
-    excluded = sorted(job.run.calibrated_documents) if context is None else list(context.excluded)
-    accuracy = {
-        "target": job.settings.goal.accuracy,
-        "metric": job.recipe.evaluation.metric,
-        "search": search and search.accuracy,
-        "report": report and report.accuracy,
-        "interval_95": report and list(report.interval),
-        "measurements": {split: plain(fidelity) for split, fidelity in found.items()},
-        "base": {split: table and table.base.get(split) for split in splits},
-        "left_out": table.left_out if table else {},
-        "data": context and context.data,
-        "data_sha256": context and context.data_sha256,
-        "excluded_documents": excluded,
-        "table": context and context.key,
-    }
-    return accuracy if table is not None else accuracy | {"not_measured": job.unmeasured}
+    context = table.context
+    return Accuracy(
+        metric,
+        target,
+        measured={split: point.fidelity(split) for split in splits},
+        base=table.base,
+        left_out=table.left_out,
+        data=context.data,
+        data_sha256=context.data_sha256,
+        excluded_documents=context.excluded,
+        table=context.key,
+    )
 
 
 def allocated_by(recipe: Recipe) -> str:

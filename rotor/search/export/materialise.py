@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...calibration.run import Run
+from ...checked import Reader
 from ...checkpoint.atomic import write_json, write_text
 from ...checkpoint.file_names import CARD, ROTOR_JSON
 from ...checkpoint.json_files import read_json
@@ -22,6 +23,7 @@ from ...models.compressed import CompressedCheckpoint, read_report
 from ...models.source import Checkpoint
 from ...progress import Progress
 from ...recipe import load_stored_recipe
+from ..evaluation.accuracy import Accuracy
 from ..report.report import NAME as REPORT
 from ..report.report import write_with_checkpoint
 from .export import write_shards
@@ -98,7 +100,10 @@ def _describe(
     report["tensors"] = dict(sorted(tensors.items()))
     write_json(staging / ROTOR_JSON, report)
     recipe = load_stored_recipe(staging)
-    write_text(staging / CARD, model_card(report, recipe, checkpoint.shape))
+    accuracy = Accuracy.read(
+        checkpoint.report["accuracy"], Reader(str(checkpoint.folder / ROTOR_JSON), CheckpointError)
+    )
+    write_text(staging / CARD, model_card(report, accuracy, recipe, checkpoint.shape))
     try:
         run = Run.open(checkpoint.run_folder)
     except RotorError as error:

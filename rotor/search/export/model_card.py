@@ -12,21 +12,22 @@ from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...installing import pip_install
 from ...progress import in_bytes
 from ...recipe import Recipe
-from ...recipe.metric_registry import chance_note, long_rows, metric_info, ratio_rows
-from ..evaluation.fidelity import Fidelity
+from ..evaluation.accuracy import Accuracy
 
 
-def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape, apart: bool = False) -> str:
+def model_card(
+    report: dict[str, Any], accuracy: Accuracy, recipe: Recipe, shape: AttentionShape, apart: bool = False
+) -> str:
     """Markdown with a metadata block, from the content of rotor.json.
 
     Args:
+        accuracy: that of rotor.json.
         apart: the weights are not in the folder.
     """
     size, name, share = report["kv_bytes_per_token"], report["source"]["name"], report["compression"]
     held = report["kv_bytes_of_sequence"]
     base_model, name = report["source"]["hub_id"] or name, markdown(name)
-    rows, note = _accuracy(report["accuracy"])
-    measured = "\n".join(rows)
+    measured = "\n".join(f"| {label} | {text} |" for label, text in accuracy.rows())
     metadata = ModelCardData(
         base_model=base_model,
         base_model_relation="quantized",
@@ -56,7 +57,7 @@ The weights of {name} with value, output and (where folded) key projections rota
 | KV bytes of {held["tokens"]:,} tokens before, after | {held["before"]:,}, {held["after"]:,} |
 {_cache_row(report)}{measured}
 
-{note}
+{accuracy.note}
 Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens, and speed.
 
 ## Load it
@@ -93,38 +94,6 @@ def _cache_row(report: dict[str, Any]) -> str:
     found = report["cache"]
     sizes = ", ".join(f"{size:.1f} at {tokens} tokens" for tokens, size in found["kv_bytes_per_token"].items())
     return f"| cache policy | {markdown(found['policy']['method'])}; bytes a token with it: {sizes} |\n"
-
-
-def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:
-    """The table's rows of what was measured, and what it means; or that nothing was."""
-    if accuracy["report"] is None or accuracy["interval_95"] is None:
-        note = "Measure it, with `rotor validate` where the model has a tokenizer, before you rely on this checkpoint."
-        return [f"| accuracy | not measured: {accuracy.get('not_measured', 'nobody says why')} |"], note
-    metric, base = accuracy["metric"], accuracy["base"]["report"] or {}
-    measured, left_out = accuracy["measurements"]["report"]["values"], accuracy["left_out"]
-    interval = "95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
-    target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
-    said = below_target(accuracy)
-    tokens = f"{base.get('tokens', 0)} predicted tokens of the report split, which played no part in the choice"
-    rows = [
-        f"| accuracy ({metric}) | {accuracy['report']:.4f}, {interval}{said and '; '}{said} |",
-        f"| target of the search | {target}; measured on the search split: {accuracy['search']:.4f} |",
-        *(f"| {label} | {text} |" for label, text in ratio_rows(measured, base, left_out)),
-        *(f"| {label} | {text} |" for label, text in long_rows(accuracy["measurements"], accuracy["base"])),
-        f"| measured on | {accuracy['data']}, {tokens}{chance_note(base)} |",
-    ]
-    note = (
-        f"Accuracy is {metric_info(metric).description}. It is measured once, on text that neither calibration nor "
-        "the search saw; it may\nlie below the target by what the interval says."
-    )
-    return rows, note
-
-
-def below_target(accuracy: dict[str, Any]) -> str:
-    """What lies below the target on the report split (see Fidelity.against), from rotor.json's accuracy; or nothing."""
-    if accuracy["target"] is None:
-        return ""
-    return Fidelity(accuracy["report"], accuracy["interval_95"], {}).against(accuracy["target"])[1]
 
 
 def markdown(text: str) -> str:

@@ -27,8 +27,8 @@ from ...models.projections import LONG_CONTEXT
 from ...models.source import Checkpoint
 from ...progress import in_bytes
 from ...recipe import Recipe, load_stored_recipe
-from ...recipe.metric_registry import chance_note, long_rows, metric_info, ratio_rows
-from ..evaluation.fidelity import Fidelity
+from ...recipe.metric_registry import metric_info
+from ..evaluation.accuracy import Accuracy, chance_note
 from ..point import Point
 from ..table import TABLES, RankTable
 from .data import JOINT, SIDES, ReportData, groups_of_point
@@ -62,9 +62,7 @@ def collect_run(run: Run) -> ReportData:
         data.points, data.chosen = table.points, point
         data.ratios_of, what = ("report", "exported") if point.report else ("search", "measured")
         data.ranks_of = f"of the strongest point that was {what}: compression {point.stored:.3f}"
-        data.ratios = ratio_rows(
-            point.fidelity(data.ratios_of).values, table.base.get(data.ratios_of) or {}, table.left_out
-        )
+        data.ratios = _accuracy_of(point, table).ratio_rows(data.ratios_of)
         _headline(data, point, _run_bytes(run, point, table.context.settings.get("context_tokens", LONG_CONTEXT)))
     else:
         why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` measures."
@@ -82,20 +80,13 @@ def collect_checkpoint(
         run: its opened run, or why there is none. place: where the folder will be, if that is not where it is.
     """
     data = ReportData("checkpoint", (place or folder).resolve().name, report["source"]["name"], recipe)
-    accuracy, size = report["accuracy"], report["kv_bytes_per_token"]
-    data.metric, data.target = metric_info(accuracy["metric"]).description, accuracy["target"]
-    reader = Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again.")
-    fidelity = {
-        split: reader.read(Fidelity, found, f"accuracy.measurements.{split}")
-        for split, found in accuracy["measurements"].items()
-    }
-    shares = report["compression"]
-    chosen = Point(0.0, shares["planned"], shares["stored"], [], [], fidelity.get("search"), fidelity.get("report"))
-    values = fidelity["report"].values if "report" in fidelity else {}
-    data.ratios = ratio_rows(values, accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {}))
-    data.ratios += long_rows(accuracy["measurements"], accuracy.get("base", {}))
-    if accuracy["report"] is None:
-        data.absent["points"] = f"Accuracy was not measured: {accuracy.get('not_measured', 'nobody says why')}."
+    size = report["kv_bytes_per_token"]
+    accuracy = Accuracy.read(report["accuracy"], Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again."))
+    data.metric, data.target = metric_info(accuracy.metric).description, accuracy.target
+    chosen = Point.of_checkpoint(report, accuracy.measured)
+    data.ratios = accuracy.ratio_rows() + accuracy.long_rows()
+    if accuracy.report is None:
+        data.absent["points"] = f"Accuracy was not measured: {accuracy.not_measured}."
     else:
         data.points, data.chosen = [chosen], chosen
     shape = run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)
@@ -106,8 +97,7 @@ def collect_checkpoint(
     held = report.get("kv_bytes_of_sequence") or _sequence(shape, element, rows, LONG_CONTEXT)
     _headline(data, chosen, (size["before"], size["after"], held))
     if isinstance(run, Run):  # which has other measured points, spectra and timings
-        key = accuracy.get("table")
-        table = None if key is None else RankTable.named(run, key)
+        table = None if accuracy.table is None else RankTable.named(run, accuracy.table)
         point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
         if table and point:
             data.points, data.chosen = table.points, point
@@ -118,6 +108,13 @@ def collect_checkpoint(
     weights = in_bytes(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
     data.sizes.append(("weights of this checkpoint", weights, "safetensors files"))
     return data
+
+
+def _accuracy_of(point: Point, table: RankTable) -> Accuracy:
+    """What a table has of a point."""
+    splits = {"search": point.search, "report": point.report, "long": point.long}
+    measured = {split: fidelity for split, fidelity in splits.items() if fidelity is not None}
+    return Accuracy(table.context.metric, None, measured, table.base, table.left_out, table.context.data)
 
 
 def _opened_run(folder: Path, recorded: str) -> Run | str:
@@ -211,8 +208,7 @@ def _headline(data: ReportData, point: Point, size: tuple[int, int, SequenceInfo
         target += f"{why and ': '}{why}"
     measured = ("accuracy", "not measured", target)
     if found is not None:
-        interval = "95 % interval {:.4f} to {:.4f}".format(*found.interval)
-        measured = ("accuracy", f"{found.accuracy:.4f}", f"{interval} on the {split} split; {target}")
+        measured = ("accuracy", f"{found.accuracy:.4f}", f"{found.interval_in_words} on the {split} split; {target}")
     data.headline = [
         ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
         ("bytes per token", f"{before} → {after}", "KV cache over all layers"),

@@ -41,7 +41,7 @@ class StudiedCache:
     def measure(self, study: StudyContext, name: str, bench: CacheBench | None = None) -> CacheRecord:
         bench = bench or study.bench
         if self.recipe:
-            path = study.path(self.recipe, study.plan.recipes[self.recipe])
+            path = study.path(self.recipe, study.inputs.recipes[self.recipe])
             record = bench.of_plan(name, *path, self.removed, self.policy)
         else:
             record = bench.of_policy(name, self.policy)
@@ -55,8 +55,8 @@ CONTROL = {"per token, 4 bits": StudiedCache("per token", PerToken(4, GROUP))}
 def at_bytes(study: StudyContext, shares: Sequence[float]) -> dict[str, StudiedCache]:
     """Each recipe at the bytes that were asked for, or else at shares of the uncompressed model's."""
     whole, found = study.whole_bytes, {}
-    for name in study.plan.recipes:
-        for size in study.plan.sizes or [round(share * whole) for share in shares]:
+    for name in study.inputs.recipes:
+        for size in study.inputs.sizes or [round(share * whole) for share in shares]:
             found[f"{name}, {size} bytes"] = StudiedCache(name, recipe=name, removed=1 - size / whole)
     return found
 

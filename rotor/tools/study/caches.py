@@ -23,7 +23,7 @@ from ...search.compressible import CompressibleModel
 from ...search.evaluation.cached import final_states_through_cache
 from ...search.evaluation.fidelity import FidelityMeter
 from ...search.evaluation.prompts import EvaluationContext
-from ...search.measurer import Measurer
+from ...search.plan_evaluator import PlanEvaluator
 
 PROMPT_SHARE = 0.75
 """Share of a sequence of text that is the prompt: three quarters, as in GEAR's tasks (900 tokens of 1156 in GSM8k)."""
@@ -131,14 +131,14 @@ class CacheBench:
             return self.record(name, policy)
 
     def of_plan(
-        self, name: str, measurer: Measurer, path: RankPath, removed: float, policy: Policy | None = None
+        self, name: str, evaluator: PlanEvaluator, path: RankPath, removed: float, policy: Policy | None = None
     ) -> CacheRecord:
         """A record of the mildest plan that removes a share of the cache, with a policy on top or in a plain cache."""
         plan = path.at_compression(removed)
         if plan is None:
             least = (1 - path.steps()[-1].stored) * self.whole
             return CacheRecord(name, skipped=f"out of reach: the least is {least:.0f} bytes")
-        self.network.compress(measurer.run.bases(plan.channels), plan.rounded)
+        self.network.compress(evaluator.run.bases(plan.channels), plan.ranks)
         return self.record(name, policy)
 
 

@@ -14,6 +14,7 @@ from ...checkpoint.tensors import layer_tensors
 from ...errors import CheckpointError, RotorError
 from ...models.compressed import CompressedCheckpoint
 from ...progress import Progress
+from ...search.evaluation.accuracy import Accuracy
 
 OWN = ("q_proj.", "k_proj.", "v_proj.", "o_proj.", "key_", "query_")
 """What names of an attention layer's tensors begin with."""
@@ -32,13 +33,15 @@ class Check:
 class Validation:
     """The result of validating one folder.
 
-    summary: what the table shows: compression, bytes, accuracy, its interval and target.
+    summary: what the table shows: compression, bytes, accuracy, its interval and target, as JSON has them.
+    accuracy: what was measured; None where nothing was.
     """
 
     folder: Path
     checks: list[Check] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    accuracy: Accuracy | None = None
 
     @property
     def damaged(self) -> bool:

@@ -10,6 +10,7 @@ from ....errors import AccuracyError
 from ....models.splits import SPLITS
 from ....recipe import Recipe
 from ....recipe.metric_registry import METRICS
+from ....search.evaluation.accuracy import Fidelity
 from ....search.point import Point
 from ....search.report.style import accuracy_axis, shown_loss
 from ....search.search import find_plan
@@ -35,7 +36,7 @@ class Curves(Part):
     csv = "results.csv"
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
-        for name, recipe in study.plan.recipes.items():
+        for name, recipe in study.inputs.recipes.items():
             yield from curve_tasks(study, name, recipe)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
@@ -70,22 +71,22 @@ def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task
     """The tasks of one recipe: its points and its targets."""
 
     def point(target: float) -> dict[str, Any]:
-        measurer, path = study.path(name, recipe)
+        evaluator, path = study.path(name, recipe)
         plan = path.at_compression(target)
         if plan is None:
             return {"target": target, "out_of_reach": round(path.steps()[-1].stored, 6)}
-        return {**point_record(measurer.measure(plan, SPLITS)), "target": target}
+        return {**point_record(evaluator.measure(plan, SPLITS)), "target": target}
 
     def targets() -> dict[str, Any]:
         """The point that `rotor export --accuracy` would choose for each target, or why there is none."""
-        (measurer, path), found = study.path(name, recipe), dict[str, Any]()
+        (evaluator, path), found = study.path(name, recipe), dict[str, Any]()
         for target in TARGETS:
             try:
-                plan = find_plan(path, recipe.search.resolution, target, measurer.search)
+                plan = find_plan(path, recipe.search.resolution, target, evaluator.search)
             except AccuracyError as error:
                 found[f"{target:.2f}"] = {"out_of_reach": error.message}
             else:
-                found[f"{target:.2f}"] = point_record(measurer.measure(plan, SPLITS))
+                found[f"{target:.2f}"] = point_record(evaluator.measure(plan, SPLITS))
         return found
 
     for target in COMPRESSIONS:
@@ -95,7 +96,7 @@ def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task
 
 def point_record(point: Point) -> dict[str, Any]:
     """Compression, accuracy and every ratio of a point on both splits; 95 % intervals of accuracy and KL on report."""
-    record: dict[str, Any] = point.compression_json
+    record: dict[str, Any] = {"planned": point.planned, "stored": point.stored}
     for split in SPLITS:
         found = point.fidelity(split)
         values = {name: found.values[name] for name in METRIC_LABELS if name in found.values}
@@ -139,8 +140,8 @@ def target_tables(found: Mapping[str, Records]) -> Iterator[Table]:
 def _target_cell(point: Mapping[str, Any]) -> str:
     if "stored" not in point:
         return "out of reach" if point else ""
-    bounds = "[{:.4f}, {:.4f}]".format(*point["interval"])
-    return f"{point['stored']:.3f} ({point['report']['accuracy']:.4f} {bounds})"
+    report = Fidelity(point["report"]["accuracy"], point["interval"], {})
+    return f"{point['stored']:.3f} ({report})"
 
 
 def _points_table(found: Mapping[str, Records]) -> Table:

@@ -14,7 +14,6 @@ from ....errors import UnsupportedModelError
 from ....models.projections import context_tokens
 from ....policies import FP8, KIVI, KVTC, PerToken
 from ....policies.quantiser import Quantiser
-from ....search.point import Point
 from ..caches import CacheBench, sequence_bytes
 from ..context import StudyContext
 from ..part import Part, Table, Task, number
@@ -67,8 +66,8 @@ class Match(Part):
         own = _Measured(study)
         for name, policy in in_use(own.shape.head_dim).items():
             yield Task(f"{self.name}/{name}", partial(own.of_policy, name, policy))
-        for recipe in study.plan.recipes:
-            for size in study.plan.sizes or [round(share * own.whole) for share in SHARES]:
+        for recipe in study.inputs.recipes:
+            for size in study.inputs.sizes or [round(share * own.whole) for share in SHARES]:
                 yield Task(f"{self.name}/{recipe}, {size} bytes", partial(own.of_recipe, recipe, size))
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
@@ -121,14 +120,14 @@ class _Measured:
     def of_recipe(self, recipe: str, size: int) -> MatchRecord:
         """The mildest plan of at most so many bytes a token, in the mean over a sequence of the served context."""
         name = f"{recipe}, {size} bytes"
-        measurer, path = self.study.path(recipe, self.study.plan.recipes[recipe])
+        evaluator, path = self.study.path(recipe, self.study.inputs.recipes[recipe])
         plan = path.at_compression(1 - size / self.whole)
         if plan is None:
             least = (1 - path.steps()[-1].stored) * self.whole
             return MatchRecord(name, recipe, skipped=f"out of reach: the least is {least:.0f} bytes")
         bench = self.bench
-        bench.network.compress(measurer.run.bases(plan.channels), plan.rounded)
-        rows = Point.of(plan).row_bytes(self.study.cache_dtype.itemsize)
+        bench.network.compress(evaluator.run.bases(plan.channels), plan.ranks)
+        rows = plan.row_bytes(self.study.cache_dtype.itemsize)
         sizes = {n: kv_bytes_of_sequence(rows, self.shape, n) / n for n in CONTEXTS}
         return self._record(name, recipe, bench.measure(), sizes)
 

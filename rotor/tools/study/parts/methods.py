@@ -35,7 +35,7 @@ class Methods(CachePart):
 
     def caches(self, study: StudyContext) -> dict[str, StudiedCache]:
         found = {UNCOMPRESSED: StudiedCache(UNCOMPRESSED)}
-        for name, policy in policies(study.plan.caches).items():
+        for name, policy in policies(study.inputs.caches).items():
             found[name] = StudiedCache(policy.method, policy)
         return found | at_bytes(study, SHARES)
 

@@ -11,7 +11,7 @@ from ...recipe import Recipe, load_recipe, override
 
 
 @dataclass(frozen=True)
-class StudyPlan:
+class StudyInputs:
     """What the parts of a study measure.
 
     recipes: by name, under the same conditions.
@@ -28,7 +28,7 @@ class StudyPlan:
         return next(iter(self.recipes.values()))
 
 
-def same_conditions(recipes: Iterable[str], overrides: list[str]) -> dict[str, Recipe]:
+def same_conditions(recipes: Iterable[str], overrides: Iterable[str]) -> dict[str, Recipe]:
     """The recipes by name, under one number of tokens, seed, row length, evaluation and search for all.
 
     Raises:

@@ -8,25 +8,27 @@ from functools import cached_property
 import torch
 
 from ..calibration.allocation.bits import BitsPath
-from ..calibration.allocation.plan import RankInputs, RankPath, RankPlan, Sensitivity, Spectra
+from ..calibration.allocation.plan import Plan, RankInputs, RankPath, Sensitivity, Spectra
 from ..calibration.run import Run, read_fisher
 from ..errors import UsageError
+from ..models.device_plan import DevicePlan
 from ..models.splits import EvaluationData
 from ..policies import Policy
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe
 from .compressible import CompressibleModel
-from .evaluation.fidelity import Fidelity, FidelityMeter
+from .evaluation.accuracy import Fidelity
+from .evaluation.fidelity import FidelityMeter
 from .point import Point
 from .probe import probe
 from .table import Context, ProbeTable, RankTable
 
 
-class Measurer:
+class PlanEvaluator:
     """Measures rank plans of a run against the uncompressed model, and adds them to a table; probes likewise.
 
     Args:
-        recipe: the run's, with what was overridden. dtype, device: of forward passes.
+        recipe: the run's, with what was overridden. devices: where forward passes run.
         data, network, meter: held-out text, the model, and what compares it; called when they are needed.
         times: of the stages. context_tokens: of the sequence whose bytes plans count.
     """
@@ -35,8 +37,7 @@ class Measurer:
         self,
         run: Run,
         recipe: Recipe,
-        dtype: torch.dtype,
-        device: torch.device,
+        devices: DevicePlan,
         progress: Progress,
         *,
         data: Callable[[], EvaluationData],
@@ -50,7 +51,7 @@ class Measurer:
         self.times, self.context_tokens = times or StageTimes(), context_tokens
         self.measured_points = 0
         """How often a plan was measured on a split."""
-        self._place, self._data, self._network, self._meter = (dtype, device), data, network, meter
+        self._devices, self._data, self._network, self._meter = devices, data, network, meter
 
     @cached_property
     def data(self) -> EvaluationData:
@@ -69,7 +70,7 @@ class Measurer:
     def table(self) -> RankTable:
         """Of the context that is measured in."""
         counted = self.context_tokens if self.run.shape.windows else None  # else it counts for nothing
-        context = Context.of(self.recipe.evaluation, self.data, *self._place, self.policy, counted)
+        context = Context.of(self.recipe.evaluation, self.data, self._devices, self.policy, counted)
         return RankTable.open(self.run, context)
 
     @cached_property
@@ -77,7 +78,7 @@ class Measurer:
         """Of the settings that are probed with."""
         ranks, search = self.recipe.ranks, self.data.search
         rows = search[: max(1, ranks.probe_tokens // search.shape[1])]
-        return ProbeTable.open(self.run, ranks, rows, *self._place)
+        return ProbeTable.open(self.run, ranks, rows, self._devices)
 
     @cached_property
     def path(self) -> RankPath:
@@ -106,11 +107,11 @@ class Measurer:
                 known.append(found)
                 probes.save()
 
-    def search(self, plan: RankPlan) -> Fidelity:
+    def search(self, plan: Plan) -> Fidelity:
         """Fidelity of a plan on the search split."""
         return self.measure(plan, ["search"]).fidelity("search")
 
-    def measure(self, plan: RankPlan, splits: Sequence[str] | None = None) -> Point:
+    def measure(self, plan: Plan, splits: Sequence[str] | None = None) -> Point:
         """The table's point for a plan, measured on those splits where it is not yet, with one rewrite of the model.
 
         Args:
@@ -131,7 +132,7 @@ class Measurer:
                     meter.measure_base(network, split)
                 self.table.base[split] = meter.base[split]
                 self.table.left_out[split] = meter.left_out[split]
-            network.compress(self.run.bases(plan.channels), plan.rounded)
+            network.compress(self.run.bases(plan.channels), plan.ranks)
             for split in missing:
                 point = point.with_fidelity(split, meter.measure(network, split))
         self.measured_points += len(missing)
