@@ -24,7 +24,7 @@ def test_recipes_get_the_same_conditions(tmp_path: Path) -> None:
     fdc, rotor = load_recipe("fdc"), load_recipe("rotor")
     assert {r.tokens.count for r in found.values()} == {max(fdc.tokens.count, rotor.tokens.count)}
     assert len({(r.tokens.seed, r.tokens.seq_len, r.evaluation, r.search) for r in found.values()}) == 1
-    assert found["rotor"].bases == rotor.calibration.bases
+    assert found["rotor"].bases == rotor.bases
     assert {r.tokens.count for r in same_conditions(["fdc", "rotor"], ["tokens.count=99"]).values()} == {99}
     with pytest.raises(UsageError, match="two recipes are named 'fdc'"):
         same_conditions(["fdc", "fdc"], [])

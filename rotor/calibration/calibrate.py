@@ -38,13 +38,11 @@ from ..options import with_fields_of
 from ..progress import Advance, Progress, StageTimes
 from ..recipe.requests import CalibrationRequest
 from ..versions import versions
-from .allocation.bits import BitsPath
 from .bases.information import LayerFisher
 from .bases.layer import layer_bases
 from .bases.moments import LayerStatistics
 from .capture import layer_statistics
 from .codes.layer import layer_codes
-from .distil import DistilledModel
 from .gradients import fisher_information, weight_information
 from .partial import PartialRun
 from .planning.form import wanted_gradients
@@ -232,6 +230,9 @@ class Calibration:
         spec, folder, layers = self.recipe.distil, self.partial.folder, range(self.shape.num_layers)
         if not spec.steps:
             return
+        from .allocation.bits import BitsPath
+        from .distil import DistilledModel
+
         bases = [
             read_bases(layer_path(folder, "bases", n), self.form.layer(n), self.shape, self.recipe.bases.refit)
             for n in layers

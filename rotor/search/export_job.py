@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..calibration.run import Run
 from ..checkpoint.families import Family, find_family
@@ -14,9 +15,11 @@ from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, UsageError
 from ..models.projections import context_tokens
 from ..models.source import Checkpoint
-from ..policies import Policy, find_policy
 from ..recipe import Recipe
 from ..recipe.requests import ExportRequest
+
+if TYPE_CHECKING:
+    from ..policies import Policy
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,8 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, request: 
     Raises:
         UsageError: it cannot serve the model or its rows.
     """
+    from ..policies import find_policy
+
     policy = find_policy(name)
     if policy is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +14,6 @@ from ..calibration.run import Run, read_fisher
 from ..errors import UsageError
 from ..models.device_plan import DevicePlan
 from ..models.splits import EvaluationData
-from ..policies import Policy
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe
 from .compressible import CompressibleModel
@@ -22,6 +22,9 @@ from .evaluation.fidelity import FidelityMeter
 from .point import Point
 from .probe import probe
 from .table import Context, ProbeTable, RankTable
+
+if TYPE_CHECKING:
+    from ..policies import Policy
 
 
 class PlanEvaluator:

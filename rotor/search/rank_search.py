@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,7 +12,6 @@ from ..errors import UsageError
 from ..models.device_plan import DevicePlan
 from ..models.readiness import describe_evaluation
 from ..models.splits import EvaluationData, evaluation_data
-from ..policies import Policy
 from ..progress import Progress, StageTimes, in_time
 from .compressible import CompressibleModel
 from .evaluation.accuracy import Fidelity
@@ -22,6 +22,9 @@ from .export_job import ExportJob
 from .plan_evaluator import PlanEvaluator
 from .point import Point
 from .search import find_plan, most_points, plan_for
+
+if TYPE_CHECKING:
+    from ..policies import Policy
 
 
 class RankSearch(PlanEvaluator):

@@ -13,7 +13,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -25,9 +25,11 @@ from ..checkpoint.json_files import read_json
 from ..errors import CheckpointError
 from ..models.device_plan import DevicePlan
 from ..models.splits import EvaluationData
-from ..policies import Policy
 from ..recipe import Evaluation, Ranks
 from .point import Point
+
+if TYPE_CHECKING:
+    from ..policies import Policy
 
 TABLES, PROBES, LATEST = "tables", "probes", "latest"
 TABLE_VERSION = 8

@@ -5,7 +5,7 @@ A pass over whole rows never reads what a quantising or evicting cache has store
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,10 @@ from transformers.cache_utils import DynamicCache
 
 from ...errors import DataError, UsageError
 from ...models.layerwise import LayerwiseModel
-from ...policies import Policy, cache_policy
 from ...progress import Advance
+
+if TYPE_CHECKING:
+    from ...policies import Policy
 
 LONGEST_STEP = 64
 """Tokens of a step where any number would do."""
@@ -63,6 +65,8 @@ def final_states_through_cache(
     Raises:
         UsageError: weights are read layer by layer.
     """
+    from ...policies import cache_policy  # all methods of caches, which most measurements need none of
+
     if policy is not None:
         check_in_memory(network, policy)
         step = step or policy.longest_step

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ...errors import DataError
 from ...models.layerwise import LayerwiseModel
-from ...policies import Policy
-from ...policies.fitting import fit_cache_policy
 from ...progress import Progress
 from ...recipe.metric_registry import METRICS, metric_info, primitive_metrics, report_metrics
 from .accuracy import Accuracy, Fidelity
@@ -24,6 +22,9 @@ from .cached import check_in_memory, final_states_through_cache, prefill_of
 from .measurement import Measurement, measure_text, smallest
 from .prompts import PROMPTS, EvaluationContext, Prompts, make_prompts
 from .scoring import AnswerScores, Scores, answer_scores, score
+
+if TYPE_CHECKING:
+    from ...policies import Policy
 
 TEXT = METRICS["text"].parts
 LEAST_BASE = 0.3
@@ -146,6 +147,8 @@ class FidelityMeter:
         """
         if self.policy is None or not self.policy.needs_samples:
             return self.policy
+        from ...policies.fitting import fit_cache_policy
+
         check_in_memory(network, self.policy)
         return fit_cache_policy(network.model, self.policy, self.context.rows["search"])
 

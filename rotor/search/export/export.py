@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ...checkpoint.atomic import write_json, write_text
 from ...checkpoint.bases import LayerBases
@@ -37,7 +37,6 @@ from ...models.sidecars import sidecars
 from ...models.source import INDEX_FILE, Checkpoint
 from ...models.splits import LONG, SPLITS
 from ...options import with_fields_of
-from ...policies import LONG_TOKENS, Policy, packed_bytes_per_token
 from ...progress import Progress, StageTimes
 from ...recipe import Recipe
 from ...recipe.requests import ExportRequest
@@ -49,6 +48,9 @@ from ..report.report import write_with_checkpoint
 from ..rewriting import rewritten_tensors
 from ..table import RankTable
 from .model_card import model_card
+
+if TYPE_CHECKING:
+    from ...policies import Policy
 
 log = logging.getLogger("rotor")
 
@@ -148,6 +150,8 @@ def _write(
     write_json(staging / KERNEL_CONFIG, default_config(layouts).to_dict())
     write_text(staging / RECIPE, recipe.to_yaml())
     if policy is not None:
+        from ...policies import LONG_TOKENS, packed_bytes_per_token
+
         report["cache"] = {
             "policy": cache,
             "kv_bytes_per_token": {
