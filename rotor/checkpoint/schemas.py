@@ -29,6 +29,8 @@ class ModelInfo(TypedDict):
     name: str
     shards: dict[str, str]
     files: dict[str, str]
+    hub_id: NotRequired[str | None]
+    revision: NotRequired[str | None]
 
 
 class SourceInfo(TypedDict):
@@ -157,7 +159,11 @@ class CheckpointInfo(TypedDict):
     kv_bytes_of_sequence: NotRequired[SequenceInfo]
     accuracy: AccuracyInfo
     ranks: PlanRanks
+    format_version: NotRequired[int]
+    versions: NotRequired[dict[str, Any]]
+    rank_method: NotRequired[str]
     parameter: NotRequired[float]
+    removed_tensors: NotRequired[list[str]]
     layouts: list[dict[str, Any]]
     tensors: dict[str, TensorInfo]
     cache: NotRequired[CacheInfo]

@@ -155,7 +155,7 @@ def validate(folders: list[Path], options: ValidationOptions, output: OutputOpti
 
     from ..tools.validation.validate import run_validation
 
-    progress, shared = output.progress(), dict[str, tuple[object, Any]]()
+    progress, shared = output.progress(), dict[str, tuple[object, object]]()
     results = [
         run_validation(ValidationRequest(folder, shared=shared, progress=progress, **vars(options)))
         for folder in folders
@@ -197,7 +197,9 @@ def _print_tasks(rows: list[dict[str, Any]], folder: str) -> None:
 def _print_summary(results: list[Validation]) -> None:
     """One row for each folder, below one for the uncompressed model."""
     before = {result.summary["kv_bytes_per_token"]["before"] for result in results}
-    rows: list[tuple[Any, ...]] = [("uncompressed", "-", "-", "1", "0", "-", "0", *before)] if len(before) == 1 else []
+    rows: list[tuple[object, ...]] = []
+    if len(before) == 1:
+        rows.append(("uncompressed", "-", "-", "1", "0", "-", "0", *before))
     for result in results:
         summary, accuracy, measured = result.summary, result.accuracy, ("-", "not measured", "-")
         if accuracy is not None and accuracy.report is not None:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -100,7 +99,7 @@ def say(text: str) -> None:
     stdout.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     print(json_text(data))
 
 
@@ -116,7 +115,7 @@ def print_pairs(*rows: tuple[str, str]) -> None:
     stdout.print(table, highlight=False)
 
 
-def print_table(title: str | None, left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+def print_table(title: str | None, left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table with columns of text, then columns of numbers; the first column may break where it likes."""
     table = Table(title=None if title is None else _cell(title), title_justify="left")
     for index, column in enumerate(left):
@@ -128,6 +127,6 @@ def print_table(title: str | None, left: Sequence[str], right: Sequence[str], ro
     stdout.print(table)
 
 
-def _cell(value: Any) -> Text:
+def _cell(value: object) -> Text:
     """Text as it is: brackets in it are no markup."""
     return value if isinstance(value, Text) else Text(printable(str(value)))

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,6 +21,8 @@ from .options import Json, OutputOptions
 from .plans import print_inspection
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from ..recipe import Recipe
 
 MAX_SEED = (1 << 63) - 1
@@ -174,7 +176,7 @@ def _print_recipes(bundled: dict[str, Recipe]) -> None:
         print(f"  {name:20} {', '.join(f'{key} {value}' for key, value in described.items())}")
 
 
-def _policy_files() -> dict[str, Any]:
+def _policy_files() -> dict[str, Traversable]:
     """Bundled cache policies by name, without the import of what they are."""
     files = (resources.files("rotor.recipes") / "cache").iterdir()
     return {file.name[:-5]: file for file in files if file.name.endswith(".yaml")}

@@ -69,7 +69,7 @@ class Json:
 
     as_json: bool = False
 
-    def show(self, data: Any, text: Callable[[], None]) -> None:
+    def show(self, data: object, text: Callable[[], None]) -> None:
         """Print the data, or what `text` prints."""
         print_json(data) if self.as_json else text()
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..progress import in_bytes, in_time
 from .console import print_pairs, print_table, say
 
+if TYPE_CHECKING:
+    from ..calibration.planning.inspection import Inspection, Needs
 
-def print_inspection(found: Any) -> None:
+
+def print_inspection(found: Inspection) -> None:
     shape = found.shape
     extras = ("RoPE" if shape.rotary_dim else "no RoPE") + (", norm on queries and keys" if shape.key_norm else "")
     cache = ", ".join(f"{in_bytes(size)} at {_length(tokens)}" for tokens, size in found.kv_cache_bytes.items())
@@ -48,7 +51,7 @@ def _length(tokens: int) -> str:
     return f"{tokens:,}" if tokens % 1024 else f"{tokens // 1024} K"
 
 
-def _print_decode_times(found: Any) -> None:
+def _print_decode_times(found: Inspection) -> None:
     """Candidates down, shares of the bytes removed across; without layouts that no kernel attends to."""
     served = {(t.candidate, t.scenario): t for t in found.decode_times if t.instructions_per_key}
     scenarios = list(dict.fromkeys(t.scenario for t in found.decode_times))
@@ -71,7 +74,7 @@ def _print_decode_times(found: Any) -> None:
     )
 
 
-def _needs(needs: Any) -> str:
+def _needs(needs: Needs) -> str:
     """Memory, disk and time, a line each."""
     lines = []
     kind = "one layer of weights at a time" if needs.streamed else "all weights in memory"

@@ -160,7 +160,7 @@ def bench(
 def _print_bench(result: dict[str, Any]) -> None:
     """Attention, whole models, and what was not measured."""
     say(f"Device: {result['device']['name']} ({result['device']['type']}), {result['dtype']}")
-    rows: list[tuple[Any, ...]] = []
+    rows: list[tuple[object, ...]] = []
     for r in result["attention"]:
         low, middle, high = (f"{1e3 * r['seconds'][key]:.3f}" for key in ("low", "median", "high"))
         load = f"{r['batch_size']} x {r['length']}"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -202,7 +202,7 @@ class ValidationRequest(ValidationOptions, Reported):
 
     folder: str | Path
     _: KW_ONLY
-    shared: dict[str, tuple[object, Any]] = field(default_factory=dict, compare=False, repr=False)
+    shared: dict[str, tuple[object, object]] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -61,7 +60,7 @@ class CompressibleModel(LayerwiseModel):
         read, dtype = self.checkpoint.unchecked_tensor, self._rewrite_dtype
         return read_attention(self.family, layer, self.checkpoint.names, lambda n: read(n).to(dtype), self.shape)
 
-    def restore(self) -> Any:
+    def restore(self) -> nn.Module:
         """The uncompressed model."""
         self._compressed = None
         for index, module in enumerate(self._originals):
@@ -70,7 +69,7 @@ class CompressibleModel(LayerwiseModel):
         return self.model
 
     @contextmanager
-    def uncompressed(self) -> Iterator[Any]:
+    def uncompressed(self) -> Iterator[nn.Module]:
         """The uncompressed model for the length of a `with`; the modules in use before are put back after it."""
         with self._put_back(range(self.shape.num_layers)):
             yield self.restore()
@@ -87,7 +86,7 @@ class CompressibleModel(LayerwiseModel):
                 self.family.replace_attention(self.model, index, module)
             self.config._attn_implementation, self._compressed = implementation, compressed
 
-    def compress(self, bases: Sequence[LayerBases], ranks: list[LayerRanks]) -> Any:
+    def compress(self, bases: Sequence[LayerBases], ranks: list[LayerRanks]) -> nn.Module:
         """The model compressed by `bases` at `ranks` (of each layer, in the order of the bases)."""
         self.restore()
         if self.source.streamed:

@@ -26,6 +26,7 @@ from ..errors import CheckpointError
 from ..models.device_plan import DevicePlan
 from ..models.splits import EvaluationData
 from ..recipe import Evaluation, Ranks
+from .evaluation.accuracy import BaseValues
 from .point import Point
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class _TableFile:
 
     version: int
     context: Context
-    base: dict[str, dict[str, Any]]
+    base: dict[str, BaseValues]
     left_out: dict[str, dict[str, str]]
     points: list[Point]
 
@@ -119,7 +120,7 @@ class RankTable:
     run: Run
     context: Context
     points: list[Point] = field(default_factory=list)
-    base: dict[str, dict[str, Any]] = field(default_factory=dict)
+    base: dict[str, BaseValues] = field(default_factory=dict)
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
@@ -228,7 +229,7 @@ def _path(run: Run, kind: str, key: str) -> Path:
     return run.folder / kind / f"{Path(key).name}.json"
 
 
-def _hash(parts: list[Any]) -> str:
+def _hash(parts: list[object]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

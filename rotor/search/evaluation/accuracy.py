@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -18,6 +18,9 @@ from ...recipe.metric_registry import METRICS, metric_info
 
 LONG_VALUES = {"token_accuracy": "next tokens", "ppl_ratio": "perplexity", "kl_div": "KL"}
 """What is shown of the report split's long rows."""
+
+BaseValues = dict[str, bool | int | float]
+"""What was recorded of the uncompressed model on a split: ratios' denominators, counts of tokens, `at_chance`."""
 
 Row = tuple[str, str]
 """What was measured, and its value in words."""
@@ -68,7 +71,7 @@ class Accuracy:
     metric: str
     target: float | None = None
     measured: Mapping[str, Fidelity] = field(default_factory=dict)
-    base: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    base: Mapping[str, BaseValues] = field(default_factory=dict)
     left_out: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     data: str | None = None
     data_sha256: str | None = None
@@ -96,30 +99,32 @@ class Accuracy:
             info.get("not_measured", "" if "report" in measured else "nobody says why"),
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> AccuracyInfo:
         """The section of rotor.json."""
         splits = (*SPLITS, *([LONG] if LONG in self.measured else []))
         search, report = self.measured.get("search"), self.report
-        content = {
+        content: AccuracyInfo = {
             "target": self.target,
             "metric": self.metric,
-            "search": search and search.accuracy,
-            "report": report and report.accuracy,
-            "interval_95": report and list(report.interval),
+            "search": None if search is None else search.accuracy,
+            "report": None if report is None else report.accuracy,
+            "interval_95": None if report is None else report.interval,
             "measurements": {split: plain(fidelity) for split, fidelity in self.measured.items()},
             "base": {split: self.base.get(split) for split in splits},
-            "left_out": self.left_out,
+            "left_out": {split: dict(reasons) for split, reasons in self.left_out.items()},
             "data": self.data,
             "data_sha256": self.data_sha256,
             "excluded_documents": list(self.excluded_documents),
             "table": self.table,
         }
-        return content | ({"not_measured": self.not_measured} if self.not_measured else {})
+        if self.not_measured:
+            content["not_measured"] = self.not_measured
+        return content
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """The report split on one level, for `rotor validate --json`."""
         report, base = self.measured["report"], self.base["report"]
-        content: dict[str, Any] = {
+        content: dict[str, object] = {
             "metric": self.metric,
             "value": report.accuracy,
             "interval_95": list(report.interval),
@@ -203,7 +208,7 @@ class Accuracy:
         )
 
 
-def _beside_base(name: str, base: Mapping[str, Any]) -> str:
+def _beside_base(name: str, base: BaseValues) -> str:
     """What a ratio is one to: of prompts the uncompressed model's probability, and over how much other text."""
     if name == "ppl_ratio" and isinstance(base.get("perplexity"), float):
         return f", base {base['perplexity']:.3f}"
@@ -213,6 +218,6 @@ def _beside_base(name: str, base: Mapping[str, Any]) -> str:
     return f", base {probability:.3f}, over {filler_tokens} tokens of other text"
 
 
-def chance_note(base: Mapping[str, Any]) -> str:
+def chance_note(base: BaseValues) -> str:
     """What is to be said of an uncompressed model that guesses, to whom ratios mean nothing; nothing of any other."""
     return "; it is at chance on this text, where ratios to it mean nothing" if base.get("at_chance") else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from ...errors import DataError
 from ...models.layerwise import LayerwiseModel
 from ...progress import Progress
 from ...recipe.metric_registry import METRICS, metric_info, primitive_metrics, report_metrics
-from .accuracy import Accuracy, Fidelity
+from .accuracy import Accuracy, BaseValues, Fidelity
 from .cached import check_in_memory, final_states_through_cache, prefill_of
 from .measurement import Measurement, measure_text, smallest
 from .prompts import PROMPTS, EvaluationContext, Prompts, make_prompts
@@ -76,7 +76,7 @@ class FidelityMeter:
         self._text: dict[str, Scores] = {}
         self._answers: dict[str, dict[str, AnswerScores]] = {}
         self._references: dict[str, Tensor] = {}
-        self.base: dict[str, dict[str, Any]] = {}
+        self.base: dict[str, BaseValues] = {}
         self.left_out: dict[str, dict[str, str]] = {}
         self._warned: set[str] = set()
 
@@ -97,7 +97,7 @@ class FidelityMeter:
                 except DataError as error:
                     self._leave_out(name, split, error)
         text, states, answers = self._run(network, split, None, None)
-        found: dict[str, Any] = text.as_dict()
+        found: BaseValues = {**text.as_dict()}
         for name, base in answers.items():
             filler_tokens = self._prompts[split][name].filler_tokens
             searched = decided is not None and name in self._names["search"]

@@ -26,15 +26,15 @@ class Measurement:
     value: float
     interval: tuple[float, float]
     resampled: np.ndarray
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, value: float, resampled: np.ndarray, **fields: Any) -> Measurement:
+    def of(cls, value: float, resampled: np.ndarray, **fields: float) -> Measurement:
         low, high = np.quantile(resampled, [0.025, 0.975])
         return cls(round(float(value), 6), (round(float(low), 6), round(float(high), 6)), resampled, fields)
 
     @classmethod
-    def bootstrap(cls, value: Callable[..., Any], *columns: Any, **fields: Any) -> Measurement:
+    def bootstrap(cls, value: Callable[..., Any], *columns: Any, **fields: float) -> Measurement:
         """A value of sums, with its interval over resampled rows: the same rows drawn for all columns (paired).
 
         Args:

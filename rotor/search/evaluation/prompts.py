@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from ...errors import DataError
 from ...models.sequences import prompt_start
 from ...models.tokens import ordinary_tokens
 from ...recipe import Evaluation
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 SHARE = 3
 """At most one part in so many of a row states, as much asks, and at least as much text lies between."""
@@ -45,8 +48,8 @@ class EvaluationContext:
 
     spec: Evaluation
     rows: dict[str, Tensor]
-    tokenizer: Any
-    config: Any
+    tokenizer: PreTrainedTokenizerBase | None
+    config: PretrainedConfig
 
     def start(self) -> list[int]:
         """Tokens that a row of prompts begins with."""
@@ -108,8 +111,11 @@ def _parts(
 ) -> tuple[list[int], list[int], list[bool]]:
     """Tokens that state keys, tokens that ask for them, and which of those are answers; as many keys as fit."""
 
+    assert context.tokenizer is not None
+    tokenizer = context.tokenizer
+
     def encode(text: str) -> Any:
-        return context.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
     keys = lookup_keys(words, context.spec.lookup_keys, generator)
     name = DICT_NAMES[int(torch.randint(len(DICT_NAMES), (1,), generator=generator))]
@@ -183,7 +189,7 @@ def lookup_text(keys: list[tuple[str, str]], order: list[int], name: str) -> tup
     return f"{name} = {{\n{lines}}}\n", text, spans
 
 
-def key_words(tokenizer: Any, count: int) -> list[str]:
+def key_words(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
     """At least `count` lower-case words of 3 to 9 letters that are tokens."""
     words = sorted(w for w in tokenizer.get_vocab() if w.isascii() and w.isalpha() and w.islower() and 3 <= len(w) <= 9)
     if len(words) < count:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from ...checkpoint.atomic import write_json, write_text
 from ...checkpoint.bases import LayerBases
@@ -28,7 +28,7 @@ from ...checkpoint.locks import exclusive
 from ...checkpoint.manifest import write_manifest
 from ...checkpoint.publishing import staged_folder, write_tensors
 from ...checkpoint.rewritten import BASES, RewrittenTensors
-from ...checkpoint.schemas import CheckpointInfo, SourceInfo
+from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SourceInfo, TensorInfo
 from ...checkpoint.section import FORMAT_VERSION, MARK
 from ...errors import system_errors
 from ...kernels.defaults import default_config
@@ -63,7 +63,7 @@ class ExportResult:
     """
 
     folder: Path
-    report: dict[str, Any]
+    report: CheckpointInfo
     accuracy: Accuracy
     digest: str
     seconds: dict[str, float]
@@ -112,7 +112,7 @@ def _write(
     point: Point,
     accuracy: Accuracy,
     progress: Progress,
-) -> tuple[dict[str, Any], str]:
+) -> tuple[CheckpointInfo, str]:
     """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json, and the digest."""
     run, recipe, checkpoint, family = job.run, job.recipe, job.checkpoint, job.family
     layouts, apart = model_layouts(bases, point.ranks), job.request.without_weights
@@ -138,9 +138,8 @@ def _write(
         "biases": sorted(contents.biases),
         "layers": {str(i): layout.to_dict() for i, layout in enumerate(layouts)},
     }
-    cache = None if policy is None else policy.as_dict()
-    if cache is not None:
-        config["quantization_config"]["cache"] = cache
+    if policy is not None:
+        config["quantization_config"]["cache"] = policy.as_dict()
     report = _report(job, layouts, point, accuracy, tensors, dtype.itemsize)
     if apart:
         config["quantization_config"]["source"] = {key: report["source"].get(key) for key in SourceInfo.__annotations__}
@@ -153,7 +152,7 @@ def _write(
         from ...policies import LONG_TOKENS, packed_bytes_per_token
 
         report["cache"] = {
-            "policy": cache,
+            "policy": policy.as_dict(),
             "kv_bytes_per_token": {
                 str(tokens): packed_bytes_per_token(policy, layouts, dtype, tokens)
                 for tokens in (recipe.evaluation.seq_len, LONG_TOKENS)
@@ -162,7 +161,7 @@ def _write(
     write_json(staging / ROTOR_JSON, report)
     write_text(staging / CARD, model_card(report, accuracy, recipe, run.shape, apart))
     with progress.task("report", None, ""):
-        write_with_checkpoint(staging, Path(job.request.out), cast(CheckpointInfo, report), recipe, run)
+        write_with_checkpoint(staging, Path(job.request.out), report, recipe, run)
     return report, write_manifest(staging, "checkpoint")
 
 
@@ -172,7 +171,7 @@ def write_shards(
     contents: RewrittenTensors,
     check: Callable[[str], object],
     progress: Progress,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, TensorInfo]:
     """Write what a source becomes shard by shard.
 
     Tensors that stay as they are pass from the source's memory map to the file: only a shard's rewritten ones take
@@ -184,7 +183,7 @@ def write_shards(
     Returns:
         For each tensor its file, shape, dtype and SHA-256.
     """
-    written: dict[str, dict[str, Any]] = {}
+    written: dict[str, TensorInfo] = {}
     with progress.task("write", checkpoint.total_bytes(), "B") as advance, ThreadPoolExecutor() as pool:
         for file in checkpoint.files:
             unchanged = pool.submit(check, file)
@@ -213,19 +212,20 @@ def _report(
     layouts: list[LayerLayout],
     point: Point,
     accuracy: Accuracy,
-    tensors: dict[str, dict[str, Any]],
+    tensors: dict[str, TensorInfo],
     element_bytes: int,
-) -> dict[str, Any]:
+) -> CheckpointInfo:
     """The content of rotor.json."""
     source, info = job.run.info["model"], job.run.info
-    about = {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source}
     place = job.out.path.resolve()  # paths from inside it, so that the folders can be moved together
+    kept = {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source}
+    about = cast(ModelInfo, kept | {"path": os.path.relpath(job.checkpoint.folder.resolve(), place)})
     return {
         "format_version": FORMAT_VERSION,
         "versions": info["versions"],
         "recipe": job.recipe.name,
         "run": os.path.relpath(job.run.folder.resolve(), place),
-        "source": about | {"path": os.path.relpath(job.checkpoint.folder.resolve(), place)},
+        "source": about,
         "compression": {"planned": point.planned, "stored": point.stored},
         "rank_method": allocated_by(job.recipe),
         "parameter": point.parameter,

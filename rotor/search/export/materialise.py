@@ -6,7 +6,7 @@ import logging
 import os.path
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from ...calibration.run import Run
 from ...checked import Reader
@@ -18,6 +18,7 @@ from ...checkpoint.manifest import Manifest, write_manifest
 from ...checkpoint.output_folder import OutputFolder
 from ...checkpoint.publishing import staged_folder
 from ...checkpoint.rewritten import BASES, find_source, source_at
+from ...checkpoint.schemas import CheckpointInfo, TensorInfo
 from ...errors import CheckpointError, RotorError, UsageError, system_errors
 from ...models.compressed import CompressedCheckpoint, read_report
 from ...models.source import Checkpoint
@@ -73,7 +74,7 @@ def materialise(
             return write_manifest(staging, "checkpoint")
 
 
-def _config(checkpoint: CompressedCheckpoint, model: Checkpoint) -> dict[str, Any]:
+def _config(checkpoint: CompressedCheckpoint, model: Checkpoint) -> dict[str, object]:
     """config.json as it is beside weights."""
     config = dict(checkpoint.config_dict)
     config["quantization_config"] = {k: v for k, v in config["quantization_config"].items() if k != "source"}
@@ -83,10 +84,10 @@ def _config(checkpoint: CompressedCheckpoint, model: Checkpoint) -> dict[str, An
 
 
 def _describe(
-    staging: Path, out: Path, checkpoint: CompressedCheckpoint, model: Checkpoint, tensors: dict[str, dict[str, Any]]
+    staging: Path, out: Path, checkpoint: CompressedCheckpoint, model: Checkpoint, tensors: dict[str, TensorInfo]
 ) -> None:
     """rotor.json, README.md and report.html, with paths from where the folder will be."""
-    report: Any = read_json(checkpoint.folder / ROTOR_JSON)
+    report = cast(CheckpointInfo, read_json(checkpoint.folder / ROTOR_JSON))
     differing = sum(report["tensors"].get(name) != entry for name, entry in tensors.items())
     if differing:
         log.warning(

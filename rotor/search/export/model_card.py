@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from ...checkpoint.file_names import ROTOR_JSON
 from ...checkpoint.layout import AttentionShape, LayerLayout
+from ...checkpoint.schemas import CheckpointInfo, ModelInfo
 from ...installing import pip_install
 from ...progress import in_bytes
 from ...recipe import Recipe
@@ -16,7 +16,7 @@ from ..evaluation.accuracy import Accuracy
 
 
 def model_card(
-    report: dict[str, Any], accuracy: Accuracy, recipe: Recipe, shape: AttentionShape, apart: bool = False
+    report: CheckpointInfo, accuracy: Accuracy, recipe: Recipe, shape: AttentionShape, apart: bool = False
 ) -> str:
     """Markdown with a metadata block, from the content of rotor.json.
 
@@ -79,7 +79,7 @@ somebody whom you trust, `sha256sum manifest.json` and `rotor validate PATH_OF_T
     return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}"))
 
 
-def _where_weights_are(source: dict[str, Any]) -> str:
+def _where_weights_are(source: ModelInfo) -> str:
     where = f"{source['hub_id']} at revision {source['revision']}" if source["hub_id"] else source["name"]
     return (
         f"This folder has no weights: they are those of {markdown(where)}, found, checked by their SHA-256 and "
@@ -88,7 +88,7 @@ def _where_weights_are(source: dict[str, Any]) -> str:
     )
 
 
-def _cache_row(report: dict[str, Any]) -> str:
+def _cache_row(report: CheckpointInfo) -> str:
     if "cache" not in report:
         return ""
     found = report["cache"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...calibration.run import Run
 from ...checked import Reader
@@ -32,6 +32,9 @@ from ..evaluation.accuracy import Accuracy, chance_note
 from ..point import Point
 from ..table import TABLES, RankTable
 from .data import JOINT, SIDES, ReportData, groups_of_point
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def collect(folder: Path) -> ReportData:
@@ -179,7 +182,7 @@ def _spectrum_names(run: Run) -> dict[str, str]:
     return {JOINT: where} if joint else {"qk": where, "vo": size}
 
 
-def _mean_spectrum(values: Any) -> list[float]:
+def _mean_spectrum(values: Tensor) -> list[float]:
     """Singular values [num_groups, channels] over each group's largest, averaged over the groups."""
     largest = values[:, :1].clamp(min=1e-300)
     return [float(value) for value in (values / largest).mean(0)]

@@ -10,10 +10,13 @@ from base64 import b64encode
 from collections.abc import Callable
 from functools import partial
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .data import JOINT, ReportData
 from .style import STYLE, accuracy_axis, layer_colours, layer_legend, shown_loss
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 KEYS, MUTED, ACCENT = "#1f5fbf", "#8a93a3", "#0f7b53"
 SIDE_NAMES = {"qk": "keys", "vo": "values", JOINT: "keys and values together"}
@@ -45,9 +48,9 @@ def figures(data: ReportData) -> dict[str, str]:
     return drawn
 
 
-def _drawings(data: ReportData) -> dict[str, tuple[Callable[[Any], None], str]]:
+def _drawings(data: ReportData) -> dict[str, tuple[Callable[[Figure], None], str]]:
     """By name: a function that draws on a matplotlib figure, and a text for those who do not see it."""
-    found: dict[str, tuple[Callable[[Any], None], str]] = {}
+    found: dict[str, tuple[Callable[[Figure], None], str]] = {}
     if data.points:
         text = f"Accuracy against compression: {len(data.points)} measured points; the numbers are in the table below."
         found["points"] = partial(_draw_points, data), text
@@ -58,7 +61,7 @@ def _drawings(data: ReportData) -> dict[str, tuple[Callable[[Any], None], str]]:
     return found
 
 
-def _draw_points(data: ReportData, figure: Any) -> None:
+def _draw_points(data: ReportData, figure: Figure) -> None:
     """The uncompressed model, what was measured, and the target as a line."""
     points, axes, losses = sorted(data.points, key=lambda p: p.stored), figure.subplots(), list[float]()
     for split, colour in (("search", MUTED), ("report", KEYS)):
@@ -88,7 +91,7 @@ def _draw_points(data: ReportData, figure: Any) -> None:
     figure.legend(fontsize=8, loc="outside upper center", ncols=2)
 
 
-def _draw_spectra(figure: Any, *, data: ReportData, side: str, name: str) -> None:
+def _draw_spectra(figure: Figure, *, data: ReportData, side: str, name: str) -> None:
     """One line a layer in the colour of its place in the model, with a dot at the layer's mean rank."""
     axes, colours = figure.subplots(), layer_colours(len(data.spectra))
     for index, layer in enumerate(data.spectra):

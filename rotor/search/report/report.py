@@ -8,9 +8,8 @@ from functools import cache
 from importlib import resources
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from ...calibration.run import Run
@@ -118,7 +117,7 @@ def _code(text: str) -> Markup:
 
 
 @cache
-def _template() -> Any:
+def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"bytes": in_bytes, "code": _code}
     environment.globals |= {"pip_install": pip_install, "cell_of": Cell.of}

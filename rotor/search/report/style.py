@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
@@ -28,7 +32,7 @@ def shown_loss(accuracy: float) -> float:
     return min(max(1 - accuracy, LOSS_FLOOR), 1.0)
 
 
-def accuracy_axis(axes: Any, losses: list[float], label: str) -> None:
+def accuracy_axis(axes: Axes, losses: list[float], label: str) -> None:
     """An axis of accuracy, best at the top, logarithmic in what is lost: from 0.9 to 0.99 it is as far as on to 0.999.
 
     Args:
@@ -43,14 +47,14 @@ def accuracy_axis(axes: Any, losses: list[float], label: str) -> None:
     axes.set_ylabel(label)
 
 
-def layer_colours(layers: int) -> list[Any]:
+def layer_colours(layers: int) -> list[tuple[float, float, float, float]]:
     """A colour for each layer, from the first to the last."""
     from matplotlib import colormaps
 
     return [colormaps["viridis"](index / max(layers - 1, 1)) for index in range(layers)]
 
 
-def layer_legend(figure: Any, axes: Any, layers: int) -> None:
+def layer_legend(figure: Figure, axes: Axes, layers: int) -> None:
     """A scale of `layer_colours` beside axes, with numbers of layers; nothing for one layer."""
     if layers < 2:
         return

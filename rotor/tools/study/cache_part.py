@@ -9,14 +9,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ...policies import PerToken, Policy
 from .caches import CacheBench, CacheRecord
 from .context import StudyContext
-from .part import Part, Table, Task, number
+from .part import CsvRow, Part, Table, Task, number
 from .plots import KL_LABEL, draw_line
 from .store import StudyStore
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GROUP = 64
 """Numbers in a group, and tokens in the exact residual, of every method that has them (GEAR section 4)."""
@@ -84,10 +87,10 @@ class CachePart(Part):
         if records:
             yield cache_table(records, self.title, self.text)
 
-    def rows(self, store: StudyStore) -> Iterable[dict[str, Any]]:
+    def rows(self, store: StudyStore) -> Iterable[CsvRow]:
         return [{"part": self.name, **_csv_row(record)} for record in cache_records(store, self.name)]
 
-    def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
+    def plots(self, store: StudyStore) -> dict[str, Callable[[Figure], None]]:
         records = [record for record in cache_records(store, self.name) if not record.skipped]
         return {self.name: partial(draw_fidelity, records, self.title)} if records else {}
 
@@ -99,7 +102,7 @@ def cache_records(store: StudyStore, part: str) -> list[CacheRecord]:
     return [CacheRecord(**{name: record[name] for name in record.keys() & known}) for record in found]
 
 
-def _csv_row(record: CacheRecord) -> dict[str, Any]:
+def _csv_row(record: CacheRecord) -> CsvRow:
     """One row of the CSV file by column; without numbers where the cache was skipped."""
     plain = {key: value for key, value in asdict(record).items() if not isinstance(value, (dict, list))}
     if record.skipped:
@@ -134,7 +137,7 @@ def cache_table(records: Sequence[CacheRecord], title: str, text: str = "") -> T
     return Table(header, rows, title, text)
 
 
-def draw_fidelity(records: Sequence[CacheRecord], title: str, figure: Any) -> None:
+def draw_fidelity(records: Sequence[CacheRecord], title: str, figure: Figure) -> None:
     """KL and each ratio against bytes, a line a method, a colour a family, with the Pareto front.
 
     Bytes are means of the lengths that were scored: tokens that are not yet coded count where they help.

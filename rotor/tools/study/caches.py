@@ -87,7 +87,7 @@ class CacheBench:
         self.splits, self.length = [name for name in SPLITS if name in context.rows], context.rows["report"].shape[1]
         self.meter = FidelityMeter(context, progress, prompt_share=PROMPT_SHARE, report=(*TEXT, *prompts))
 
-    def measure(self, policy: Policy | None = None) -> dict[str, Any]:
+    def measure(self, policy: Policy | None = None) -> dict[str, float | None]:
         """Values of the network as it is, compressed or not, with a cache; a policy that needs samples is fitted."""
         network = self.network
         if not self.meter.base:

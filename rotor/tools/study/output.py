@@ -6,11 +6,10 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ...checkpoint.atomic import write_text
 from ...recipe.metric_registry import metric_info
-from .part import Part
+from .part import CsvRow, Part
 from .store import StudyStore
 
 SUMMARY = "summary.md"
@@ -31,7 +30,7 @@ def write_tables(store: StudyStore, parts: Sequence[Part]) -> list[Path]:
     return list(files)
 
 
-def _csv_text(rows: Sequence[dict[str, Any]]) -> str:
+def _csv_text(rows: Sequence[CsvRow]) -> str:
     """CSV text with a column for each key of any row; None and missing values are empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")

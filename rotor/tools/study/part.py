@@ -11,12 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import UsageError
 from .context import StudyContext
 from .parts import PARTS
 from .store import StudyStore
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+CsvRow = dict[str, object]
+"""A row of a CSV file, by column."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Task:
     """
 
     key: str
-    measure: Callable[[], Any]
+    measure: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -73,12 +80,12 @@ class Part(ABC):
         del store
         return ()
 
-    def rows(self, store: StudyStore) -> Iterable[dict[str, Any]]:
+    def rows(self, store: StudyStore) -> Iterable[CsvRow]:
         """Rows of the file `csv`, by column."""
         del store
         return ()
 
-    def plots(self, store: StudyStore) -> Mapping[str, Callable[[Any], None]]:
+    def plots(self, store: StudyStore) -> Mapping[str, Callable[[Figure], None]]:
         """What draws on an empty figure of matplotlib, by file name; nothing without records."""
         del store
         return {}

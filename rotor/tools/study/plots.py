@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
 from ...installing import pip_install
 from ...search.report.style import MARKERS, STYLE
 from .part import Part
 from .store import StudyStore
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 KL_LABEL = "KL divergence (nats per token)"
 LEAST_KL = 1e-6
@@ -36,13 +39,13 @@ def write_plots(store: StudyStore, parts: Sequence[Part]) -> list[Path]:
     return files
 
 
-def draw_line(axes: Any, index: int, points: Sequence[tuple[float, float]], label: str = "", **options: Any) -> None:
+def draw_line(axes: Axes, index: int, points: Sequence[tuple[float, float]], label: str = "", **options: Any) -> None:
     """A line with marks, in the colour `index`; beyond ten the same colours come with other markers."""
     look = {"color": f"C{index % 10}", "marker": MARKERS[(index + index // 10) % len(MARKERS)], "markersize": 5}
     axes.plot([x for x, _ in points], [y for _, y in points], **{**look, "label": label, **options})
 
 
-def draw_legend(axes: Any, **options: Any) -> None:
+def draw_legend(axes: Axes, **options: Any) -> None:
     """Inside the axes; the layout makes no room for it, however many entries it has."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, framealpha=0.6, **options).set_in_layout(False)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...checkpoint.hashes import file_sha256
 from ...checkpoint.locks import exclusive
@@ -31,7 +30,7 @@ from .output import SUMMARY, write_tables
 from .part import Part, find_part
 from .parts import PARTS
 from .plots import require_matplotlib, write_plots
-from .store import StudyStore
+from .store import Record, StudyStore
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ class Study:
     """The result: `records` by key (see results.json), how many are new, and the files written."""
 
     folder: Path
-    settings: dict[str, Any]
-    records: dict[str, dict[str, Any]]
+    settings: Record
+    records: dict[str, Record]
     added: int
     files: tuple[Path, ...]
     seconds: float
@@ -92,7 +91,7 @@ def _measure(study: StudyContext, chosen: Sequence[Part], plots: bool) -> list[P
         for task in part.tasks(study):
             if task.key not in store.records:
                 found = task.measure()
-                record = store.put(task.key, found if isinstance(found, dict) else dataclasses.asdict(found))
+                record = store.put(task.key, found if isinstance(found, dict) else dataclasses.asdict(found))  # type: ignore[call-overload]
                 progress.message(f"{task.key}: {_in_words(record)}")
         if store.added > known or part is chosen[-1]:
             files = [*write_tables(store, shown), *(write_plots(store, shown) if plots else ())]
@@ -100,7 +99,7 @@ def _measure(study: StudyContext, chosen: Sequence[Part], plots: bool) -> list[P
     return files
 
 
-def _in_words(record: dict[str, Any]) -> str:
+def _in_words(record: Record) -> str:
     """What a record says first, for the log."""
     if record.get("skipped"):
         return f"skipped: {record['skipped']}"
@@ -111,7 +110,7 @@ def _in_words(record: dict[str, Any]) -> str:
     return "measured"
 
 
-def _settings(inputs: StudyInputs, name: str, checkpoint: Checkpoint, devices: DevicePlan) -> dict[str, Any]:
+def _settings(inputs: StudyInputs, name: str, checkpoint: Checkpoint, devices: DevicePlan) -> Record:
     """Settings that make records comparable: a study continues only with the same."""
     first, shared = inputs.first, ("summary", "evaluation", "search", "cache")
     recipes = {name: recipe.to_dict() for name, recipe in inputs.recipes.items()}

@@ -52,7 +52,7 @@ class Validation:
     def target_met(self) -> bool:
         return not any(c.status == "fail" and c.name == "accuracy target" for c in self.checks)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {
             "folder": str(self.folder),
             "ok": not self.damaged and self.target_met,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ from ...search.evaluation.scoring import batch_logits
 from ...search.probe import full_ranks
 from .integrity import Validation, check_integrity
 from .tasks import compare_tasks
+
+T = TypeVar("T")
 
 POLICY_TOLERANCE = 1.1
 """Measured bytes of a cache policy over planned ones, at most."""
@@ -114,7 +116,7 @@ def run_validation(request: ValidationRequest) -> Validation:
 validate = with_fields_of(ValidationRequest, run_validation, "validate")
 
 
-def _find(given: str | Path | None, recorded: Path, opener: Callable) -> Any:
+def _find(given: str | Path | None, recorded: Path, opener: Callable[[Path], T]) -> T | str:
     """What `opener` makes of a path given by the user or recorded in rotor.json; an error text if it is not there."""
     try:
         return opener(recorded if given is None else Path(given))
@@ -140,7 +142,7 @@ class _Numerics:
     withheld: str
     options: MemoryOptions
     policy: Policy | None
-    shared: dict[str, tuple[object, Any]]
+    shared: dict[str, tuple[object, object]]
     progress: Progress
 
     def check(self) -> None:
@@ -204,12 +206,12 @@ class _Numerics:
         with self.progress.task("load text", None, ""):
             return self._once("text", key, lambda: evaluation_data(self.spec, *given))
 
-    def _once(self, kind: str, key: Any, measure: Callable[[], Any]) -> Any:
+    def _once(self, kind: str, key: object, measure: Callable[[], T]) -> T:
         """What was measured for an earlier folder, if its `key` was the same: of each kind the last is kept."""
         if kind not in self.shared or self.shared[kind][0] != key:
             self.shared.pop(kind, None)  # frees its memory before the next one takes some
             self.shared[kind] = key, measure()
-        return self.shared[kind][1]
+        return cast(T, self.shared[kind][1])
 
     def _devices(self) -> DevicePlan:
         """Choose by what the source takes, the larger of the two models, which are loaded one after the other."""

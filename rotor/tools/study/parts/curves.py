@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ....errors import AccuracyError
 from ....models.splits import SPLITS
@@ -15,9 +15,12 @@ from ....search.point import Point
 from ....search.report.style import accuracy_axis, shown_loss
 from ....search.search import find_plan
 from ..context import TARGETS, StudyContext
-from ..part import Part, Table, Task, number
+from ..part import CsvRow, Part, Table, Task, number
 from ..plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
-from ..store import StudyStore
+from ..store import Record, StudyStore
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COMPRESSIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
@@ -27,7 +30,7 @@ METRIC_LABELS = {
 }
 """What is recorded of a point in each split; a point may lack some."""
 
-Records = dict[str, dict[str, Any]]
+Records = dict[str, Record]
 """Records of one recipe, by what they are: targets, p0.10 ..."""
 
 
@@ -46,7 +49,7 @@ class Curves(Part):
             yield from target_tables(found)
             yield _points_table(found)
 
-    def rows(self, store: StudyStore) -> Iterator[dict[str, Any]]:
+    def rows(self, store: StudyStore) -> Iterator[CsvRow]:
         """One a recipe and compression, with the metrics of both splits."""
         for recipe, records in curves(store.records).items():
             for point in points(records):
@@ -62,7 +65,7 @@ class Curves(Part):
                     "report_interval_high": high,
                 }
 
-    def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
+    def plots(self, store: StudyStore) -> dict[str, Callable[[Figure], None]]:
         found = curves(store.records)
         return {"recipes": partial(_draw, found)} if any(map(points, found.values())) else {}
 
@@ -70,16 +73,16 @@ class Curves(Part):
 def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task]:
     """The tasks of one recipe: its points and its targets."""
 
-    def point(target: float) -> dict[str, Any]:
+    def point(target: float) -> Record:
         evaluator, path = study.path(name, recipe)
         plan = path.at_compression(target)
         if plan is None:
             return {"target": target, "out_of_reach": round(path.steps()[-1].stored, 6)}
         return {**point_record(evaluator.measure(plan, SPLITS)), "target": target}
 
-    def targets() -> dict[str, Any]:
+    def targets() -> Record:
         """The point that `rotor export --accuracy` would choose for each target, or why there is none."""
-        (evaluator, path), found = study.path(name, recipe), dict[str, Any]()
+        (evaluator, path), found = study.path(name, recipe), Record()
         for target in TARGETS:
             try:
                 plan = find_plan(path, recipe.search.resolution, target, evaluator.search)
@@ -94,9 +97,9 @@ def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task
     yield Task(f"curves/{name}/targets", targets)
 
 
-def point_record(point: Point) -> dict[str, Any]:
+def point_record(point: Point) -> Record:
     """Compression, accuracy and every ratio of a point on both splits; 95 % intervals of accuracy and KL on report."""
-    record: dict[str, Any] = {"planned": point.planned, "stored": point.stored}
+    record: Record = {"planned": point.planned, "stored": point.stored}
     for split in SPLITS:
         found = point.fidelity(split)
         values = {name: found.values[name] for name in METRIC_LABELS if name in found.values}
@@ -106,7 +109,7 @@ def point_record(point: Point) -> dict[str, Any]:
     return record | {"interval": report.interval, "kl_interval": bounds or None}
 
 
-def curves(records: Mapping[str, dict[str, Any]]) -> dict[str, Records]:
+def curves(records: Mapping[str, Record]) -> dict[str, Records]:
     """Select this part's records of a study, by recipe."""
     found: dict[str, Records] = {}
     for key, record in records.items():
@@ -116,7 +119,7 @@ def curves(records: Mapping[str, dict[str, Any]]) -> dict[str, Records]:
     return found
 
 
-def points(records: Records) -> list[dict[str, Any]]:
+def points(records: Records) -> list[Record]:
     """The measured points of one recipe by rising compression, without those out of reach."""
     measured = [r for what, r in records.items() if what.startswith("p") and "stored" in r]
     return sorted(measured, key=lambda point: point["target"])
@@ -137,7 +140,7 @@ def target_tables(found: Mapping[str, Records]) -> Iterator[Table]:
         yield Table(["recipe", *(f"at {float(target):g}" for target in targets)], rows, text=text)
 
 
-def _target_cell(point: Mapping[str, Any]) -> str:
+def _target_cell(point: Record) -> str:
     if "stored" not in point:
         return "out of reach" if point else ""
     report = Fidelity(point["report"]["accuracy"], point["interval"], {})
@@ -156,7 +159,7 @@ def _points_table(found: Mapping[str, Records]) -> Table:
     return Table(header, rows, text="Report split; stored is the compression of the mildest step beyond p.")
 
 
-def _draw(found: Mapping[str, Records], figure: Any) -> None:
+def _draw(found: Mapping[str, Records], figure: Figure) -> None:
     """Draw curves from the uncompressed model on. Hollow marks are the points of the table of targets."""
     figure.suptitle("accuracy and KL against compression, report split (95 % intervals; hollow: at the targets)")
     accuracy, divergence = figure.subplots(1, 2)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
-from typing import Any
 
 from ....checkpoint.families import attention_shape
 from ....checkpoint.layout import kv_bytes_of_sequence, uncompressed_kv_bytes_of_sequence
@@ -16,7 +15,7 @@ from ....policies import FP8, KIVI, KVTC, PerToken
 from ....policies.quantiser import Quantiser
 from ..caches import CacheBench, sequence_bytes
 from ..context import StudyContext
-from ..part import Part, Table, Task, number
+from ..part import CsvRow, Part, Table, Task, number
 from ..store import StudyStore
 
 CONTEXTS = (2048, 32768)
@@ -85,7 +84,7 @@ class Match(Part):
         if found:
             yield points_table(found)
 
-    def rows(self, store: StudyStore) -> Iterable[dict[str, Any]]:
+    def rows(self, store: StudyStore) -> Iterable[CsvRow]:
         for record in match_records(store):
             plain = {key: value for key, value in asdict(record).items() if not isinstance(value, dict)}
             answers = {f"{task}_answers": value for task, value in record.answers.items()}
@@ -131,9 +130,13 @@ class _Measured:
         sizes = {n: kv_bytes_of_sequence(rows, self.shape, n) / n for n in CONTEXTS}
         return self._record(name, recipe, bench.measure(), sizes)
 
-    def _record(self, name: str, recipe: str, values: dict[str, Any], sizes: dict[int, float]) -> MatchRecord:
-        answers = {task: float(values[task]) for task in TASKS if values.get(task) is not None}
-        return MatchRecord(name, recipe, "", values["kl_div"], answers, {str(n): size for n, size in sizes.items()})
+    def _record(
+        self, name: str, recipe: str, values: Mapping[str, float | None], sizes: dict[int, float]
+    ) -> MatchRecord:
+        kl_div = values["kl_div"]
+        assert kl_div is not None
+        answers = {task: float(value) for task in TASKS if (value := values.get(task)) is not None}
+        return MatchRecord(name, recipe, "", kl_div, answers, {str(n): size for n, size in sizes.items()})
 
 
 def match_records(store: StudyStore) -> list[MatchRecord]:
