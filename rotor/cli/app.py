@@ -1,4 +1,4 @@
-"""The application that the commands belong to, and what they have in common."""
+"""The application that the commands belong to, and its errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 @contextmanager
 def resumable(how: Callable[[], str]) -> Iterator[None]:
-    """Ctrl-C becomes an error that says how to go on."""
+    """Turn Ctrl-C into an error that says how to go on."""
     try:
         yield
     except KeyboardInterrupt:
@@ -34,7 +34,7 @@ def resumable(how: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def _in_two_lines() -> Iterator[None]:
-    """An interruption, and what Typer says of options and arguments, become errors like others.
+    """Turn an interruption, and Typer's complaints about options and arguments, into errors like others.
 
     A bare `rotor` still shows its help.
     """
@@ -108,5 +108,5 @@ def check_folder(folder: Path) -> None:
 
 
 def command_line() -> str:
-    """What the user gave, for records."""
+    """The command line as the user gave it, for records."""
     return shlex.join(["rotor", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""From a model to a compressed checkpoint: calibrate, export, validate."""
+"""The commands that make a compressed checkpoint and check it: calibrate, export, materialise, validate."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def _print_export(out: Path, result: ExportResult) -> None:
     from ..progress import in_bytes
 
     report, accuracy = result.report, result.accuracy
-    size, stored = report["kv_bytes_per_token"], report["compression"]["stored"]
+    size = report["kv_bytes_per_token"]
+    stored = report["compression"]["stored"]
     held = report["kv_bytes_of_sequence"]
     sizes = f"{size['before']} -> {size['after']} KV bytes per token"
     if round(held["tokens"] * size["before"]) != held["before"]:  # some layers have a window
@@ -108,9 +109,9 @@ def _print_export(out: Path, result: ExportResult) -> None:
         )
         if below := accuracy.below_target:
             say(f"On the report split {below} ({accuracy.target:g}).")
-    for tokens, found in report.get("cache", {}).get("kv_bytes_per_token", {}).items():
+    for tokens, size_bytes in report.get("cache", {}).get("kv_bytes_per_token", {}).items():
         name = report["cache"]["policy"]["method"]
-        say(f"Cache policy {name}: {found:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
+        say(f"Cache policy {name}: {size_bytes:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
     print_seconds(result.seconds)
     say(f"Digest: {result.digest} (of every file: what `sha256sum {shlex.quote(str(out))}/manifest.json` prints)")
     say(f"Next: rotor validate {shlex.quote(str(out))}")
@@ -155,7 +156,8 @@ def validate(folders: list[Path], options: ValidationOptions, output: OutputOpti
 
     from ..tools.validation.validate import run_validation
 
-    progress, shared = output.progress(), dict[str, tuple[object, object]]()
+    progress = output.progress()
+    shared = dict[str, tuple[object, object]]()
     results = [
         run_validation(ValidationRequest(folder, shared=shared, progress=progress, **vars(options)))
         for folder in folders
@@ -195,13 +197,15 @@ def _print_tasks(rows: list[dict[str, Any]], folder: str) -> None:
 
 
 def _print_summary(results: list[Validation]) -> None:
-    """One row for each folder, below one for the uncompressed model."""
+    """Print one row for each folder, below one for the uncompressed model."""
     before = {result.summary["kv_bytes_per_token"]["before"] for result in results}
     rows: list[tuple[object, ...]] = []
     if len(before) == 1:
         rows.append(("uncompressed", "-", "-", "1", "0", "-", "0", *before))
     for result in results:
-        summary, accuracy, measured = result.summary, result.accuracy, ("-", "not measured", "-")
+        summary = result.summary
+        accuracy = result.accuracy
+        measured = ("-", "not measured", "-")
         if accuracy is not None and accuracy.report is not None:
             target = "-" if accuracy.target is None else f"{accuracy.target:g}"
             measured = target, str(accuracy.report), f"{accuracy.report.values['kl_div']:.4f}"

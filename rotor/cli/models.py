@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_SEED = (1 << 63) - 1
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
-"""Its sitecustomize is found by every Python process that has this folder on PYTHONPATH."""
+"""Folder of sitecustomize, which every Python process runs that has it on PYTHONPATH."""
 
 
 @command(
@@ -98,7 +98,7 @@ def _show(text: str) -> None:
 
 
 def _read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt, given in one of two ways."""
+    """Read the prompt, which is given in one of two ways."""
     if (prompt is None) == (file is None):
         got = "both" if file is not None else "neither"
         raise UsageError(f"got {got} of PROMPT and --prompt-file.", 'Example: rotor generate OUT "Once upon a time"')
@@ -146,8 +146,8 @@ def recipes(output: Json, show: str | None = None, fields: bool = False) -> None
     if show is not None and fields:
         raise UsageError("--show and --fields: expected one of them.", "Example: rotor recipes --show rotor")
     if fields:
-        found = [asdict(field) for section in recipe_fields().values() for field in section]
-        output.show(found, lambda: print(reference_page()))
+        described = [asdict(field) for section in recipe_fields().values() for field in section]
+        output.show(described, lambda: print(reference_page()))
     elif show in _policy_files() and show not in bundled_recipes():
         from ..policies import bundled_policies, describe_policy
 
@@ -177,7 +177,7 @@ def _print_recipes(bundled: dict[str, Recipe]) -> None:
 
 
 def _policy_files() -> dict[str, Traversable]:
-    """Bundled cache policies by name, without the import of what they are."""
+    """Files of the bundled cache policies by name, without importing the policies."""
     files = (resources.files("rotor.recipes") / "cache").iterdir()
     return {file.name[:-5]: file for file in files if file.name.endswith(".yaml")}
 

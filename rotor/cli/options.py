@@ -111,8 +111,8 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
         for name, read in lists.items():
             given[name] = read(NAMES.get(name, (f"--{name}",))[0], given[name])
         for name, group in groups.items():
-            own = [field.name for field in dataclasses.fields(group) if field.name in given]
-            given[name] = group(**{field: given.pop(field) for field in own})
+            names = [field.name for field in dataclasses.fields(group) if field.name in given]
+            given[name] = group(**{field: given.pop(field) for field in names})
         function(**given)
 
     call.__doc__, call.__annotations__ = text, kinds
@@ -175,12 +175,13 @@ def _explained(parameter: inspect.Parameter, hint: Any, text: str) -> Any:
             info = copy.copy(info)
             info.help = info.help or text
             return Annotated[hint.__origin__, info]
-        found = {type(limit).__name__: limit for limit in getattr(info, "metadata", ())}
-        if {"Ge", "Le"} <= found.keys() and conditions.__origin__ is int:
-            bounds = {"min": found["Ge"].ge, "max": found["Le"].le}
+        limits = {type(limit).__name__: limit for limit in getattr(info, "metadata", ())}
+        if {"Ge", "Le"} <= limits.keys() and conditions.__origin__ is int:
+            bounds = {"min": limits["Ge"].ge, "max": limits["Le"].le}
         hint = conditions.__origin__ if conditions is hint else conditions.__origin__ | None
     kind = _plain(hint)
-    names, metavar = NAMES.get(parameter.name, ()), METAVARS.get(parameter.name)
+    names = NAMES.get(parameter.name, ())
+    metavar = METAVARS.get(parameter.name)
     if get_origin(without_none(hint)) is Sequence:
         metavar = metavar or "A,B"
     if parameter.default is inspect.Parameter.empty and not names:

@@ -47,10 +47,12 @@ def compile_kernels(
     from ..tools.bench import precompile, subjects
     from ..tools.bench.records import provenance
 
-    archs, progress = precompile.parse_archs(arch), output.progress()
+    archs = precompile.parse_archs(arch)
+    progress = output.progress()
     chosen = subjects.named_subjects().values() if folder is None else subjects.subjects_of(folder)
     layers = precompile.count_layers(chosen, archs, progress)
-    batch, length = subjects.STEP.batch_size, subjects.STEP.context_tokens
+    batch = subjects.STEP.batch_size
+    length = subjects.STEP.context_tokens
     kernels = [(layer.layout, kernel) for layer in layers for kernel in layer.kernels]
     failed = sum(kernel.error is not None for _, kernel in kernels)
     rates = {f"sm_{number}": precompile.DEVICE_OF_ARCH.get(number) for number in archs}
@@ -96,7 +98,8 @@ def schedule(folder: Path, output: Json, sms: Count = 132, lengths: str = "32768
     from ..tools.bench.records import provenance
     from ..tools.bench.simulation import simulate
 
-    tokens, device = parse_lengths(lengths), find_device(target_device)
+    tokens = parse_lengths(lengths)
+    device = find_device(target_device)
     checkpoint = CompressedCheckpoint(folder)
     balances = simulate(checkpoint.layouts, checkpoint.shape, tokens, device, sms, checkpoint.dtype.itemsize)
 
@@ -105,8 +108,8 @@ def schedule(folder: Path, output: Json, sms: Count = 132, lengths: str = "32768
         right = "largest over mean", "partial results"
         print_table(f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", ("schedule",), right, rows)
 
-    found = {"schedules": [*map(asdict, balances)]}
-    output.show({**provenance(command_line()), "sms": sms, "lengths": tokens, **found}, text)
+    about = {**provenance(command_line()), "sms": sms, "lengths": tokens}
+    output.show({**about, "schedules": [*map(asdict, balances)]}, text)
 
 
 def parse_lengths(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The metrics that there are, as data: what accuracy may mean, what each needs, and the words for it.
+"""The metrics as data: what accuracy may mean, what each needs, and the words for it.
 
 Names in recipes, help texts, tables and columns derive from these entries.
 """
@@ -96,7 +96,7 @@ def primitive_metrics(name: str) -> tuple[str, ...]:
 
 def report_metrics(name: str) -> tuple[str, ...]:
     """The metrics that are measured on the report split for one: all, but of a metric of text alone those of text."""
-    own = primitive_metrics(name)
-    prompts = any(metric_info(part).prompts for part in own)
+    needed = primitive_metrics(name)
+    prompts = any(metric_info(part).prompts for part in needed)
     every = (other for other, info in METRICS.items() if not info.parts and (prompts or not info.prompts))
-    return tuple(dict.fromkeys([*own, *every]))
+    return tuple(dict.fromkeys([*needed, *every]))

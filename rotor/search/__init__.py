@@ -1,1 +1,1 @@
-"""From a goal to the plan that meets it: probes, the measured table, the choice."""
+"""The search for the plan that meets a goal, and the checkpoint that is written with it."""

@@ -48,7 +48,8 @@ class CompressibleModel(LayerwiseModel):
         find_family(checkpoint.config)  # raises on what is not supported
         source = devices.weights(checkpoint)
         super().__init__(source, EVALUATION_TOKENS[devices.device.type == "cuda"], workspace)
-        self.checkpoint, self._rewrite_dtype = checkpoint, rewrite_dtype
+        self.checkpoint = checkpoint
+        self._rewrite_dtype = rewrite_dtype
         self._attention_implementation = self.config._attn_implementation
         self._originals: list[nn.Module] = [
             self.family.attention_module(self.model, i) for i in range(self.shape.num_layers)
@@ -56,12 +57,13 @@ class CompressibleModel(LayerwiseModel):
         self._compressed: tuple[Sequence[LayerBases], list[LayerRanks]] | None = None
 
     def attention_weights(self, layer: int) -> AttentionWeights:
-        """The projections of a layer, as they are rewritten."""
-        read, dtype = self.checkpoint.unchecked_tensor, self._rewrite_dtype
+        """The projections of a layer, in the dtype in which they are rewritten."""
+        read = self.checkpoint.unchecked_tensor
+        dtype = self._rewrite_dtype
         return read_attention(self.family, layer, self.checkpoint.names, lambda n: read(n).to(dtype), self.shape)
 
     def restore(self) -> nn.Module:
-        """The uncompressed model."""
+        """Put all original modules back, and return the uncompressed model."""
         self._compressed = None
         for index, module in enumerate(self._originals):
             self.family.replace_attention(self.model, index, module)
@@ -70,24 +72,26 @@ class CompressibleModel(LayerwiseModel):
 
     @contextmanager
     def uncompressed(self) -> Iterator[nn.Module]:
-        """The uncompressed model for the length of a `with`; the modules in use before are put back after it."""
+        """Give the uncompressed model within a `with`; the modules in use before are put back after it."""
         with self._put_back(range(self.shape.num_layers)):
             yield self.restore()
 
     @contextmanager
     def _put_back(self, layers: Iterable[int]) -> Iterator[None]:
-        """After a `with` the attention of these layers is what it was before."""
+        """Put the attention of these layers back after a `with`."""
         modules = {index: self.family.attention_module(self.model, index) for index in layers}
-        implementation, compressed = self.config._attn_implementation, self._compressed
+        implementation = self.config._attn_implementation
+        compressed = self._compressed
         try:
             yield
         finally:
             for index, module in modules.items():
                 self.family.replace_attention(self.model, index, module)
-            self.config._attn_implementation, self._compressed = implementation, compressed
+            self.config._attn_implementation = implementation
+            self._compressed = compressed
 
     def compress(self, bases: Sequence[LayerBases], ranks: list[LayerRanks]) -> nn.Module:
-        """The model compressed by `bases` at `ranks` (of each layer, in the order of the bases)."""
+        """Compress the model by `bases` at `ranks` (of each layer, in the order of the bases), and return it."""
         self.restore()
         if self.source.streamed:
             self._compressed = bases, ranks

@@ -1,4 +1,4 @@
-"""What an export is asked to do, checked against the run and its model before any work is done."""
+"""An export's request, checked against the run and its model before any work is done."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportJob:
-    """An export, with everything that is known before any work.
+    """An export with everything that is known before any work.
 
-    recipe: the run's, with what was overridden. context_tokens: of the sequence whose bytes are counted. policy: by
-    which the cache is kept and measured, if any.
+    recipe: the run's, with the request's overrides. context_tokens: length of the sequence whose bytes are counted.
+    policy: the policy that keeps the cache, if any.
     """
 
     request: ExportRequest
@@ -41,7 +41,8 @@ class ExportJob:
     @classmethod
     def check(cls, request: ExportRequest) -> ExportJob:
         """Raises RotorError where the request cannot be carried out; see export."""
-        opened, out = Run.open(request.run), OutputFolder.at(request.out, "checkpoint")
+        opened = Run.open(request.run)
+        out = OutputFolder.at(request.out, "checkpoint")
         recipe = request.override(opened.recipe)
         _check_recipe(recipe, opened, request)
         out.check(request.overwrite, [opened.model_folder, opened.folder])
@@ -69,9 +70,9 @@ class ExportJob:
 
     @property
     def needed_bytes(self) -> int:
-        """Disk that is asked for before anything is written: a compressed one is about as large as its source.
+        """Disk that has to be free before anything is written: about the size of the source.
 
-        Without weights it is no larger than the bases of the run.
+        A checkpoint without weights is no larger than the bases of the run.
         """
         if self.request.without_weights:
             return sum(path.stat().st_size for path in self.run.folder.glob("bases/*")) + (1 << 20)
@@ -105,7 +106,8 @@ class ExportJob:
 
 def _check_recipe(recipe: Recipe, run: Run, request: ExportRequest) -> None:
     """Raises UsageError where the recipe does not fit the run or the goal."""
-    bits, method = f"codes.bits {list(recipe.codes.bits)}", f"ranks.method {recipe.ranks.method}"
+    bits = f"codes.bits {list(recipe.codes.bits)}"
+    method = f"ranks.method {recipe.ranks.method}"
     if recipe.coded and not run.has_codes:
         raise UsageError(
             f"{bits}: {run.folder} was calibrated without codes.",
@@ -124,7 +126,7 @@ def _check_recipe(recipe: Recipe, run: Run, request: ExportRequest) -> None:
 
 
 def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, request: ExportRequest) -> Policy | None:
-    """The cache policy of a name, if it is not `none`.
+    """The cache policy of that name; None for `none`.
 
     Raises:
         UsageError: it cannot serve the model or its rows.

@@ -1,4 +1,4 @@
-"""Measures plans of a run and writes what it found into the run's tables; the model is loaded when it is needed."""
+"""Measures plans of a run and writes the results into the run's tables; the model is loaded when it is needed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PlanEvaluator:
-    """Measures rank plans of a run against the uncompressed model, and adds them to a table; probes likewise.
+    """Measures plans and probes of a run against the uncompressed model, and adds them to its tables.
 
     Args:
         recipe: the run's, with what was overridden. devices: where forward passes run.
@@ -50,11 +50,18 @@ class PlanEvaluator:
         times: StageTimes | None = None,
         context_tokens: int | None = None,
     ) -> None:
-        self.run, self.recipe, self.progress, self.policy = run, recipe, progress, policy
-        self.times, self.context_tokens = times or StageTimes(), context_tokens
+        self.run = run
+        self.recipe = recipe
+        self.progress = progress
+        self.policy = policy
+        self.times = times or StageTimes()
+        self.context_tokens = context_tokens
         self.measured_points = 0
-        """How often a plan was measured on a split."""
-        self._devices, self._data, self._network, self._meter = devices, data, network, meter
+        """Number of measurements of a plan on a split."""
+        self._devices = devices
+        self._data = data
+        self._network = network
+        self._meter = meter
 
     @cached_property
     def data(self) -> EvaluationData:
@@ -71,14 +78,14 @@ class PlanEvaluator:
 
     @cached_property
     def table(self) -> RankTable:
-        """Of the context that is measured in."""
+        """The table of the context in which plans are measured."""
         counted = self.context_tokens if self.run.shape.windows else None  # else it counts for nothing
         context = Context.of(self.recipe.evaluation, self.data, self._devices, self.policy, counted)
         return RankTable.open(self.run, context)
 
     @cached_property
     def probes(self) -> ProbeTable:
-        """Of the settings that are probed with."""
+        """The sensitivities that were probed with the recipe's settings."""
         ranks, search = self.recipe.ranks, self.data.search
         rows = search[: max(1, ranks.probe_tokens // search.shape[1])]
         return ProbeTable.open(self.run, ranks, rows, self._devices)
@@ -89,7 +96,7 @@ class PlanEvaluator:
         return self.path_of(self.recipe)
 
     def path_of(self, recipe: Recipe) -> RankPath:
-        """Likewise of one that differs in what plans are chosen by."""
+        """All plans of another recipe on the same run, after measuring what its method needs."""
         if "sensitivities" not in recipe.rank_needs:
             return rank_path(self.run, recipe, context_tokens=self.context_tokens)
         self.probe()
@@ -104,21 +111,23 @@ class PlanEvaluator:
         probes = self.probes
         if probes.complete:
             return
-        known, layers, network = probes.sensitivities, self.run.shape.num_layers, self.network
+        known = probes.sensitivities
+        layers = self.run.shape.num_layers
+        network = self.network
         with self.times.stage("probe"), self.progress.task("probe", layers - len(known), "layers") as advance:
-            for found in probe(network, self.run.bases(), self.recipe.ranks, probes.rows, len(known), advance):
-                known.append(found)
+            for sensitivity in probe(network, self.run.bases(), self.recipe.ranks, probes.rows, len(known), advance):
+                known.append(sensitivity)
                 probes.save()
 
     def search(self, plan: Plan) -> Fidelity:
-        """Fidelity of a plan on the search split."""
+        """Measure the fidelity of a plan on the search split."""
         return self.measure(plan, ["search"]).fidelity("search")
 
     def measure(self, plan: Plan, splits: Sequence[str] | None = None) -> Point:
-        """The table's point for a plan, measured on those splits where it is not yet, with one rewrite of the model.
+        """The table's point for a plan, measured where it was not yet, with one rewrite of the model.
 
         Args:
-            splits: by default all that there are, the report split's long rows among them.
+            splits: by default all, the report split's long rows among them.
         """
         splits = tuple(self.data.rows) if splits is None else splits
         point = self.table.find(plan) or Point.of(plan)

@@ -21,8 +21,9 @@ class Point(Plan):
 
     @classmethod
     def of(cls, plan: Plan) -> Point:
-        """A plan of which nothing is measured yet, with shares as files have them."""
-        planned, stored = round(plan.planned, 6), round(plan.stored, 6)
+        """A point of a plan that was not measured yet, with shares rounded as files have them."""
+        planned = round(plan.planned, 6)
+        stored = round(plan.stored, 6)
         return cls(plan.parameter, planned, stored, plan.exact, plan.ranks, plan.channels)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""From a run and a goal to the ranks that are written: read from the run's tables, or measured."""
+"""The search for the ranks that an export writes: read from the run's tables, or measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class RankSearch(PlanEvaluator):
-    """The ranks that an export's goal asks for."""
+    """Finds the plan that an export's goal asks for."""
 
     def __init__(self, job: ExportJob, times: StageTimes, progress: Progress) -> None:
         super().__init__(
@@ -46,7 +46,7 @@ class RankSearch(PlanEvaluator):
         self.job = job
 
     def point(self) -> Point:
-        """The point that the goal leads to, measured on both splits (or, see ExportJob.unmeasured, on none).
+        """The point that the goal leads to, measured on both splits, or on none (see ExportJob.unmeasured).
 
         Only this point is measured on the report split.
 
@@ -57,7 +57,7 @@ class RankSearch(PlanEvaluator):
         return Point.of(plan) if self.job.unmeasured else self.measure(plan)
 
     def stored_policy(self, point: Point) -> Policy | None:
-        """The cache policy that is stored: with what is found of the model at this point, on the search split."""
+        """The cache policy that is stored, fitted at this point on the search split where it needs samples."""
         if self.policy is None or not self.policy.needs_samples:
             return self.policy
         meter, network = self.meter, self.network
@@ -66,42 +66,47 @@ class RankSearch(PlanEvaluator):
             return meter.fitted_policy(network)
 
     def close(self) -> None:
-        """The model is not needed any more."""
+        """Let go of the model, which is not needed any more."""
         for name in ("network", "meter"):
             self.__dict__.pop(name, None)
 
     def _plan(self) -> Plan:
-        """The plan of the goal, measured where the table lacks something."""
+        """Find the plan of the goal, and measure where the table lacks something."""
         request = self.job.request
         if (target := request.accuracy) is None:
             return plan_for(self.path, request.removal_rate, request.compression)
-        most, seconds = most_points(self.recipe.search.resolution), list[float]()
+        most = most_points(self.recipe.search.resolution)
+        seconds = list[float]()
 
         def fidelity(plan: Plan) -> Fidelity:
             before, start = self.measured_points, time.perf_counter()
-            found = self.search(plan)
+            measured = self.search(plan)
             if self.measured_points > before:
                 seconds.append(time.perf_counter() - start)
                 if len(seconds) == 1 and most > 1:
                     left = in_time((most - 1) * seconds[0])
                     self.progress.message(f"accuracy {target:g}: about {most - 1} more point(s) to measure, {left}")
-            return found
+            return measured
 
         return find_plan(self.path, self.recipe.search.resolution, target, fidelity)
 
     def _load_text(self) -> EvaluationData:
-        evaluation, checkpoint = self.recipe.evaluation, self.job.checkpoint
+        evaluation = self.recipe.evaluation
+        checkpoint = self.job.checkpoint
         with self.times.stage("load text"), self.progress.task("load text", None, ""):
             return evaluation_data(evaluation, checkpoint.config, checkpoint.tokenizer, self.run.calibrated_documents)
 
     def _make_meter(self) -> FidelityMeter:
-        evaluation, checkpoint = self.recipe.evaluation, self.job.checkpoint
+        evaluation = self.recipe.evaluation
+        checkpoint = self.job.checkpoint
         self.progress.message(f"text: {describe_evaluation(evaluation, checkpoint.tokenizer)}")
         context = EvaluationContext(evaluation, self.data.rows, checkpoint.tokenizer, checkpoint.config)
         return FidelityMeter(context, self.progress, self.policy)
 
     def _load_model(self) -> CompressibleModel:
-        job, checkpoint, folder = self.job, self.job.checkpoint, self.run.folder
+        job = self.job
+        checkpoint = self.job.checkpoint
+        folder = self.run.folder
         if not self.run.writable:
             raise UsageError(
                 f"{folder}: cannot be written, and what this export has to measure first is kept there.",

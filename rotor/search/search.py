@@ -18,7 +18,7 @@ from ..errors import AccuracyError, UsageError
 from .evaluation.accuracy import Fidelity
 
 TRIES = 3
-"""Gaps above a plan that reaches the target, or plans beside it, of which one has to reach it, too, or it is final."""
+"""Number of gaps above a plan that reaches the target, or of plans beside it, that are tried before it is final."""
 
 
 def find_plan(
@@ -32,7 +32,7 @@ def find_plan(
     The first plan is in the middle of the path; each next one halves what lies between the last that reached the target
     and the last that did not, until they are `resolution` apart or neighbours. Accuracy need not fall from plan to
     plan: a layer may break at a width at which the predicted loss does not, and prompts are a sample. So what lies
-    between plans that were refused is tried, too, in the middle, and halved likewise from a plan that reaches the
+    between plans that were refused is tried, too, in the middle, and halved again from a plan that reaches the
     target. Where a unit is more than `resolution`, plans beside the path follow, which take units from one layer after
     another. Both go on as long as one of the next TRIES reaches the target.
 
@@ -69,11 +69,12 @@ def find_plan(
     reached: Plan | None = None
     while low is not None:
         while room(low, high := min(i for i in refused if i > low)):
-            found = middle_reaches(low, high)
-            low = low if found is None else found
+            middle = middle_reaches(low, high)
+            low = low if middle is None else middle
         if low < 0:
             break
-        reached, gaps = steps[low], (pair for pair in pairwise(sorted(i for i in refused if i > low)) if room(*pair))
+        reached = steps[low]
+        gaps = (pair for pair in pairwise(sorted(i for i in refused if i > low)) if room(*pair))
         low = next((m for m in (middle_reaches(*pair) for pair in islice(gaps, TRIES)) if m is not None), None)
     while reached is not None:
         beside = (other for other in path.lighter(reached)[:TRIES] if other.stored - reached.stored > resolution)
@@ -81,7 +82,7 @@ def find_plan(
         if chosen is None:
             return reached
         reached = chosen
-    best, plan = max(tried, key=lambda found: (found[0], found[1].stored), default=(math.nan, None))
+    best, plan = max(tried, key=lambda one: (one[0], one[1].stored), default=(math.nan, None))
     raise AccuracyError(
         f"accuracy {target} is out of reach: the best measured is {best:.4f}, at compression {plan.stored:.3f}."
         if plan is not None

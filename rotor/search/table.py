@@ -1,4 +1,4 @@
-"""What was measured of a run, one file for each context: points by ranks, and probes apart from them.
+"""Tables of what was measured of a run, one file for each context: points by ranks, and probes apart from them.
 
 RUN/tables/KEY.json: points. RUN/probes/KEY.json: sensitivities. RUN/tables/latest.json: the last table.
 
@@ -32,7 +32,9 @@ from .point import Point
 if TYPE_CHECKING:
     from ..policies import Policy
 
-TABLES, PROBES, LATEST = "tables", "probes", "latest"
+TABLES = "tables"
+PROBES = "probes"
+LATEST = "latest"
 TABLE_VERSION = 8
 HINT = "Delete it, and the next export measures again."
 T = TypeVar("T")
@@ -40,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Context:
-    """What measured numbers depend on besides the ranks.
+    """Everything that measured numbers depend on besides the ranks.
 
     metric: name. settings: of the prompts that metrics draw. data, data_sha256: the held-out text, and its tokens;
     search_sha256: those of the search split alone.
@@ -65,7 +67,12 @@ class Context:
         policy: Policy | None = None,
         context_tokens: int | None = None,
     ) -> Context:
-        """policy: that the cache was kept by, if any. context_tokens: by which plans were chosen, where it counts."""
+        """The context of measurements on this text.
+
+        Args:
+            policy: the policy that keeps the cache, if any. context_tokens: length of the sequence whose bytes choose
+                plans, where that matters.
+        """
         names = ["seed", "lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "filler_tokens"]
         settings = {name: getattr(spec, name) for name in names} | ({"cache": policy.as_dict()} if policy else {})
         settings |= {} if context_tokens is None else {"context_tokens": context_tokens}
@@ -78,7 +85,7 @@ class Context:
         return _hash([self.metric, self.settings, self.data_sha256, self.dtype, self.device_type])
 
     def searches_alike(self, other: Context) -> bool:
-        """Whether what is measured on the search split of one holds for the other: the report split may differ."""
+        """Whether measurements on the search split hold for both; the report splits may differ."""
         parts = ("metric", "settings", "search_sha256", "dtype", "device_type")
         return all(getattr(self, part) == getattr(other, part) for part in parts)
 
@@ -96,7 +103,7 @@ class _TableFile:
 
 @dataclass(frozen=True)
 class _Latest:
-    """Which table was written last, in JSON."""
+    """The name of the table that was written last, in JSON."""
 
     version: int
     table: str
@@ -126,8 +133,8 @@ class RankTable:
     @classmethod
     def open(cls, run: Run, context: Context) -> RankTable:
         """The table of this context, or a new one with what others have of the same search split; raises as `named`."""
-        if found := cls.named(run, context.key):
-            return found
+        if known_table := cls.named(run, context.key):
+            return known_table
         table = cls(run, context)
         for path in sorted((run.folder / TABLES).glob("*.json")):
             other = None if path.stem == LATEST else cls.named(run, path.stem)
@@ -142,8 +149,8 @@ class RankTable:
     @classmethod
     def latest(cls, run: Run) -> RankTable | None:
         """The table that was measured into last; None if there is none."""
-        found, _ = _read(run, TABLES, LATEST, _Latest)
-        return None if found is None else cls.named(run, found.table)
+        newest, _ = _read(run, TABLES, LATEST, _Latest)
+        return None if newest is None else cls.named(run, newest.table)
 
     @classmethod
     def named(cls, run: Run, key: str) -> RankTable | None:
@@ -152,27 +159,27 @@ class RankTable:
         Raises:
             CheckpointError: damaged, or of another run.
         """
-        found, reader = _read(run, TABLES, key, _TableFile)
-        if found is None:
+        content, reader = _read(run, TABLES, key, _TableFile)
+        if content is None:
             return None
-        for index, point in enumerate(found.points):
+        for index, point in enumerate(content.points):
             _check_point(point, f"points[{index}]", run, reader)
-        return cls(run, found.context, found.points, found.base, found.left_out)
+        return cls(run, content.context, content.points, content.base, content.left_out)
 
     def save(self) -> None:
-        """Write the table, and that it is the last one."""
+        """Write the table, and name it as the latest."""
         self.points.sort(key=lambda p: (p.stored, p.key))
         content = _TableFile(TABLE_VERSION, self.context, self.base, self.left_out, self.points)
         _write(self.run, TABLES, self.context.key, content)
         _write(self.run, TABLES, LATEST, _Latest(TABLE_VERSION, self.context.key))
 
     def find(self, plan: Plan) -> Point | None:
-        """What is known of a plan."""
+        """The point of a plan that was measured before; None without one."""
         key = plan.key
         return next((point for point in self.points if point.key == key), None)
 
     def put(self, point: Point) -> None:
-        """Add a point, in place of what was known of its plan, and save."""
+        """Add a point, or replace that of the same plan, and save."""
         self.points = [known for known in self.points if known.key != point.key] + [point]
         self.save()
 
@@ -211,8 +218,8 @@ class ProbeTable:
         tokens = hashlib.sha256(rows.numpy().tobytes()).hexdigest()
         where = str(devices.dtype), devices.device.type
         key = _hash([tokens, list(rows.shape), *where, ranks.multiple_of, list(ranks.probe_shares)])
-        found, reader = _read(run, PROBES, key, _ProbesFile)
-        known = [] if found is None else found.sensitivities
+        content, reader = _read(run, PROBES, key, _ProbesFile)
+        known = [] if content is None else content.sensitivities
         if len(known) > run.shape.num_layers:
             raise reader.fail("sensitivities", f"{len(known)} layers", f"at most {run.shape.num_layers}")
         return cls(run, key, rows, known)
@@ -234,9 +241,10 @@ def _hash(parts: list[object]) -> str:
 
 
 def _read(run: Run, kind: str, key: str, content: type[T]) -> tuple[T | None, Reader]:
-    """What `_write` wrote, None if it is not there, or of another version; and what says where it is damaged."""
+    """The content of a file, None if it is missing or of another version; and the reader that names it in errors."""
     path = _path(run, kind, key)
-    data, reader = read_json(path, HINT) if path.is_file() else {}, Reader(str(path), CheckpointError, HINT)
+    data = read_json(path, HINT) if path.is_file() else {}
+    reader = Reader(str(path), CheckpointError, HINT)
     return (reader.read(content, data) if data.get("version") == TABLE_VERSION else None), reader
 
 

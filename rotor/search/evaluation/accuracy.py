@@ -83,8 +83,8 @@ class Accuracy:
     def read(cls, info: AccuracyInfo, reader: Reader) -> Accuracy:
         """The accuracy that rotor.json has; `reader` raises where a measurement is damaged."""
         measured = {
-            split: reader.read(Fidelity, found, f"accuracy.measurements.{split}")
-            for split, found in info["measurements"].items()
+            split: reader.read(Fidelity, content, f"accuracy.measurements.{split}")
+            for split, content in info["measurements"].items()
         }
         return cls(
             info["metric"],
@@ -154,7 +154,8 @@ class Accuracy:
         report = self.report
         if report is None:
             return [("accuracy", f"not measured: {self.not_measured}")]
-        base, below = self.base.get("report") or {}, self.below_target
+        base = self.base.get("report") or {}
+        below = self.below_target
         target = "none was set" if self.target is None else f"{self.target}"
         tokens = f"{base.get('tokens', 0)} predicted tokens of the report split, which played no part in the choice"
         value = f"{report.accuracy:.4f}, {report.interval_in_words}"
@@ -171,7 +172,8 @@ class Accuracy:
 
     def ratio_rows(self, split: str = "report") -> list[Row]:
         """Label and value of each metric that is measured by itself, or why it was left out."""
-        measured, base = self.measured.get(split), self.base.get(split) or {}
+        measured = self.measured.get(split)
+        base = self.base.get(split) or {}
         missing = {name: why for of_split in self.left_out.values() for name, why in of_split.items()}
         rows = []
         for name, info in METRICS.items():
@@ -212,7 +214,8 @@ def _beside_base(name: str, base: BaseValues) -> str:
     """What a ratio is one to: of prompts the uncompressed model's probability, and over how much other text."""
     if name == "ppl_ratio" and isinstance(base.get("perplexity"), float):
         return f", base {base['perplexity']:.3f}"
-    probability, filler_tokens = base.get(name), base.get(f"{name}_filler_tokens")
+    probability = base.get(name)
+    filler_tokens = base.get(f"{name}_filler_tokens")
     if not isinstance(probability, float) or not isinstance(filler_tokens, int):  # another metric, or a foreign file
         return ""
     return f", base {probability:.3f}, over {filler_tokens} tokens of other text"

@@ -71,10 +71,11 @@ def final_states_through_cache(
         check_in_memory(network, policy)
         step = step or policy.longest_step
     step, length = step or LONGEST_STEP, rows.shape[1]
-    states, found = network.states_like(rows), []
+    states = network.states_like(rows)
+    outputs = []
 
     def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-        found.append((output[0] if isinstance(output, tuple) else output).cpu())
+        outputs.append((output[0] if isinstance(output, tuple) else output).cpu())
 
     handle = network.layers[-1].register_forward_hook(keep)
     steps = [slice(0, prefill)]
@@ -86,7 +87,7 @@ def final_states_through_cache(
                 for columns in steps:
                     inputs = rows[part, columns].to(network.device)
                     network.decoder(input_ids=inputs, past_key_values=cache, use_cache=True)
-                    states[part, columns] = found.pop()
+                    states[part, columns] = outputs.pop()
                     advance(inputs.numel())
     finally:
         handle.remove()

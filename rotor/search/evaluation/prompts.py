@@ -1,4 +1,4 @@
-"""`lookup` and `copy`: what compression of keys breaks first, reading something from the start of a row, across text.
+"""Prompts of `lookup` and `copy`: read something from the start of a row across text, which compressed keys lose first.
 
 A look-up row states keys with two-digit values as a dict literal, goes on with held-out text, and ends by asking for
 each of them once, in another order, as assertions about the dict. A copying row states a run of random tokens twice,
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 SHARE = 3
-"""At most one part in so many of a row states, as much asks, and at least as much text lies between."""
+"""A row has this many parts: at most one states, at most one asks, and text between them fills at least one."""
 
 COMMON = 256
-"""Tokens that are copied are drawn from so many of the text's commonest: small models copy rare ones badly."""
+"""Number of the text's commonest tokens that runs to copy are drawn from: small models copy rare ones badly."""
 
 STATEMENTS = 2
-"""How often a run is stated before it is to be copied: what marks it as one that repeats."""
+"""Times that a run is stated before it is to be copied, so that the model can tell that it repeats."""
 
 DICT_NAMES = ("table", "config", "index", "codes")
 
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """What accuracy is measured on and by.
+    """The text, the settings and the model's tokenizer and config by which accuracy is measured.
 
     spec: settings. rows: the text of each split, [rows, seq_len]. tokenizer: the model's, or None. config: its
     transformers config.
@@ -74,7 +74,7 @@ class Prompts:
 
 
 def make_prompts(name: str, context: EvaluationContext, split: str) -> Prompts:
-    """The rows of `lookup` or `copy` on a split, drawn with a seed of its own.
+    """The rows of `lookup` or `copy` on a split, drawn with the split's own seed.
 
     Raises:
         DataError: they cannot be made.
@@ -92,12 +92,14 @@ def lookup_prompts(context: EvaluationContext, split: str, generator: torch.Gene
             f"lookup needs a tokenizer with character offsets, and {missing}.",
             "Add tokenizer.json to the model's folder, or choose --set evaluation.metric=text.",
         )
-    words, text = key_words(tokenizer, spec.lookup_keys), context.ordinary_text(split)
+    words = key_words(tokenizer, spec.lookup_keys)
+    text = context.ordinary_text(split)
     room, start = context.rows[split].shape[1], context.start()
     parts = [_parts(context, words, room // SHARE, generator) for _ in range(spec.lookup_prompts)]
     longest = max(len(start) + len(stated) + len(asked) for stated, asked, _ in parts)
     length = min(room, longest + spec.filler_tokens)
-    rows, answers = [], []
+    rows = []
+    answers = []
     for index, (stated, asked, inside) in enumerate(parts):
         begin = start + stated
         middle = _filler(text, index * room, length - len(begin) - len(asked))
@@ -109,7 +111,7 @@ def lookup_prompts(context: EvaluationContext, split: str, generator: torch.Gene
 def _parts(
     context: EvaluationContext, words: list[str], budget: int, generator: torch.Generator
 ) -> tuple[list[int], list[int], list[bool]]:
-    """Tokens that state keys, tokens that ask for them, and which of those are answers; as many keys as fit."""
+    """Tokens that state as many keys as fit, tokens that ask for them, and which of the latter are answers."""
 
     assert context.tokenizer is not None
     tokenizer = context.tokenizer
@@ -164,7 +166,7 @@ PROMPTS: dict[str, Callable[[EvaluationContext, str, torch.Generator], Prompts]]
 
 
 def _filler(text: Tensor, start: int, length: int) -> list[int]:
-    """Of this text, each prompt's from another place."""
+    """Tokens of the text, from another place for each prompt."""
     return (
         text.roll(-(start * 7 // 5 % len(text))).repeat(-(-length // len(text)))[:length].tolist() if len(text) else []
     )
@@ -178,9 +180,10 @@ def lookup_keys(words: list[str], count: int, generator: torch.Generator) -> lis
 
 
 def lookup_text(keys: list[tuple[str, str]], order: list[int], name: str) -> tuple[str, str, list[tuple[int, int]]]:
-    """What states the keys of a dict, what asks for them in this order, and the [begin, end) characters of answers."""
+    """Text that states the keys of a dict, text that asks for them in this order, and where its answers are."""
     lines = "".join(f'    "{key}": {value},\n' for key, value in keys)
-    text, spans = "\n", []
+    text = "\n"
+    spans = []
     for index in order:
         key, value = keys[index]
         text += f'assert {name}["{key}"] == '
@@ -190,7 +193,7 @@ def lookup_text(keys: list[tuple[str, str]], order: list[int], name: str) -> tup
 
 
 def key_words(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
-    """At least `count` lower-case words of 3 to 9 letters that are tokens."""
+    """Lower-case words of 3 to 9 letters that are single tokens; at least `count` of them."""
     words = sorted(w for w in tokenizer.get_vocab() if w.isascii() and w.isalpha() and w.islower() and 3 <= len(w) <= 9)
     if len(words) < count:
         raise DataError(

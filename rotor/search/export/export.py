@@ -1,4 +1,4 @@
-"""From a run folder to a compressed checkpoint: choose ranks, rewrite shard by shard, describe what was done."""
+"""Write a compressed checkpoint from a run: choose ranks, rewrite shard by shard, describe what was done."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ log = logging.getLogger("rotor")
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written: the folder, the content of its rotor.json, and seconds per stage (0 measured points: none).
+    """A written checkpoint: its folder, the content of its rotor.json, its accuracy, and seconds per stage.
 
     digest: SHA-256 of manifest.json, which has that of every other file.
     """
@@ -114,8 +114,12 @@ def _write(
     progress: Progress,
 ) -> tuple[CheckpointInfo, str]:
     """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json, and the digest."""
-    run, recipe, checkpoint, family = job.run, job.recipe, job.checkpoint, job.family
-    layouts, apart = model_layouts(bases, point.ranks), job.request.without_weights
+    run = job.run
+    recipe = job.recipe
+    checkpoint = job.checkpoint
+    family = job.family
+    layouts = model_layouts(bases, point.ranks)
+    apart = job.request.without_weights
     contents = rewritten_tensors(checkpoint, run.shape, bases.__getitem__, layouts, checkpoint.tensor)
     tensors = write_shards(None if apart else staging, checkpoint, contents, job.check_unchanged, progress)
     if apart:
@@ -172,14 +176,14 @@ def write_shards(
     check: Callable[[str], object],
     progress: Progress,
 ) -> dict[str, TensorInfo]:
-    """Write what a source becomes shard by shard.
+    """Write the compressed tensors shard by shard.
 
     Tensors that stay as they are pass from the source's memory map to the file: only a shard's rewritten ones take
     memory. Hashes are computed while the shard is written: those of the new tensors, and that of the source's shard.
 
     Args:
-        staging: the folder; None only says what would be written.
-        checkpoint: the source. check: raises CheckpointError where one of its shards is not what it was.
+        staging: the folder; None computes what would be written.
+        checkpoint: the source. check: raises CheckpointError where one of its shards has changed.
     Returns:
         For each tensor its file, shape, dtype and SHA-256.
     """
@@ -251,7 +255,8 @@ def _report(
 
 def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> Accuracy:
     """What was measured of the point that is written; where nothing was (no table), why."""
-    metric, target = job.recipe.evaluation.metric, job.request.accuracy
+    metric = job.recipe.evaluation.metric
+    target = job.request.accuracy
     if table is None:
         excluded = tuple(sorted(job.run.calibrated_documents))  # no text for `validate` to measure on
         return Accuracy(metric, target, excluded_documents=excluded, not_measured=job.unmeasured)
@@ -271,5 +276,5 @@ def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> Accuracy
 
 
 def allocated_by(recipe: Recipe) -> str:
-    """What chose ranks or bits."""
+    """The method that chose ranks, or the bits that were allocated."""
     return f"bits {list(recipe.codes.bits)}" if recipe.coded else recipe.ranks.method

@@ -1,4 +1,4 @@
-"""From a checkpoint without weights to what an export with weights writes."""
+"""Write the weights of a checkpoint that was exported without them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def materialise(
         UsageError: the checkpoint has its weights. MissingError: the source is not to be had. CheckpointError: a file
             of it, or of the checkpoint, is not what it was.
     """
-    folder, place = Path(folder), OutputFolder.at(out, "checkpoint")
+    folder = Path(folder)
+    place = OutputFolder.at(out, "checkpoint")
     with source_at(source), exclusive(place.path):
         checkpoint = CompressedCheckpoint(folder)
         if checkpoint.section.source is None or checkpoint.rewritten is None:
@@ -62,7 +63,8 @@ def materialise(
         for name, problem in manifest.problems().items():
             raise CheckpointError(f"{folder / name}: {problem}.", "Get the checkpoint again.")
         model = Checkpoint(find_source(checkpoint.section.source, folder))
-        sources, needed = [folder, model.folder, checkpoint.run_folder], int(model.total_bytes() * 1.1) + (1 << 20)
+        sources = [folder, model.folder, checkpoint.run_folder]
+        needed = int(model.total_bytes() * 1.1) + (1 << 20)
         with staged_folder(place, overwrite, sources, needed) as staging:
             for name in manifest.files:
                 if name not in (BASES, "config.json", ROTOR_JSON, CARD):
@@ -75,7 +77,7 @@ def materialise(
 
 
 def _config(checkpoint: CompressedCheckpoint, model: Checkpoint) -> dict[str, object]:
-    """config.json as it is beside weights."""
+    """The config.json of a checkpoint with weights."""
     config = dict(checkpoint.config_dict)
     config["quantization_config"] = {k: v for k, v in config["quantization_config"].items() if k != "source"}
     if not {"dtype", "torch_dtype"} & model.config_dict.keys():

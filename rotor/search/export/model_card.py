@@ -24,9 +24,12 @@ def model_card(
         accuracy: that of rotor.json.
         apart: the weights are not in the folder.
     """
-    size, name, share = report["kv_bytes_per_token"], report["source"]["name"], report["compression"]
+    size = report["kv_bytes_per_token"]
+    name = report["source"]["name"]
+    share = report["compression"]
     held = report["kv_bytes_of_sequence"]
-    base_model, name = report["source"]["hub_id"] or name, markdown(name)
+    base_model = report["source"]["hub_id"] or name
+    name = markdown(name)
     measured = "\n".join(f"| {label} | {text} |" for label, text in accuracy.rows())
     metadata = ModelCardData(
         base_model=base_model,
@@ -91,9 +94,9 @@ def _where_weights_are(source: ModelInfo) -> str:
 def _cache_row(report: CheckpointInfo) -> str:
     if "cache" not in report:
         return ""
-    found = report["cache"]
-    sizes = ", ".join(f"{size:.1f} at {tokens} tokens" for tokens, size in found["kv_bytes_per_token"].items())
-    return f"| cache policy | {markdown(found['policy']['method'])}; bytes a token with it: {sizes} |\n"
+    cache = report["cache"]
+    sizes = ", ".join(f"{size:.1f} at {tokens} tokens" for tokens, size in cache["kv_bytes_per_token"].items())
+    return f"| cache policy | {markdown(cache['policy']['method'])}; bytes a token with it: {sizes} |\n"
 
 
 def markdown(text: str) -> str:

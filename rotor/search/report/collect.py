@@ -1,4 +1,4 @@
-"""What a report shows of a run, a checkpoint, or both, collected from their files; nothing is drawn.
+"""Collect what a report shows from the files of a run, a checkpoint, or both; nothing is drawn.
 
 Where something was not measured, the field is empty and `absent` says why: a report never fills a gap.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def collect(folder: Path) -> ReportData:
-    """Collect what there is about a run or a checkpoint.
+    """Collect the content of a report on a run or a checkpoint.
 
     Raises:
         CheckpointError: neither of them, or a damaged one.
@@ -85,18 +85,22 @@ def collect_checkpoint(
     data = ReportData("checkpoint", (place or folder).resolve().name, report["source"]["name"], recipe)
     size = report["kv_bytes_per_token"]
     accuracy = Accuracy.read(report["accuracy"], Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again."))
-    data.metric, data.target = metric_info(accuracy.metric).description, accuracy.target
+    data.metric = metric_info(accuracy.metric).description
+    data.target = accuracy.target
     chosen = Point.of_checkpoint(report, accuracy.measured)
     data.ratios = accuracy.ratio_rows() + accuracy.long_rows()
     if accuracy.report is None:
         data.absent["points"] = f"Accuracy was not measured: {accuracy.not_measured}."
     else:
-        data.points, data.chosen = [chosen], chosen
+        data.points = [chosen]
+        data.chosen = chosen
     shape = run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)
-    data.head_dim, layouts = shape.head_dim, [LayerLayout.from_dict(own, ROTOR_JSON) for own in report["layouts"]]
+    data.head_dim = shape.head_dim
+    layouts = [LayerLayout.from_dict(own, ROTOR_JSON) for own in report["layouts"]]
     data.ranks = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in layouts]
     data.ranks_of = "of this checkpoint"
-    rows, element = [sum(layout.row_bytes(size["element_bytes"])) for layout in layouts], size["element_bytes"]
+    rows = [sum(layout.row_bytes(size["element_bytes"])) for layout in layouts]
+    element = size["element_bytes"]
     held = report.get("kv_bytes_of_sequence") or _sequence(shape, element, rows, LONG_CONTEXT)
     _headline(data, chosen, (size["before"], size["after"], held))
     if isinstance(run, Run):  # which has other measured points, spectra and timings
@@ -114,7 +118,7 @@ def collect_checkpoint(
 
 
 def _accuracy_of(point: Point, table: RankTable) -> Accuracy:
-    """What a table has of a point."""
+    """The accuracy that a table has of a point."""
     splits = {"search": point.search, "report": point.report, "long": point.long}
     measured = {split: fidelity for split, fidelity in splits.items() if fidelity is not None}
     return Accuracy(table.context.metric, None, measured, table.base, table.left_out, table.context.data)
@@ -128,7 +132,7 @@ def _opened_run(folder: Path, recorded: str) -> Run | str:
 
 
 def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point | None) -> None:
-    """Facts, times, spectra and ranks from a run and the point that is shown."""
+    """Add facts, times, spectra and ranks from a run and the point that is shown."""
     info, shape = run.info, run.shape
     data.timings = [(stage, v["seconds"], v["peak_bytes"]) for stage, v in info.get("stages", {}).items()]
     tokens = info.get("tokens", {})
@@ -171,11 +175,12 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         for layer in spectra
     ]
     if point and not data.ranks:
-        data.ranks, data.head_dim = groups_of_point(run, point), shape.head_dim
+        data.ranks = groups_of_point(run, point)
+        data.head_dim = shape.head_dim
 
 
 def _spectrum_names(run: Run) -> dict[str, str]:
-    """What the singular values of each side belong to; a joint latent has one set, under `joint`."""
+    """The form of each side's latents in words; a joint latent has one set of singular values, under `joint`."""
     keys, heads, joint = run.form
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
     where = f"{' or '.join(form.in_words(run.shape) for form in dict.fromkeys(keys))}, {size}"
@@ -204,14 +209,19 @@ def _sequence(shape: AttentionShape, element: int, row_bytes: Sequence[int], tok
 
 def _headline(data: ReportData, point: Point, size: tuple[int, int, SequenceInfo]) -> None:
     before, after, held = size
-    found, split = point.report or point.search, "search" if point.report is None else "report"
+    fidelity = point.report or point.search
+    split = "search" if point.report is None else "report"
     target = "no target was set" if data.target is None else f"target {data.target:g}"
     if point.report is not None and data.target is not None:
         why = point.report.against(data.target)[1]
         target += f"{why and ': '}{why}"
     measured = ("accuracy", "not measured", target)
-    if found is not None:
-        measured = ("accuracy", f"{found.accuracy:.4f}", f"{found.interval_in_words} on the {split} split; {target}")
+    if fidelity is not None:
+        measured = (
+            "accuracy",
+            f"{fidelity.accuracy:.4f}",
+            f"{fidelity.interval_in_words} on the {split} split; {target}",
+        )
     data.headline = [
         ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
         ("bytes per token", f"{before} → {after}", "KV cache over all layers"),

@@ -79,7 +79,8 @@ def write_with_checkpoint(folder: Path, place: Path, info: CheckpointInfo, recip
         place: where the folder will be, as the user gave it. info: the content of its rotor.json.
     """
     data = collect_checkpoint(folder, info, recipe, run, place)
-    data.timings, data.absent["timings"] = [], "In the report of the run; left out here, as they differ each time."
+    data.timings = []
+    data.absent["timings"] = "In the report of the run; left out here, as they differ each time."
     write(data, folder / NAME)
     if run.writable:
         write(collect_run(run), run.folder / NAME)

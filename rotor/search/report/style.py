@@ -1,4 +1,4 @@
-"""What the plots of reports and studies share: how they look, axes of accuracy and compression, colours of layers."""
+"""The style of plots in reports and studies, axes of accuracy and compression, colours of layers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MARKERS = "osD^vPX*<>"
 """Markers of the lines of a plot, in turn."""
 
 LOSS_FLOOR = 5e-4
-"""Losses of accuracy below it, none among them, are drawn at it: a logarithmic axis has no 0."""
+"""Least loss of accuracy that is drawn; smaller ones and 0 are drawn there, as a logarithmic axis has no 0."""
 
 LOSS_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 def shown_loss(accuracy: float) -> float:
-    """Where an accuracy lies on `accuracy_axis`."""
+    """The place of an accuracy on `accuracy_axis`: what is lost, within the axis."""
     return min(max(1 - accuracy, LOSS_FLOOR), 1.0)
 
 

@@ -1,4 +1,4 @@
-"""What the parts about caches share: what is measured, tables, and plots of fidelity against bytes.
+"""The base of the parts about caches: measurements, tables, and plots of fidelity against bytes.
 
 A part names its caches (`CachePart.caches`); records, table, CSV and plot follow.
 """
@@ -29,7 +29,7 @@ GROUP = 64
 class StudiedCache:
     """One cache that a part measures: of the uncompressed model, or of a recipe's mildest plan that removes a share.
 
-    family: what has one colour in plots. policy: by which the cache is kept, if any.
+    family: name of what has one colour in plots. policy: the policy that keeps the cache, if any.
     """
 
     family: str
@@ -52,16 +52,17 @@ class StudiedCache:
 
 
 CONTROL = {"per token, 4 bits": StudiedCache("per token", PerToken(4, GROUP))}
-"""What every part measures beside its own: plain codes of four bits, the control for bytes."""
+"""The control for bytes, which every part measures: plain codes of four bits."""
 
 
 def at_bytes(study: StudyContext, shares: Sequence[float]) -> dict[str, StudiedCache]:
     """Each recipe at the bytes that were asked for, or else at shares of the uncompressed model's."""
-    whole, found = study.whole_bytes, {}
+    whole = study.whole_bytes
+    caches = {}
     for name in study.inputs.recipes:
         for size in study.inputs.sizes or [round(share * whole) for share in shares]:
-            found[f"{name}, {size} bytes"] = StudiedCache(name, recipe=name, removed=1 - size / whole)
-    return found
+            caches[f"{name}, {size} bytes"] = StudiedCache(name, recipe=name, removed=1 - size / whole)
+    return caches
 
 
 class CachePart(Part):
@@ -98,8 +99,8 @@ class CachePart(Part):
 def cache_records(store: StudyStore, part: str) -> list[CacheRecord]:
     """The records of caches of a part, in order of arrival; what older versions measured beside is left out."""
     known = {own.name for own in fields(CacheRecord)}
-    found = [record for record in store.part(part).values() if "skipped" in record]
-    return [CacheRecord(**{name: record[name] for name in record.keys() & known}) for record in found]
+    records = [record for record in store.part(part).values() if "skipped" in record]
+    return [CacheRecord(**{name: record[name] for name in record.keys() & known}) for record in records]
 
 
 def _csv_row(record: CacheRecord) -> CsvRow:
@@ -160,8 +161,8 @@ def draw_fidelity(records: Sequence[CacheRecord], title: str, figure: Figure) ->
     for axes, (label, value) in zip(grid, values.items(), strict=False):
         points = [(r, r.mean_kv_bytes_per_token, y) for r in records if (y := value(r)) is not None]
         for marker, (family, method) in enumerate(sorted(methods)):
-            own = sorted((x, y) for r, x, y in points if (r.family, method_of(r.name)) == (families[family], method))
-            draw_line(axes, marker, own, method, linestyle=":", color=look(family % 20))
+            line = sorted((x, y) for r, x, y in points if (r.family, method_of(r.name)) == (families[family], method))
+            draw_line(axes, marker, line, method, linestyle=":", color=look(family % 20))
         front = pareto_front([(x, y) for _, x, y in points], label != KL_LABEL)
         axes.step(*zip(*front, strict=True), where="post", color="0.3", linewidth=1, label="Pareto front", zorder=0)
         axes.set(xlabel="bytes of cache per token", ylabel=label, yscale="log" if label == KL_LABEL else "linear")
@@ -173,7 +174,7 @@ def draw_fidelity(records: Sequence[CacheRecord], title: str, figure: Figure) ->
 
 
 def method_of(name: str) -> str:
-    """What records of one method have in common in their names: `KIVI-2` and `KIVI-4` are KIVI, at every budget.
+    """The part of the name that records of one method share: `KIVI-2` and `KIVI-4` are KIVI, at every budget.
 
     A recipe's own number stays: `rotor-16, 320 bytes` is rotor-16.
     """

@@ -1,4 +1,4 @@
-"""What the tasks of a study share: the model and the held-out data, loaded when first needed, and calibrations."""
+"""The model, the held-out data and the calibrations that the tasks of a study share, loaded when first needed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROMPTS = ("lookup", "copy")
 """Metrics whose prompts are read through caches, where the study's metric has them."""
 
 TARGETS = (0.99, 0.95, 0.90)
-"""Accuracies for which the strongest compression is looked for."""
+"""Accuracies whose strongest compression is searched."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class StudyContext:
         return self.bench_in(self.cache_network)
 
     def bench_in(self, network: CompressibleModel) -> CacheBench:
-        """Measures likewise in a network of any dtype."""
+        """Measures the same in a network of another dtype."""
         asked = primitive_metrics(self.evaluation.metric)
         prompts = [name for name in PROMPTS if name in asked]
         return self._bench(self.data.rows if prompts else {"report": self.data.report}, prompts, network)
@@ -126,9 +126,9 @@ class StudyContext:
 
     def calibration_rows(self, count: int) -> Tensor:
         """Rows [count, seq_len] of the text that is kept for calibrations."""
-        found = held_out_documents(self.evaluation)
-        rows = text_rows(found.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
-        return evenly_spaced(rows, count, f"study, calibration part of {found.description}")
+        documents = held_out_documents(self.evaluation)
+        rows = text_rows(documents.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
+        return evenly_spaced(rows, count, f"study, calibration part of {documents.description}")
 
     def run(self, name: str, recipe: Recipe) -> Run:
         """The run of a recipe, calibrated unless it is there.
@@ -161,7 +161,7 @@ class StudyContext:
         return run
 
     def path(self, name: str, recipe: Recipe) -> tuple[PlanEvaluator, RankPath]:
-        """What measures points of a recipe's run, and all its rank plans; the last that were asked for are kept."""
+        """The evaluator of a recipe's run, and the path of its plans; the last pair that was asked for is kept."""
         if self._open is None or self._open[0] != name:
             evaluator = PlanEvaluator(
                 self.run(name, recipe),
@@ -178,7 +178,7 @@ class StudyContext:
 
 
 def _without_path(recipe: Recipe) -> dict[str, Any]:
-    """Settings of a recipe but where its text lies, as the study's folder may be named in several ways."""
+    """Settings of a recipe without the path of its text, as the study's folder may be named in several ways."""
     data = recipe.to_dict()
     data["tokens"] = {key: value for key, value in data["tokens"].items() if key != "path"}
     return data

@@ -1,4 +1,4 @@
-"""The tables of a study, summary.md and CSV files, from what its parts give."""
+"""Write the tables of a study: summary.md and CSV files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUMMARY = "summary.md"
 
 
 def write_tables(store: StudyStore, parts: Sequence[Part]) -> list[Path]:
-    """CSV files of what has records, and the summary; returns the files."""
+    """Write CSV files of the parts that have records, and the summary; returns the files."""
     files = {}
     for name in dict.fromkeys(part.csv for part in parts if part.csv):
         rows = [row for part in parts if part.csv == name for row in part.rows(store)]

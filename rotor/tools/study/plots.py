@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 KL_LABEL = "KL divergence (nats per token)"
 LEAST_KL = 1e-6
-"""A smaller one is drawn at it: a logarithmic axis has no 0."""
+"""Least KL that is drawn; smaller ones are drawn there, as a logarithmic axis has no 0."""
 
 
 def write_plots(store: StudyStore, parts: Sequence[Part]) -> list[Path]:
@@ -40,13 +40,13 @@ def write_plots(store: StudyStore, parts: Sequence[Part]) -> list[Path]:
 
 
 def draw_line(axes: Axes, index: int, points: Sequence[tuple[float, float]], label: str = "", **options: Any) -> None:
-    """A line with marks, in the colour `index`; beyond ten the same colours come with other markers."""
+    """Draw a line with marks, in the colour `index`; beyond ten the same colours come with other markers."""
     look = {"color": f"C{index % 10}", "marker": MARKERS[(index + index // 10) % len(MARKERS)], "markersize": 5}
     axes.plot([x for x, _ in points], [y for _, y in points], **{**look, "label": label, **options})
 
 
 def draw_legend(axes: Axes, **options: Any) -> None:
-    """Inside the axes; the layout makes no room for it, however many entries it has."""
+    """Draw a legend inside the axes; the layout makes no room for it, however many entries it has."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, framealpha=0.6, **options).set_in_layout(False)
 

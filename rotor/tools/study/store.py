@@ -22,7 +22,9 @@ class StudyStore:
     """Records of a study by key (`part/name/...`), with the settings that they all share."""
 
     def __init__(self, folder: Path, settings: Record, records: dict[str, Record] | None = None) -> None:
-        self.folder, self.settings, self.records = folder, settings, records or {}
+        self.folder = folder
+        self.settings = settings
+        self.records = records or {}
         self.added = 0
 
     @property
@@ -48,11 +50,11 @@ class StudyStore:
         if data.get("version") != STORE_VERSION or not isinstance(data.get("records"), dict):
             raise UsageError(f"{store.path}: not a study of this version of rotor.", "Give another folder with -o.")
         stored = data.get("settings", {})
-        found = list(differences(stored, store.settings, optional=lambda name: name == "recipes"))
-        if found:
-            shown = "; ".join(f"{name} was {shorten_json(a)}, now {shorten_json(b)}" for name, a, b in found[:4])
+        changed = list(differences(stored, store.settings, optional=lambda name: name == "recipes"))
+        if changed:
+            shown = "; ".join(f"{name} was {shorten_json(a)}, now {shorten_json(b)}" for name, a, b in changed[:4])
             raise UsageError(
-                f"{store.path}: was measured with other settings: {shown}{' ...' if len(found) > 4 else ''}.",
+                f"{store.path}: was measured with other settings: {shown}{' ...' if len(changed) > 4 else ''}.",
                 "Give the same settings (--set) to continue it, or another folder with -o.",
             )
         store.settings["recipes"] = {**stored.get("recipes", {}), **store.settings["recipes"]}

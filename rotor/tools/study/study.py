@@ -55,7 +55,9 @@ def run_study(request: StudyRequest) -> Study:
         UsageError: contradicting requests, other settings than in `out`, or no matplotlib.
         RotorError: see rotor.errors; what was measured before stays in `out`.
     """
-    start, out, progress = time.perf_counter(), Path(request.out), request.progress or Progress()
+    start = time.perf_counter()
+    out = Path(request.out)
+    progress = request.progress or Progress()
     chosen = [find_part(name) for name in dict.fromkeys(request.parts)]
     if not chosen:
         raise UsageError(f"--parts is empty: expected some of {', '.join(PARTS)}, or FILE.py:CLASS.")
@@ -83,15 +85,17 @@ study = with_fields_of(StudyRequest, run_study, "study")
 
 def _measure(study: StudyContext, chosen: Sequence[Part], plots: bool) -> list[Path]:
     """Run the parts; returns the files of tables and plots, which are written after each."""
-    store, progress, files = study.store, study.progress, list[Path]()
+    store = study.store
+    progress = study.progress
+    files = list[Path]()
     shown = list({part.name: part for part in (*map(find_part, PARTS), *chosen)}.values())
     for part in chosen:
         progress.message(f"study: {part.name}")
         known = store.added
         for task in part.tasks(study):
             if task.key not in store.records:
-                found = task.measure()
-                record = store.put(task.key, found if isinstance(found, dict) else dataclasses.asdict(found))  # type: ignore[call-overload]
+                measured = task.measure()
+                record = store.put(task.key, measured if isinstance(measured, dict) else dataclasses.asdict(measured))  # type: ignore[call-overload]
                 progress.message(f"{task.key}: {_in_words(record)}")
         if store.added > known or part is chosen[-1]:
             files = [*write_tables(store, shown), *(write_plots(store, shown) if plots else ())]
@@ -100,7 +104,7 @@ def _measure(study: StudyContext, chosen: Sequence[Part], plots: bool) -> list[P
 
 
 def _in_words(record: Record) -> str:
-    """What a record says first, for the log."""
+    """The first thing to say of a record, for the log."""
     if record.get("skipped"):
         return f"skipped: {record['skipped']}"
     if "kl_div" in record.get("report", {}):
@@ -111,8 +115,9 @@ def _in_words(record: Record) -> str:
 
 
 def _settings(inputs: StudyInputs, name: str, checkpoint: Checkpoint, devices: DevicePlan) -> Record:
-    """Settings that make records comparable: a study continues only with the same."""
-    first, shared = inputs.first, ("summary", "evaluation", "search", "cache")
+    """The settings that make records comparable: a study continues only with the same."""
+    first = inputs.first
+    shared = ("summary", "evaluation", "search", "cache")
     recipes = {name: recipe.to_dict() for name, recipe in inputs.recipes.items()}
     return {
         "model": {"name": name, "shards": {f: file_sha256(checkpoint.folder / f) for f in checkpoint.files}},

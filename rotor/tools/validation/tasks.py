@@ -35,7 +35,7 @@ def compare_tasks(
     """Ask the source and the checkpoint, and write the files of both, and COMPARISON.
 
     Args:
-        policy: of the checkpoint's cache. names, lengths: as of TaskSuite. spec: its lm_eval_limit and seed count.
+        policy: of the checkpoint's cache. names, lengths: see TaskSuite. spec: only lm_eval_limit and seed matter.
         out: a new folder.
     Raises:
         UsageError: weights are read layer by layer, or `out` is there. DataError: a task cannot be loaded or run.
@@ -43,17 +43,18 @@ def compare_tasks(
     if devices.streamed:
         raise UsageError("--tasks: models generate, which needs all weights in memory.", "Give --offload never.")
     check_apart(out, [source.folder, checkpoint.folder])
-    report, found = checkpoint.report, {}
+    report = checkpoint.report
+    scores = {}
     removed = report["compression"]["stored"]
     with TaskSuite.results(out) as folder:
         suite = TaskSuite(names, source.tokenizer, lengths, spec.lm_eval_limit, spec.seed)
-        for model, own in ((source, None), (checkpoint, policy)):
+        for model, model_policy in ((source, None), (checkpoint, policy)):
             about = {"pretrained": str(model.folder.resolve()), "dtype": str(devices.dtype).removeprefix("torch.")}
-            about |= {} if own is None else {"cache": f"rotor-{own.method}"}
+            about |= {} if model_policy is None else {"cache": f"rotor-{model_policy.method}"}
             network: Any = devices.weights(model).model
-            with progress.task(f"tasks of {model.folder.name}", None, ""), cache_policy(network, own):
-                found[model.folder] = suite.measure(network, about, folder)
-        rows = paired(*found.values())
+            with progress.task(f"tasks of {model.folder.name}", None, ""), cache_policy(network, model_policy):
+                scores[model.folder] = suite.measure(network, about, folder)
+        rows = paired(*scores.values())
         comparison = {
             "before": str(source.folder.resolve()),
             "after": str(checkpoint.folder.resolve()),

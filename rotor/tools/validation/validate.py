@@ -59,7 +59,9 @@ def run_validation(request: ValidationRequest) -> Validation:
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
     """
-    progress, times, result = request.progress or Progress(), StageTimes(), Validation(Path(request.folder))
+    progress = request.progress or Progress()
+    times = StageTimes()
+    result = Validation(Path(request.folder))
     policy = None if request.cache is None else find_policy(request.cache)
     overrides = request.evaluation_overrides
     if policy is not None and not isinstance(plain := open_model(request.folder), CompressedCheckpoint):
@@ -109,7 +111,8 @@ def run_validation(request: ValidationRequest) -> Validation:
                 numerics.check()
     report = checkpoint.report
     about = {name: report.get(name) for name in ("recipe", "compression", "kv_bytes_per_token")}
-    result.summary, result.seconds = about | result.summary, times.seconds
+    result.summary = about | result.summary
+    result.seconds = times.seconds
     return result
 
 
@@ -117,7 +120,7 @@ validate = with_fields_of(ValidationRequest, run_validation, "validate")
 
 
 def _find(given: str | Path | None, recorded: Path, opener: Callable[[Path], T]) -> T | str:
-    """What `opener` makes of a path given by the user or recorded in rotor.json; an error text if it is not there."""
+    """Open a path that the user gave, else the one in rotor.json; an error text if the latter is not there."""
     try:
         return opener(recorded if given is None else Path(given))
     except RotorError as error:
@@ -128,7 +131,9 @@ def _find(given: str | Path | None, recorded: Path, opener: Callable[[Path], T])
 
 @dataclass
 class _Numerics:
-    """The checks of one folder that need a forward pass. A source or run that was not found is the reason as text.
+    """The checks of one folder that need a forward pass.
+
+    source, run: opened, or why they could not be, as text.
 
     withheld: why accuracy is not measured, or nothing.
     """
@@ -146,7 +151,9 @@ class _Numerics:
     progress: Progress
 
     def check(self) -> None:
-        result, source, run = self.result, self.source, self.run
+        result = self.result
+        source = self.source
+        run = self.run
         data = self._text()
         config = self.checkpoint.config
         if data is None:
@@ -173,7 +180,9 @@ class _Numerics:
             elif self.policy is not None and devices.streamed:
                 result.skip("accuracy target", f"the cache policy {self.policy.method} needs all weights in memory")
             else:
-                spec, policy, accuracy = self.spec, self.policy, self.checkpoint.report["accuracy"]
+                spec = self.spec
+                policy = self.policy
+                accuracy = self.checkpoint.report["accuracy"]
                 # What the export's search left out counts for as long as it is measured as it was there.
                 searched = accuracy.get("left_out", {}).get("search") if spec == self.recipe.evaluation else None
                 key = source.folder.resolve(), data.sha256, spec, devices, repr(policy), repr(searched)
@@ -202,25 +211,26 @@ class _Numerics:
         if isinstance(source, str) or self.withheld or source.tokenizer is None:
             return None
         excluded = tuple(self.checkpoint.report["accuracy"].get("excluded_documents", ()))
-        key, given = (source.folder.resolve(), self.spec, excluded), (source.config, source.tokenizer, excluded)
+        key = (source.folder.resolve(), self.spec, excluded)
+        given = (source.config, source.tokenizer, excluded)
         with self.progress.task("load text", None, ""):
             return self._once("text", key, lambda: evaluation_data(self.spec, *given))
 
     def _once(self, kind: str, key: object, measure: Callable[[], T]) -> T:
-        """What was measured for an earlier folder, if its `key` was the same: of each kind the last is kept."""
+        """The result for an earlier folder, if its `key` was the same; the last result of each kind is kept."""
         if kind not in self.shared or self.shared[kind][0] != key:
             self.shared.pop(kind, None)  # frees its memory before the next one takes some
             self.shared[kind] = key, measure()
         return cast(T, self.shared[kind][1])
 
     def _devices(self) -> DevicePlan:
-        """Choose by what the source takes, the larger of the two models, which are loaded one after the other."""
+        """Choose by the memory of the source, the larger of the two models, which are loaded one after the other."""
         if isinstance(self.source, Checkpoint):
             return evaluation_plan(self.source, self.recipe, self.options, self.progress)
         return DevicePlan.choose(self.options, self.checkpoint.dtype)
 
     def _check_source(self, source: Checkpoint) -> None:
-        """The source's files are those that were calibrated."""
+        """Check that the source's files are those that were calibrated."""
         recorded = self.checkpoint.report["source"]
         expected = {**recorded["shards"], **(recorded.get("files") or {})}
         with self.progress.task("check model", None, ""):
@@ -229,12 +239,15 @@ class _Numerics:
         self.result.add_problems("source unchanged", problems, fine)
 
     def _check_accuracy(self, meter: FidelityMeter, compressed: LayerwiseModel, data: str) -> None:
-        """The compressed model against the source over the report split: every ratio, KL, agreement."""
-        result, target = self.result, self.checkpoint.report["accuracy"]["target"]
+        """Compare the compressed model with the source over the report split: every ratio, KL, agreement."""
+        result = self.result
+        target = self.checkpoint.report["accuracy"]["target"]
         measured = {split: meter.measure(compressed, split) for split in ("report", LONG) if split in meter.base}
         result.accuracy = meter.accuracy(measured, target, data)
         result.summary["accuracy"] = result.accuracy.summary()
-        report, text, chance = measured["report"], f"{meter.metric} {measured['report']}", ""
+        report = measured["report"]
+        text = f"{meter.metric} {measured['report']}"
+        chance = ""
         if meter.base["report"].get("at_chance"):
             chance = "; the source is at chance on this text, where ratios to it mean nothing"
         if target is None:
@@ -245,8 +258,10 @@ class _Numerics:
             result.add("accuracy target", met, text)
 
     def _measure_cache(self, network: LayerwiseModel, rows: Tensor) -> None:
-        """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan."""
-        result, policy, size = self.result, self.policy, self.checkpoint.report["kv_bytes_per_token"]
+        """Compare KV bytes per token after a forward pass in the checkpoint's dtype with those planned."""
+        result = self.result
+        policy = self.policy
+        size = self.checkpoint.report["kv_bytes_per_token"]
         if network.source.streamed:
             result.skip("KV bytes per token", "measured only with all weights in memory (--offload never)")
             return
@@ -271,7 +286,7 @@ class _Numerics:
         result.add("KV bytes per token", fits, f"measured {measured:g}, planned {planned:g}")
 
     def _share_of_sequence(self, network: LayerwiseModel, by_layer: Sequence[float]) -> float:
-        """Share of the bytes of a sequence of the context that is served, by those of a token in each layer."""
+        """Share of the bytes of a sequence of the served context, from those of a token in each layer."""
         report, shape = self.checkpoint.report, network.shape
         held = report.get("kv_bytes_of_sequence")
         tokens = context_tokens(network.config) if held is None else held["tokens"]
@@ -288,7 +303,7 @@ def _measured(
     progress: Progress,
     searched: dict[str, str] | None = None,
 ) -> tuple[FidelityMeter, LayerwiseModel]:
-    """What compares with a source model on the report split, and that model.
+    """The meter that compares with a source model on the report split, and that model.
 
     Args:
         searched: what the search split left out, with why, if that is known.
@@ -319,12 +334,15 @@ def _measure_with_policy(
         DataError: no tokenizer. UsageError: not all weights fit in memory, or the policy cannot serve the model.
     """
     require_tokenizer(source.tokenizer)
-    devices, spec = evaluation_plan(source, recipe, request, progress), recipe.evaluation
+    devices = evaluation_plan(source, recipe, request, progress)
+    spec = recipe.evaluation
     data = evaluation_data(spec, source.config, source.tokenizer)
     meter, network = _measured(source, spec, data, devices, policy, progress)
     meter.policy = meter.fitted_policy(network)
     result.accuracy = meter.accuracy({"report": meter.measure(network, "report")}, None, data.description)
-    model, rows, sizes = network.model.to(source.config.dtype or torch.float32), data.report[:1].to(devices.device), []
+    model = network.model.to(source.config.dtype or torch.float32)
+    rows = data.report[:1].to(devices.device)
+    sizes = []
     for used in (None, meter.policy):
         with torch.inference_mode(), cache_policy(model, used):
             sizes.append(stored_bytes(model(rows, use_cache=True).past_key_values) / rows.numel())
@@ -337,7 +355,7 @@ def _measure_with_policy(
 
 
 def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool) -> float:
-    """What a rewrite that keeps all columns changes of float32 logits."""
+    """Relative error of float32 logits after a rewrite that keeps all columns."""
     bases = run.bases()
     cpu = torch.device("cpu")
     network = CompressibleModel(source, DevicePlan(cpu, torch.float32, streamed), rewrite_dtype=torch.float32)

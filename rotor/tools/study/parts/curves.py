@@ -1,4 +1,4 @@
-"""`curves`: of each recipe points over compression, and the strongest compression at each target accuracy."""
+"""The part `curves`: points of each recipe over compression, and its strongest compression at each target accuracy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METRIC_LABELS = {
     "accuracy": "accuracy (ratio to the model)",
     **{name: info.label for name, info in METRICS.items() if not info.parts},
 }
-"""What is recorded of a point in each split; a point may lack some."""
+"""Values that are recorded of a point on each split, with their labels; a point may lack some."""
 
 Records = dict[str, Record]
 """Records of one recipe, by what they are: targets, p0.10 ..."""
@@ -43,14 +43,14 @@ class Curves(Part):
             yield from curve_tasks(study, name, recipe)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
-        found = curves(store.records)
-        if found:
+        by_recipe = curves(store.records)
+        if by_recipe:
             yield Table((), (), "Recipes")
-            yield from target_tables(found)
-            yield _points_table(found)
+            yield from target_tables(by_recipe)
+            yield _points_table(by_recipe)
 
     def rows(self, store: StudyStore) -> Iterator[CsvRow]:
-        """One a recipe and compression, with the metrics of both splits."""
+        """One row for each recipe and compression, with the metrics of both splits."""
         for recipe, records in curves(store.records).items():
             for point in points(records):
                 low, high = point["interval"]
@@ -66,8 +66,8 @@ class Curves(Part):
                 }
 
     def plots(self, store: StudyStore) -> dict[str, Callable[[Figure], None]]:
-        found = curves(store.records)
-        return {"recipes": partial(_draw, found)} if any(map(points, found.values())) else {}
+        by_recipe = curves(store.records)
+        return {"recipes": partial(_draw, by_recipe)} if any(map(points, by_recipe.values())) else {}
 
 
 def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task]:
@@ -82,15 +82,16 @@ def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task
 
     def targets() -> Record:
         """The point that `rotor export --accuracy` would choose for each target, or why there is none."""
-        (evaluator, path), found = study.path(name, recipe), Record()
+        (evaluator, path) = study.path(name, recipe)
+        reached = Record()
         for target in TARGETS:
             try:
                 plan = find_plan(path, recipe.search.resolution, target, evaluator.search)
             except AccuracyError as error:
-                found[f"{target:.2f}"] = {"out_of_reach": error.message}
+                reached[f"{target:.2f}"] = {"out_of_reach": error.message}
             else:
-                found[f"{target:.2f}"] = point_record(evaluator.measure(plan, SPLITS))
-        return found
+                reached[f"{target:.2f}"] = point_record(evaluator.measure(plan, SPLITS))
+        return reached
 
     for target in COMPRESSIONS:
         yield Task(f"curves/{name}/p{target:.2f}", partial(point, target))
@@ -101,9 +102,9 @@ def point_record(point: Point) -> Record:
     """Compression, accuracy and every ratio of a point on both splits; 95 % intervals of accuracy and KL on report."""
     record: Record = {"planned": point.planned, "stored": point.stored}
     for split in SPLITS:
-        found = point.fidelity(split)
-        values = {name: found.values[name] for name in METRIC_LABELS if name in found.values}
-        record[split] = {"accuracy": found.accuracy, **values}
+        fidelity = point.fidelity(split)
+        values = {name: fidelity.values[name] for name in METRIC_LABELS if name in fidelity.values}
+        record[split] = {"accuracy": fidelity.accuracy, **values}
     report = point.fidelity("report")
     bounds = [bound for end in ("low", "high") if (bound := report.values.get(f"kl_div_{end}")) is not None]
     return record | {"interval": report.interval, "kl_interval": bounds or None}
@@ -111,12 +112,12 @@ def point_record(point: Point) -> Record:
 
 def curves(records: Mapping[str, Record]) -> dict[str, Records]:
     """Select this part's records of a study, by recipe."""
-    found: dict[str, Records] = {}
+    by_recipe: dict[str, Records] = {}
     for key, record in records.items():
         if key.startswith("curves/"):
             _, recipe, what = key.split("/")
-            found.setdefault(recipe, {})[what] = record
-    return found
+            by_recipe.setdefault(recipe, {})[what] = record
+    return by_recipe
 
 
 def points(records: Records) -> list[Record]:
@@ -125,9 +126,9 @@ def points(records: Records) -> list[Record]:
     return sorted(measured, key=lambda point: point["target"])
 
 
-def target_tables(found: Mapping[str, Records]) -> Iterator[Table]:
-    """What every recipe removes at the target accuracies, where that was searched."""
-    targets = sorted({t for records in found.values() for t in records.get("targets", {})}, reverse=True)
+def target_tables(by_recipe: Mapping[str, Records]) -> Iterator[Table]:
+    """Tables of what every recipe removes at the target accuracies, where that was searched."""
+    targets = sorted({t for records in by_recipe.values() for t in records.get("targets", {})}, reverse=True)
     if targets:
         text = (
             "Compression at a target accuracy, chosen by the search split; in brackets that of the report split with "
@@ -135,7 +136,7 @@ def target_tables(found: Mapping[str, Records]) -> Iterator[Table]:
         )
         rows = [
             [name, *(_target_cell(records.get("targets", {}).get(target, {})) for target in targets)]
-            for name, records in found.items()
+            for name, records in by_recipe.items()
         ]
         yield Table(["recipe", *(f"at {float(target):g}" for target in targets)], rows, text=text)
 
@@ -147,9 +148,9 @@ def _target_cell(point: Record) -> str:
     return f"{point['stored']:.3f} ({report})"
 
 
-def _points_table(found: Mapping[str, Records]) -> Table:
+def _points_table(by_recipe: Mapping[str, Records]) -> Table:
     """Table of every point: its stored compression and what was measured on the report split."""
-    every = [(name, point) for name, records in found.items() for point in points(records)]
+    every = [(name, point) for name, records in by_recipe.items() for point in points(records)]
     metrics = [name for name in METRIC_LABELS if any(name in point["report"] for _, point in every)]
     rows = []
     for name, point in every:
@@ -159,11 +160,11 @@ def _points_table(found: Mapping[str, Records]) -> Table:
     return Table(header, rows, text="Report split; stored is the compression of the mildest step beyond p.")
 
 
-def _draw(found: Mapping[str, Records], figure: Figure) -> None:
+def _draw(by_recipe: Mapping[str, Records], figure: Figure) -> None:
     """Draw curves from the uncompressed model on. Hollow marks are the points of the table of targets."""
     figure.suptitle("accuracy and KL against compression, report split (95 % intervals; hollow: at the targets)")
     accuracy, divergence = figure.subplots(1, 2)
-    for index, (name, records) in enumerate(found.items()):
+    for index, (name, records) in enumerate(by_recipe.items()):
         reached = [point for point in records.get("targets", {}).values() if "stored" in point]
         for axes, shown, start, value, interval in (
             (accuracy, shown_loss, 1.0, "accuracy", "interval"),
