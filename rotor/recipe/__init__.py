@@ -8,8 +8,9 @@ What this package offers is imported when it is first used: `rotor --help` and `
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..facade import importing
 
 if TYPE_CHECKING:
     from .reading import bundled_recipes as bundled_recipes
@@ -45,8 +46,4 @@ _MODULES = {
 }
 __all__ = list(_MODULES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+__getattr__ = importing(__name__, _MODULES)

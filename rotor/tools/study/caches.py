@@ -19,11 +19,8 @@ from ...policies import LONG_TOKENS, EvictingLayer, Eviction, Policy, random_row
 from ...policies.fitting import fit_cache_policy
 from ...progress import Progress
 from ...runtime.attention import RotorAttention
-from ...search.compressible import CompressibleModel
+from ...search import CompressibleModel, EvaluationContext, FidelityMeter, PlanEvaluator
 from ...search.evaluation.cached import final_states_through_cache
-from ...search.evaluation.fidelity import FidelityMeter
-from ...search.evaluation.prompts import EvaluationContext
-from ...search.plan_evaluator import PlanEvaluator
 
 PROMPT_SHARE = 0.75
 """Share of a sequence of text that is the prompt: three quarters, as in GEAR's tasks (900 tokens of 1156 in GSM8k)."""

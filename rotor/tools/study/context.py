@@ -27,10 +27,7 @@ from ...progress import Progress
 from ...recipe import Evaluation, Recipe
 from ...recipe.metric_registry import primitive_metrics
 from ...recipe.requests import StudyRequest
-from ...search.compressible import CompressibleModel
-from ...search.evaluation.fidelity import FidelityMeter
-from ...search.evaluation.prompts import EvaluationContext
-from ...search.plan_evaluator import PlanEvaluator
+from ...search import CompressibleModel, EvaluationContext, FidelityMeter, PlanEvaluator
 from .caches import CacheBench
 from .inputs import StudyInputs
 from .store import StudyStore

@@ -23,7 +23,7 @@ from ...models.source import Checkpoint
 from ...options import with_fields_of
 from ...progress import Progress
 from ...recipe.requests import StudyRequest
-from ...search.evaluation.device_plan import evaluation_plan
+from ...search import evaluation_plan
 from .context import StudyContext
 from .inputs import StudyInputs, same_conditions
 from .output import SUMMARY, write_tables

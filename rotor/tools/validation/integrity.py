@@ -14,7 +14,7 @@ from ...checkpoint.tensors import layer_tensors
 from ...errors import CheckpointError, RotorError
 from ...models.compressed import CompressedCheckpoint
 from ...progress import Progress
-from ...search.evaluation.accuracy import Accuracy
+from ...search import Accuracy
 
 OWN = ("q_proj.", "k_proj.", "v_proj.", "o_proj.", "key_", "query_")
 """Prefixes of the names of an attention layer's tensors."""

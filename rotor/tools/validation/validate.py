@@ -28,11 +28,8 @@ from ...policies import Policy, cache_policy, find_policy, packed_bytes_per_toke
 from ...progress import Progress, StageTimes
 from ...recipe import Evaluation, Recipe, load_recipe, load_stored_recipe, override
 from ...recipe.requests import ValidationRequest
-from ...search.compressible import CompressibleModel
+from ...search import CompressibleModel, EvaluationContext, FidelityMeter, evaluation_plan
 from ...search.evaluation.cached import check_in_memory
-from ...search.evaluation.device_plan import evaluation_plan
-from ...search.evaluation.fidelity import FidelityMeter
-from ...search.evaluation.prompts import EvaluationContext
 from ...search.evaluation.scoring import batch_logits
 from ...search.probe import full_ranks
 from .integrity import Validation, check_integrity

@@ -10,10 +10,8 @@ from ....errors import AccuracyError
 from ....models.splits import SPLITS
 from ....recipe import Recipe
 from ....recipe.metric_registry import METRICS
-from ....search.evaluation.accuracy import Fidelity
-from ....search.point import Point
+from ....search import Fidelity, Point, find_plan
 from ....search.report.style import accuracy_axis, shown_loss
-from ....search.search import find_plan
 from ..context import TARGETS, StudyContext
 from ..part import CsvRow, Part, Table, Task, number
 from ..plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
