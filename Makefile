@@ -108,7 +108,7 @@ gpu-bundle:
 		--platform manylinux2014_x86_64 $(BUNDLE_PACKAGES)
 	@du -sh $(BUNDLE)
 	@echo "Carry this tree with $(BUNDLE)/, which git ignores. There, in its root:"
-	@echo "    export PYTHONPATH=\$$PWD/$(BUNDLE) ROTOR_COMMIT=$$(git rev-parse HEAD)"
+	@echo "    export PYTHONPATH=\$$PWD/$(BUNDLE) $$(git rev-parse HEAD 2>/dev/null | sed 's/^/ROTOR_COMMIT=/')"
 	@echo "    python3 -m rotor gpu -o gpu.jsonl --minutes 9"
 
 # vLLM for CPUs, without what it needs for pictures and sounds (torchvision, torchaudio, torchcodec).

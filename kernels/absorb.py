@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Queries rotated back to the beginning of each block of keys and absorbed into the latents, before decoding.
+"""Absorb queries before decoding: rotate them back to the beginning of each block of keys, and multiply by the basis.
 
-With b the beginning of a block, (R^-b q)_slow times the slow rows of the key basis is what a latent is multiplied with,
-and (R^-b q)_slow times the constant key what all keys of the block have in common; (R^-b q)_fast meets rebuilt planes.
-All of these are sums over planes p of cos(b w_p) times something and sin(b w_p) times something else that the query
-makes of the basis: a program makes these matrices of one query head once and multiplies a table of rotations with them.
+Let b be the beginning of a block. Decoding multiplies latents by (R^-b q)_slow times the slow rows of the key basis.
+(R^-b q)_slow times the constant key is the part of the logits that all keys of the block share. (R^-b q)_fast is
+multiplied with rebuilt planes. Each of these is a sum over planes p of cos(b w_p) times one vector plus sin(b w_p)
+times another, and the vectors do not depend on b. So a program computes these matrices once for a query head, and
+multiplies a table of the blocks' rotations with them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import triton.language as tl
 INTEGERS = [
     "groups", "max_blocks", "query_stride", "head_stride", "basis_stride",
 ]  # fmt: skip
-"""Not specialised on their values: one compiled kernel serves them all."""
+"""Integer arguments that the kernel is not specialised on: one compiled kernel serves all values."""
 
 ADDRESSES = ["begin", "until", "query_start"]
-"""Not specialised on being multiples of 16 bytes: they are, or not, by the part of a batch."""
+"""Pointers that the kernel is not specialised on being multiples of 16 bytes, which depends on the part of a batch."""
 
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
@@ -31,14 +32,22 @@ def absorb_kernel(
     PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, COUNT: tl.constexpr,
     ALIGN: tl.constexpr, BASIS_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: programs that share the blocks of a sequence, query heads, sequences times TOKENS.
+    """Absorb one query head of one new token, for COUNT blocks at a time.
 
-    query: [tokens, num_heads, head_dim], rotated. basis: [HEADS * HEAD_DIM, sum of widths]. key_constant:
-    [num_kv_heads, HEAD_DIM], float32. slow_starts: [blocks, 2, SLOW], fast_starts: [blocks, 2, 2 * FAST], cos and sin
-    of where blocks begin, with RoPE's attention factor: rounded, and the rest. absorbed, constant, fast_query: as
-    `decode` takes them. SLOW: cos and sin of slow planes, padded; FAST: fast planes, padded; REST: dimensions that RoPE
-    leaves, padded; 0: none. FAST_PLANES, PLANES: fast ones and all. BLOCK 0: one block, at 0. ALIGN,
-    BASIS_ALIGN: units of the strides of queries and bases.
+    Grid: programs that share the blocks of a sequence, query heads, sequences times TOKENS.
+
+    Tensors:
+        query: [tokens, num_heads, head_dim], rotated.
+        basis: [HEADS * HEAD_DIM, sum of widths]. key_constant: [num_kv_heads, HEAD_DIM], float32.
+        slow_starts: [blocks, 2, SLOW], fast_starts: [blocks, 2, 2 * FAST]. They have cos and sin of the beginnings of
+            blocks, times RoPE's attention factor, each as a rounded number and the rounding error.
+        absorbed, constant, fast_query: outputs, in the form of `decode_kernel`'s arguments.
+    Constants:
+        SLOW: cos and sin of slow planes, padded. FAST: fast planes, padded. REST: dimensions without RoPE, padded.
+            0 means none.
+        FAST_PLANES, PLANES: number of fast planes, and of all planes.
+        BLOCK: positions of a block; 0 for a single block at position 0.
+        ALIGN, BASIS_ALIGN: units of the strides of queries and bases.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
@@ -51,6 +60,7 @@ def absorb_kernel(
     if TOKENS > 1:
         token = tl.load(query_start + sequence) + new
     group = head // ROWS
+    # Blocks that the sequence attends to, from block_0 on; padding tokens have none.
     b = tl.load(begin + sequence)
     u = tl.load(until + sequence)
     block_0 = b // BLOCK if BLOCK else 0
@@ -68,7 +78,7 @@ def absorb_kernel(
         of_head = basis + tl.load(table + group * 8 + 5) * BASIS_ALIGN
         of_head += head % ROWS // PER_HEAD * HEAD_DIM * basis_row + columns[None, :]
         place = tl.arange(0, COUNT)
-        # Rows of the matrices: cos of the slow planes, then sin; q0 b0 + q1 b1 and q1 b0 - q0 b1.
+        # Rows of the matrices: cos of the slow planes, then sin, with q0 b0 + q1 b1 and q1 b0 - q0 b1.
         k = tl.arange(0, SLOW if SLOW else 16)
         of_sin = k >= PLANES - FAST_PLANES
         p = FAST_PLANES + tl.where(of_sin, k - (PLANES - FAST_PLANES), k)
@@ -87,6 +97,7 @@ def absorb_kernel(
                 b1 = tl.load(at + PLANES * basis_row, mask=rotates[:, None] & some, other=0.0).to(tl.float32)
                 matrices += ((x[:, None] * b0 + y[:, None] * b1).to(DTYPE),)
             if CONSTANT:
+                # The same with the constant key, split into two numbers of DTYPE for an exact product.
                 c0 = tl.load(const + p, mask=rotates, other=0.0)
                 c1 = tl.load(const + PLANES + p, mask=rotates, other=0.0)
                 of_constant = x * c0 + y * c1
@@ -94,6 +105,7 @@ def absorb_kernel(
                 low = (of_constant - high.to(tl.float32)).to(DTYPE)
                 two = tl.arange(0, 8)[None, :]
                 constants = tl.where(two == 0, high[:, None], tl.where(two == 1, low[:, None], 0.0)).to(DTYPE)
+        # Dimensions without RoPE add the same vector and number in every block.
         still = 0.0
         if REST:
             q = tl.load(own + 2 * PLANES + d, mask=rest, other=0.0).to(tl.float32)
@@ -104,7 +116,8 @@ def absorb_kernel(
             if CONSTANT:
                 still = tl.sum(q * tl.load(const + 2 * PLANES + d, mask=rest, other=0.0), 0)
         if FAST:
-            # A matrix with one number in each row and half of a column: which plane's, of which half.
+            # Matrix that rotates the query's fast planes: rows for cos and sin, columns for both halves of the planes,
+            # each quadrant diagonal.
             f = tl.arange(0, 2 * FAST)
             column_plane = f % FAST
             row_sin = (f >= FAST)[:, None]
@@ -115,6 +128,7 @@ def absorb_kernel(
         ones = tl.full((COLUMNS, 8), 1.0, DTYPE)
         row = group * (TOKENS * ROWS) + new * ROWS + head % ROWS
         for start in range(first_block, blocks, tl.num_programs(0) * COUNT):
+            # COUNT blocks: a table of their rotations times the matrices above.
             inside = start + place < blocks
             index = (sequence.to(tl.int64) * max_blocks + start + place) * groups * (TOKENS * ROWS) + row
             at_block = block_0 + start + place
@@ -139,9 +153,11 @@ def absorb_kernel(
                 if OFFSET > 0:
                     sums = tl.dot(rounded, ones, sums, input_precision=PRECISION)
             if CODED:
+                # Part of the logits that all keys of a block share, less the offset of the digits that decoding reads.
                 of_block = tl.sum(shared, 1) + still - (OFFSET / 8) * tl.sum(sums, 1)
                 tl.store(constant + index, of_block * scale, mask=inside)
             if FAST:
+                # Fast planes of the query, rotated back; the second product adds the rounding error of cos and sin.
                 fast_at = fast_starts + at_block[:, None] * (4 * FAST) + f[None, :]
                 of_block_fast = tl.zeros((COUNT, 2 * FAST), tl.float32)
                 own_start = tl.load(fast_at, mask=inside[:, None], other=0.0)

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""New tokens of a layer into rows: rotated, projected, floored and packed, queries rotated too, in one launch.
+"""Append new tokens of a layer to the cache: rotate, project, quantise and pack keys and values, and rotate queries.
 
-A program makes some words of a group's row for some tokens: with what is in the four planes of each word known from a
-table of digits, the columns of the basis are gathered so that a product's columns are the nibbles, plane by plane, and
-where some are cut the crumbs. A channel of several digits is so computed as often; that is nothing beside reading the
-basis.
+All of it is one launch. A program makes some words of a group's row for some tokens. A table says which digit is in
+each of the four planes of a word. The columns of the basis are gathered by this table, so that the columns of the
+product are the nibbles, plane by plane, followed by the lower crumbs of split planes. A channel with several digits is
+computed once for each, which costs little beside reading the basis.
 
-Floor: bytes of the basis, keys and rows / memory bandwidth; while decoding, the basis is nearly all of it.
+Lower bound of the time: bytes of the basis, keys and rows over memory bandwidth; in decoding the basis is nearly all.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from .launch import device_table, launch, padded, precision
 from .rotary import Rotation
 
 KEYS, VALUES, QUERIES = 0, 1, 2
-"""What a program does: make keys, or values, of a group; rotate a query head."""
+"""Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head."""
 
 FIELDS = 7
-"""Of a job: what it does, first head, first place (or column), words of a group, first word (or number) in the row,
-words (or numbers) that hold something, those that are written."""
+"""Numbers that describe a job: its kind; first head; first entry of the digit table (or first column); words of a
+group; first word (or number) in the row; words (or numbers) with content; words (or numbers) to write."""
 
 COLUMNS = 64
 """Digits, or numbers of a row, that a program makes."""
 
 NONE, WHOLE, BLOCK = 0, 1, 2
-"""How keys are rotated as they are stored: not at all, by their whole position, slow planes by their place."""
+"""Rotation of stored keys: none, all planes by the position, or slow planes by the position in the block."""
 
 EMPTY = -1
+"""Entry of the digit table without a digit."""
 
 INTEGERS = [
     "tokens", "seq_len", "table_rows", "index_batch", "block", "fast", "page", "query_batch", "query_position",
     "query_head", "key_batch", "key_position", "key_head", "value_batch", "value_position", "basis_stride",
     "table_stride", "key_page", "key_row", "value_page", "value_row", "num_heads",
 ]  # fmt: skip
-"""Not specialised on their values: a kernel is compiled once, whatever the lengths."""
+"""Integer arguments that the kernel is not specialised on: one compiled kernel serves all lengths."""
 
 ADDRESSES = [
     "query",
@@ -60,14 +61,19 @@ ADDRESSES = [
     "key_rows",
     "value_rows",
 ]
-"""Not specialised on being multiples of 16 bytes, which a view need not be: another kernel would be compiled for it,
-perhaps while a CUDA graph is captured. With strides that are not known to be multiples either, nothing is lost."""
+"""Pointers that the kernel is not specialised on being multiples of 16 bytes, which a view may not be. Another kernel
+would be compiled for it, perhaps while a CUDA graph is captured. Strides are not known to be multiples either, so
+nothing is lost."""
 
 
 @triton.jit
 def rotation_of(cos, sin, row, valid, table_stride, block, fast, MODE: tl.constexpr, HALF: tl.constexpr,
                 HALF_PADDED: tl.constexpr):  # fmt: skip
-    """cos and sin of some tokens by their rows in the table, [rows, HALF_PADDED] float32; MODE as of the constants."""
+    """Load cos and sin of some tokens, [tokens, HALF_PADDED] float32, from their rows of the table.
+
+    MODE: NONE, WHOLE or BLOCK. With BLOCK, fast planes are not rotated and the attention factor, which row 0 holds, is
+    divided out, because queries are multiplied by it.
+    """
     plane = tl.arange(0, HALF_PADDED)
     if MODE == 2:
         row = row % block
@@ -89,7 +95,10 @@ def projected(
     SIZE: tl.constexpr, MODE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr,
     REST_PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys of a group, as they are stored, times columns of its basis, [ROWS, COLUMNS] float32."""
+    """Rotate a group's keys as they are stored, and multiply them by columns of its basis: [ROWS, COLUMNS] float32.
+
+    REST: dimensions that RoPE does not rotate. SIZE: KV heads of the group.
+    """
     result = tl.zeros((ROWS, COLUMNS), tl.float32)
     dim = 2 * HALF + REST
     if HALF > 0:
@@ -98,6 +107,7 @@ def projected(
         read = (plane < HALF)[:, None] & some[None, :]
         if MODE > 0:
             own_cos, own_sin = rotation_of(cos, sin, row, valid, table_stride, block, fast, MODE, HALF, HALF_PADDED)
+        # Head by head: both halves of the rotary planes, rotated, times their rows of the basis.
         for head in range(SIZE):
             start = key + (source + head * head_stride)[:, None] + plane[None, :]
             first = tl.load(start, mask=there, other=0.0).to(tl.float32)
@@ -132,7 +142,7 @@ def rotate_head(
     query, query_out, cos, sin, row, valid, source, target, table_stride, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
     REST: tl.constexpr, REST_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """A query head of some tokens, rotated by their whole position."""
+    """Rotate a query head of some tokens by their positions."""
     plane = tl.arange(0, HALF_PADDED)
     there = valid[:, None] & (plane < HALF)[None, :]
     own_cos, own_sin = rotation_of(cos, sin, row, valid, table_stride, 1, 0, 1, HALF, HALF_PADDED)
@@ -152,14 +162,16 @@ def rotate_head(
 
 @triton.jit
 def packed(latents, place, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr):
-    """Latents of digits, plane by plane, into words of four nibbles, [ROWS, COLUMNS / PLANES] int32.
+    """Quantise latents, given plane by plane, and pack them into words of four nibbles, [ROWS, COLUMNS / PLANES] int32.
 
-    Of 8 planes the first four hold nibbles and higher crumbs, the others the lower crumbs of the last four places, from
-    the last one on.
+    With 8 planes the first four have nibbles and higher crumbs, the others the lower crumbs of planes 3, 2, 1 and 0.
+    place: entries of the digit table, see `Plan`.
     """
     known = tl.maximum(place, 0)
+    # The code of the channel: floor, clamped to its bits, made unsigned.
     half = (1 << tl.maximum((known >> 5) % 32 - 1, 0)).to(tl.float32)
     code = tl.minimum(tl.maximum(tl.floor(latents), -half[None, :]), half[None, :] - 1.0) + half[None, :]
+    # The digit of that code; an empty place has the nibble 8, which is read as 0.
     plane = tl.arange(0, COLUMNS) // (COLUMNS // PLANES)
     crumb = known % 2
     digit = (code.to(tl.int32) >> ((known >> 1) % 16)[None, :]) & (15 - 12 * crumb)[None, :]
@@ -179,9 +191,11 @@ def append_kernel(
     QUERY: tl.constexpr, INDEX: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FIELDS: tl.constexpr, PRECISION: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of ROWS tokens, jobs); see `append`.
+    """Do one job for ROWS tokens; see `append`. Grid: blocks of ROWS tokens, jobs.
 
-    MODE: how keys are rotated. FOLDED: they come as latents. PART: `value` is added to the keys' latents.
+    MODE: rotation of keys (NONE, WHOLE, BLOCK). FOLDED: keys are given as latents. PART: `value` is the values' part of
+    joint latents and is added to that of the keys. SHIFT: the basis has a shift. QUERY: there are queries to rotate.
+    INDEX, SLOTS: `index` or `slots` is given. PLANES: planes of the digit table, 4 or 8.
     """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
@@ -204,6 +218,7 @@ def append_kernel(
     if not done:
         words, first_word = tl.load(job + 3), tl.load(job + 4)
         held, written = tl.load(job + 5), tl.load(job + 6)
+        # Columns of the basis that this program needs, by the digit table if rows are codes.
         if CODED:
             plane, word = tl.arange(0, COLUMNS) // (COLUMNS // PLANES), tl.arange(0, COLUMNS) % (COLUMNS // PLANES)
             place = tl.load(places + start + plane * words + word, mask=word < held, other=-1)
@@ -215,6 +230,7 @@ def append_kernel(
         whole = valid[:, None] & some[None, :]
         from_key = sequence * key_batch + position * key_position
         from_value = (sequence * value_batch + position * value_position)[:, None] + column[None, :]
+        # Latents: given by the projection, or computed from keys.
         if kind == 0:
             if FOLDED:
                 latents = tl.load(key + from_key[:, None] + column[None, :], mask=whole, other=0.0).to(tl.float32)
@@ -228,6 +244,7 @@ def append_kernel(
                     latents += tl.load(value + from_value, mask=whole, other=0.0).to(tl.float32)
         else:
             latents = tl.load(value + from_value, mask=whole, other=0.0).to(tl.float32)
+        # Write to the token's row, or to its slot in pages; a negative slot is not written.
         slot = token.to(tl.int64)
         stored = valid
         if SLOTS:
@@ -252,10 +269,11 @@ def append_kernel(
 
 
 class Appended(NamedTuple):
-    """query: rotated, [batch_size, num_heads, seq_len, head_dim], a view; None without one.
+    """Results of `append`.
 
-    key, value: rows, [batch_size, 1, seq_len, bytes] uint8, or of numbers [batch_size, 1, seq_len, width]; those that
-    were given where `out` was.
+    query: rotated, [batch_size, num_heads, seq_len, head_dim], a view; None if none was given.
+    key, value: rows, [batch_size, 1, seq_len, bytes] uint8, or of numbers [batch_size, 1, seq_len, width]; those of
+        `out` if it was given.
     """
 
     query: Tensor | None
@@ -277,25 +295,26 @@ def append(
     out: tuple[Tensor, Tensor] | None = None,
     slots: Tensor | None = None,
 ) -> Appended:
-    """The rows of new tokens, and their queries rotated, in one launch.
+    """Make the rows of new tokens, and rotate their queries, in one launch.
 
     Args:
-        key: where the key basis is folded (`layout.folds_keys`), latents [batch_size, seq_len, key_rank] as k_proj puts
-            them out; else keys that are normed and not rotated, [batch_size, seq_len, num_kv_heads, head_dim], heads in
-            the order of the layout. Any strides with an innermost one of 1.
-        value: [batch_size, seq_len, value_rank] as v_proj puts it out: the values' latents; of joint latents their part
-            of the key's; None, or of no numbers, where there is none (joint and folded).
-        query: not rotated, [batch_size, seq_len, num_heads, head_dim]; None for none (a model without RoPE, or an
-            engine that rotates them itself).
-        key_basis: [group_size * head_dim, key_rank], key_shift: [key_rank] float32; None where folded, without codes.
+        key: if the key basis is folded (`layout.folds_keys`), latents [batch_size, seq_len, key_rank], the output of
+            k_proj; else keys after their norm and before RoPE, [batch_size, seq_len, num_kv_heads, head_dim], heads in
+            the order of the layout. The innermost stride is 1.
+        value: [batch_size, seq_len, value_rank], the output of v_proj: latents of values, or their part of joint
+            latents; None or empty if there is none (joint and folded).
+        query: queries before RoPE, [batch_size, seq_len, num_heads, head_dim]; None for a model without RoPE, or an
+            engine that rotates them.
+        key_basis: [group_size * head_dim, key_rank]; None if folded.
+        key_shift: [key_rank] float32; None if folded or without codes.
         rotation: cos and sin, [positions, rotary_dim] each, float32 or the model's dtype, with RoPE's attention factor;
-            None in a model without RoPE, and where keys come as they are stored.
-        index: integers, [seq_len] or [batch_size, seq_len]: the row of `rotation` of each token. Row 0 is at the
-            beginning of a block of positions: row i is at place i mod rope_block. None: token t of sequence b has row
-            b * seq_len + t, or t in a table of seq_len rows.
+            None in a model without RoPE, or if keys are given as they are stored.
+        index: integers, [seq_len] or [batch_size, seq_len], the row of `rotation` for each token. Row 0 is the
+            beginning of a block of positions, so row i is position i mod rope_block of its block. By default token t
+            of sequence b has row b * seq_len + t, or t in a table of seq_len rows.
         out: rows to write into, in place of new ones: [batch_size, 1, seq_len, bytes] each, or with `slots` pages
-            [num_pages, page_size, bytes]; of numbers in the model's dtype. The second is not read of a joint layer.
-        slots: [batch_size * seq_len], integers: page * page_size + place in the page of each token; negative: none.
+            [num_pages, page_size, bytes]; rows of numbers are in the model's dtype. A joint layer ignores the second.
+        slots: [batch_size * seq_len], integers, page * page_size + index in the page for each token; negative for none.
     """
     batch_size, seq_len = key.shape[:2]
     if value is not None and not value.shape[-1]:
@@ -335,20 +354,25 @@ def append(
 
 
 def _new_rows(key: Tensor, value: Tensor | None, layout: LayerLayout, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-    """Memory for rows; of numbers what the projections put out is a row already."""
+    """Allocate rows; outputs of projections that are rows of numbers already are used as they are."""
     size = key.element_size()
     unit, dtype = (1, torch.uint8) if layout.coded else (size, key.dtype)
-    made = [key.new_empty(key.shape[0], 1, key.shape[1], own // unit, dtype=dtype) for own in layout.row_bytes(size)]
+    widths = (row_bytes // unit for row_bytes in layout.row_bytes(size))
+    rows = [key.new_empty(key.shape[0], 1, key.shape[1], width, dtype=dtype) for width in widths]
     if not layout.coded and layout.folds_keys(shape):
-        made[0] = key.unsqueeze(1)
+        rows[0] = key.unsqueeze(1)
     if value is not None and not (layout.coded or layout.joint):
-        made[1] = value.unsqueeze(1)
-    return made[0], made[1]
+        rows[1] = value.unsqueeze(1)
+    return rows[0], rows[1]
 
 
 class Plan(NamedTuple):
-    """places: of each digit of the layer's key rows and then its value rows: 1024 times its column, plus 32 times its
-    channel's bits, plus twice the digit's first bit, plus 1 of a crumb; EMPTY. jobs: [jobs, FIELDS].
+    """Tables of a layer on a device.
+
+    places: the digit table, for the layer's key rows and then its value rows. An entry is 1024 times the digit's column
+        of the basis, plus 32 times its channel's bits, plus 2 times its first bit, plus 1 for a crumb; or EMPTY.
+    jobs: [jobs, FIELDS].
+    constants: constexpr arguments of the kernel.
     """
 
     places: Tensor
@@ -366,7 +390,13 @@ def tables_of(
     rotated: bool,
     device: torch.device,
 ) -> Plan:
-    """as_it_is: what projections put out is not copied. rotated: keys are, here."""
+    """Make the tables of a layer.
+
+    Args:
+        query: there are queries to rotate.
+        as_it_is: outputs of projections that are rows already are not copied.
+        rotated: keys are rotated by the kernel.
+    """
     folded = layout.folds_keys(shape)
     planes = WORD_PLANES if layout.operands <= WORD_PLANES else 2 * WORD_PLANES
     places: list[int] = []
@@ -404,7 +434,11 @@ def tables_of(
 
 
 def _digits(latent: Channels, before: int, planes: int) -> list[int]:
-    """Plane by plane, the highest digit of each place, and with more planes the lower crumbs of the last places."""
+    """Entries of the digit table for a latent: plane by plane the highest digits, then, with 8 planes, lower crumbs.
+
+    Args:
+        before: columns of the basis before those of this latent.
+    """
 
     def entry(digits: tuple[Digit, ...], number: int) -> int:
         if len(digits) <= number:
@@ -412,12 +446,12 @@ def _digits(latent: Channels, before: int, planes: int) -> list[int]:
         channel, bit, bits = digits[number]
         return ((before + channel) * 32 + latent.bits[channel]) * 32 + 2 * bit + (bits == CRUMB_BITS)
 
-    rows = [latent.slots[i : i + latent.words] for i in range(0, len(latent.slots), latent.words)]
-    found = [(row, 0) for row in rows] + [(row, 1) for row in reversed(rows)]
-    return [entry(digits, number) for row, number in found[:planes] for digits in row]
+    by_plane = [latent.slots[i : i + latent.words] for i in range(0, len(latent.slots), latent.words)]
+    numbered = [(plane, 0) for plane in by_plane] + [(plane, 1) for plane in reversed(by_plane)]
+    return [entry(digits, number) for plane, number in numbered[:planes] for digits in plane]
 
 
-assert SIGNED == 8, "the nibble of an empty place, which `packed` writes"
+assert SIGNED == 8, "`packed` writes this nibble to empty slots"
 
 
 def prepare(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> None:

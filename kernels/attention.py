@@ -139,15 +139,15 @@ def _prepared(
     remember: bool = True,
 ) -> dict[str, Any]:
     """Arguments of `decode_attention` that do not change from step to step."""
-    device, tiles, programs = query.device, None, None
+    device, tiles, most_programs = query.device, None, None
     if keys.longest == 1:  # with more new tokens a group has more query rows, for which the file names no tile
         tiles = kernels.tile(capability_of(device))
-        programs = sm_count(device) * kernels.slices_per_sm
+        most_programs = sm_count(device) * kernels.slices_per_sm
     rotations = None
     if rotation is not None and parameters.layout.in_blocks:
         rotations = block_rotations(rotation, parameters.layout, query.dtype, remember)
     layer = decode_layer(parameters, query.dtype, device)
-    return {"layer": layer, "ranges": keys, "rotations": rotations, "tiles": tiles, "programs": programs}
+    return {"layer": layer, "ranges": keys, "rotations": rotations, "tiles": tiles, "most_programs": most_programs}
 
 
 _layers: Remembered[DecodeLayer] = Remembered(most=1)

@@ -1,19 +1,20 @@
 # mypy: disable-error-code="no-untyped-def"
 """Decoding: up to 64 query rows of a group (query heads times new tokens) against the rows of a layer's cache.
 
-Keys lie on the long side of the matrix products (16 keys by 8 query rows), so that few query heads waste little, and a
-program is one or two warps. A tile is the keys of one block (or a part of it), so that it meets one absorbed query a
-row: `absorb` has put the slow planes, and what constants add to the logits, into vectors of the latent's width. Fast
-planes are rebuilt in the tile: the latents times `fast_basis`, plus a constant, rotated by the place in the block (a
-table), rounded, times the queries' fast planes, which `absorb` has rotated back to the beginning of the block.
+Keys are the long side of the matrix products (16 keys by 8 query rows), so that a group with few query heads wastes
+little. A program is one or two warps. A tile has the keys of one block of positions (or of a part of it), so it needs
+one absorbed query per query row: `absorb` has multiplied the query's slow planes with the basis, and has collected the
+constant parts of the logits. Fast planes of keys are rebuilt in the tile: latents times `fast_basis`, plus a constant,
+rotated by the position in the block (a table), rounded, and multiplied with the query's fast planes, which `absorb` has
+rotated back to the beginning of the block.
 
-A nibble or crumb n is read as 128 + n (bfloat16) or 1024 + n (float16), by one or two instructions for two of them.
-What that adds, and the 8 that attention reads less, comes off the logits with the constants and off weighted values
-with each tile: carried along in the sums it would grow with the length, and so would what tensor cores cut off there.
-The rows of the next tile are loaded while this one is computed. Logits are in powers of two.
+A nibble or crumb n is read as 128 + n (bfloat16) or 1024 + n (float16), which takes one or two instructions for two of
+them. This offset, and the 8 that makes nibbles signed, is subtracted from the logits with the constants, and from the
+weighted values after each tile. Left in the sums it would grow with the length, and so would the rounding error of
+tensor cores. The rows of the next tile are loaded while this one is computed. Logits are exponents of 2.
 
-Each program works through its slice of the line of tiles (see `ranges`) and leaves one result for each (sequence,
-group) that it meets, which `join` puts together.
+Each program works through its slice of the line of tiles (see `ranges`) and writes one partial result for each
+(sequence, group) in the slice; `join` combines them.
 """
 
 from __future__ import annotations
@@ -23,45 +24,50 @@ import triton.language as tl
 
 from .ranges import count_tiles, sequence_at, slice_start, slices, tiles_of
 
-NOTHING = tl.constexpr(-1e30)
-"""Logit of a key that is not attended, and the log-sum-exp of a slice whose keys none are. No sum or product with it is
-infinite. A masked logit is scaled and added to like any other, and a GPU does that in one fused step, so that it comes
-out as something near this, never as the same number twice."""
+NEG_INF = tl.constexpr(-1e30)
+"""Logit of a masked key, and log-sum-exp of a slice without attended keys. It is finite, so that no sum or product with
+it is infinite. Masked logits are scaled and shifted like others, often in a fused operation; compare them with UNSEEN,
+not with this value."""
 
 UNSEEN = tl.constexpr(-1e20)
-"""Largest logit before any key is attended: far above every masked logit, however scaled, so that their weights are 0;
-far below every other."""
+"""Largest logit before any key is attended: far above every masked logit, however scaled, so that masked keys have
+weight 0; and far below every other logit."""
 
 
 @triton.jit
 def operands(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The operands of products that a tile of rows holds: of words, their four planes of nibbles, and the lower crumbs
-    of the last planes, until there are CODED; of numbers itself.
+    """Unpack a tile of rows into the operands of matrix products.
+
+    Words give CODED operands: their four planes of nibbles, then the lower crumbs of the last planes. A tile of numbers
+    is its only operand.
     """
-    found = ()
+    unpacked = ()
     if CODED:
         tile = tile.to(tl.uint16, bitcast=True)
         for j in tl.static_range(CODED):
-            found += (digit(tile, 4 * j if j < 4 else 28 - 4 * j, 15 if j < 4 else 3, DTYPE, ASM),)
+            unpacked += (digit(tile, 4 * j if j < 4 else 28 - 4 * j, 15 if j < 4 else 3, DTYPE, ASM),)
         if tl.float32 != DTYPE:
-            found = as_numbers(found, CODED, DTYPE)
+            unpacked = as_numbers(unpacked, CODED, DTYPE)
     else:
-        found += (tile,)
-    return found
+        unpacked += (tile,)
+    return unpacked
 
 
 @triton.jit
 def as_numbers(digits, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """Words of 16 bits as what they are in DTYPE."""
-    found = ()
+    """Reinterpret 16-bit words as numbers of DTYPE."""
+    numbers = ()
     for j in tl.static_range(COUNT):
-        found += (digits[j].to(DTYPE, bitcast=True),)
-    return found
+        numbers += (digits[j].to(DTYPE, bitcast=True),)
+    return numbers
 
 
 @triton.jit
 def digit(words, SHIFT: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """(words >> SHIFT) & MASK, less 8 in float32; else 128 or 1024 more, from where on ones are the last place."""
+    """Extract (words >> SHIFT) & MASK: minus 8 in float32, else as the bits of that digit plus 128 or 1024.
+
+    At 128 (bfloat16) and 1024 (float16) the last bit of the mantissa counts ones, so the digit is just put there.
+    """
     if tl.float32 == DTYPE:
         return (((words >> SHIFT) & MASK).to(tl.int32) - 8).to(tl.float32)
     elif not ASM:
@@ -76,8 +82,8 @@ def digit(words, SHIFT: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr, A
 
 
 @triton.jit
-def anew(tile, zero, ASM: tl.constexpr):
-    """The words of a tile as if they were others, so that what is made of them is not kept from the first time."""
+def opaque_copy(tile, zero, ASM: tl.constexpr):
+    """Copy a tile opaquely (`tile | zero`), so that the compiler unpacks it again instead of keeping registers."""
     if not ASM:
         return tile
     zero = tl.zeros(tile.shape, tl.int32) + zero
@@ -86,7 +92,7 @@ def anew(tile, zero, ASM: tl.constexpr):
 
 @triton.jit
 def rotated(k0, k1, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Both halves of rebuilt planes, rounded and rotated: k0 cos - k1 sin, k1 cos + k0 sin, in pairs of 16 bits."""
+    """Round and rotate both halves of rebuilt planes: k0 cos - k1 sin, k1 cos + k0 sin, in pairs of 16 bits."""
     if tl.float32 == DTYPE:
         return k0 * cos - k1 * sin, k1 * cos + k0 * sin
     elif ASM and tl.bfloat16 == DTYPE:
@@ -108,7 +114,7 @@ def page_of(
     block_table, sequence, tile, begin, until, table_stride,
     STEP: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The page of a tile, or of each key where tiles cross pages; entries behind the last key's are not read."""
+    """Page of a tile, or of each key if tiles may cross pages; entries behind that of the last key are not read."""
     row = block_table + sequence.to(tl.int64) * table_stride
     if PAGE == 0:
         return sequence
@@ -120,37 +126,54 @@ def page_of(
 
 
 @triton.jit
-def load_rows(
-    rows, page, tile, begin, until, width, block_stride, row_stride,
-    STEP: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+def rows_at(
+    rows, page, tile, begin, until, block_stride, row_stride, STEP: tl.constexpr, KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
-    """[KEYS, COLUMNS] of a tile; in place of keys outside begin ... until - 1 the nearest inside, so all is finite."""
+    """Pointers to the rows of a tile, [KEYS].
+
+    Keys outside begin ... until - 1 are replaced by the nearest one inside, so that everything loaded is finite.
+    """
     start = tile * STEP
     place = tl.minimum(tl.maximum(tl.arange(0, KEYS), begin - start), tl.minimum(until - start, STEP) - 1)
-    column = tl.arange(0, COLUMNS)[None, :]
     if PAGE == 0:
-        rows += page.to(tl.int64) * block_stride + start.to(tl.int64) * row_stride
-        pointers = rows + place[:, None] * row_stride + column
+        return rows + page.to(tl.int64) * block_stride + start.to(tl.int64) * row_stride + place * row_stride
     elif PAGE % STEP == 0:
-        rows += page.to(tl.int64) * block_stride + (start % PAGE) * row_stride
-        pointers = rows + place[:, None] * row_stride + column
+        return rows + page.to(tl.int64) * block_stride + (start % PAGE) * row_stride + place * row_stride
     else:
-        of_page = page.to(tl.int64) * block_stride + (start + place) % PAGE * row_stride
-        pointers = rows + of_page[:, None] + column
+        return rows + page.to(tl.int64) * block_stride + (start + place) % PAGE * row_stride
+
+
+@triton.jit
+def load_rows(pointers, width, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
+    """Load a tile as [KEYS, COLUMNS]."""
+    column = tl.arange(0, COLUMNS)[None, :]
     if EXACT:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=column < width, other=0)
+        return tl.load(pointers[:, None] + column)
+    else:
+        return tl.load(pointers[:, None] + column, mask=column < width, other=0)
+
+
+@triton.jit
+def load_columns(pointers, width, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
+    """Load a tile as [COLUMNS, KEYS]."""
+    column = tl.arange(0, COLUMNS)[:, None]
+    if EXACT:
+        return tl.load(pointers[None, :] + column)
+    else:
+        return tl.load(pointers[None, :] + column, mask=column < width, other=0)
 
 
 INTEGERS = [
     "batch_size", "groups", "max_blocks", "query_stride", "key_start", "key_block", "key_row", "value_start",
     "value_block", "value_row", "table_stride", "mask_stride",
 ]  # fmt: skip
-"""Not specialised on their values: one compiled kernel serves them all."""
+"""Integer arguments that the kernel is not specialised on: one compiled kernel serves all values."""
 
 ADDRESSES = ["begin", "until", "first", "end", "query_start", "block_table", "mask", "holes"]
-"""Not specialised on being multiples of 16 bytes: they are, or not, by the part of a batch. Those of rows always are:
-`decoding` begins before a view that is not, at `key_start` and `value_start`."""
+"""Pointers that the kernel is not specialised on being multiples of 16 bytes, which depends on the part of a batch.
+Pointers to rows always are: for an unaligned view `decoding` passes an earlier address, with `key_start` and
+`value_start` as offsets."""
 
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
@@ -163,26 +186,40 @@ def decode_kernel(
     FAST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, EXACT: tl.constexpr,
     VALUE_EXACT: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, LEAN: tl.constexpr, TOGETHER: tl.constexpr, AGAIN: tl.constexpr, KEY_ALIGN: tl.constexpr,
-    VALUE_ALIGN: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, RELOAD_SHARED: tl.constexpr, HEADS_PER_DOT: tl.constexpr, REUNPACK_PLANES: tl.constexpr,
+    PACKED: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """One slice of the line of tiles.
+    """Attend to one slice of the line of tiles.
 
-    query: absorbed queries [batch_size, max_blocks, groups, rows, operands, COLUMNS], of a word (1 of numbers), or with
-    FOLDED [tokens, .]. constant: [batch_size, max_blocks, groups, rows], logits shared by all keys of a block.
-    fast_query: [.., rows, 2, FAST]. fast_basis: [groups, HEADS, operands, 2, FAST, COLUMNS]. fast_constant: [groups,
-    HEADS, 2, FAST]. rotations: [2, BLOCK, FAST]. partial: [slots, rows, operands, VALUE_COLUMNS]. table: [groups, 8]:
-    columns of an operand and the first element in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values;
-    the first place of queries (FOLDED), of the basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a
-    block, 0: all. FAST: planes, 0: none. LEAN: what all tiles share and each loads anew, which frees registers:
-    constants (1), rotations (2). CODED: operands of a word, 0 of numbers. TOGETHER: KV heads whose fast planes are
-    rebuilt by one product. AGAIN: planes of joint latents that are unpacked anew for values, for the same reason.
+    Tensors:
+        query: absorbed queries [batch_size, max_blocks, groups, rows, operands, COLUMNS], where operands are those of a
+            word (1 for numbers); with FOLDED [tokens, ...].
+        constant: [batch_size, max_blocks, groups, rows], part of the logits that all keys of a block share.
+        fast_query: [batch_size, max_blocks, groups, rows, 2, FAST].
+        fast_basis: [groups, HEADS, operands, 2, FAST, COLUMNS]. fast_constant: [groups, HEADS, 2, FAST].
+        rotations: [2, BLOCK, FAST], cos and sin of positions in a block.
+        partial: [slots, rows, operands, VALUE_COLUMNS], and partial_lse [slots, rows]: the results.
+        table: [groups, 8]. Entries 0 and 1: columns of an operand of keys, and the first element in a row (in units of
+            KEY_ALIGN); 2 and 3: the same of values (VALUE_ALIGN); 4, 5, 6: offset of the group in queries (FOLDED), in
+            the basis (in units of BASIS_ALIGN) and in the output.
+    Constants:
+        CODED: operands of a word, 0 for numbers.
+        BLOCK: positions of a block, 0 for all positions in one. FAST: fast planes, padded; 0 for none.
+        RELOAD_SHARED: what every tile loads again although all share it, which frees registers: constants (1),
+            rotations (2), or both (3).
+        HEADS_PER_DOT: KV heads whose fast planes one product rebuilds.
+        REUNPACK_PLANES: planes of joint latents that are unpacked again for values, which frees registers.
+        PACKED: load a tile twice, as [keys, columns] and as [columns, keys]. Triton then copies packed words to shared
+            memory, reads them as operands of products (`ldmatrix`) and unpacks them there. Otherwise a tile is
+            unpacked first and takes four times the space in shared memory.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
     OPERANDS: tl.constexpr = CODED if CODED else 1
     LIVE: tl.constexpr = TOKENS * HEADS * PER_HEAD
     OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
+    # Arguments in units of elements, and indices that all tiles share.
     program = tl.program_id(0)
     key += key_start * KEY_ALIGN
     value += value_start * VALUE_ALIGN
@@ -194,19 +231,23 @@ def decode_kernel(
     value_column = tl.arange(0, VALUE_COLUMNS)
     place = tl.arange(0, KEYS)
     row = tl.arange(0, ROWS)
-    rebuilt = tl.arange(0, TOGETHER * FAST if FAST else 16)
-    plane = rebuilt if TOGETHER == 1 else rebuilt % FAST
-    of_head = rebuilt * 0 if TOGETHER == 1 else rebuilt // FAST
+    # Columns of rebuilt fast planes: HEADS_PER_DOT heads side by side.
+    rebuilt = tl.arange(0, HEADS_PER_DOT * FAST if FAST else 16)
+    plane = rebuilt if HEADS_PER_DOT == 1 else rebuilt % FAST
+    of_head = rebuilt * 0 if HEADS_PER_DOT == 1 else rebuilt // FAST
+    # Query rows: new tokens, then KV heads, then query heads; rows from LIVE on are padding.
     live = row < LIVE
     token = row // (HEADS * PER_HEAD)
     head = row % (HEADS * PER_HEAD)
     ones = tl.full((16, KEYS), 1.0, DTYPE)
 
+    # This program's slice of the line: tiles position ... stop - 1.
     total = count_tiles(begin, until, batch_size, STEP) * groups
     programs = slices(total, tl.num_programs(0))
     position = tl.where(program < programs, slice_start(program, total, programs), total)
     stop = tl.where(program < programs, slice_start(program + 1, total, programs), total)
     while position < stop:
+        # The sequence and group at this position, and the group's tiles within the slice, tile_0 ... tile_1 - 1.
         sequence, before = sequence_at(begin, until, batch_size, groups, position, STEP)
         b = tl.load(begin + sequence)
         u = tl.load(until + sequence)
@@ -221,7 +262,8 @@ def decode_kernel(
         keys = key + tl.load(table + group * 8 + 1) * KEY_ALIGN
         value_width = tl.load(table + group * 8 + 2)
         values = value + tl.load(table + group * 8 + 3) * VALUE_ALIGN
-        slot = program + sequence * groups + group
+        slot = program + sequence * groups + group  # unique: slices and (sequence, group) follow one line
+        # Queries that do not depend on the block are loaded once: folded ones, or those of a single block.
         if FOLDED:
             q_token = sequence + tl.zeros_like(token) if TOKENS == 1 else tl.load(query_start + sequence) + token
             q_row = q_token.to(tl.int64) * query_stride + tl.load(table + group * 8 + 4) + head * (width * OPERANDS)
@@ -242,6 +284,7 @@ def decode_kernel(
                     pointers = query + q_group * (OPERANDS * COLUMNS) + j * COLUMNS + q_row
                     queries += (tl.load(pointers, mask=live[None, :], other=0.0),)
                 c = tl.load(constant + q_group + row, mask=live, other=0.0)
+        # With several new tokens each query row has a range of keys; a mask is read only for ranges with holes.
         if TOKENS > 1:
             new = tl.load(query_start + sequence) + token
             here = live & (new < tl.load(query_start + sequence + 1))
@@ -255,20 +298,37 @@ def decode_kernel(
             else:
                 open_ = tl.load(holes + new + tl.zeros_like(place)) != 0
 
+        # State of the online softmax: largest logit, sum of weights, weighted sum of values.
         largest = tl.full((ROWS,), UNSEEN, tl.float32)
-        total_weight = tl.zeros((16, ROWS), tl.float32)
+        total_weight = tl.zeros((ROWS,), tl.float32)
         weighted = ()
         for _ in tl.static_range(OPERANDS):
             weighted += (tl.zeros((VALUE_COLUMNS, ROWS), tl.float32),)
         page = page_of(block_table, sequence, tile_0, b, u, table_stride, STEP, KEYS, PAGE)
-        ahead = (load_rows(keys, page, tile_0, b, u, width, key_block, key_row, STEP, KEYS, PAGE, COLUMNS, EXACT),)
-        if not JOINT:
-            ahead += (load_rows(values, page, tile_0, b, u, value_width, value_block, value_row, STEP, KEYS, PAGE, VALUE_COLUMNS, VALUE_EXACT),)  # fmt: skip  # noqa: E501
-        page = page_of(block_table, sequence, tl.minimum(tile_0 + 1, tile_1 - 1), b, u, table_stride, STEP, KEYS, PAGE)
+        # `ahead` has the rows of the tile that is computed next, and `page` the page of the tile after it.
+        if not PACKED:
+            rows_of_tile = rows_at(keys, page, tile_0, b, u, key_block, key_row, STEP, KEYS, PAGE)
+            ahead = (load_rows(rows_of_tile, width, COLUMNS, EXACT),)
+            if not JOINT:
+                rows_of_tile = rows_at(values, page, tile_0, b, u, value_block, value_row, STEP, KEYS, PAGE)
+                ahead += (load_rows(rows_of_tile, value_width, VALUE_COLUMNS, VALUE_EXACT),)
+            after = tl.minimum(tile_0 + 1, tile_1 - 1)
+            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
         for tile in tl.range(tile_0, tile_1, num_stages=STAGES):
-            now = ahead
+            if PACKED:
+                rows_of_tile = rows_at(keys, page, tile, b, u, key_block, key_row, STEP, KEYS, PAGE)
+                now = (load_rows(rows_of_tile, width, COLUMNS, EXACT),)
+                if not JOINT:
+                    rows_of_tile = rows_at(values, page, tile, b, u, value_block, value_row, STEP, KEYS, PAGE)
+                now += (load_columns(rows_of_tile, value_width, VALUE_COLUMNS, VALUE_EXACT),)
+                after = tl.minimum(tile + 1, tile_1 - 1)
+                page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
+            else:
+                now = ahead
             z = operands(now[0], CODED, DTYPE, ASM)
-            zero = tile >> 30 if LEAN % 2 else 0  # which no compiler knows
+            # 0, but unknown to the compiler, which therefore loads constants in every tile.
+            zero = tile >> 30 if RELOAD_SHARED % 2 else 0
+            # Slow planes: latents times absorbed queries. The constant of the block enters with the softmax.
             if BLOCK > 0:
                 block = q_group + (tile * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
                 c = (
@@ -285,39 +345,48 @@ def decode_kernel(
                     else:
                         q = queries[j]
                     logits = tl.dot(z[j], q, logits, input_precision=PRECISION)
+            # Fast planes: rebuild both halves of the keys, rotate them, multiply them with the queries' fast planes.
             if FAST > 0:
-                at = place + (tile >> 30 if LEAN // 2 else 0) if KEYS == BLOCK else tile * STEP % BLOCK + place
+                at = place + (tile >> 30 if RELOAD_SHARED // 2 else 0) if KEYS == BLOCK else tile * STEP % BLOCK + place
                 if KEYS > STEP:
                     at = tl.minimum(at, BLOCK - 1)
                 at_place = rotations + at[:, None] * FAST + tl.arange(0, FAST)[None, :]
                 cos = tl.load(at_place)
                 sin = tl.load(at_place + BLOCK * FAST)
-                if TOGETHER > 1:
-                    cos = cos[:, None, :].broadcast_to((KEYS, TOGETHER, FAST)).reshape((KEYS, TOGETHER * FAST))
-                    sin = sin[:, None, :].broadcast_to((KEYS, TOGETHER, FAST)).reshape((KEYS, TOGETHER * FAST))
-                for h in tl.static_range(0, HEADS, TOGETHER):
+                if HEADS_PER_DOT > 1:
+                    cos = cos[:, None, :].broadcast_to((KEYS, HEADS_PER_DOT, FAST))
+                    cos = cos.reshape((KEYS, HEADS_PER_DOT * FAST))
+                    sin = sin[:, None, :].broadcast_to((KEYS, HEADS_PER_DOT, FAST))
+                    sin = sin.reshape((KEYS, HEADS_PER_DOT * FAST))
+                for h in tl.static_range(0, HEADS, HEADS_PER_DOT):
                     c_h = fast_constant + (group * HEADS + h + of_head) * (2 * FAST) + plane + zero
                     b_h = fast_basis + (group * HEADS + h + of_head)[None, :] * (OPERANDS * 2 * FAST * COLUMNS)
                     b_h += column[:, None] + plane[None, :] * COLUMNS
-                    k0 = tl.zeros((KEYS, TOGETHER * FAST), tl.float32) + tl.load(c_h)[None, :]
-                    k1 = tl.zeros((KEYS, TOGETHER * FAST), tl.float32) + tl.load(c_h + FAST)[None, :]
+                    k0 = tl.zeros((KEYS, HEADS_PER_DOT * FAST), tl.float32) + tl.load(c_h)[None, :]
+                    k1 = tl.zeros((KEYS, HEADS_PER_DOT * FAST), tl.float32) + tl.load(c_h + FAST)[None, :]
                     for j in tl.static_range(OPERANDS):
                         b_j = b_h + j * (2 * FAST * COLUMNS)
                         k0 = tl.dot(z[j], tl.load(b_j), k0, input_precision=PRECISION)
                         k1 = tl.dot(z[j], tl.load(b_j + FAST * COLUMNS), k1, input_precision=PRECISION)
                     k0, k1 = rotated(k0, k1, cos, sin, DTYPE, ASM)
+                    # A query row reads the planes of its KV head; for other heads its query is 0.
                     own = (head // PER_HEAD)[None, :] == (h + of_head)[:, None]
                     if ROWS > LIVE:
                         own &= live[None, :]
                     f_h = fast_query + (block + row)[None, :] * (2 * FAST) + plane[:, None]
                     logits = tl.dot(k0, tl.load(f_h, mask=own, other=0.0), logits, input_precision=PRECISION)
                     logits = tl.dot(k1, tl.load(f_h + FAST, mask=own, other=0.0), logits, input_precision=PRECISION)
-            after = tl.minimum(tile + 1, tile_1 - 1)
-            ahead = (load_rows(keys, page, after, b, u, width, key_block, key_row, STEP, KEYS, PAGE, COLUMNS, EXACT),)
-            if not JOINT:
-                ahead += (load_rows(values, page, after, b, u, value_width, value_block, value_row, STEP, KEYS, PAGE, VALUE_COLUMNS, VALUE_EXACT),)  # fmt: skip  # noqa: E501
-            after = tl.minimum(tile + 2, tile_1 - 1)
-            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
+            # Start loading the next tile, and the page of the one after it.
+            if not PACKED:
+                after = tl.minimum(tile + 1, tile_1 - 1)
+                rows_of_tile = rows_at(keys, page, after, b, u, key_block, key_row, STEP, KEYS, PAGE)
+                ahead = (load_rows(rows_of_tile, width, COLUMNS, EXACT),)
+                if not JOINT:
+                    rows_of_tile = rows_at(values, page, after, b, u, value_block, value_row, STEP, KEYS, PAGE)
+                    ahead += (load_rows(rows_of_tile, value_width, VALUE_COLUMNS, VALUE_EXACT),)
+                after = tl.minimum(tile + 2, tile_1 - 1)
+                page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
+            # Keys of this tile that each query row attends to.
             start = tile * STEP
             if TOKENS > 1:
                 index = (start + place)[:, None]
@@ -331,50 +400,55 @@ def decode_kernel(
                 visible = (place >= b - start) & (place < tl.minimum(u - start, STEP))
                 if MASK:
                     read = visible & open_
-                    at = mask + new.to(tl.int64) * mask_stride + start + place
-                    visible &= tl.load(at, mask=read, other=1) != 0
+                    bits = mask + new.to(tl.int64) * mask_stride + start + place
+                    visible &= tl.load(bits, mask=read, other=1) != 0
                 visible = visible[:, None]
+            # Online softmax: new largest logit, and weights relative to it. tanh of the cap is written with exp2.
             if SOFTCAP:
                 logits = logits * scale
                 if CONSTANT:
                     logits += c[None, :]
                 logits = softcap - 2.0 * softcap / (tl.exp2(logits * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
-                logits = tl.where(visible, logits, NOTHING)
+                logits = tl.where(visible, logits, NEG_INF)
                 now_largest = tl.maximum(largest, tl.max(logits, 0))
                 weights = tl.exp2(logits - now_largest[None, :])
             else:
-                logits = tl.where(visible, logits, NOTHING)
+                logits = tl.where(visible, logits, NEG_INF)
                 if CONSTANT:
                     now_largest = tl.maximum(largest, tl.max(logits, 0) * scale + c)
                     weights = tl.exp2(logits * scale + (c - now_largest)[None, :])
                 else:
                     now_largest = tl.maximum(largest, tl.max(logits, 0) * scale)
                     weights = tl.exp2(logits * scale - now_largest[None, :])
-            shrink = tl.exp2(largest - now_largest)[None, :]
+            shrink = tl.exp2(largest - now_largest)
             largest = now_largest
             weights = weights.to(DTYPE)
-            tile_weight = tl.dot(ones, weights, tl.zeros((16, ROWS), tl.float32), input_precision=PRECISION)
+            tile_weights = tl.dot(ones, weights, tl.zeros((16, ROWS), tl.float32), input_precision=PRECISION)
+            tile_weight = tl.max(tile_weights, 0)  # all 16 rows are equal
             total_weight = total_weight * shrink + tile_weight
-            if OFFSET > 0:
-                of_offset = OFFSET * tl.max(tile_weight, 0)[None, :]
-            if not JOINT:
+            # Values: the same latents if joint, else the tile's second rows. The digits' offset is subtracted here.
+            if PACKED or not JOINT:
                 z = operands(now[1], CODED, DTYPE, ASM)
-            elif AGAIN > 0:
-                again = operands(anew(now[0], tile >> 30, ASM), CODED, DTYPE, ASM)
+            elif REUNPACK_PLANES > 0:
+                reunpacked = operands(opaque_copy(now[0], tile >> 30, ASM), CODED, DTYPE, ASM)
             added = ()
             for j in tl.static_range(OPERANDS):
-                z_j = again[j] if JOINT and j < AGAIN else z[j]
-                kept = weighted[j] * shrink
+                z_j = reunpacked[j] if JOINT and j < REUNPACK_PLANES else z[j]
+                if not PACKED:
+                    z_j = tl.trans(z_j)
+                kept = weighted[j] * shrink[None, :]
                 if OFFSET > 0:
-                    kept -= of_offset
-                added += (tl.dot(tl.trans(z_j), weights, kept, input_precision=PRECISION),)
+                    kept -= (OFFSET * tile_weight)[None, :]
+                added += (tl.dot(z_j, weights, kept, input_precision=PRECISION),)
             weighted = added
 
-        late = position >> 30 if AGAIN else 0  # so that places are not kept from before the loop
+        # The partial result of this (sequence, group). `late` is 0, but unknown to the compiler, which therefore
+        # computes addresses here instead of keeping them in registers during the loop.
+        late = position >> 30 if REUNPACK_PLANES else 0
         seen = largest > UNSEEN
-        sums = tl.where(seen, tl.max(total_weight, 0), 1.0)
+        sums = tl.where(seen, total_weight, 1.0)
         out = partial + slot.to(tl.int64) * (LIVE * OPERANDS * VALUE_COLUMNS)
         out += (row + late)[None, :] * (OPERANDS * VALUE_COLUMNS) + (value_column + late)[:, None]
         for j in tl.static_range(OPERANDS):
             tl.store(out + j * VALUE_COLUMNS, weighted[j] / sums[None, :], mask=live[None, :])
-        tl.store(partial_lse + slot * LIVE + row + late, tl.where(seen, largest + tl.log2(sums), NOTHING), mask=live)
+        tl.store(partial_lse + slot * LIVE + row + late, tl.where(seen, largest + tl.log2(sums), NEG_INF), mask=live)

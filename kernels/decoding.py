@@ -22,13 +22,17 @@ from rotor.errors import UsageError
 
 from .absorb import absorb_kernel
 from .decode import decode_kernel
-from .defaults import SLICES_PER_SM, decode_tile
+from .defaults import decode_tile, slices_per_sm
 from .join import join_kernel
 from .launch import capability_of, device_guard, device_table, padded, precision, sm_count
 from .parameters import AttentionParameters
 from .ranges import KeyRanges
 from .rotary import Rotation
 from .rows import as_loaded
+
+TILES_OF_A_PROGRAM = 8
+"""Tiles that a program has at least, where that leaves one for every SM: more slices take longer to join than they
+save."""
 
 MOST_ROWS = 64
 """Most query rows of a group that one tile takes."""
@@ -186,9 +190,10 @@ class DecodeLayer:
             "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
             "VALUE_COLUMNS": self.value_columns, "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page,
             "MASK": mask, "SOFTCAP": softcap, "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)),
-            "STAGES": tiles.stages, "LEAN": tiles.lean, "TOGETHER": math.gcd(tiles.together, self.heads),
-            "AGAIN": tiles.again if self.joint and self.word_operands else 0, "PRECISION": precision(self.dtype),
-            "ASM": assembled(),
+            "STAGES": tiles.stages, "RELOAD_SHARED": tiles.lean,
+            "HEADS_PER_DOT": math.gcd(tiles.together, self.heads),
+            "REUNPACK_PLANES": tiles.again if self.joint and self.word_operands and not tiles.packed else 0,
+            "PACKED": tiles.packed, "PRECISION": precision(self.dtype), "ASM": assembled(),
         }  # fmt: skip
 
     def absorb_constants(self, tokens: int) -> dict[str, Any]:
@@ -197,17 +202,17 @@ class DecodeLayer:
             "FAST_PLANES": self.fast_planes, "PLANES": self.planes, "SLOW": self.slow_columns,
             "HEAD_DIM": self.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
             "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens, "COLUMNS": self.columns,
-            "EXACT": self.exact, "COUNT": 64 if self.wide else 32 if self.block else 16,
+            "EXACT": self.exact, "COUNT": 128 if self.wide else 32 if self.block else 16,
             "BASIS_ALIGN": self.basis_align, "PRECISION": precision(self.dtype),
         }  # fmt: skip
 
     @property
     def wide(self) -> bool:
-        """Whether a program of `absorb` is four warps that meet 64 blocks at a time."""
-        return self.block > 0 and self.columns == 64 and self.dtype.itemsize == 2
+        """Whether a program of `absorb` is eight warps that meet 128 blocks at a time."""
+        return self.block > 0 and self.columns >= 64 and self.dtype.itemsize == 2
 
     def absorb_options(self) -> dict[str, int]:
-        return {"num_warps": 4, "num_stages": 1} if self.wide else {"num_warps": 2, "num_stages": 2}
+        return {"num_warps": 8, "num_stages": 1} if self.wide else {"num_warps": 2, "num_stages": 2}
 
 
 def assembled() -> bool:
@@ -226,6 +231,7 @@ def decode_attention(
     block_table: Tensor | None = None,
     tiles: Tile | None = None,
     programs: int | None = None,
+    most_programs: int | None = None,
     max_kv_len: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -239,6 +245,7 @@ def decode_attention(
         layer, ranges, rotations: made for the layer, for the step, and, where keys are in blocks, for the model.
         block_table: [batch_size, pages of a sequence], int32; entries behind the last key's are not read.
         tiles, programs: override what the layer and the device suggest.
+        most_programs: the most that start; fewer do where each would have too few tiles.
         max_kv_len: upper bound of a sequence's keys; by default what cache or block table hold.
         out: [tokens, sum over query heads of value width] to write into.
     Returns:
@@ -259,7 +266,10 @@ def decode_attention(
     batch_size, groups = ranges.batch_size, len(layer.layout.groups)
     softcap, log2 = layer.softcap, math.log2(math.e) * layer.scaling
     tiles = tiles or layer.tiles(tokens, capability_of(key.device))
-    programs = programs or sm_count(key.device) * SLICES_PER_SM // max(1, tiles.warps)
+    if programs is None:
+        most_programs = most_programs or sm_count(key.device) * slices_per_sm(layer.layout, tiles)
+        work = batch_size * groups * -(-capacity // layer.step(tiles))
+        programs = min(most_programs, max(sm_count(key.device), work // TILES_OF_A_PROGRAM))
     max_blocks = -(-capacity // layer.block) + 1 if layer.block else 1
     output = query.new_empty(query.shape[0], layer.output_width) if out is None else out
     if ranges.query_start is not None:

@@ -1,7 +1,8 @@
 """The kernel_config.json of a model that nobody has tuned: tiles and warps by rule.
 
-`rotor export` writes it, and checkpoints without the file run by it. The sizes take the fewest instructions a key
-without spilling (`rotor compile`); no GPU has confirmed them.
+`rotor export` writes it, and checkpoints without the file run by it. Those for sm_90 were the fastest on an H100
+(artifacts/benchmarks, docs/speed.md); those for sm_80 take the fewest instructions a key without spilling
+(`rotor compile`), and no GPU has confirmed them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from rotor.checkpoint.layout import LayerLayout
 MOST_REBUILT = 64
 """Fast planes of all KV heads of a group that a tile of decoding rebuilds; with more, keys are materialised."""
 
-SLICES_PER_SM = 8
-"""Decoding programs on an SM: as many as fit with one warp each and 255 registers a thread."""
+WARPS_PER_SM = 8
+"""Warps of decoding programs on an SM: as many as fit with 255 registers a thread."""
 
 HEADS_PER_KV = 4
 """Query heads of a KV head that the rule assumes, as in an 8B."""
@@ -42,33 +43,67 @@ def default_layer(layout: LayerLayout) -> LayerKernels:
     """The launches of a layer, by rule."""
     sm_80, sm_90 = (decode_tile(layout, layout.group_size * HEADS_PER_KV, of) for of in ARCHITECTURES)
     materialise = layout.fast_planes * layout.group_size > MOST_REBUILT
-    return LayerKernels(layout_class(layout), sm_80, sm_90, max(1, SLICES_PER_SM // sm_90.warps), materialise)
+    return LayerKernels(layout_class(layout), sm_80, sm_90, slices_per_sm(layout, sm_90), materialise)
+
+
+def slices_per_sm(layout: LayerLayout, tile: Tile) -> int:
+    """Programs an SM over which decoding splits its keys: twice as many of narrow latents as fit at a time, so that the
+    last ones end together; half as many of wide ones, whose results are long to join."""
+    widest = max(max(group.key.width, group.values.width) for group in layout.groups)
+    warps = WARPS_PER_SM
+    if layout.coded:
+        warps = 2 * WARPS_PER_SM if widest < 128 else WARPS_PER_SM if widest <= 256 else WARPS_PER_SM // 2
+    return max(1, warps // tile.warps)
 
 
 def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> Tile:
-    """The tile with the fewest instructions in SASS for sm_80 and sm_90 that does not spill (heads of 128, bfloat16).
+    """The tile of decoding (heads of 128, bfloat16): for sm_90 the fastest on an H100 at 8 x 32768 keys, for sm_80 the
+    one with the fewest instructions that does not spill.
 
     64 keys and one warp up to 128 nibbles and 8 rows, without fast planes or with few of a narrow latent. Wider latents
-    and more rows take two warps or more and tiles of 32 keys; four KV heads together take four warps.
+    and more rows take two warps or more and tiles of 32 keys; four KV heads together take four warps. On sm_90 tiles
+    pass shared memory packed and are unpacked behind it, which moves a quarter of the bytes.
     """
     rows = max(8, _power(query_rows))
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
     width = layout.planes * max(16, _power(widest // layout.operands)) * (1 + layout.latents_per_group) / 2
     fast = max(16, _power(layout.fast_planes)) if layout.fast_planes else 0
+    work = int(width * rows)
     if not layout.coded:
-        size = width * rows
-        return Tile(64, 2, 2) if size <= 1024 else Tile(32, 4 if size <= 8192 else 8, 2)
+        return Tile(64, 2, 2, packed=True) if work <= 1024 else Tile(32, 4 if work <= 8192 else 8, 2)
+    return _hopper_tile(layout, work, fast) if capability >= 90 else _ampere_tile(layout, work, fast)
+
+
+def _hopper_tile(layout: LayerLayout, work: int, fast: int) -> Tile:
+    """work: nibbles of a latent times query rows. fast: fast planes, as they are padded."""
     if not fast:
-        return Tile(64, _power(max(1, min(8, int(width * rows) // 2048))), 2)
-    if width * rows <= 512 and fast <= 16:
+        warps = _power(max(1, min(8, work // 2048)))
+        if not layout.joint and warps == 1:
+            return Tile(32, 1, 2, packed=True)
+        return Tile(64, warps, 3 if work <= 512 else 2, packed=warps == 1)
+    if fast <= 16 and work <= 512:
+        return Tile(64, 1, 3, packed=True)
+    if fast <= 16 and work <= 1024 and layout.group_size == 1:
+        return Tile(64, 2, 3, packed=True)
+    if fast <= 16 and work <= 1024:
+        return Tile(64, 2, 2, lean=3, together=2, packed=True)
+    if layout.group_size == 4 and fast == 16 and (layout.rope_block or 0) >= 64 and work <= 4096:
+        return Tile(64, 4, 1, lean=1, together=4, packed=True)  # products of four KV heads are those of a warp group
+    return Tile(32, 2 if work <= 4096 else 4, 2, lean=1)
+
+
+def _ampere_tile(layout: LayerLayout, work: int, fast: int) -> Tile:
+    """Arguments as in `_hopper_tile`."""
+    if not fast:
+        warps = _power(max(1, min(8, work // 2048)))
+        return Tile(64, warps, 2, packed=not layout.joint and warps == 1)
+    if work <= 512 and fast <= 16:
         return Tile(64, 1, 2)
-    if width * rows <= 1024 and fast <= 16:
-        return Tile(64, 2, 2) if layout.group_size == 1 else Tile(64, 2, 2 if capability >= 90 else 1, lean=3)
-    if layout.group_size == 4 and fast == 16 and (layout.rope_block or 0) >= 64 and width * rows <= 4096:
-        if capability >= 90:  # the products of four KV heads together are those of a warp group
-            return Tile(64, 4, 1, lean=1, together=4, again=2)
-        return Tile(64, 4, 1, lean=1, again=1)
-    return Tile(32, 2 if width * rows <= 4096 else 4, 1, lean=1)
+    if work <= 1024 and fast <= 16:
+        return Tile(64, 2, 2) if layout.group_size == 1 else Tile(64, 2, 1, lean=1)
+    if layout.group_size == 4 and fast == 16 and (layout.rope_block or 0) >= 64 and work <= 4096:
+        return Tile(64, 4, 1, lean=3, again=1)
+    return Tile(32, 2 if work <= 4096 else 4, 1, lean=1)
 
 
 def _power(number: int) -> int:

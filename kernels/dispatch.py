@@ -32,7 +32,7 @@ from rotor.logs import log
 VARIABLE = "ROTOR_ATTENTION"
 CHOICES = ("auto", "triton", "reference")
 DTYPES = (torch.float16, torch.bfloat16)
-"""Those of a model that kernels serve; on a CPU, in Triton's interpreter, float32 too."""
+"""Dtypes of models that kernels serve; on a CPU, in Triton's interpreter, also float32."""
 
 MAX_WIDTH = 1024
 MAX_HEAD_DIM = 256

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Rows of the cache as keys and values in the model's dtype, for stock attention: prompts, and decoding where so many
-planes are fast that rebuilding them in the tile costs more.
+"""Expand rows of the cache into keys and values in the model's dtype, for stock attention.
 
-Floor: the rows once, and keys and values in the model's dtype once, over memory bandwidth. The basis comes out of the
-L2 cache, once for each block of keys and KV head.
+This serves prompts, and decoding of layers with so many fast planes that rebuilding them in the tile costs more.
+
+Lower bound of the time: reading the rows once and writing keys and values once, at memory bandwidth. The basis comes
+from the L2 cache, once for each block of keys and KV head.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .parameters import AttentionParameters
 from .rotary import Rotation
 
 KEYS = 64
-"""Of a program."""
+"""Keys that a program expands."""
 
 INTEGERS = [
     "kv_len", "first", "block", "fast", "table_stride", "table_pages", "page", "key_batch", "key_row", "value_batch",
@@ -30,15 +31,15 @@ INTEGERS = [
     "first_head", "first_column", "keys_batch", "keys_token", "keys_head", "keys_width", "values_batch",
     "values_token", "values_head", "values_width",
 ]  # fmt: skip
-"""Not specialised on their values, as in the append kernel."""
+"""Integer arguments that the kernel is not specialised on, as in the append kernel."""
 
 ADDRESSES = ["key", "value", "basis", "constant", "cos", "sin", "block_table", "kv_lens", "kv_start", "keys", "values"]
-"""Nor on being multiples of 16 bytes, which a view of a cache need not be."""
+"""Pointers that the kernel is not specialised on being multiples of 16 bytes, which a view of a cache may not be."""
 
 
 @triton.jit
 def plane_of(words, PLANE: tl.constexpr, CODED: tl.constexpr, kind: tl.constexpr):
-    """Signed nibbles, or lower crumbs, that are an operand of attention; of numbers these."""
+    """Extract signed nibbles of a plane, or lower crumbs, as an operand of attention; numbers stay as they are."""
     if not CODED:
         return words.to(kind)
     elif PLANE < 4:
@@ -51,7 +52,7 @@ def plane_of(words, PLANE: tl.constexpr, CODED: tl.constexpr, kind: tl.constexpr
 def copy_latents(
     rows, place, there, first, words, out, target, width, KEYS: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
-    """A group's signed nibbles (or numbers) of some keys, zeros behind them up to `width`."""
+    """Copy a group's signed nibbles (or numbers) of some keys, and fill up to `width` with zeros."""
     kind: tl.constexpr = out.dtype.element_ty
     column = tl.arange(0, BLOCK)
     planes: tl.constexpr = CODED if CODED else 1
@@ -71,7 +72,7 @@ def rebuilt(
     tile, basis, basis_stride, dim, plane_column, held, result, D: tl.constexpr, PADDED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`result` and the product of latents [KEYS, BLOCK] with the rows dim ... dim + D - 1 of their columns."""
+    """Add to `result` the product of latents [KEYS, BLOCK] with the rows dim ... dim + D - 1 of their basis columns."""
     out = tl.arange(0, PADDED)
     start = basis + (dim + out[None, :]) * basis_stride + plane_column[:, None]
     numbers = tl.load(start, mask=held[:, None] & (out < D)[None, :], other=0.0)
@@ -88,10 +89,12 @@ def materialise_kernel(
     LATENTS: tl.constexpr, CONSTANT: tl.constexpr, CODED: tl.constexpr, PAGED: tl.constexpr, KEYS: tl.constexpr,
     BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of KEYS keys, groups x (KV heads and values), sequences); see `materialise`.
+    """Expand KEYS keys of one KV head, or the values of a group; see `materialise`.
 
-    CODED: operands of a word, 0 of numbers. LATENTS: keys stay latents (a model without RoPE). HALF: rotary planes, 0
-    where stored keys are as they are read.
+    Grid: blocks of KEYS keys, groups x (KV heads + 1 for values), sequences.
+
+    CODED: operands of a word, 0 for numbers. LATENTS: keys stay latents (a model without RoPE). HALF: rotary planes, 0
+    if stored keys are not rotated when they are read. REST: dimensions without RoPE. PAGED: rows are in pages.
     """
     sequence = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1) % (SIZE + 1)
@@ -102,6 +105,7 @@ def materialise_kernel(
         kv_len = tl.load(kv_lens + sequence)
         target = tl.load(kv_start + sequence).to(tl.int64)
     there = index < kv_len
+    # Where the rows of these keys begin, in a cache of sequences or in pages.
     row = index.to(tl.int64)
     key_place, value_place = sequence * key_batch + row * key_row, sequence * value_batch + row * value_row
     if PAGED:
@@ -123,6 +127,7 @@ def materialise_kernel(
                 CODED,
             )  # fmt: skip
         else:
+            # A key: latents times the rows of the basis, for both halves of the rotary planes and for the rest.
             planes: tl.constexpr = CODED if CODED else 1
             dim: tl.constexpr = 2 * HALF + REST
             word = tl.arange(0, BLOCK)
@@ -152,6 +157,8 @@ def materialise_kernel(
                 if CONSTANT:
                     one += tl.load(added + plane, mask=plane < HALF, other=0.0)[None, :]
                     two += tl.load(added + HALF + plane, mask=plane < HALF, other=0.0)[None, :]
+                # Fast planes are rotated by the position, slow ones by the beginning of the block: they were stored
+                # rotated within it.
                 position = first + index
                 rotated_by = tl.where(
                     (plane < fast)[None, :], position[:, None], (position - position % block)[:, None]
@@ -168,6 +175,7 @@ def materialise_kernel(
                     rest += tl.load(added + 2 * HALF + place, mask=place < REST, other=0.0)[None, :]
                 held = there[:, None] & (place < REST)[None, :]
                 tl.store(out + 2 * HALF + place[None, :], rest.to(kind), mask=held)
+            # Zeros behind the key's numbers, up to keys_width.
             for start in range(dim, keys_width, 16):
                 behind = start + tl.arange(0, 16)
                 empty = there[:, None] & (behind < keys_width)[None, :]
@@ -175,11 +183,12 @@ def materialise_kernel(
 
 
 class PagesOf(NamedTuple):
-    """Where the rows of packed sequences are.
+    """Pages with the rows of packed sequences.
 
-    block_table: [batch_size, pages], int32; only entries of pages that a sequence has are read. kv_lens: [batch_size],
-    kv_start: [batch_size + 1], int32: rows of each sequence, and where its keys begin among all. tokens: room for all
-    of them, longest: at least the longest sequence, both known to the host.
+    block_table: [batch_size, pages], int32; only entries of pages that a sequence uses are read.
+    kv_lens: [batch_size], int32, rows of each sequence.
+    kv_start: [batch_size + 1], int32, first key of each sequence among all.
+    tokens, longest: upper bounds, known to the host, of the rows of all sequences and of the longest one.
     """
 
     block_table: Tensor
@@ -201,15 +210,15 @@ def materialise(
     pages: PagesOf | None = None,
     least: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of the groups of a class, the keys as rotated as queries are.
+    """Expand the rows of a class of groups into keys after RoPE, and values.
 
     Args:
         key, value: rows, [batch_size, kv_len, bytes] uint8 each (views of any strides), or with `pages`
-            [num_pages, page_size, bytes]; of numbers in `dtype`. Values of joint latents are read from `key`.
-        dtype: of what is made, that of the model.
-        rotation: of layers in blocks: cos and sin by index, [positions, rotary_dim], row 0 at the beginning of a block.
-        first: places of the block that lie before the first row.
-        least: numbers of a key and value at least, zeros behind their own: some attention wants equal widths.
+            [num_pages, page_size, bytes]; rows of numbers are in `dtype`. Values of joint latents are read from `key`.
+        dtype: dtype of the model, in which keys and values are returned.
+        rotation: for layers in blocks, cos and sin by index, [positions, rotary_dim]; row 0 is the start of a block.
+        first: positions of the block before the first row.
+        least: minimum width of keys and values, filled with zeros, because some attention functions need equal widths.
     Returns:
         [batch_size, count * group_size, kv_len, head_dim] and [batch_size, count, kv_len, width]; in a model without
         RoPE the keys are latents, [batch_size, count, kv_len, width]. With pages [tokens, count * group_size, head_dim]
@@ -257,6 +266,7 @@ def materialise(
 def constants_of(
     layout: LayerLayout, shape: AttentionShape, cls: GroupClass, dtype: torch.dtype, paged: bool
 ) -> dict[str, Any]:
+    """Constexpr arguments of the kernel for a class of groups."""
     latents, planes = layout.folds_queries(shape), layout.operands
     half = shape.rotary_planes if layout.in_blocks else 0
     rest = shape.head_dim - 2 * half

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Which keys queries attend to, and how that work is cut into equal slices; all of it on the device.
+"""Ranges of keys that queries attend to, and the division of that work into equal slices, all on the device.
 
-New tokens stand one behind the other, those of sequence s from query_start[s] on; each sees the keys first ... end - 1
-of its sequence, less those that a mask leaves out. The tiles of keys of all (sequence, group) stand in one line, groups
-of a sequence behind each other, and each program takes an equal slice of it.
+New tokens are packed one after another; those of sequence s begin at query_start[s]. Each attends to the keys
+first ... end - 1 of its sequence, except those that a mask leaves out. The tiles of keys of all (sequence, group) form
+one line, the groups of a sequence one after another, and each program takes an equal slice of the line.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """What the new tokens of a batch attend to; made once a step, for all layers.
+    """Keys that the new tokens of a batch attend to; made once per decode step, for all layers.
 
-    first, end: [tokens], int32: of each token. begin, until: [batch_size], int32: of all tokens of a sequence.
-    query_start: [batch_size + 1], int32: where the tokens of a sequence begin; None: one token each.
-    longest: the most tokens of a sequence.
-    mask, holes: [tokens, kv_len], uint8 (1: attend), and [tokens], int32: whether a range has keys that are not
-        attended. The mask is only read where it has.
+    first, end: [tokens], int32, range of each token.
+    begin, until: [batch_size], int32, range of all tokens of a sequence.
+    query_start: [batch_size + 1], int32, first token of each sequence; None if each has one token.
+    longest: most new tokens of a sequence.
+    mask: [tokens, kv_len], uint8, 1 for attended keys; only read for ranges with holes.
+    holes: [tokens], int32, whether the range of a token has keys that are not attended.
     """
 
     first: Tensor
@@ -42,7 +43,7 @@ class KeyRanges:
 
     @classmethod
     def of_lengths(cls, kv_lens: Tensor, window: int | None = None) -> KeyRanges:
-        """One token a sequence, the last of its kv_lens keys."""
+        """Ranges of one new token per sequence, the last of its kv_lens keys."""
         end = kv_lens.int()
         first = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
         return cls(first, end, first, end)
@@ -51,7 +52,7 @@ class KeyRanges:
     def packed(
         cls, query_start: Tensor, kv_lens: Tensor, tokens: int, longest: int, window: int | None = None
     ) -> KeyRanges:
-        """Sequences of several new tokens, which are the last of their kv_lens keys, packed one behind the other.
+        """Ranges of packed sequences with several new tokens, which are the last of their kv_lens keys.
 
         query_start: [batch_size + 1], int32. Tokens behind the last sequence attend to nothing.
         """
@@ -68,12 +69,12 @@ class KeyRanges:
 
     @classmethod
     def of_mask(cls, mask: Tensor) -> KeyRanges:
-        """By a mask, [batch_size, seq_len, kv_len], bool (True: attend), of any strides."""
+        """Ranges from a mask, [batch_size, seq_len, kv_len], bool (True: attend), of any strides."""
         batch_size, seq_len, kv_len = mask.shape
         marks = mask.view(torch.uint8).reshape(-1, kv_len)
         marks = marks if marks.stride(1) == 1 else marks.contiguous()
         keys = marks.sum(-1, dtype=torch.int32)
-        first = marks.argmax(-1).int()  # of equals the first
+        first = marks.argmax(-1).int()  # the first of equal maxima
         end = torch.where(keys > 0, kv_len - marks.flip(-1).argmax(-1), 0).int()
         holes = (keys != end - first).int()
         if seq_len == 1:
@@ -86,18 +87,18 @@ class KeyRanges:
 
 
 LEAST_TILES = tl.constexpr(2)
-"""Tiles of a slice, where there are fewer than programs could take."""
+"""Fewest tiles of a slice: a short line is shared by fewer programs."""
 
 
 @triton.jit
 def tiles_of(begin, until, STEP: tl.constexpr):
-    """Tiles that hold keys begin ... until - 1; tiles begin at multiples of STEP."""
+    """Number of tiles with keys begin ... until - 1; tiles begin at multiples of STEP."""
     return tl.where(until > begin, (until + STEP - 1) // STEP - begin // STEP, 0)
 
 
 @triton.jit
 def count_tiles(begin, until, batch_size, STEP: tl.constexpr):
-    """Of all sequences."""
+    """Number of tiles of all sequences, for one group."""
     total = 0
     for start in range(0, batch_size, 64):
         s = start + tl.arange(0, 64)
@@ -108,7 +109,7 @@ def count_tiles(begin, until, batch_size, STEP: tl.constexpr):
 
 @triton.jit
 def sequence_at(begin, until, batch_size, groups, position, STEP: tl.constexpr):
-    """The sequence whose tiles of any group hold a position of the line, and the tiles of those before it."""
+    """Sequence at a position of the line, and the tiles (of one group) of the sequences before it."""
     sequence = 0
     before = 0
     total = 0
@@ -125,11 +126,11 @@ def sequence_at(begin, until, batch_size, groups, position, STEP: tl.constexpr):
 
 @triton.jit
 def slices(total, programs):
-    """How many programs share a line of `total` tiles."""
+    """Number of programs that share a line of `total` tiles."""
     return tl.minimum(programs, (total + LEAST_TILES - 1) // LEAST_TILES)
 
 
 @triton.jit
 def slice_start(program, total, programs):
-    """Where on the line the slice of a program begins, and that of the one before it ends."""
+    """Position on the line where a program's slice begins; the previous program's slice ends there."""
     return (program.to(tl.int64) * total // tl.maximum(programs, 1)).to(tl.int32)

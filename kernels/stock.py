@@ -1,7 +1,9 @@
 """PyTorch's attention over the keys and values that `materialise` makes of rows, a class of groups at a time.
 
 KV heads of a group share their values, and each has keys of its own: one call for each place in a group, so that no
-values are copied. Keys and values are padded with zeros to one width, as PyTorch's fused kernels want.
+values are copied. Keys and values are padded with zeros to one width, as PyTorch's fused kernels want. These take heads
+of up to 256 numbers: wider values are attended to in parts, each with the keys again, which is far less than storing
+all logits.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from .rotary import Rotation
 MOST_BYTES = 1 << 30
 """Most bytes of keys and values at a time; beyond that, sequences of a batch are taken one after another."""
 
+FUSED_WIDTH = 256
+"""Numbers of a head that PyTorch's fused kernels take."""
+
 Varlen = Callable[..., Tensor]
 """(query [tokens, heads, width], key, value [tokens, heads, width], query_start_loc, kv_start, max_query_len,
 max_kv_len, scaling, window or None, softcap or None) -> [tokens, heads, width]: an engine's causal attention."""
@@ -47,8 +52,9 @@ def prompt_attention(
     layout = parameters.layout
     outputs = []
     for cls in layout.classes(query.element_size()):
-        width = max(parameters.shape.head_dim, cls.value.width)
-        least = width if seq_len > 1 else 0
+        of_keys = parameters.shape.head_dim if query.dim() == 4 else cls.key.width
+        width = max(of_keys, cls.value.width)
+        least = max(of_keys, value_columns(cls, of_keys)) if seq_len > 1 else 0
         whole = 2 * cls.count * layout.group_size * kv_len * width * query.element_size()
         step = max(1, MOST_BYTES // max(1, whole))
         mask = parameters.mask(attention_mask, parameters.heads(cls))
@@ -73,27 +79,39 @@ def _of_class(
         queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, parameters.layout.group_size, -1))
     size, each = queries.shape[2:4]
 
-    def attend_at(place: int, own: Tensor) -> Tensor:
+    def attend_at(place: int, own: Tensor, values: Tensor) -> Tensor:
         own_mask = mask  # a mask over heads has all of the class
         if mask is not None and mask.shape[1] > 1:
             own_mask = mask.unflatten(1, (-1, size, each))[:, :, place].flatten(1, 2)
         return heads_attention(own, keys[:, place::size], values, parameters.scaling, own_mask, parameters.softcap)
 
-    return _by_place(queries, keys.shape[-1], cls, attend_at)
+    return _by_place(queries, keys.shape[-1], values, cls, attend_at)
 
 
-def _by_place(queries: Tensor, width: int, cls: GroupClass, attend_at: Callable[[int, Tensor], Tensor]) -> Tensor:
+def value_columns(cls: GroupClass, key_width: int) -> int:
+    """Numbers of a value that are attended to at once, beside keys of a width."""
+    parts = -(-cls.value.width // FUSED_WIDTH) if key_width <= FUSED_WIDTH else 1
+    return -(-cls.value.width // (8 * parts)) * 8
+
+
+def _by_place(
+    queries: Tensor, width: int, values: Tensor, cls: GroupClass, attend_at: Callable[[int, Tensor, Tensor], Tensor]
+) -> Tensor:
     """Attend for the KV heads at each place in their groups, and put the outputs side by side.
 
     Args:
         queries: [batch_size or tokens, count, group_size, heads of a KV head, ...]. width: of keys; of queries too,
-            with zeros behind their own numbers.
-        attend_at: a place, and its queries [.., heads, ...] -> [..., heads, width].
+            with zeros behind their own numbers. values: [..., their width].
+        attend_at: a place, its queries [.., heads, ...] and some columns of the values -> [..., heads, columns].
     """
     queries = functional.pad(queries, (0, width - queries.shape[-1]))
+    parts: tuple[Tensor, ...] = (values,)
+    if values.shape[-1] > max(width, FUSED_WIDTH) and width <= FUSED_WIDTH:
+        parts = functional.pad(values, (0, -values.shape[-1] % width)).split(width, dim=-1)
     outputs = []
     for place, own in enumerate(queries.unbind(2)):
-        found = attend_at(place, own.flatten(1, 2))
+        of_parts = [attend_at(place, own.flatten(1, 2), part) for part in parts]
+        found = of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts, dim=-1)
         outputs.append(found[..., : cls.value.width].unflatten(-2, (cls.count, -1)))
     return torch.stack(outputs, dim=-3).flatten(-4)
 
@@ -134,10 +152,9 @@ def packed_attention(
     around = query_start_loc, pages.kv_start, max_query_len, pages.longest
     options = *around, parameters.scaling, window, parameters.softcap
     for cls in layout.classes(query.element_size()):
-        width = max(parameters.shape.head_dim if query.dim() == 3 else cls.key.width, cls.value.width)
-        keys, values = materialise(
-            key, value, parameters, cls, query.dtype, rotation, pages=pages, least=-(-width // 8) * 8
-        )
+        of_keys = parameters.shape.head_dim if query.dim() == 3 else cls.key.width
+        least = max(-(-of_keys // 8) * 8, value_columns(cls, of_keys))
+        keys, values = materialise(key, value, parameters, cls, query.dtype, rotation, pages=pages, least=least)
         if query.dim() == 2:
             queries = absorbed_queries(query.unsqueeze(0), parameters, cls)[0]
             queries = queries.permute(2, 0, 1, 3).unsqueeze(2)
@@ -145,11 +162,11 @@ def packed_attention(
             queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, layout.group_size, -1))
 
         def attend_at(
-            place: int, own: Tensor, keys: Tensor = keys, values: Tensor = values, size: int = queries.shape[2]
+            place: int, own: Tensor, values: Tensor, keys: Tensor = keys, size: int = queries.shape[2]
         ) -> Tensor:
             return (varlen or _one_by_one)(own, keys[:, place::size], values, *options)
 
-        outputs.append(_by_place(queries, keys.shape[-1], cls, attend_at))
+        outputs.append(_by_place(queries, keys.shape[-1], values, cls, attend_at))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 

@@ -58,7 +58,7 @@ class OneOf:
 
 
 class InvalidField(ValueError):
-    """A field, by its dotted name, that does not fit the others; raised by a model's validators."""
+    """A field, given by its dotted name, does not fit the others; raised by a model's validators."""
 
     def __init__(self, name: str, got: object, expected: str) -> None:
         super().__init__(f"{name}: got {shorten(got)}, expected {expected}")
@@ -76,12 +76,12 @@ class Reader:
     hint: str = ""
 
     def read(self, kind: Any, value: Any, name: str = "") -> Any:
-        """`value` as the type `kind`; lists become tuples where these are expected.
+        """Check `value` against the type `kind`; lists become tuples where tuples are expected.
 
-        Keys that no field has are refused, and kept in a TypedDict.
+        Unknown keys are refused, except in a TypedDict, which keeps them.
 
         Args:
-            name: dotted name of the value so far, empty for the whole file.
+            name: dotted name of the value, empty for the whole file.
         """
         extra: Literal["allow", "forbid"] = "allow" if is_typeddict(kind) else "forbid"
         try:
@@ -89,32 +89,32 @@ class Reader:
             return _adapter(kind).validate_json(data, strict=True, extra=extra)
         except ValidationError as error:
             raise self._refusal(kind, data, error, name) from None
-        except (ValueError, RecursionError) as error:  # halves of characters, numbers of thousands of digits
+        except (ValueError, RecursionError) as error:  # lone surrogates, numbers of thousands of digits
             raise self.error(f"{self.where}: {name or 'a value'} is not plain data: {error}"[:300], self.hint) from None
 
     def fail(self, name: str, got: object, expected: str) -> RotorError:
-        """The error of a value whose type is right but whose content is not."""
+        """Error for a value whose type is right but whose content is not."""
         return self.error(f"{self.where}: {name}: got {shorten(got)}, expected {expected}.", self.hint)
 
     def _refusal(self, kind: Any, data: bytes, error: ValidationError, name: str) -> RotorError:
-        """pydantic's first complaint in rotor's words."""
-        found = error.errors(include_url=False)[0]
-        if found["type"] == "json_invalid":
-            return self.error(f"{self.where}: {name or 'a value'} is not plain data: {found['msg']}.", self.hint)
-        reason = found.get("ctx", {}).get("error")
+        """Put pydantic's first complaint into rotor's words."""
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "json_invalid":
+            return self.error(f"{self.where}: {name or 'a value'} is not plain data: {first['msg']}.", self.hint)
+        reason = first.get("ctx", {}).get("error")
         if isinstance(reason, InvalidField):
             return self.error(f"{self.where}: {reason}.", self.hint)
         value, path = from_json(data), []
-        for key in found["loc"]:  # what follows names a missing key, or an option of a union
+        for key in first["loc"]:  # the end of `loc` may name a missing key or an option of a union
             try:
                 value = value[key]
             except (KeyError, IndexError, TypeError):
                 break
             path.append(key)
         place = joined(name, *path)
-        if found["type"] == "missing" and isinstance(value, dict):
-            return self.error(f"{self.where}: missing key {joined(place, found['loc'][-1])!r}.", self.hint)
-        if found["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        if first["type"] == "missing" and isinstance(value, dict):
+            return self.error(f"{self.where}: missing key {joined(place, first['loc'][-1])!r}.", self.hint)
+        if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             known = [key for option in options(kind, path[:-1]) for key in option.get("properties", ())]
             return self.error(
                 f"{self.where}: unknown key {place!r}{nearest_name(path[-1], known)}",
@@ -124,13 +124,13 @@ class Reader:
         names = [name for option in expected for key in ("names", "enum") for name in option.get(key, ())]
         return self.error(
             f"{self.where}: {place and f'{place}: '}got {shorten(value)}, expected "
-            f"{' or '.join(map(in_words, expected)) or found['msg']}{nearest_name(value, names)}",
+            f"{' or '.join(map(in_words, expected)) or first['msg']}{nearest_name(value, names)}",
             self.hint,
         )
 
 
 def plain(value: Any) -> Any:
-    """A dataclass in JSON's types, as `Reader.read` reads it."""
+    """Convert a dataclass to JSON's types, which `Reader.read` reads back."""
     kind: Any = type(value)
     return _adapter(kind).dump_python(value, mode="json", by_alias=True)
 
@@ -146,7 +146,7 @@ def _schema(kind: Any) -> dict[str, Any]:
 
 
 def options(kind: Any, path: Iterable[str | int] = ()) -> list[dict[str, Any]]:
-    """JSON schemas of what may stand at a place in a value of a type: several of a union, otherwise one."""
+    """JSON schemas of the values allowed at a path inside a type: several for a union, otherwise one."""
     schema = _schema(kind)
     definitions = schema.get("$defs", {})
 
@@ -154,16 +154,16 @@ def options(kind: Any, path: Iterable[str | int] = ()) -> list[dict[str, Any]]:
         if "$ref" in schema:
             return resolved(definitions[schema["$ref"].rpartition("/")[2]])
         union = () if "expected" in schema else schema.get("anyOf", ())
-        return [found for option in union for found in resolved(option)] or [schema]
+        return [part for option in union for part in resolved(option)] or [schema]
 
-    found = resolved(schema)
+    allowed = resolved(schema)
     for key in path:
-        found = [option for above in found for below in _below(above, key) for option in resolved(below)]
-    return found
+        allowed = [option for above in allowed for below in _below(above, key) for option in resolved(below)]
+    return allowed
 
 
 def _below(schema: dict[str, Any], key: str | int) -> Sequence[dict[str, Any]]:
-    """What may stand under a key of an object, or at an index of an array."""
+    """Schemas of the values under a key of an object, or at an index of an array."""
     if isinstance(key, int):
         return schema.get("prefixItems", ())[key : key + 1] or [schema.get("items", {})]
     properties, others = schema.get("properties", {}), schema.get("additionalProperties")
@@ -171,7 +171,7 @@ def _below(schema: dict[str, Any], key: str | int) -> Sequence[dict[str, Any]]:
 
 
 def in_words(schema: dict[str, Any]) -> str:
-    """What a JSON schema asks for, as errors and references have it."""
+    """Describe what a JSON schema asks for, in the words of errors and of the recipe reference."""
     if "expected" in schema:
         return str(schema["expected"])
     if "const" in schema:
@@ -186,7 +186,7 @@ def in_words(schema: dict[str, Any]) -> str:
 
 
 def _range(schema: dict[str, Any]) -> str:
-    """The end of a sentence on a number."""
+    """The bounds of a number as the end of a sentence."""
     if "minimum" in schema and "maximum" in schema:
         return f" from {schema['minimum']} to {schema['maximum']}"
     words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
@@ -195,7 +195,7 @@ def _range(schema: dict[str, Any]) -> str:
 
 
 def nearest_name(word: object, known: Iterable[str]) -> str:
-    """The end of an error's sentence: the known word that `word` resembles, if any, and the full stop."""
+    """End of an error's sentence: suggest the known word that `word` resembles, if any, and add the full stop."""
     text = word[:60].casefold() if isinstance(word, str) else ""
     names = {str(name).casefold(): name for name in known}
     match = difflib.get_close_matches(text, list(names), n=1)
@@ -203,7 +203,7 @@ def nearest_name(word: object, known: Iterable[str]) -> str:
 
 
 def shorten(value: object) -> str:
-    """A value as it stands in an error, however large it is."""
+    """A value shortened for an error message, however large it is."""
     try:
         text = _shortener.repr(list(value) if isinstance(value, tuple) else value)  # as YAML and JSON have it
     except ValueError:  # the decimal text of a huge integer is refused by Python
@@ -212,6 +212,6 @@ def shorten(value: object) -> str:
 
 
 def joined(*keys: str | int) -> str:
-    """A dotted name; an index stands in brackets."""
+    """Join keys into a dotted name, with indices in brackets."""
     parts = (f"[{key}]" if isinstance(key, int) else f".{key[:60]}" for key in keys if key != "")
     return "".join(parts).removeprefix(".")

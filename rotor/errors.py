@@ -28,31 +28,31 @@ class RotorError(Exception):
 
 
 def _printable(text: str) -> str:
-    """One line of bounded length with no control characters: parts of it may come from a file of unknown origin."""
+    """Text as one line of bounded length without control characters: parts may come from a file of unknown origin."""
     line = "".join(c if c.isprintable() else " " for c in text[: 2 * MAX_CHARACTERS])
     return line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - 3]}..."
 
 
 @contextmanager
 def system_errors() -> Iterator[None]:
-    """What the system throws within becomes a RotorError; errors in the code stay what they are."""
+    """Turn errors of the operating system into a RotorError; errors in the code stay what they are."""
     try:
         yield
     except Exception as error:
-        found = from_system(error)
-        if found is None:
+        translated = from_system(error)
+        if translated is None:
             raise
-        raise found from error
+        raise translated from error
 
 
 HINT = "Check permissions, free space and limits (ulimit), or choose another place."
 
 
 def from_system(error: Exception) -> RotorError | None:
-    """An error of the operating system, the memory or the terminal's encoding as one of rotor's; None for all others.
+    """Translate an error of the operating system, of memory or of an encoding; None for any other error.
 
-    Libraries raise classes of their own for the same: torch a RuntimeError where memory is short, safetensors an
-    error whose text has the system's.
+    Libraries have other classes for the same errors: torch raises RuntimeError when memory is short, safetensors an
+    error that quotes the system's message.
     """
     text = " ".join(str(error).split())
     if isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text:

@@ -1,21 +1,26 @@
-"""Facades of packages whose modules are imported when something of them is first used."""
+"""What a package offers to others, imported when it is first used: `__getattr__ = lazy(__name__, {...})`."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 
-def importing(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
-    """The `__getattr__` of a package that offers names of its modules.
+def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """A package's `__getattr__` (PEP 562).
 
     Args:
-        package: its `__name__`. modules: the module of each name, relative to the package.
+        modules: by module of the package the names that it offers, in one text.
     """
+    module_of = {name: module for module, names in modules.items() for name in names.split()}
 
-    def get(name: str) -> object:
-        if name not in modules:
+    def find(name: str) -> Any:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f".{modules[name]}", package), name)
+        value = getattr(importlib.import_module(f".{module_of[name]}", package), name)
+        setattr(sys.modules[package], name, value)
+        return value
 
-    return get
+    return find

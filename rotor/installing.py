@@ -1,7 +1,7 @@
-"""How rotor is installed: the words of every error, card and page that says so.
+"""How rotor is installed, in the words that every error, model card and page uses.
 
-No package index has rotor yet. A name there that nobody owns must not be recommended, since anybody could take it; so
-the source is a folder.
+No package index has rotor yet. Nobody owns its name there, so anybody could publish under it; the instructions name a
+source folder instead.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 
 PACKAGE = "rotor-kv"
-"""The name of the distribution, once it is installed."""
+"""Name of the installed distribution."""
 
 FOLDER = "PATH/TO/rotor"
 
 
 def documentation() -> str:
-    """Where it is read: in the checkout that this is, or wherever the sources are."""
+    """Path of the documentation: in this checkout, else relative to a placeholder for the sources."""
     checkout = Path(__file__).parent.parent
     return f"{checkout if (checkout / 'docs' / 'commands.md').is_file() else FOLDER}/docs/commands.md"
 
 
 def pip_install(extra: str = "") -> str:
-    """The command; `extra` (plots, kernels, eval) names what is wanted beside."""
+    """The pip command, with an optional extra (plots, kernels, eval)."""
     return f"pip install '{FOLDER}[{extra}]'" if extra else f"pip install {FOLDER}"

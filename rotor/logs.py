@@ -16,20 +16,20 @@ LOG = "log.txt"
 
 
 def is_first_process() -> bool:
-    """Whether this is the first of the processes that torchrun started; the others are silent."""
+    """Whether this is the first process of those that torchrun started; the others print nothing."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def printable(text: str) -> str:
-    """Text as it may go to a terminal: what is neither printable nor a line's end is escaped.
+    """Escape everything in a text that is neither printable nor a newline or tab.
 
-    Part of it may come from a file of unknown origin, and a terminal obeys escape sequences.
+    Part of the text may come from a file of unknown origin, and a terminal obeys escape sequences.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 class Lines(logging.Formatter):
-    """Lines of a log, one a record, with nothing in them that a terminal would act on."""
+    """Format each record as one line that is safe to print on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record)).replace("\n", r"\n")
@@ -39,7 +39,7 @@ class Lines(logging.Formatter):
 def log_file(folder: Path, command: str) -> Iterator[None]:
     """Append the messages of the logger `rotor` to the folder's log.txt, and how the work ended.
 
-    The folder may be renamed in the meantime; the file goes with it. In a folder that is only read no log is kept.
+    The folder may be renamed meanwhile; the open file moves with it. A folder that is not writable gets no log.
     """
     try:
         handler = logging.FileHandler(folder / LOG, encoding="utf-8")
@@ -56,7 +56,7 @@ def log_file(folder: Path, command: str) -> Iterator[None]:
     arguments = shlex.join(sys.argv[1:])
 
     def note(level: int, text: str) -> None:
-        """Write to the file alone: on the terminal the command line says it in its own words."""
+        """Write to the file alone; the command line prints its own message."""
         handler.handle(log.makeRecord(log.name, level, __file__, 0, f"{command} {text}", (), None))
 
     try:

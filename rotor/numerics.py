@@ -1,4 +1,4 @@
-"""Find where a NaN or Inf comes from, named so that a user can look there; and factorise always alike."""
+"""Locate the module or tensor a NaN or Inf comes from, and make factorisations reproducible."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from .errors import NumericsError
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Products and factorisations in one thread: with more of them, LAPACK sums in another order and the last digits of
-    eigenvectors depend on how many there are. They take little of any command's time."""
+    """Run products and factorisations in one thread, for results that do not depend on the number of threads.
+
+    LAPACK sums in another order with more threads, which changes the last digits of eigenvectors. The work done here
+    is a small part of any command's time.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -25,10 +28,11 @@ def one_thread() -> Iterator[None]:
 
 
 def check_parameters(module: nn.Module, where: str, prefix: str = "") -> None:
-    """Check weights after a cast.
+    """Check weights for NaN and Inf after a cast.
 
     Args:
-        where: names what was cast, in errors. prefix: put before the names of the parameters.
+        where: name of the model or layer for errors.
+        prefix: put before the names of the parameters.
     Raises:
         NumericsError: a parameter has a NaN or Inf; names it, with its dtype.
     """
@@ -44,20 +48,20 @@ def check_parameters(module: nn.Module, where: str, prefix: str = "") -> None:
 
 
 def first_not_finite(model: nn.Module, run: Callable[[], Any]) -> str:
-    """The first module whose output is not finite when `run` is called, as the end of an error's sentence.
+    """Name the first module whose output is not finite when `run` is called, as the end of an error's sentence.
 
-    Modules inside it come first, as they end before it: the name is of the innermost one.
+    Inner modules finish before the modules that contain them, so this is the innermost one.
 
     Returns:
-        `; the first is the output of model.layers.3.mlp.down_proj`, or nothing if all outputs of modules are finite.
+        `; the first is the output of model.layers.3.mlp.down_proj`, or an empty text if all outputs are finite.
     """
-    found: list[str] = []
+    names: list[str] = []
 
     def hook_for(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
-            if not found and isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
-                found.append(name)
+            if not names and isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
+                names.append(name)
 
         return hook
 
@@ -67,4 +71,4 @@ def first_not_finite(model: nn.Module, run: Callable[[], Any]) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    return f"; the first is the output of {found[0]}" if found else ""
+    return f"; the first is the output of {names[0]}" if names else ""

@@ -1,4 +1,4 @@
-"""Progress of long work; the command line draws it, a library user need not."""
+"""Progress of long work: the command line draws bars, a library user gets log messages."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Advance = Callable[[float], None]
 
 
 class Progress:
-    """Shows no bars; subclasses do. Messages go to the logger `rotor`."""
+    """Report progress without bars: messages go to the logger `rotor`. Subclasses draw."""
 
     @contextmanager
     def task(self, name: str, total: float | None, unit: str) -> Iterator[Advance]:
-        """Work of `total` units; yields a function to call with what was done since the last call.
+        """Show a task of `total` units; yields a function to call with the units done since its last call.
 
-        None: its size is not known. Tasks are one after the other, none inside another.
+        A total of None means that the size is not known. Tasks follow one another and are never nested.
         """
         del name, total, unit
         yield lambda done: None
 
     def message(self, text: str) -> None:
-        """Say one line about what happens."""
+        """Report one line of text."""
         log.info("%s", text)
 
 
 def in_time(seconds: float) -> str:
-    """Format a time in the unit that people would use."""
+    """Format a time in a readable unit."""
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -40,6 +40,7 @@ def in_time(seconds: float) -> str:
 
 
 def in_bytes(count: float) -> str:
+    """Format a number of bytes in a readable unit."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size / 10:
             return f"{count / size:.2f} {unit}"
@@ -47,7 +48,7 @@ def in_bytes(count: float) -> str:
 
 
 class StageTimes:
-    """Seconds of each stage of a command, and the process's peak resident bytes at its end."""
+    """Seconds of each stage of a command, and peak resident bytes of the process at the stage's end."""
 
     def __init__(self) -> None:
         self.stages: dict[str, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""Versions: rotor's own, and of what results depend on."""
+"""Versions of rotor and of the libraries that results depend on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 
 def versions() -> dict[str, str]:
-    """Of rotor and of the libraries that compute and store, as run.json and benchmark results keep them."""
+    """Versions of rotor and of the libraries that compute and store, for run.json and benchmark results."""
     import safetensors
     import torch
     import transformers

@@ -103,8 +103,19 @@ def test_requests_that_are_refused(folder: Path) -> None:
 def test_tuning_tries_no_tile_above_a_block() -> None:
     layout = named_subjects()["joint-64-fast"].layout
     own = default_layer(layout)
-    tried = list(tuning.candidates(own, layout, "sm_90"))
-    assert {kernels.sm_90.keys for kernels in tried} == {16, 32, 64}
-    assert tried[-1].materialise
-    assert len(set(tried)) == len(tried)
+    tried = dict(tuning.search(own, layout, 90, lambda kernels: kernels.sm_90.stages - kernels.slices_per_sm / 64))
+    assert next(iter(tried)) == own
+    assert {kernels.sm_90.keys for kernels in tried} == {32, 64}
+    assert {kernels.sm_90.stages for kernels in tried} == {1, 2, 3, 4}
+    assert [*tried][-1].materialise
     assert all(kernels.sm_80 == own.sm_80 for kernels in tried)
+    best = min(tried, key=lambda kernels: tried[kernels])
+    assert (best.sm_90.stages, best.sm_90.warps, best.slices_per_sm) == (1, 1, 32)
+
+
+def test_tuning_tries_one_that_does_not_run_no_further() -> None:
+    layout = named_subjects()["joint-64"].layout
+    own = default_layer(layout)
+    tried = [kernels for kernels, _ in tuning.search(own, layout, 80, lambda kernels: float("inf"))]
+    assert len(tried) == len(set(tried)) == len(tuning.launches(own, layout, 80)[0]) + 1
+    assert all(kernels.sm_90 == own.sm_90 for kernels in tried)

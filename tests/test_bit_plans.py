@@ -6,7 +6,7 @@ import torch
 
 from rotor.calibration.allocation.bits import BitsPath
 from rotor.calibration.allocation.plan import Plan
-from rotor.calibration.codes.layer import MEASURED, LayerCodes, SideCodes, channels_bytes
+from rotor.calibration.codes.layer import FITTED_BITS, LayerCodes, SideCodes, channels_bytes
 from rotor.checkpoint.layout import AttentionShape
 
 
@@ -15,8 +15,8 @@ def side(groups: int, columns: int, size: float, seed: int) -> SideCodes:
     generator = torch.Generator().manual_seed(seed)
     decay = torch.exp(-torch.arange(columns, dtype=torch.float64) / (columns / 8))
     variance = size * decay * (0.5 + torch.rand(groups, columns, generator=generator, dtype=torch.float64))
-    distortion = torch.tensor([4.0**-bits for bits in MEASURED], dtype=torch.float64)
-    nothing = torch.zeros(len(MEASURED), groups, columns, dtype=torch.float64)
+    distortion = torch.tensor([4.0**-bits for bits in FITTED_BITS], dtype=torch.float64)
+    nothing = torch.zeros(len(FITTED_BITS), groups, columns, dtype=torch.float64)
     spread = distortion[:, None, None].expand_as(nothing).clone()
     return SideCodes(torch.ones(groups, columns, dtype=torch.float64), variance, nothing, nothing + 1, spread)
 
@@ -28,8 +28,8 @@ def predicted_loss(layers: list[LayerCodes], plan: Plan) -> float:
         for group, pair in enumerate(groups):
             for own, channels in zip((layer.qk, layer.vo), pair, strict=True):
                 _, code = own.code(group, channels)
-                losses = own.losses(group, MEASURED)[:, own.order(group)]
-                index = torch.tensor([MEASURED.index(bits) for bits in code.bits.tolist()])
+                losses = own.losses(group, FITTED_BITS)[:, own.order(group)]
+                index = torch.tensor([FITTED_BITS.index(bits) for bits in code.bits.tolist()])
                 total += float(losses[index, torch.arange(len(index))].sum())
     return total
 
@@ -44,7 +44,7 @@ WIDE = AttentionShape(num_layers=2, num_heads=16, num_kv_heads=4, head_dim=32, h
 def test_groups_rows_begin_where_sectors_do() -> None:
     """Of several groups, 16 or 32 bytes; one plane more costs nothing where there is room."""
     layers = [layer_codes(4, 32, 1.0, seed) for seed in range(2)]
-    for plan in BitsPath(layers, WIDE, (0, 4, 8), 2).steps():
+    for plan in BitsPath(layers, WIDE, (0, 4, 8), 2).plans():
         for channels in (own for layer in plan.channels or [] for pair in layer for own in pair):
             assert channels.width in {32, *range(64, 257, 64)}
 

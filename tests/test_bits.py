@@ -158,7 +158,7 @@ def test_compressed_model_is_the_model_with_its_keys_and_values_coded(
     assert (got - expected).abs().median() < 1e-4 * expected.abs().median()
     assert relative_error(got, expected) < 0.2 * relative_error(expected, plain)
 
-    result = export(run.folder, tmp_path / "out", compression=COMPRESSION)
+    result = export(run.folder, tmp_path / "out", compression=COMPRESSION, context=12)  # within gemma2's window
     loaded = AutoModelForCausalLM.from_pretrained(result.folder)
     with torch.inference_mode():
         output = loaded(PROMPT, use_cache=True)
@@ -209,7 +209,7 @@ def test_plans_of_a_path(coded_run):
     """By rising share of bytes removed, each counted from its rows; a target is met by the most bytes that meet it."""
     run = coded_run("llama", "rotor")
     path = rank_path(run, run.recipe)
-    steps = path.steps()
+    steps = path.plans()
     assert [plan.stored for plan in steps] == sorted({plan.stored for plan in steps})
     before = 2 * run.shape.num_kv_heads * run.shape.head_dim * run.shape.num_layers * run.info["element_bytes"]
     for plan in steps:

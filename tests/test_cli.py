@@ -145,7 +145,7 @@ def test_a_target_out_of_reach_is_exit_code_3(demo_run, tmp_path: Path, capsys) 
     assert rotor(capsys, "export", run, "-o", tmp_path / "a", "--accuracy", "0.5", "-q")[0] == 0
     table = RankTable.latest(Run.open(run))
     assert table is not None
-    plans = rank_path(table.run, table.run.recipe).steps()
+    plans = rank_path(table.run, table.run.recipe).plans()
     bad = replace(table.points[0].fidelity("search"), accuracy=0.91)
     table.points = [Point.of(plan).with_fidelity("search", bad) for plan in plans]
     table.save()

@@ -62,7 +62,7 @@ def test_the_best_plan_of_every_number_of_bytes(context: int) -> None:
         assert plan.stored >= target - 1e-9
         best = min(loss for size, loss in every if size <= (1 - target) * whole)
         assert predicted_loss(layers, plan) == pytest.approx(best)
-    stored = [plan.stored for plan in path.steps()]
+    stored = [plan.stored for plan in path.plans()]
     assert stored == sorted(stored)
     assert path.at_compression(0.9999) is None
 
@@ -122,9 +122,7 @@ def test_each_layer_has_the_fast_planes_of_its_own_rope(two_ropes: Path, run: Ru
     """Planes that rotate by a quarter turn or more in 64 positions: all 8 with a base of 100, 3 with one of 1e6."""
     assert run.form.keys == (KeyForm(64, 7), KeyForm(64, 3))
     assert run.layer_bases(1).form == KeyForm(64, 3)
-    words = (
-        "1 layers: joint, blocks of 64, 7 fast planes, 2 heads; 1 layers: joint, blocks of 64, 3 fast planes, 2 heads"
-    )
+    words = "1 layer: joint, blocks of 64, 7 fast planes, 2 heads; 1 layer: joint, blocks of 64, 3 fast planes, 2 heads"
     assert inspect(two_ropes, "rotor", ["groups.size=2"]).form == words
 
 

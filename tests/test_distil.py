@@ -14,7 +14,7 @@ from rotor.calibration.allocation.bits import BitsPath
 from rotor.calibration.bases.kq import closed_form
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.capture import observed_attention
-from rotor.calibration.codes.layer import MEASURED, SideCodes
+from rotor.calibration.codes.layer import FITTED_BITS, SideCodes
 from rotor.calibration.codes.quantiser import measure_channels
 from rotor.calibration.codes.training import TrainedCode
 from rotor.calibration.distil import DistilledModel
@@ -47,7 +47,7 @@ def fitted(groups: int = 2, dim: int = 12) -> tuple[torch.Tensor, TrainedCode]:
     x = normal(groups, 512, dim, seed=0) @ normal(groups, dim, dim, seed=1) + 3 * normal(groups, 1, dim, seed=2)
     read = normal(groups, 64, dim, seed=3)
     pair = closed_form(read.mT @ read, x.mT @ x)
-    fits = [measure_channels(own @ pair.encode[group], None, MEASURED) for group, own in enumerate(x)]
+    fits = [measure_channels(own @ pair.encode[group], None, FITTED_BITS) for group, own in enumerate(x)]
     variance, *at_widths = zip(*fits, strict=True)
     codes = SideCodes(
         pair.singular_values / 2, torch.stack(variance), *(torch.stack(parts, dim=1) for parts in at_widths)

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from support.paths import DEMO_MODEL
+from torch import Tensor
 from typer.testing import CliRunner
 
+from rotor.calibration.bases.information import stored_bytes
+from rotor.calibration.bases.layer import bases_bytes
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.codes.layer import codes_bytes
+from rotor.calibration.partial import PartialRun
+from rotor.calibration.planning.form import wanted_gradients
 from rotor.calibration.planning.inspection import inspect
 from rotor.calibration.prediction.cost import (
     DecodeStep,
@@ -19,10 +26,12 @@ from rotor.calibration.prediction.cost import (
 )
 from rotor.calibration.prediction.decode_times import decode_times, uniform_layout
 from rotor.calibration.prediction.devices import find_device
+from rotor.calibration.run import layer_path
 from rotor.checkpoint.layout import AttentionShape, KeyForm, LayerForm
 from rotor.cli.commands import app
 from rotor.errors import CheckpointError
 from rotor.progress import in_time
+from rotor.recipe import load_recipe
 
 
 def test_the_bundled_model() -> None:
@@ -82,6 +91,31 @@ def test_more_tokens_and_wider_groups_need_more() -> None:
     assert many.kept_disk_bytes == few.kept_disk_bytes
     narrow, wide = (inspect(DEMO_MODEL, "rotor", [f"groups.size={n}"]).calibrate for n in (1, 2))
     assert wide.kept_disk_bytes > narrow.kept_disk_bytes
+
+
+@pytest.mark.parametrize("recipe", ["rotor", "rotor-plain"])
+def test_the_estimated_bytes_of_a_run_are_those_of_its_files(tiny, tmp_path: Path, recipe: str) -> None:
+    """Bases, codes and gradients are counted by the code that allocates them; joint latents and separate ones."""
+    spec = load_recipe(recipe, ["tokens.count=1024", "codes.tokens=1024"])
+    kept = {}
+
+    def keep(self: PartialRun, name: str, tensors: dict[str, Tensor]) -> None:
+        kept[name] = sum(tensor.nbytes for tensor in tensors.values())
+        original(self, name, tensors)
+
+    original = PartialRun.keep
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PartialRun, "keep", keep)
+        run = calibrate(tiny("llama"), tmp_path / "run", spec)
+    form, shape = run.form.layer(0), run.shape
+    channels = shape.num_kv_heads // form.group_size * form.columns(shape.head_dim)
+    files = {kind: load_file(layer_path(run.folder, kind, 0)).values() for kind in ("bases", "codes")}
+    written = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in files.items()}
+    assert written["codes"] == form.latents_per_group * codes_bytes(channels)
+    stored = sum(stored_bytes(shape, form.group_size, name, 1024) for name in wanted_gradients(form))
+    assert kept["gradients-0000.safetensors"] == pytest.approx(stored, rel=0.05)
+    if recipe == "rotor":  # else encode and decode are the same, and written once
+        assert written["bases"] == pytest.approx(bases_bytes(shape, form), rel=0.05)
 
 
 def test_layers_with_a_sliding_window_keep_no_more_than_it(tiny) -> None:

@@ -217,7 +217,7 @@ def test_an_uncompressed_model_is_fitted_and_generates(tiny) -> None:
     other = replace(policy, levels=(policy.levels[0], short))
     with cache_policy(model, other), pytest.raises(UsageError, match=r"ranges of 1 key channels, the layer has \d+"):
         model.generate(rows[:, :20], **options)
-    with pytest.raises(DataError, match="expected rows of two tokens"):
+    with pytest.raises(DataError, match="expected sequences of two tokens"):
         rotor.fit_cache_policy(model, KVQuant(), rows[:, :1])
 
 

@@ -61,7 +61,7 @@ def test_rewriting_in_memory_and_on_disk(case, compressed) -> None:
     """With all channels it is exact; a written checkpoint equals the compression in memory, and validates."""
     run, out = compressed(*case)
     network, path = in_memory(run), rank_path(run, run.recipe)
-    full, plan = path.steps()[0], path.at_compression(COMPRESSION)
+    full, plan = path.plans()[0], path.at_compression(COMPRESSION)
     assert plan is not None
     with torch.inference_mode():
         original = network.model(PROMPT).logits

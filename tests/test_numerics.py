@@ -16,7 +16,7 @@ from support.tiny_models import build_tiny
 from rotor.calibration.bases import kq
 from rotor.calibration.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run, read_fisher, write_fisher
+from rotor.calibration.run import Run, read_weight_fisher, write_weight_fisher
 from rotor.checkpoint.hashes import file_sha256
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, LayerForm
 from rotor.checkpoint.projections import AttentionWeights
@@ -101,11 +101,11 @@ def test_in_fisher_information(run_copy: Path) -> None:
     bad = information.clone()
     bad[1, 1] = float("nan")
     with pytest.raises(NumericsError, match="the Fisher information of the weights has elements that are NaN or Inf"):
-        write_fisher(run_copy, bad)
-    write_fisher(run_copy, information)
+        write_weight_fisher(run_copy, bad)
+    write_weight_fisher(run_copy, information)
     edit(run_copy / "fisher.safetensors", "information", float("inf"), every=True)
     with pytest.raises(NumericsError, match=r"fisher\.safetensors: information has elements that are NaN or Inf"):
-        read_fisher(run_copy, opened.shape)
+        read_weight_fisher(run_copy, opened.shape)
 
 
 @pytest.mark.parametrize(("part", "value"), [("qk.decode", float("nan")), ("vo.singular_values", float("inf"))])

@@ -15,7 +15,7 @@ from rotor.calibration.run import Run
 from rotor.errors import DataError
 from rotor.models.documents import read_documents
 from rotor.models.readiness import check_text, describe_evaluation
-from rotor.models.sequences import text_rows
+from rotor.models.sequences import text_sequences
 from rotor.models.source import Checkpoint
 from rotor.models.splits import held_out_documents
 from rotor.recipe import load_recipe, text_overrides
@@ -92,7 +92,7 @@ def test_too_little_text_is_told_before_anything_is_done(model: Path, tmp_path: 
     with pytest.raises(DataError) as error:
         check_text(recipe, Checkpoint(model).config, tokenizer)
     parts = held_out_documents(recipe.evaluation)
-    has = [64 * (len(text_rows(part, tokenizer, 64))) for part in (parts.calibration, parts.search)]
+    has = [64 * (len(text_sequences(part, tokenizer, 64))) for part in (parts.calibration, parts.search)]
     assert 0 < has[0] < 512
     assert f"calibration has {has[0]} of 512 tokens" in error.value.message
     assert str(short) in error.value.message
@@ -119,10 +119,10 @@ def test_text_that_only_judges_is_checked_too(model: Path, tmp_path: Path) -> No
 
 def test_rows_are_counted_as_they_are_cut(model: Path) -> None:
     tokenizer, documents = Checkpoint(model).tokenizer, read_documents(ROOT / "docs")
-    rows = len(text_rows(documents, tokenizer, 100))
-    assert len(text_rows(documents, tokenizer, 100, 1 << 30)) == rows
-    assert len(text_rows(documents, tokenizer, 100, rows)) == rows
-    assert len(text_rows(documents, tokenizer, 100, 3)) == 3
+    rows = len(text_sequences(documents, tokenizer, 100))
+    assert len(text_sequences(documents, tokenizer, 100, 1 << 30)) == rows
+    assert len(text_sequences(documents, tokenizer, 100, rows)) == rows
+    assert len(text_sequences(documents, tokenizer, 100, 3)) == 3
 
 
 def test_python_source_for_a_chat_model_is_warned_of(model: Path, words: Path) -> None:

@@ -12,7 +12,7 @@ from support.paths import DEMO_MODEL
 
 from rotor.calibration.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.pruning import ClusteredStatistics, StreamingKMeans, prune_rows
+from rotor.calibration.pruning import ClusteredStatistics, StreamingKMeans, prune_sequences
 from rotor.checkpoint.layout import AttentionShape
 from rotor.errors import DataError, NumericsError
 from rotor.recipe import Prune
@@ -44,15 +44,15 @@ def exact(data: dict[str, torch.Tensor], group_size: int = 1) -> LayerStatistics
 def test_the_share_is_dropped() -> None:
     rows = torch.arange(160)[:, None].expand(-1, 4)
     for share in (0.0, 0.25, 0.9):
-        kept, again, other = (prune_rows(rows, Prune(share=share, seed=seed)) for seed in (0, 0, 1))
+        kept, again, other = (prune_sequences(rows, Prune(share=share, seed=seed)) for seed in (0, 0, 1))
         assert len(kept) == 160 - round(160 * share)
         assert kept[:, 0].diff().gt(0).all()  # the order is kept
         assert torch.equal(kept, again)
         assert torch.equal(kept, other) == (share == 0)
-    with pytest.raises(DataError, match=r"prune.share 0.9 leaves none of 1 rows(.|\n)*tokens.count=N"):
-        prune_rows(rows[:1], Prune(share=0.9))
+    with pytest.raises(DataError, match=r"prune.share 0.9 leaves none of 1 sequences(.|\n)*tokens.count=N"):
+        prune_sequences(rows[:1], Prune(share=0.9))
     with pytest.raises(DataError, match=r"prune.kmeans: 9 centroids for 8 tokens"):
-        prune_rows(rows[:4], Prune(share=0.5, kmeans=9))
+        prune_sequences(rows[:4], Prune(share=0.5, kmeans=9))
 
 
 @pytest.mark.parametrize("group_size", [1, 4])

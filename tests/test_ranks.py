@@ -65,7 +65,7 @@ def path() -> RemovalRatePath:
 
 
 def test_steps_are_all_distinct_plans_in_order() -> None:
-    steps = path().steps()
+    steps = path().plans()
     stored = [plan.stored for plan in steps]
     assert stored == sorted(stored)
     assert len({str(plan.ranks) for plan in steps}) == len(steps)
@@ -82,7 +82,7 @@ def test_compression_is_found_at_the_lowest_rate_that_reaches_it_and_counts_what
         plan = ranks.at_compression(target)
         assert plan is not None
         assert plan.stored >= target
-        below = [p for p in ranks.steps() if p.parameter < plan.parameter]
+        below = [p for p in ranks.plans() if p.parameter < plan.parameter]
         assert all(p.stored < target for p in below)
     assert ranks.at_compression(0.76) is None  # 16 of 64 columns always stay
     plan = path().plan(0.05)
@@ -126,7 +126,7 @@ def test_water_filling_gives_the_least_loss_at_its_cost() -> None:
             for r, extra in curve.items():
                 following[used + r] = min(following.get(used + r, float("inf")), loss + extra)
         best = following
-    steps = water_filling().steps()
+    steps = water_filling().plans()
     assert len(steps) > 5
     for plan in steps:
         used = sum(qk + v for layer in plan.ranks for qk, v in layer)
@@ -136,14 +136,14 @@ def test_water_filling_gives_the_least_loss_at_its_cost() -> None:
 
 
 def test_uniform_ranks_are_alike_and_fishers_in_proportion_to_the_information() -> None:
-    steps = UniformPath(RankInputs(spectra(), SHAPE, 16)).steps()
+    steps = UniformPath(RankInputs(spectra(), SHAPE, 16)).plans()
     assert [plan.stored for plan in steps] == [0.0, 0.25, 0.5, 0.75]
     assert steps[2].ranks == [[(32, 32)] * 2] * 2
     information = [
         (torch.tensor([4.0, 2.0]), torch.tensor([1.0, 1.0])),
         (torch.tensor([2.0, 1.0]), torch.tensor([4.0, 4.0])),
     ]
-    steps = FisherPath(RankInputs(spectra(), SHAPE, 1, gradients=lambda: information)).steps()
+    steps = FisherPath(RankInputs(spectra(), SHAPE, 1, gradients=lambda: information)).plans()
     assert steps[0].ranks == [[(64, 64)] * 2] * 2
     quarter = next(plan for plan in steps if plan.exact[0][0][0] == 32)
     assert quarter.exact == [[(32, 8), (16, 8)], [(16, 32), (8, 32)]]
@@ -157,7 +157,7 @@ def test_water_filling_leaves_no_plan_out_that_one_change_gives() -> None:
     probed = [constant(1.0, 1.0001), constant(1.0002, 1.0003)]
     both = [Spectra(values, values)] * 2
     path = WaterFillingPath(RankInputs(both, shape, 2, sensitivities=probed))
-    assert [plan.stored for plan in path.steps()] == [0.0, 0.125, 0.25, 0.375, 0.5]
+    assert [plan.stored for plan in path.plans()] == [0.0, 0.125, 0.25, 0.375, 0.5]
 
 
 def test_sensitivity_between_probes_is_a_power_of_the_rank() -> None:

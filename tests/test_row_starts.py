@@ -14,7 +14,7 @@ from support.paths import ROOT
 from rotor.calibration.planning.inspection import inspect
 from rotor.models.documents import read_documents
 from rotor.models.loading import load_model
-from rotor.models.sequences import prompt_start, text_rows
+from rotor.models.sequences import prompt_start, text_sequences
 from rotor.models.source import Checkpoint
 from rotor.models.splits import evaluation_data
 from rotor.models.tokenizer import text_start
@@ -72,17 +72,17 @@ def test_rows_of_text(plain: Checkpoint, begins: Checkpoint) -> None:
     joined = [0]
     for text in documents:
         joined += [*plain.tokenizer(text)["input_ids"], 0]
-    before = text_rows(documents, plain.tokenizer, 32)
+    before = text_sequences(documents, plain.tokenizer, 32)
     assert before.flatten().tolist() == joined[: before.numel()]
-    rows = text_rows(documents, begins.tokenizer, 32)
+    rows = text_sequences(documents, begins.tokenizer, 32)
     assert (rows[:, 0] == 0).all()
     assert (rows[:, 1] != 0).all()
     body = [token for token in rows[:, 1:].flatten().tolist() if token]
     assert body == [token for token in joined if token][: len(body)]
     assert sum(token == 0 for token in rows[:, 1:].flatten().tolist()) <= 3
     for most in (1, 3, len(rows)):
-        assert torch.equal(text_rows(documents, begins.tokenizer, 32, most), rows[:most])
-    assert text_rows(documents, begins.tokenizer, 2)[:5, 0].tolist() == [0] * 5
+        assert torch.equal(text_sequences(documents, begins.tokenizer, 32, most), rows[:most])
+    assert text_sequences(documents, begins.tokenizer, 2)[:5, 0].tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("source", ["random", "text", "synthetic"])
@@ -92,7 +92,7 @@ def test_rows_of_calibration(source: str, plain: Checkpoint, begins: Checkpoint)
     for checkpoint in (plain, begins):
         model = load_model(checkpoint.folder, torch.device("cpu"), torch.float32)
         spec = Tokens(source, str(TEXT), count=256, seq_len=32)
-        found.append(calibration_tokens(spec, checkpoint.config, checkpoint.tokenizer, Weights(model)).rows)
+        found.append(calibration_tokens(spec, checkpoint.config, checkpoint.tokenizer, Weights(model)).sequences)
     without, rows = found
     assert without.shape == rows.shape == (8, 32)
     assert (rows[:, 0] == 0).all()
@@ -108,8 +108,8 @@ def test_rows_of_calibration(source: str, plain: Checkpoint, begins: Checkpoint)
 def test_rows_of_both_splits_and_prompts(begins: Checkpoint) -> None:
     spec = Evaluation("text", str(TEXT), seq_len=128, search_tokens=512, report_tokens=512)
     data = evaluation_data(spec, begins.config, begins.tokenizer)
-    context = EvaluationContext(spec, data.rows, begins.tokenizer, begins.config)
-    for split, rows in data.rows.items():
+    context = EvaluationContext(spec, data.sequences, begins.tokenizer, begins.config)
+    for split, rows in data.sequences.items():
         assert (rows[:, 0] == 0).all()
         assert (rows[:, 1] != 0).all()
         for name in ("lookup", "copy"):
@@ -140,5 +140,5 @@ def test_a_data_set_begins_so_too(begins: Checkpoint, tmp_path: Path, monkeypatc
     lines = [json.dumps({"text": part}) + "\n" for part in read_documents(TEXT)[0].split("\n\n")]
     (tmp_path / "data" / "train.jsonl").write_text("".join(lines))
     spec = Tokens("dataset", dataset=str(tmp_path / "data"), count=512, seq_len=64)
-    rows = calibration_tokens(spec, begins.config, begins.tokenizer).rows
+    rows = calibration_tokens(spec, begins.config, begins.tokenizer).sequences
     assert (rows[:, 0] == 0).all()

@@ -17,12 +17,12 @@ from rotor.errors import DataError, MissingError
 from rotor.models import tokens as tokens_module
 from rotor.models.documents import read_documents
 from rotor.models.loading import load_model, weights_of
-from rotor.models.sequences import text_rows
+from rotor.models.sequences import text_sequences
 from rotor.models.source import Checkpoint
 from rotor.models.tokenizer import chat_opening
 from rotor.models.tokens import (
-    SPAN,
-    TIMES,
+    MAX_SPAN_TOKENS,
+    SPAN_REPEATS,
     calibration_tokens,
     ordinary_tokens,
     random_tokens,
@@ -124,8 +124,8 @@ def test_the_documents_of_a_folder(tmp_path: Path, demo) -> None:
     spec = Tokens("text", str(tmp_path), count=1024, seq_len=64)
     tokens = calibration_tokens(spec, demo.config, demo.tokenizer)
     assert tokens.documents == tuple(documents)
-    every = text_rows(documents, demo.tokenizer, 64)
-    assert torch.equal(tokens.rows, every[torch.arange(16) * len(every) // 16])
+    every = text_sequences(documents, demo.tokenizer, 64)
+    assert torch.equal(tokens.sequences, every[torch.arange(16) * len(every) // 16])
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_the_documents_of_a_folder(tmp_path: Path, demo) -> None:
         (Tokens("text", "nowhere/at/all"), r"text nowhere/at/all: no such file or folder(.|\n)*path of a text file"),
         (
             Tokens("text", __file__, count=10**7),
-            r"tokens.path .*test_tokens.py: \d+ rows of 512 tokens, expected 19532",
+            r"tokens.path .*test_tokens.py: \d+ sequences of 512 tokens, expected 19532",
         ),
     ],
 )
@@ -170,9 +170,9 @@ def test_local_datasets(data_folder: Path, demo) -> None:
 
     spec = Tokens("dataset", dataset=str(data_folder), count=2048, seq_len=64)
     tokens = calibration_tokens(spec, demo.config, demo.tokenizer)
-    assert tokens.rows.shape == (32, 64)
+    assert tokens.sequences.shape == (32, 64)
     assert 1 < len(tokens.documents) < 39
-    assert torch.equal(tokens.rows, calibration_tokens(spec, demo.config, demo.tokenizer).rows)
+    assert torch.equal(tokens.sequences, calibration_tokens(spec, demo.config, demo.tokenizer).sequences)
     other = calibration_tokens(replace(spec, seed=1), demo.config, demo.tokenizer)
     assert other.documents != tokens.documents
     saved = data_folder.parent / "saved"
@@ -187,7 +187,7 @@ def test_local_datasets(data_folder: Path, demo) -> None:
         ({"split": "tset"}, r"split tset: cannot be read.*train"),
         ({"column": "txt"}, r"no column 'txt'(.|\n)*There are text, n"),
         ({"column": "n"}, r"column 'n' holds int, expected text"),
-        ({"count": 10**6}, r"rows of 512 tokens, expected 1954"),
+        ({"count": 10**6}, r"sequences of 512 tokens, expected 1954"),
     ],
 )
 def test_datasets_that_cannot_be_used(fields: dict, message: str, data_folder: Path, demo) -> None:
@@ -204,7 +204,7 @@ def test_repeats_state_a_span_again_further_on():
     assert torch.equal(found[:, 0], rows[:, 0])
     for number, row in enumerate(found[4:]):
         values, counts = row.unique(return_counts=True)
-        again = values[counts == 1 + TIMES]
+        again = values[counts == 1 + SPAN_REPEATS]
         if number % 2:  # drawn tokens, in the order in which they are stated
             assert bool((again >= 2000).all())
             first = int(torch.isin(row, again).nonzero()[0])
@@ -212,7 +212,7 @@ def test_repeats_state_a_span_again_further_on():
         else:  # from one place of one row
             assert torch.equal(again, torch.arange(int(again[0]), int(again[0]) + len(again)))
         span = len(again)
-        assert 16 <= span <= SPAN
+        assert 16 <= span <= MAX_SPAN_TOKENS
         places = (row == again[0]).nonzero().flatten()
         for place in places.tolist():
             assert torch.equal(row[place : place + span], again)

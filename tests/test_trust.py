@@ -65,13 +65,13 @@ def export(step):
     if not pid:
         try:
             killed_before(step)
-            rotor.search.export(run, out, compression=0.4, overwrite=True)
+            rotor.export(run, out, compression=0.4, overwrite=True)
             os._exit(0)
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-rotor.search.export(run, out, compression=0.4, overwrite=True)  # what this imports, no process below has to
+rotor.export(run, out, compression=0.4, overwrite=True)  # what this imports, no process below has to
 print("ready", flush=True)
 for line in sys.stdin:
     print(export(int(line)), flush=True)

@@ -9,9 +9,9 @@ import pytest
 from support.paths import DEMO_MODEL, ROOT
 
 from rotor.calibration.planning.outline import ModelOutline
-from rotor.models.projections import long_row_count
+from rotor.models.projections import long_sequence_count
 from rotor.models.source import Checkpoint
-from rotor.models.splits import LONG, evaluation_data
+from rotor.models.splits import LONG_SPLIT, evaluation_data
 from rotor.progress import Progress
 from rotor.recipe import Evaluation, distance_overrides, load_recipe
 from rotor.recipe.metric_registry import report_metrics
@@ -46,7 +46,7 @@ def test_a_metric_of_text_measures_text_alone(demo) -> None:
     checkpoint, network = demo
     spec = replace(SPEC, metric="text", report_tokens=1024)
     data, progress = evaluation_data(spec, checkpoint.config, checkpoint.tokenizer), Counted()
-    meter = FidelityMeter(EvaluationContext(spec, data.rows, checkpoint.tokenizer, checkpoint.config), progress)
+    meter = FidelityMeter(EvaluationContext(spec, data.sequences, checkpoint.tokenizer, checkpoint.config), progress)
     for split in ("search", "report"):
         meter.measure_base(network, split)
         assert set(meter.measured(split)) <= {"token_accuracy", "ppl_ratio", "top1_agreement", "kl_div"}
@@ -72,19 +72,19 @@ def test_long_rows_are_of_the_report_split(demo) -> None:
     data = evaluation_data(SPEC, checkpoint.config, checkpoint.tokenizer)
     assert data.long is not None
     assert data.long.shape == (1, 2048)
-    assert list(data.rows) == ["search", "report", LONG]
+    assert list(data.sequences) == ["search", "report", LONG_SPLIT]
     assert data.long[0, :128].tolist() == data.report[0].tolist()
     assert replace(data, long=None).sha256 != data.sha256
-    meter = FidelityMeter(EvaluationContext(SPEC, data.rows, checkpoint.tokenizer, checkpoint.config), Progress())
-    meter.measure_base(network, LONG)
-    assert set(meter.measured(LONG)) == {"token_accuracy", "ppl_ratio", "kl_div"}
-    found = meter.measure(network, LONG)
+    meter = FidelityMeter(EvaluationContext(SPEC, data.sequences, checkpoint.tokenizer, checkpoint.config), Progress())
+    meter.measure_base(network, LONG_SPLIT)
+    assert set(meter.measured(LONG_SPLIT)) == {"token_accuracy", "ppl_ratio", "kl_div"}
+    found = meter.measure(network, LONG_SPLIT)
     assert (found.accuracy, found.values["kl_div"]) == (1, 0)
     config = checkpoint.config
-    assert [long_row_count(n, 512, config) for n in (4095, 4096, 24576)] == [0, 1, 6]
-    assert long_row_count(24576, 2048, config) == 0
+    assert [long_sequence_count(n, 512, config) for n in (4095, 4096, 24576)] == [0, 1, 6]
+    assert long_sequence_count(24576, 2048, config) == 0
     short = type(config)(**config.to_dict() | {"max_position_embeddings": 2047})
-    assert long_row_count(24576, 512, short) == 0
+    assert long_sequence_count(24576, 512, short) == 0
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +105,9 @@ def test_an_export_reports_long_rows(exported: Path) -> None:
     assert f"| rows of 2,048 tokens | {told} |" in (exported / "out" / "README.md").read_text()
     checked = validate(exported / "out", text=DOCS, overrides=[*OF_DOCS[2:], "evaluation.report_tokens=4096"])
     assert not checked.damaged
-    assert f"KL {checked.summary['accuracy'][LONG]['kl_div']:.4f}" in told
+    assert f"KL {checked.summary['accuracy'][LONG_SPLIT]['kl_div']:.4f}" in told
     without = validate(exported / "out", text=DOCS, overrides=[*OF_DOCS[2:], "evaluation.report_tokens=512"])
-    assert LONG not in without.summary["accuracy"]
+    assert LONG_SPLIT not in without.summary["accuracy"]
 
 
 def test_another_report_split_keeps_what_was_searched(exported: Path) -> None:
@@ -141,7 +141,7 @@ def test_tasks_over_a_distance() -> None:
     recipe = load_recipe("rotor", [*OF_DOCS, *distance_overrides(1500), "evaluation.report_tokens=4096"])
     assert recipe.evaluation.seq_len == 2048
     data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
-    context = EvaluationContext(recipe.evaluation, data.rows, checkpoint.tokenizer, checkpoint.config)
+    context = EvaluationContext(recipe.evaluation, data.sequences, checkpoint.tokenizer, checkpoint.config)
     for name in ("lookup", "copy"):
         prompts = make_prompts(name, context, "report")
         assert prompts.filler_tokens == 1500

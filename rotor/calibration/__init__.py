@@ -1,1 +1,1 @@
-"""From a model and a recipe to a run folder: tokens, capture, moments, bases."""
+"""Calibration turns a model and a recipe into a run folder: tokens, capture, moments, bases."""

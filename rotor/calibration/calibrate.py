@@ -1,4 +1,4 @@
-"""From a model folder to a run folder: tokens, capture, statistics, bases, layer by layer."""
+"""Calibrate a model folder into a run folder: tokens, capture, statistics and bases, layer by layer."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from .bases.layer import layer_bases
 from .bases.moments import LayerStatistics
 from .capture import layer_statistics
 from .codes.layer import layer_codes
-from .gradients import fisher_information, weight_information
+from .gradients import fisher_information, weight_fisher
 from .partial import PartialRun
 from .planning.form import wanted_gradients
 from .planning.outline import ModelOutline, needs_whole_model, wanted_moments
-from .pruning import prune_rows
+from .pruning import prune_sequences
 from .run import (
-    FISHER,
     INFO,
+    WEIGHT_FISHER,
     Run,
     layer_path,
     read_bases,
@@ -58,18 +58,18 @@ from .run import (
     write_bases,
     write_codes,
     write_distilled,
-    write_fisher,
+    write_weight_fisher,
 )
 
-TOKENS = "tokens.safetensors"
-"""Calibration tokens of an unfinished run, so that those that the model writes need not be written again."""
+TOKENS_FILE = "tokens.safetensors"
+"""Calibration tokens of an unfinished run, kept so that a resumed run need not sample them again."""
 
 
 @system_errors()
 def run_calibration(request: CalibrationRequest) -> Run:
     """Find the bases of a model's KV heads and write them to a run folder.
 
-    The folder `OUT.partial` holds what is done until everything is. Statistics are float64 on any device.
+    The folder `OUT.partial` holds the unfinished run. Statistics are always float64.
 
     Raises:
         RotorError: see rotor.errors. A run with a finished layer is kept for --resume, unless its numbers are bad.
@@ -79,7 +79,7 @@ def run_calibration(request: CalibrationRequest) -> Run:
     with ExitStack() as held:
         held.enter_context(exclusive(work.out.path))
         recover(work.out)
-        work.check_out()  # again: who held it may have written
+        work.check_out()  # again, because the lock's previous holder may have written
         partial.check(request.resume, request.overwrite)
         check_space(partial.folder, 0 if partial.exists else work.disk_bytes)
         held.push(partial.ended)
@@ -95,9 +95,11 @@ calibrate = with_fields_of(CalibrationRequest, run_calibration, "calibrate")
 
 
 class Calibration:
-    """One calibration: its request, checked against the model before any work is done, and its stages.
+    """One calibration: a request that is checked against the model before any work starts, and its stages.
 
-    devices: where forward passes run. memory: the estimate in words. disk_bytes: of the unfinished run.
+    devices: where forward passes run.
+    memory: the memory estimate as a line of text.
+    disk_bytes: bytes of the unfinished run on disk.
 
     Raises:
         RotorError: the request cannot be carried out.
@@ -121,18 +123,19 @@ class Calibration:
         self.disk_bytes = estimates[self.devices.streamed].disk_bytes
 
     def check_out(self) -> None:
-        """Raises UsageError where the run folder must not be written."""
+        """Raise UsageError if the run folder must not be written."""
         text = self.recipe.tokens.path
         self.out.check(self.request.overwrite, [self.source.folder], [] if text is None else [Path(text)])
 
     def run(self) -> None:
+        """Run all stages and publish the run folder; stages that an unfinished run has done are skipped."""
         hashes = self._check_model()
         with self.times.stage("tokens"):
-            rows, about_tokens = self._sample()
+            sequences, about_tokens = self._sample()
         fingerprint = {
             "model": hashes,
             "recipe": self.recipe.to_dict(),
-            "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
+            "tokens": hashlib.sha256(sequences.numpy().tobytes()).hexdigest(),
             "batch_tokens": self.request.batch_tokens,
             "threads": torch.get_num_threads(),
             "device": self.devices.device.type,
@@ -140,21 +143,22 @@ class Calibration:
             "versions": versions(),
         }
         self.partial.agree(fingerprint)
-        self._fisher(rows)
-        self._gradients(rows)
-        self._layers(rows)
-        self._distil(rows)
+        self._weight_fisher(sequences)
+        self._gradients(sequences)
+        self._layers(sequences)
+        self._distil(sequences)
         self._finish(hashes, about_tokens)
 
     @cached_property
     def weights(self) -> Weights:
-        """The model, loaded when it is first needed: errors in tokens need not wait for it."""
+        """The model's weights, loaded when they are first needed, so that errors in tokens show without waiting."""
         with self.times.stage("load model"), self.progress.task("load model", None, ""):
             return self.devices.weights(self.checkpoint)
 
     def _check_model(self) -> dict[str, dict[str, str]]:
-        """SHA-256 of each shard and of the other files, having looked through all tensors."""
-        shards, checkpoint = {}, self.checkpoint
+        """Check the values and shapes of all tensors; returns the SHA-256 of each shard and of the other files."""
+        shards = {}
+        checkpoint = self.checkpoint
         with self.times.stage("check model"):
             with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
                 for file in checkpoint.files:
@@ -168,65 +172,71 @@ class Calibration:
         return {"shards": shards, "files": checkpoint.other_hashes()}
 
     def _sample(self) -> tuple[Tensor, dict[str, Any]]:
-        """Rows of calibration tokens, and what run.json says of them."""
+        """Calibration sequences, and their description for run.json."""
         spec = self.recipe.tokens
-        kept = self.partial.kept(TOKENS)
+        kept = self.partial.kept(TOKENS_FILE)
         if spec.source == "synthetic" and kept is not None:
             sample = CalibrationTokens(load_file(kept)["rows"])
         else:
-            config, tokenizer, writes = self.checkpoint.config, self.checkpoint.tokenizer, spec.source == "synthetic"
+            config, tokenizer = self.checkpoint.config, self.checkpoint.tokenizer
+            writes = spec.source == "synthetic"
             opening = chat_opening(self.checkpoint.folder, tokenizer) if writes else []
-            weights, held_out = self.weights if writes else None, self.recipe.evaluation
+            weights = self.weights if writes else None
+            held_out = self.recipe.evaluation
             sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, held_out, opening)
-        rows, least = prune_rows(sample.rows, self.recipe.prune), self.form.group_size * self.shape.head_dim
-        if rows.numel() < least:
+        sequences = prune_sequences(sample.sequences, self.recipe.prune)
+        least = self.form.group_size * self.shape.head_dim
+        if sequences.numel() < least:
             raise DataError(
-                f"{rows.numel()} calibration tokens, fewer than the {least} dimensions of a group.",
+                f"{sequences.numel()} calibration tokens, fewer than the {least} dimensions of a group.",
                 "Raise it with --set tokens.count=N; the papers use at least 8192.",
             )
-        self.partial.keep(TOKENS, {"rows": sample.rows})
-        return rows, {
+        self.partial.keep(TOKENS_FILE, {"rows": sample.sequences})
+        return sequences, {
             "source": spec.source,
-            "count": rows.numel(),
-            "rows": rows.shape[0],
-            "seq_len": rows.shape[1],
-            "pruned_rows": len(sample.rows) - len(rows),
+            "count": sequences.numel(),
+            "rows": sequences.shape[0],
+            "seq_len": sequences.shape[1],
+            "pruned_rows": len(sample.sequences) - len(sequences),
             "documents_sha256": digests(sample.documents),
         }
 
-    def _fisher(self, rows: Tensor) -> None:
-        """Information of the projections' weights, for ranks.method fisher."""
-        if "gradients" not in self.recipe.rank_needs or (self.partial.folder / FISHER).is_file():
+    def _weight_fisher(self, sequences: Tensor) -> None:
+        """Compute the Fisher information of the projections' weights, for ranks.method fisher."""
+        if "gradients" not in self.recipe.rank_needs or (self.partial.folder / WEIGHT_FISHER).is_file():
             return
         count, model = self.recipe.ranks.fisher_tokens, self.weights.model
         with self.times.stage("gradients"):
-            found = weight_information(model, self.family, self.shape, rows, count, self.progress)
-            write_fisher(self.partial.folder, found)
+            information = weight_fisher(model, self.family, self.shape, sequences, count, self.progress)
+            write_weight_fisher(self.partial.folder, information)
 
-    def _gradients(self, rows: Tensor) -> None:
-        """Gradients by keys and values of every layer, kept until its bases and codes are computed.
+    def _gradients(self, sequences: Tensor) -> None:
+        """Compute the gradients by keys and values of every layer, and keep them until bases and codes are computed.
 
-        The last layer comes first: with the first one all are there.
+        The last layer comes first, so all gradients are there when those of layer 0 are.
         """
         partial = self.partial
         if not self.recipe.needs_gradients or partial.kept(_gradients_of(0)) is not None:
             return
         network = LayerwiseModel(self.weights, self.request.batch_tokens, partial.work)
         with self.times.stage("gradients"):
-            rows = self._with_repeats(rows[: max(1, self.recipe.codes.tokens // rows.shape[1])], 0)
+            sequences = self._with_repeats(sequences[: max(1, self.recipe.codes.tokens // sequences.shape[1])], 0)
             wanted = [wanted_gradients(self.form.layer(layer)) for layer in range(self.shape.num_layers)]
-            with self.progress.task("gradients", 3 * rows.numel() * self.shape.num_layers, "token layers") as advance:
-                for layer, found in fisher_information(network, rows, self.form.group_size, wanted, advance=advance):
-                    partial.keep(_gradients_of(layer), found.to_tensors())
+            with self.progress.task(
+                "gradients", 3 * sequences.numel() * self.shape.num_layers, "token layers"
+            ) as advance:
+                layers = fisher_information(network, sequences, self.form.group_size, wanted, advance=advance)
+                for layer, information in layers:
+                    partial.keep(_gradients_of(layer), information.to_tensors())
 
-    def _with_repeats(self, rows: Tensor, draw: int) -> Tensor:
-        """The rows with spans stated again; each `draw` has others."""
+    def _with_repeats(self, sequences: Tensor, draw: int) -> Tensor:
+        """Sequences with repeated spans (see `with_repeats`); each `draw` repeats other spans."""
         tokenizer, seed = self.checkpoint.tokenizer, self.recipe.tokens.seed ^ draw
         vocabulary = ordinary_tokens(self.checkpoint.config, tokenizer)
-        return with_repeats(rows, self.recipe.codes.repeats, seed, vocabulary, len(text_start(tokenizer)))
+        return with_repeats(sequences, self.recipe.codes.repeats, seed, vocabulary, len(text_start(tokenizer)))
 
-    def _distil(self, rows: Tensor) -> None:
-        """Train the bases and codes of all layers, where the recipe asks for it; they are written beside those."""
+    def _distil(self, sequences: Tensor) -> None:
+        """Train the bases and codes of all layers if the recipe asks for it; results go into files of their own."""
         spec, folder, layers = self.recipe.distil, self.partial.folder, range(self.shape.num_layers)
         if not spec.steps:
             return
@@ -244,28 +254,28 @@ class Calibration:
         network = LayerwiseModel(self.weights, self.request.batch_tokens, self.partial.work)
         model = DistilledModel(network, self.form, bases, codes, path)
         with self.times.stage("distil"):
-            count = spec.steps * max(1, min(len(rows), spec.tokens // rows.shape[1])) * rows.shape[1]
+            count = spec.steps * max(1, min(len(sequences), spec.tokens // sequences.shape[1])) * sequences.shape[1]
             with self.progress.task("distil", count, "tokens") as advance:
-                model.train(self._with_repeats(rows, 1), spec.steps, spec.tokens, self.recipe.tokens.seed, advance)
+                model.train(self._with_repeats(sequences, 1), spec.steps, spec.tokens, self.recipe.tokens.seed, advance)
             for layer, trained in zip(layers, model.trained(), strict=True):
                 write_distilled(folder, layer, *trained)
 
-    def _layers(self, rows: Tensor) -> None:
-        """Statistics and bases of every layer that has none yet."""
+    def _layers(self, sequences: Tensor) -> None:
+        """Compute statistics and bases of every layer that has none yet."""
         start, layers = self.partial.finished_layers, self.shape.num_layers
         if start == layers:
             return
         network = LayerwiseModel(self.weights, self.request.batch_tokens)
         with self.times.stage("capture"):
-            states = self.partial.states(start, (*rows.shape, self.shape.hidden_size), self.devices.dtype)
+            states = self.partial.states(start, (*sequences.shape, self.shape.hidden_size), self.devices.dtype)
             if start == 0:
-                network.embed(rows, states)
-        with self.progress.task("calibrate", (layers - start) * rows.numel(), "token layers") as advance:
+                network.embed(sequences, states)
+        with self.progress.task("calibrate", (layers - start) * sequences.numel(), "token layers") as advance:
             for layer in range(start, layers):
                 states = self._layer(network, layer, states, advance)
 
     def _layer(self, network: LayerwiseModel, layer: int, states: Tensor, advance: Advance) -> Tensor:
-        """Put hidden states through a layer, and write what it yields; returns the states that leave it."""
+        """Put hidden states through a layer and write its bases and codes; returns the states that leave it."""
         partial, prune = self.partial, self.recipe.prune
         wanted = wanted_moments(self.recipe, self.form.layer(layer))
         with self.times.stage("capture"):
@@ -275,6 +285,7 @@ class Calibration:
         return out
 
     def _commit(self, layer: int, moments: LayerStatistics) -> None:
+        """Compute and write the bases and codes of a layer, and mark it as finished."""
         read = self.checkpoint.unchecked_tensor
         gradients = None
         with self.times.stage("bases"):
@@ -299,7 +310,7 @@ class Calibration:
             self.partial.commit(layer + 1)
 
     def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: dict[str, Any]) -> None:
-        """Describe the run, and give the folder its name."""
+        """Write run.json and the recipe, and publish the folder."""
         folder, source, config = self.partial.folder, self.source, self.checkpoint.config
         info: dict[str, Any] = {
             "model": {

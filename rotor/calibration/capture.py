@@ -24,15 +24,14 @@ from .bases.moments import JOINT, LayerStatistics, named_form
 from .pruning import ClusteredStatistics
 
 Observer = Callable[[int, dict[str, Tensor]], None]
-"""Called with the layer index and activations of one batch: `query` [tokens, num_heads, head_dim]; `value` and keys
-[tokens, num_kv_heads, head_dim]; joint ones [tokens, num_kv_heads, 2 head_dim], keys with their values; `output`
-[tokens, num_heads, group_size * head_dim], the group's stacked values averaged with each query head's attention
-weights."""
+"""Function of the layer index and the activations of one batch: `query` [tokens, num_heads, head_dim]; `value` and keys
+[tokens, num_kv_heads, head_dim]; joint keys and values [tokens, num_kv_heads, 2 head_dim]; `output` [tokens, num_heads,
+group_size * head_dim], the group's stacked values averaged with each query head's attention weights."""
 
-OBSERVED = "rotor_observed"
-"""The name of the observed attention in transformers' interface."""
+OBSERVED_ATTENTION = "rotor_observed"
+"""Name of the observed attention in transformers' attention interface."""
 
-Attention = Callable[..., tuple[Tensor, None]]
+AttentionFunction = Callable[..., tuple[Tensor, None]]
 
 
 def layer_statistics(
@@ -48,8 +47,10 @@ def layer_statistics(
     """Put hidden states through a layer and sum the second moments of what its attention sees, on the CPU.
 
     Args:
-        states, out: [rows, seq_len, hidden_size], what enters the layer and room for what leaves it.
-        wanted: names of the moments (see LayerStatistics). prune: says whether they are of centroids.
+        states, out: [num_sequences, seq_len, hidden_size], the states that enter the layer and a buffer for those that
+            leave it.
+        wanted: names of the moments (see LayerStatistics).
+        prune: with `kmeans`, moments are those of centroids.
     """
     statistics = LayerStatistics(network.shape, group_size)
     if prune is not None and prune.kmeans is not None:
@@ -69,7 +70,7 @@ def layer_statistics(
 def capture(
     model: Any, family: Family, shape: AttentionShape, group_size: int, wanted: frozenset[str], observe: Observer
 ) -> Iterator[None]:
-    """While active, every forward pass of `model` reports the `wanted` activations of each layer to `observe`.
+    """Context in which every forward pass of `model` reports the `wanted` activations of each layer to `observe`.
 
     Run the model with use_cache=False and without padding.
     """
@@ -98,17 +99,17 @@ def observed_attention(
     group_size: int = 1,
     read: Callable[[int, dict[str, Tensor]], tuple[Tensor, Tensor]] | None = None,
 ) -> Iterator[None]:
-    """While active, the attention of some layers reports the very tensors that it computes with.
+    """Context in which the attention of some layers reports the tensors that it computes with, graph included.
 
-    Queries, keys after RoPE and values come from transformers' attention interface; keys before RoPE from a hook on
-    the key projection, or on the key norm where there is one. A family that bypasses the interface gets a forward that
+    Queries, keys after RoPE and values come from transformers' attention interface. Keys before RoPE come from a hook
+    on the key projection, or on the key norm if there is one. A family that bypasses the interface gets a forward that
     calls it.
 
     Args:
-        report: is called with the layer; `query`, `key_post` and `value`, [batch_size, heads, seq_len, head_dim], and
-            where there is RoPE `key_pre` as its module has it; and the output, [batch_size, seq_len, num_heads,
-            group_size * head_dim], each query head's average of the stacked values of its KV head's group.
-        read: gives the keys and values, like `key_post` and `value`, that attention computes with in their place.
+        report: is called with the layer; with `query`, `key_post` and `value`, [batch_size, heads, seq_len, head_dim],
+            and with RoPE also `key_pre` in the shape of its module's output; and with the output, [batch_size, seq_len,
+            num_heads, group_size * head_dim], each query head's average of the stacked values of its KV head's group.
+        read: returns keys and values, shaped like `key_post` and `value`, that attention computes with in their place.
     """
     before: dict[int, Tensor] = {}
     modules = {layer: family.attention_module(model, layer) for layer in layers}
@@ -132,7 +133,7 @@ def observed_attention(
         output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap=softcap)
         output = output.unflatten(-1, (shape.num_heads, -1))
         report(layer, tensors, output)
-        return _own_block(output, shape, group_size), None
+        return _block_of_head(output, shape, group_size), None
 
     def keep(layer: int) -> Callable[..., None]:
         return lambda module, inputs, output: before.update({layer: output})
@@ -141,10 +142,10 @@ def observed_attention(
     if family.rotary is not None:
         for layer, module in modules.items():
             handles.append(module.get_submodule(family.key_source).register_forward_hook(keep(layer)))
-    AttentionInterface.register(OBSERVED, attention)
-    AttentionMaskInterface.register(OBSERVED, sdpa_mask)  # without it transformers drops the mask silently
+    AttentionInterface.register(OBSERVED_ATTENTION, attention)
+    AttentionMaskInterface.register(OBSERVED_ATTENTION, sdpa_mask)  # otherwise transformers drops the mask silently
     implementation = model.config._attn_implementation
-    model.config._attn_implementation = OBSERVED
+    model.config._attn_implementation = OBSERVED_ATTENTION
     replaced = list(modules.values()) if family.bypasses_interface else []
     for module in replaced:
         module.forward = partial(_forward_through_interface, module, family, shape, attention)
@@ -162,13 +163,13 @@ def _forward_through_interface(
     module: Any,
     family: Family,
     shape: AttentionShape,
-    attention: Attention,
+    attention: AttentionFunction,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The forward of a fused attention with RoPE, written with the attention interface."""
+    """Forward of a fused attention with RoPE that calls the attention interface."""
     fused = module.get_submodule(family.fused)(hidden_states)
     query, key, value = (
         part.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2) for part in split_activations(family, fused, shape)
@@ -180,43 +181,46 @@ def _forward_through_interface(
 
 
 def _stacked(value: Tensor, group_size: int) -> Tensor:
-    """[batch_size, num_kv_heads, seq_len, d] -> the values of each head's whole group, [..., group_size * d]."""
+    """Stack the values of each head's whole group: [batch_size, num_kv_heads, seq_len, d] -> [..., group_size * d]."""
     if group_size == 1:
         return value
     groups = value.unflatten(1, (-1, group_size)).transpose(2, 3).flatten(3)
     return groups.repeat_interleave(group_size, dim=1)
 
 
-def _own_block(output: Tensor, shape: AttentionShape, group_size: int) -> Tensor:
-    """[batch_size, seq_len, num_heads, group_size * d] -> what each query head gets from its own KV head's values."""
+def _block_of_head(output: Tensor, shape: AttentionShape, group_size: int) -> Tensor:
+    """Take from [batch_size, seq_len, num_heads, group_size * d] the part of each query head's KV head, [..., d]."""
     if group_size == 1:
         return output
     heads = torch.arange(shape.num_heads, device=output.device)
-    own = heads // shape.heads_per_kv % group_size
-    return output.unflatten(-1, (group_size, -1))[:, :, heads, own]
+    index_in_group = heads // shape.heads_per_kv % group_size
+    return output.unflatten(-1, (group_size, -1))[:, :, heads, index_in_group]
 
 
 class StoredKeys:
-    """Makes what moments are of from what attention sees, or gradients by the former from gradients by the latter."""
+    """Converts keys and values that attention sees to the form in which they are stored.
+
+    The conversion only rotates and stacks, so it converts gradients in the same way.
+    """
 
     def __init__(self, model: Any, family: Family, shape: AttentionShape) -> None:
         self.model, self.family, self.shape = model, family, shape
 
     def of(self, names: Iterable[str], layer: int, seq_len: int, observed: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What moments, other than those of queries and outputs, are of.
+        """Stored keys and values by the names of their moments.
 
         Args:
-            names: `value`, or what `stored_name` gives.
-            observed: `key_post`, `value` and, where there is RoPE, `key_pre`, as `observed_attention` reports them.
+            names: `value`, or names from `stored_name`.
+            observed: `key_post`, `value` and, with RoPE, `key_pre`, as `observed_attention` reports them.
         Returns:
-            Each [tokens, num_kv_heads, head_dim]; of joint ones twice as wide: of each head the key, then the value.
+            Each [tokens, num_kv_heads, head_dim]; joint ones are twice as wide, with each head's key before its value.
         """
         by_token = {name: observed[name].transpose(1, 2).flatten(0, 1) for name in ("key_post", "value")}
-        found = {}
+        converted = {}
         for name in names:
             form = named_form(name)
             if form is None:
-                found[name] = by_token["value"]
+                converted[name] = by_token["value"]
                 continue
             keys = by_token["key_post"]
             if form.rope_block is not None:
@@ -225,11 +229,11 @@ class StoredKeys:
                 )
                 keys = self._within_blocks(layer, keys, seq_len, form)
             joint = name.startswith(JOINT)
-            found[name] = torch.cat([keys, by_token["value"].to(keys.dtype)], dim=-1) if joint else keys
-        return found
+            converted[name] = torch.cat([keys, by_token["value"].to(keys.dtype)], dim=-1) if joint else keys
+        return converted
 
     def _within_blocks(self, layer: int, keys: Tensor, seq_len: int, form: KeyForm) -> Tensor:
-        """Keys of whole rows of seq_len tokens, slow planes rotated within blocks; float32 or wider if any is."""
+        """Rotate the slow planes of keys within blocks, in float32 or wider; keys are of whole sequences."""
         if form.fast_planes == pre_rope(self.shape).fast_planes:
             return keys
         dtype = torch.promote_types(keys.dtype, torch.float32)
@@ -239,18 +243,18 @@ class StoredKeys:
         return rotated.flatten(0, 1)
 
     def when_read(self, layer: int, keys: Tensor, seq_len: int, form: KeyForm) -> Tensor:
-        """Stored keys of whole rows, [tokens, num_kv_heads, head_dim], as attention reads them, after RoPE."""
+        """Rotate stored keys of whole sequences, [tokens, num_kv_heads, head_dim], to keys after RoPE."""
         if form.rope_block is None:
             return keys
         cos, sin = when_read(self._rotation(layer, seq_len, keys.device, keys.dtype), form)
         return rotate(keys.unflatten(0, (-1, seq_len)), cos[:, None], sin[:, None]).flatten(0, 1)
 
     def _rotation(self, layer: int, count: int, device: torch.device, dtype: torch.dtype) -> Rotation:
-        """Of the first positions."""
+        """cos and sin of the first `count` positions."""
         assert self.family.rotary is not None
         kind = self.family.rotary_type(self.model.config, layer)
         rotary = self.model.get_submodule(self.family.rotary)
-        places = torch.arange(count, device=device)
+        positions = torch.arange(count, device=device)
         like = torch.empty(0, device=device, dtype=dtype)
-        cos, sin = rotary(like, places[None], *(() if kind is None else (kind,)))
+        cos, sin = rotary(like, positions[None], *(() if kind is None else (kind,)))
         return cos[0].to(device), sin[0].to(device)

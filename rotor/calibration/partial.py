@@ -1,8 +1,8 @@
-"""An unfinished run: what calibration has done so far, layer by layer, in a folder beside the run (`RUN.partial`).
+"""An unfinished run: the finished layers of a calibration, in a folder beside the run (`RUN.partial`).
 
-A layer counts as done when `work/progress.json` says so, which is written when its files and the hidden states that
-enter the next layer are on the disk, so that a resumed run goes on exactly where the other ended. That file also says
-what the run was begun with. It goes last, when the folder has become the run.
+`work/progress.json` says which layers are done. It is written after a layer's files and the hidden states that enter
+the next layer are on disk, so that a resumed run continues exactly where the other ended. It also records the inputs
+of the run. It is deleted last, after the folder has become the run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START_AGAIN = "Give --overwrite to start again."
 
 
 class PartialRun:
-    """The folder `OUT.partial`. Whoever writes to it holds the lock of OUT (see rotor.checkpoint.locks).
+    """The folder `OUT.partial`. Writers hold the lock of OUT (see rotor.checkpoint.locks).
 
     Args:
         out: the run folder that it will become.
@@ -45,7 +45,7 @@ class PartialRun:
         return self.folder.is_dir()
 
     def check(self, resume: bool, overwrite: bool) -> None:
-        """Raises UsageError if there is an unfinished run and it was not said what to do with it, or something else."""
+        """Raise UsageError for an existing folder without --resume or --overwrite, or one that is no unfinished run."""
         if self.exists and not resume and not overwrite:
             raise UsageError(
                 f"{self.folder}: an unfinished run is there.",
@@ -57,7 +57,7 @@ class PartialRun:
             log.info("--resume: no unfinished run is at %s; this one begins at the start.", self.folder)
 
     def open(self, resume: bool) -> None:
-        """Make the folder, or go on with the one that is there."""
+        """Create the folder, or continue with the existing one."""
         self.resumed = self.exists and resume
         if not self.resumed:
             self.remove()
@@ -66,22 +66,23 @@ class PartialRun:
         self.work.mkdir(exist_ok=True)
 
     def agree(self, fingerprint: dict[str, Any]) -> None:
-        """Keep what the run depends on, or compare with what was kept.
+        """Record the inputs of the run, or compare them with the recorded ones.
 
         Raises:
-            UsageError: it differs; names what.
+            UsageError: they differ; names the differences.
         """
-        new, progress = json.loads(json.dumps(fingerprint)), self._progress()
+        new = json.loads(json.dumps(fingerprint))
+        progress = self._progress()
         if not progress:
             write_json(self.work / PROGRESS, {"finished_layers": 0, "begun_with": new})
             return
-        found = [
+        changed = [
             f"{name} was {shorten_json(old)}, now is {shorten_json(now)}"
             for name, old, now in differences(progress.get("begun_with"), new)
         ]
-        if found:
+        if changed:
             raise UsageError(
-                f"{self.folder}: was begun with something else: {'; '.join(found)}.",
+                f"{self.folder}: was begun with something else: {'; '.join(changed)}.",
                 f"Give what it was begun with. {START_AGAIN}",
             )
 
@@ -90,14 +91,14 @@ class PartialRun:
         return int(self._progress().get("finished_layers", 0))
 
     def commit(self, finished_layers: int) -> None:
-        """All files of the layers before are on disk, and so are the states that enter the next."""
+        """Mark layers as finished, once their files and the states that enter the next layer are on disk."""
         sync(self._states(finished_layers))
         sync(self.work)
         write_json(self.work / PROGRESS, {**self._progress(), "finished_layers": finished_layers})
         self._states(finished_layers - 1).unlink(missing_ok=True)
 
     def states(self, layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Room for the hidden states that enter a layer; those of a resumed run are in it."""
+        """Allocate the hidden states that enter a layer; a resumed run finds its own in the file."""
         return new_states(shape, dtype, self._states(layer))
 
     def _states(self, layer: int) -> Path:
@@ -108,18 +109,19 @@ class PartialRun:
         return read_json(path, START_AGAIN) if path.is_file() else {}
 
     def keep(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Keep tensors that were costly to get."""
+        """Store tensors that were costly to compute, for a resumed run."""
         with replacing(self.work / name) as temporary:
             write_tensors(temporary, tensors)
 
     def kept(self, name: str) -> Path | None:
+        """File of tensors that `keep` stored, or None."""
         path = self.work / name
         return path if path.is_file() else None
 
     def publish(self) -> None:
-        """The folder becomes the run."""
+        """Turn the folder into the run."""
         for path in self.work.iterdir():
-            if path.name != PROGRESS:  # which is needed until the run is there
+            if path.name != PROGRESS:  # it is needed until the run is published
                 path.unlink()
         write_manifest(self.folder, "run")
         publish_folder(self.folder, self.out)
@@ -130,8 +132,9 @@ class PartialRun:
             remove(self.folder, "run")
 
     def ended(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Remove it where work on it has failed, unless --resume can go on with it: its numbers are not bad, and a
-        layer is finished or it was there before.
+        """Remove the folder after a failure, unless --resume can use it.
+
+        It can if the numbers are not bad and either a layer is finished or the run was itself resumed.
         """
         bad = isinstance(error, (NumericsError, DataError))
         if bad or (error is not None and not self.resumed and not self.finished_layers):

@@ -1,7 +1,7 @@
-"""Pruning of calibration data: sequences dropped, and K-means centroids in place of vectors.
+"""Pruning of calibration data: dropped sequences, and K-means centroids in place of vectors.
 
-The second moments of the centroids stand where the exact ones would; nothing after them differs. W_o is never
-clustered. Source: ZDC section 5.1.
+The second moments of the centroids replace the exact ones; later stages do not differ. W_o is never clustered.
+Source: ZDC section 5.1.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from ..errors import DataError, NumericsError
 from ..recipe import Prune
 from .bases.moments import JOINT, UNCENTRED, LayerStatistics
 
-EXACT = ("output", JOINT)
-"""Moments that begin so are not taken of centroids."""
+NEVER_CLUSTERED = ("output", JOINT)
+"""Prefixes of the names of moments that are never taken of centroids."""
 
 BATCH_VECTORS = 1024
-"""Vectors of a mini-batch; fixed, so that the result does not depend on how tokens are batched."""
+"""Vectors of a mini-batch; a constant, so that the result does not depend on how tokens are batched."""
 
 
-def prune_rows(rows: Tensor, prune: Prune) -> Tensor:
-    """Drop `prune.share` of the rows at random, keeping the order of the others.
+def prune_sequences(sequences: Tensor, prune: Prune) -> Tensor:
+    """Drop `prune.share` of the sequences at random, keeping the order of the others.
 
     Raises:
-        DataError: nothing would be left, or fewer tokens, and so fewer keys of a head, than centroids.
+        DataError: no sequence would be left, or fewer tokens (and so keys of a head) than centroids.
     """
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(prune.seed))
-    left = rows[order[round(len(rows) * prune.share) :].sort().values]
+    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(prune.seed))
+    left = sequences[order[round(len(sequences) * prune.share) :].sort().values]
     hint = "Lower it, or ask for more tokens with --set tokens.count=N."
     if not len(left):
-        raise DataError(f"prune.share {prune.share} leaves none of {len(rows)} rows.", hint)
+        raise DataError(f"prune.share {prune.share} leaves none of {len(sequences)} sequences.", hint)
     if prune.kmeans is not None and prune.kmeans > left.numel():
         raise DataError(f"prune.kmeans: {prune.kmeans} centroids for {left.numel()} tokens.", hint)
     return left
 
 
 class StreamingKMeans:
-    """K-means over a stream of vectors by scikit-learn's MiniBatchKMeans, in memory that does not grow with it.
+    """K-means over a stream of vectors with scikit-learn's MiniBatchKMeans, in constant memory.
 
-    Every vector is assigned once, when its mini-batch comes; a centroid is the mean of all vectors assigned to it.
+    Every vector is assigned once, in its mini-batch; a centroid is the mean of all vectors assigned to it.
     """
 
     def __init__(self, clusters: int, seed: int) -> None:
         from sklearn.cluster import MiniBatchKMeans  # slow to import
 
-        # The first centroids are chosen by k-means++ among three vectors a centroid, as is scikit-learn's default.
+        # k-means++ chooses the first centroids among three vectors per centroid, scikit-learn's default.
         self._next_batch, self._waiting = max(BATCH_VECTORS, 3 * clusters), np.empty((0, 0))
         options = {"n_init": 1, "compute_labels": False, "init_size": self._next_batch, "random_state": seed}
-        # No reassignment: moving a centroid elsewhere would break its mean and its count.
+        # No reassignment, because a moved centroid would no longer be the mean of its vectors.
         self._model: Any = MiniBatchKMeans(clusters, reassignment_ratio=0, **options)
 
     def add(self, vectors: np.ndarray) -> None:
@@ -66,22 +66,31 @@ class StreamingKMeans:
         self._waiting = waiting.copy()
 
     def finish(self) -> tuple[np.ndarray, np.ndarray]:
-        """Centroids [k, width] and how many vectors each stands for [k], float64; a centroid may stand for none."""
+        """Centroids [k, width] and the number of vectors of each [k], float64; the number may be 0."""
         if len(self._waiting):
             self._fit(self._waiting)
-        return self._model.cluster_centers_, self._model._counts  # private there; a test holds it to be exact
+        return self._model.cluster_centers_, self._model._counts  # _counts is private; a test checks that it is exact
 
     def _fit(self, batch: np.ndarray) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of fewer distinct vectors than centroids
+            warnings.simplefilter("ignore")  # scikit-learn warns of fewer distinct vectors than centroids
             self._model.partial_fit(batch)
+
+
+def kmeans_bytes(clusters: int, width: int) -> int:
+    """Bytes of clustering a layer's queries, keys and values, each `width` numbers wide.
+
+    Vectors of a batch and centroids are float64, in about three copies.
+    """
+    return 3 * 8 * (max(BATCH_VECTORS, 3 * clusters) + clusters) * 3 * width
 
 
 @dataclass
 class ClusteredStatistics(LayerStatistics):
     """Second moments of one layer with `prune.kmeans` centroids in place of queries, keys and values.
 
-    Queries of a KV head are clustered together; keys and values of a group as its heads' vectors side by side.
+    All queries of a KV head are clustered together. Keys and values of a group are clustered as one vector per token,
+    the heads side by side.
     """
 
     prune: Prune = field(default_factory=Prune)
@@ -89,11 +98,11 @@ class ClusteredStatistics(LayerStatistics):
     clusters: dict[str, list[StreamingKMeans]] = field(default_factory=dict)
 
     def add(self, activations: dict[str, Tensor]) -> None:
-        """Add one batch; raises NumericsError that names the layer where a vector is not finite."""
+        """Add one batch; raises NumericsError that names the layer if a vector is not finite."""
         tokens = self.tokens + next(iter(activations.values())).shape[0]
-        super().add({name: tensor for name, tensor in activations.items() if name.startswith(EXACT)})
+        super().add({name: tensor for name, tensor in activations.items() if name.startswith(NEVER_CLUSTERED)})
         self.tokens = tokens
-        for name in (name for name in activations if not name.startswith(EXACT)):
+        for name in (name for name in activations if not name.startswith(NEVER_CLUSTERED)):
             blocks = self._blocks(name, activations[name]).to("cpu", torch.float64)
             if not torch.isfinite(blocks).all():
                 raise NumericsError(
@@ -111,7 +120,7 @@ class ClusteredStatistics(LayerStatistics):
         return StreamingKMeans(self.prune.kmeans, seed)
 
     def finish(self) -> LayerStatistics:
-        """The moments of the centroids, sum_c n_c c c^T, for n_c vectors that a centroid c stands for."""
+        """Moments of the centroids, sum_c n_c c c^T, where n_c is the number of vectors assigned to centroid c."""
         result = LayerStatistics(self.shape, self.group_size, self.sums, self.tokens).finish()
         for name, streams in self.clusters.items():
             moments, totals = [], []

@@ -1,10 +1,11 @@
-"""The run folder: what calibration found, and what searches measured.
+"""The run folder: results of calibration, and measurements of searches.
 
 RUN/  recipe.yaml  run.json  bases/layer-0000.safetensors ...  codes/layer-0000.safetensors ...  fisher.safetensors
        distilled/layer-0000.safetensors ...
        tables/KEY.json ...  probes/KEY.json ...  log.txt
 
-Files of a layer are written when it is done and read when it is needed, so that no command holds those of all layers.
+A layer's files are written when the layer is done and read when they are needed, so that no command holds those of all
+layers.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from ..errors import CheckpointError, MissingError, UsageError
 from ..models.hub import find_model
 from ..recipe import Recipe, load_stored_recipe
 from .bases.moments import pack_symmetric, unpack_symmetric
-from .codes.layer import MEASURED, GroupChannels, LayerCodes, SideCodes, coded_bases
+from .codes.layer import FITTED_BITS, GroupChannels, LayerCodes, SideCodes, coded_bases
 
-INFO, FISHER = "run.json", "fisher.safetensors"
+INFO, WEIGHT_FISHER = "run.json", "fisher.safetensors"
 SIDES = ("qk", "vo")
 DISTILLED = "distilled"
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
 
 def layer_path(folder: Path, kind: str, layer: int) -> Path:
-    """The file of a layer's `bases` or `codes`, or of what became of both when they were `distilled`."""
+    """File of a layer's `bases` or `codes`, or of both after training (`distilled`)."""
     return folder / kind / f"layer-{layer:04d}.safetensors"
 
 
@@ -51,10 +52,10 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 class _Stored(dict[str, Tensor]):
-    """The tensors of those names, or all, of a safetensors file of the run; asking for others is an error.
+    """Tensors of a safetensors file of the run: those of `names`, or all.
 
     Raises:
-        CheckpointError: it cannot be read, or lacks a tensor.
+        CheckpointError: the file cannot be read, or a tensor that is asked for is missing.
     """
 
     def __init__(self, path: Path, names: list[str] | None = None) -> None:
@@ -69,20 +70,20 @@ class _Stored(dict[str, Tensor]):
         raise CheckpointError(f"{self.path}: tensor {name!r} is missing.", CALIBRATE_AGAIN)
 
     def checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of that shape; see check_stored."""
+        """A tensor whose shape and values were checked; see check_stored."""
         check_stored(self[name], shape, f"{self.path}: {name}")
         return self[name]
 
 
-def write_fisher(folder: Path, information: Tensor) -> None:
-    """Fisher information of the weights of keys and of values, [num_layers, 2, num_kv_heads], if it is finite."""
+def write_weight_fisher(folder: Path, information: Tensor) -> None:
+    """Write the Fisher information of W_k and W_v, [num_layers, 2, num_kv_heads], after checking that it is finite."""
     check_stored(information, tuple(information.shape), "the Fisher information of the weights")
-    _write(folder / FISHER, {"information": information})
+    _write(folder / WEIGHT_FISHER, {"information": information})
 
 
-def read_fisher(folder: Path, shape: AttentionShape) -> Tensor:
-    """As `write_fisher` had it; raises UsageError if the run has none."""
-    path = folder / FISHER
+def read_weight_fisher(folder: Path, shape: AttentionShape) -> Tensor:
+    """Read the Fisher information that `write_weight_fisher` wrote; raises UsageError if the run has none."""
+    path = folder / WEIGHT_FISHER
     if not path.is_file():
         raise UsageError(
             f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
@@ -91,17 +92,17 @@ def read_fisher(folder: Path, shape: AttentionShape) -> Tensor:
 
 
 def write_bases(folder: Path, layer: int, bases: LayerBases) -> None:
-    """Write all columns of the bases of a layer, float64, with their singular values, and what W_o is refitted by."""
+    """Write all columns of a layer's bases, float64, with singular values and the output moments for refitting W_o."""
     _write(layer_path(folder, "bases", layer), _bases_tensors(bases))
 
 
 def write_codes(folder: Path, layer: int, codes: LayerCodes) -> None:
-    """Write what is known of the codes of each channel of a layer, float64."""
+    """Write the fitted codes of each channel of a layer, float64."""
     _write(layer_path(folder, "codes", layer), _codes_tensors(codes))
 
 
 def write_distilled(folder: Path, layer: int, bases: LayerBases, codes: LayerCodes) -> None:
-    """Write what became of a layer's bases and codes when they were trained, beside those."""
+    """Write a layer's trained bases and codes; calibration's stay in files of their own."""
     _write(layer_path(folder, DISTILLED, layer), _bases_tensors(bases) | _codes_tensors(codes))
 
 
@@ -120,18 +121,18 @@ def _bases_tensors(bases: LayerBases) -> dict[str, Tensor]:
 def _codes_tensors(codes: LayerCodes) -> dict[str, Tensor]:
     return {
         f"{side}.{name}": tensor.contiguous()
-        for side, found in zip(SIDES, codes.sides, strict=False)  # values may share the latent of keys
-        for name, tensor in vars(found).items()
+        for side, side_codes in zip(SIDES, codes.sides, strict=False)  # values may share the latent of keys
+        for name, tensor in vars(side_codes).items()
     }
 
 
 def read_bases(path: Path, form: LayerForm, shape: AttentionShape, refit: bool = False) -> LayerBases:
-    """What `write_bases` or `write_distilled` wrote.
+    """Read the bases that `write_bases` or `write_distilled` wrote.
 
     Args:
-        refit: W_o is refitted.
+        refit: also read the output moments for refitting W_o.
     Raises:
-        CheckpointError: the file is missing, damaged or not of such a layer.
+        CheckpointError: the file is missing, damaged or does not fit the layer.
     """
     tensors = _Stored(path)
 
@@ -144,24 +145,26 @@ def read_bases(path: Path, form: LayerForm, shape: AttentionShape, refit: bool =
     outputs = unpack_symmetric(tensors["outputs"]) if refit else None
     sides = pair("qk"), pair("vo")
     latents = (stacked_pair(*sides, form.group_size),) if form.joint else sides
-    found = LayerBases(form.keys, form.group_size, latents, outputs)
-    found.check(shape, str(path))
-    return found
+    bases = LayerBases(form.keys, form.group_size, latents, outputs)
+    bases.check(shape, str(path))
+    return bases
 
 
 def read_codes(path: Path, form: LayerForm, shape: AttentionShape) -> LayerCodes:
-    """What `write_codes` or `write_distilled` wrote; raises likewise."""
-    tensors, sides = _Stored(path), []
+    """Read the codes that `write_codes` or `write_distilled` wrote; raises the same errors as `read_bases`."""
+    tensors = _Stored(path)
+    sides = []
     for side in SIDES[: form.latents_per_group]:
-        found = {}
-        for part in (own.name for own in fields(SideCodes)):
-            widths = () if part in ("weight", "variance") else (len(MEASURED),)
-            found[part] = tensors.checked(f"{side}.{part}", (*widths, *_columns(form, shape)))
-        sides.append(SideCodes(**found))
+        parts = {}
+        for part in (attribute.name for attribute in fields(SideCodes)):
+            widths = () if part in ("weight", "variance") else (len(FITTED_BITS),)
+            parts[part] = tensors.checked(f"{side}.{part}", (*widths, *_columns(form, shape)))
+        sides.append(SideCodes(**parts))
     return LayerCodes(*sides)
 
 
 def _columns(form: LayerForm, shape: AttentionShape) -> tuple[int, int]:
+    """Number of groups, and columns of each latent."""
     return shape.num_kv_heads // form.group_size, form.columns(shape.head_dim)
 
 
@@ -177,7 +180,7 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | Path) -> Run:
-        """Raises CheckpointError if the folder is not a finished run, or not as calibrate wrote it."""
+        """Open a finished run; raises CheckpointError if it is unfinished or not as calibrate wrote it."""
         path = Path(folder)
         if not path.is_dir():
             raise MissingError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
@@ -186,13 +189,13 @@ class Run:
         run = cls(path, load_stored_recipe(path), info, Manifest.read(path, CALIBRATE_AGAIN))
         for name in run.manifest.added():
             raise CheckpointError(f"{path / name}: is unexpected; rotor did not write it.", "Move it elsewhere.")
-        for name in (INFO, RECIPE, FISHER):
+        for name in (INFO, RECIPE, WEIGHT_FISHER):
             if name in run.manifest.files or (path / name).exists():
                 run.verify(path / name)
         return run
 
     def verify(self, path: Path) -> None:
-        """Raises CheckpointError if a file is not as calibrate wrote it; looks at each once."""
+        """Raise CheckpointError if a file is not as calibrate wrote it; each file is checked once."""
         name = path.relative_to(self.folder).as_posix()
         if name in self._verified:
             return
@@ -203,12 +206,12 @@ class Run:
 
     @property
     def writable(self) -> bool:
-        """Whether what is measured can be kept in it; of a colleague's it cannot."""
+        """Whether measurements can be stored in the folder, which may belong to somebody else."""
         return os.access(self.folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
     @property
     def has_codes(self) -> bool:
-        """Whether calibration took what bits are allocated by."""
+        """Whether calibration fitted codes, which bits are allocated by."""
         return layer_path(Path(), "codes", 0).as_posix() in self.manifest.files
 
     @property
@@ -217,19 +220,19 @@ class Run:
 
     @property
     def calibrated_documents(self) -> frozenset[str]:
-        """Digests of the documents that were calibrated on; empty where that was no text."""
+        """Digests of the documents that were calibrated on; empty if the tokens were no text."""
         return frozenset(map(str, self.info.get("tokens", {}).get("documents_sha256", ())))
 
     @property
     def model_folder(self) -> Path:
-        """Where the calibrated model was."""
+        """Folder of the model at calibration."""
         return Path(self.info["model"]["path"])
 
     def fetch_model(self) -> Path:
-        """The folder of the calibrated model; one from the hub is fetched again if its cache was emptied since.
+        """The folder of the calibrated model; a model from the hub is fetched again if the cache was emptied.
 
         Raises:
-            CheckpointError: it is not to be had.
+            CheckpointError: the model is not available.
         """
         model = self.info["model"]
         if not self.model_folder.is_dir() and model.get("hub_id"):
@@ -237,11 +240,11 @@ class Run:
         return self.model_folder
 
     def bases(self, channels: Sequence[GroupChannels] | None = None) -> RunBases:
-        """The bases of each layer, read when they are asked for; see RunBases."""
+        """The bases of each layer, read on access; see RunBases."""
         return RunBases(self, channels)
 
     def layer_bases(self, layer: int, kind: str = "bases") -> LayerBases:
-        """The bases of one layer, or what they were trained to: those of `distilled`.
+        """Read the bases of one layer, with `kind` "distilled" the trained ones.
 
         Raises:
             CheckpointError: the layer's file is missing, damaged or does not fit run.json.
@@ -251,35 +254,36 @@ class Run:
         return read_bases(path, self.form.layer(layer), self.shape, self.recipe.bases.refit)
 
     def layer_codes(self, layer: int, kind: str = "codes") -> LayerCodes:
-        """What is known of the codes of one layer, or what they were trained to; raises likewise."""
+        """Read the codes of one layer, with `kind` "distilled" the trained ones; raises like `layer_bases`."""
         path = layer_path(self.folder, kind, layer)
-        found = read_codes(path, self.form.layer(layer), self.shape)
+        codes = read_codes(path, self.form.layer(layer), self.shape)
         self.verify(path)
-        return found
+        return codes
 
     def spectra(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Singular values of qk and of vo of one layer, each [num_groups, columns]; raises likewise."""
-        path, names = layer_path(self.folder, "bases", layer), [f"{side}.singular_values" for side in SIDES]
+        """Read the singular values of a layer's qk and vo, each [num_groups, columns]; raises like `layer_bases`."""
+        path = layer_path(self.folder, "bases", layer)
+        names = [f"{side}.singular_values" for side in SIDES]
         tensors = _Stored(path, names)
         self.verify(path)
         return tensors.checked(names[0], self.columns), tensors.checked(names[1], self.columns)
 
     @property
     def form(self) -> ModelForm:
-        """What the layers are compressed to."""
+        """The form that the layers are compressed to."""
         form = self.info["form"]
         return ModelForm(tuple(KeyForm(**keys) for keys in form["keys"]), form["group_size"], form["joint"])
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Groups of a layer, and the columns of each of their latents."""
+        """Number of groups of a layer, and columns of each latent."""
         return _columns(self.form.layer(0), self.shape)
 
 
 class RunBases(Sequence[LayerBases]):
-    """The bases of a run's layers; each is read when it is asked for, and not kept.
+    """The bases of a run's layers; each is read on access and not kept.
 
-    channels: where columns are codes: those of a plan, by which they are ordered and coded.
+    channels: the channels of a plan, by which the columns are ordered and coded; None for bases without codes.
     """
 
     def __init__(self, run: Run, channels: Sequence[GroupChannels] | None = None) -> None:

@@ -1,9 +1,10 @@
-"""Which tokens' keys and values are kept for fitting codes, with the gradients by them.
+"""Choose the tokens whose keys and values, with their gradients, are kept for fitting codes.
 
-Few tokens carry what the codes of a layer cost: their keys or values lie far out, and the model minds their error. So
-half of the samples are the tokens of the largest product of the squared norms of vector and gradient, each standing for
-itself; the others are drawn, and stand for all that are left. Gradients are cut to the length that one token in a
-hundred exceeds, so that no token decides alone: two draws of tokens agree better (artifacts/NOTES.md).
+Few tokens carry most of the loss of a layer's codes: their keys or values are outliers, and the model is sensitive to
+errors in them. So half of the samples are the heaviest tokens, by the product of the squared norms of vector and
+gradient, each with a weight of one token. The other half is drawn at random and represents all remaining tokens.
+Gradients are clipped to the length that one token in a hundred exceeds, so that no single token decides: two draws of
+tokens then agree better (artifacts/NOTES.md).
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from torch import Tensor
 
 from .bases.information import TokenSamples
 
-SHARE = 0.01
-"""Of the tokens, whose gradients are shortened."""
+CLIPPED_SHARE = 0.01
+"""Share of the tokens whose gradients are clipped."""
 
 
 class SampleKeeper:
-    """Chooses samples while batches pass by; what is chosen depends on no batch's size.
+    """Chooses samples from a stream of batches; the choice does not depend on batch sizes.
 
     Args:
-        tokens: that will come, in rows of seq_len. count: of samples, at most; half are the heaviest, half drawn.
-        seed: of the draw. Not at equal distances: first tokens of rows would be drawn too often.
+        tokens: number of tokens that will be added, in sequences of seq_len.
+        count: most samples to keep; half are the heaviest, half drawn.
+        seed: seed of the draw. Tokens at equal distances would contain too many first tokens of sequences.
     """
 
     def __init__(self, tokens: int, seq_len: int, count: int, seed: int) -> None:
@@ -30,16 +32,16 @@ class SampleKeeper:
         self._first: list[Tensor] = []
         self._heaviest, self._drawn_count = (count + 1) // 2, count // 2
         drawn = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))[: self._drawn_count]
-        self._drawn_places = drawn.sort().values
+        self._drawn_indices = drawn.sort().values
         self._added = 0
         self._drawn: list[tuple[Tensor, Tensor]] = []
-        self._top: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # scores, places, vectors, gradients
+        self._top: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # scores, indices, vectors, gradients
 
     def add(self, vectors: Tensor, gradients: Tensor) -> None:
         """Add the next tokens, each [tokens, num_kv_heads, head_dim]."""
         first, count = self._added, len(vectors)
         self._added += count
-        here = self._drawn_places[(self._drawn_places >= first) & (self._drawn_places < first + count)] - first
+        here = self._drawn_indices[(self._drawn_indices >= first) & (self._drawn_indices < first + count)] - first
         here = here.to(vectors.device)
         self._drawn.append((vectors[here].float().cpu(), gradients[here].float().cpu()))
         self._first.append(vectors[:: self._seq_len].float().cpu())
@@ -48,50 +50,56 @@ class SampleKeeper:
         new = scores.cpu(), index.cpu() + first, vectors[index].float().cpu(), gradients[index].float().cpu()
         both = new if self._top is None else tuple(torch.cat(pair) for pair in zip(self._top, new, strict=True))
         kept = torch.topk(both[0], min(len(both[0]), self._heaviest)).indices
-        scores, places, own, by_own = (part[kept] for part in both)
-        self._top = scores, places, own, by_own
+        scores, indices, top_vectors, top_gradients = (part[kept] for part in both)
+        self._top = scores, indices, top_vectors, top_gradients
 
     def samples(self) -> TokenSamples:
-        """Of the tokens that were added, all of which must have been."""
+        """The samples, once all tokens were added."""
         assert self._top is not None
         assert self._added == self._tokens
-        _, places, vectors, gradients = self._top
-        others = ~torch.isin(self._drawn_places, places)
-        drawn, by_drawn = (torch.cat(parts)[others] for parts in zip(*self._drawn, strict=True))
-        left = max(self._tokens - len(places), len(drawn)) / max(1, len(drawn))  # tokens that each drawn one stands for
-        share = torch.cat([torch.ones(len(places)), torch.full((len(drawn),), left)]).double()
+        _, indices, vectors, gradients = self._top
+        others = ~torch.isin(self._drawn_indices, indices)  # a drawn token may be among the heaviest
+        drawn, drawn_gradients = (torch.cat(parts)[others] for parts in zip(*self._drawn, strict=True))
+        tokens_per_draw = max(self._tokens - len(indices), len(drawn)) / max(1, len(drawn))
+        share = torch.cat([torch.ones(len(indices)), torch.full((len(drawn),), tokens_per_draw)]).double()
         first = torch.cat(self._first).mean(0)
-        return TokenSamples(torch.cat([vectors, drawn]), torch.cat([gradients, by_drawn]), share / share.sum(), first)
+        all_gradients = torch.cat([gradients, drawn_gradients])
+        return TokenSamples(torch.cat([vectors, drawn]), all_gradients, share / share.sum(), first)
 
 
 class GradientClip:
-    """Finds the longest gradients while batches pass by; no batch's size matters.
+    """Finds the longest gradients in a stream of batches; the result does not depend on batch sizes.
 
     Args:
-        tokens: that will come. Of fewer than 150 nothing is shortened: one gradient is the longest.
+        tokens: number of tokens that will be added. With fewer than 150 nothing is clipped, as only one gradient is
+            kept.
     """
 
     def __init__(self, tokens: int) -> None:
-        self._count = max(1, round(SHARE * tokens))
+        self._count = max(1, round(CLIPPED_SHARE * tokens))
         self._longest: Tensor | None = None  # [at most count, num_kv_heads, n]
 
     def add(self, gradients: Tensor) -> None:
-        """Add those of the next tokens, [tokens, num_kv_heads, n]."""
+        """Add the gradients of the next tokens, [tokens, num_kv_heads, n]."""
         both = gradients if self._longest is None else torch.cat([self._longest, gradients])
         self._longest = both[torch.topk(_squares(both), min(self._count, len(both))).indices]
 
     def excess(self) -> Tensor:
-        """Vectors whose second moment is what the shortened gradients' lacks, [at most count, num_kv_heads, n]."""
+        """Vectors whose second moment is that of all gradients minus that of the clipped ones.
+
+        Returns:
+            [at most count, num_kv_heads, n].
+        """
         assert self._longest is not None
         lost = 1 - self._shares(self._longest)
         return self._longest * lost.sqrt().to(self._longest.dtype)[:, None, None]
 
     def shortened(self, gradients: Tensor) -> Tensor:
-        """Some of the gradients that were added, [tokens, num_kv_heads, n], of the clip's length at most."""
+        """Clip gradients that were added, [tokens, num_kv_heads, n]."""
         return gradients * self._shares(gradients).sqrt().to(gradients.dtype)[:, None, None]
 
     def _shares(self, gradients: Tensor) -> Tensor:
-        """What is kept of each one's square, [tokens], float64."""
+        """Share of each gradient's squared length that clipping keeps, [tokens], float64."""
         assert self._longest is not None
         bound = _squares(self._longest).min().to(gradients.device)
         squares = _squares(gradients)

@@ -34,6 +34,7 @@ class Tile:
     lean: what each tile loads again instead of holding it in registers: constants (1), rotations (2), both (3).
     together: KV heads whose fast planes one product rebuilds; it divides the heads of a group.
     again: planes of joint latents that are unpacked a second time for values.
+    packed: whether tiles go through shared memory packed, and each product unpacks its own operands.
     """
 
     keys: Annotated[int, OneOf((16, 32, 64, 128))]
@@ -42,6 +43,7 @@ class Tile:
     lean: Annotated[int, Field(ge=0, le=3)] = 0
     together: Annotated[int, OneOf((1, 2, 4, 8))] = 1
     again: Annotated[int, Field(ge=0, le=4)] = 0
+    packed: bool = False
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,8 @@ class ModelForm(NamedTuple):
         forms = self.distinct
         if len(forms) == 1:
             return forms[0].in_words(shape)
-        return "; ".join(f"{self.keys.count(form.keys)} layers: {form.in_words(shape)}" for form in forms)
+        counts = [(form, self.keys.count(form.keys)) for form in forms]
+        return "; ".join(f"{n} layer{'s' if n > 1 else ''}: {form.in_words(shape)}" for form, n in counts)
 
 
 @dataclass(frozen=True)

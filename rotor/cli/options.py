@@ -178,6 +178,7 @@ def _explained(parameter: inspect.Parameter, hint: Any, text: str) -> Any:
         limits = {type(limit).__name__: limit for limit in getattr(info, "metadata", ())}
         if {"Ge", "Le"} <= limits.keys() and conditions.__origin__ is int:
             bounds = {"min": limits["Ge"].ge, "max": limits["Le"].le}
+        # The None goes inside of Annotated: older versions of typer do not read `Count | None`.
         hint = conditions.__origin__ if conditions is hint else conditions.__origin__ | None
     kind = _plain(hint)
     names = NAMES.get(parameter.name, ())

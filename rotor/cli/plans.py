@@ -8,7 +8,7 @@ from ..progress import in_bytes, in_time
 from .console import print_pairs, print_table, say
 
 if TYPE_CHECKING:
-    from ..calibration.planning.inspection import Inspection, Needs
+    from ..calibration.planning.inspection import Inspection, ResourceEstimate
 
 
 def print_inspection(inspection: Inspection) -> None:
@@ -78,7 +78,7 @@ def _print_decode_times(inspection: Inspection) -> None:
     )
 
 
-def _needs(needs: Needs) -> str:
+def _needs(needs: ResourceEstimate) -> str:
     """Memory, disk and time, a line each."""
     lines = []
     kind = "one layer of weights at a time" if needs.streamed else "all weights in memory"

@@ -33,6 +33,8 @@ def compile_kernels(
     They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). For each kernel of a decode step,
     the warp instructions in its machine code are counted per key and KV head. From these follows the predicted time of
     a layer's attention, as a share of the uncompressed layer's, on an A100, L40S, H200 or B200 by the architecture.
+    For sm_80 and sm_90 also which pipe of an SM is the limit, the share of the time if each kernel ran as fast as its
+    busiest pipe (at least), and the bytes that go through shared memory and L1 (moved in SMs).
     Exit code 1 if a kernel cannot be compiled or counted.
 
     Args:
@@ -75,10 +77,20 @@ def _print_layers(layers: list[Any], title: str) -> None:
     """One line a layer: instructions, and the share of the uncompressed model's attention."""
     rows = []
     for x in layers:
-        counts = ("-" if value is None else f"{value:.2f}" for value in (x.instructions_per_key, x.share))
-        rows.append((x.layout, x.arch, x.layers, f"{x.bytes_per_key:g}", x.spilled_bytes, *counts))
-    right = "layers", "bytes a key and head", "spilled B", "instructions", "over uncompressed"
-    print_table(title, ("layer", "arch"), right, rows)
+        moved = "-" if x.path_bytes_per_key is None else f"{x.path_bytes_per_key:.0f}"
+        counts = ("-" if of is None else f"{of:.2f}" for of in (x.instructions_per_key, x.share, x.share_of_limit))
+        own = x.layout, x.arch, x.limit or "-", x.layers, f"{x.bytes_per_key:g}", moved, x.spilled_bytes
+        rows.append((*own, *counts))
+    right = (
+        "layers",
+        "bytes a key and head",
+        "moved in SMs",
+        "spilled B",
+        "instructions",
+        "over uncompressed",
+        "at least",
+    )
+    print_table(title, ("layer", "arch", "limit"), right, rows)
 
 
 @command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200")
@@ -196,14 +208,15 @@ def gpu(
     """Test and measure the kernels on this GPU within some minutes; or tune them for a checkpoint.
 
     Numbers come before long tests, each job in processes of its own; what they find is appended to the file as it
-    comes, and a summary in Markdown is written beside it. Tests, which need a checkout, and counters, which need
-    NVIDIA's ncu, are skipped where these are not. Without a GPU it prints what would run. Exit code 1 if a
+    comes, and a summary in Markdown is written beside it. Tests, which need a checkout, and what needs NVIDIA's ncu
+    or compute-sanitizer, are skipped where these are not. Without a GPU it prints what would run. Exit code 1 if a
     part failed, 2 without a GPU.
 
     Args:
         out: File to write: JSON lines, one for each measurement and test. The summary has its name with .md.
-        minutes: Time for all of it; with less than 9, fewer times and tests.
-        only: Jobs to run, separated by commas: compile, correctness, times, counters, tests.
+        minutes: Time for all of it; with less than 9, fewer times, tiles and tests.
+        only: Jobs to run, separated by commas: compile, correctness, times, tiles, tune, model, counters, compiled,
+            sanitizer, tests.
         tune: Only measure tiles for this checkpoint, and write the fastest into its kernel_config.json.
     """
     check_file(out)

@@ -1,4 +1,4 @@
-"""Opening a checkpoint that rotor wrote: what its JSON files say, each read when it is first asked for."""
+"""Open a checkpoint that rotor wrote; each of its JSON files is read when it is first asked for."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HINT = "Give a folder that `rotor export` wrote."
 
 
 def read_report(folder: Path) -> CheckpointInfo:
-    """Read the rotor.json of a folder; raises CheckpointError where it is missing or not what an export writes."""
+    """Read the rotor.json of a folder; raises CheckpointError if it is missing or malformed."""
     return read_file(folder / ROTOR_JSON, CheckpointInfo, HINT)
 
 
 class CompressedCheckpoint(Checkpoint):
-    """A folder that `rotor export` wrote, opened read-only; what cannot be read raises CheckpointError."""
+    """A folder that `rotor export` wrote, opened read-only; unreadable parts raise CheckpointError."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
@@ -36,7 +36,11 @@ class CompressedCheckpoint(Checkpoint):
 
     @cached_property
     def rewritten(self) -> RewrittenTensors | None:
-        """Its tensors, of a checkpoint without weights; raises MissingError where the source is not to be had."""
+        """Tensors rewritten from the source, for a checkpoint without weights; None if it has weights.
+
+        Raises:
+            MissingError: the source model is not available.
+        """
         if self.section.source is None:
             return None
         return open_rewritten(self.folder / BASES, self.config, self.section)
@@ -52,14 +56,14 @@ class CompressedCheckpoint(Checkpoint):
         return super().shape_of(name) if self.rewritten is None else self.rewritten.shape_of(name)
 
     def bytes_of(self, file: str) -> int:
-        """Of a shard; of one that is not there, the bytes of its tensors."""
+        """Bytes of a shard file, or of its tensors if the checkpoint has no weights."""
         if self.rewritten is None:
             return super().bytes_of(file)
         return self.dtype.itemsize * sum(torch.Size(self.shape_of(name)).numel() for name in self.names_in(file))
 
     def release(self) -> None:
         super().release()
-        self.__dict__.pop("rewritten", None)  # is opened anew
+        self.__dict__.pop("rewritten", None)  # is opened again when it is needed
 
     @cached_property
     def section(self) -> CompressedSection:
@@ -77,7 +81,7 @@ class CompressedCheckpoint(Checkpoint):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of its tensors, and by default of its cache."""
+        """Dtype of the tensors, and by default of the cache."""
         return self.config.dtype or torch.float32
 
     @cached_property
@@ -93,18 +97,18 @@ class CompressedCheckpoint(Checkpoint):
 
     @property
     def source_folder(self) -> Path:
-        """Folder of the source model by rotor.json; it may be gone. Without weights, where these were found."""
+        """Folder of the source model by rotor.json, which may be gone; of a folder without weights, where it is now."""
         if self.section.source is not None:
             return find_source(self.section.source, self.folder)
         return self.folder.resolve() / self.report["source"]["path"]
 
     @property
     def run_folder(self) -> Path:
-        """Folder of the run by rotor.json; it may be gone."""
+        """Folder of the run according to rotor.json; it may be gone."""
         return self.folder.resolve() / self.report["run"]
 
 
 def open_model(folder: str | Path) -> Checkpoint:
-    """Open a model's folder, as a CompressedCheckpoint where it is one; raises CheckpointError as they do."""
+    """Open a model's folder, as a CompressedCheckpoint if rotor wrote it; raises CheckpointError if unreadable."""
     checkpoint = Checkpoint(folder)
     return CompressedCheckpoint(folder) if is_compressed(checkpoint.config_dict) else checkpoint

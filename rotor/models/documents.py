@@ -1,4 +1,4 @@
-"""Documents: of files and folders, of data sets, of Python's own standard library."""
+"""Documents: read from files and folders, from data sets, or from Python's standard library."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def read_documents(path: Path) -> list[str]:
     """The text of a file, or of every UTF-8 file in a folder, sorted by name.
 
     Raises:
-        MissingError: there is no such place. DataError: nothing to read there.
+        MissingError: no such file or folder.
+        DataError: it holds no text.
     """
     if not path.exists():
         raise MissingError(
@@ -52,7 +53,7 @@ def read_documents(path: Path) -> list[str]:
 
 
 def require_datasets(spec: Tokens) -> Any:
-    """The package that reads data sets; raises DataError where it is missing."""
+    """Import the package that reads data sets; raises DataError if it is not installed."""
     try:
         import datasets
     except ImportError:
@@ -64,9 +65,9 @@ def require_datasets(spec: Tokens) -> Any:
 
 
 def dataset_documents(spec: Tokens, tokenizer: Any, tokens: int) -> list[str]:
-    """Documents of a data set in a seeded order, as many as make up `tokens` tokens.
+    """Read documents of a data set in a seeded order until they make up `tokens` tokens.
 
-    Of a data set on the hub only the beginning is read.
+    A data set on the hub is streamed, so that only its beginning is fetched.
 
     Raises:
         DataError: the package is missing, or the data set cannot be read or has no such split or column.
@@ -104,7 +105,7 @@ def dataset_documents(spec: Tokens, tokenizer: Any, tokens: int) -> list[str]:
 
 
 def stdlib_documents() -> list[str]:
-    """Source of HELD_OUT_MODULES in the running Python's standard library, one document a file."""
+    """Source files of HELD_OUT_MODULES in the running Python's standard library, one document a file."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for name in HELD_OUT_MODULES:
@@ -121,7 +122,7 @@ def stdlib_documents() -> list[str]:
 
 
 def require_tokenizer(tokenizer: Any) -> None:
-    """Raises DataError if there is no tokenizer to read text with."""
+    """Raise DataError if there is no tokenizer to read text with."""
     if tokenizer is None:
         raise DataError(
             "text needs a tokenizer, and the model's folder has none.",

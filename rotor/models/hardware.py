@@ -1,4 +1,4 @@
-"""Choose the device and dtype of a forward pass by what the user named; and time a matrix product there."""
+"""Choose the device and dtype of a forward pass from the user's options, and time a matrix product there."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ from torch.utils.benchmark import Timer
 from ..errors import UsageError
 from ..options import DeviceOptions
 
-RATE_SIZE, RATE_SECONDS = 512, 0.2
-"""Size of the matrices whose product is timed, and for how long."""
+TIMED_MATRIX_SIZE = 512
+"""Rows and columns of the matrices whose product is timed."""
 
-BYTES_PER_THREAD, DEFAULT_THREADS = 1 << 25, torch.get_num_threads()
-"""Weights that are worth a thread on a CPU: of smaller models threads wait for each other longer than they work."""
+TIMED_SECONDS = 0.2
+"""Time to measure for."""
+
+BYTES_PER_THREAD = 1 << 25
+"""Weights that keep a CPU thread busy: with fewer, threads wait for each other longer than they work."""
+
+DEFAULT_THREADS = torch.get_num_threads()
+"""Threads that torch chose at its start."""
 
 
 def fit_threads(weight_bytes: int) -> None:
-    """Let torch use as many threads as a model of that size keeps busy, unless OMP_NUM_THREADS says how many."""
+    """Let torch use as many threads as a model of this size keeps busy, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(DEFAULT_THREADS, weight_bytes // BYTES_PER_THREAD)))
 
 
 def pick_device(name: str) -> torch.device:
-    """Choose a device: `auto` is the GPU if there is one; raises UsageError for a device that is not there."""
+    """Choose a device: `auto` is the GPU if there is one; raises UsageError if the device does not exist."""
     DeviceOptions(device=name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,15 +45,14 @@ def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -
     if name == "auto":
         return torch.float32 if device.type == "cpu" else checkpoint_dtype
     DeviceOptions(dtype=name)
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a matrix product, measured for RATE_SECONDS."""
+    """Measure the floating-point operations per second of a matrix product."""
     generator = torch.Generator().manual_seed(0)
-    left = torch.randn(RATE_SIZE, RATE_SIZE, generator=generator).to(device, dtype)
-    found = Timer("left @ left", globals={"left": left}, num_threads=torch.get_num_threads()).blocked_autorange(
-        min_run_time=RATE_SECONDS
-    )
-    return 2 * RATE_SIZE**3 / found.mean
+    matrix = torch.randn(TIMED_MATRIX_SIZE, TIMED_MATRIX_SIZE, generator=generator).to(device, dtype)
+    timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=torch.get_num_threads())
+    measured = timer.blocked_autorange(min_run_time=TIMED_SECONDS)
+    return 2 * TIMED_MATRIX_SIZE**3 / measured.mean

@@ -1,6 +1,6 @@
 """Find a model: a local folder, or a hub id that huggingface_hub fetches into its cache, pinned to a commit.
 
-What one that is to be compressed is, is looked at before its weights are fetched.
+The configuration is checked before weights are fetched, so that an unsupported model costs no download.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ..checkpoint.section import is_compressed
 from ..errors import CheckpointError, MissingError, RotorError, UnsupportedModelError, UsageError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
-"""What can be the id of a hub repository: `name` or `owner/name`."""
+"""Pattern of a hub repository's id: `name` or `owner/name`."""
 
-SIDECARS = ["*.json", "*.jinja", "*.model", "*.txt", "LICENSE*"]
-LEFT_ALONE = ["*/*", "consolidated*"]
-"""Folders of other formats, and the second copy of the weights that some repositories hold."""
+SIDECAR_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "LICENSE*"]
+IGNORED_PATTERNS = ["*/*", "consolidated*"]
+"""Folders of other formats, and the second copy of the weights that some repositories have."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model folder; with `hub_id` and `revision` (a commit hash) where it came from the hub."""
+    """A model folder, with `hub_id` and `revision` (a commit hash) if it came from the hub."""
 
     folder: Path
     hub_id: str | None = None
@@ -36,10 +36,11 @@ class ModelSource:
 
 
 def check_name(model: str | Path, revision: str | None = None) -> bool:
-    """Whether it is a local folder; False: it can be a hub id. Asks nobody.
+    """Whether `model` is a local folder; False if it may be a hub id. The hub is not asked.
 
     Raises:
-        MissingError: neither. UsageError: a revision for a folder.
+        MissingError: it is neither.
+        UsageError: a revision is given for a folder.
     """
     if Path(model).exists():
         if revision is not None:
@@ -51,48 +52,50 @@ def check_name(model: str | Path, revision: str | None = None) -> bool:
 
 
 def find_model(model: str | Path, revision: str | None = None, *, weights: bool = True) -> ModelSource:
-    """The folder of a model, fetched from the hub if `model` is no folder but can be a hub id.
+    """Find the folder of a model; if `model` is a hub id, it is fetched.
 
-    huggingface_hub's own cache, tokens and settings (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE) apply.
+    The cache, tokens and settings of huggingface_hub (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE) apply.
 
     Args:
         revision: branch, tag or commit of a hub repository.
         weights: False fetches only configuration, tokenizer and index.
     Raises:
-        MissingError: neither a folder nor a repository that there is. CheckpointError: a repository that cannot be
-            fetched. UsageError: a revision for a folder.
+        MissingError: there is neither such a folder nor such a repository.
+        CheckpointError: the repository cannot be fetched.
+        UsageError: a revision is given for a folder.
     """
     if check_name(model, revision):
         return ModelSource(Path(model))
     from huggingface_hub import is_offline_mode, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    hub_id, patterns = str(model), [*SIDECARS, *(["*.safetensors"] if weights else [])]
+    hub_id, patterns = str(model), [*SIDECAR_PATTERNS, *(["*.safetensors"] if weights else [])]
     offline = is_offline_mode()  # some versions would ask the hub for the files of a cached commit
-    how: dict[str, Any] = {"local_files_only": offline, "allow_patterns": patterns, "ignore_patterns": LEFT_ALONE}
+    how: dict[str, Any] = {"local_files_only": offline, "allow_patterns": patterns, "ignore_patterns": IGNORED_PATTERNS}
     try:
-        found = snapshot_download(hub_id, revision=revision, **how)
+        folder = snapshot_download(hub_id, revision=revision, **how)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise _explained(error, hub_id if revision is None else f"{hub_id} at revision {revision}", offline) from error
-    return ModelSource(Path(found), hub_id, Path(found).name)
+    return ModelSource(Path(folder), hub_id, Path(folder).name)
 
 
 def find_source(model: str | Path, revision: str | None = None, *, weights: bool = True) -> ModelSource:
-    """The folder of a model that rotor can compress; one from the hub is fetched once that is known.
+    """Find the folder of a model that rotor can compress; weights are fetched after the configuration was checked.
 
     Args: as for find_model.
     Raises:
-        UnsupportedModelError: its family, or the form of its weights, is not supported. Otherwise as find_model.
+        UnsupportedModelError: its family, or the form of its weights, is not supported.
+        RotorError: as find_model.
     """
     source = find_model(model, revision, weights=False)
-    if (source.folder / "config.json").is_file():  # without, what it is instead is said where it is opened
+    if (source.folder / "config.json").is_file():  # otherwise opening the folder raises an error that says what it is
         _check(source.folder)
     return source if source.hub_id is None or not weights else find_model(model, source.revision)
 
 
 def _check(folder: Path) -> None:
-    """Raises UnsupportedModelError for what rotor cannot compress."""
-    from ..checkpoint.families import find_family  # these import torch, which checking a name does not need
+    """Raise UnsupportedModelError if rotor cannot compress the model."""
+    from ..checkpoint.families import find_family  # imports torch, which checking a name does not need
     from .source import config_of
 
     config = read_json(folder / "config.json")
@@ -105,7 +108,7 @@ def _check(folder: Path) -> None:
 
 
 def _explained(error: Exception, name: str, offline: bool) -> RotorError:
-    """Why a repository is not to be had."""
+    """Translate an error of huggingface_hub into one that says why the repository is not available."""
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     where, check = f"{name}: no such folder, and", "Check the name and the connection, or give a model's folder."
@@ -117,4 +120,4 @@ def _explained(error: Exception, name: str, offline: bool) -> RotorError:
         why = "HF_HUB_OFFLINE forbids to fetch it" if offline else "the hub cannot be reached"
         return MissingError(f"{where} not in the hub's cache; {why}.", check)
     reason = " ".join(str(error).split())[:300] or type(error).__name__
-    return CheckpointError(f"{where} not to be had from the hub: {reason}", check)
+    return CheckpointError(f"{where} the hub did not deliver it: {reason}", check)

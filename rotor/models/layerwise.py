@@ -1,8 +1,8 @@
-"""Run a causal model layer by layer over many rows: all rows through one layer, then all through the next.
+"""Run a causal model layer by layer over many sequences: all sequences through one layer, then all through the next.
 
-So only one layer has to be in memory at a time, and what enters a layer can be kept and used again. How a family calls
-its layers is recorded once for each size of batch. Embedding and head are the model's own forward pass with the layers
-left out. Rows have equal lengths and no padding, and nothing is cached.
+Only one layer has to be in memory at a time, and the hidden states that enter a layer can be kept and used again. The
+arguments that a family calls its layers with are recorded once for each batch size. Embedding and head run as the
+model's forward pass without the layers. Sequences have equal lengths and no padding, and nothing is cached.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .source import is_finite
 from .weights import Weights
 
 STATES_IN_MEMORY_BYTES = 256 << 20
-"""Hidden states up to this size are kept in memory; larger ones in a file that is mapped."""
+"""Hidden states up to this size are kept in memory, larger ones in a memory-mapped file."""
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of a decoder layer, without the hidden states."""
+LayerCall = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a decoder layer, without the hidden states."""
 
 
 class LayerwiseModel:
     """A causal model that runs layer by layer.
 
     Args:
-        source: the model, and where its weights are.
+        source: the model and the residence of its weights.
         batch_tokens: tokens that go through a layer together.
-        workspace: folder for hidden states that are too large for memory; the system's temporary folder by default.
+        workspace: folder for hidden states that are too large for memory; by default the system's temporary folder.
     """
 
     def __init__(self, source: Weights, batch_tokens: int = 2048, workspace: Path | None = None) -> None:
@@ -51,43 +51,43 @@ class LayerwiseModel:
         self.shape = attention_shape(self.config)
         self.decoder = self.model.get_submodule(self.family.decoder)
         self.layers: list[nn.Module] = list(self.decoder.get_submodule(self.family.layers))[: self.shape.num_layers]
-        self._calls: dict[tuple[Any, ...], list[Call]] = {}
+        self._calls: dict[tuple[Any, ...], list[LayerCall]] = {}
         self.device, self.dtype = source.device, source.dtype
 
     @classmethod
     def of(cls, model: Any, batch_tokens: int = 2048) -> LayerwiseModel:
-        """A model that is in memory."""
+        """Wrap a model whose weights are all in memory."""
         return cls(Weights(model), batch_tokens)
 
-    def states_like(self, rows: Tensor) -> Tensor:
-        """Room for the hidden states of rows [n, seq_len]: [n, seq_len, hidden_size] on the CPU."""
-        return new_states((*rows.shape, self.shape.hidden_size), self.dtype, folder=self.workspace)
+    def states_like(self, sequences: Tensor) -> Tensor:
+        """Allocate hidden states for sequences [n, seq_len]: [n, seq_len, hidden_size] on the CPU."""
+        return new_states((*sequences.shape, self.shape.hidden_size), self.dtype, folder=self.workspace)
 
-    def batches(self, rows: Tensor) -> Iterator[slice]:
-        """Rows (of tokens or of hidden states) that go through a layer together."""
-        step = max(1, self.batch_tokens // rows.shape[1])
-        return (slice(start, min(start + step, len(rows))) for start in range(0, len(rows), step))
+    def batches(self, sequences: Tensor) -> Iterator[slice]:
+        """Slices of the sequences (of tokens or of hidden states) that go through a layer together."""
+        size = max(1, self.batch_tokens // sequences.shape[1])
+        return (slice(start, min(start + size, len(sequences))) for start in range(0, len(sequences), size))
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """The layer with its weights, for the length of a `with`."""
+        """The layer, with its weights loaded inside the `with`."""
         with self.source.loaded(index):
             yield self.layers[index]
 
     @torch.inference_mode()
-    def embed(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """Hidden states that enter the first layer, [n, seq_len, hidden_size]."""
-        states = self.states_like(rows) if out is None else out
+    def embed(self, sequences: Tensor, out: Tensor | None = None) -> Tensor:
+        """Compute the hidden states that enter the first layer, [n, seq_len, hidden_size]."""
+        states = self.states_like(sequences) if out is None else out
         kept: list[Tensor] = []
 
-        def keep(hidden: Tensor, call: Call) -> Tensor:
+        def keep(hidden: Tensor, call: LayerCall) -> Tensor:
             kept.append(hidden)
             return hidden
 
         with self.source.loaded("embedding"), self._without_layers(keep):
-            for part in self.batches(rows):
+            for part in self.batches(sequences):
                 kept.clear()
-                self.decoder(input_ids=rows[part].to(self.device), use_cache=False)
+                self.decoder(input_ids=sequences[part].to(self.device), use_cache=False)
                 states[part] = kept[0].cpu()
         return states
 
@@ -99,43 +99,43 @@ class LayerwiseModel:
             hidden = states[part].to(self.device)
             result = self.through(index, hidden)
             if not is_finite(result):
-                place = first_not_finite(layer, lambda: self.through(index, hidden))  # noqa: B023 (called at once)
-                raise NumericsError(f"layer {index}: its output is not finite{place}.", "Compute in float32.")
+                where = first_not_finite(layer, lambda: self.through(index, hidden))  # noqa: B023 (called at once)
+                raise NumericsError(f"layer {index}: its output is not finite{where}.", "Compute in float32.")
             out[part] = result.to(out.device)
             advance(hidden.shape[0] * hidden.shape[1])
 
     def through(self, index: int, hidden: Tensor) -> Tensor:
-        """One batch of hidden states [batch_size, seq_len, hidden_size] through a layer, which must be loaded.
+        """Put one batch of hidden states [batch_size, seq_len, hidden_size] through a layer, which must be loaded.
 
-        With gradients, where they are enabled.
+        Gradients flow through it where autograd is enabled.
         """
         args, kwargs = self._call(index, *hidden.shape[:2])
         result = self.layers[index](hidden, *args, **kwargs)
         return result[0] if isinstance(result, tuple) else result
 
-    def final_states(self, rows: Tensor, advance: Advance = lambda done: None) -> Tensor:
-        """Hidden states that leave the last layer, [n, seq_len, hidden_size]."""
-        return self.final_states_of([rows], advance)[0]
+    def final_states(self, sequences: Tensor, advance: Advance = lambda done: None) -> Tensor:
+        """Compute the hidden states that leave the last layer, [n, seq_len, hidden_size]."""
+        return self.final_states_of([sequences], advance)[0]
 
     def final_states_of(self, parts: Sequence[Tensor], advance: Advance = lambda done: None) -> list[Tensor]:
-        """`final_states` of several [n, seq_len], each with a seq_len of its own; every layer is loaded once.
+        """Compute `final_states` for several [n, seq_len] of different seq_len; every layer is loaded once.
 
         Args:
-            advance: is called with shares of the number of tokens.
+            advance: is called with tokens divided by the number of layers, after each layer.
         """
-        found = [self.embed(rows) for rows in parts]
+        all_states = [self.embed(sequences) for sequences in parts]
         for index in range(self.shape.num_layers):
             with self.layer(index):
-                for states in found:
+                for states in all_states:
                     self.run(index, states, states, lambda tokens: advance(tokens / self.shape.num_layers))
-        return found
+        return all_states
 
     @contextmanager
     def head(self, differentiable: bool = False) -> Iterator[Callable[[Tensor], Tensor]]:
         """A function from final hidden states [batch_size, n, hidden_size] to logits [batch_size, n, vocab_size].
 
         Args:
-            differentiable: gradients pass through it, where they are enabled.
+            differentiable: let gradients flow through the function where autograd is enabled.
         """
         width = self.model.get_input_embeddings().embedding_dim
         current: list[Tensor] = []
@@ -143,7 +143,7 @@ class LayerwiseModel:
         @torch.inference_mode(not differentiable)
         def logits(states: Tensor) -> Tensor:
             current[:] = [states.to(self.device)]
-            # Nothing is embedded: the embedding of an untied model need not be in memory.
+            # Embeddings are given as zeros, since the embedding of an untied model may not be in memory.
             nothing = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device).expand(*states.shape[:2], width)
             with self._without_layers(lambda hidden, call: current[0]):
                 return self.model(inputs_embeds=nothing, use_cache=False).logits
@@ -151,13 +151,13 @@ class LayerwiseModel:
         with self.source.loaded("head"):
             yield logits
 
-    def _call(self, index: int, batch_size: int, seq_len: int) -> Call:
-        """What the decoder calls a layer with; the same for all batches of a size."""
+    def _call(self, index: int, batch_size: int, seq_len: int) -> LayerCall:
+        """Arguments that the decoder calls a layer with, recorded once for each batch size."""
         key = (self.config._attn_implementation, torch.is_inference_mode_enabled(), batch_size, seq_len)
         if key not in self._calls:
-            calls: list[Call] = []
+            calls: list[LayerCall] = []
 
-            def record(hidden: Tensor, call: Call) -> Tensor:
+            def record(hidden: Tensor, call: LayerCall) -> Tensor:
                 calls.append(call)
                 return hidden
 
@@ -166,14 +166,14 @@ class LayerwiseModel:
             with torch.no_grad(), self._without_layers(record):
                 self.decoder(inputs_embeds=nothing, use_cache=False)
             assert len(calls) == self.shape.num_layers
-            if len(self._calls) > 8:  # masks of sizes that are no longer used
+            if len(self._calls) > 8:  # they hold masks of sizes that are no longer used
                 self._calls.clear()
             self._calls[key] = calls
         return self._calls[key][index]
 
     @contextmanager
-    def _without_layers(self, instead: Callable[[Tensor, Call], Tensor]) -> Iterator[None]:
-        """Layers return `instead(hidden states, other arguments)`."""
+    def _without_layers(self, instead: Callable[[Tensor, LayerCall], Tensor]) -> Iterator[None]:
+        """Replace the forward of every layer by `instead(hidden_states, other_arguments)`."""
         before = [vars(layer).pop("forward", None) for layer in self.layers]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -186,20 +186,20 @@ class LayerwiseModel:
                 layer.forward = forward  # type: ignore[method-assign]
             yield
         finally:
-            for layer, own in zip(self.layers, before, strict=True):
+            for layer, previous in zip(self.layers, before, strict=True):
                 del layer.forward
-                if own is not None:
-                    layer.forward = own  # type: ignore[method-assign]
+                if previous is not None:
+                    layer.forward = previous  # type: ignore[method-assign]
 
 
 def new_states(
     shape: tuple[int, ...], dtype: torch.dtype, path: Path | None = None, folder: Path | None = None
 ) -> Tensor:
-    """Room for hidden states on the CPU, in memory if they are small, otherwise in a file that is mapped.
+    """Allocate hidden states on the CPU: in memory if they are small, otherwise in a memory-mapped file.
 
     Args:
-        path: a file to keep them in whatever their size; one of the right size is opened as it is.
-        folder: where a file without a name lies, which goes when the tensor does.
+        path: file to keep them in, whatever their size; an existing file of the right size keeps its content.
+        folder: folder of the unnamed file used without `path`, which disappears with the tensor.
     Raises:
         CheckpointError: the disk is too small.
     """
@@ -207,13 +207,15 @@ def new_states(
     if path is None and size <= STATES_IN_MEMORY_BYTES:
         return torch.empty(shape, dtype=dtype)
     if path is None:
-        with tempfile.NamedTemporaryFile(prefix="rotor-states-", dir=folder) as file:  # its mapping stays
+        with tempfile.NamedTemporaryFile(prefix="rotor-states-", dir=folder) as file:  # the mapping outlives the name
             return new_states(shape, dtype, Path(file.name))
     if not path.is_file() or path.stat().st_size != size:
         check_space(path, size)
         try:
             with path.open("wb") as file:
-                if hasattr(os, "posix_fallocate"):  # writing to a hole of a mapped file on a full disk would kill us
+                if hasattr(
+                    os, "posix_fallocate"
+                ):  # a write to a hole of a mapped file on a full disk kills the process
                     os.posix_fallocate(file.fileno(), 0, size)
                 else:
                     file.truncate(size)
@@ -222,18 +224,20 @@ def new_states(
     return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).reshape(shape)
 
 
-def logit_batches(network: LayerwiseModel, rows: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows and positions (all but the last) whose logits stay within LOGIT_BYTES: several rows, or parts of one.
+def logit_batches(network: LayerwiseModel, sequences: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Batches of sequences and positions whose logits fit in LOGIT_BYTES: several sequences, or parts of one.
+
+    The last position is left out, as nothing follows it.
 
     Raises:
-        DataError: there are no rows.
+        DataError: there are no sequences.
     """
-    if rows.numel() == 0:
+    if sequences.numel() == 0:
         raise DataError("the evaluation set is empty.", "Ask for more tokens with --set evaluation.report_tokens=N.")
     allowed = LOGIT_BYTES[network.device.type] // (4 * network.config.vocab_size)
-    length = rows.shape[1] - 1
-    count = max(1, allowed // rows.shape[1])
-    step = length if count > 1 else max(HEAD_POSITIONS, allowed)
-    for row in range(0, len(rows), count):
-        for position in range(0, length, step):
-            yield slice(row, row + count), slice(position, min(position + step, length))
+    length = sequences.shape[1] - 1
+    count = max(1, allowed // sequences.shape[1])
+    size = length if count > 1 else max(HEAD_POSITIONS, allowed)
+    for first in range(0, len(sequences), count):
+        for position in range(0, length, size):
+            yield slice(first, first + count), slice(position, min(position + size, length))

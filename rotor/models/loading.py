@@ -1,4 +1,4 @@
-"""Loading a checkpoint's weights, all of them or one layer at a time, once they are known to fit its config."""
+"""Load a checkpoint's weights, all of them or one layer at a time, after checking that they fit its config."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .compressed import CompressedCheckpoint, open_model
 from .source import Checkpoint, one_line
 from .weights import StreamedWeights, Weights, keep_softcap
 
-BELONGS = "Check that config.json belongs to these weights."
-LARGEST_SHARE = 4
-"""How many times the elements that the shards hold a model may have: a compressed one has lost some, tied ones are
-stored once. Without the bound a damaged config.json could ask for more memory than there is."""
+CHECK_CONFIG = "Check that config.json belongs to these weights."
+MAX_SIZE_FACTOR = 4
+"""A model may have this many times the elements of its shards: compression removes some, and tied ones are stored
+once. Without the bound a damaged config.json could ask for more memory than there is."""
 
-SMALLEST_BOUND = 1 << 26
-"""Elements that any model may have; buffers of position tables may outweigh a tiny model."""
+ALWAYS_ALLOWED_ELEMENTS = 1 << 26
+"""Elements that any model may have, because position tables may be larger than a tiny model."""
 
 
 def config_model(config: Any) -> Any:
-    """The causal model of a config, on the meta device."""
-    with torch.device("meta"):  # eager, since Falcon looks its attention class up by the implementation
+    """Build the causal model of a config on the meta device."""
+    with torch.device("meta"):  # eager, because Falcon looks up its attention class by the implementation
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
 
 
@@ -41,7 +41,7 @@ def check_fit(checkpoint: Checkpoint) -> None:
     where, config = checkpoint.folder / "config.json", checkpoint.config
     try:
         model = config_model(config)
-    except Exception as error:  # whatever a model's own code makes of sizes that it does not expect
+    except Exception as error:  # model code raises anything for sizes that it does not expect
         raise CheckpointError(
             f"{where}: transformers cannot build this model: {type(error).__name__}: {one_line(error)}",
             "Check config.json, or install a version of transformers that knows this model.",
@@ -49,18 +49,18 @@ def check_fit(checkpoint: Checkpoint) -> None:
     held = sum(torch.Size(checkpoint.shape_of(name)).numel() for name in checkpoint.names)
     for kind, tensors in (("parameters", model.parameters()), ("buffers", model.buffers())):
         wanted = sum(tensor.numel() for tensor in tensors)
-        if wanted > max(LARGEST_SHARE * held, SMALLEST_BOUND):
+        if wanted > max(MAX_SIZE_FACTOR * held, ALWAYS_ALLOWED_ELEMENTS):
             raise CheckpointError(
-                f"{where}: describes a model of {wanted} elements in {kind}, the shards hold {held}.", BELONGS
+                f"{where}: describes a model of {wanted} elements in {kind}, the shards hold {held}.", CHECK_CONFIG
             )
     if is_compressed(checkpoint.config_dict):
-        return  # its modules have other shapes, which the quantiser checks
+        return  # compressed modules have other shapes, which the quantiser checks
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in checkpoint.names and list(parameter.shape) != checkpoint.shape_of(name):
             raise CheckpointError(
                 f"{checkpoint.folder}: tensor {name} has shape {checkpoint.shape_of(name)}, config.json implies "
                 f"{list(parameter.shape)}.",
-                BELONGS,
+                CHECK_CONFIG,
             )
 
 
@@ -77,20 +77,20 @@ def load_model(folder: Any, device: torch.device, dtype: torch.dtype) -> Any:
         )
     except RotorError:
         raise
-    except Exception as error:  # the loaders and models of transformers have errors of their own
+    except Exception as error:  # the loaders and models of transformers raise errors of many kinds
         raise CheckpointError(f"{folder}: transformers cannot load it: {one_line(error)}") from error
     model, report = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(kind):
             shown = ", ".join(map(str, sorted(report[kind])))[:300]
-            raise CheckpointError(f"{folder}: {kind.replace('_', ' ')} on loading: {shown}.", BELONGS)
+            raise CheckpointError(f"{folder}: {kind.replace('_', ' ')} on loading: {shown}.", CHECK_CONFIG)
     check_parameters(model, str(folder))
     keep_softcap(model)
     return model.eval().to(device)
 
 
 def weights_of(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, streamed: bool) -> Weights:
-    """Open a checkpoint's weights, of a source or of what rotor wrote, all in memory or one layer at a time."""
+    """Open the weights of a source model or of a compressed checkpoint, all in memory or one layer at a time."""
     if not streamed:
         return Weights(load_model(checkpoint.folder, device, dtype))
     check_fit(checkpoint)
@@ -101,6 +101,6 @@ def weights_of(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
             for module in replace_attention(
                 model, FAMILIES[model.config.model_type], checkpoint.shape, layouts, biases
             ):
-                module.to(dtype)  # weights are loaded in the dtype that the parameters have
+                module.to(dtype)  # weights are loaded in the dtype of the parameters
 
     return StreamedWeights(checkpoint, device, dtype, prepare)

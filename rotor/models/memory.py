@@ -1,4 +1,4 @@
-"""Measure the memory that there is, and decide whether a model's weights stay in it or are read layer by layer."""
+"""Measure available memory, and decide whether a model's weights stay in it or are read layer by layer."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ import torch
 from ..errors import UsageError
 
 HOST_SHARE, DEVICE_SHARE = 0.8, 0.9
-"""Shares of the free memory that `auto` fills: estimates are not exact, and other programs need some."""
+"""Shares of free memory that `auto` fills: estimates are not exact, and other programs need some."""
 
 LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 29}
-"""Memory that the float32 logits of one evaluation batch may take; on a CPU what its caches hold runs twice as fast."""
+"""Memory that the float32 logits of one evaluation batch may take; a CPU is twice as fast when they fit its caches."""
 
 HEAD_POSITIONS = 128
-"""Least positions that go through the head together, so that reading its weights is worth it."""
+"""Fewest positions that go through the head together, to make reading its weights worth it."""
 
 SAMPLING_TOKENS = 32768
-"""Tokens in the cache at once while the model writes text; a constant, so that the text depends on no flag."""
+"""Tokens in the cache at once while the model writes text. It is a constant so that the text depends on no option."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by what they are for.
+    """Estimated bytes of a command, by purpose.
 
-    host: memory of each process on the machine. device: memory of the GPU, empty on a CPU. disk_bytes: in the run
-    folder while it is written, of which kept_disk_bytes stay.
+    host: main memory of each process.
+    device: memory of the GPU, empty on a CPU.
+    disk_bytes: size of the output folder while it is written, of which kept_disk_bytes stay.
     """
 
     host: dict[str, int]
@@ -50,31 +51,31 @@ class Estimate:
 
 
 class Estimates(NamedTuple):
-    """Estimates of a command with all weights in memory, and with one part of them at a time."""
+    """Estimates of a command with all weights in memory (resident), and with one part of them at a time (streamed)."""
 
     resident: Estimate
     streamed: Estimate
 
 
 def available_host_bytes() -> int:
-    """Memory that this process may still take: of the machine, its control groups and its limits."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    found += [kilobytes << 10 for kilobytes in _numbers(Path("/proc/meminfo"), "MemAvailable:")]
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    """Memory that this process may still take, bounded by the machine, its control groups and its resource limits."""
+    bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    bounds += [kilobytes << 10 for kilobytes in _numbers(Path("/proc/meminfo"), "MemAvailable:")]
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
         soft = resource.getrlimit(limit)[0]
-        found += [] if soft == resource.RLIM_INFINITY else [max(0, soft - own)]
+        bounds += [] if soft == resource.RLIM_INFINITY else [max(0, soft - resident)]
     for line in _lines(Path("/proc/self/cgroup")):
         group = CGROUPS / line.removeprefix("0::").strip().lstrip("/")
         for folder in (group, *group.parents) if line.startswith("0::") else ():
             limits = [int(text) for text in _lines(folder / "memory.max") if text.isdigit()]
-            # Page cache counts as free, because the system drops it.
-            found += [max(0, limit - sum(_numbers(folder / "memory.stat", "anon "))) for limit in limits]
-    return min(found)
+            # Page cache counts as free, because the system drops it when memory is short.
+            bounds += [max(0, limit - sum(_numbers(folder / "memory.stat", "anon "))) for limit in limits]
+    return min(bounds)
 
 
 def _numbers(path: Path, name: str) -> list[int]:
-    """The number on each line of a file that begins with a name."""
+    """The second word, a number, of each line of a file that begins with `name`."""
     return [int(line.split()[1]) for line in _lines(path) if line.startswith(name)]
 
 
@@ -86,7 +87,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def usable_host_bytes() -> int:
-    """What `auto` fills of the available memory."""
+    """Available memory that `auto` may fill."""
     return int(HOST_SHARE * available_host_bytes())
 
 
@@ -98,12 +99,12 @@ def available_device_bytes(device: torch.device) -> int | None:
 def stream_weights(
     offload: str, estimates: Estimates, device: torch.device, whole: tuple[str, str] | None = None
 ) -> tuple[bool, str]:
-    """Whether to read weights layer by layer, and one line with the estimate against what there is.
+    """Decide whether to read weights layer by layer; also returns a line that compares the estimate with free memory.
 
     Args:
-        whole: what was asked for that needs the whole model in memory, if anything does, and what to ask for instead.
+        whole: the option that needs the whole model in memory, if there is one, and a hint what to ask for instead.
     Raises:
-        UsageError: the whole model is needed, and does not fit or is not to be in memory.
+        UsageError: the whole model is needed, but does not fit or --offload always was given.
     """
     host, gpu = available_host_bytes(), available_device_bytes(device)
     there = f"{host / 1e9:.1f} GB available, of which at most {HOST_SHARE:.0%} are filled"

@@ -1,4 +1,4 @@
-"""A layer's activations and gradients, whatever the family."""
+"""Activations, gradients and sequence lengths of a model, independent of its family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import UsageError
 
 
 def keys_before_rope(family: Family, output: Tensor, shape: AttentionShape) -> Tensor:
-    """The output of `family.key_source` as keys before RoPE, [batch_size * seq_len, num_kv_heads * head_dim]."""
+    """Turn the output of `family.key_source` into keys before RoPE, [batch_size * seq_len, num_kv_heads * head_dim]."""
     if family.has_key_norm:
         output = output.transpose(1, 2) if family.norms_heads_first else output
     elif family.fused is not None:
@@ -23,12 +23,15 @@ def keys_before_rope(family: Family, output: Tensor, shape: AttentionShape) -> T
 
 
 def split_activations(family: Family, output: Tensor, shape: AttentionShape) -> tuple[Tensor, ...]:
-    """Queries, keys and values, [..., heads * head_dim] each, from the output [..., features] of a fused projection."""
+    """Split the output [..., features] of a fused projection into query, key, value, [..., heads * head_dim] each."""
     return tuple(part.movedim(0, -1) for part in family.split(output.movedim(-1, 0), shape))
 
 
 def kv_parameters(family: Family, model: nn.Module, layer: int) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-    """The parameters of the key and of the value projection, and for each how to get [num_kv_heads * d, hidden]."""
+    """Parameters of the key and value projections, each with a function that takes its part of the parameter's tensor.
+
+    The part is [num_kv_heads * head_dim, hidden_size].
+    """
     module = family.attention_module(model, layer)
     if family.fused is None:
         return [(module.get_parameter(f"{p}_proj.weight"), lambda g: g) for p in "kv"]
@@ -40,33 +43,36 @@ def kv_parameters(family: Family, model: nn.Module, layer: int) -> list[tuple[Te
 
 
 LONG_CONTEXT = 32768
-"""Tokens of a sequence whose cache is counted, where nobody says how many are served."""
+"""Tokens of a sequence whose cache is counted if no --context is given."""
 
 
 def context_tokens(config: Any, asked: int | None = None) -> int:
-    """Tokens of the sequences that are served: those asked for, or the model's longest, at most LONG_CONTEXT.
+    """Tokens of a served sequence: as asked for, else the model's longest sequence, at most LONG_CONTEXT.
 
     Raises:
-        UsageError: more are asked for than the model has positions.
+        UsageError: more tokens are asked for than the model has positions.
     """
-    if asked is not None and longest_row(asked, config) < asked:
-        longest = longest_row(asked, config)
+    if asked is not None and bounded_seq_len(asked, config) < asked:
+        longest = bounded_seq_len(asked, config)
         raise UsageError(
             f"--context {asked}: the model's longest sequence has {longest} tokens.", f"Give at most {longest}."
         )
-    return asked or longest_row(LONG_CONTEXT, config)
+    return asked or bounded_seq_len(LONG_CONTEXT, config)
 
 
-LONG_ROW = 2048
-"""Tokens of a long row of the report split."""
+LONG_SEQ_LEN = 2048
+"""Tokens of a long sequence of the report split."""
 
 
-def long_row_count(report_tokens: int, seq_len: int, config: Any) -> int:
-    """Long rows that a report split has: half as many tokens, where the model has room and other rows are shorter."""
-    fits = longest_row(LONG_ROW, config) == LONG_ROW and longest_row(seq_len, config) < LONG_ROW
-    return report_tokens // (2 * LONG_ROW) if fits else 0
+def long_sequence_count(report_tokens: int, seq_len: int, config: Any) -> int:
+    """Number of long sequences in a report split, which have half of its tokens.
+
+    There are none where the model has too few positions or the other sequences are as long.
+    """
+    fits = bounded_seq_len(LONG_SEQ_LEN, config) == LONG_SEQ_LEN and bounded_seq_len(seq_len, config) < LONG_SEQ_LEN
+    return report_tokens // (2 * LONG_SEQ_LEN) if fits else 0
 
 
-def longest_row(seq_len: int, config: Any) -> int:
+def bounded_seq_len(seq_len: int, config: Any) -> int:
     """Bound `seq_len` by the model's positions."""
     return min(seq_len, getattr(config, "max_position_embeddings", None) or seq_len)

@@ -1,4 +1,4 @@
-"""What is known of a command's text before any long work: whether there is enough of it, and what it is."""
+"""Check and describe a command's text before any long work starts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from ..errors import DataError
 from ..recipe import Evaluation, Recipe
 from .documents import read_documents, require_datasets, require_tokenizer
-from .projections import longest_row
-from .sequences import text_rows
+from .projections import bounded_seq_len
+from .sequences import text_sequences
 from .splits import SPLITS, calibration_share, description_of, digests, held_out_documents
 
 CHAT_ADVICE = (
@@ -19,15 +19,16 @@ CHAT_ADVICE = (
 
 
 def check_text(recipe: Recipe, config: Any, tokenizer: Any) -> None:
-    """Read the text that a calibration and what is measured of it afterwards need, as far as there is enough of it.
+    """Check that there is enough text to calibrate and to measure accuracy afterwards.
 
-    Where the model has no tokenizer, only a text that the recipe names is asked for: nothing is measured then.
+    A model without a tokenizer can be measured on no text, so only a text that the recipe names is required then.
 
     Args:
-        config: the model's transformers config. tokenizer: the model's, or None.
+        config: the model's transformers config.
+        tokenizer: the model's tokenizer, or None.
     Raises:
-        DataError: a path, the tokenizer or a package is missing, or there are too few tokens; says of each split how
-            many there are and how many are needed.
+        DataError: a path, the tokenizer or a package is missing, or there are too few tokens. The message lists for
+            each split how many there are and how many are needed.
     """
     tokens, evaluation = recipe.tokens, recipe.evaluation
     if tokens.source in ("text", "dataset") or evaluation.source == "text":
@@ -37,40 +38,40 @@ def check_text(recipe: Recipe, config: Any, tokenizer: Any) -> None:
     if tokenizer is None:
         return
 
-    short: dict[str, int] = {}  # settings, and the tokens that there are
-    said = []
+    short: dict[str, int] = {}  # available tokens, by the setting that asks for more
+    shortages = []
 
     def need(what: str, field: str, documents: list[str], count: int, seq_len: int) -> None:
-        length = longest_row(seq_len, config)
+        length = bounded_seq_len(seq_len, config)
         needed = -(-count // length)
-        found = len(text_rows(documents, tokenizer, length, needed))
-        if found < needed:
-            short[field] = found * length
-            said.append(f"{what} has {found * length} of {needed * length} tokens")
+        available = len(text_sequences(documents, tokenizer, length, needed))
+        if available < needed:
+            short[field] = available * length
+            shortages.append(f"{what} has {available * length} of {needed * length} tokens")
 
     calibrated = list[str]()
     if tokens.source == "text":
-        own = calibration_share(read_documents(Path(tokens.path or "")), evaluation)
-        calibrated = digests(own) if evaluation.source == "text" else []
-        need("calibration", "tokens.count", own, tokens.count, tokens.seq_len)
+        documents = calibration_share(read_documents(Path(tokens.path or "")), evaluation)
+        calibrated = digests(documents) if evaluation.source == "text" else []
+        need("calibration", "tokens.count", documents, tokens.count, tokens.seq_len)
     held_out = held_out_documents(evaluation, calibrated)
     for split in SPLITS:
         field = f"{split}_tokens"
         documents, count = getattr(held_out, split), getattr(evaluation, field)
         need(f"the {split} split", f"evaluation.{field}", documents, count, evaluation.seq_len)
     if short:
-        fitting = " ".join(f"--set {field}={found}" for field, found in short.items())
+        fitting = " ".join(f"--set {field}={available}" for field, available in short.items())
         hint = f"Give a longer text, or ask for what there is: {fitting}"
         if 0 in short.values():
             hint = "Give a longer text: a third of it is calibrated on, a third searches, a third reports."
         texts = [tokens.path] if tokens.source == "text" else []
         texts += [evaluation.path if evaluation.source == "text" else "the Python standard library's source"]
         names = " and ".join(dict.fromkeys(map(str, texts)))
-        raise DataError(f"text {names}: too short: {', '.join(said)}.", hint)
+        raise DataError(f"text {names}: too short: {', '.join(shortages)}.", hint)
 
 
 def describe_text(recipe: Recipe, tokenizer: Any) -> str:
-    """One line: the text that is calibrated on and the text that accuracy is measured on."""
+    """Describe in one line the text that is calibrated on and the text that accuracy is measured on."""
     tokens = recipe.tokens
     source = {
         "random": "random tokens",
@@ -83,7 +84,7 @@ def describe_text(recipe: Recipe, tokenizer: Any) -> str:
 
 
 def describe_evaluation(spec: Evaluation, tokenizer: Any) -> str:
-    """What accuracy is measured on; a warning where that of a chat model would be measured on source code."""
+    """Describe the text that accuracy is measured on, with a warning if a chat model is measured on source code."""
     if tokenizer is None:
         return "accuracy cannot be measured, as the model has no tokenizer to read text with"
     line = f"accuracy is measured on {description_of(spec)}"

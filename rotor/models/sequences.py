@@ -1,6 +1,6 @@
-"""Text as rows of tokens of equal length: documents joined and cut, and some of the rows taken.
+"""Text as token sequences of equal length: documents are joined and cut, and evenly spaced sequences are taken.
 
-A row begins as the model is served: with what its tokenizer puts before a text (see `text_start`).
+Every sequence begins as the model is served: with the tokens that its tokenizer puts before a text (see `text_start`).
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from .tokenizer import encode, text_start
 
 
 def separator_token(tokenizer: Any) -> int | None:
-    """The token that documents are kept apart by: BOS, or EOS without one; None where nothing is known of either."""
+    """The token that separates documents: BOS, else EOS; None if the tokenizer has neither."""
     if tokenizer is None:
         return None
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
 
 
 def prompt_start(tokenizer: Any) -> list[int]:
-    """Tokens that a prompt of ours begins with: those that the tokenizer puts before a text, else the separator."""
+    """First tokens of a generated prompt: those that the tokenizer puts before a text, else the separator."""
     separator = separator_token(tokenizer)
     return text_start(tokenizer) or ([] if separator is None else [separator])
 
 
-def text_rows(documents: list[str], tokenizer: Any, seq_len: int, most: int | None = None) -> Tensor:
-    """Documents joined by the model's separator token and cut into rows: [rows, seq_len], the rest dropped.
+def text_sequences(documents: list[str], tokenizer: Any, seq_len: int, most: int | None = None) -> Tensor:
+    """Join documents by the separator token and cut them into sequences: [num_sequences, seq_len].
 
-    Every row begins with what the tokenizer puts before a text; a separator that comes right behind it is left out.
+    Every sequence begins with the tokens that the tokenizer puts before a text; a separator right behind them is left
+    out. A shorter rest at the end is dropped.
 
     Args:
-        most: rows that are wanted; no more is read than what makes them.
+        most: number of sequences wanted; no more text is tokenized than they need.
     """
     require_tokenizer(tokenizer)
     separator, start = separator_token(tokenizer), text_start(tokenizer)[: seq_len - 1]
@@ -44,25 +45,27 @@ def text_rows(documents: list[str], tokenizer: Any, seq_len: int, most: int | No
         ids += encode(tokenizer, text)
         if most is not None and len(ids) >= most * seq_len:
             break
-    rows, place, length = list[list[int]](), 0, seq_len - len(start)
-    while most is None or len(rows) < most:
-        place += bool(start) and ids[place : place + 1] == [separator]
-        if place + length > len(ids):
+    sequences = list[list[int]]()
+    position = 0
+    length = seq_len - len(start)
+    while most is None or len(sequences) < most:
+        position += bool(start) and ids[position : position + 1] == [separator]
+        if position + length > len(ids):
             break
-        rows.append(start + ids[place : place + length])
-        place += length
-    return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), seq_len)
+        sequences.append(start + ids[position : position + length])
+        position += length
+    return torch.tensor(sequences, dtype=torch.int64).reshape(len(sequences), seq_len)
 
 
-def evenly_spaced(rows: Tensor, count: int, what: str) -> Tensor:
-    """`count` rows at equal distances.
+def evenly_spaced(sequences: Tensor, count: int, what: str) -> Tensor:
+    """Take `count` sequences at equal distances.
 
     Raises:
         DataError: there are fewer; names `what`.
     """
-    if rows.shape[0] < count:
+    if sequences.shape[0] < count:
         raise DataError(
-            f"{what}: {rows.shape[0]} rows of {rows.shape[1]} tokens, expected {count}.",
-            "Give a longer text, or ask for fewer or shorter rows with --set.",
+            f"{what}: {sequences.shape[0]} sequences of {sequences.shape[1]} tokens, expected {count}.",
+            "Give a longer text, or ask for fewer or shorter sequences with --set.",
         )
-    return rows[torch.arange(count) * len(rows) // max(count, 1)]
+    return sequences[torch.arange(count) * len(sequences) // max(count, 1)]

@@ -1,7 +1,7 @@
 """Files beside the weights that belong to a model: tokenizer, templates, generation settings, licence.
 
-Only what is on this list is taken along into a checkpoint, so that no key, no backup and no other copy of the weights
-that happens to lie in the folder is published with it.
+Only files on this list are copied into a checkpoint, so that no key, backup or second copy of the weights that happens
+to lie in the folder is published with it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 
-BELONGS = re.compile(
+SIDECAR_NAMES = re.compile(
     r"tokenizer(_config)?\.json|tokenizer\.model(\.v\d+)?|tekken\.json|[\w.-]*\.tiktoken"
     r"|vocab\.(json|txt|bpe)|merges\.txt|bpe\.codes|encoder\.json"
     r"|(spiece|sentencepiece(\.bpe)?)\.model"
@@ -25,15 +25,15 @@ BELONGS = re.compile(
 
 
 def sidecars(folder: Path) -> list[str]:
-    """Names of a model's files to take along unchanged, relative to its folder, sorted.
+    """Names of a model's files to copy unchanged, relative to its folder, sorted.
 
-    Links within the folder, and to where config.json lies (the hub's cache), are followed.
+    Links within the folder and into the folder of config.json (the hub's cache) are followed.
 
     Raises:
-        CheckpointError: one of them is a link that leads to nothing, or out of the model.
+        CheckpointError: a link is broken or leads out of the model.
     """
-    found = [path.name for path in folder.iterdir() if path.is_file() or path.is_symlink()]
-    names = sorted(name for name in found if BELONGS.fullmatch(name))
+    files = (path.name for path in folder.iterdir() if path.is_file() or path.is_symlink())
+    names = sorted(name for name in files if SIDECAR_NAMES.fullmatch(name))
     here = folder.resolve()
     allowed = {here, (folder / "config.json").resolve().parent}
     for path in (folder / name for name in names):

@@ -1,4 +1,4 @@
-"""Reading checkpoints: shards, configuration, tokenizer, and the files beside them."""
+"""Read checkpoints: shards, configuration, tokenizer, and the files beside them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from .tokenizer import load_tokenizer
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-AGAIN = "Download it again: index and shards are not of one model."
-ORIGINAL = "Give the original safetensors checkpoint."
+DOWNLOAD_AGAIN = "Download it again: index and shards are not of one model."
+GIVE_ORIGINAL = "Give the original safetensors checkpoint."
 OTHER_FORMATS = {
     "adapter_config.json": ("a LoRA adapter, not a whole model", "Give its base model merged (merge_and_unload)."),
-    "quantize_config.json": ("an already quantised checkpoint (GPTQ or AWQ)", ORIGINAL),
-    "hf_quant_config.json": ("an already quantised checkpoint (ModelOpt)", ORIGINAL),
+    "quantize_config.json": ("an already quantised checkpoint (GPTQ or AWQ)", GIVE_ORIGINAL),
+    "hf_quant_config.json": ("an already quantised checkpoint (ModelOpt)", GIVE_ORIGINAL),
 }
-"""What a file says of the folder that it lies in, and what to do."""
+"""Files that show a format rotor cannot compress: what the folder is, and what to do."""
 
 
 class Checkpoint:
     """A folder with config.json and safetensors shards, opened read-only; tensors are read when asked for.
 
-    file_of: shard file name by tensor name. names: of the tensors. files: names of the shards, sorted.
+    file_of: shard file name by tensor name.
+    names: tensor names.
+    files: shard file names, sorted.
 
     Raises:
         CheckpointError: no model folder, a missing, truncated or unreadable shard, or a pickle checkpoint.
@@ -74,14 +76,14 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer in the folder, or None; tried in a child process before."""
+        """The tokenizer in the folder, or None; a child process tries it first."""
         return load_tokenizer(self.folder, self.config.vocab_size)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor.
 
         Raises:
-            CheckpointError: there is none of that name.
+            CheckpointError: there is no tensor of this name.
             NumericsError: it has a NaN or Inf.
         """
         tensor = self.unchecked_tensor(name)
@@ -94,7 +96,7 @@ class Checkpoint:
         return tensor
 
     def unchecked_tensor(self, name: str) -> Tensor:
-        """Read one tensor that has been looked through before."""
+        """Read one tensor whose values were checked before."""
         if name not in self.file_of:
             raise CheckpointError(
                 f"{self.folder}: tensor {name} is missing; the shards hold {len(self.file_of)} tensors.",
@@ -107,13 +109,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder / file}: tensor {name}: {one_line(error)}") from error
 
     def meta_tensor(self, name: str) -> Tensor:
-        """The shape and dtype of a tensor, on the meta device; only its header is read."""
+        """Shape and dtype of a tensor, on the meta device; only the header is read."""
         stored = self._open(self.file_of[name]).get_slice(name)
         shape = stored.get_shape()
         return torch.empty(shape, dtype=stored[:0].dtype if shape else None, device="meta")
 
     def release(self) -> None:
-        """Close the shards, so that what was read of them no longer counts as this process's memory."""
+        """Close the shards, so that their mapped pages no longer count as this process's memory."""
         self._handles.clear()
 
     def shape_of(self, name: str) -> list[int]:
@@ -123,54 +125,57 @@ class Checkpoint:
         return sorted(name for name, where in self.file_of.items() if where == file)
 
     def other_hashes(self) -> dict[str, str]:
-        """SHA-256 by name of what a run depends on beside the shards: config.json, the index, and the sidecars."""
+        """SHA-256 by name of the other files that a run depends on: config.json, the index, and the sidecars."""
         return {name: file_sha256(self.folder / name) for name in self.other_files()}
 
     def other_files(self) -> list[str]:
         """Names of the files of `other_hashes`."""
-        own = [name for name in ("config.json", INDEX_FILE) if (self.folder / name).is_file()]
-        return [*own, *sidecars(self.folder)]
+        return [
+            *(name for name in ("config.json", INDEX_FILE) if (self.folder / name).is_file()),
+            *sidecars(self.folder),
+        ]
 
     def changes(self, recorded: dict[str, str]) -> list[str]:
-        """What is not as it was at calibration, `FILE is gone`, `... was added`, `... changed`.
+        """List what differs from calibration: `FILE is gone`, `FILE was added`, `FILE changed`.
 
         Args:
-            recorded: SHA-256 of every shard and of the other files, by name.
+            recorded: SHA-256 of every shard and of the other files at calibration, by name.
         """
-        found, present = [], {*self.files, *self.other_files()}
+        changes = []
+        present = {*self.files, *self.other_files()}
         for file in sorted({*recorded, *present}):
             path = self.folder.resolve() / file
             if file not in present or not path.is_file():  # also a recorded name that leads out of the folder
-                found.append(f"{path} is gone")
+                changes.append(f"{path} is gone")
             elif file not in recorded:
-                found.append(f"{path} was added since calibration")
+                changes.append(f"{path} was added since calibration")
             elif file_sha256(path) != recorded[file]:
-                found.append(f"{path} changed since calibration")
-        return found
+                changes.append(f"{path} changed since calibration")
+        return changes
 
     def bytes_of(self, file: str) -> int:
-        """Of a shard."""
+        """Bytes of a shard file."""
         return (self.folder / file).stat().st_size
 
     def total_bytes(self) -> int:
         return sum(map(self.bytes_of, self.files))
 
     def _locate(self) -> dict[str, str]:
-        """Tensor name -> shard file name: what is in the files that transformers reads."""
+        """Shard file name by tensor name, for the files that transformers would read."""
         index, files = self.folder / INDEX_FILE, [SINGLE_FILE]
         if not (self.folder / SINGLE_FILE).is_file():
             if not index.is_file():
                 raise self._no_weights()
-            weight_map = read_json(index, AGAIN).get("weight_map")
+            weight_map = read_json(index, DOWNLOAD_AGAIN).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
-                raise CheckpointError(f"{index}: no weight_map in it.", AGAIN)
+                raise CheckpointError(f"{index}: no weight_map in it.", DOWNLOAD_AGAIN)
             for name, file in weight_map.items():
                 if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
                     raise CheckpointError(
                         f"{index}: {name} is in {shorten(file)}, expected a file name in this folder, *.safetensors."
                     )
                 if not (self.folder / file).is_file():
-                    raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", AGAIN)
+                    raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", DOWNLOAD_AGAIN)
             files = sorted(set(weight_map.values()))
         return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
 
@@ -189,7 +194,7 @@ class Checkpoint:
         if file not in self._handles:
             path = self.folder / file
             try:
-                path.open("rb").close()  # what the system says of it is clearer than what safetensors makes of that
+                path.open("rb").close()  # the system's error is clearer than that of safetensors
                 self._handles[file] = safe_open(path, framework="pt")
             except OSError as error:
                 why = f"cannot be read ({error.strerror or one_line(error)})."
@@ -206,17 +211,17 @@ class Checkpoint:
 
 
 def config_of(folder: Path) -> Any:
-    """The transformers config of a model folder; code in it is never run.
+    """Read the transformers config of a model folder; code in the folder is never run.
 
     Raises:
-        CheckpointError: config.json is missing or not one that transformers knows, or what it says is refused.
+        CheckpointError: config.json is missing, unknown to transformers, or has a refused value.
     """
     check_config(folder / "config.json", read_json(folder / "config.json"))
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except RotorError:
         raise
-    except Exception as error:  # whatever the config classes of transformers make of values that they do not expect
+    except Exception as error:  # config classes of transformers raise anything for unexpected values
         raise CheckpointError(
             f"{folder / 'config.json'}: transformers cannot read it: {one_line(error)}",
             "Check config.json, or install a version of transformers that knows this model.",
@@ -224,24 +229,24 @@ def config_of(folder: Path) -> Any:
 
 
 def _check_files(folder: Path) -> None:
-    """Raises UnsupportedModelError for other formats."""
+    """Raise UnsupportedModelError for formats that rotor cannot compress."""
     for name, (what, hint) in OTHER_FORMATS.items():
         if (folder / name).is_file():
             raise UnsupportedModelError(f"{folder / name}: {what}, which rotor cannot compress.", hint)
     if not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
-        raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", ORIGINAL)
+        raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", GIVE_ORIGINAL)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither NaN nor Inf. Its extremes show both, far faster than `isfinite` does."""
+    """Whether a tensor has neither NaN nor Inf. Its minimum and maximum show both, far faster than `isfinite`."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    if tensor.element_size() == 1:  # torch has no extremes for numbers of 8 bits
+    if tensor.element_size() == 1:  # torch has no aminmax for 8-bit floats
         tensor = tensor.float()
     return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an error of another library, or of rotor's without the hint, as part of a message."""
+    """Text of an error as part of a message: on one line, bounded, and without the hint of rotor's errors."""
     text = error.message if isinstance(error, RotorError) else " ".join(str(error).split()) or repr(error)
     return text if len(text) <= 300 else text[:297] + "..."

@@ -1,7 +1,7 @@
-"""What a config.json of unknown origin may say, checked before transformers sees it.
+"""Check a config.json of unknown origin before transformers reads it.
 
-transformers builds lists, tables and modules from this file, fetches code that it names from the hub, and lets it
-change what a forward pass returns. Only what would do so is checked here; transformers checks the rest.
+transformers sizes lists, tables and modules by this file, fetches code that the file names from the hub, and lets it
+change the outputs of a forward pass. Only fields with such an effect are checked here; transformers checks the rest.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa", "flex_attention", "rotor"),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
 }
-"""What may be named: functions that are in transformers and rotor. Of any other name, also those of flash attention
-where it is not installed, transformers fetches a kernel from the hub and runs it."""
+"""Allowed names: functions that are part of transformers or rotor. For any other name (also flash attention's, if that
+is not installed) transformers fetches a kernel from the hub and runs it."""
 
 
 TokenId = Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] | None
 UNSET = Literal[False] | None
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_labels", "num_experts", "num_local_experts")
 OUTPUTS = ("output_attentions", "output_hidden_states", "torchscript", "is_encoder_decoder")
-CONFIG = {
+FIELD_TYPES = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), TokenId | list[TokenId]),
     **dict.fromkeys(OUTPUTS, UNSET),
     **dict.fromkeys(COUNTS, Annotated[int, Field(ge=0, le=1 << 14)] | None),
@@ -39,18 +39,19 @@ CONFIG = {
     "return_dict": Literal[True] | None,
     "transformers_weights": None,
 }
-"""Fields with the values of any model; weights are read under their usual names alone."""
+"""Types of the checked fields. `transformers_weights` must be unset: weights are only read under their usual names."""
 
-ConfigFields = TypedDict("ConfigFields", CONFIG, total=False)  # type: ignore[misc]
+ConfigFields = TypedDict("ConfigFields", FIELD_TYPES, total=False)  # type: ignore[misc]
 
 
 def check_config(path: Path, config: dict[str, Any]) -> None:
-    """Look through config.json.
+    """Check the fields of config.json.
 
     Args:
-        path: names the file in errors. config: what is in it.
+        path: file name for errors.
+        config: content of the file.
     Raises:
-        CheckpointError: a field of CONFIG has another value, or the file names code on the hub.
+        CheckpointError: a field of FIELD_TYPES has another type or value, or the file names code on the hub.
     """
     Reader(str(path), CheckpointError, HINT).read(ConfigFields, config)
     for key, value in _entries(config):
@@ -65,7 +66,7 @@ def check_config(path: Path, config: dict[str, Any]) -> None:
 
 
 def _entries(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All keys and values, wherever they stand: sub-configs hand theirs on."""
+    """All keys and values at any depth, because sub-configs are read too."""
     stack: list[Any] = [config]
     while stack:
         node = stack.pop()

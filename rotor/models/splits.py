@@ -1,7 +1,7 @@
-"""The three splits of text that never meet: what may be calibrated on, what chooses the ranks, and what is reported.
+"""Three disjoint splits of text: one to calibrate on, one to choose ranks by (search), one to report accuracy on.
 
-The documents of the held-out text are dealt to the three. A calibration that reads the same text takes its own share
-alone, and a run keeps the SHA-256 of what it was calibrated on, so that what of it lies in the other two is left out.
+The documents of the held-out text are dealt to the three. A calibration that reads the same text takes the calibration
+split alone. A run keeps the SHA-256 of each document it was calibrated on, so that search and report leave these out.
 """
 
 from __future__ import annotations
@@ -18,24 +18,28 @@ from torch import Tensor
 from ..errors import DataError
 from ..recipe import Evaluation
 from .documents import read_documents, stdlib_documents
-from .projections import LONG_ROW, long_row_count, longest_row
-from .sequences import evenly_spaced, text_rows
+from .projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_count
+from .sequences import evenly_spaced, text_sequences
 
 SPLITS = ("search", "report")
-LONG = "long"
-"""Name of the report split's long rows, which show errors that grow with the distance."""
+LONG_SPLIT = "long"
+"""Name of the report split's long sequences, which show errors that grow with the distance between tokens."""
 
-FEW, PARTS = 3, 6
-"""Of fewer documents than FEW each is cut into PARTS, which are then the documents."""
+MIN_DOCUMENTS = 3
+"""Fewer documents than this are cut into parts, which are then dealt to the splits."""
+
+PARTS_PER_DOCUMENT = 6
+"""Parts that each document is then cut into."""
 
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """Held-out rows of tokens. `search` chooses the ranks; only `report` gives the numbers that are reported.
+    """Held-out sequences of tokens. `search` chooses the ranks; only `report` gives the numbers that are reported.
 
-    search, report: [rows, seq_len], from different documents (or different parts of a single one). long: [rows,
-    LONG_ROW] of the documents of `report`, or None.
-    description: what the text is. excluded: digests of documents left out, as they were calibrated on.
+    search, report: [num_sequences, seq_len], from different documents (or different parts of a single one).
+    long: [num_sequences, LONG_SEQ_LEN] from the documents of `report`, or None.
+    description: the text in words.
+    excluded: digests of documents that were left out because they were calibrated on.
     """
 
     search: Tensor
@@ -45,32 +49,32 @@ class EvaluationData:
     long: Tensor | None = None
 
     @property
-    def rows(self) -> dict[str, Tensor]:
-        """By the name of the split, and LONG."""
-        found = {"search": self.search, "report": self.report}
-        return found if self.long is None else found | {LONG: self.long}
+    def sequences(self) -> dict[str, Tensor]:
+        """The sequences of each split by its name, LONG_SPLIT included if there are long ones."""
+        splits = {"search": self.search, "report": self.report}
+        return splits if self.long is None else splits | {LONG_SPLIT: self.long}
 
     @property
     def sha256(self) -> str:
-        """Of all rows, and their lengths."""
-        return _digest_of_rows(*self.rows.values())
+        """SHA-256 of all sequences and their lengths."""
+        return _digest_of_sequences(*self.sequences.values())
 
     @property
     def search_sha256(self) -> str:
-        """Of the rows of the search split."""
-        return _digest_of_rows(self.search)
+        """SHA-256 of the search split's sequences."""
+        return _digest_of_sequences(self.search)
 
 
-def _digest_of_rows(*parts: Tensor) -> str:
-    found = hashlib.sha256()
-    for rows in parts:
-        found.update(f"{tuple(rows.shape)}|".encode() + rows.numpy().tobytes())
-    return found.hexdigest()
+def _digest_of_sequences(*parts: Tensor) -> str:
+    sha256 = hashlib.sha256()
+    for sequences in parts:
+        sha256.update(f"{tuple(sequences.shape)}|".encode() + sequences.numpy().tobytes())
+    return sha256.hexdigest()
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of each split. excluded: digests of those left out, as they were calibrated on."""
+    """The documents of each split, and the digests of those left out because they were calibrated on."""
 
     calibration: list[str]
     search: list[str]
@@ -85,28 +89,28 @@ def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any, calibrated: C
     Args:
         calibrated: digests of the documents that were calibrated on.
     Raises:
-        DataError: no text, or too little of it.
+        DataError: there is no text, or too little.
     """
-    seq_len = longest_row(spec.seq_len, config)
-    found = held_out_documents(spec, calibrated)
+    seq_len = bounded_seq_len(spec.seq_len, config)
+    held_out = held_out_documents(spec, calibrated)
     search, report = (
         evenly_spaced(
-            text_rows(getattr(found, split), tokenizer, seq_len),
+            text_sequences(getattr(held_out, split), tokenizer, seq_len),
             -(-getattr(spec, f"{split}_tokens") // seq_len),
-            f"evaluation, {split} split of {found.description}",
+            f"evaluation, {split} split of {held_out.description}",
         )
         for split in SPLITS
     )
-    long, count = None, long_row_count(spec.report_tokens, spec.seq_len, config)
+    long, count = None, long_sequence_count(spec.report_tokens, spec.seq_len, config)
     if count:
-        rows = text_rows(found.report, tokenizer, LONG_ROW)
-        count = min(count, len(rows))
-        long = evenly_spaced(rows, count, "long rows") if count else None
-    return EvaluationData(search, report, found.description, found.excluded, long)
+        sequences = text_sequences(held_out.report, tokenizer, LONG_SEQ_LEN)
+        count = min(count, len(sequences))
+        long = evenly_spaced(sequences, count, "long sequences") if count else None
+    return EvaluationData(search, report, held_out.description, held_out.excluded, long)
 
 
 def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Documents:
-    """The documents of each split that a recipe names.
+    """Deal the documents that a recipe names to the splits.
 
     Args:
         calibrated: digests of the documents that were calibrated on, which are left out of search and report.
@@ -117,12 +121,12 @@ def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Do
     description = description_of(spec)
     documents = list(dict.fromkeys(read))  # copies of one document would fall into different splits
     units, known = divided(documents), set(calibrated)
-    if len(units) > len(documents):  # neighbours stay together, so that as few sentences as possible are torn
-        step = -(-len(units) // 3)
-        splits = [units[start : start + step] for start in range(0, 3 * step, step)]
+    if len(units) > len(documents):  # neighbouring parts stay in one split, to cut as few sentences as possible
+        share = -(-len(units) // 3)
+        splits = [units[start : start + share] for start in range(0, 3 * share, share)]
         known |= {digest(part) for d in documents if digest(d) in known for part in divided([d])}
     else:
-        ranked = sorted(units, key=digest)  # so that the order given does not matter
+        ranked = sorted(units, key=digest)  # the order of the input does not matter
         order = torch.randperm(len(ranked), generator=torch.Generator().manual_seed(spec.seed)).tolist()
         splits = [[ranked[i] for i in order[start::3]] for start in range(3)]
     kept = [[unit for unit in split if digest(unit) not in known] for split in splits[1:]]
@@ -142,12 +146,12 @@ def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Do
 
 
 def calibration_share(documents: list[str], spec: Evaluation) -> list[str]:
-    """Those of a calibration text that are in neither of the splits that search and report.
+    """Documents of a calibration text that are in neither the search split nor the report split.
 
     Args:
         spec: names the held-out text.
     """
-    if spec.source != "text":  # a study calibrates on the standard library's splits too, never to measure
+    if spec.source != "text":  # a study may calibrate on the standard library too, but never measures such a run on it
         return documents
     held = held_out_documents(spec)
     others = {digest(unit) for unit in (*held.search, *held.report)}
@@ -158,19 +162,19 @@ def calibration_share(documents: list[str], spec: Evaluation) -> list[str]:
 
 
 def digests(documents: Sequence[str]) -> list[str]:
-    """Digests of documents that are calibrated on, and of the parts that few of them are cut into."""
+    """Digests of documents, and of the parts that they are cut into where they are few."""
     return sorted({digest(unit) for unit in (*documents, *divided(documents))})
 
 
 def divided(documents: Sequence[str]) -> list[str]:
-    """The documents; where there are fewer than FEW, each in PARTS of equal length."""
-    if len(documents) >= FEW:
+    """The documents; fewer than MIN_DOCUMENTS are each cut into PARTS_PER_DOCUMENT parts of equal length."""
+    if len(documents) >= MIN_DOCUMENTS:
         return list(documents)
-    steps = (max(1, -(-len(text) // PARTS)) for text in documents)
+    lengths = (max(1, -(-len(text) // PARTS_PER_DOCUMENT)) for text in documents)
     return [
-        text[start : start + step]
-        for text, step in zip(documents, steps, strict=True)
-        for start in range(0, len(text), step)
+        text[start : start + length]
+        for text, length in zip(documents, lengths, strict=True)
+        for start in range(0, len(text), length)
     ]
 
 
@@ -180,7 +184,7 @@ def digest(document: str) -> str:
 
 
 def description_of(spec: Evaluation) -> str:
-    """The held-out text that a recipe names, in words."""
+    """Describe the held-out text that a recipe names."""
     if spec.source == "stdlib":
         return "source of the Python standard library (modules held out)"
     return f"text {Path(spec.path or '').name}"

@@ -1,6 +1,6 @@
-"""The tokenizer of a model of unknown origin: tried in a child process with limits, then loaded; text to ids.
+"""Load the tokenizer of a model of unknown origin, after a trial in a child process with limits; convert text to ids.
 
-A tokenizer is a program: its file can ask for any amount of memory or time, or end the process that reads it.
+A tokenizer is a program: its file can ask for any amount of memory or time, or crash the process that reads it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""One of these has every tokenizer."""
+"""Files of which every tokenizer has at least one."""
 
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 FILES = (*VOCABULARIES, "merges.txt", "vocab.txt", *SETTINGS)
-MEMORY_BYTES, CPU_S, TIMEOUT_S = 4 << 30, 60, 120.0
-"""What a trial may take: data in memory, seconds of processor time, and seconds in all."""
+MEMORY_BYTES = 4 << 30
+"""Limit of a trial's data in memory."""
+
+CPU_S = 60
+"""Limit of a trial's processor time."""
+
+TIMEOUT_S = 120.0
+"""Limit of a trial's wall-clock time."""
 
 CHAT_CPU_S = 20
-"""Seconds of processor time that a chat template may take, most of which is the start of the process."""
+"""Limit of a chat template's processor time, most of which is the start of the process."""
 
 TRIAL_TEXT = "\n".join(
     [
@@ -38,23 +44,23 @@ TRIAL_TEXT = "\n".join(
         "Größe, naïve, Ελλάδα, Москва, שלום, مرحبا, 日本語, 한국어, हिन्दी, ไทย, 😀👩‍🔬, ﬁ, ½, \u00a0\u200b\ufeff\u0301",
     ]
 )
-"""What every tokenizer must be able to read: words, every printable character of ASCII, scripts."""
+"""Text that every tokenizer must be able to read: words, all printable ASCII, many scripts."""
 
-TEXT = "a"
-"""A text of which a tokenizer shows what it puts before one."""
+PROBE_TEXT = "a"
+"""Text that is tokenized with and without special tokens, to see which tokens the tokenizer puts before it."""
 
-SAID = "what a user says"
-"""In a chat template, to find where that is."""
+CHAT_PROBE = "what a user says"
+"""User message whose position in a rendered chat template shows where the template's opening ends."""
 
 _verdicts: dict[str, dict[str, Any]] = {}
-"""Of the trials in this process, by the SHA-256 of the files."""
+"""Results of the trials in this process, by the SHA-256 of the tokenizer's files."""
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Any:
-    """The tokenizer of a model folder, or None if it has none; no code in the folder is run.
+    """Load the tokenizer of a model folder, or return None if it has none; no code in the folder is run.
 
     Args:
-        vocab_size: the model's.
+        vocab_size: vocabulary size of the model.
     Raises:
         CheckpointError: it cannot be loaded or used within the limits above, or gives ids that the model does not have.
     """
@@ -67,18 +73,18 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Any:
             f"{folder}: the tokenizer has ids up to {verdict['largest']}, config.json says vocab_size {vocab_size}.",
             "Check that the tokenizer belongs to this model.",
         )
-    from transformers import AutoTokenizer  # brings all of transformers, which reading headers does not need
+    from transformers import AutoTokenizer  # loads all of transformers, which reading headers does not need
 
     try:
         if error is None:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as caught:  # many classes, each with errors of its own
+    except Exception as caught:  # tokenizer classes raise errors of many kinds
         error = " ".join(str(caught).split())[:300]
     raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}", "Download the model again.")
 
 
 def _tried(folder: Path) -> dict[str, Any]:
-    """What the trial said, once for each content of the files."""
+    """Result of the trial, which runs once for each content of the files."""
     digest = hashlib.sha256()
     for path in (folder / name for name in FILES if (folder / name).is_file()):
         digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -89,12 +95,12 @@ def _tried(folder: Path) -> dict[str, Any]:
 
 
 def as_chat(folder: Path, prompt: str) -> str:
-    """A user's prompt in the model's chat template, with the beginning of an answer.
+    """Render a user's prompt with the model's chat template, up to the beginning of the answer.
 
-    A template is a program of the folder's: it is run where a tokenizer is tried.
+    A template is a program from the folder, so it runs in the same child process as a tokenizer's trial.
 
     Raises:
-        CheckpointError: it fails, or not within the limits above.
+        CheckpointError: the template fails or exceeds the limits above.
     """
     verdict = _in_child("chat", folder, prompt, CHAT_CPU_S)
     if "error" in verdict:
@@ -106,11 +112,11 @@ def as_chat(folder: Path, prompt: str) -> str:
 
 
 def chat_opening(folder: Path, tokenizer: Any) -> list[int]:
-    """Tokens of a model's chat template before what a user says; none where it has no template, or one that fails."""
+    """Tokens of the chat template before the user's message; empty without a template or if it fails."""
     if not getattr(tokenizer, "chat_template", None):
         return []
-    text = str(_in_child("chat", folder, SAID, CHAT_CPU_S).get("text", ""))
-    return encode(tokenizer, text.partition(SAID)[0]) if SAID in text else []
+    text = str(_in_child("chat", folder, CHAT_PROBE, CHAT_CPU_S).get("text", ""))
+    return encode(tokenizer, text.partition(CHAT_PROBE)[0]) if CHAT_PROBE in text else []
 
 
 def _trial(folder: Path) -> dict[str, Any]:
@@ -118,7 +124,7 @@ def _trial(folder: Path) -> dict[str, Any]:
 
 
 def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> dict[str, Any]:
-    """Run rotor.models.tokenizer_trial in a process of its own."""
+    """Run rotor.models.tokenizer_trial in a child process."""
     command = [sys.executable, tokenizer_trial.__file__, task, str(folder.absolute()), str(MEMORY_BYTES), str(cpu_s)]
     try:
         done = subprocess.run(
@@ -135,12 +141,12 @@ def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> dict[str, Any]:
         return {"error": f"it was not done within {TIMEOUT_S:g} s"}
     except OSError as error:
         return {"error": f"the process that tries it cannot be started ({error.strerror})"}
-    except ValueError:  # it did not live to say anything
+    except ValueError:  # the child died before it printed a verdict
         return {"error": f"the process that tried it ended with code {done.returncode} (a signal, if negative)"}
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text, without special tokens around it.
+    """Convert a text to ids, without special tokens around it.
 
     Raises:
         DataError: the tokenizer cannot read the text.
@@ -149,27 +155,27 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def text_start(tokenizer: Any) -> list[int]:
-    """Tokens that a tokenizer puts before a text by itself: BOS in Gemma, Llama 3 and Mistral, nothing in many others.
+    """Tokens that a tokenizer puts before a text by default: BOS in Gemma, Llama 3 and Mistral, nothing in many others.
 
-    A text is served behind them, and a model that was trained with a BOS is another one without it.
+    Models are served with these tokens, and a model trained with a BOS behaves differently without it.
 
     Raises:
         DataError: the tokenizer cannot read a text.
     """
     if tokenizer is None:
         return []
-    text, whole = encode(tokenizer, TEXT), _ids(tokenizer, TEXT, add_special_tokens=True)
+    text, whole = encode(tokenizer, PROBE_TEXT), _ids(tokenizer, PROBE_TEXT, add_special_tokens=True)
     starts = (start for start in range(len(whole)) if whole[start : start + len(text)] == text)
     return whole[: next(starts, 0)]
 
 
 def _ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Ids of a text; raises as `encode`."""
+    """Convert a text to ids; raises like `encode`."""
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # a panic of the tokenizers library is no Exception
+    except BaseException as error:  # a panic of the tokenizers library is not an Exception
         raise DataError(
             f"the tokenizer cannot read the text: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
             "Check that the tokenizer belongs to this model, or give another text.",
@@ -178,7 +184,7 @@ def _ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:
-    """Raises DataError if a text has an id that the model has no embedding for, as some added tokens are."""
+    """Raise DataError if an id has no embedding in the model, which happens with some added tokens."""
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise DataError(
             f"the tokenizer gives the id {int(ids.max())}, config.json says vocab_size {vocab_size}.",

@@ -1,9 +1,9 @@
-"""Load a tokenizer of unknown origin and use it once, in a process of its own that may die of it.
+"""Load a tokenizer of unknown origin and use it once, in a child process that may crash.
 
-Run as a file: its arguments are the task (`text` or `chat`), the model folder, the bytes of memory and the seconds of
-processor time that it may take, and its standard input is a text. It prints one line of JSON: of `text` as `largest`
-the largest id of the vocabulary that text can give, of `chat` as `text` what the chat template makes of it, or `error`.
-It imports neither rotor nor torch, so that it starts within a second.
+This file is run as a script. Its arguments are the task (`text` or `chat`), the model folder, and the limits of memory
+in bytes and of processor time in seconds; its standard input is a text. It prints one line of JSON. For `text`,
+`largest` is the largest id that text can produce; for `chat`, `text` is the rendered chat template; `error` says what
+failed. It imports neither rotor nor torch, so that it starts within a second.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import resource
 import sys
 from typing import Any
 
-MOST_CHARACTERS = 1 << 20
-"""That a chat template may add."""
+MAX_ADDED_CHARACTERS = 1 << 20
+"""Most characters that a chat template may add to the message."""
 
 
 def limit(memory_bytes: int, cpu_s: int) -> None:
-    """Bound memory and processor time, and write no files."""
+    """Limit memory and processor time of this process, and forbid writing files."""
     limits = {resource.RLIMIT_DATA: memory_bytes, resource.RLIMIT_CPU: cpu_s}
     for kind, value in (limits | {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}).items():
         hard = resource.getrlimit(kind)[1]
@@ -29,7 +29,7 @@ def limit(memory_bytes: int, cpu_s: int) -> None:
 
 
 def without_torch() -> None:
-    """Let transformers find no torch, whose import takes longer than everything else here."""
+    """Hide torch from transformers, because its import takes longer than everything else here."""
     find = importlib.util.find_spec
 
     def find_spec(name: str, package: str | None = None) -> Any:
@@ -39,7 +39,7 @@ def without_torch() -> None:
 
 
 def largest_id(tokenizer: Any) -> int:
-    """Of the vocabulary without added tokens: some models have an added one beyond their embeddings."""
+    """Largest id of the vocabulary without added tokens: some models have added tokens beyond their embeddings."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return max(backend.get_vocab(with_added_tokens=False).values(), default=-1)
@@ -55,7 +55,7 @@ def trial(task: str, folder: str, text: str) -> dict[str, Any]:
     if task == "chat":
         said = [{"role": "user", "content": text}]
         rendered = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
-        if len(rendered) > len(text) + MOST_CHARACTERS:
+        if len(rendered) > len(text) + MAX_ADDED_CHARACTERS:
             return {"error": f"it makes {len(rendered)} characters of {len(text)}"}
         return {"text": rendered}
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -68,13 +68,13 @@ def trial(task: str, folder: str, text: str) -> dict[str, Any]:
 def main() -> None:
     os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="critical")
     if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # this file's folder, whose modules would hide others of the same name
+        del sys.path[0]  # modules in this file's folder would hide others of the same name
     task, folder, memory_bytes, cpu_s = sys.argv[1:]
     text = sys.stdin.buffer.read().decode("utf-8")
     limit(int(memory_bytes), int(cpu_s))
     try:
         verdict = trial(task, folder, text)
-    except BaseException as error:  # a panic of the tokenizers library is no Exception
+    except BaseException as error:  # a panic of the tokenizers library is not an Exception
         verdict = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     print("\n" + json.dumps(verdict), flush=True)
 

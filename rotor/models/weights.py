@@ -1,8 +1,8 @@
-"""Residence of a model's weights while it runs: all in memory, or one part at a time read from its shards.
+"""Keep a model's weights available while it runs: all in memory, or one part at a time read from its shards.
 
 A part is a decoder layer (its index), the `embedding`, or the `head`. Everything else (final norm, learned positions)
-is small and always in memory. Weights go through transformers' own loading, so that families whose modules hold them in
-another form than the checkpoint (fused experts) need no knowledge here.
+is small and always in memory. transformers' loading code converts the weights, so that families whose modules hold
+them in another form than the checkpoint (fused experts) need no code here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Part = int | Literal["embedding", "head"]
 
 
 class Weights:
-    """A causal model whose weights are there while they are used: here, all in memory."""
+    """A causal model with all of its weights in memory; base of other ways to keep them."""
 
     streamed = False
 
@@ -36,23 +36,23 @@ class Weights:
         self.model, self.device, self.dtype = model, model.device, model.dtype
 
     def loaded(self, part: Part) -> AbstractContextManager[None]:
-        """Within, a part's weights are on their device."""
+        """Context in which a part's weights are on their device."""
         return nullcontext()
 
     def whole(self) -> AbstractContextManager[None]:
-        """Within, the model itself can be called."""
+        """Context in which the whole model can be called."""
         return nullcontext()
 
 
 class StreamedWeights(Weights):
-    """Weights of which one part is in memory at a time.
+    """A causal model with one part of its weights in memory at a time.
 
     Args:
-        checkpoint: where the weights are read from.
-        device, dtype: where and as what they are read.
+        checkpoint: checkpoint that the weights are read from.
+        device, dtype: device and dtype of the loaded weights.
         prepare: changes the model before anything is read, e.g. its attention modules; all parameters stay on meta.
     Raises:
-        CheckpointError: the tensors of a part do not fit the config (when it is loaded).
+        CheckpointError: the tensors of a part do not fit the config; raised when the part is loaded.
     """
 
     streamed = True
@@ -87,7 +87,7 @@ class StreamedWeights(Weights):
         for name, buffer in self.model.named_buffers():
             _set(self.model, name, buffer.to(device))
         self._load(None)
-        # A head is in the shards or tied to the embedding; transformers would make up a random one.
+        # A head is in the shards or tied to the embedding; transformers would initialise a missing one at random.
         head = self._vocabulary["head"] + "weight"
         tied = any(head in group for group in self._aliases)
         if "head" in self._sources and not tied and self.model.get_parameter(head).is_meta:
@@ -103,7 +103,7 @@ class StreamedWeights(Weights):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Each part is read when its module is called, and dropped when that returns."""
+        """Context in which each part is read when its module is called, and dropped when the module returns."""
         modules: dict[Part, nn.Module] = dict(enumerate(self.model.get_submodule(self._layers[:-1])))
         modules |= {"embedding": self.model.get_input_embeddings(), "head": self.model.get_output_embeddings()}
         handles = []
@@ -119,7 +119,10 @@ class StreamedWeights(Weights):
                 handle.remove()
 
     def _part_of(self, name: str) -> Part | None:
-        """The part of a parameter, or of a tensor of the checkpoint; the names of a bare model lack the first part."""
+        """The part that a parameter or a tensor of the checkpoint belongs to; None if it is always in memory.
+
+        Tensor names of a checkpoint that holds the bare decoder lack the first component.
+        """
         for full in (name, f"{self._base}.{name}"):
             if full.startswith(self._layers):
                 index = full[len(self._layers) :].partition(".")[0]
@@ -141,18 +144,18 @@ class StreamedWeights(Weights):
             device_map={"": self.device},
             weight_mapping=self._mapping,  # type: ignore[arg-type]
         )
-        shown = transformers_logging.is_progress_bar_enabled()
-        transformers_logging.disable_progress_bar()  # of each part
+        progress_bar = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()  # there would be one for each part
         try:
             report, _ = convert_and_load_state_dict_in_model(self.model, tensors, loading)
         finally:
-            if shown:
+            if progress_bar:
                 transformers_logging.enable_progress_bar()
         where = "the weights outside of the layers" if part is None else f"part {part}"
         for kind in ("unexpected_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
-            found = getattr(report, kind)
-            if found:
-                names = ", ".join(sorted(str(item[0] if isinstance(item, tuple) else item) for item in found))
+            items = getattr(report, kind)
+            if items:
+                names = ", ".join(sorted(str(item[0] if isinstance(item, tuple) else item) for item in items))
                 raise self._misfit(f"{where}: {kind.replace('_', ' ')} on loading: {names[:300]}")
         for group in self._aliases:
             first = next((p for p in map(self.model.get_parameter, group) if not p.is_meta), None)
@@ -174,26 +177,26 @@ class StreamedWeights(Weights):
 
 
 def keep_softcap(model: Any) -> None:
-    """Older versions of transformers choose sdpa for models with a soft cap, which leaves the cap out."""
+    """Switch models with a soft cap from sdpa, which older versions of transformers choose and which omits the cap."""
     family = FAMILIES.get(model.config.model_type)
     if family is not None and family.softcap and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> Any:
-    """The causal model of a config with parameters on the meta device and real buffers (rotary frequencies, masks)."""
+    """Build the causal model of a config: parameters on the meta device, real buffers (rotary frequencies, masks)."""
     with torch.device("meta"), meta_device_safe_creation_ops():
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     for name, buffer in list(model.named_buffers()):
         _set(model, name, torch.empty_like(buffer, device="cpu"))
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
-    model.initialize_weights()  # of the buffers alone, as transformers does when it loads a checkpoint
+    model.initialize_weights()  # initialises the buffers alone, as transformers does when it loads a checkpoint
     return model.eval().requires_grad_(False)
 
 
 def _aliases(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one and the same (tied embeddings)."""
+    """Groups of parameter names that share one tensor (tied embeddings)."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -14,8 +14,7 @@ from torch import Tensor
 from ..kernels.parameters import seq_len_of
 from ..kernels.reference import attention, join, partial_attention
 from ..kernels.rotary import Rotation
-from ..runtime.rope import rows_of
-from ..runtime.steps import AttentionCall
+from ..runtime import AttentionCall, rows_of
 from .cache import Rows
 from .plan import token_runs
 from .wire import Wire

@@ -12,10 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.families import FAMILIES, Family, attention_shape, find_family
+from ..checkpoint import FAMILIES, Family, attention_shape, find_family
 from ..errors import UnsupportedModelError
-from ..runtime.rope import RotaryTable, rotary_tables
-from ..runtime.steps import CacheRows
+from ..runtime import CacheRows, RotaryTable, rotary_tables
 from .layer import PolicyLayer
 from .policy import Policy
 from .registry import find_policy

@@ -1,4 +1,9 @@
-"""Fit cache policies that need it, by running their model over calibration text."""
+"""Fit cache policies that need it, by running their model over calibration text.
+
+Keys and values are recorded where they enter the cache, so that the rows of compressed models are recorded too.
+Calibration records them inside attention instead (`calibration/capture.py`): it also needs queries, outputs and keys
+before RoPE, of uncompressed models alone, one layer at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +19,42 @@ from ..errors import DataError, NumericsError
 from . import LayerSample, Policy, PolicyLayer, cache_policy
 
 FIT_TOKENS = 4096
-"""Tokens that a policy is fitted to, at most; KVQuant takes 16 rows of 2048."""
+"""Tokens that a policy is fitted to, at most; KVQuant takes 16 sequences of 2048."""
 
 
-def fit_cache_policy(model: Any, policy: Policy, rows: Tensor) -> Policy:
+def fit_cache_policy(model: Any, policy: Policy, sequences: Tensor) -> Policy:
     """Fit a policy to calibration text; a policy that needs nothing comes back as it is.
 
     Args:
         model: a causal model of transformers, compressed or not, with all weights in memory.
-        rows: [n, seq_len] int64, sequences without padding; the first FIT_TOKENS tokens are read.
+        sequences: [n, seq_len] int64, sequences without padding; the first FIT_TOKENS tokens are read.
     Raises:
-        DataError: there is no row of two tokens or more.
+        DataError: there is no sequence of two tokens or more.
         NumericsError: keys, values or gradients that are not finite; names the layer.
         UsageError: the policy cannot serve the model.
     """
     if not policy.needs_samples:
         return policy
-    if rows.dim() != 2 or rows.shape[0] == 0 or rows.shape[1] < 2:
+    if sequences.dim() != 2 or sequences.shape[0] == 0 or sequences.shape[1] < 2:
         raise DataError(
-            f"cache policy {policy.method}: rows of shape {list(rows.shape)}, expected rows of two tokens or more.",
-            "Give text of the model's own tokens, [rows, seq_len].",
+            f"cache policy {policy.method}: shape {list(sequences.shape)}, expected sequences of two tokens or more.",
+            "Give text of the model's own tokens, [sequences, seq_len].",
         )
-    return policy.fitted(layer_samples(model, rows[: max(1, FIT_TOKENS // rows.shape[1])], policy.moves_keys))
+    count = max(1, FIT_TOKENS // sequences.shape[1])
+    return policy.fitted(layer_samples(model, sequences[:count], policy.moves_keys))
 
 
-def layer_samples(model: Any, rows: Tensor, pre_rope: bool = False) -> list[LayerSample]:
-    """Record what each layer's cache is given for `rows`, [n, seq_len], and the gradients of the summed loss by it.
+def layer_samples(model: Any, sequences: Tensor, pre_rope: bool = False) -> list[LayerSample]:
+    """Record the keys and values that enter each layer's cache, and the gradients of the summed loss by them.
 
     Args:
+        sequences: [n, seq_len].
         pre_rope: record keys of an uncompressed model before RoPE.
     Raises:
         NumericsError: something is not finite; names the layer.
     """
     with cache_policy(model, _Recording(pre_rope)):
-        found = [_row_samples(model, row.to(model.device)) for row in rows.split(1)]
+        found = [_sequence_samples(model, sequence.to(model.device)) for sequence in sequences.split(1)]
     samples = []
     for index, of_layer in enumerate(zip(*found, strict=True)):
         sides = [torch.cat(side) for side in zip(*of_layer, strict=True)]
@@ -62,12 +69,12 @@ def layer_samples(model: Any, rows: Tensor, pre_rope: bool = False) -> list[Laye
     return samples
 
 
-def _row_samples(model: Any, row: Tensor) -> list[list[Tensor]]:
-    """Keys, values and their gradients of each layer."""
+def _sequence_samples(model: Any, sequence: Tensor) -> list[list[Tensor]]:
+    """Record keys, values and their gradients for one sequence, layer by layer."""
     cache = DynamicCache(config=model.config)
     with torch.inference_mode(False), torch.enable_grad():
-        logits = model(input_ids=row.clone(), past_key_values=cache, use_cache=True).logits[0, :-1]
-        loss = functional.cross_entropy(logits.float(), row[0, 1:].clone(), reduction="sum")
+        logits = model(input_ids=sequence.clone(), past_key_values=cache, use_cache=True).logits[0, :-1]
+        loss = functional.cross_entropy(logits.float(), sequence[0, 1:].clone(), reduction="sum")
         layers: list[Any] = list(cache.layers)
         gradients = torch.autograd.grad(loss, [part for layer in layers for part in layer.added])
     sides = [[layer.keys, layer.values, *gradients[2 * i : 2 * i + 2]] for i, layer in enumerate(layers)]
@@ -76,7 +83,7 @@ def _row_samples(model: Any, row: Tensor) -> list[list[Tensor]]:
 
 @dataclass(frozen=True)
 class _Recording(Policy):
-    """Policy that keeps all tokens, and the tensors by which gradients are taken."""
+    """Policy that keeps all tokens, and the tensors for taking gradients by keys and values."""
 
     method: ClassVar[str] = "recording"
     pre_rope: bool
@@ -92,7 +99,7 @@ class _Recording(Policy):
 class _RecordingLayer(PolicyLayer):
     """Layer of a recording cache.
 
-    added: zeros that are added to keys and to values; their gradients are those of keys and values.
+    added: zeros that are added to keys and to values, so that their gradients are those of keys and values.
     """
 
     added: tuple[Tensor, Tensor]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..checked import Expect, Reader, shorten
-from ..checkpoint.layout import LayerLayout
+from ..checkpoint import LayerLayout
 from ..errors import UnsupportedModelError, UsageError
 from ..kernels.rows import row_dtype
 from .layer import PolicyLayer

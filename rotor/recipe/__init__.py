@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..facade import importing
+from ..facade import lazy
 
 if TYPE_CHECKING:
     from .reading import bundled_recipes as bundled_recipes
@@ -29,21 +29,8 @@ if TYPE_CHECKING:
     from .sections import Tokens as Tokens
 
 _MODULES = {
-    "EXPORT_SECTIONS": "recipe",
-    "Evaluation": "sections",
-    "ObjectiveSettings": "sections",
-    "Prune": "sections",
-    "Ranks": "sections",
-    "Recipe": "recipe",
-    "Tokens": "sections",
-    "bundled_recipes": "reading",
-    "distance_overrides": "reading",
-    "load_recipe": "reading",
-    "load_stored_recipe": "reading",
-    "override": "reading",
-    "parse_recipe": "reading",
-    "text_overrides": "reading",
+    "reading": "bundled_recipes distance_overrides load_recipe load_stored_recipe override parse_recipe text_overrides",
+    "recipe": "EXPORT_SECTIONS Recipe",
+    "sections": "Evaluation ObjectiveSettings Prune Ranks Tokens",
 }
-__all__ = list(_MODULES)
-
-__getattr__ = importing(__name__, _MODULES)
+__getattr__ = lazy(__name__, _MODULES)

@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import cache_utils
 
-from ..checkpoint.families import Family
-from ..checkpoint.kernel_config import LayerKernels
-from ..checkpoint.layout import AttentionShape, LayerLayout
-from ..checkpoint.projections import CompressedProjections
-from ..checkpoint.tensors import FLOAT32, layer_tensors
+from ..checkpoint import (
+    FLOAT32,
+    AttentionShape,
+    CompressedProjections,
+    Family,
+    LayerKernels,
+    LayerLayout,
+    layer_tensors,
+)
 from ..errors import UsageError
 from ..kernels.defaults import default_layer
 from ..kernels.dispatch import kernels_serve

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, modeling_utils
@@ -21,17 +21,27 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint.families import FAMILIES, Family, attention_shape
-from ..checkpoint.file_names import KERNEL_CONFIG
-from ..checkpoint.layout import AttentionShape, LayerLayout
-from ..checkpoint.rewritten import RewrittenTensors, open_rewritten
-from ..checkpoint.section import MARK, METHOD, CompressedSection, is_ours
+from ..checkpoint import (
+    FAMILIES,
+    KERNEL_CONFIG,
+    MARK,
+    METHOD,
+    AttentionShape,
+    CompressedSection,
+    Family,
+    LayerLayout,
+    attention_shape,
+    is_ours,
+)
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..kernels.defaults import config_of
 from .attention import RotorAttention, refuse_others
 from .positions import keep_shifts_with_rows
 from .rope import rotary_tables
 from .steps import NO_GRADIENTS
+
+if TYPE_CHECKING:
+    from ..checkpoint import RewrittenTensors
 
 log = logging.getLogger("rotor")
 
@@ -73,6 +83,8 @@ class RotorQuantizer(HfQuantizer):
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
         self.kernel_config = config_of(find_kernel_config(model.config, checkpoint_files), layouts)
         if config.source is not None and checkpoint_files:
+            from ..checkpoint import open_rewritten  # not needed for checkpoints with weights
+
             tensors = open_rewritten(Path(checkpoint_files[0]), model.config, config)
             model.__dict__[REWRITTEN] = {name: LazyTensor(tensors, name) for name in tensors.file_of}
         return model

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.families import Family
-from ..checkpoint.layout import AttentionShape, KeyForm, LayerLayout
+from ..checkpoint import AttentionShape, Family, KeyForm, LayerLayout
 from ..kernels.rotary import Rotation, when_read, within_blocks
 from .positions import PositionCheck
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint.kernel_config import LayerKernels
+from ..checkpoint import LayerKernels
 from ..errors import UsageError
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention

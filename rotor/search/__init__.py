@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..facade import importing
+from ..facade import lazy
 
 if TYPE_CHECKING:
     from .compressible import CompressibleModel as CompressibleModel
@@ -23,18 +23,14 @@ if TYPE_CHECKING:
     from .table import RankTable as RankTable
 
 _MODULES = {
-    "Accuracy": "evaluation.accuracy",
-    "CompressibleModel": "compressible",
-    "EvaluationContext": "evaluation.prompts",
-    "Fidelity": "evaluation.accuracy",
-    "FidelityMeter": "evaluation.fidelity",
-    "PlanEvaluator": "plan_evaluator",
-    "Point": "point",
-    "RankTable": "table",
-    "evaluation_plan": "evaluation.device_plan",
-    "find_plan": "search",
-    "rank_path": "plan_evaluator",
+    "compressible": "CompressibleModel",
+    "evaluation.accuracy": "Accuracy Fidelity",
+    "evaluation.device_plan": "evaluation_plan",
+    "evaluation.fidelity": "FidelityMeter",
+    "evaluation.prompts": "EvaluationContext",
+    "plan_evaluator": "PlanEvaluator rank_path",
+    "point": "Point",
+    "search": "find_plan",
+    "table": "RankTable",
 }
-__all__ = list(_MODULES)
-
-__getattr__ = importing(__name__, _MODULES)
+__getattr__ = lazy(__name__, _MODULES)

@@ -10,7 +10,7 @@ import torch
 
 from ..calibration.allocation.bits import BitsPath
 from ..calibration.allocation.plan import Plan, RankInputs, RankPath, Sensitivity, Spectra
-from ..calibration.run import Run, read_fisher
+from ..calibration.run import Run, read_weight_fisher
 from ..errors import UsageError
 from ..models.device_plan import DevicePlan
 from ..models.splits import EvaluationData
@@ -129,7 +129,7 @@ class PlanEvaluator:
         Args:
             splits: by default all, the report split's long rows among them.
         """
-        splits = tuple(self.data.rows) if splits is None else splits
+        splits = tuple(self.data.sequences) if splits is None else splits
         point = self.table.find(plan) or Point.of(plan)
         missing = [split for split in splits if not point.has(split)]
         if not missing:
@@ -179,7 +179,7 @@ def rank_path(
     spectra = [Spectra(*run.spectra(layer)) for layer in layers]
 
     def gradients() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        groups = read_fisher(run.folder, run.shape).unflatten(-1, (-1, run.form.group_size)).sum(-1)
+        groups = read_weight_fisher(run.folder, run.shape).unflatten(-1, (-1, run.form.group_size)).sum(-1)
         return [(keys, values) for keys, values in groups]
 
     return ranks.rule.path(RankInputs(spectra, run.shape, ranks.multiple_of, gradients, sensitivities, context_tokens))

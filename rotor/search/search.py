@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from itertools import islice, pairwise
 
-from ..calibration.allocation.plan import SLACK, Plan, RankPath
+from ..calibration.allocation.plan import COMPRESSION_SLACK, Plan, RankPath
 from ..calibration.allocation.removal_rate import RemovalRatePath
 from ..errors import AccuracyError, UsageError
 from .evaluation.accuracy import Fidelity
@@ -41,7 +41,7 @@ def find_plan(
     Raises:
         AccuracyError: no plan reaches the target; names the best that was measured.
     """
-    steps, tried = path.steps(), list[tuple[float, Plan]]()
+    steps, tried = path.plans(), list[tuple[float, Plan]]()
     refused = {len(steps)}
 
     def reaches(plan: Plan) -> bool:
@@ -53,12 +53,12 @@ def find_plan(
         """Whether there are plans between two, and the two more than the resolution apart."""
         if high - low < 2 or low < 0:
             return high - low > 1
-        return steps[min(high, len(steps) - 1)].stored - steps[low].stored > resolution + SLACK
+        return steps[min(high, len(steps) - 1)].stored - steps[low].stored > resolution + COMPRESSION_SLACK
 
     def middle_reaches(low: int, high: int) -> int | None:
         """The plan halfway between two, or the mildest of few that are left; None where it is refused."""
         begin, end = steps[max(low, 0)].stored, steps[min(high, len(steps) - 1)].stored
-        halfway = begin if end - begin <= resolution + SLACK else (begin + end) / 2
+        halfway = begin if end - begin <= resolution + COMPRESSION_SLACK else (begin + end) / 2
         middle = min(range(low + 1, high), key=lambda i: abs(steps[i].stored - halfway))
         if reaches(steps[middle]):
             return middle
@@ -109,8 +109,8 @@ def plan_for(path: RankPath, removal_rate: float | None, compression: float | No
     plan = path.at_compression(compression)
     if plan is None:
         raise UsageError(
-            f"--compression {compression}: the most that can be removed is {path.steps()[-1].stored:.4f}, "
-            f"with {path.step[0]}.",
-            f"Ask for less, or {path.step[1]}.",
+            f"--compression {compression}: the most that can be removed is {path.plans()[-1].stored:.4f}, "
+            f"with {path.granularity[0]}.",
+            f"Ask for less, or {path.granularity[1]}.",
         )
     return plan

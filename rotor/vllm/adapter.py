@@ -39,7 +39,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from ..checkpoint.section import CompressedSection, is_compressed
+from ..checkpoint import CompressedSection, is_compressed
 from ..kernels.rotary import Rotation
 from .attention import RotorSelfAttention
 from .layers import Loading, Plan

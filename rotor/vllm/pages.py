@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.kernel_config import LayerKernels
+from ..checkpoint import LayerKernels
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import partial_attention, project_keys
 from ..kernels.rotary import Rotation, when_read

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rotor.errors import DataError
-from rotor.models.sequences import prompt_start, text_rows
+from rotor.models.sequences import prompt_start, text_sequences
 from rotor.models.splits import held_out_documents
 from rotor.models.tokenizer import text_start
 from rotor.tools.study.cache_part import CONTROL, CachePart, StudiedCache, at_bytes, cache_records
@@ -122,7 +122,7 @@ def rows_of(study: StudyContext, kind: str) -> Tensor:
         held_out = held_out_documents(study.evaluation)
         own = held_out.calibration if kind == CALIBRATED else held_out.report
         documents, begun = [TEXTS[kind]()[:LONGEST]] if kind in TEXTS else own, len(text_start(tokenizer))
-        rows = text_rows(documents, tokenizer, length + begun)[:count, begun:]
+        rows = text_sequences(documents, tokenizer, length + begun)[:count, begun:]
     if len(rows) < count:
         raise DataError(f"{kind}: {len(rows)} rows of {length} tokens, expected {count}.")
     start = torch.tensor([] if kind == NO_FIRST else prompt_start(tokenizer), dtype=torch.int64)

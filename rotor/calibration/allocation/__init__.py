@@ -1,4 +1,4 @@
-"""From spectra to ranks, and from curves of loss to bits: ordered paths of plans.
+"""Allocation turns spectra into ranks, and curves of loss into bits: each method gives an ordered path of plans.
 
-registry: the methods of ranks by name, as data; needs no torch. One method a file, each with its path.
+Each method has a file with its path. `recipe/rank_methods.py` lists the methods of ranks by name and needs no torch.
 """

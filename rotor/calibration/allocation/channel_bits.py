@@ -1,9 +1,9 @@
-"""Bits of every channel for a number of bytes.
+"""Choose the bits of every channel for a given number of bytes.
 
-The loss of a channel at b bits is w sigma^2 D(b): its weight, its variance, the share of it that the code leaves; it
-takes b / 2 crumbs of a row, which grows by planes of 32. For channels in descending order of w sigma^2 (which becomes
-their order in the checkpoint) the best widths for every number of planes follow exactly by dynamic programming over
-crumbs, and from such curves of all latents of a model the best split of every number of bytes.
+The loss of a channel at b bits is w sigma^2 D(b): weight times variance times the share of the variance that remains as
+error. It takes b / 2 crumbs of a row, and rows grow in planes of 32 nibbles. Channels are taken in descending order of
+w sigma^2, which becomes their order in the checkpoint. Dynamic programming over crumbs then gives the exact best widths
+for every number of planes. A second one over these curves gives the best split of bytes among the latents of a model.
 
 Source: docs/design.md, Mathematics, Codes; reverse water-filling (Cover and Thomas, section 10.3.3) with whole planes
 inside the optimisation.
@@ -24,22 +24,22 @@ PLANE_CRUMBS = PLANE * NIBBLE_BITS // CRUMB_BITS
 
 @dataclass(frozen=True)
 class BitCurve:
-    """The least loss of a latent for every number of planes from 0 on, and the channels that give it.
+    """Least loss of a latent for every number of planes from 0 on, and the channels that reach it.
 
-    loss: [planes + 1], float64, never rising; infinite where no channel is stored. counts: [planes + 1, len(WIDTHS)],
-        channels at each width; those after them have 0 bits.
+    loss: [planes + 1], float64, never rising; infinite if no channel is stored.
+    counts: [planes + 1, len(WIDTHS)], number of channels at each width; the remaining channels have 0 bits.
     """
 
     loss: np.ndarray
     counts: np.ndarray
 
     def channels(self, planes: int) -> Channels:
-        """Those of a row of so many planes."""
+        """Channels of a row with this number of planes."""
         return Channels(*self.counts[planes].tolist())
 
 
 def bit_curve(losses: Tensor, widths: Sequence[int]) -> BitCurve:
-    """The best widths of the channels of a latent for every number of planes.
+    """Compute the best widths of a latent's channels for every number of planes.
 
     Args:
         losses: [widths, channels], float64, of each channel at each of `widths` (bits, 0 among them, in any order).
@@ -51,7 +51,8 @@ def bit_curve(losses: Tensor, widths: Sequence[int]) -> BitCurve:
     crumbs = [width // CRUMB_BITS for width in used]
     channels = len(order)
     most = channels * crumbs[0]
-    best = np.full((most + 1, channels + 1), -np.inf)  # saved by at most so many crumbs, of the first channels
+    # best[c, n]: most loss saved by at most c crumbs when exactly the first n channels are stored.
+    best = np.full((most + 1, channels + 1), -np.inf)
     best[:, 0] = 0.0
     extended = [
         _add_channels(best, (whole - table[given.index(width)])[order], size)
@@ -73,12 +74,10 @@ def bit_curve(losses: Tensor, widths: Sequence[int]) -> BitCurve:
 
 
 def _add_channels(best: np.ndarray, gain: np.ndarray, size: int) -> np.ndarray:
-    """Let channels of `size` crumbs each, which save `gain` [channels], follow what `best` [crumbs, ends] has.
-
-    `best` is changed in place.
+    """Extend `best` [crumbs, ends], in place, by channels of `size` crumbs each, which save `gain` [channels].
 
     Returns:
-        [crumbs, ends], whether the best ends in such a channel.
+        [crumbs, ends], whether the best choice ends with such a channel.
     """
     extended = np.zeros(best.shape, dtype=bool)
     for crumbs in range(size, len(best)):
@@ -90,16 +89,16 @@ def _add_channels(best: np.ndarray, gain: np.ndarray, size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BitPath:
-    """The best split of every number of units of bytes among the latents of a model.
+    """Best split of every number of units of bytes among the latents of a model.
 
-    loss: [units + 1], the least total for each number of them.
+    loss: [units + 1], least total loss for each number of units.
     """
 
     loss: np.ndarray
     _taken: tuple[np.ndarray, ...]
 
     def split(self, units: int) -> list[int]:
-        """Units of each curve, when there are so many in all."""
+        """Units of each curve when all curves share `units`."""
         sizes = []
         for taken in reversed(self._taken):
             sizes.append(int(taken[units]))
@@ -108,19 +107,19 @@ class BitPath:
 
 
 def bit_path(curves: Sequence[np.ndarray]) -> BitPath:
-    """Split units of bytes among curves, exactly.
+    """Compute the exact best split of units of bytes among curves.
 
     Args:
-        curves: the loss of each at 0, 1, ... units.
+        curves: loss of each curve at 0, 1, ... units.
     """
     total, taken = np.zeros(1), []
     for loss in curves:
         size = len(total) + len(loss) - 1
         merged, units = np.full(size, np.inf), np.zeros(size, dtype=np.int64)
-        for own, value in enumerate(loss):
-            part = slice(own, own + len(total))
+        for count, value in enumerate(loss):
+            part = slice(count, count + len(total))
             better = total + value < merged[part]
-            units[part] = np.where(better, own, units[part])
+            units[part] = np.where(better, count, units[part])
             np.minimum(merged[part], total + value, out=merged[part])
         total = merged
         taken.append(units)

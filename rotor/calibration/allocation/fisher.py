@@ -6,7 +6,7 @@ from .plan import Plan, SpectraPath
 
 
 class FisherPath(SpectraPath):
-    """Each key and value projection gets a rank in proportion to the sum of its squared gradients.
+    """Path on which each key and value projection gets a rank in proportion to the sum of its squared gradients.
 
     Source: Palu, arXiv 2407.21118, section 3.2.
     """
@@ -15,8 +15,9 @@ class FisherPath(SpectraPath):
         columns, information = self.columns, self.inputs.gradients()
         values = [float(v) for pair in information for side in pair for v in side]
         scale = columns / max(min(values), max(values) * 1e-6)
-        # From the factor at which even the least informative group is full, down to where the most informative has
-        # one multiple left; a rank changes where factor * information crosses a multiple.
+        # The largest factor gives even the least informative group all columns. Smaller ones follow down to the point
+        # where the most informative group has one multiple left. A rank changes where factor * information crosses a
+        # multiple.
         crossings = {
             rank / value
             for value in values

@@ -1,4 +1,4 @@
-"""Rank plans, and the ordered paths of them that every rank method gives."""
+"""Rank plans, and the ordered path of plans that every method gives."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ...checkpoint.schemas import PlanRanks
 from ..codes.layer import GroupChannels, channels_bytes
 
 SideSensitivity = list[tuple[int, float]]
-"""(rank, loss per unit of dropped energy when all groups of the layer have that rank), by rising rank; the loss is KL
-in nats per token. Empty where no rank drops any energy."""
+"""Pairs of a rank and the loss per unit of dropped energy when all groups of the layer have that rank, by rising rank.
+The loss is KL in nats per token. Empty if no rank drops any energy."""
 
 Sensitivity = tuple[SideSensitivity, SideSensitivity]
-"""Of qk and of vo of a layer."""
+"""Sensitivities of a layer's qk and vo."""
 
-SLACK = 1e-9
+COMPRESSION_SLACK = 1e-9
 """Slack in comparing compressions, so that rounding errors do not decide."""
 
 
@@ -37,10 +37,11 @@ class Spectra:
 class Plan:
     """The ranks of every layer's groups, from the method that chooses them to the checkpoint that stores them.
 
-    parameter: what the method's knob was (the removal rate, a price, a share).
-    planned, stored: share of the KV cache removed by the exact and by the stored ranks.
-    exact, ranks: of each layer's groups, as the method gives them and as they are stored.
-    channels: where they are codes, those of each layer's groups; ranks then count those of any width.
+    parameter: value of the method's parameter (the removal rate, a price, a share).
+    planned, stored: compression (share of the KV cache removed) with the exact and the stored ranks.
+    exact, ranks: ranks from the method, and ranks as stored.
+    channels: coded channels of each layer's groups, None for a plan of ranks; with codes a rank counts the channels of
+        any width.
     """
 
     parameter: float
@@ -79,11 +80,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class RankInputs:
-    """Inputs of a method: spectra and sizes of all layers, and what else is measured, where it is asked for.
+    """Inputs of a method: spectra and sizes of all layers, and measurements for methods that need them.
 
     multiple_of: stored ranks are multiples of this (or all columns).
-    gradients: per layer the summed squared gradients of W_k and W_v of each group, each [num_groups].
-    sensitivities: per layer. context_tokens: of the sequence whose bytes are counted; None counts all layers alike.
+    gradients: function that returns for each layer the summed squared gradients of W_k and W_v, each [num_groups].
+    sensitivities: sensitivities of each layer.
+    context_tokens: length of the sequence whose bytes are counted; None counts all layers alike.
     """
 
     spectra: Sequence[Spectra]
@@ -95,51 +97,51 @@ class RankInputs:
 
 
 def round_rank(rank: int, multiple_of: int, columns: int) -> int:
-    """Round up to what the kernels' tiles need, but never beyond the columns that there are."""
+    """Round a rank up to a multiple, but never beyond the number of columns."""
     return min(-(-rank // multiple_of) * multiple_of, columns)
 
 
 class RankPath(ABC):
-    """Path of all plans that a method can give for a model, ordered by stored compression."""
+    """All plans that a method can give for a model, ordered by stored compression."""
 
-    step: tuple[str, str]
-    """What plans are made of, and what makes that finer: for a message."""
+    granularity: tuple[str, str]
+    """Words for messages: the unit of plans, and a hint how to make it finer."""
 
     @abstractmethod
     def _plans(self) -> list[Plan]:
         """List every plan of the method, mildest first; duplicates allowed."""
 
     @cached_property
-    def _steps(self) -> list[Plan]:
+    def _distinct_plans(self) -> list[Plan]:
         distinct: dict[float, Plan] = {}
         for plan in self._plans():
             distinct.setdefault(round(plan.stored, 9), plan)
         return [distinct[key] for key in sorted(distinct)]
 
-    def steps(self) -> list[Plan]:
+    def plans(self) -> list[Plan]:
         """List one plan for each distinct compression, rising; the mildest parameter of each."""
-        return self._steps
+        return self._distinct_plans
 
     def at_compression(self, target: float) -> Plan | None:
-        """The mildest step that removes at least `target` of the cache, or None if none does."""
-        return next((plan for plan in self.steps() if plan.stored >= target - SLACK), None)
+        """The mildest plan that removes at least `target` of the cache, or None."""
+        return next((plan for plan in self.plans() if plan.stored >= target - COMPRESSION_SLACK), None)
 
     def lighter(self, plan: Plan) -> list[Plan]:
-        """Plans beside the path that store one unit less than `plan`, the most promising first; none by default."""
+        """Plans off the path that store one unit less than `plan`, the most promising first; none by default."""
         del plan
         return []
 
 
 class SpectraPath(RankPath):
-    """Path of plans of ranks, from singular values."""
+    """Path of rank plans from singular values."""
 
     def __init__(self, inputs: RankInputs) -> None:
         self.inputs, self.spectra, self.shape = inputs, list(inputs.spectra), inputs.shape
         self.multiple_of, self.columns = inputs.multiple_of, inputs.spectra[0].qk.shape[-1]
-        self.step = f"ranks in multiples of {self.multiple_of}", "lower it with --set ranks.multiple_of=8"
+        self.granularity = f"ranks in multiples of {self.multiple_of}", "lower it with --set ranks.multiple_of=8"
 
     def _make(self, parameter: float, exact: list[LayerRanks]) -> Plan:
-        """A plan with its ranks rounded and its compressions counted."""
+        """Make a plan: round its ranks and count its compression."""
         stored_ranks = [
             [
                 (round_rank(qk, self.multiple_of, self.columns), round_rank(v, self.multiple_of, self.columns))

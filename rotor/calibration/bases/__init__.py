@@ -1,6 +1,7 @@
-"""Bases of a group of KV heads: what turns keys and values into latents, and what reads the latents back.
+"""Bases of a group of KV heads: matrices that encode keys and values into latents, and decode the latents.
 
-registry: the methods by name, as data; needs no torch. The others compute: one method a file, each a function from
-Inputs (second moments or weights of one layer, batched over its groups, in float64) to a BasisPair of all columns in
-descending order of singular value; the first r columns serve rank r. layer: both bases of a layer.
+`recipe/basis_methods.py` lists the methods by name and needs no torch. Here each method has a file, with functions from
+Inputs (second moments or weights of one layer, batched over its groups, in float64) to a BasisPair. A pair has all
+columns in descending order of singular value; the first r columns serve rank r. `layer.py` computes both bases of a
+layer.
 """

@@ -1,4 +1,4 @@
-"""Eigenvectors in descending order, with a sign that does not depend on the machine."""
+"""Eigenvectors in descending order of eigenvalue, with signs that do not depend on the machine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def descending_eigh(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (clamped at zero) and eigenvectors in descending order, each vector's largest entry positive.
+    """Compute eigenvalues (clamped at zero) and eigenvectors in descending order, each vector's largest entry positive.
 
-    Eigenvalues below the rounding error of the largest are set to zero, so that a direction that nothing uses has a
-    singular value of exactly zero.
+    Eigenvalues below the rounding error of the largest are set to zero, so that an unused direction has a singular
+    value of exactly zero.
 
     Args:
         moments: [..., n, n], symmetric, float64.

@@ -1,4 +1,4 @@
-"""Bases by what an error costs the model's loss: Fisher information as the reader."""
+"""Bases that minimise the loss an error causes in the model: the closed form with Fisher information as the reader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def of_values(inputs: Inputs) -> BasisPair:
 def of_both(inputs: Inputs) -> BasisPair:
     """Bases of one latent for keys and values, stacked head by head.
 
-    What both have in common, as they come from the same hidden state, is kept once.
+    Keys and values come from the same hidden state, and the latent stores their common part once.
 
     Returns:
         [num_groups, 2 n, 2 n] each; n = group_size * head_dim.

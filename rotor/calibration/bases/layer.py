@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...checkpoint.bases import BasisPair, LayerBases
-from ...checkpoint.layout import LayerForm
+from ...checkpoint.layout import AttentionShape, LayerForm
 from ...checkpoint.projections import AttentionWeights
 from ...errors import NumericsError
 from ...numerics import one_thread
@@ -17,13 +17,19 @@ from .moments import LayerStatistics, stored_name
 
 
 def needed_statistics(qk_method: str, vo_method: str, form: LayerForm, refit: bool = False) -> frozenset[str]:
-    """Names of the moments that the methods read, as capture reports them; never empty."""
+    """Names of the moments that the methods read, as capture names them; never empty."""
     key = stored_name(form.keys, form.joint)
     if form.joint:
         return frozenset({key})
     needed = QK_METHODS[qk_method].moments | VO_METHODS[vo_method].moments
     named = {key if name == "key" else name for name in needed}
     return frozenset(named | ({"output"} if refit else set()) or {"value"})
+
+
+def bases_bytes(shape: AttentionShape, form: LayerForm) -> int:
+    """Bytes of a layer's bases: encode and decode of each latent, float64."""
+    groups, columns = shape.num_kv_heads // form.group_size, form.columns(shape.head_dim)
+    return form.latents_per_group * 2 * groups * columns**2 * 8
 
 
 def layer_bases(
@@ -38,12 +44,12 @@ def layer_bases(
     """Compute both bases of one layer by the methods that a recipe names.
 
     Args:
-        gradients: for methods that read them.
-        form: joint latents are by Fisher information.
-        where: names the layer in errors.
+        form: joint latents always use Fisher information.
+        gradients: Fisher information, for methods that read it.
+        where: name of the layer for errors.
     Raises:
         NumericsError: a factorisation fails or its result is not finite.
-    Source: that of each method, beside it.
+    Source: see each method.
     """
     inputs = Inputs(statistics, weights, form.keys, gradients)
     try:

@@ -1,4 +1,4 @@
-"""The view of a layer that the methods of bases compute from."""
+"""Inputs of the methods that compute bases."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ...checkpoint.projections import AttentionWeights
 from .information import LayerFisher
 from .moments import LayerStatistics, stored_name
 
-FIRST = 0.1
-"""They are one in hundreds, and bear up to half of the information; 0.02 to 2 do as well (artifacts/NOTES.md)."""
+FIRST_TOKEN_WEIGHT = 0.1
+"""Weight of first tokens (attention sinks) in the spread of keys and values. They are under 1 % of the tokens and carry
+up to half of the Fisher information; results are flat from 0.02 to 2 (artifacts/NOTES.md)."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The view of one layer that a method computes from; gradients where a method reads them."""
+    """Moments and weights of one layer, and its gradients if a method reads them."""
 
     statistics: LayerStatistics
     weights: AttentionWeights
@@ -35,19 +36,22 @@ class Inputs:
 
     @property
     def key_name(self) -> str:
-        """Name of the keys that are compressed, as they are stored."""
+        """Name of the moments of stored keys."""
         return stored_name(self.form)
 
     def keys(self) -> Tensor:
-        """Moments of keys as they are stored [num_groups, n, n], n = group_size * head_dim."""
+        """Second moments of stored keys [num_groups, n, n], n = group_size * head_dim."""
         return self.statistics.moment(self.key_name)
 
     def spread(self, name: str) -> Tensor:
-        """Moments of keys or values about their mean [num_groups, n, n]; first tokens of rows count as FIRST of all."""
-        assert self.gradients is not None  # who makes the inputs has looked at `BasisMethod.gradients`
+        """Second moments of keys or values about their mean, [num_groups, n, n].
+
+        First tokens of sequences are added with FIRST_TOKEN_WEIGHT of all tokens' weight.
+        """
+        assert self.gradients is not None  # the caller has checked `BasisMethod.gradients`
         mean = self.statistics.sums[f"{name}_mean"] / self.statistics.tokens
         far = self.gradients.first(name) - mean
-        outer = FIRST * far.unsqueeze(-1) * far.unsqueeze(-2) - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        outer = FIRST_TOKEN_WEIGHT * far.unsqueeze(-1) * far.unsqueeze(-2) - mean.unsqueeze(-1) * mean.unsqueeze(-2)
         return self.statistics.moment(name) + self.statistics.tokens * outer
 
     def information(self, name: str) -> Tensor:
@@ -56,7 +60,10 @@ class Inputs:
         return self.gradients.per_token(name)
 
     def queries(self) -> Tensor:
-        """Moments of queries [num_groups, n, n], block-diagonal; averaged over relative positions, but after RoPE."""
+        """Second moments of queries [num_groups, n, n], block-diagonal.
+
+        If keys are not stored after RoPE, they are averaged over relative positions.
+        """
         queries = self.statistics.moment("query")
         if self.form.rope_block is not None:
             queries = rotary_average(queries, self.shape.rotary_dim)
@@ -79,7 +86,7 @@ class Inputs:
 def block_diagonal(moments: Tensor, group_size: int) -> Tensor:
     """Place [num_kv_heads, d, d] into [num_groups, group_size * d, group_size * d], zero between heads.
 
-    A query (or a column block of W_o) of one head touches only that head's block of the group's stacked keys.
+    A query (or a column block of W_o) of one head reads only that head's block of the group's stacked keys.
     """
     heads, dim, _ = moments.shape
     groups = moments.new_zeros(heads // group_size, group_size, dim, group_size, dim)
@@ -89,12 +96,12 @@ def block_diagonal(moments: Tensor, group_size: int) -> Tensor:
 
 
 def rotary_average(moments: Tensor, rotary_dim: int) -> Tensor:
-    """Second moments of queries averaged over all relative rotations: one weight per rotary frequency.
+    """Average second moments of queries over all relative rotations: one weight per rotary frequency.
 
-    Averaged over many distances, the rotation between a query and a key leaves of the query's moment in each
-    rotary plane only its mean square, and nothing between planes. Rotations do not change that mean square, so
-    queries after RoPE serve as well as before it. Planes pair dimension i with i + rotary_dim/2, as in transformers;
-    the dimensions after them are not rotated and keep their moment.
+    The average over many distances between query and key keeps only the mean square of each rotary plane, and nothing
+    between planes. Rotations do not change that mean square, so queries after RoPE can be used in place of those before
+    it. Planes pair dimension i with i + rotary_dim/2, as in transformers; the other dimensions are not rotated and keep
+    their moments.
 
     Args:
         moments: [num_kv_heads, d, d].
@@ -110,6 +117,6 @@ def rotary_average(moments: Tensor, rotary_dim: int) -> Tensor:
 
 
 def output_moments(o_weight: Tensor, shape: AttentionShape) -> Tensor:
-    """Per KV head the sum over its query heads of W_o,h^T W_o,h: [num_kv_heads, d, d], float64."""
+    """Sum W_o,h^T W_o,h over the query heads h of each KV head: [num_kv_heads, d, d], float64."""
     blocks = o_weight.to(torch.float64).reshape(-1, shape.num_kv_heads, shape.heads_per_kv, shape.head_dim)
     return torch.einsum("ohrd,ohre->hde", blocks, blocks)

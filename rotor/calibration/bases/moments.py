@@ -1,6 +1,7 @@
-"""Second moments of queries, keys, values and attention outputs: streamed sums, per layer and group of KV heads.
+"""Second moments of queries, keys, values and attention outputs, summed over a stream of batches, in float64.
 
-Everything that rotor computes from data needs only these sums, so no activation is kept. They are float64.
+They are kept per layer and group of KV heads. Methods without Fisher information need only these sums, so no activation
+is kept for them.
 """
 
 from __future__ import annotations
@@ -14,46 +15,68 @@ from ...checkpoint.layout import AttentionShape, KeyForm
 from ...errors import NumericsError
 
 CHUNK_BYTES = 64 << 20
-"""float64 copies of activations are made at most this many bytes at a time (or one head)."""
+"""Most bytes of a float64 copy of activations (but at least one head is copied)."""
 
 UNCENTRED = ("query", "output")
-"""Moments without a mean. query: after RoPE, per KV head, summed over its query heads. output: per query head, the
-group's stacked values averaged with that head's attention weights; its own block is what o_proj receives. The others
-are `value`, stacked over the heads of a group, and what `stored_name` names."""
+"""Names of moments without a mean. `query` is taken after RoPE, per KV head, summed over its query heads. `output` is
+per query head: the group's stacked values averaged with that head's attention weights, of which o_proj receives the
+block of the head's KV head. Other names are `value`, stacked over the heads of a group, and those from
+`stored_name`."""
 
 JOINT, KEY = "joint", "key"
 
 
 def stored_name(form: KeyForm, joint: bool = False) -> str:
-    """Name of the moments of keys in a form, stacked over the heads of a group; `key_post`, or `key_64_13` of blocks.
+    """Name of the moments of stored keys, stacked over the heads of a group: `key_post`, or `key_64_13` for blocks.
 
-    joint: of each head its key and then its value, `joint_64_13`.
+    joint: keys are stacked with values, each head's key before its value: `joint_64_13`.
     """
     kind = JOINT if joint else KEY
     return f"{kind}_post" if form.rope_block is None else f"{kind}_{form.rope_block}_{form.fast_planes}"
 
 
 def latent_names(form: KeyForm, joint: bool) -> tuple[str, ...]:
-    """Names of the moments of what each latent of a layer is made of."""
+    """Names of the moments of the vectors that each latent of a layer encodes."""
     return (stored_name(form, joint),) if joint else (stored_name(form), "value")
 
 
 def named_form(name: str) -> KeyForm | None:
-    """The form of keys that a moment is of, or None of one without keys."""
+    """Form of the keys in a moment of this name, or None for a moment without keys."""
     kind, _, form = name.partition("_")
     if kind not in (JOINT, KEY):
         return None
     return KeyForm() if form == "post" else KeyForm(*map(int, form.split("_")))
 
 
+def moment_shape(shape: AttentionShape, group_size: int, name: str) -> tuple[int, int, int]:
+    """Shape of a second moment of a layer: number of blocks, and their width twice.
+
+    A block belongs to a KV head (`query`), to a query head (`output`), or to a group (the others).
+    """
+    width = group_size * shape.head_dim
+    if name == "query":
+        return shape.num_kv_heads, shape.head_dim, shape.head_dim
+    if name == "output":
+        return shape.num_heads, width, width
+    if name.startswith(JOINT):
+        width *= 2
+    return shape.num_kv_heads // group_size, width, width
+
+
+def packed_bytes(moment: tuple[int, int, int]) -> int:
+    """Bytes of a moment of this shape after `pack_symmetric`."""
+    blocks, width, _ = moment
+    return blocks * 4 * (width * (width + 1) // 2)
+
+
 @dataclass
 class LayerStatistics:
     """Second moments of one layer, float64.
 
-    sums: `query` is [num_kv_heads, head_dim, head_dim]; `output` [num_heads, g * head_dim, g * head_dim] for groups of
-        g KV heads; means, `NAME_mean`, [num_groups, g * head_dim]; the others [num_groups, g * head_dim, g * head_dim];
-        of joint ones 2 g * head_dim in place of g * head_dim.
-    tokens: tokens that went into each sum.
+    sums: for groups of g KV heads, `query` is [num_kv_heads, head_dim, head_dim], `output` [num_heads, g * head_dim,
+        g * head_dim], sums of vectors (`NAME_mean`) [num_groups, g * head_dim], and others [num_groups, g * head_dim,
+        g * head_dim]. Joint moments have 2 g * head_dim in place of g * head_dim.
+    tokens: tokens in each sum.
     """
 
     shape: AttentionShape
@@ -65,33 +88,36 @@ class LayerStatistics:
         """Add one batch.
 
         Args:
-            activations: `query` [tokens, num_heads, head_dim]; `output` [tokens, num_heads, g * head_dim]; joint ones
-                [tokens, num_kv_heads, 2 head_dim]; the others [tokens, num_kv_heads, head_dim]; any dtype.
+            activations: `query` [tokens, num_heads, head_dim]; `output` [tokens, num_heads, g * head_dim]; joint keys
+                and values [tokens, num_kv_heads, 2 head_dim]; others [tokens, num_kv_heads, head_dim]; any dtype.
         """
         for name, tensor in activations.items():
             blocks = self._blocks(name, tensor)
-            count, rows, width = blocks.shape
-            total = self._sum(name, (count, width, width), blocks)
-            step = max(1, CHUNK_BYTES // (8 * rows * width))
-            for start in range(0, count, step):
-                part = blocks[start : start + step].to(torch.float64)
-                total[start : start + step].baddbmm_(part.mT, part)
+            count, vectors, width = blocks.shape
+            total = self._sum(name, moment_shape(self.shape, self.group_size, name), blocks)
+            chunk = max(1, CHUNK_BYTES // (8 * vectors * width))
+            for start in range(0, count, chunk):
+                part = blocks[start : start + chunk].to(torch.float64)
+                total[start : start + chunk].baddbmm_(part.mT, part)
                 if name not in UNCENTRED:
-                    self._sum(f"{name}_mean", (count, width), blocks)[start : start + step] += part.sum(1)
+                    self._sum(f"{name}_mean", (count, width), blocks)[start : start + chunk] += part.sum(1)
         self.tokens += next((tensor.shape[0] for tensor in activations.values()), 0)
 
     def finish(self) -> LayerStatistics:
-        """The sums of all batches, on the CPU."""
+        """Move the sums to the CPU, after the last batch."""
         self.sums = {name: total.cpu() for name, total in self.sums.items()}
         return self
 
     def _blocks(self, name: str, tensor: Tensor) -> Tensor:
-        """Rows to multiply, [blocks, rows, width]: a KV head's query rows together, a group's KV heads side by side."""
+        """Arrange vectors as [blocks, vectors, width], one block for each moment.
+
+        A block has all queries of a KV head, or the stacked heads of a group.
+        """
         tokens, _, dim = tensor.shape
         if name == "query":
             heads = self.shape.num_kv_heads
-            rows = tensor.reshape(tokens, heads, -1, dim).transpose(0, 1)
-            return rows.reshape(heads, -1, dim)
+            by_head = tensor.reshape(tokens, heads, -1, dim).transpose(0, 1)
+            return by_head.reshape(heads, -1, dim)
         width = dim if name == "output" else self.group_size * dim
         return tensor.reshape(tokens, -1, width).transpose(0, 1)
 
@@ -101,12 +127,12 @@ class LayerStatistics:
         return self.sums[name]
 
     def moment(self, name: str) -> Tensor:
-        """A second moment as in `sums`, symmetrised."""
+        """A second moment from `sums`, symmetrised."""
         total = self.sums[name]
         return (total + total.mT).div_(2)
 
     def check_finite(self, where: str) -> None:
-        """Raises NumericsError that names `where` (a layer) and the first moment with a NaN or Inf."""
+        """Raise NumericsError that names `where` (a layer) and the first moment with a NaN or Inf."""
         for name, total in self.sums.items():
             if not torch.isfinite(total).all():
                 raise NumericsError(
@@ -118,8 +144,8 @@ class LayerStatistics:
 def pack_symmetric(moments: Tensor) -> Tensor:
     """Pack one triangle of symmetric matrices in float32: a quarter of the bytes.
 
-    The moments of attention outputs are stored so. They serve only the refit of W_o, whose ridge (1e-6 of the mean
-    latent energy) is far above float32's rounding.
+    Moments of attention outputs and of gradients are stored in this form. The refit of W_o, which reads the former, has
+    a ridge (1e-6 of the mean latent energy) far above float32's rounding.
 
     Args:
         moments: [..., n, n]; the mean of each pair of mirrored elements is kept.
@@ -133,7 +159,7 @@ def pack_symmetric(moments: Tensor) -> Tensor:
 
 
 def unpack_symmetric(packed: Tensor) -> Tensor:
-    """The [..., n, n] float64 matrices of which `pack_symmetric` kept a triangle."""
+    """Rebuild the [..., n, n] float64 matrices that `pack_symmetric` packed."""
     n = int(((8 * packed.shape[-1] + 1) ** 0.5 - 1) / 2)
     rows, columns = torch.triu_indices(n, n)
     full = torch.empty(*packed.shape[:-1], n, n, dtype=torch.float64)

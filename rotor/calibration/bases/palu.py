@@ -1,4 +1,4 @@
-"""Left singular vectors of the key or value projection, without any data."""
+"""Left singular vectors of the key or value projection, computed from weights alone."""
 
 from __future__ import annotations
 

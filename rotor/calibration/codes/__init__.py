@@ -1,5 +1,5 @@
-"""Bits per channel: what the numbers of a latent are worth, and how they are coded.
+"""Codes of channels: how the numbers of a latent are quantised, and what their errors cost.
 
-quantiser: the code of a channel and the error it leaves. layer: the codes of a layer. allocation: bits of every channel
-for a number of bytes. All of it is mathematics.
+`quantiser.py` fits the code of a channel and measures its error, `layer.py` does so for all channels of a layer, and
+`training.py` trains codes by gradients. `calibration/allocation` then chooses each channel's bits.
 """

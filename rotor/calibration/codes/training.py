@@ -1,11 +1,11 @@
-"""The code of a latent as something that gradients pass through, to be trained by what it costs the model.
+"""A differentiable code of a latent, trained by the loss that it causes in the model.
 
-The latent z = x E of calibration becomes z + A (z - m), and is read as u + B (u - m) by D, where u is what its code
-gives back; m are the means of its channels. A, B, means and scales are trained; A and B begin at zero. Both are scaled
-so that an element of any channel costs alike: with singular values S, channel i has the variance S_i and an error e
-in it the cost S_i e^2, so that A_ij is trained as sqrt(S_i S_j) A_ij. Rounding passes gradients as if it were not
-there, within the clip (the straight-through estimator of Bengio et al., arXiv 1308.3432); what that leaves for scales
-is the gradient of LSQ (Esser et al., arXiv 1902.08153). All of it is affine, so it folds as any basis does.
+Calibration's latent z = x E becomes z + A (z - m). Let u be the decoded latent; it is read as (u + B (u - m)) D, where
+m are the means of the channels. A, B, means and scales are trained; A and B begin at zero. Both are scaled so that an
+element of any channel costs alike: with singular values S, channel i has the variance S_i and an error e in it costs
+S_i e^2, so A_ij is trained as sqrt(S_i S_j) A_ij. Rounding passes gradients unchanged within the clip (the
+straight-through estimator of Bengio et al., arXiv 1308.3432); the resulting gradient by scales is that of LSQ (Esser et
+al., arXiv 1902.08153). All of it is affine, so it folds into weights like any basis.
 """
 
 from __future__ import annotations
@@ -18,47 +18,56 @@ from torch import Tensor
 
 from ...checkpoint.bases import BasisPair
 from ...checkpoint.channels import Channels
-from .layer import MEASURED, SideCodes
+from .layer import FITTED_BITS, SideCodes
 
-FLOOR = 1e-4
-"""Least singular value, against the largest, that training scales by."""
+SINGULAR_VALUE_FLOOR = 1e-4
+"""Smallest singular value that training scales by, relative to the largest."""
+
+
+TRAINED_ELEMENT_BYTES = 4 * (3 + 2 * 4)
+"""Bytes of TrainedCode for each element of a latent's square matrices, in float32: encode, decode and the unit of A and
+B; and for A and B each the number, its gradient and Adam's two moments."""
 
 
 class TrainedCode:
-    """Bases and codes of one side of a layer (or of both, joint), float32 while they are trained.
+    """Bases and codes of one latent of a layer, in float32 while they are trained.
+
+    mixes: A and B of the module's docstring. code_parameters: means and logarithms of scales.
 
     Args:
-        pair: of calibration. codes: of its channels.
+        pair: calibration's bases.
+        codes: calibration's codes of the channels.
     """
 
     def __init__(self, pair: BasisPair, codes: SideCodes, device: torch.device) -> None:
         self._codes, self._order = codes, torch.stack([codes.order(group) for group in range(len(codes.weight))])
         self._pair = pair.ordered(self._order)
-        self._unit = self._ordered(codes.scale[MEASURED.index(4)])  # of each channel, so that all are of one size
+        self._unit = self._ordered(codes.scale[FITTED_BITS.index(4)])  # brings all channels to one size
         spectrum = self._pair.singular_values
-        spectrum = spectrum.maximum(FLOOR * spectrum.amax(-1, keepdim=True)).sqrt()
+        spectrum = spectrum.maximum(SINGULAR_VALUE_FLOOR * spectrum.amax(-1, keepdim=True)).sqrt()
         spectrum = spectrum.clamp(min=torch.finfo(torch.float32).tiny)
         per_unit = 1 / ((spectrum * self._unit)[:, :, None] * (spectrum / self._unit)[:, None, :])
 
-        def own(tensor: Tensor) -> Tensor:
+        def on_device(tensor: Tensor) -> Tensor:
             return tensor.to(device, torch.float32)
 
-        self._encode = own(self._pair.encode / self._unit[:, None])
-        self._decode = own(self._pair.decode * self._unit[:, None])
-        self._per_unit = own(per_unit)
-        self.means = own(self._ordered(codes.mean) / self._unit)
-        self.log_scales = own((self._ordered(codes.scale) / self._unit).log())
+        self._encode = on_device(self._pair.encode / self._unit[:, None])
+        self._decode = on_device(self._pair.decode * self._unit[:, None])
+        self._per_unit = on_device(per_unit)
+        self.means = on_device(self._ordered(codes.mean) / self._unit)
+        self.log_scales = on_device((self._ordered(codes.scale) / self._unit).log())
         self._middle = self.means[0].clone()
         self.mixes = [torch.zeros_like(self._per_unit) for _ in range(2)]
-        self.steps = [self.means, self.log_scales]
-        for tensor in (*self.mixes, *self.steps):
+        self.code_parameters = [self.means, self.log_scales]
+        for tensor in (*self.mixes, *self.code_parameters):
             tensor.requires_grad_()
 
     def through(self, vectors: Tensor, channels: Sequence[Channels]) -> Tensor:
-        """What is read of keys or values that were stored.
+        """Encode, round and decode keys or values.
 
         Args:
-            vectors: [num_groups, tokens, n], float32. channels: of each group.
+            vectors: [num_groups, tokens, n], float32.
+            channels: channels of each group.
         """
         return torch.stack(
             [self._group(group, *both) for group, both in enumerate(zip(vectors, channels, strict=True))]
@@ -67,9 +76,11 @@ class TrainedCode:
     def _group(self, group: int, vectors: Tensor, channels: Channels) -> Tensor:
         rank, device = channels.rank, vectors.device
         bits = torch.tensor(channels.bits, device=device)
-        width = torch.tensor([MEASURED.index(own) for own in channels.bits], device=device)
-        places, half = torch.arange(rank, device=device), 2.0 ** (bits - 1)
-        mean, scale = self.means[width, group, places], self.log_scales[width, group, places].exp()
+        width = torch.tensor([FITTED_BITS.index(bits_of_channel) for bits_of_channel in channels.bits], device=device)
+        index = torch.arange(rank, device=device)
+        half = 2.0 ** (bits - 1)
+        mean = self.means[width, group, index]
+        scale = self.log_scales[width, group, index].exp()
         encode_mix, decode_mix = (self._per_unit[group] * mix[group] for mix in self.mixes)
         middle = self._middle[group]
         latent = vectors @ self._encode[group]
@@ -82,7 +93,7 @@ class TrainedCode:
 
     @torch.no_grad()
     def trained(self) -> tuple[BasisPair, SideCodes]:
-        """The bases with what was trained in them, an affine map, and the codes; float64, in calibration's order."""
+        """The trained bases (an affine map, with shift and constant) and codes, float64, in calibration's order."""
 
         def exact(tensor: Tensor) -> Tensor:
             return tensor.cpu().to(torch.float64)
@@ -93,11 +104,12 @@ class TrainedCode:
         constant = -(decode @ decode_mix @ middle.unsqueeze(-1)).squeeze(-1)
         encode, decode = encode + encode @ encode_mix.mT, decode + decode @ decode_mix
         both = encode * self._unit[:, None], decode / self._unit[:, None]
-        pair, back = BasisPair(*both, self._pair.singular_values, shift, constant), self._order.argsort(-1)
-        steps = exact(self.means) * self._unit, exact(self.log_scales).exp() * self._unit
-        mean, scale = (tensor.gather(-1, back.expand_as(tensor)) for tensor in steps)
-        return pair.ordered(back), replace(self._codes, mean=mean, scale=scale)
+        pair = BasisPair(*both, self._pair.singular_values, shift, constant)
+        to_calibration = self._order.argsort(-1)
+        trained = exact(self.means) * self._unit, exact(self.log_scales).exp() * self._unit
+        mean, scale = (tensor.gather(-1, to_calibration.expand_as(tensor)) for tensor in trained)
+        return pair.ordered(to_calibration), replace(self._codes, mean=mean, scale=scale)
 
     def _ordered(self, tensor: Tensor) -> Tensor:
-        """[..., num_groups, channels] in the order of a plan."""
+        """Reorder [..., num_groups, channels] to the order of plans."""
         return tensor.gather(-1, self._order.expand_as(tensor))

@@ -1,1 +1,1 @@
-"""What a model is to rotor: the form of its layers, what work on it takes, and all of it for `rotor inspect`."""
+"""Planning before any weights are read: the form of a model's layers, memory and disk of the work, `rotor inspect`."""

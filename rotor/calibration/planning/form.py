@@ -1,4 +1,4 @@
-"""The form that the layers of a model are compressed to, by a recipe, and the moments that it takes."""
+"""Derive the form that a recipe compresses the layers of a model to."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from ...recipe import Recipe
 from ..bases.moments import latent_names
 
 Frequencies = Sequence[Sequence[float]]
-"""Radians by which each plane rotates from one position to the next, of each layer."""
+"""Radians by which each plane of each layer rotates from one position to the next."""
 
 
 def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies | None) -> ModelForm:
-    """The form of every layer of a model.
+    """Derive the form of every layer of a model.
 
     Args:
-        frequencies: of RoPE; None where they depend on the length of a sequence: what is stored rotated within blocks
-            would be rotated by others than what comes later, so that `block` is then `post`.
+        frequencies: frequencies of RoPE; None if they depend on the length of a sequence. Keys stored earlier would
+            then be rotated within their blocks by other frequencies than later ones, so `block` becomes `post`.
     Raises:
         RecipeError: the group size does not divide the KV heads; more fast planes than a head has.
     """
-    of_layers = [None] * shape.num_layers if frequencies is None else frequencies
-    keys = tuple(_key_form(recipe, shape, own) for own in of_layers)
-    slowest = max(keys, key=lambda form: form.fast_planes)  # to decode, as rebuilding planes takes arithmetic
-    # Slow planes hardly rotate within a block, so that keys are as linear in the hidden state as values are.
+    by_layer = [None] * shape.num_layers if frequencies is None else frequencies
+    keys = tuple(_key_form(recipe, shape, layer_frequencies) for layer_frequencies in by_layer)
+    slowest = max(keys, key=lambda form: form.fast_planes)  # slowest to decode, as rebuilding planes takes arithmetic
+    # Slow planes hardly rotate within a block, so keys are about as linear in the hidden state as values.
     joint = recipe.joins_latents and (slowest.rope_block is not None or not shape.rotary_dim)
     return ModelForm(keys, _group_size(recipe, shape, LayerForm(slowest, 1, joint)), joint)
 
 
 def wanted_gradients(form: LayerForm) -> frozenset[str]:
-    """Names of what gradients are taken by where a recipe needs any."""
+    """Names of the keys and values whose gradients are needed, if a recipe needs gradients."""
     return frozenset(latent_names(form.keys, form.joint))
 
 
 def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Sequence[float] | None) -> KeyForm:
-    """How a layer's keys are stored, by the frequencies of its own RoPE."""
+    """Derive how a layer's keys are stored from the frequencies of its RoPE."""
     groups, planes = recipe.groups, shape.rotary_planes
     if not shape.rotary_dim or groups.domain == "post":
         return POST_ROPE
@@ -46,7 +46,7 @@ def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Sequence[float
     if frequencies is None:
         return POST_ROPE
     if groups.fast_planes == "quarter":
-        count = sum(step * groups.rope_block >= math.pi / 2 for step in frequencies)
+        count = sum(frequency * groups.rope_block >= math.pi / 2 for frequency in frequencies)
     else:
         count = groups.fast_planes
     if count > planes:

@@ -1,7 +1,7 @@
-"""Facts about a model: its attention, its cache, what a recipe will do with it and what that takes.
+"""Facts about a model: its attention, its cache, the form that a recipe gives it, and the resources that this takes.
 
-Reads the configuration and the headers of the shards, never weights; without shards, and of models on the hub, the
-configuration says what they would hold.
+Only the configuration and the headers of the shards are read, never weights. Without shards, and for models on the hub,
+the configuration says what they would hold.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ from ..prediction.decode_times import DecodeTime, decode_times
 from ..prediction.devices import find_device
 from .outline import ModelOutline, needs_whole_model
 
-WEIGHTS = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
-"""Files of weights in any form; without one a config.json stands alone, and says what the weights would be."""
+WEIGHT_FILES = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
+"""Names of weight files in any format. In a folder without one, config.json alone describes the model."""
 
 CONTEXTS = (8192, 32768, 131072)
-"""Lengths, in tokens, at which the size of the cache is shown."""
+"""Sequence lengths in tokens for which the size of the cache is shown."""
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Memory and disk of a command in bytes, memory by what it is for, and seconds of its matrix products alone.
+class ResourceEstimate:
+    """Memory and disk of a command in bytes, and the seconds of its matrix products alone.
 
-    streamed: one layer of weights in memory at a time. usable_host_bytes: of what is available, where weights are to
-    stay in memory. disk_bytes: in the output folder while it is written; kept_disk_bytes: of it, what stays.
+    streamed: whether one layer of weights is in memory at a time.
+    host_bytes, device_bytes: memory by purpose.
+    disk_bytes: size of the output folder while it is written, of which kept_disk_bytes stay.
+    product_seconds: seconds by stage.
+    available_host_bytes: memory that the process may take, of which usable_host_bytes may be filled with weights.
     """
 
     streamed: bool
@@ -57,20 +60,24 @@ class Needs:
     free_disk_bytes: int
 
     @classmethod
-    def of(cls, estimate: Estimate, streamed: bool, disk: int, kept: int, seconds: dict[str, float]) -> Needs:
+    def of(
+        cls, estimate: Estimate, streamed: bool, disk: int, kept: int, seconds: dict[str, float]
+    ) -> ResourceEstimate:
         there = available_host_bytes(), usable_host_bytes(), shutil.disk_usage(Path.cwd()).free
         return cls(streamed, estimate.host, estimate.device, disk, kept, seconds, *there)
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `rotor inspect` shows.
+    """Results of `rotor inspect`.
 
-    kv_cache_bytes: of one sequence, by its tokens. context_tokens: of the sequences whose bytes an export counts.
-    row_start: what a row of text begins with, as text; None where no tokenizer is there to say so.
-    bits: that a channel may have. form: of what the layers' cache holds, in words.
-    objective, instructions_per_cycle: the device and the load that decode_times are predicted for.
-    calibrate, export: what the commands take on this machine.
+    kv_cache_bytes: bytes of one sequence, by its tokens.
+    context_tokens: length of the sequence whose bytes an export counts.
+    row_start: beginning of every text sequence, as text; None without a tokenizer.
+    bits: bits that a channel may have.
+    form: form of the layers, in words.
+    objective, instructions_per_cycle: device and load that decode_times are predicted for.
+    calibrate, export: resources that the commands take on this machine.
     """
 
     name: str
@@ -91,8 +98,8 @@ class Inspection:
     objective: ObjectiveSettings
     instructions_per_cycle: float
     decode_times: list[DecodeTime]
-    calibrate: Needs
-    export: Needs
+    calibrate: ResourceEstimate
+    export: ResourceEstimate
     available_device_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,11 +107,12 @@ class Inspection:
 
 
 def run_inspection(request: InspectionRequest) -> Inspection:
-    """Look at a model without reading its weights; from the hub only its configuration is fetched.
+    """Inspect a model without reading its weights; from the hub only its configuration is fetched.
 
     Raises:
-        UsageError: a context of more tokens than the model has positions. UnsupportedModelError: rotor cannot compress
-            it. RotorError: see rotor.errors.
+        UsageError: the context has more tokens than the model has positions.
+        UnsupportedModelError: rotor cannot compress the model.
+        RotorError: see rotor.errors.
     """
     model = request.model
     if Path(model).is_file():
@@ -112,7 +120,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
             raise MissingError(f"{model}: is a file.", "Give a model's folder, its config.json, or a hub id.")
         model = Path(model).parent
     spec, source = request.overridden_recipe, find_source(model, request.revision, weights=False)
-    if source.hub_id is None and any(WEIGHTS.search(path.name) for path in source.folder.iterdir()):
+    if source.hub_id is None and any(WEIGHT_FILES.search(path.name) for path in source.folder.iterdir()):
         outline = ModelOutline.of(Checkpoint(source.folder))
     else:
         config = config_of(source.folder)
@@ -164,8 +172,8 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         objective=load,
         instructions_per_cycle=device_rates.instructions_per_cycle,
         decode_times=decode_times(shape, device_rates, step, form.distinct),
-        calibrate=Needs.of(taken, streamed, taken.disk_bytes, taken.kept_disk_bytes, seconds),
-        export=Needs.of(measuring[layerwise], layerwise, grown, grown, {}),
+        calibrate=ResourceEstimate.of(taken, streamed, taken.disk_bytes, taken.kept_disk_bytes, seconds),
+        export=ResourceEstimate.of(measuring[layerwise], layerwise, grown, grown, {}),
         available_device_bytes=available_device_bytes(target),
     )
 

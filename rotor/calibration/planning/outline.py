@@ -1,7 +1,7 @@
-"""A model as far as its configuration and the headers of its shards tell: sizes, and what work on it will take.
+"""Sizes of a model from its configuration and the headers of its shards, and estimates of the memory that work takes.
 
-Of the stages of a command the largest counts, not their sum. Tensors that safetensors maps from a file are not counted:
-the system drops their pages when memory is short.
+The estimate of a command is that of its largest stage, not their sum. Tensors that safetensors maps from a file are not
+counted, because the system drops their pages when memory is short.
 """
 
 from __future__ import annotations
@@ -17,31 +17,38 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ...checkpoint.families import FAMILIES, Family, attention_shape, find_family
 from ...checkpoint.layout import AttentionShape, LayerForm, ModelForm
 from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates
-from ...models.projections import LONG_ROW, long_row_count, longest_row
+from ...models.projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_count
 from ...models.source import Checkpoint
 from ...recipe import Evaluation, Recipe
 from ...recipe.metric_registry import primitive_metrics, report_metrics
-from ..bases.layer import needed_statistics
-from ..bases.moments import CHUNK_BYTES, JOINT
-from ..codes.quantiser import SAMPLES
-from .form import Frequencies, model_form
+from ..bases.information import stored_bytes
+from ..bases.layer import bases_bytes, needed_statistics
+from ..bases.moments import CHUNK_BYTES, moment_shape, packed_bytes
+from ..codes.layer import codes_bytes
+from ..codes.quantiser import SAMPLED_TOKENS
+from ..codes.training import TRAINED_ELEMENT_BYTES
+from ..pruning import kmeans_bytes
+from .form import Frequencies, model_form, wanted_gradients
 
 LIBRARIES_BYTES = 600 << 20
 """Resident memory of Python with torch and transformers imported and used (measured: 0.45 to 0.6 GB)."""
 
 LOGIT_COPIES = 6
-"""Tensors of the size of a batch's logits that scoring holds at once (logits, float copy, log-softmax, reference)."""
+"""Tensors of the size of a batch's logits that scoring has at once (logits, float copy, log-softmax, reference)."""
 
-FIXED = ("linear", "yarn", "llama3")
-"""Kinds of scaled RoPE whose frequencies follow from the config alone."""
+FIXED_FREQUENCY_KINDS = ("linear", "yarn", "llama3")
+"""Kinds of scaled RoPE whose frequencies do not depend on the length of a sequence."""
 
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """A model without its weights: all that is known from config and headers.
+    """A model without its weights: everything that config and headers tell.
 
-    config: the transformers config. layers: elements of each decoder layer. vocabulary: of each matrix over the
-    vocabulary (embedding; head unless tied). rest: of everything else. stored_bytes: all of it in the checkpoint.
+    config: the transformers config.
+    layers: elements of each decoder layer.
+    vocabulary: elements of each matrix over the vocabulary (the embedding, and the head unless tied).
+    rest: elements of everything else.
+    stored_bytes: bytes of all shards.
     """
 
     config: Any
@@ -54,13 +61,13 @@ class ModelOutline:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ModelOutline:
-        """Raises UnsupportedModelError if rotor cannot compress it."""
+        """Outline a checkpoint; raises UnsupportedModelError if rotor cannot compress it."""
         shapes = {name: checkpoint.shape_of(name) for name in checkpoint.names}
         return cls.of_headers(checkpoint.config, shapes, checkpoint.total_bytes())
 
     @classmethod
     def of_headers(cls, config: Any, shapes: dict[str, list[int]], stored_bytes: int) -> ModelOutline:
-        """Build it from the shapes of all tensors by name, and the bytes of their files; raises likewise."""
+        """Outline a model from the shapes of its tensors by name and the bytes of their files; raises like `of`."""
         family, shape = find_family(config), attention_shape(config)
         layers, vocabulary, rest = [0] * shape.num_layers, [], 0
         prefix = f"{family.decoder}.{family.layers}."
@@ -85,54 +92,56 @@ class ModelOutline:
 
     @property
     def frequencies(self) -> Frequencies | None:
-        """Frequencies of each layer's RoPE, or None where they depend on the length of a sequence."""
-        found = [rotary_frequencies(self.config, layer) for layer in range(self.shape.num_layers)]
-        known = [of_layer for of_layer in found if of_layer is not None]
-        return known if len(known) == len(found) else None
+        """Frequencies of each layer's RoPE, or None if they depend on the length of a sequence."""
+        by_layer = [rotary_frequencies(self.config, layer) for layer in range(self.shape.num_layers)]
+        known = [frequencies for frequencies in by_layer if frequencies is not None]
+        return known if len(known) == len(by_layer) else None
 
     def form(self, recipe: Recipe) -> ModelForm:
-        """What the layers are compressed to; see `model_form`."""
+        """Form that the recipe compresses the layers to; see `model_form`."""
         return model_form(recipe, self.shape, self.frequencies)
 
     def calibration(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, batch_tokens: int) -> Estimates:
-        """Estimate what `rotor calibrate` takes."""
+        """Estimate the memory and disk of `rotor calibrate`."""
         shape, form, number = self.shape, self.form(recipe).layer(0), dtype.itemsize
-        moments, seq_len = wanted_moments(recipe, form), longest_row(recipe.tokens.seq_len, self.config)
-        num_rows = -(-recipe.tokens.count // seq_len)
-        count, group_size = num_rows * seq_len, form.group_size
+        moments, seq_len = wanted_moments(recipe, form), bounded_seq_len(recipe.tokens.seq_len, self.config)
+        num_sequences = -(-recipe.tokens.count // seq_len)
+        count, group_size = num_sequences * seq_len, form.group_size
         groups, width, kv_width = shape.num_kv_heads // group_size, group_size * shape.head_dim, _kv_width(shape)
         elements = _moment_elements(shape, group_size, moments)
-        bases = _bases_bytes(shape, form)
+        bases = bases_bytes(shape, form)
         statistics = 8 * sum(elements.values())
-        if recipe.prune.kmeans is not None:  # vectors and centroids of queries, keys and values, a few times
-            statistics += 24 * (max(1024, 3 * recipe.prune.kmeans) + recipe.prune.kmeans) * 3 * kv_width
-        # Beside the moments, while bases are computed: a copy of the largest, the closed form's own, projections.
+        if recipe.prune.kmeans is not None:
+            statistics += kmeans_bytes(recipe.prune.kmeans, kv_width)
+        # While bases are computed: the moments, a copy of the largest, the closed form's matrices, projections.
         solving = statistics + 8 * max(elements.values()) + 96 * groups * width**2
         solving += 8 * (shape.num_heads * shape.head_dim + kv_width) * shape.hidden_size
         running = statistics + self._activations(max(1, batch_tokens // seq_len) * seq_len, group_size, number, moments)
         gradients = codes = 0
-        outputs = 2 * shape.num_heads * width * (width + 1) if recipe.bases.refit else 0  # float32, one triangle
+        outputs = packed_bytes(moment_shape(shape, group_size, "output")) if recipe.bases.refit else 0
         if recipe.needs_gradients:
-            # Moments of the gradients, one triangle in float32, and samples, until a layer's codes are there; backward
-            # through one layer keeps what it computed.
-            latent = form.columns(shape.head_dim)
-            tokens = min(count, recipe.codes.tokens)
-            gradients = 3 * groups * (2 * latent * (latent + 1) + 8 * min(tokens, SAMPLES) * latent)
-            running, solving = 3 * running, solving + 3 * gradients
-            codes = 2 * 23 * 8 * kv_width  # weight, variance, three numbers at each of seven widths
-            if recipe.distil.steps:  # both once more
+            # Fisher information is stored until the codes of its layer are computed. In memory it is unpacked to
+            # float64 and copied: about nine times the stored bytes of one latent. Backward keeps activations.
+            samples = min(count, recipe.codes.tokens, SAMPLED_TOKENS)
+            stored = [stored_bytes(shape, group_size, name, samples) for name in wanted_gradients(form)]
+            gradients = sum(stored)
+            running, solving = 3 * running, solving + 9 * max(stored)
+            codes = form.latents_per_group * codes_bytes(groups * form.columns(shape.head_dim))
+            if recipe.distil.steps:  # the trained bases and codes
                 codes += codes + bases
         kept_bytes = shape.num_layers * (outputs + bases + codes)
         disk_bytes = kept_bytes + shape.num_layers * gradients + 2 * count * shape.hidden_size * number  # hidden states
         on_gpu = device.type == "cuda"
         stages = {"activations and statistics of one layer": running if on_gpu else max(running, solving)}
-        if recipe.tokens.source == "synthetic":  # the cache and the logits of a batch of rows
-            row = 2 * kv_width * number * seq_len * shape.num_layers + 4 * LOGIT_COPIES * self.config.vocab_size
-            stages["cache of the text that the model writes"] = min(num_rows, max(1, SAMPLING_TOKENS // seq_len)) * row
-        if recipe.distil.steps:  # per latent: bases, what is trained of them, Adam's moments, gradients; in float32
-            latents = groups * form.latents_per_group * form.columns(shape.head_dim) ** 2
+        if recipe.tokens.source == "synthetic":  # cache and logits of the sequences that are written together
+            sequence = 2 * kv_width * number * seq_len * shape.num_layers + 4 * LOGIT_COPIES * self.config.vocab_size
+            written = min(num_sequences, max(1, SAMPLING_TOKENS // seq_len))
+            stages["cache of the text that the model writes"] = written * sequence
+        if recipe.distil.steps:
+            elements_of_layer = groups * form.latents_per_group * form.columns(shape.head_dim) ** 2
+            trained = TRAINED_ELEMENT_BYTES * shape.num_layers * elements_of_layer
             states = (shape.num_layers + 2) * max(seq_len, recipe.distil.tokens) * shape.hidden_size * number
-            stages["bases and codes while they are trained"] = 44 * shape.num_layers * latents + states + running
+            stages["bases and codes while they are trained"] = trained + states + running
         largest = max(stages, key=lambda name: stages[name])
         host = {"tokens": 2 * count * 8, "bases of one layer": bases}
         if on_gpu:
@@ -140,24 +149,25 @@ class ModelOutline:
         return self._estimates(device, dtype, host, {largest: stages[largest]}, (disk_bytes, kept_bytes))
 
     def evaluation(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Estimates:
-        """Estimate what measuring accuracy takes (`rotor export --accuracy`): each layer rewritten, run, dropped."""
+        """Estimate the memory of measuring accuracy (`rotor export --accuracy`), with one rewritten layer at a time."""
         spec, shape, form = recipe.evaluation, self.shape, self.form(recipe).layer(0)._replace(joint=False)
         attention = 2 * (shape.num_heads * shape.head_dim + _kv_width(shape)) * shape.hidden_size
         outputs = shape.num_heads * (form.group_size * shape.head_dim) ** 2 * 8 if recipe.bases.refit else 0
-        rewriting = 3 * outputs + 3 * _bases_bytes(shape, form) + attention * 2 * 8
+        rewriting = 3 * outputs + 3 * bases_bytes(shape, form) + attention * 2 * 8
         scoring = LOGIT_COPIES * max(LOGIT_BYTES[device.type], HEAD_POSITIONS * 4 * self.config.vocab_size)
         work = {"activations": max(self._activations(2048, form.group_size, dtype.itemsize), scoring)}
         searched = spec.search_tokens + _prompt_tokens(spec, primitive_metrics(spec.metric))
         reported = spec.report_tokens + _prompt_tokens(spec, report_metrics(spec.metric))
-        rows = max(searched, reported, long_row_count(spec.report_tokens, spec.seq_len, self.config) * LONG_ROW)
-        disk_bytes = 3 * rows * shape.hidden_size * dtype.itemsize  # of hidden states
+        long = long_sequence_count(spec.report_tokens, spec.seq_len, self.config) * LONG_SEQ_LEN
+        tokens = max(searched, reported, long)
+        disk_bytes = 3 * tokens * shape.hidden_size * dtype.itemsize  # hidden states
         host, copied = {"rewriting one layer": rewriting}, attention * shape.num_layers
         return self._estimates(device, dtype, host, work, (disk_bytes, 0), copied)
 
     def calibration_flops(self, recipe: Recipe) -> dict[str, float]:
-        """Count FLOPs of the large products of `rotor calibrate`, by stage; the statistics in float64.
+        """Count FLOPs of the large matrix products of `rotor calibrate` by stage; `statistics` are in float64.
 
-        Of a mixture of experts, as if all of them worked.
+        All experts of a mixture are counted as active.
         """
         tokens, shape, form = recipe.tokens.count, self.shape, self.form(recipe).layer(0)
         layers = 2.0 * sum(self.layers)
@@ -167,7 +177,7 @@ class ModelOutline:
         flops = {"text": whole * tokens} if recipe.tokens.source == "synthetic" else {}
         if recipe.needs_gradients:  # forward once, then each layer again and twice as much backward
             flops["gradients"] = 4 * whole * min(tokens, recipe.codes.tokens)
-        if recipe.distil.steps:  # likewise, and the head of the uncompressed model
+        if recipe.distil.steps:  # the same, and the head of the uncompressed model
             flops["distillation"] = (
                 4 * whole * recipe.distil.steps * min(tokens, recipe.distil.tokens) + layers * tokens
             )
@@ -182,18 +192,19 @@ class ModelOutline:
         disk: tuple[int, int],
         copied: int = 0,
     ) -> Estimates:
-        """Both estimates of a command: `work` and the weights take memory where the model runs.
+        """Make both estimates of a command: `work` and the weights take memory on the device, `host` on the machine.
 
         Args:
-            disk: bytes while it runs, and of them what stays.
-            copied: elements of weights that are there twice where all of them are in memory.
+            disk: bytes while the command runs, and bytes that stay.
+            copied: elements of weights that exist twice when all weights are in memory.
         """
         host = {"libraries": LIBRARIES_BYTES, **host}
 
         def estimate(elements: int) -> Estimate:
             placed = {"weights": elements * dtype.itemsize, **work}
-            of_host, of_device = (host, placed) if device.type == "cuda" else ({**host, **placed}, {})
-            return Estimate(of_host, of_device, *disk)
+            if device.type == "cuda":
+                return Estimate(host, placed, *disk)
+            return Estimate({**host, **placed}, {}, *disk)
 
         part = max(*self.layers, *self.vocabulary, 0)
         return Estimates(estimate(self.parameters + copied), estimate(part + self.rest))
@@ -201,7 +212,7 @@ class ModelOutline:
     def _activations(
         self, tokens: int, group_size: int, number_bytes: int, moments: frozenset[str] = frozenset()
     ) -> int:
-        """Bytes of one layer's forward pass over `tokens` tokens, with what capture adds."""
+        """Bytes of one layer's forward pass over `tokens` tokens, including those of capture."""
         shape = self.shape
         projected = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         attention = 2 * projected + shape.num_heads * shape.head_dim
@@ -219,10 +230,10 @@ def wanted_moments(recipe: Recipe, form: LayerForm) -> frozenset[str]:
 
 
 def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
-    """Radians by which each plane of a head rotates from one position to the next; none in a model without RoPE.
+    """Radians by which each plane of a head rotates from one position to the next; empty in a model without RoPE.
 
     Returns:
-        None where frequencies depend on the length of a sequence.
+        None if frequencies depend on the length of a sequence.
     """
     family, shape = FAMILIES[config.model_type], attention_shape(config)
     if not shape.rotary_dim:
@@ -232,14 +243,14 @@ def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float64) / shape.rotary_dim
         return tuple((float(rope["rope_theta"]) ** -exponents).tolist())
-    if rope["rope_type"] not in FIXED:
+    if rope["rope_type"] not in FIXED_FREQUENCY_KINDS:
         return None
     inverse, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, layer_type=kind)
     return tuple(inverse.double().tolist())
 
 
 def needs_whole_model(recipe: Recipe) -> tuple[str, str] | None:
-    """What of a calibration needs all weights in memory, if anything does, and what to ask for instead."""
+    """The setting that needs all weights in memory and a hint what to set instead, or None."""
     if recipe.distil.steps:
         return f"distil.steps {recipe.distil.steps}", "Give --set distil.steps=0."
     if "gradients" not in recipe.rank_needs:
@@ -249,7 +260,7 @@ def needs_whole_model(recipe: Recipe) -> tuple[str, str] | None:
 
 
 def _feed_forward_width(config: Any) -> int:
-    """Numbers that a token has inside a layer's feed-forward part: its width, or that of the experts it goes to."""
+    """Width of a layer's feed-forward part for one token, or the widths of its experts together."""
     widths = (getattr(config, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim"))
     dense = next((int(width) for width in widths if width), 4 * int(config.hidden_size))
     experts = getattr(config, "num_experts_per_tok", None) or 0
@@ -259,23 +270,15 @@ def _feed_forward_width(config: Any) -> int:
 
 
 def _prompt_tokens(spec: Evaluation, names: Sequence[str]) -> int:
-    """Most tokens of the rows that metrics draw for themselves."""
-    row = min(spec.seq_len, spec.filler_tokens + 2 * spec.seq_len // 3)  # what states and what asks: a third each
+    """Most tokens of the prompts that metrics generate."""
+    prompt = min(spec.seq_len, spec.filler_tokens + 2 * spec.seq_len // 3)  # statement and question: a third each
     counts = {"lookup": spec.lookup_prompts, "copy": spec.copy_prompts}
-    return row * sum(count for name, count in counts.items() if name in names)
+    return prompt * sum(count for name, count in counts.items() if name in names)
 
 
 def _moment_elements(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> dict[str, int]:
-    width = group_size * shape.head_dim
-    groups = shape.num_kv_heads // group_size
-    blocks = {"query": shape.num_kv_heads * shape.head_dim**2, "output": shape.num_heads * width**2}
-    joint = groups * (2 * width) ** 2
-    return {name: joint if name.startswith(JOINT) else blocks.get(name, groups * width**2) for name in moments}
-
-
-def _bases_bytes(shape: AttentionShape, form: LayerForm) -> int:
-    """Both sides of one layer, encode and decode, float64."""
-    return (8 if form.joint else 4) * 8 * _kv_width(shape) * form.group_size * shape.head_dim
+    """Elements of each moment of a layer, by its name."""
+    return {name: math.prod(moment_shape(shape, group_size, name)) for name in moments}
 
 
 def _kv_width(shape: AttentionShape) -> int:

@@ -1,1 +1,1 @@
-"""What decoding costs on a device: bytes, FLOPs, seconds, and how evenly a schedule loads it."""
+"""Prediction of the cost of a decode step on a device: bytes, instructions and seconds."""

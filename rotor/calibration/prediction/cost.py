@@ -1,13 +1,13 @@
 """Predicted time of attention in a decode step, by the bytes that it reads and the instructions that it issues.
 
 Attention over the cache takes the longer of two limits, which overlap: bytes of the cache over the memory's bandwidth,
-and warp instructions (`instructions`) over SMs x clock x instructions a cycle, 1.5 where no device file has measured
-it. The projections (q, k, v, o and the bases) are read once for the whole batch, before and after. The uncompressed
-model's attention is taken to be as fast as its bytes.
+and warp instructions (`instructions.py`) over SMs x clock x instructions per cycle, 1.5 unless the device was measured.
+The projections (q, k, v, o and the bases) are read once for the whole batch, before and after attention. The
+uncompressed model's attention is assumed to be limited by bytes alone.
 
 A layer that rebuilds keys in memory (`kernels.defaults`: more fast planes than a tile rebuilds) reads its rows, and
-writes and reads keys and values of full width. Left out everywhere: norms, new tokens, launches, and what is outside
-attention.
+writes and reads keys and values of full width. Norms, new tokens, launches and everything outside attention are left
+out.
 
 Source: the roofline model (Williams, Waterman and Patterson, 2009).
 """
@@ -27,7 +27,7 @@ from .instructions import group_instructions
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """The load of one decode step: tokens that each sequence attends to, sequences, bytes of a stored number."""
+    """Load of one decode step: tokens that each sequence attends to, number of sequences, bytes of a stored number."""
 
     context_tokens: int
     batch_size: int
@@ -40,10 +40,11 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Attention of one layer in a step.
+    """Predicted attention of one layer in a decode step.
 
-    cache_bytes: read (and written, where keys are rebuilt in memory). instructions: warp instructions.
-    projection_bytes: weights.
+    cache_bytes: bytes of the cache that are read, and written if keys are rebuilt in memory.
+    instructions: warp instructions.
+    projection_bytes: bytes of weights.
     """
 
     cache_bytes: float
@@ -58,7 +59,7 @@ class LayerTime:
 
     @classmethod
     def of(cls, cache_bytes: float, instructions: float, projection_bytes: float, device: Device) -> LayerTime:
-        """Time by the limits of a device: the slower of reading and issuing."""
+        """Predict the time on a device: the slower of reading and issuing."""
         attention = max(device.read_seconds(cache_bytes), device.issue_seconds(instructions))
         return cls(cache_bytes, instructions, projection_bytes, attention, device.read_seconds(projection_bytes))
 
@@ -75,7 +76,7 @@ def layer_time(layout: LayerLayout, shape: AttentionShape, device: Device, step:
 
 
 def layer_bytes(layout: LayerLayout, shape: AttentionShape, element_bytes: int) -> int:
-    """Bytes that attention reads, and writes where it rebuilds keys in memory, for a token in a compressed layer."""
+    """Bytes per token that attention of a compressed layer reads, and writes if it rebuilds keys in memory."""
     rebuilt = 2 * uncompressed_layer_bytes(shape, element_bytes) if default_layer(layout).materialise else 0
     return sum(layout.row_bytes(element_bytes)) + rebuilt
 
@@ -87,15 +88,15 @@ def uncompressed_layer_time(shape: AttentionShape, device: Device, step: DecodeS
 
 
 def uncompressed_layer_bytes(shape: AttentionShape, element_bytes: int) -> int:
-    """Bytes of keys and values of a token in one layer."""
+    """Bytes of a token's uncompressed keys and values in one layer."""
     return uncompressed_kv_bytes_per_token(shape, element_bytes) // shape.num_layers
 
 
 def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device: Device, step: DecodeStep) -> float:
-    """Predicted seconds of a decode step: attention in all layers, with their projections."""
+    """Predict the seconds of a decode step: attention in all layers, with their projections."""
     return sum(layer_time(layout, shape, device, step).seconds for layout in layouts)
 
 
 def uncompressed_decode_seconds(shape: AttentionShape, device: Device, step: DecodeStep) -> float:
-    """The same before compression."""
+    """Predict the seconds of a decode step of the uncompressed model."""
     return shape.num_layers * uncompressed_layer_time(shape, device, step).seconds

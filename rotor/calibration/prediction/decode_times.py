@@ -1,4 +1,4 @@
-"""Predicted times of a decode step, and bytes, of every group size, with and without fast planes."""
+"""Predict the time of a decode step, and the bytes, for every group size, with and without fast planes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from .cost import DecodeStep, layer_time, uncompressed_layer_time
 from .devices import Device
 
 SCENARIOS: tuple[tuple[str, float], ...] = (("0.75", 0.75), ("0.875", 0.875), ("0.94", 0.9375))
-"""Name, and share of the bytes of keys and values that is removed."""
+"""Name and compression of each scenario."""
 
 FAST_PLANES = 16
-"""Fast planes of the candidates that rebuild some."""
+"""Fast planes of the candidates that rebuild some planes but not all."""
 
 
 @dataclass(frozen=True)
 class DecodeTime:
-    """One candidate in one of SCENARIOS.
+    """Prediction for one candidate in one of SCENARIOS.
 
-    instructions_per_key: of attention, a key and KV head; 0 where keys are rebuilt in memory. seconds: of attention in
-    all layers in a decode step, predicted. share: of the uncompressed model's. chosen: by the recipe.
+    instructions_per_key: warp instructions of attention per key and KV head; 0 if keys are rebuilt in memory.
+    seconds: predicted time of attention in all layers in a decode step.
+    share: that time relative to the uncompressed model's.
+    chosen: whether the recipe gives this form.
     """
 
     candidate: str
@@ -47,11 +49,13 @@ class DecodeTime:
 def decode_times(
     shape: AttentionShape, device: Device, step: DecodeStep, chosen: Sequence[LayerForm] = ()
 ) -> list[DecodeTime]:
-    """Codes of every group size in each of SCENARIOS, all layers alike: joint latents without fast planes, with
-    FAST_PLANES and with all of them, and, of a model with RoPE, latents of their own for keys after it and values.
+    """Predict every group size in each of SCENARIOS, with coded latents and all layers alike.
+
+    Candidates are joint latents with no, FAST_PLANES and all fast planes; and separate latents of values and of keys
+    after RoPE.
 
     Args:
-        chosen: forms of a recipe's layers, which are among them in any case.
+        chosen: forms of a recipe's layers, which are added to the candidates.
     """
     block, apart = MOST_ROPE_BLOCK, [(POST_ROPE, False)]
     planes = sorted({0, min(FAST_PLANES, shape.rotary_planes)})
@@ -60,12 +64,13 @@ def decode_times(
         forms = [(POST_ROPE, True), *apart]
     candidates = [LayerForm(keys, size, joint) for keys, joint in forms for size in group_sizes(shape)]
     candidates = [*(form for form in chosen if form not in candidates), *candidates]
-    base, found = uncompressed_layer_time(shape, device, step), []
+    base = uncompressed_layer_time(shape, device, step)
+    times = []
     for candidate in candidates:
         for scenario, removed in SCENARIOS:
             layout = uniform_layout(shape, candidate, 1 - removed, True)
             time = layer_time(layout, shape, device, step)
-            found.append(
+            times.append(
                 DecodeTime(
                     candidate.in_words(shape),
                     scenario,
@@ -76,7 +81,7 @@ def decode_times(
                     candidate in chosen,
                 )
             )
-    return found
+    return times
 
 
 def group_sizes(shape: AttentionShape) -> list[int]:
@@ -84,22 +89,22 @@ def group_sizes(shape: AttentionShape) -> list[int]:
     return [size for size in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % size == 0]
 
 
-REMOVED = {True: 0.875, False: 0.5}
-"""Share of the bytes removed at which group sizes are compared: of codes, and of numbers."""
+COMPARED_COMPRESSION = {True: 0.875, False: 0.5}
+"""Compression at which group sizes are compared, with codes (True) and without."""
 
 
 def largest_fast_group(shape: AttentionShape, form: LayerForm, coded: bool, device: Device, step: DecodeStep) -> int:
     """Find the most KV heads that can share a latent without making attention slower, as predicted.
 
-    A decode step with REMOVED of the bytes is predicted to take no longer than the uncompressed model's, or than that
-    of one KV head a group, where all are slower.
+    At COMPARED_COMPRESSION a decode step must take no longer than the uncompressed model's, or, if all are slower, than
+    with one KV head per group.
 
     Args:
-        form: of any group size.
+        form: form of a layer; its group size is ignored.
     """
 
     def seconds(size: int) -> float:
-        layout = uniform_layout(shape, form._replace(group_size=size), 1 - REMOVED[coded], coded)
+        layout = uniform_layout(shape, form._replace(group_size=size), 1 - COMPARED_COMPRESSION[coded], coded)
         return layer_time(layout, shape, device, step).seconds
 
     most = max(seconds(1), uncompressed_layer_time(shape, device, step).seconds)
@@ -107,13 +112,13 @@ def largest_fast_group(shape: AttentionShape, form: LayerForm, coded: bool, devi
 
 
 def uniform_layout(shape: AttentionShape, form: LayerForm, kept: float, coded: bool) -> LayerLayout:
-    """A layer whose groups all keep a share of their bytes, at 16-bit numbers or in channels of four bits.
+    """Make a layer whose groups all keep a share of their bytes, as 16-bit numbers or in channels of four bits.
 
-    A joint latent has as many places as two latents have together.
+    A joint latent is as wide as two separate latents together.
     """
     keys, size, joint = form
-    places = kept * size * shape.head_dim * (2 if joint else 1) * (4 if coded else 1)
-    count = max(PLANE, round(places / PLANE) * PLANE)
+    width = kept * size * shape.head_dim * (2 if joint else 1) * (4 if coded else 1)
+    count = max(PLANE, round(width / PLANE) * PLANE)
     latent: Latent = Channels(n4=count) if coded else Numbers(count)
     heads = range(shape.num_kv_heads)
     groups = (GroupLayout(tuple(heads[i : i + size]), latent, None if joint else latent) for i in heads[::size])

@@ -1,4 +1,4 @@
-"""Devices by name: the rates from which decode time is predicted. Bundled ones are in devices.yaml."""
+"""Devices by name, with the rates that decode times are predicted from. devices.yaml has the bundled ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...checkpoint.yaml_files import read_yaml
 from ...errors import RecipeError
 
 INSTRUCTIONS_PER_CYCLE = 1.5
-"""What kernels of this kind are taken to issue of the 4 that an SM can, where nobody has measured it."""
+"""Warp instructions that an SM is assumed to issue per cycle (of at most 4) if the device was not measured."""
 
 Rate = Annotated[float, Field(gt=0)]
 
@@ -22,10 +22,10 @@ Rate = Annotated[float, Field(gt=0)]
 class Device:
     """Rates of one device.
 
-    bandwidth_bytes_per_s: reading of device memory.
+    bandwidth_bytes_per_s: rate of reading device memory.
     source: `data-sheet` (peak rates, which no kernel reaches) or `measured`.
-    sms, clock_hz: streaming multiprocessors and their clock; None: not known, and what they issue is no limit then.
-    instructions_per_cycle: warp instructions that an SM issues in a cycle of attention.
+    sms, clock_hz: streaming multiprocessors and their clock; if unknown (None), instructions set no limit.
+    instructions_per_cycle: warp instructions that an SM issues per cycle in attention.
     """
 
     bandwidth_bytes_per_s: Rate
@@ -38,25 +38,27 @@ class Device:
         """Seconds to read this many bytes from its memory."""
         return size_bytes / self.bandwidth_bytes_per_s
 
+    def seconds(self, cycles: float) -> float:
+        """Seconds for this many SM cycles, spread over all SMs; 0 if SMs or clock are unknown."""
+        return 0.0 if self.sms is None or self.clock_hz is None else cycles / (self.sms * self.clock_hz)
+
     def issue_seconds(self, warp_instructions: float) -> float:
-        """Seconds to issue this many warp instructions on all SMs; 0 where SMs or clock are not known."""
-        if self.sms is None or self.clock_hz is None:
-            return 0.0
-        return warp_instructions / (self.sms * self.clock_hz * self.instructions_per_cycle)
+        """Seconds to issue this many warp instructions on all SMs; 0 if SMs or clock are unknown."""
+        return self.seconds(warp_instructions / self.instructions_per_cycle)
 
 
 def bundled_devices() -> dict[str, Device]:
-    """The devices that come with rotor, by name."""
+    """Devices that come with rotor, by name."""
     text = (resources.files("rotor.calibration.prediction") / "devices.yaml").read_text("utf-8")
     devices: dict[str, Device] = Reader("devices.yaml").read(dict[str, Device], read_yaml(text, "devices.yaml"))
     return devices
 
 
 def find_device(name: str) -> Device:
-    """A bundled device.
+    """Find a bundled device by its name.
 
     Raises:
-        RecipeError: no device of that name (names the nearest, and all).
+        RecipeError: no device of that name; names the nearest one, and all.
     """
     devices = bundled_devices()
     if name not in devices:

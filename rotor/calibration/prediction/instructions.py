@@ -1,13 +1,15 @@
-"""Warp instructions that attention issues for a key, by layout: counted once in machine code, looked up afterwards.
+"""Warp instructions that attention issues per key, by layout: counted once in machine code and looked up here.
 
-`instructions.json` holds what artifacts/count_instructions.py counted, for the sizes that the kernels are specialised
-for, per key and group: of decoding, and of absorbing queries for each block of positions.
+artifacts/count_instructions.py counted `instructions.json` for the sizes that kernels are specialised for. Counts are
+per key and group: for decoding, and for absorbing queries for each block of positions.
 
-What the table does not have follows from what it has. Widths, query rows and fast planes are padded to the next entry,
-as kernels pad them, and beyond the last in proportion. What rebuilding planes adds is taken in proportion to planes, KV
-heads and width, from the entry nearest in these; what shorter blocks of positions multiply by, from the narrowest one.
-Keys and values of different widths cost the mean of both; joint latents of numbers as much as two of them. Each split
-plane, whose crumbs are read too, adds SPLIT.
+Other sizes are derived from the table:
+- Widths, query rows and fast planes are padded to the next entry, as kernels pad them; beyond the last entry, counts
+  grow in proportion.
+- Rebuilding planes adds instructions in proportion to planes, KV heads and width, from the entry nearest in these.
+- Shorter blocks of positions multiply the count by the factor of the narrowest entry.
+- Keys and values of different widths cost the mean of both; joint latents of numbers cost as much as two latents.
+- Each split plane, whose crumbs are read too, adds SPLIT_PLANE_SHARE.
 """
 
 from __future__ import annotations
@@ -26,25 +28,29 @@ from ...checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
 TABLE = "instructions.json"
 BLOCK = 64
 HEAD_DIM = 128
-WIDTHS, ROWS = (64, 128, 256, 512), (8, 16, 32)
-"""Places of a latent, and query rows of a group (query heads that share its keys), that kernels are specialised for."""
+WIDTH_SIZES = (64, 128, 256, 512)
+"""Widths of a latent that kernels are specialised for."""
 
-PLANES = (16, 32, 64)
-"""Fast planes of a KV head that a tile rebuilds, likewise."""
+QUERY_ROW_SIZES = (8, 16, 32)
+"""Query rows of a group (query heads that share its keys) that kernels are specialised for."""
+
+FAST_PLANE_SIZES = (16, 32, 64)
+"""Fast planes of a KV head, rebuilt in a tile, that kernels are specialised for."""
 
 SHORT_BLOCKS = (16, 32)
-"""Positions of a block, beside BLOCK, that the table has of joint latents with nothing rebuilt."""
+"""Positions of a block, besides BLOCK, that the table has for joint latents without rebuilt planes."""
 
-
-SPLIT = 0.12
-"""Counted: 0.09 and 0.17 more with one and two split planes of 64 nibbles, 0.13 and 0.10 with one of 128, one KV head
-and two."""
+SPLIT_PLANE_SHARE = 0.12
+"""Share of instructions that a split plane adds. Counted: 0.09 and 0.17 for one and two split planes of 64 nibbles,
+0.13 and 0.10 for one of 128 with one and two KV heads."""
 
 
 class Specialisation(NamedTuple):
-    """What a kernel is compiled for. kind: `joint`, `apart` (of codes) or `numbers`.
+    """Sizes that a kernel is compiled for.
 
-    width: nibbles, or numbers, of a latent. rope_block: of joint latents; the table has the others for all positions.
+    kind: `joint`, `apart` (separate coded latents) or `numbers`.
+    width: nibbles, or numbers, of a latent.
+    rope_block: positions of a block, for joint latents; the table has the other kinds for all positions at once.
     split: planes of nibbles whose crumbs are read too; see rotor.checkpoint.channels.
     """
 
@@ -59,9 +65,11 @@ class Specialisation(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """Warp instructions a key and group: of decoding, and of absorbing queries, for blocks of BLOCK positions or once.
+    """Warp instructions per key and group.
 
-    spilled_bytes: of a thread's registers.
+    decode: instructions of decoding.
+    absorb: instructions of absorbing queries, once per block of BLOCK positions.
+    spilled_bytes: registers that a thread spills to memory.
     """
 
     decode: float
@@ -79,7 +87,7 @@ def bundled_table() -> Table:
 
 
 def read_table(data: Mapping[str, Any]) -> Table:
-    """What is in its file."""
+    """Read a table from the content of its file."""
     names = Specialisation._fields
     return {
         Specialisation(**{name: entry[name] for name in names if name in entry}): Counts(
@@ -90,7 +98,7 @@ def read_table(data: Mapping[str, Any]) -> Table:
 
 
 def kind_of(layout: LayerLayout) -> str:
-    """Name the kind of kernels that serve a layer; see Specialisation."""
+    """The kind of kernels that serve a layer; see Specialisation."""
     if layout.coded:
         return "joint" if layout.joint else "apart"
     return "numbers"
@@ -98,7 +106,7 @@ def kind_of(layout: LayerLayout) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def group_instructions(layout: LayerLayout, group: GroupLayout, shape: AttentionShape) -> float:
-    """Warp instructions of a step for one cached key of one group: all of its KV heads and their query heads."""
+    """Warp instructions of a decode step for one cached key of a group, for all of its query heads."""
     kv_heads, block = len(group.kv_heads), layout.rope_block or BLOCK
     rows = kv_heads * shape.heads_per_kv
     total = 0.0
@@ -112,17 +120,17 @@ def group_instructions(layout: LayerLayout, group: GroupLayout, shape: Attention
 
 
 def _padded(sizes: Iterable[int], wanted: int) -> tuple[int, float]:
-    """The next size, or the largest and how many times as much is wanted."""
-    found = sorted(sizes)
-    return next(((size, 1.0) for size in found if size >= wanted), (found[-1], wanted / found[-1]))
+    """The next larger size and factor 1, or the largest size and the factor by which `wanted` exceeds it."""
+    ascending = sorted(sizes)
+    return next(((size, 1.0) for size in ascending if size >= wanted), (ascending[-1], wanted / ascending[-1]))
 
 
 def look_up(table: Table, wanted: Specialisation) -> Counts:
-    """The counts of a specialisation, from its own entry or, as the module says, from others."""
+    """Counts of a specialisation: its entry in the table, or derived from other entries (see the module)."""
     if wanted in table:
         return table[wanted]
     if wanted.split:
-        whole, more = look_up(table, wanted._replace(split=0)), 1 + SPLIT * wanted.split
+        whole, more = look_up(table, wanted._replace(split=0)), 1 + SPLIT_PLANE_SHARE * wanted.split
         return Counts(whole.decode * more, whole.absorb * more, whole.spilled_bytes)
     plain = [key for key in table if key.kind == wanted.kind and not key.fast_planes and key.rope_block == BLOCK]
     width, wider = _padded({key.width for key in plain}, wanted.width)
@@ -130,7 +138,7 @@ def look_up(table: Table, wanted: Specialisation) -> Counts:
     like = Specialisation(wanted.kind, width, rows)
     decode, absorb = table[like].decode * wider * more, table[like].absorb * wider * wanted.rows / rows
     if wanted.fast_planes:
-        planes, above = _padded(PLANES, wanted.fast_planes)
+        planes, above = _padded(FAST_PLANE_SIZES, wanted.fast_planes)
         size = planes * above * wanted.kv_heads * width * wider
 
         def distance(key: Specialisation) -> tuple[float, bool]:
@@ -141,11 +149,11 @@ def look_up(table: Table, wanted: Specialisation) -> Counts:
         decode += added * size / _rebuilt(nearest)
     if wanted.rope_block != BLOCK:
         block, _ = _padded((*SHORT_BLOCKS, BLOCK), wanted.rope_block)
-        narrow = Specialisation("joint", WIDTHS[0], ROWS[0])
+        narrow = Specialisation("joint", WIDTH_SIZES[0], QUERY_ROW_SIZES[0])
         decode *= table[narrow._replace(rope_block=block)].decode / table[narrow].decode * block / wanted.rope_block
     return Counts(decode, absorb, table[like].spilled_bytes)
 
 
 def _rebuilt(key: Specialisation) -> int:
-    """What rebuilding is in proportion to."""
+    """Size that the instructions of rebuilding planes are proportional to."""
     return key.fast_planes * key.kv_heads * key.width

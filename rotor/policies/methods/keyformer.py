@@ -15,9 +15,10 @@ from ..policy import Seed, Share
 
 @dataclass(frozen=True)
 class Keyformer(ScoringEviction):
-    """A token's score is f(j) = sum_i softmax_j((x_ij + zeta_j) / tau), averaged over the query heads that share it:
-    x are the logits, zeta_j is a standard Gumbel number of the token, and tau grows from tau_first in the prompt to
-    tau_last after `steps` tokens.
+    """A token's score is f(j) = sum_i softmax_j((x_ij + zeta_j) / tau), averaged over the query heads that share it.
+
+    Here x are the logits, zeta_j is a standard Gumbel number of the token, and tau grows from tau_first in the prompt
+    to tau_last after `steps` tokens.
 
     Args:
         tau_first, tau_last: temperature in the prompt, and at the end of its growth. steps: tokens over which it grows.

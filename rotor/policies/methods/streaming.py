@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt
 
-from ...checkpoint.families import FAMILIES
+from ...checkpoint import FAMILIES
 from ...errors import UnsupportedModelError
 from ..eviction import Eviction
 

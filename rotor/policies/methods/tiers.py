@@ -9,12 +9,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ...checkpoint.channels import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES, Channels, Latent, Numbers
-from ...checkpoint.layout import GroupLayout, LayerLayout
+from ...checkpoint import Channels, GroupLayout, Latent, LayerLayout, Numbers
+from ...checkpoint.channels import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES
 from ...kernels.parameters import seq_len_of
 from ...kernels.reference import partial_attention
 from ...kernels.rows import resize_layer
-from ...runtime.steps import AttentionCall
+from ...runtime import AttentionCall
 from ..layer import PolicyLayer, StoredSequence, behind_padding
 from ..policy import Policy, Share
 

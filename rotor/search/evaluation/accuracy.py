@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ...checked import Reader, plain
 from ...checkpoint.schemas import AccuracyInfo
-from ...models.splits import LONG, SPLITS
+from ...models.splits import LONG_SPLIT, SPLITS
 from ...recipe.metric_registry import METRICS, metric_info
 
 LONG_VALUES = {"token_accuracy": "next tokens", "ppl_ratio": "perplexity", "kl_div": "KL"}
@@ -101,7 +101,7 @@ class Accuracy:
 
     def to_dict(self) -> AccuracyInfo:
         """The section of rotor.json."""
-        splits = (*SPLITS, *([LONG] if LONG in self.measured else []))
+        splits = (*SPLITS, *([LONG_SPLIT] if LONG_SPLIT in self.measured else []))
         search, report = self.measured.get("search"), self.report
         content: AccuracyInfo = {
             "target": self.target,
@@ -134,8 +134,8 @@ class Accuracy:
             "left_out": self.left_out["report"],
             "tokens": base["tokens"],
         }
-        if LONG in self.measured:
-            content[LONG] = self.measured[LONG].values
+        if LONG_SPLIT in self.measured:
+            content[LONG_SPLIT] = self.measured[LONG_SPLIT].values
         if base.get("at_chance"):
             content["at_chance"] = True
         return content | {"data": self.data}
@@ -187,7 +187,7 @@ class Accuracy:
 
     def long_rows(self) -> list[Row]:
         """What was measured of the report split's long rows; nothing without them."""
-        long, base = self.measured.get(LONG), self.base.get(LONG)
+        long, base = self.measured.get(LONG_SPLIT), self.base.get(LONG_SPLIT)
         if long is None or not base:
             return []
         values = [

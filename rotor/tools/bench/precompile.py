@@ -1,12 +1,13 @@
 """Compile kernels ahead of time, for GPUs that need not be there, and count what a decode step issues.
 
-Of every kernel of a step the instructions in its machine code are counted (`sass`), per key and KV head of the layer.
+Of every kernel of a step the instructions in its machine code are counted (`sass`), and how long they keep the pipes of
+an SM busy (`cycles`), per key and KV head of the layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ class Kernel:
 
     registers, spilled_bytes: of a thread. shared_bytes, warps: of a program.
     instructions_per_key: warp instructions a key and KV head of the layer; None for a kernel whose work is not by keys.
+    path_bytes_per_key: of the path to shared memory and L1, cycles_per_key: of an SM by pipe; likewise.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Kernel:
     spilled_bytes: int | None = None
     shared_bytes: int | None = None
     instructions_per_key: float | None = None
+    path_bytes_per_key: float | None = None
+    cycles_per_key: dict[str, float] = field(default_factory=dict)
     error: str | None = None
 
 
@@ -50,8 +54,10 @@ class Kernel:
 class CountedLayer:
     """A layer's step on one architecture.
 
-    layers: that are alike. instructions_per_key: of all kernels of its step, a key and KV head.
+    layers: that are alike. instructions_per_key, path_bytes_per_key: of all kernels of its step, a key and KV head.
     spilled_bytes: the most of a kernel of it. share: of the uncompressed layer's predicted time of attention.
+    limit: the pipe of an SM that decoding keeps busy for longest. share_of_limit: as `share`, were each kernel as fast
+        as its busiest pipe lets it be; None where the pipes' rates are not known.
     """
 
     layout: str
@@ -60,7 +66,10 @@ class CountedLayer:
     instructions_per_key: float | None
     spilled_bytes: int
     bytes_per_key: float
+    path_bytes_per_key: float | None
     share: float | None
+    limit: str | None
+    share_of_limit: float | None
     kernels: tuple[Kernel, ...]
 
 
@@ -103,30 +112,45 @@ def count_layers(
 
 def _kernel(variant: Variant, arch: int, kv_heads: int) -> Kernel:
     """Compile and count one; of a kernel that fails, why: others must not be hidden by it."""
+    from .cycles import PATH, PATH_BYTES, SHARED_BYTES, busy, resident_warps
     from .sass import Graph, disassemble, usage
 
-    registers = spilled = shared = a_key = error = None
+    registers = spilled = shared = a_key = path_bytes = error = None
+    cycles: dict[str, float] = {}
     try:
         compiled = variant.compile()
         cubin, shared = compiled.asm["cubin"], int(compiled.metadata.shared)
         registers, spilled = usage(cubin)
         if variant.keys:
-            counted = Graph(disassemble(cubin)).count(variant.loops)
-            a_key = counted * variant.warps * variant.groups / (variant.keys * kv_heads)
+            graph, per_key = Graph(disassemble(cubin)), variant.warps * variant.groups / (variant.keys * kv_heads)
+            a_key = graph.count(variant.loops) * per_key
+            if arch in SHARED_BYTES:
+                held = resident_warps(arch, registers, shared, variant.warps, variant.programs)
+                cycles = {pipe: own * per_key for pipe, own in busy(graph, variant.loops, arch, held).items()}
+                path_bytes = cycles[PATH] * PATH_BYTES
     except Exception as failure:  # the compiler has many
         error = " ".join(f"{type(failure).__name__}: {failure}".split())
-    return Kernel(variant.name, f"sm_{arch}", variant.warps, registers, spilled, shared, a_key, error)
+    about = variant.name, f"sm_{arch}", variant.warps, registers, spilled, shared
+    return Kernel(*about, a_key, path_bytes, cycles, error)
 
 
 def _layer(subject: Subject, arch: int, kernels: tuple[Kernel, ...]) -> CountedLayer:
     counts = [kernel.instructions_per_key for kernel in kernels if kernel.instructions_per_key is not None]
     a_key = None if any(kernel.error for kernel in kernels) else sum(counts)
     size, heads = layer_bytes(subject.layout, subject.shape, subject.dtype.itemsize), subject.shape.num_kv_heads
-    share = None
+    step = [kernel for kernel in kernels if kernel.instructions_per_key]
+    known = a_key is not None and all(kernel.cycles_per_key for kernel in step)
+    path_bytes = sum(kernel.path_bytes_per_key or 0.0 for kernel in step) if known else None
+    share = limit = of_limit = None
     if arch in DEVICE_OF_ARCH and a_key is not None:
         device = find_device(DEVICE_OF_ARCH[arch])
-        time = LayerTime.of(STEP.keys * size, STEP.keys * heads * a_key, 0.0, device)
-        share = time.attention_s / uncompressed_layer_time(subject.shape, device, STEP).attention_s
-    spilled = max((kernel.spilled_bytes or 0 for kernel in kernels if kernel.instructions_per_key), default=0)
+        whole = uncompressed_layer_time(subject.shape, device, STEP).attention_s
+        share = LayerTime.of(STEP.keys * size, STEP.keys * heads * a_key, 0.0, device).attention_s / whole
+        if known and step:
+            cycles = sum(max(kernel.cycles_per_key.values()) for kernel in step)
+            of_limit = max(device.read_seconds(STEP.keys * size), STEP.keys * heads * device.seconds(cycles)) / whole
+            longest = max(step, key=lambda kernel: max(kernel.cycles_per_key.values())).cycles_per_key
+            limit = max(longest, key=longest.__getitem__)
+    spilled = max((kernel.spilled_bytes or 0 for kernel in step), default=0)
     about = subject.name, f"sm_{arch}", subject.layers, a_key, spilled
-    return CountedLayer(*about, size / heads, share, kernels)
+    return CountedLayer(*about, size / heads, path_bytes, share, limit, of_limit, kernels)

@@ -16,7 +16,7 @@ import torch
 from ...versions import versions
 
 COMMIT = "ROTOR_COMMIT"
-"""Environment variable with the commit of a copy that is no checkout of git."""
+"""Environment variable with the commit of a copy, which git does not know or knows as changed."""
 
 
 def provenance(command: str) -> dict[str, Any]:
@@ -27,8 +27,8 @@ def provenance(command: str) -> dict[str, Any]:
 
         more["triton"] = triton.__version__
     root = Path(__file__).resolve().parents[3]
-    commit = os.environ.get(COMMIT)
-    if (root / ".git").exists():
+    commit = os.environ.get(COMMIT) or None
+    if not commit and (root / ".git").exists():
         call = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
         commit = subprocess.run(call, capture_output=True, text=True).stdout.strip() or None
     return {

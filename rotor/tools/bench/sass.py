@@ -15,8 +15,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -43,12 +43,16 @@ class Loop:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One of the machine code: `guard` is its predicate or empty, `target` the label that it names."""
+    """One of the machine code: `guard` is its predicate or empty, `target` the label that it names.
+
+    stall: cycles until the same warp may issue its next instruction, as the compiler wrote it.
+    """
 
     opcode: str
     guard: str
     operands: str
     target: str | None
+    stall: int = 0
 
     @property
     def base(self) -> str:
@@ -77,8 +81,8 @@ class Instruction:
 
 
 def disassemble(cubin: bytes) -> str:
-    """The machine code of a kernel, with labels."""
-    return _tool("nvdisasm", cubin, "-c")
+    """The machine code of a kernel, with labels and encodings."""
+    return _tool("nvdisasm", cubin, "-c", "-hex")
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
@@ -109,7 +113,13 @@ def parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
         elif text := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:(@!?\w+)\s+)?([\w.]+)\s*(.*?)\s*;", line):
             target = re.search(r"`\(([^)]+)\)", text[3])
             found.append(Instruction(text[2], text[1] or "", text[3], target[1] if target else None))
+        elif found and (upper := re.match(r"\s*/\* 0x([0-9a-f]{16}) \*/\s*$", line)):
+            found[-1] = replace(found[-1], stall=int(upper[1], 16) >> 41 & 15)
     return found, labels
+
+
+def _one(_: Instruction) -> float:
+    return 1.0
 
 
 class Graph:
@@ -132,13 +142,15 @@ class Graph:
             if end < len(code) and (last.conditional or not (last.jumps or last.returns)):
                 self.flow.add_edge(start, end)
         self._routines: dict[str, float] = {}
+        self._weight: Callable[[Instruction], float] = _one
 
-    def count(self, loops: Sequence[Loop] = ()) -> float:
-        """Instructions of one warp from its start to its end.
+    def count(self, loops: Sequence[Loop] = (), weight: Callable[[Instruction], float] = _one) -> float:
+        """Instructions of one warp from its start to its end, or what else they weigh.
 
         Raises:
             CountError: other loops than the declared ones.
         """
+        self._routines, self._weight = {}, weight
         reached = self._reached(0)
         total = self._longest(reached, 0, tuple(loops))
         for routine in self._routines:
@@ -152,9 +164,9 @@ class Graph:
         return {start} | networkx.descendants(self.flow, start)
 
     def _instructions(self, block: int) -> float:
-        """Count the instructions of a block, with the routines that it calls."""
+        """Sum the weights of a block's instructions, with the routines that it calls."""
         called = (x.target for x in self.blocks[block] if x.base == "CALL" and x.target is not None and not x.jumps)
-        return len(self.blocks[block]) + sum(map(self._routine, called))
+        return sum(map(self._weight, self.blocks[block])) + sum(map(self._routine, called))
 
     def _routine(self, label: str) -> float:
         """Count the instructions of a called routine; a loop in it runs once."""

@@ -1,11 +1,11 @@
-"""Tiles for a checkpoint, measured on the GPU that is to serve it."""
+"""Tiles of decoding, measured: which are tried, in which order, and what they take."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
-from itertools import product
+from dataclasses import asdict, dataclass, replace
+from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,18 @@ from ...kernels.launch import capability_of
 from ...models.compressed import CompressedCheckpoint
 from .attention import TOLERANCE, Problem, kernel, random_problem, relative_error
 
-KEYS, WARPS, STAGES, SLICES = (16, 32, 64, 128), (1, 2, 4), (1, 2, 3), (2, 4, 8, 16)
-"""What tuning tries."""
+KEYS, WARPS, STAGES = (32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4)
+WARPS_PER_SM = (4, 8, 16, 32)
+"""Warps of all programs that decoding starts on an SM."""
+
+MOST_SLICES = 64
+"""Programs on an SM that kernel_config.json takes at most."""
+
+FINALISTS = 3
+"""Tiles that are tried with every number of programs."""
+
+Seconds = Callable[[LayerKernels], float]
+"""Of a step; infinite for kernels that do not compile, do not fit or are wrong."""
 
 
 def _check_gpu() -> None:
@@ -45,14 +55,12 @@ def tune(folder: Path, batch_size: int = 8, tokens: int = 32768) -> list[dict[st
     """
     _check_gpu()
     checkpoint, device = CompressedCheckpoint(folder), torch.device("cuda")
-    architecture = "sm_90" if capability_of(device) >= 90 else "sm_80"
     config, chosen, records = checkpoint.kernel_config, {}, []
     for layout, own in dict.fromkeys(zip(checkpoint.layouts, config.layers, strict=True)):
         generator = torch.Generator(device).manual_seed(0)
         problem = random_problem(layout, checkpoint.shape, batch_size, 1, tokens, torch.bfloat16, generator)
         exact = problem.exact()
-        tried = dict.fromkeys([own, *candidates(own, layout, architecture)])
-        times = {kernels: _seconds(problem, exact, kernels) for kernels in tried}
+        times = dict(search(own, layout, capability_of(device), lambda kernels: _seconds(problem, exact, kernels)))  # noqa: B023
         best = min(times, key=lambda kernels: times[kernels])
         chosen[layout, own] = best
         records.append({"layer": own.layout, "before_s": times[own], "after_s": times[best], "kernels": asdict(best)})
@@ -63,17 +71,86 @@ def tune(folder: Path, batch_size: int = 8, tokens: int = 32768) -> list[dict[st
     return records
 
 
-def candidates(own: LayerKernels, layout: LayerLayout, architecture: str) -> Iterator[LayerKernels]:
-    """No tile is above a block of positions."""
+def search(
+    own: LayerKernels, layout: LayerLayout, capability: int, seconds: Seconds
+) -> Iterator[tuple[LayerKernels, float]]:
+    """Try the layer's own kernels and materialising; each tile, with as many warps on an SM as its own has; then the
+    fastest tiles with more and fewer programs.
+    """
+    found = {own: seconds(own)}
+    yield own, found[own]
+    for tried in launches(own, layout, capability)[0]:
+        if tried not in found:
+            found[tried] = seconds(tried)
+            yield tried, found[tried]
+    for best in sorted(found, key=lambda kernels: found[kernels])[:FINALISTS]:
+        for warps in WARPS_PER_SM:
+            tried = with_tile(best, capability, best.tile(capability), warps)
+            if tried not in found and not isinf(found[best]):
+                found[tried] = seconds(tried)
+                yield tried, found[tried]
+    materialised = replace(own, materialise=True)
+    if materialised not in found:
+        yield materialised, seconds(materialised)
+
+
+def tiles(own: Tile, layout: LayerLayout) -> list[Tile]:
+    """What is tried for a layer, its own tile first: its keys, warps and stages changed, then what they share.
+
+    No tile is above a block of positions.
+    """
     most = max(16, layout.rope_block or max(KEYS))
-    for keys, warps, stages, slices in product((k for k in KEYS if k <= most), WARPS, STAGES, SLICES):
-        tile: Any = {architecture: Tile(keys, warps, stages)}
-        yield replace(own, slices_per_sm=slices, materialise=False, **tile)
-    yield replace(own, materialise=True)
+    found = [own]
+    found += [replace(own, stages=stages) for stages in STAGES]
+    found += [replace(own, keys=keys, warps=warps) for keys in KEYS for warps in WARPS if keys <= most]
+    if layout.fast_planes:
+        found += [replace(own, lean=lean) for lean in range(4)]
+        found += [replace(own, together=count) for count in (1, 2, 4, 8) if layout.group_size % count == 0]
+    if layout.joint and layout.coded:
+        found += [replace(own, again=count) for count in (0, 2, 4)]
+    if layout.coded or not layout.joint:
+        other = replace(own, packed=not own.packed, again=0)
+        found += [other, replace(other, stages=3), replace(other, warps=2)]
+    wide = replace(own, keys=min(64, most), warps=4, lean=0, again=0)
+    found += [
+        replace(wide, stages=stages, lean=lean)
+        for stages in (2, 3)
+        for lean in ((0, 1) if layout.fast_planes else (0,))
+    ]
+    return list(dict.fromkeys(found))
+
+
+def with_tile(own: LayerKernels, capability: int, tile: Tile, warps_per_sm: int) -> LayerKernels:
+    """A layer's kernels with another tile for an architecture, and programs of so many warps together on an SM."""
+    of_architecture: Any = {"sm_90" if capability >= 90 else "sm_80": tile}
+    slices = min(MOST_SLICES, max(1, warps_per_sm // tile.warps))
+    return replace(own, slices_per_sm=slices, materialise=False, **of_architecture)
+
+
+@dataclass(frozen=True)
+class Absorbing:
+    """How `absorb` is launched: blocks that a program takes at a time, its warps, stages of its copies."""
+
+    blocks: int
+    warps: int
+    stages: int = 1
+
+
+ABSORBING = [
+    Absorbing(32, 2, 2), Absorbing(64, 4), Absorbing(32, 4), Absorbing(64, 8), Absorbing(16, 2, 2), Absorbing(16, 1),
+    Absorbing(128, 8), Absorbing(16, 4),
+]  # fmt: skip
+
+
+def launches(own: LayerKernels, layout: LayerLayout, capability: int) -> tuple[list[LayerKernels], list[Absorbing]]:
+    """All that must be compiled to try a layer: its tiles, its own first, and ways to absorb."""
+    tile = own.tile(capability)
+    warps = own.slices_per_sm * tile.warps
+    tried = [own, *(with_tile(own, capability, each, warps) for each in tiles(tile, layout))]
+    return list(dict.fromkeys(tried)), ABSORBING if layout.in_blocks else []
 
 
 def _seconds(problem: Problem, exact: torch.Tensor, kernels: LayerKernels) -> float:
-    """Of a step; infinite for a tile that does not compile or is wrong."""
     call = kernel(problem, kernels)
     try:
         with torch.inference_mode():

@@ -37,7 +37,7 @@ class Variant:
 
     loops: of the kernel, with their trips in a program. keys: of one group, whose work in a decode step the program
         does (of half a group's work, half of them); 0: a kernel whose work is not by keys. groups: of the layer, that
-        the launch serves.
+        the launch serves. programs: launched for an SM; None: as many as it holds.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Variant:
     loops: tuple[Loop, ...] = ()
     keys: float = 0.0
     groups: int = 1
+    programs: int | None = None
 
     @property
     def warps(self) -> int:
@@ -173,6 +174,6 @@ def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dic
     loops = Loop(1), Loop(parts, (Loop(1), Loop(tiles / parts)))
     return {
         "absorb": {"loops": (Loop(chunks / programs),), "keys": length / programs / layer.group_rows, "groups": groups},
-        "decode": {"loops": loops, "keys": tiles * step, "groups": groups},
+        "decode": {"loops": loops, "keys": tiles * step, "groups": groups, "programs": kernels.slices_per_sm},
         "join": {"loops": (Loop(1),) * 3, "keys": length / layer.group_rows, "groups": groups},
     }

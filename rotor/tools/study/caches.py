@@ -138,7 +138,7 @@ class CacheBench:
         """A record of the mildest plan that removes a share of the cache, with a policy on top or in a plain cache."""
         plan = path.at_compression(removed)
         if plan is None:
-            least = (1 - path.steps()[-1].stored) * self.whole
+            least = (1 - path.plans()[-1].stored) * self.whole
             return CacheRecord(name, skipped=f"out of reach: the least is {least:.0f} bytes")
         self.network.compress(evaluator.run.bases(plan.channels), plan.ranks)
         return self.record(name, policy)

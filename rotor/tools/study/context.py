@@ -19,7 +19,7 @@ from ...checkpoint.output_folder import OutputFolder
 from ...errors import UsageError
 from ...models.device_plan import DevicePlan
 from ...models.projections import context_tokens
-from ...models.sequences import evenly_spaced, text_rows
+from ...models.sequences import evenly_spaced, text_sequences
 from ...models.source import Checkpoint
 from ...models.splits import EvaluationData, evaluation_data, held_out_documents
 from ...policies.fitting import FIT_TOKENS
@@ -67,7 +67,7 @@ class StudyContext:
     @cached_property
     def meter(self) -> FidelityMeter:
         """Measures all points, so that the uncompressed model runs once a split."""
-        return FidelityMeter(self._metrics_of(self.data.rows), self.progress)
+        return FidelityMeter(self._metrics_of(self.data.sequences), self.progress)
 
     def _metrics_of(self, rows: dict[str, Tensor]) -> EvaluationContext:
         return EvaluationContext(self.evaluation, rows, self.checkpoint.tokenizer, self.checkpoint.config)
@@ -102,7 +102,7 @@ class StudyContext:
         """Measures the same in a network of another dtype."""
         asked = primitive_metrics(self.evaluation.metric)
         prompts = [name for name in PROMPTS if name in asked]
-        return self._bench(self.data.rows if prompts else {"report": self.data.report}, prompts, network)
+        return self._bench(self.data.sequences if prompts else {"report": self.data.report}, prompts, network)
 
     def bench_on(self, text: Tensor) -> CacheBench:
         """Measures caches on other text, [rows, seq_len]."""
@@ -124,7 +124,7 @@ class StudyContext:
     def calibration_rows(self, count: int) -> Tensor:
         """Rows [count, seq_len] of the text that is kept for calibrations."""
         documents = held_out_documents(self.evaluation)
-        rows = text_rows(documents.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
+        rows = text_sequences(documents.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
         return evenly_spaced(rows, count, f"study, calibration part of {documents.description}")
 
     def run(self, name: str, recipe: Recipe) -> Run:

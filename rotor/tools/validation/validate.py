@@ -19,9 +19,9 @@ from ...models.compressed import CompressedCheckpoint, open_model
 from ...models.device_plan import DevicePlan
 from ...models.documents import require_tokenizer
 from ...models.layerwise import LayerwiseModel
-from ...models.projections import context_tokens, longest_row
+from ...models.projections import bounded_seq_len, context_tokens
 from ...models.source import Checkpoint
-from ...models.splits import LONG, EvaluationData, evaluation_data
+from ...models.splits import LONG_SPLIT, EvaluationData, evaluation_data
 from ...models.tokens import random_tokens
 from ...options import MemoryOptions, with_fields_of
 from ...policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
@@ -154,7 +154,7 @@ class _Numerics:
         data = self._text()
         config = self.checkpoint.config
         if data is None:
-            rows = random_tokens(NUMERICS_ROWS, longest_row(RANDOM_SEQ_LEN, config), config, None, seed=0)
+            rows = random_tokens(NUMERICS_ROWS, bounded_seq_len(RANDOM_SEQ_LEN, config), config, None, seed=0)
         else:
             rows = data.report
         devices = self._devices()
@@ -239,7 +239,7 @@ class _Numerics:
         """Compare the compressed model with the source over the report split: every ratio, KL, agreement."""
         result = self.result
         target = self.checkpoint.report["accuracy"]["target"]
-        measured = {split: meter.measure(compressed, split) for split in ("report", LONG) if split in meter.base}
+        measured = {split: meter.measure(compressed, split) for split in ("report", LONG_SPLIT) if split in meter.base}
         result.accuracy = meter.accuracy(measured, target, data)
         result.summary["accuracy"] = result.accuracy.summary()
         report = measured["report"]
@@ -309,10 +309,10 @@ def _measured(
         base = LayerwiseModel(devices.weights(source))
     if policy is not None:
         check_in_memory(base, policy)
-    meter = FidelityMeter(EvaluationContext(spec, data.rows, source.tokenizer, source.config), progress, policy)
+    meter = FidelityMeter(EvaluationContext(spec, data.sequences, source.tokenizer, source.config), progress, policy)
     meter.left_out |= {} if searched is None else {"search": searched}
-    for split in ("report", LONG):
-        if split in data.rows:
+    for split in ("report", LONG_SPLIT):
+        if split in data.sequences:
             meter.measure_base(base, split)
     return meter, base
 

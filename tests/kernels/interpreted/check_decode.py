@@ -113,6 +113,13 @@ def test_views_that_begin_at_no_multiple_of_16_bytes() -> None:
     check(layer_of([20], 1, [28], coded=False), [70, 20], before=1)
 
 
+@pytest.mark.parametrize("page", [0, 48, 64])
+def test_tiles_that_stay_packed(page: int) -> None:
+    check(layer_of([48], 1, block=64, fast=4), [97, 3], per_head=1, page=page, tiles=Tile(64, packed=True))
+    check(layer_of([32, 48], 1, [48, 16]), [70, 20], [2, 1], page=page, tiles=Tile(32, packed=True))
+    check(layer_of([40], 1, [16], coded=False), [70, 20], page=page, tiles=Tile(32, 2, packed=True))
+
+
 @pytest.mark.parametrize("block", [4, 16, None])
 def test_blocks(block: int | None) -> None:
     check(layer_of([32, 32], 1, block=block, fast=3 if block else 0), [75, 33], per_head=3, factor=1.2)

@@ -29,6 +29,26 @@ def test_causal_prompts(name) -> None:
     check(prompt(Case(case.parameters, case.query, *rest, case.rotation)), exact)
 
 
+@pytest.mark.parametrize(("name", "seq_len"), [("fast", 37), ("fast", 1)])
+def test_values_wider_than_fused_kernels_take(name, seq_len, monkeypatch) -> None:
+    """They are attended to in parts."""
+    case, widths, attend = case_of(name, 2, seq_len, 37), [], stock.attend
+    (cls, *_) = case.parameters.layout.classes()
+    most = max(case.parameters.shape.head_dim, cls.value.width - 8)
+    monkeypatch.setattr(stock, "FUSED_WIDTH", most)
+
+    def watched(query, key, value, *rest):
+        widths.append((key.shape[-1], value.shape[-1]))
+        return attend(query, key, value, *rest)
+
+    monkeypatch.setattr(stock, "attend", watched)
+    exact, _ = case.exact(causal(2, seq_len, 37))
+    check(prompt(case), exact)
+    assert cls.value.width > most
+    assert all(value <= most for _, value in widths)
+    assert seq_len == 1 or all(key == value for key, value in widths)
+
+
 @pytest.mark.parametrize(("name", "window"), [("fast", 11), ("numbers", 11), ("no rope", None)])
 def test_chunks_behind_a_cache_and_padding(name, window, monkeypatch) -> None:
     case = case_of(name, 2, 19, 70, first=5 if name == "fast" else 0)

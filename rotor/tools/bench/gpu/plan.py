@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ....checkpoint.kernel_config import ARCHITECTURES
 from ..subjects import gpu_subjects
+from ..tuning import launches
 from .loads import LOADS, PROMPT
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -59,13 +61,21 @@ def jobs(out: Path) -> list[Job]:
     """
     checkout = lambda: needs_checkout() or needs_module("pytest")  # noqa: E731
     return [
-        Job(DEVICE, "clocks, versions; rates of memory and tensor cores", 10, _device),
-        Job("compile", "every kernel that is timed, on all cores", 60, _compile, at_once=CORES),
-        Job("correctness", "a step of each layout in bfloat16 beside float64", 45, _correctness, missing=checkout),
-        Job("times", "attention of each layout at each load beside SDPA, cold caches", 200, _times, flexible=True),
-        Job("counters", "instructions, pipes and stalls of kernels", 40, lambda: _counters(out),
+        Job(DEVICE, "clocks, versions; rates of memory and tensor cores", 2, _device),
+        Job("compile", "every kernel that is timed, on all cores", 30, _compile, at_once=CORES),
+        Job("correctness", "a step of each layout in bfloat16 beside float64", 25, _correctness, at_once=CORES,
+            missing=checkout),
+        Job("times", "attention of each layout at each load beside SDPA, cold caches", 45, _times, flexible=True),
+        Job("tiles", "every tile that is tried, compiled on all cores", 65, _tiles, at_once=CORES, flexible=True),
+        Job("tune", "steps of each layout by tile, programs on an SM, and how queries are absorbed", 45,
+            lambda: _tune(out), flexible=True),
+        Job("model", "an 8B with random weights, decoding, as a CUDA graph", 50, _model, flexible=True),
+        Job("counters", "instructions, pipes and stalls of kernels", 35, lambda: _counters(out),
             missing=lambda: needs_program("ncu")),
-        Job("tests", "the other tests marked gpu", 120, _tests, flexible=True, missing=checkout),
+        Job("compiled", "the 8B with fewer layers by torch.compile", 60, _compiled, flexible=True),
+        Job("sanitizer", "small launches of every kernel by compute-sanitizer", 60, _sanitizer,
+            missing=lambda: needs_program("compute-sanitizer")),
+        Job("tests", "the other tests marked gpu", 60, _tests, at_once=CORES, flexible=True, missing=checkout),
     ]  # fmt: skip
 
 
@@ -91,10 +101,20 @@ def _device() -> list[Task]:
 
 def _compile() -> list[Task]:
     """Those with the largest kernels first; a subject's loads share most kernels and so a process."""
-    return [
-        Task(name, "times:compile_subject", {"name": name, "loads": [*LOADS, PROMPT]}, 120)
-        for name in reversed(gpu_subjects())
-    ]
+    baselines = [
+        Task(f"Triton, {16 - 12 * four_bits} bits", "times:flash",
+             {"name": "llama3-8b", "load": "1 x 32K", "four_bits": four_bits, "lengths": [1024]}, 120)
+        for four_bits in (False, True)
+    ]  # fmt: skip
+    models = [Task(f"model, {name}", "model:compile_model", {"name": name}, 120) for name in reversed(MODELLED)]
+    return (
+        models
+        + baselines
+        + [
+            Task(name, "times:compile_subject", {"name": name, "loads": [*LOADS, PROMPT]}, 120)
+            for name in reversed(gpu_subjects())
+        ]
+    )
 
 
 def _times() -> list[Task]:
@@ -103,6 +123,9 @@ def _times() -> list[Task]:
     for load in (*LOADS, PROMPT):
         for name in UNCOMPRESSED:
             found.append(Task(f"SDPA, {name}, {load}", "times:stock", {"name": name, "load": load}))
+        for four_bits in (False, True) if load != PROMPT else ():
+            arguments = {"name": "llama3-8b", "load": load, "four_bits": four_bits}
+            found.append(Task(f"Triton, {16 - 12 * four_bits} bits, {load}", "times:flash", arguments))
         for name in gpu_subjects():
             function = "times:prompt" if load == PROMPT else "times:decoding"
             arguments = {"name": name} if load == PROMPT else {"name": name, "load": load}
@@ -110,8 +133,51 @@ def _times() -> list[Task]:
     return found
 
 
+def _tiles() -> list[Task]:
+    """Most wanted first: the first tile of every layer, then the second."""
+    found = []
+    for name, subject in gpu_subjects().items():
+        if name not in LIKE_OTHERS:
+            own, layout = subject.kernels, subject.layout
+            count = max(sum(len(kind) for kind in launches(own, layout, each)) for each in ARCHITECTURES)
+            found += [
+                (index, Task(f"{name}, {index}", "tiles:compile_launch", {"name": name, "index": index}))
+                for index in range(count)
+            ]
+    return [task for _, task in sorted(found, key=lambda pair: pair[0])]
+
+
+def _tune(out: Path) -> list[Task]:
+    return [
+        Task(name, "tiles:tune", {"name": name, "compiled": str(out)}, 60)
+        for name in gpu_subjects()
+        if name not in LIKE_OTHERS
+    ]
+
+
+LIKE_OTHERS = ("qwen3-8b",)
+"""Layers that are tuned with another's: llama3-8b has one more fast plane."""
+
 UNCOMPRESSED = ("llama3-8b", "smollm2-135m")
 """Models whose uncompressed attention is measured; qwen3-8b's is llama3-8b's."""
+
+
+MODELLED = ("uncompressed", "joint-64-fast", "llama3-8b")
+"""What all layers of the 8B are: uncompressed, and layouts."""
+
+
+def _model() -> list[Task]:
+    loads = ["1 x 32K", "8 x 32K", "32 x 8K"]
+    return [Task(name, "model:decoding", {"name": name, "loads": loads}, 60) for name in MODELLED]
+
+
+def _compiled() -> list[Task]:
+    arguments = {"load": "8 x 32K", "layers": 4}
+    return [Task(name, "model:compiled", {"name": name, **arguments}, 90) for name in MODELLED[:2]]
+
+
+def _sanitizer() -> list[Task]:
+    return [Task("memcheck", "sanitizer:check", {"names": [*gpu_subjects()]}, 150)]
 
 
 def _counters(out: Path) -> list[Task]:
@@ -125,13 +191,21 @@ pages, and what could be NaN."""
 
 
 def _correctness() -> list[Task]:
-    arguments = [*gpu_tests(), "-k", FIRST_TESTS]
-    return [Task("first tests", "testing:run_tests", {"arguments": arguments, "workers": CORES}, 200)]
+    return _shares(FIRST_TESTS, 60)
 
 
 def _tests() -> list[Task]:
-    arguments = [*gpu_tests(), "-k", f"not ({FIRST_TESTS})"]
-    return [Task("other tests", "testing:run_tests", {"arguments": arguments, "workers": CORES}, 900)]
+    return _shares(f"not ({FIRST_TESTS})", 300)
+
+
+def _shares(expression: str, limit_s: float) -> list[Task]:
+    """The tests that pytest chooses by an expression, a share for each process."""
+    arguments = [*gpu_tests(), "-k", expression]
+    return [
+        Task(f"{share + 1} of {CORES}", "testing:run_tests",
+             {"arguments": arguments, "share": share, "shares": CORES}, limit_s)
+        for share in range(CORES)
+    ]  # fmt: skip
 
 
 def gpu_tests() -> list[str]:

@@ -73,7 +73,9 @@ class Runner:
                 if why := job.missing():
                     self.keep(job, "", {"skipped": why})
                     continue
+                start = self._elapsed()
                 self._run(job, self._until(job, list(left)))
+                self.keep(job, "", {"job_s": round(self._elapsed() - start, 1)})
         finally:
             self.stop()
         return self.records

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +70,15 @@ def run(out: Path, minutes: float, command: str, say: Callable[[str], None], onl
 
 
 def _import() -> None:
-    """What processes need, once for all of them: those that are forked have it."""
-    from . import counters, device, testing, times  # noqa: F401
+    """What processes need, once for all of them: those that are forked have it.
+
+    Whatever asks here whether there is a GPU must not begin to use it, which a forked process could not go on with.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    from . import counters, device, model, sanitizer, testing, tiles, times  # noqa: F401
+
+    with suppress(ImportError):
+        import_module("pytest")
 
 
 def plan_page(chosen: list[Job], why: str) -> str:
@@ -82,5 +92,5 @@ def plan_page(chosen: list[Job], why: str) -> str:
         )
         lines.append(f"{start:5.0f} s  {job.name:12} {job.what}: {state}")
         start += 0 if missing else job.seconds
-    lines.append(f"{start:5.0f} s  end; with fewer --minutes, fewer of the times and tests")
+    lines.append(f"{start:5.0f} s  end; with fewer --minutes, fewer of the times, tiles and tests")
     return "\n".join(lines)

@@ -1,86 +1,83 @@
-"""The tests marked `gpu`, by pytest in a process of its own, and what each of them said.
+"""The tests marked `gpu`, shared out over forked processes, and what each of them said.
 
-This module is also the plugin by which that pytest writes a line for each test as it ends: one that is stopped has
-written those before.
+A process runs pytest within itself: it has imported PyTorch, Triton and the kernels already, which would take pytest's
+own workers longer than most tests.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
+from contextlib import redirect_stderr, redirect_stdout
+from queue import Empty, Queue
+from tempfile import TemporaryFile
+from threading import Thread
 from typing import Any
 
 from .plan import ROOT
 
 Record = dict[str, Any]
 
-OUTCOMES = "ROTOR_GPU_OUTCOMES"
-"""The file that the plugin writes to."""
+QUIET = [
+    "-q",
+    "--tb=short",
+    "-m",
+    "gpu",
+    "--noconftest",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:xdist",
+    "-p",
+    "no:timeout",
+]
+"""Options of pytest: the tests need no fixture of tests/conftest.py, and the runner has time limits of its own."""
 
-TEST_SECONDS = 120
 
-
-def run_tests(arguments: list[str], workers: int, stop_after_s: float = 590.0) -> Iterator[Record]:
-    """A record for each test that ended, then how pytest did.
+def run_tests(arguments: list[str], share: int = 0, shares: int = 1) -> Iterator[Record]:
+    """A record for each test of a share as it ends, then how pytest did.
 
     Args:
-        arguments: of pytest, beside `-m gpu`. workers: processes, where pytest-xdist is installed.
+        arguments: of pytest, beside QUIET. share, shares: of the tests in their order, every `shares`-th.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        outcomes = Path(folder) / "outcomes.jsonl"
-        outcomes.touch()
-        call = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-m", "gpu", *arguments]
-        call += ["-p", "no:cacheprovider", "-p", __name__]
-        if find_spec("xdist") is not None and workers > 1:
-            call += ["-n", str(workers), "--dist", "worksteal"]
-        if find_spec("pytest_timeout") is not None:
-            call += [f"--timeout={TEST_SECONDS}"]
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, OUTCOMES: str(outcomes), "PYTHONPATH": os.pathsep.join(paths)}
-        environment["OMP_NUM_THREADS"] = "1"
-        start, done = time.monotonic(), None
-        with outcomes.open(encoding="utf-8") as file, (Path(folder) / "output").open("w+", encoding="utf-8") as output:
-            process = subprocess.Popen(call, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-            while done is None and time.monotonic() - start < stop_after_s:
-                done = process.poll()
-                yield from _lines(file)
-                if done is None:
-                    time.sleep(0.2)
-            if done is None:
-                process.kill()
-            output.seek(0)
-            said = output.read()
-        if done not in (0, 5):
-            yield {"pytest": done, "output": said[-6000:]}
-        else:
-            yield {"pytest": done, "output": said[-300:]}
+    import pytest
+
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT / "tests"))  # for `support`, without the conftest.py there
+    said: Queue[Record] = Queue()
+    done: list[int] = []
+    with TemporaryFile("w+", encoding="utf-8") as output:
+
+        def work() -> None:
+            with redirect_stdout(output), redirect_stderr(output):
+                done.append(int(pytest.main([*QUIET, *arguments], plugins=[Share(share, shares, said)])))
+
+        thread = Thread(target=work, daemon=True)
+        thread.start()
+        while thread.is_alive() or not said.empty():
+            try:
+                yield said.get(timeout=0.1)
+            except Empty:
+                continue
+        output.seek(0)
+        if done not in ([int(pytest.ExitCode.OK)], [int(pytest.ExitCode.NO_TESTS_COLLECTED)]):
+            yield {"pytest": done, "output": output.read()[-6000:]}
 
 
-def _lines(file: Any) -> Iterator[Record]:
-    """Whole lines that are new."""
-    while True:
-        place = file.tell()
-        line = file.readline()
-        if not line.endswith("\n"):
-            file.seek(place)
-            return
-        yield json.loads(line)
+class Share:
+    """A plugin of pytest: leaves every test out but a share, and says how each ended."""
 
+    def __init__(self, share: int, shares: int, said: Queue[Record]) -> None:
+        self.share, self.shares, self.said = share, shares, said
 
-def pytest_runtest_logreport(report: Any) -> None:
-    """pytest's hook, in the process that starts others: one line for each test, when it is done or fails."""
-    if "PYTEST_XDIST_WORKER" in os.environ or OUTCOMES not in os.environ:
-        return
-    if report.when == "call" or (report.outcome != "passed" and report.when == "setup"):
-        record = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 3)}
-        if report.outcome != "passed":
-            record["why"] = str(report.longrepr)[-3000:]
-        with open(os.environ[OUTCOMES], "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    def pytest_collection_finish(self, session: Any) -> None:
+        """After pytest's own choice by -k and -m."""
+        session.items[:] = session.items[self.share :: self.shares]
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or (report.outcome != "passed" and report.when == "setup"):
+            record = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 3)}
+            if report.outcome != "passed":
+                record["why"] = str(report.longrepr)[-3000:]
+            self.said.put(record)

@@ -23,6 +23,7 @@ from ....kernels.append import append
 from ....kernels.attention import attend_pages, ranges_of_pages
 from ....kernels.defaults import default_layer
 from ..attention import TOLERANCE, Call, Problem, kernel, random_problem, relative_error, sdpa, uncompressed_heads
+from ..baselines import flash_decoding, random_flash
 from ..records import quartiles
 from ..subjects import PAGE, Subject, gpu_subjects
 from .loads import LOADS, PROMPT, PROMPT_TOKENS, RAGGED
@@ -52,7 +53,7 @@ def predicted_for(name: str) -> Device | None:
     return None if found is None else bundled_devices()[found]
 
 
-def cold_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
+def cold_seconds(calls: list[Call], device: torch.device, replays: int = REPLAYS) -> dict[str, float]:
     """Seconds of a call: median and quartiles over replays of a graph of all of them, each over memory of its own."""
     with torch.inference_mode():
         for call in calls:
@@ -67,7 +68,7 @@ def cold_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
         for _ in range(3):
             graph.replay()
         found = []
-        for _ in range(REPLAYS):
+        for _ in range(replays):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()
@@ -85,7 +86,10 @@ def _on_host(calls: list[Call]) -> float:
 
 
 def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
-    """Seconds of each kernel in a call, by its name without `_kernel`; all others together are `other`."""
+    """Seconds of each kernel in a call, by its name without `_kernel`; all others together are `other`.
+
+    They are launches times their median; the others, which are not alike, are added up.
+    """
     if device.type != "cuda":
         return {}
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -98,7 +102,10 @@ def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             own = event.name.removesuffix("_kernel") if event.name in OWN_KERNELS else "other"
             found[own].append(1e-6 * event.time_range.elapsed_us())
-    return {name: median(times) * len(times) / len(calls) for name, times in sorted(found.items())}
+    return {
+        name: (sum(times) if name == "other" else median(times) * len(times)) / len(calls)
+        for name, times in sorted(found.items())
+    }
 
 
 OWN_KERNELS = ("append_kernel", "absorb_kernel", "decode_kernel", "join_kernel", "materialise_kernel")
@@ -262,6 +269,27 @@ def stock(name: str, load: str, device: str = "cuda", size: tuple[int, int, int]
             yield {**about, "error": " ".join(str(error).split())[:300]}
             if isinstance(error, torch.AcceleratorError):
                 raise
+
+
+def flash(
+    name: str, load: str, four_bits: bool, device: str = "cuda", lengths: list[int] | None = None
+) -> Iterator[Record]:
+    """Flash-decoding in Triton over the uncompressed cache, of 16 bits or of 4 bits in groups."""
+    where, subject, lengths = torch.device(device), gpu_subjects()[name], lengths or LOADS[load]
+    sizes = subject.shape.num_heads, subject.shape.num_kv_heads, subject.shape.head_dim
+    generator = torch.Generator(where).manual_seed(0)
+    first = random_flash(sizes, lengths, four_bits, subject.dtype, generator)
+    count = copies(first.cache_bytes)
+    others = [random_flash(sizes, lengths, four_bits, subject.dtype, generator) for _ in range(count - 1)]
+    calls = [flash_decoding(problem) for problem in (first, *others)]
+    row = "Triton, 4 bits in groups" if four_bits else "Triton flash-decoding"
+    about = {"layout": f"{name}, uncompressed", "load": load, "row": row, "cache_bytes": first.cache_bytes}
+    error = {}
+    if load in CHECKED:
+        with torch.inference_mode():
+            error = {"error": relative_error(calls[0](), first.exact())}
+        error["right"] = error["error"] <= TOLERANCE[subject.dtype]
+    yield {**about, "seconds": cold_seconds(calls, where), **error}
 
 
 def prompt(name: str, device: str = "cuda", tokens: int = PROMPT_TOKENS) -> Iterator[Record]:

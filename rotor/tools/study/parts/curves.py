@@ -75,7 +75,7 @@ def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task
         evaluator, path = study.path(name, recipe)
         plan = path.at_compression(target)
         if plan is None:
-            return {"target": target, "out_of_reach": round(path.steps()[-1].stored, 6)}
+            return {"target": target, "out_of_reach": round(path.plans()[-1].stored, 6)}
         return {**point_record(evaluator.measure(plan, SPLITS)), "target": target}
 
     def targets() -> Record:

@@ -123,7 +123,7 @@ class _Measured:
         evaluator, path = self.study.path(recipe, self.study.inputs.recipes[recipe])
         plan = path.at_compression(1 - size / self.whole)
         if plan is None:
-            least = (1 - path.steps()[-1].stored) * self.whole
+            least = (1 - path.plans()[-1].stored) * self.whole
             return MatchRecord(name, recipe, skipped=f"out of reach: the least is {least:.0f} bytes")
         bench = self.bench
         bench.network.compress(evaluator.run.bases(plan.channels), plan.ranks)

@@ -1,0 +1,57 @@
+"""Reads and writes out of bounds in small launches of every kernel, by NVIDIA's `compute-sanitizer`, which runs this
+module as a program.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from .loads import PROMPT, RAGGED
+from .plan import ROOT
+
+Record = dict[str, Any]
+
+SMALL = {"8 x 32K": [200] * 3, RAGGED: [5, 130, 64], PROMPT: [80]}
+"""Cached tokens, contiguous and in pages, and of a prompt."""
+
+
+def check(names: list[str]) -> Iterator[Record]:
+    """Errors in the launches of some subjects. Tensors are allocated one by one, so that each has bounds."""
+    call = ["compute-sanitizer", "--tool", "memcheck", sys.executable, "-m", __name__, *names]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env=environment)
+    yield {"sanitizer": errors(done.stdout + done.stderr), "layouts": names, "output": _found(done.stdout)}
+
+
+def errors(text: str) -> int:
+    """How many it counted.
+
+    Raises:
+        RuntimeError: it did not come to an end.
+    """
+    found = re.search(r"ERROR SUMMARY: (\d+) error", text)
+    if found is None:
+        raise RuntimeError(f"compute-sanitizer: {text[-3000:]}")
+    return int(found[1])
+
+
+def _found(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if line.startswith("========="))[:3000]
+
+
+def launch(names: list[str], device: str = "cuda") -> None:
+    """What compute-sanitizer looks at."""
+    from .times import compile_subject
+
+    for name in names:
+        for record in compile_subject(name, [*SMALL], device, SMALL):
+            print(record["layout"], flush=True)
+
+
+if __name__ == "__main__":
+    launch(sys.argv[1:])

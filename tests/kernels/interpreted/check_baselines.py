@@ -1,0 +1,19 @@
+"""Flash-decoding that compressed attention is measured beside, in Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rotor.tools.bench import baselines
+
+
+@pytest.mark.parametrize("four_bits", [False, True])
+def test_flash_decoding(four_bits, monkeypatch) -> None:
+    monkeypatch.setattr(baselines, "PROGRAMS_PER_SM", 3)
+    generator = torch.Generator().manual_seed(0)
+    problem = baselines.random_flash((4, 2, 32), [70, 1, 129], four_bits, torch.float16, generator)
+    got, exact = baselines.flash_decoding(problem)(), problem.exact()
+    assert (got.double() - exact).norm() / exact.norm() < 2**-9
+    numbers = 2 * 2 * 200 * 32
+    assert problem.cache_bytes == (numbers // 2 + numbers // 16 * 4 if four_bits else numbers * 2)
