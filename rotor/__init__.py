@@ -3,14 +3,14 @@
 Importing it lets `AutoModelForCausalLM.from_pretrained` load what `rotor export` wrote. What the commands do, functions
 do, with the same options as keyword arguments:
 
-    rotor.inspect("MODEL")                  what a model is to rotor, and what a recipe takes
-    rotor.calibrate("MODEL", "RUN")         find bases and write a run
-    rotor.export("RUN", "OUT", accuracy=0.99)   write a compressed checkpoint
-    rotor.materialise("OUT", "FULL")        write one that was exported without weights with them
-    rotor.validate("OUT")                   check one
-    rotor.study("MODEL", "STUDY")           compare recipes
-    rotor.use_cache_policy(model, "gear-2")     keep the cache of a loaded model by a policy
-    rotor.fit_cache_policy(model, policy, sequences)   fit one that needs samples
+    rotor.inspect("MODEL")                            what a model is to rotor, and what a recipe takes
+    rotor.calibrate("MODEL", "RUN")                   find bases and write a run
+    rotor.export("RUN", "OUT", accuracy=0.99)         write a compressed checkpoint
+    rotor.materialise("OUT", "FULL")                  write one that was exported without weights with them
+    rotor.validate("OUT")                             check one
+    rotor.study("MODEL", "STUDY")                     compare recipes
+    rotor.use_cache_policy(model, "gear-2")           keep the cache of a loaded model by a policy
+    rotor.fit_cache_policy(model, policy, sequences)  fit one that needs samples
 
 `help(rotor.export)` describes one of them. Errors are `rotor.RotorError`, with a message and a hint.
 

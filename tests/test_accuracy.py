@@ -15,13 +15,13 @@ from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 from rotor.calibration.calibrate import calibrate
 from rotor.checked import Reader, plain
 from rotor.errors import CheckpointError, DataError
+from rotor.models.device_plan import DevicePlan
 from rotor.models.documents import read_documents
 from rotor.models.source import Checkpoint
 from rotor.models.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
 from rotor.recipe import Evaluation, load_recipe
-from rotor.search.evaluation.fidelity import Fidelity
+from rotor.search.evaluation.accuracy import Accuracy, Fidelity
 from rotor.search.export.export import export
-from rotor.search.export.model_card import below_target
 from rotor.search.point import Point
 from rotor.search.table import Context, ProbeTable
 
@@ -116,13 +116,14 @@ def test_all_that_a_number_depends_on_makes_another_context() -> None:
         return EvaluationData(torch.full((2, 4), token), torch.zeros(2, 4, dtype=torch.int64), "text")
 
     spec = Evaluation()
-    f32 = torch.float32
-    places = [(data(1), f32, CPU), (data(2), f32, CPU), (data(1), torch.bfloat16, CPU)]
-    contexts = [Context.of(spec, *place) for place in [*places, (data(1), f32, torch.device("meta"))]]
+    f32 = DevicePlan(CPU, torch.float32)
+    places = [(data(1), f32), (data(2), f32), (data(1), DevicePlan(CPU, torch.bfloat16))]
+    elsewhere = DevicePlan(torch.device("meta"), torch.float32)
+    contexts = [Context.of(spec, *place) for place in [*places, (data(1), elsewhere)]]
     for change in ({"metric": "text"}, {"lookup_keys": 4}, {"filler_tokens": 64}):
         contexts.append(Context.of(Evaluation(**change), *places[0]))
     assert len({context.key for context in contexts}) == len(contexts)
-    assert Context.of(Evaluation(search_tokens=1), data(1), torch.float32, CPU).key == contexts[0].key
+    assert Context.of(Evaluation(search_tokens=1), data(1), f32).key == contexts[0].key
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +187,8 @@ def test_one_file_of_probes_serves_every_metric(tiny, tmp_path: Path) -> None:
     assert len(list((run.folder / "probes").iterdir())) == 1
     checkpoint = Checkpoint(run.model_folder)
     data = evaluation_data(run.recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
-    assert ProbeTable.open(run, run.recipe.ranks, data.search[:2], torch.float32, CPU).complete
-    assert not ProbeTable.open(run, run.recipe.ranks, data.search[:1], torch.float32, CPU).complete
+    assert ProbeTable.open(run, run.recipe.ranks, data.search[:2], DevicePlan(CPU, torch.float32)).complete
+    assert not ProbeTable.open(run, run.recipe.ranks, data.search[:1], DevicePlan(CPU, torch.float32)).complete
 
 
 # What validate says of a target.
@@ -205,7 +206,7 @@ def test_a_target_is_missed_where_the_whole_interval_is_below(
     value: float, interval: tuple[float, float], met: bool, text: str
 ) -> None:
     assert Fidelity(value, interval, {}).against(0.99) == (met, text)
-    assert below_target({"report": value, "interval_95": interval, "target": 0.99}) == text
+    assert Accuracy("text", 0.99, {"report": Fidelity(value, interval, {})}).below_target == text
 
 
 def test_validate_ends_with_3_where_the_interval_is_below_the_target_alone(copied: Path, capsys) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rotor.calibration.allocation.bits import BitsPath
-from rotor.calibration.allocation.plan import RankPlan
+from rotor.calibration.allocation.plan import Plan
 from rotor.calibration.codes.layer import FITTED_BITS, LayerCodes, SideCodes, channels_bytes
 from rotor.checkpoint.layout import AttentionShape
 
@@ -21,7 +21,7 @@ def side(groups: int, columns: int, size: float, seed: int) -> SideCodes:
     return SideCodes(torch.ones(groups, columns, dtype=torch.float64), variance, nothing, nothing + 1, spread)
 
 
-def predicted_loss(layers: list[LayerCodes], plan: RankPlan) -> float:
+def predicted_loss(layers: list[LayerCodes], plan: Plan) -> float:
     assert plan.channels is not None
     total = 0.0
     for layer, groups in zip(layers, plan.channels, strict=True):

@@ -22,12 +22,12 @@ from rotor.checkpoint.layout import POST_ROPE, kv_bytes_per_token
 from rotor.errors import CheckpointError, RecipeError, UsageError
 from rotor.kernels.rotary import rotate, when_read
 from rotor.models.compressed import CompressedCheckpoint
+from rotor.models.device_plan import DevicePlan
 from rotor.models.source import Checkpoint
 from rotor.recipe import load_recipe
 from rotor.search.compressible import CompressibleModel
 from rotor.search.export.export import export
-from rotor.search.measurer import rank_path
-from rotor.search.point import channels_json
+from rotor.search.plan_evaluator import rank_path
 from rotor.search.table import RankTable
 from rotor.tools.validation.validate import cache_bytes_per_token, validate
 
@@ -60,8 +60,8 @@ def plan_of(run: Run, compression: float = COMPRESSION) -> Any:
 
 
 def in_memory(run: Run, plan: Any) -> tuple[CompressibleModel, Any]:
-    network = CompressibleModel(Checkpoint(run.model_folder), torch.device("cpu"), torch.float32)
-    return network, network.compress(run.bases(plan.channels), plan.rounded)
+    network = CompressibleModel(Checkpoint(run.model_folder), DevicePlan(torch.device("cpu"), torch.float32))
+    return network, network.compress(run.bases(plan.channels), plan.ranks)
 
 
 class CodedCache(DynamicCache):
@@ -169,7 +169,7 @@ def test_compressed_model_is_the_model_with_its_keys_and_values_coded(
     stored = 1 - size["after"] / size["before"]
     assert result.report["compression"]["stored"] == pytest.approx(stored, abs=1e-6)
     assert COMPRESSION <= stored < COMPRESSION + 0.04
-    assert result.report["ranks"]["channels"] == channels_json(plan.channels)
+    assert result.report["ranks"]["channels"] == plan.channels_json
     checks = validate(result.folder, recipe=run.recipe)
     assert not [check for check in checks.checks if check.status == "fail"]
 
@@ -213,7 +213,7 @@ def test_plans_of_a_path(coded_run):
     assert [plan.stored for plan in steps] == sorted({plan.stored for plan in steps})
     before = 2 * run.shape.num_kv_heads * run.shape.head_dim * run.shape.num_layers * run.info["element_bytes"]
     for plan in steps:
-        layouts = model_layouts(run.bases(plan.channels), plan.rounded)
+        layouts = model_layouts(run.bases(plan.channels), plan.ranks)
         assert plan.stored == pytest.approx(1 - kv_bytes_per_token(layouts, 4) / before)
     assert path.at_compression(0.8).stored >= 0.8
     assert path.at_compression(0.8).stored - 0.8 < 8 / before * 2

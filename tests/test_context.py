@@ -97,7 +97,7 @@ def test_ranks_count_what_layers_hold() -> None:
     filled = WaterFillingPath(RankInputs(spectra, SHAPE, 2, sensitivities=probed, context_tokens=64))
     plan = filled.at_compression(0.5)
     assert plan is not None
-    windowed, full = (sum(a + b for a, b in layer) for layer in plan.rounded)
+    windowed, full = (sum(a + b for a, b in layer) for layer in plan.ranks)
     assert windowed > full
 
 

@@ -23,6 +23,7 @@ from rotor.checkpoint.channels import Channels
 from rotor.checkpoint.folding import fold_code
 from rotor.errors import CheckpointError, RecipeError, UsageError
 from rotor.kernels.rows import pack, unpack
+from rotor.models.device_plan import DevicePlan
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import weights_of
 from rotor.models.source import Checkpoint
@@ -105,9 +106,9 @@ def kl_div(run: Run, rows: torch.Tensor, compression: float) -> float:
     codes = [run.layer_codes(layer) for layer in range(run.shape.num_layers)]
     plan = BitsPath(codes, run.shape, run.recipe.codes.bits, 2).at_compression(compression)
     assert plan is not None
-    network = CompressibleModel(Checkpoint(DEMO_MODEL), CPU, torch.float32, rewrite_dtype=torch.float32)
+    network = CompressibleModel(Checkpoint(DEMO_MODEL), DevicePlan(CPU, torch.float32), rewrite_dtype=torch.float32)
     expected = batch_logits(network, rows)
-    network.compress(run.bases(plan.channels), plan.rounded)
+    network.compress(run.bases(plan.channels), plan.ranks)
     return float(position_kl_div(expected.flatten(0, 1), batch_logits(network, rows).flatten(0, 1)).mean())
 
 
@@ -136,9 +137,9 @@ def test_attention_while_training_is_that_of_the_compressed_model(run: Run):
     uncompressed = batch_logits(network, rows)
     with observed_attention(network.model, network.family, network.shape, layers, read=model.read):
         found = batch_logits(network, rows)
-    compressed = CompressibleModel(Checkpoint(DEMO_MODEL), CPU, torch.float32, rewrite_dtype=torch.float32)
+    compressed = CompressibleModel(Checkpoint(DEMO_MODEL), DevicePlan(CPU, torch.float32), rewrite_dtype=torch.float32)
     before = replace(run, recipe=replace(run.recipe, distil=replace(run.recipe.distil, steps=0)))
-    compressed.compress(before.bases(plan.channels), plan.rounded)
+    compressed.compress(before.bases(plan.channels), plan.ranks)
     expected = batch_logits(compressed, rows)
     assert relative_error(found, expected) < 0.1 * relative_error(uncompressed, expected)
 

@@ -22,7 +22,7 @@ from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.measurement import Measurement, measure_text, smallest
 from rotor.search.evaluation.scoring import batch_logits, position_kl_div
 from rotor.search.export.export import export
-from rotor.search.measurer import rank_path
+from rotor.search.plan_evaluator import rank_path
 from rotor.search.table import RankTable
 from rotor.tools.validation.validate import validate
 
@@ -102,7 +102,7 @@ def test_swapping_the_attention_leaves_both_models_as_they_were(demo_run) -> Non
     rows = torch.randint(4096, (2, 24), generator=torch.Generator().manual_seed(0))
     before = batch_logits(network, rows)
     plan = rank_path(run, run.recipe).at_compression(0.6)
-    network.compress(run.bases(plan.channels), plan.rounded)
+    network.compress(run.bases(plan.channels), plan.ranks)
     compressed = batch_logits(network, rows)
     assert not torch.equal(before, compressed)
     modules = [network.family.attention_module(network.model, i) for i in range(network.shape.num_layers)]

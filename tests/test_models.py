@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 from rotor.errors import UsageError
 from rotor.search.export.export import export
-from rotor.search.measurer import rank_path
+from rotor.search.plan_evaluator import rank_path
 from rotor.tools.validation.validate import validate
 
 EVERY_CASE = [
@@ -65,9 +65,9 @@ def test_rewriting_in_memory_and_on_disk(case, compressed) -> None:
     assert plan is not None
     with torch.inference_mode():
         original = network.model(PROMPT).logits
-        exact = network.compress(run.bases(full.channels), full.rounded)(PROMPT).logits
+        exact = network.compress(run.bases(full.channels), full.ranks)(PROMPT).logits
         assert relative_error(exact, original) < 1e-5
-        expected = network.compress(run.bases(plan.channels), plan.rounded)(PROMPT).logits
+        expected = network.compress(run.bases(plan.channels), plan.ranks)(PROMPT).logits
         assert torch.equal(network.restore()(PROMPT).logits, original)
         got = load(out)(PROMPT).logits
     assert relative_error(got, expected) < 1e-6

@@ -21,6 +21,7 @@ from rotor.checkpoint.hashes import file_sha256
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, LayerForm
 from rotor.checkpoint.projections import AttentionWeights
 from rotor.errors import NumericsError
+from rotor.models.device_plan import DevicePlan
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
 from rotor.models.source import Checkpoint
@@ -159,7 +160,7 @@ def test_on_the_cast_of_a_model_to_the_dtype_of_the_forward_passes(model: Path, 
 def test_on_the_cast_of_compressed_modules_to_the_dtype_of_the_forward_passes(run: Path, tiny, monkeypatch) -> None:
     """Rewritten in float32, computed with in float16."""
     opened = Run.open(run)
-    network = CompressibleModel(Checkpoint(tiny("llama")), CPU, torch.float16)
+    network = CompressibleModel(Checkpoint(tiny("llama")), DevicePlan(CPU, torch.float16))
     read = network.attention_weights
     monkeypatch.setattr(
         network, "attention_weights", lambda i: dataclasses.replace(w := read(i), v_weight=w.v_weight * 10.0 ** (7 * i))

@@ -102,12 +102,12 @@ def test_every_package_is_installed() -> None:
     assert set(re.findall(r'"([\w.]+)"', listed[1])) == there | {"rotor.recipes"}
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "runtime"])
+@pytest.mark.parametrize("name", ["checkpoint", "recipe", "runtime", "search"])
 def test_a_facade_offers_what_it_says_and_loads_it_when_it_is_used(name: str) -> None:
     package = importlib.import_module(f"rotor.{name}")
     offered = {one: module for module, names in package._MODULES.items() for one in names.split()}
     source = (ROOT / "rotor" / name / "__init__.py").read_text()
-    assert set(re.findall(r"from \.\w+ import \w+ as (\w+)", source)) == set(offered)
+    assert set(re.findall(r"from \.[\w.]+ import \w+ as (\w+)", source)) == set(offered)
     for one, module in offered.items():
         assert getattr(package, one) is getattr(importlib.import_module(f"rotor.{name}.{module}"), one)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -22,7 +22,7 @@ METRIC = ["evaluation.metric=kl_div"]
 
 TEXTS = printed_texts()
 LONG = re.compile(r"(?<![\w(-])--[a-z][a-z-]+")
-OTHERS = {"--nproc-per-node"}
+OTHERS = {"--nproc-per-node", "--kv-cache-dtype"}
 """Options of other programs' commands that are named."""
 
 
@@ -48,7 +48,7 @@ def test_settings_and_options_in_texts_exist() -> None:
     settings = load_recipe("rotor").to_dict()
     for file, texts in TEXTS.items():
         # Options of git, of an engine, and of pytest, and the processes that `rotor gpu` starts.
-        others = ("rotor/plugins/", "rotor/bench/gpu", "rotor/bench/records")
+        others = ("rotor/vllm/", "rotor/tools/bench/gpu", "rotor/tools/bench/records")
         if file.startswith(others):
             continue
         for text in texts:

@@ -68,12 +68,12 @@ def test_steps_are_all_distinct_plans_in_order() -> None:
     steps = path().plans()
     stored = [plan.stored for plan in steps]
     assert stored == sorted(stored)
-    assert len({str(plan.rounded) for plan in steps}) == len(steps)
+    assert len({str(plan.ranks) for plan in steps}) == len(steps)
     assert steps[0].stored == 0.0
-    assert steps[-1].rounded == [[(16, 16)] * 2] * 2
+    assert steps[-1].ranks == [[(16, 16)] * 2] * 2
     # Between two steps nothing new appears: a rate halfway gives one of them.
     for low, high in pairwise(steps):
-        assert path().plan((low.parameter + high.parameter) / 2).rounded == low.rounded
+        assert path().plan((low.parameter + high.parameter) / 2).ranks == low.ranks
 
 
 def test_compression_is_found_at_the_lowest_rate_that_reaches_it_and_counts_what_it_says() -> None:
@@ -88,9 +88,9 @@ def test_compression_is_found_at_the_lowest_rate_that_reaches_it_and_counts_what
     plan = path().plan(0.05)
     kept = sum(qk + v for layer in plan.exact for qk, v in layer)
     assert plan.planned == pytest.approx(1 - kept / (2 * 2 * 2 * 64))
-    assert plan.stored == compression(plan.rounded, SHAPE)
+    assert plan.stored == compression(plan.ranks, SHAPE)
     assert plan.stored <= plan.planned
-    assert all(r % 16 == 0 for layer in plan.rounded for pair in layer for r in pair)
+    assert all(r % 16 == 0 for layer in plan.ranks for pair in layer for r in pair)
 
 
 def constant(qk: float, vo: float) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
@@ -129,22 +129,22 @@ def test_water_filling_gives_the_least_loss_at_its_cost() -> None:
     steps = water_filling().plans()
     assert len(steps) > 5
     for plan in steps:
-        used = sum(qk + v for layer in plan.rounded for qk, v in layer)
+        used = sum(qk + v for layer in plan.ranks for qk, v in layer)
         least = min(loss for total, loss in best.items() if total <= used)
-        assert predicted_loss(plan.rounded) == pytest.approx(least, abs=1e-9)
-        assert plan.exact == plan.rounded
+        assert predicted_loss(plan.ranks) == pytest.approx(least, abs=1e-9)
+        assert plan.exact == plan.ranks
 
 
 def test_uniform_ranks_are_alike_and_fishers_in_proportion_to_the_information() -> None:
     steps = UniformPath(RankInputs(spectra(), SHAPE, 16)).plans()
     assert [plan.stored for plan in steps] == [0.0, 0.25, 0.5, 0.75]
-    assert steps[2].rounded == [[(32, 32)] * 2] * 2
+    assert steps[2].ranks == [[(32, 32)] * 2] * 2
     information = [
         (torch.tensor([4.0, 2.0]), torch.tensor([1.0, 1.0])),
         (torch.tensor([2.0, 1.0]), torch.tensor([4.0, 4.0])),
     ]
     steps = FisherPath(RankInputs(spectra(), SHAPE, 1, gradients=lambda: information)).plans()
-    assert steps[0].rounded == [[(64, 64)] * 2] * 2
+    assert steps[0].ranks == [[(64, 64)] * 2] * 2
     quarter = next(plan for plan in steps if plan.exact[0][0][0] == 32)
     assert quarter.exact == [[(32, 8), (16, 8)], [(16, 32), (8, 32)]]
     assert [plan.stored for plan in steps] == sorted({plan.stored for plan in steps})

@@ -15,8 +15,8 @@ from support.paths import DEMO_MODEL
 from support.runs import reseal
 
 from rotor.calibration.run import Run
-from rotor.recipe.metric_registry import METRICS, ratio_rows
-from rotor.search.evaluation.fidelity import Fidelity
+from rotor.recipe.metric_registry import METRICS
+from rotor.search.evaluation.accuracy import Accuracy, Fidelity
 from rotor.search.export.export import export
 from rotor.search.report.collect import collect
 from rotor.search.report.report import report
@@ -96,7 +96,8 @@ def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exp
 
 def test_a_ratio_that_was_left_out_says_why() -> None:
     found = Fidelity(0.9, (0.9, 0.9), {"token_accuracy": 0.9})
-    assert ratio_rows(found.values, {}, {"search": {}, "report": {"copy": "it cannot"}}) == [
+    left_out = {"search": {}, "report": {"copy": "it cannot"}}
+    assert Accuracy("default", None, {"report": found}, {}, left_out).ratio_rows() == [
         (METRICS["token_accuracy"].label, "0.9000"),
         (METRICS["copy"].label, "left out: it cannot"),
     ]

@@ -14,7 +14,7 @@ from support.pages import Page
 from rotor.checkpoint.channels import Channels, Numbers
 from rotor.checkpoint.layout import GroupLayout
 from rotor.recipe import load_recipe
-from rotor.search.evaluation.fidelity import Fidelity
+from rotor.search.evaluation.accuracy import Fidelity
 from rotor.search.point import Point
 from rotor.search.report.data import ReportData
 from rotor.search.report.figures import _drawings, figures
@@ -23,7 +23,7 @@ from rotor.search.report.style import LOSS_FLOOR, layer_colours, shown_loss
 
 
 def shown(stored: float, search: Fidelity, report: Fidelity | None = None) -> Point:
-    return Point(0.0, stored, stored, [], [], search, report)
+    return Point(0.0, stored, stored, [], [], search=search, report=report)
 
 
 def made(layers: int = 5, coded: bool = False, joint: bool = False) -> ReportData:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rotor.errors import AccuracyError
-from rotor.search.evaluation.fidelity import Fidelity
+from rotor.search.evaluation.accuracy import Fidelity
 from rotor.search.search import find_plan, most_points
 
 STEPS = [i * 0.00625 for i in range(150)]

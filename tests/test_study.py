@@ -69,7 +69,7 @@ def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("measured again")
 
     monkeypatch.setattr(study_context, "calibrate", refuse)
-    monkeypatch.setattr("rotor.search.measurer.Measurer.measure", refuse)
+    monkeypatch.setattr("rotor.search.plan_evaluator.PlanEvaluator.measure", refuse)
     before = (result.folder / "results.json").read_text()
     again = study(DEMO_MODEL, result.folder, **arguments)
     assert again.added == 0

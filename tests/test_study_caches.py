@@ -13,6 +13,7 @@ from support.paths import DEMO_MODEL
 from support.runs import FAST_EVALUATION, calibrated
 
 from rotor.errors import UsageError
+from rotor.models.device_plan import DevicePlan
 from rotor.models.source import Checkpoint
 from rotor.policies import H2O, KCVT, PerToken
 from rotor.progress import Progress
@@ -35,7 +36,7 @@ def run(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bench(run) -> Iterator[CacheBench]:
-    network = CompressibleModel(Checkpoint(run.model_folder), torch.device("cpu"), torch.bfloat16)
+    network = CompressibleModel(Checkpoint(run.model_folder), DevicePlan(torch.device("cpu"), torch.bfloat16))
     starts = torch.randint(1, 4096, (3, 4), generator=torch.Generator().manual_seed(0))
     ones = torch.ones_like(starts)
     rows = network.model.generate(starts, attention_mask=ones, min_new_tokens=20, max_new_tokens=20)

@@ -13,8 +13,8 @@ from support.runs import SMALL_STUDY as SMALL
 
 from rotor.errors import UsageError
 from rotor.recipe import load_recipe
+from rotor.tools.study.inputs import same_conditions
 from rotor.tools.study.parts import curves
-from rotor.tools.study.request import same_conditions
 from rotor.tools.study.store import StudyStore
 from rotor.tools.study.study import study
 
@@ -24,7 +24,7 @@ def test_recipes_get_the_same_conditions(tmp_path: Path) -> None:
     fdc, rotor = load_recipe("fdc"), load_recipe("rotor")
     assert {r.tokens.count for r in found.values()} == {max(fdc.tokens.count, rotor.tokens.count)}
     assert len({(r.tokens.seed, r.tokens.seq_len, r.evaluation, r.search) for r in found.values()}) == 1
-    assert found["rotor"].bases == rotor.calibration.bases
+    assert found["rotor"].bases == rotor.bases
     assert {r.tokens.count for r in same_conditions(["fdc", "rotor"], ["tokens.count=99"]).values()} == {99}
     with pytest.raises(UsageError, match="two recipes are named 'fdc'"):
         same_conditions(["fdc", "fdc"], [])
@@ -61,7 +61,7 @@ def test_a_text_of_ones_own_is_for_all_recipes(tmp_path: Path, monkeypatch) -> N
     words = tmp_path / "words.txt"
     words.write_text("one word after another\n" * 50)
     asked = []
-    monkeypatch.setattr(sys.modules[study.__module__], "_measure", lambda s, *rest: asked.append(s.plan) or [])
+    monkeypatch.setattr(sys.modules[study.__module__], "_measure", lambda s, *rest: asked.append(s.inputs) or [])
     study(DEMO_MODEL, tmp_path / "s", text=words, plots=False)
     found = {(r.tokens.source, r.tokens.path, r.evaluation.path) for r in asked[0].recipes.values()}
     assert found == {("text", str(words), str(words))}

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from rotor.calibration.calibrate import calibrate
 from rotor.policies import PerToken
 from rotor.search.export.export import export
+from rotor.tools.study.inputs import StudyInputs, same_conditions
 from rotor.tools.study.part import find_part
-from rotor.tools.study.request import StudyPlan, same_conditions
 
 LARGEST = 100.0
 """Ratio of the scales of channels."""
@@ -67,5 +67,5 @@ def test_the_table_of_quantisers_and_recipes_can_be_made() -> None:
     """Of the part and the recipes that README's and docs' numbers are of; nothing is measured here."""
     folder = ROOT / "artifacts" / "studies"
     recipes = ["rotor", *map(str, sorted((folder / "shape").glob("*.yaml")))]
-    study = SimpleNamespace(plan=StudyPlan(same_conditions(recipes, ())), whole_bytes=2560)
+    study = SimpleNamespace(inputs=StudyInputs(same_conditions(recipes, ())), whole_bytes=2560)
     assert len(list(find_part(f"{folder / 'fair.py'}:Fair").tasks(study))) == 15 + 3 * len(recipes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -24,11 +23,10 @@ from ..checkpoint.projections import read_attention
 from ..checkpoint.publishing import check_space, recover
 from ..errors import DataError, system_errors
 from ..logs import log_file
-from ..models.hardware import fit_threads, pick_device, pick_dtype
+from ..models.device_plan import DevicePlan
+from ..models.hardware import fit_threads
 from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
-from ..models.loading import weights_of
-from ..models.memory import stream_weights
 from ..models.projections import context_tokens
 from ..models.readiness import check_text, describe_text
 from ..models.source import Checkpoint
@@ -36,17 +34,15 @@ from ..models.splits import digests
 from ..models.tokenizer import chat_opening, text_start
 from ..models.tokens import CalibrationTokens, calibration_tokens, ordinary_tokens, with_repeats
 from ..models.weights import Weights
+from ..options import with_fields_of
 from ..progress import Advance, Progress, StageTimes
-from ..recipe import Recipe, text_overrides
-from ..recipe.settings import CalibrationSettings, Compute
+from ..recipe.requests import CalibrationRequest
 from ..versions import versions
-from .allocation.bits import BitsPath
 from .bases.information import LayerFisher
 from .bases.layer import layer_bases
 from .bases.moments import LayerStatistics
 from .capture import layer_statistics
 from .codes.layer import layer_codes
-from .distil import DistilledModel
 from .gradients import fisher_information, weight_fisher
 from .partial import PartialRun
 from .planning.form import wanted_gradients
@@ -69,62 +65,25 @@ TOKENS_FILE = "tokens.safetensors"
 """Calibration tokens of an unfinished run, kept so that a resumed run need not sample them again."""
 
 
-def calibrate(
-    model: str | Path,
-    out: str | Path,
-    recipe: str | Recipe = "rotor",
-    overrides: Iterable[str] = (),
-    *,
-    text: str | Path | None = None,
-    revision: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    batch_tokens: int = 2048,
-    offload: str = "auto",
-    overwrite: bool = False,
-    resume: bool = False,
-    progress: Progress | None = None,
-) -> Run:
+@system_errors()
+def run_calibration(request: CalibrationRequest) -> Run:
     """Find the bases of a model's KV heads and write them to a run folder.
 
-    The folder `OUT.partial` holds the unfinished run.
+    The folder `OUT.partial` holds the unfinished run. Statistics are always float64.
 
-    Args:
-        model: folder of a transformers checkpoint with safetensors weights, only read; or a hub id.
-        out: the run folder to write; it appears when everything is done.
-        recipe: name of a bundled recipe, path of a recipe file, or a Recipe.
-        overrides: `section.field=value` for the recipe.
-        text: a UTF-8 file, or a folder of them, to calibrate on and to measure accuracy on. Its documents are dealt to
-            three disjoint splits: one to calibrate on, one to search with, one to report accuracy on.
-        revision: branch, tag or commit of a hub repository; run.json keeps the commit.
-        device, dtype: device and dtype of the forward passes; `auto` is the GPU if there is one, and float32 on a
-            CPU. Statistics are always float64.
-        batch_tokens: tokens in one forward pass.
-        offload: `always` reads one layer of weights at a time, `never` loads all, `auto` loads all if they fit.
-        resume: continue an unfinished run; the result is the same as that of an uninterrupted run.
     Raises:
         RotorError: see rotor.errors. A run with a finished layer is kept for --resume, unless its numbers are bad.
     """
-    compute = Compute(device, dtype, offload)
-    settings = CalibrationSettings(
-        model, out, recipe, (*text_overrides(text), *overrides), revision, compute, batch_tokens, overwrite, resume
-    )
-    return run_calibration(settings, progress)
-
-
-@system_errors()
-def run_calibration(settings: CalibrationSettings, progress: Progress | None = None) -> Run:
-    """Calibrate with the arguments of `calibrate` in one object; raises the same errors."""
-    work = Calibration(settings, progress or Progress())
+    work = Calibration(request, request.progress or Progress())
     partial = work.partial
     with ExitStack() as held:
         held.enter_context(exclusive(work.out.path))
         recover(work.out)
         work.check_out()  # again, because the lock's previous holder may have written
-        partial.check(settings.resume, settings.overwrite)
-        check_space(partial.folder, 0 if partial.exists else work.estimates[work.streamed].disk_bytes)
+        partial.check(request.resume, request.overwrite)
+        check_space(partial.folder, 0 if partial.exists else work.disk_bytes)
         held.push(partial.ended)
-        partial.open(settings.resume)
+        partial.open(request.resume)
         held.enter_context(log_file(partial.folder, "calibrate"))
         for line in (work.memory, describe_text(work.recipe, work.checkpoint.tokenizer)):
             work.progress.message(line)
@@ -132,42 +91,46 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
     return Run.open(work.out.path)
 
 
+calibrate = with_fields_of(CalibrationRequest, run_calibration, "calibrate")
+
+
 class Calibration:
     """One calibration: a request that is checked against the model before any work starts, and its stages.
 
-    streamed: whether weights are read layer by layer.
+    devices: where forward passes run.
     memory: the memory estimate as a line of text.
+    disk_bytes: bytes of the unfinished run on disk.
 
     Raises:
         RotorError: the request cannot be carried out.
     """
 
-    def __init__(self, settings: CalibrationSettings, progress: Progress) -> None:
-        self.settings = settings
+    def __init__(self, request: CalibrationRequest, progress: Progress) -> None:
+        self.request = request
         self.progress = progress
         self.times = StageTimes()
-        self.recipe = settings.overridden_recipe
-        self.out = OutputFolder.at(settings.out, "run")
+        self.recipe = request.overridden_recipe
+        self.out = OutputFolder.at(request.out, "run")
         self.partial = PartialRun(self.out)
-        self.source = find_source(settings.model, settings.revision)
+        self.source = find_source(request.model, request.revision)
         self.checkpoint = Checkpoint(self.source.folder)
         outline = ModelOutline.of(self.checkpoint)
         self.family = outline.family
         self.shape = outline.shape
         self.form = outline.form(self.recipe)
-        self.device = pick_device(settings.compute.device)
-        self.dtype = pick_dtype(settings.compute.dtype, outline.dtype, self.device)
+        devices = DevicePlan.choose(request, outline.dtype)
         self.check_out()
         check_text(self.recipe, self.checkpoint.config, self.checkpoint.tokenizer)  # refuses one that does not load
         fit_threads(self.checkpoint.total_bytes())
-        self.estimates = outline.calibration(self.recipe, self.device, self.dtype, settings.batch_tokens)
+        estimates = outline.calibration(self.recipe, devices.device, devices.dtype, request.batch_tokens)
         whole = needs_whole_model(self.recipe)
-        self.streamed, self.memory = stream_weights(settings.compute.offload, self.estimates, self.device, whole)
+        self.devices, self.memory = devices.within_memory(request.offload, estimates, whole)
+        self.disk_bytes = estimates[self.devices.streamed].disk_bytes
 
     def check_out(self) -> None:
         """Raise UsageError if the run folder must not be written."""
         text = self.recipe.tokens.path
-        self.out.check(self.settings.overwrite, [self.source.folder], [] if text is None else [Path(text)])
+        self.out.check(self.request.overwrite, [self.source.folder], [] if text is None else [Path(text)])
 
     def run(self) -> None:
         """Run all stages and publish the run folder; stages that an unfinished run has done are skipped."""
@@ -178,10 +141,10 @@ class Calibration:
             "model": hashes,
             "recipe": self.recipe.to_dict(),
             "tokens": hashlib.sha256(sequences.numpy().tobytes()).hexdigest(),
-            "batch_tokens": self.settings.batch_tokens,
+            "batch_tokens": self.request.batch_tokens,
             "threads": torch.get_num_threads(),
-            "device": self.device.type,
-            "dtype": str(self.dtype),
+            "device": self.devices.device.type,
+            "dtype": str(self.devices.dtype),
             "versions": versions(),
         }
         self.partial.agree(fingerprint)
@@ -195,7 +158,7 @@ class Calibration:
     def weights(self) -> Weights:
         """The model's weights, loaded when they are first needed, so that errors in tokens show without waiting."""
         with self.times.stage("load model"), self.progress.task("load model", None, ""):
-            return weights_of(self.checkpoint, self.device, self.dtype, self.streamed)
+            return self.devices.weights(self.checkpoint)
 
     def _check_model(self) -> dict[str, dict[str, str]]:
         """Check the values and shapes of all tensors; returns the SHA-256 of each shard and of the other files."""
@@ -260,7 +223,7 @@ class Calibration:
         partial = self.partial
         if not self.recipe.needs_gradients or partial.kept(_gradients_of(0)) is not None:
             return
-        network = LayerwiseModel(self.weights, self.settings.batch_tokens, partial.work)
+        network = LayerwiseModel(self.weights, self.request.batch_tokens, partial.work)
         with self.times.stage("gradients"):
             sequences = self._with_repeats(sequences[: max(1, self.recipe.codes.tokens // sequences.shape[1])], 0)
             wanted = [wanted_gradients(self.form.layer(layer)) for layer in range(self.shape.num_layers)]
@@ -285,6 +248,9 @@ class Calibration:
         layers = range(self.shape.num_layers)
         if not spec.steps:
             return
+        from .allocation.bits import BitsPath
+        from .distil import DistilledModel
+
         bases = [
             read_bases(layer_path(folder, "bases", n), self.form.layer(n), self.shape, self.recipe.bases.refit)
             for n in layers
@@ -293,7 +259,7 @@ class Calibration:
         element_bytes = (self.checkpoint.config.dtype or torch.float32).itemsize
         context = context_tokens(self.checkpoint.config)
         path = BitsPath(codes, self.shape, self.recipe.codes.bits, element_bytes, context)
-        network = LayerwiseModel(self.weights, self.settings.batch_tokens, self.partial.work)
+        network = LayerwiseModel(self.weights, self.request.batch_tokens, self.partial.work)
         model = DistilledModel(network, self.form, bases, codes, path)
         with self.times.stage("distil"):
             count = spec.steps * max(1, min(len(sequences), spec.tokens // sequences.shape[1])) * sequences.shape[1]
@@ -307,9 +273,9 @@ class Calibration:
         start, layers = self.partial.finished_layers, self.shape.num_layers
         if start == layers:
             return
-        network = LayerwiseModel(self.weights, self.settings.batch_tokens)
+        network = LayerwiseModel(self.weights, self.request.batch_tokens)
         with self.times.stage("capture"):
-            states = self.partial.states(start, (*sequences.shape, self.shape.hidden_size), self.dtype)
+            states = self.partial.states(start, (*sequences.shape, self.shape.hidden_size), self.devices.dtype)
             if start == 0:
                 network.embed(sequences, states)
         with self.progress.task("calibrate", (layers - start) * sequences.numel(), "token layers") as advance:
@@ -321,7 +287,7 @@ class Calibration:
         partial, prune = self.partial, self.recipe.prune
         wanted = wanted_moments(self.recipe, self.form.layer(layer))
         with self.times.stage("capture"):
-            out = partial.states(layer + 1, tuple(states.shape), self.dtype)
+            out = partial.states(layer + 1, tuple(states.shape), self.devices.dtype)
             moments = layer_statistics(network, layer, states, out, self.form.group_size, wanted, prune, advance)
         self._commit(layer, moments)
         return out
@@ -369,8 +335,8 @@ class Calibration:
             "element_bytes": (config.dtype or torch.float32).itemsize,
             "shape": dataclasses.asdict(self.shape),
             "tokens": about_tokens,
-            "device": str(self.device),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.devices.device),
+            "dtype": str(self.devices.dtype).removeprefix("torch."),
             "versions": versions(),
             "stages": self.times.stages,
         }

@@ -29,6 +29,8 @@ class ModelInfo(TypedDict):
     name: str
     shards: dict[str, str]
     files: dict[str, str]
+    hub_id: NotRequired[str | None]
+    revision: NotRequired[str | None]
 
 
 class SourceInfo(TypedDict):
@@ -83,8 +85,8 @@ class CompressionInfo(TypedDict):
     stored: float
 
 
-class PointRanks(TypedDict):
-    """Ranks of a point as the method gave them and as they are stored; channels by bits where they are coded."""
+class PlanRanks(TypedDict):
+    """Ranks of a plan as the method gave them and as they are stored; channels by bits where they are coded."""
 
     exact: Ranks
     stored: Ranks
@@ -120,6 +122,7 @@ class AccuracyInfo(TypedDict):
     search: float | None
     report: float | None
     interval_95: tuple[float, float] | None
+    data: NotRequired[str | None]
     data_sha256: str | None
     measurements: dict[str, Any]
     base: NotRequired[dict[str, dict[str, Any] | None]]
@@ -155,7 +158,12 @@ class CheckpointInfo(TypedDict):
     kv_bytes_per_token: SizeInfo
     kv_bytes_of_sequence: NotRequired[SequenceInfo]
     accuracy: AccuracyInfo
-    ranks: PointRanks
+    ranks: PlanRanks
+    format_version: NotRequired[int]
+    versions: NotRequired[dict[str, Any]]
+    rank_method: NotRequired[str]
+    parameter: NotRequired[float]
+    removed_tensors: NotRequired[list[str]]
     layouts: list[dict[str, Any]]
     tensors: dict[str, TensorInfo]
     cache: NotRequired[CacheInfo]

@@ -48,9 +48,9 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("ROTOR_DEBUG"):
             raise
-        found = error if isinstance(error, RotorError) else INTERRUPTED if _interrupted else from_system(error)
+        said = error if isinstance(error, RotorError) else INTERRUPTED if _interrupted else from_system(error)
         text = " ".join(str(error).split())
-        _fail(found or RotorError(f"unexpected {type(error).__name__}: {text}", DEFECT))
+        _fail(said or RotorError(f"unexpected {type(error).__name__}: {text}", DEFECT))
 
 
 def _fail(error: RotorError) -> None:
@@ -72,7 +72,8 @@ def _terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    plain, numbers = (signal.SIG_DFL, signal.default_int_handler), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    plain = (signal.SIG_DFL, signal.default_int_handler)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, _interrupt) for number in numbers if signal.getsignal(number) in plain}
     try:
         yield

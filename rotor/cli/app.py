@@ -1,4 +1,4 @@
-"""The application that the commands belong to, and what they have in common."""
+"""The application that the commands belong to, and its errors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import typer.core
 
 from ..errors import Interrupted, MissingError, UsageError
 from ..installing import documentation
+from ..options import MAX_NUMBER
 from ..versions import __version__
 from .console import stdout
-from .options import MAX_NUMBER, with_options
+from .options import with_options
 
 CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """Click's UsageError, of which newer versions of Typer have a copy."""
@@ -24,7 +25,7 @@ CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 @contextmanager
 def resumable(how: Callable[[], str]) -> Iterator[None]:
-    """Ctrl-C becomes an error that says how to go on."""
+    """Turn Ctrl-C into an error that says how to go on."""
     try:
         yield
     except KeyboardInterrupt:
@@ -33,7 +34,7 @@ def resumable(how: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def _in_two_lines() -> Iterator[None]:
-    """An interruption, and what Typer says of options and arguments, become errors like others.
+    """Turn an interruption, and Typer's complaints about options and arguments, into errors like others.
 
     A bare `rotor` still shows its help.
     """
@@ -107,18 +108,5 @@ def check_folder(folder: Path) -> None:
 
 
 def command_line() -> str:
-    """What the user gave, for records."""
+    """The command line as the user gave it, for records."""
     return shlex.join(["rotor", *sys.argv[1:]])
-
-
-def split(names: str) -> list[str]:
-    """`a, b` as a list."""
-    return [name.strip() for name in names.split(",") if name.strip()]
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """`1,8`; raises UsageError unless they are positive whole numbers."""
-    items = split(text)
-    if not items or not all(item.isdecimal() and item.isascii() and 0 < int(item) <= MAX_NUMBER for item in items):
-        raise UsageError(f"{option} {text}: expected whole numbers from 1 to {MAX_NUMBER}.", f"Example: {option} 1,8")
-    return list(dict.fromkeys(map(int, items)))

@@ -1,4 +1,4 @@
-"""What goes to the terminal: results on stdout, messages and progress bars on stderr."""
+"""The terminal: results on stdout, messages and progress bars on stderr."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -25,7 +24,8 @@ SECONDS_BETWEEN_LINES = 30.0
 clock = time.monotonic
 
 
-stdout, stderr = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
+stdout = Console(width=None if sys.stdout.isatty() else 132)
+stderr = Console(stderr=True)
 
 
 class ConsoleProgress(Progress):
@@ -65,7 +65,7 @@ class LineProgress(Progress):
 
 
 class ConsoleHandler(logging.Handler):
-    """What is logged, on stderr; above the bars, if there are any."""
+    """Shows log messages on stderr, above the bars, if there are any."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # a terminal that is gone ends no work
@@ -73,7 +73,7 @@ class ConsoleHandler(logging.Handler):
 
 
 def show_progress(quiet: bool) -> Progress:
-    """What shows progress, having sent messages to stderr.
+    """Send messages to stderr, and return the progress that is shown there.
 
     Args:
         quiet: nothing is shown, results neither.
@@ -96,11 +96,11 @@ def show_progress(quiet: bool) -> Progress:
 
 
 def say(text: str) -> None:
-    """A line on stdout as it is, but for what a terminal would act on."""
+    """Print a line on stdout as it is, without what a terminal would act on."""
     stdout.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     print(json_text(data))
 
 
@@ -109,15 +109,15 @@ def print_seconds(seconds: dict[str, float]) -> None:
 
 
 def print_pairs(*rows: tuple[str, str]) -> None:
-    """Two columns: what, and its value."""
+    """Print two columns: a name, and its value."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in rows:
         table.add_row(*map(_cell, row))
     stdout.print(table, highlight=False)
 
 
-def print_table(title: str | None, left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table with columns of text, then columns of numbers; the first column may break where it likes."""
+def print_table(title: str | None, left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table with columns of text, then columns of numbers; the first column may break anywhere."""
     table = Table(title=None if title is None else _cell(title), title_justify="left")
     for index, column in enumerate(left):
         table.add_column(_cell(column), overflow="fold" if index == 0 else "ellipsis")
@@ -128,10 +128,6 @@ def print_table(title: str | None, left: Sequence[str], right: Sequence[str], ro
     stdout.print(table)
 
 
-def _cell(value: Any) -> Text:
-    """Text as it is: brackets in it are no markup."""
+def _cell(value: object) -> Text:
+    """A cell of a table; brackets in it are no markup."""
     return value if isinstance(value, Text) else Text(printable(str(value)))
-
-
-def in_interval(accuracy: dict[str, Any]) -> str:
-    return " [{:.4f}, {:.4f}]".format(*accuracy["interval_95"])

@@ -8,22 +8,26 @@ import sys
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ..errors import UsageError
 from ..logs import is_first_process, printable
+from ..options import Count, DeviceOptions
+from ..recipe.requests import InspectionRequest
 from .app import command
-from .options import NONE, Count, DeviceOptions, Json, OptionalCount, Printed
+from .options import Json, OutputOptions
 from .plans import print_inspection
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from ..recipe import Recipe
 
 MAX_SEED = (1 << 63) - 1
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
-"""Its sitecustomize is found by every Python process that has this folder on PYTHONPATH."""
+"""Folder of sitecustomize, which every Python process runs that has it on PYTHONPATH."""
 
 
 @command(
@@ -34,7 +38,7 @@ BOOTSTRAP = Path(__file__).parent / "bootstrap"
 def generate(
     folder: str,
     compute: DeviceOptions,
-    output: Printed,
+    output: OutputOptions,
     prompt: Annotated[str | None, typer.Argument()] = None,
     prompt_file: str | None = None,
     raw: bool = False,
@@ -64,18 +68,26 @@ def generate(
     if parallel is not None and prompt_file == "-":
         raise UsageError("--prompt-file -: several processes cannot all read stdin.", "Give a file.")
     text = _read_prompt(prompt, prompt_file)
-    compute.checked()
     check_name(folder)
 
     from ..checkpoint.rewritten import source_at
     from ..tools.generation import continue_prompt
 
     first = is_first_process()
-    how: dict[str, Any] = vars(compute) | {"cache": cache, "raw": raw, "progress": output.progress()}
-    how |= {"on_text": _show if first and not output.as_json else None}
-    how |= {"parallel": parallel is not None}
     with source_at(source):
-        result = continue_prompt(folder, text, max_new_tokens, temperature, seed, **how)
+        result = continue_prompt(
+            folder,
+            text,
+            max_new_tokens,
+            temperature,
+            seed,
+            compute,
+            cache=cache,
+            raw=raw,
+            on_text=_show if first and not output.as_json else None,
+            progress=output.progress(),
+            parallel=parallel is not None,
+        )
     if first:
         output.show(result, print)
 
@@ -86,7 +98,7 @@ def _show(text: str) -> None:
 
 
 def _read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt, given in one of two ways."""
+    """Read the prompt, which is given in one of two ways."""
     if (prompt is None) == (file is None):
         got = "both" if file is not None else "neither"
         raise UsageError(f"got {got} of PROMPT and --prompt-file.", 'Example: rotor generate OUT "Once upon a time"')
@@ -103,36 +115,20 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
 
 
 @command(epilog="Example: rotor inspect artifacts/demo-model --recipe fdc")
-def inspect(
-    model: str,
-    compute: DeviceOptions,
-    output: Json,
-    recipe: str = "rotor",
-    revision: str | None = None,
-    overrides: list[str] = NONE,
-    batch_tokens: Count = 2048,
-    context: OptionalCount = None,
-) -> None:
+def inspect(request: InspectionRequest, output: Json) -> None:
     """Describe a model: attention, cache, what a recipe does with it, the memory and disk that this takes.
 
     Reads the configuration, the headers of the shards and the tokenizer, no weights; of a hub id nothing but the
     configuration is fetched. A config.json alone is enough.
-
-    Args:
-        context: Tokens of the sequences whose cache is counted (default: the model's longest, at most 32768).
     """
     from ..models.hub import check_name
-    from ..recipe import load_recipe
 
-    load_recipe(recipe, overrides)
-    compute.checked()
-    check_name(model, revision)
+    check_name(str(request.model), request.revision)
 
-    from ..calibration.planning.inspection import inspect as run_inspect
+    from ..calibration.planning.inspection import run_inspection
 
-    how: dict[str, Any] = {"revision": revision, "batch_tokens": batch_tokens, "context": context, **vars(compute)}
-    found = run_inspect(model, recipe, overrides, **how)
-    output.show(found.to_dict(), lambda: print_inspection(found))
+    inspection = run_inspection(request)
+    output.show(inspection.to_dict(), lambda: print_inspection(inspection))
 
 
 @command(epilog="Example: rotor recipes --show rotor")
@@ -150,8 +146,8 @@ def recipes(output: Json, show: str | None = None, fields: bool = False) -> None
     if show is not None and fields:
         raise UsageError("--show and --fields: expected one of them.", "Example: rotor recipes --show rotor")
     if fields:
-        found = [asdict(field) for section in recipe_fields().values() for field in section]
-        output.show(found, lambda: print(reference_page()))
+        described = [asdict(field) for section in recipe_fields().values() for field in section]
+        output.show(described, lambda: print(reference_page()))
     elif show in _policy_files() and show not in bundled_recipes():
         from ..policies import bundled_policies, describe_policy
 
@@ -180,8 +176,8 @@ def _print_recipes(bundled: dict[str, Recipe]) -> None:
         print(f"  {name:20} {', '.join(f'{key} {value}' for key, value in described.items())}")
 
 
-def _policy_files() -> dict[str, Any]:
-    """Bundled cache policies by name, without the import of what they are."""
+def _policy_files() -> dict[str, Traversable]:
+    """Files of the bundled cache policies by name, without importing the policies."""
     files = (resources.files("rotor.recipes") / "cache").iterdir()
     return {file.name[:-5]: file for file in files if file.name.endswith(".yaml")}
 

@@ -1,67 +1,74 @@
-"""How an inspection is shown."""
+"""Print an inspection."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..progress import in_bytes, in_time
 from .console import print_pairs, print_table, say
 
+if TYPE_CHECKING:
+    from ..calibration.planning.inspection import Inspection, ResourceEstimate
 
-def print_inspection(found: Any) -> None:
-    shape = found.shape
+
+def print_inspection(inspection: Inspection) -> None:
+    shape = inspection.shape
     extras = ("RoPE" if shape.rotary_dim else "no RoPE") + (", norm on queries and keys" if shape.key_norm else "")
-    cache = ", ".join(f"{in_bytes(size)} at {_length(tokens)}" for tokens, size in found.kv_cache_bytes.items())
-    start = "not known without a tokenizer" if found.row_start is None else found.row_start or "nothing of its own"
-    gpu = found.available_device_bytes
+    cache = ", ".join(f"{in_bytes(size)} at {_length(tokens)}" for tokens, size in inspection.kv_cache_bytes.items())
+    start = (
+        "not known without a tokenizer"
+        if inspection.row_start is None
+        else inspection.row_start or "nothing of its own"
+    )
+    gpu = inspection.available_device_bytes
     print_pairs(
-        ("model", found.name + (f" at {found.revision}" if found.revision else "")),
-        ("family", f"{found.model_type}, {found.dtype}, {found.parameters / 1e6:,.1f} M parameters"),
-        ("weights", in_bytes(found.weight_bytes)),
+        ("model", inspection.name + (f" at {inspection.revision}" if inspection.revision else "")),
+        ("family", f"{inspection.model_type}, {inspection.dtype}, {inspection.parameters / 1e6:,.1f} M parameters"),
+        ("weights", in_bytes(inspection.weight_bytes)),
         (
             "attention",
             f"{shape.num_layers} layers, {shape.num_heads} query and {shape.num_kv_heads} KV heads of "
             f"{shape.head_dim}, {extras}",
         ),
-        ("KV cache", f"{found.kv_bytes_per_token:,} bytes per token: {cache}"),
-        ("context", f"{found.context_tokens:,} tokens, whose bytes an export counts (--context)"),
+        ("KV cache", f"{inspection.kv_bytes_per_token:,} bytes per token: {cache}"),
+        ("context", f"{inspection.context_tokens:,} tokens, whose bytes an export counts (--context)"),
         ("text begins with", start),
         (
             "recipe",
-            f"{found.recipe}, {found.tokens['count']} {found.tokens['source']} tokens, channels of "
-            f"{' or '.join(map(str, found.bits))} bits",
+            f"{inspection.recipe}, {inspection.tokens['count']} {inspection.tokens['source']} tokens, channels of "
+            f"{' or '.join(map(str, inspection.bits))} bits",
         ),
-        ("form", found.form),
-        ("calibrate", _needs(found.calibrate)),
-        ("export", _needs(found.export)),
+        ("form", inspection.form),
+        ("calibrate", _needs(inspection.calibrate)),
+        ("export", _needs(inspection.export)),
         (
             "checkpoint",
-            f"up to {in_bytes(found.export.disk_bytes)}, {in_bytes(found.weight_bytes)} before: it grows because bases "
-            "are stored beside projections",
+            f"up to {in_bytes(inspection.export.disk_bytes)}, {in_bytes(inspection.weight_bytes)} before: it grows "
+            "because bases are stored beside projections",
         ),
         *([] if gpu is None else [("GPU", f"{in_bytes(gpu)} available")]),
     )
-    _print_decode_times(found)
+    _print_decode_times(inspection)
 
 
 def _length(tokens: int) -> str:
     return f"{tokens:,}" if tokens % 1024 else f"{tokens // 1024} K"
 
 
-def _print_decode_times(found: Any) -> None:
+def _print_decode_times(inspection: Inspection) -> None:
     """Candidates down, shares of the bytes removed across; without layouts that no kernel attends to."""
-    served = {(t.candidate, t.scenario): t for t in found.decode_times if t.instructions_per_key}
-    scenarios = list(dict.fromkeys(t.scenario for t in found.decode_times))
+    served = {(t.candidate, t.scenario): t for t in inspection.decode_times if t.instructions_per_key}
+    scenarios = list(dict.fromkeys(t.scenario for t in inspection.decode_times))
     rows = []
     for candidate in dict.fromkeys(name for name, _ in served):
         cells = [served.get((candidate, scenario)) for scenario in scenarios]
         mark = "* " if any(t and t.chosen for t in cells) else "  "
         rows.append((mark + candidate, *(f"{t.share:.2f}" if t else "-" for t in cells)))
-    load = found.objective
+    load = inspection.objective
     title = (
         "Predicted time of attention in a decode step, as a share of the uncompressed model's, by the share of the "
         f"cache removed ({load.device}, {load.batch_size} x {load.context_tokens} tokens, "
-        f"{found.instructions_per_cycle:g} instructions a cycle and SM; arithmetic, not measured)"
+        f"{inspection.instructions_per_cycle:g} instructions a cycle and SM; arithmetic, not measured)"
     )
     print_table(title, ("  layout of the cache",), scenarios, rows)
     say(
@@ -71,7 +78,7 @@ def _print_decode_times(found: Any) -> None:
     )
 
 
-def _needs(needs: Any) -> str:
+def _needs(needs: ResourceEstimate) -> str:
     """Memory, disk and time, a line each."""
     lines = []
     kind = "one layer of weights at a time" if needs.streamed else "all weights in memory"

@@ -11,10 +11,11 @@ import typer
 from ..checkpoint.output_folder import check_file
 from ..errors import UsageError
 from ..logs import log
+from ..options import Count, DeviceOptions
 from ..progress import in_bytes
-from .app import check_folder, command, command_line, numbers, split
+from .app import check_folder, command, command_line
 from .console import print_table, say
-from .options import Count, DeviceOptions, Json, Printed
+from .options import Json, OutputOptions, numbers, split
 
 
 @command(
@@ -22,7 +23,7 @@ from .options import Count, DeviceOptions, Json, Printed
     epilog="Example: rotor compile out/demo --arch sm_80,sm_90. Without a checkpoint: rotor compile --named --json.",
 )
 def compile_kernels(
-    output: Printed,
+    output: OutputOptions,
     folder: Annotated[Path | None, typer.Argument(metavar="OUT", show_default=False)] = None,
     arch: str = "sm_90",
     named: bool = False,
@@ -48,10 +49,12 @@ def compile_kernels(
     from ..tools.bench import precompile, subjects
     from ..tools.bench.records import provenance
 
-    archs, progress = precompile.parse_archs(arch), output.progress()
+    archs = precompile.parse_archs(arch)
+    progress = output.progress()
     chosen = subjects.named_subjects().values() if folder is None else subjects.subjects_of(folder)
     layers = precompile.count_layers(chosen, archs, progress)
-    batch, length = subjects.STEP.batch_size, subjects.STEP.context_tokens
+    batch = subjects.STEP.batch_size
+    length = subjects.STEP.context_tokens
     kernels = [(layer.layout, kernel) for layer in layers for kernel in layer.kernels]
     failed = sum(kernel.error is not None for _, kernel in kernels)
     rates = {f"sm_{number}": precompile.DEVICE_OF_ARCH.get(number) for number in archs}
@@ -107,7 +110,8 @@ def schedule(folder: Path, output: Json, sms: Count = 132, lengths: str = "32768
     from ..tools.bench.records import provenance
     from ..tools.bench.simulation import simulate
 
-    tokens, device = parse_lengths(lengths), find_device(target_device)
+    tokens = parse_lengths(lengths)
+    device = find_device(target_device)
     checkpoint = CompressedCheckpoint(folder)
     balances = simulate(checkpoint.layouts, checkpoint.shape, tokens, device, sms, checkpoint.dtype.itemsize)
 
@@ -116,8 +120,8 @@ def schedule(folder: Path, output: Json, sms: Count = 132, lengths: str = "32768
         right = "largest over mean", "partial results"
         print_table(f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", ("schedule",), right, rows)
 
-    found = {"schedules": [*map(asdict, balances)]}
-    output.show({**provenance(command_line()), "sms": sms, "lengths": tokens, **found}, text)
+    about = {**provenance(command_line()), "sms": sms, "lengths": tokens}
+    output.show({**about, "schedules": [*map(asdict, balances)]}, text)
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -135,7 +139,7 @@ def parse_lengths(text: str) -> list[int]:
 def bench(
     folder: Path,
     compute: DeviceOptions,
-    output: Printed,
+    output: OutputOptions,
     lengths: str | None = None,
     prefill: str | None = None,
     batch: str | None = None,
@@ -157,7 +161,6 @@ def bench(
     """
     options = (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
     decode, prompts, batches = (None if text is None else tuple(numbers(option, text)) for option, text in options)
-    compute.checked()
     check_folder(folder)
     progress = output.progress()
 
@@ -172,7 +175,7 @@ def bench(
 def _print_bench(result: dict[str, Any]) -> None:
     """Attention, whole models, and what was not measured."""
     say(f"Device: {result['device']['name']} ({result['device']['type']}), {result['dtype']}")
-    rows: list[tuple[Any, ...]] = []
+    rows: list[tuple[object, ...]] = []
     for r in result["attention"]:
         low, middle, high = (f"{1e3 * r['seconds'][key]:.3f}" for key in ("low", "median", "high"))
         load = f"{r['batch_size']} x {r['length']}"
@@ -196,7 +199,7 @@ def _print_bench(result: dict[str, Any]) -> None:
     "rotor gpu --tune out/demo"
 )
 def gpu(
-    output: Printed,
+    output: OutputOptions,
     out: Path = Path("gpu.jsonl"),
     minutes: Annotated[float, typer.Option(min=0.5, max=600.0)] = 9.0,
     only: str | None = None,

@@ -8,7 +8,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from ..errors import UsageError
-from ..recipe.settings import Compute
+from ..options import DeviceOptions
 
 TIMED_MATRIX_SIZE = 512
 """Rows and columns of the matrices whose product is timed."""
@@ -31,7 +31,7 @@ def fit_threads(weight_bytes: int) -> None:
 
 def pick_device(name: str) -> torch.device:
     """Choose a device: `auto` is the GPU if there is one; raises UsageError if the device does not exist."""
-    Compute(device=name)
+    DeviceOptions(device=name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -44,7 +44,7 @@ def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -
     """Choose a dtype: `auto` is float32 on a CPU and the checkpoint's dtype elsewhere."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else checkpoint_dtype
-    Compute(dtype=name)
+    DeviceOptions(dtype=name)
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

@@ -44,13 +44,15 @@ class BasisMethod:
     def compute(self) -> Callable[[Inputs], BasisPair]:
         """The function, imported when it is asked for."""
         module, _, function = self.implementation.partition(":")
-        found: Callable[[Inputs], BasisPair] = getattr(
+        compute: Callable[[Inputs], BasisPair] = getattr(
             importlib.import_module(f"rotor.calibration.bases.{module}"), function
         )
-        return found
+        return compute
 
 
-_READS_BOTH, _READS_KEYS, _READS_VALUES = frozenset({"query", "key"}), frozenset({"key"}), frozenset({"value"})
+_READS_BOTH = frozenset({"query", "key"})
+_READS_KEYS = frozenset({"key"})
+_READS_VALUES = frozenset({"value"})
 
 METHODS = (
     BasisMethod(

@@ -1,13 +1,11 @@
-"""The metrics that there are, as data: what accuracy may mean, what each needs, and the words for it.
+"""The metrics as data: what accuracy may mean, what each needs, and the words for it.
 
 Names in recipes, help texts, tables and columns derive from these entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -98,55 +96,7 @@ def primitive_metrics(name: str) -> tuple[str, ...]:
 
 def report_metrics(name: str) -> tuple[str, ...]:
     """The metrics that are measured on the report split for one: all, but of a metric of text alone those of text."""
-    own = primitive_metrics(name)
-    prompts = any(metric_info(part).prompts for part in own)
+    needed = primitive_metrics(name)
+    prompts = any(metric_info(part).prompts for part in needed)
     every = (other for other, info in METRICS.items() if not info.parts and (prompts or not info.prompts))
-    return tuple(dict.fromkeys([*own, *every]))
-
-
-def long_rows(measurements: Mapping[str, Any], base: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was measured of the report split's long rows, by what is measured on each split; nothing without them.
-
-    Args:
-        measurements, base: of rotor.json.
-    """
-    found, before = measurements.get("long"), base.get("long")
-    if not found or not before:
-        return []
-    values = found["values"]
-    names = {"token_accuracy": "next tokens", "ppl_ratio": "perplexity", "kl_div": "KL"}
-    told = [f"{label} {values[name]:.4f}" for name, label in names.items() if isinstance(values.get(name), float)]
-    return [("rows of 2,048 tokens", f"{', '.join(told)}, {before.get('tokens', 0)} predicted tokens")]
-
-
-def ratio_rows(
-    values: Mapping[str, float | None], base: dict[str, Any], left_out: Mapping[str, Mapping[str, str]]
-) -> list[tuple[str, str]]:
-    """Label and value of each metric that is measured by itself, or why it was left out.
-
-    Args:
-        left_out: why, by split and name.
-    """
-    rows, missing = [], {name: why for of_split in left_out.values() for name, why in of_split.items()}
-    for name, info in METRICS.items():
-        value = None if info.parts else values.get(info.accuracy_field)
-        if value is not None:
-            rows.append((f"exp(-KL), {info.label}" if info.field else info.label, f"{value:.4f}{_of_base(name, base)}"))
-        elif name in missing:
-            rows.append((info.label, f"left out: {missing[name]}"))
-    return rows
-
-
-def _of_base(name: str, base: dict[str, Any]) -> str:
-    """What a ratio is one to: of prompts the uncompressed model's probability, and over how much other text."""
-    if name == "ppl_ratio" and isinstance(base.get("perplexity"), float):
-        return f", base {base['perplexity']:.3f}"
-    probability, filler_tokens = base.get(name), base.get(f"{name}_filler_tokens")
-    if not isinstance(probability, float) or not isinstance(filler_tokens, int):  # another metric, or a foreign file
-        return ""
-    return f", base {probability:.3f}, over {filler_tokens} tokens of other text"
-
-
-def chance_note(base: dict[str, Any]) -> str:
-    """What is to be said of an uncompressed model that guesses, to whom ratios mean nothing; nothing of any other."""
-    return "; it is at chance on this text, where ratios to it mean nothing" if base.get("at_chance") else ""
+    return tuple(dict.fromkeys([*needed, *every]))

@@ -20,10 +20,10 @@ FIELDS_HINT = "`rotor recipes --fields` has every field, what it may be and what
 
 def bundled_recipes() -> dict[str, Recipe]:
     """The recipes that come with rotor, by name."""
-    found = (file for file in resources.files("rotor.recipes").iterdir() if file.name.endswith(".yaml"))
+    files = (file for file in resources.files("rotor.recipes").iterdir() if file.name.endswith(".yaml"))
     return {
         file.name.removesuffix(".yaml"): parse_recipe(file.read_text("utf-8"), file.name)
-        for file in sorted(found, key=lambda file: file.name)
+        for file in sorted(files, key=lambda file: file.name)
     }
 
 

@@ -88,7 +88,9 @@ class Recipe:
             if not fits:
                 raise InvalidField(name, attrgetter(name)(self), expected)
 
-        tokens, evaluation, domain = self.tokens, self.evaluation, self.groups.domain
+        tokens = self.tokens
+        evaluation = self.evaluation
+        domain = self.groups.domain
         file = "a file or folder, as source is text"
         need(tokens.source != "text" or bool(tokens.path), "tokens.path", file)
         data_set = "a name on the hub or a folder, as source is dataset"

@@ -36,11 +36,11 @@ def recipe_fields() -> dict[str, list[RecipeField]]:
     """The fields by section, in the order of a recipe; those of the recipe itself under an empty name."""
     (whole,) = options(Recipe)
     sections = {name: options(Recipe, [name])[0] for name in whole["properties"]}
-    found = {"": [_field(name) for name, section in sections.items() if "properties" not in section]}
+    fields_by_section = {"": [_field(name) for name, section in sections.items() if "properties" not in section]}
     for name, section in sections.items():
         if "properties" in section:
-            found[name] = [_field(name, field) for field in section["properties"]]
-    return found
+            fields_by_section[name] = [_field(name, field) for field in section["properties"]]
+    return fields_by_section
 
 
 def reference_page() -> str:

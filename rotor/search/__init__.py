@@ -1,1 +1,36 @@
-"""From a goal to the plan that meets it: probes, the measured table, the choice."""
+"""The search for the plan that meets a goal, and the checkpoint that is written with it.
+
+What this package offers to others is imported when it is first used. `rotor.export` writes the checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..facade import lazy
+
+if TYPE_CHECKING:
+    from .compressible import CompressibleModel as CompressibleModel
+    from .evaluation.accuracy import Accuracy as Accuracy
+    from .evaluation.accuracy import Fidelity as Fidelity
+    from .evaluation.device_plan import evaluation_plan as evaluation_plan
+    from .evaluation.fidelity import FidelityMeter as FidelityMeter
+    from .evaluation.prompts import EvaluationContext as EvaluationContext
+    from .plan_evaluator import PlanEvaluator as PlanEvaluator
+    from .plan_evaluator import rank_path as rank_path
+    from .point import Point as Point
+    from .search import find_plan as find_plan
+    from .table import RankTable as RankTable
+
+_MODULES = {
+    "compressible": "CompressibleModel",
+    "evaluation.accuracy": "Accuracy Fidelity",
+    "evaluation.device_plan": "evaluation_plan",
+    "evaluation.fidelity": "FidelityMeter",
+    "evaluation.prompts": "EvaluationContext",
+    "plan_evaluator": "PlanEvaluator rank_path",
+    "point": "Point",
+    "search": "find_plan",
+    "table": "RankTable",
+}
+__getattr__ = lazy(__name__, _MODULES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +15,8 @@ from ..checkpoint.folding import fold_layer, layer_layout
 from ..checkpoint.layout import LayerRanks
 from ..checkpoint.projections import AttentionWeights, read_attention
 from ..checkpoint.tensors import FLOAT32
+from ..models.device_plan import DevicePlan
 from ..models.layerwise import LayerwiseModel
-from ..models.loading import weights_of
 from ..models.source import Checkpoint
 from ..numerics import check_parameters
 from ..runtime.integration import replace_attention
@@ -29,29 +28,28 @@ EVALUATION_TOKENS = (2048, 16384)
 class CompressibleModel(LayerwiseModel):
     """The source model with its attention swapped for compressed modules and back.
 
-    Weights are rewritten in the checkpoint's dtype, as on export, and computed with in `dtype`. With all weights in
-    memory the whole model is compressed at once; otherwise each layer when it is its turn, and each time again.
+    Weights are rewritten in the checkpoint's dtype, as on export, and computed with in that of `devices`. With all
+    weights in memory the whole model is compressed at once; otherwise each layer when it is its turn, and each time
+    again.
 
     Args:
         rewrite_dtype: rewrite in this dtype instead of the checkpoint's.
-        streamed: see rotor.models.memory.
         workspace: see LayerwiseModel.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
+        devices: DevicePlan,
         rewrite_dtype: torch.dtype | None = None,
         *,
-        streamed: bool = False,
         workspace: Path | None = None,
     ) -> None:
         find_family(checkpoint.config)  # raises on what is not supported
-        source = weights_of(checkpoint, device, dtype, streamed)
-        super().__init__(source, EVALUATION_TOKENS[device.type == "cuda"], workspace)
-        self.checkpoint, self._rewrite_dtype = checkpoint, rewrite_dtype
+        source = devices.weights(checkpoint)
+        super().__init__(source, EVALUATION_TOKENS[devices.device.type == "cuda"], workspace)
+        self.checkpoint = checkpoint
+        self._rewrite_dtype = rewrite_dtype
         self._attention_implementation = self.config._attn_implementation
         self._originals: list[nn.Module] = [
             self.family.attention_module(self.model, i) for i in range(self.shape.num_layers)
@@ -59,12 +57,13 @@ class CompressibleModel(LayerwiseModel):
         self._compressed: tuple[Sequence[LayerBases], list[LayerRanks]] | None = None
 
     def attention_weights(self, layer: int) -> AttentionWeights:
-        """The projections of a layer, as they are rewritten."""
-        read, dtype = self.checkpoint.unchecked_tensor, self._rewrite_dtype
+        """The projections of a layer, in the dtype in which they are rewritten."""
+        read = self.checkpoint.unchecked_tensor
+        dtype = self._rewrite_dtype
         return read_attention(self.family, layer, self.checkpoint.names, lambda n: read(n).to(dtype), self.shape)
 
-    def restore(self) -> Any:
-        """The uncompressed model."""
+    def restore(self) -> nn.Module:
+        """Put all original modules back, and return the uncompressed model."""
         self._compressed = None
         for index, module in enumerate(self._originals):
             self.family.replace_attention(self.model, index, module)
@@ -72,25 +71,27 @@ class CompressibleModel(LayerwiseModel):
         return self.model
 
     @contextmanager
-    def uncompressed(self) -> Iterator[Any]:
-        """The uncompressed model for the length of a `with`; the modules in use before are put back after it."""
+    def uncompressed(self) -> Iterator[nn.Module]:
+        """Give the uncompressed model within a `with`; the modules in use before are put back after it."""
         with self._put_back(range(self.shape.num_layers)):
             yield self.restore()
 
     @contextmanager
     def _put_back(self, layers: Iterable[int]) -> Iterator[None]:
-        """After a `with` the attention of these layers is what it was before."""
+        """Put the attention of these layers back after a `with`."""
         modules = {index: self.family.attention_module(self.model, index) for index in layers}
-        implementation, compressed = self.config._attn_implementation, self._compressed
+        implementation = self.config._attn_implementation
+        compressed = self._compressed
         try:
             yield
         finally:
             for index, module in modules.items():
                 self.family.replace_attention(self.model, index, module)
-            self.config._attn_implementation, self._compressed = implementation, compressed
+            self.config._attn_implementation = implementation
+            self._compressed = compressed
 
-    def compress(self, bases: Sequence[LayerBases], ranks: list[LayerRanks]) -> Any:
-        """The model compressed by `bases` at `ranks` (of each layer, in the order of the bases)."""
+    def compress(self, bases: Sequence[LayerBases], ranks: list[LayerRanks]) -> nn.Module:
+        """Compress the model by `bases` at `ranks` (of each layer, in the order of the bases), and return it."""
         self.restore()
         if self.source.streamed:
             self._compressed = bases, ranks

@@ -1,10 +1,11 @@
-"""What an export is asked to do, checked against the run and its model before any work is done."""
+"""An export's request, checked against the run and its model before any work is done."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..calibration.run import Run
 from ..checkpoint.families import Family, find_family
@@ -14,20 +15,22 @@ from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, UsageError
 from ..models.projections import context_tokens
 from ..models.source import Checkpoint
-from ..policies import Policy, find_policy
 from ..recipe import Recipe
-from ..recipe.settings import ExportSettings
+from ..recipe.requests import ExportRequest
+
+if TYPE_CHECKING:
+    from ..policies import Policy
 
 
 @dataclass(frozen=True)
 class ExportJob:
-    """An export, with everything that is known before any work.
+    """An export with everything that is known before any work.
 
-    recipe: the run's, with what was overridden. context_tokens: of the sequence whose bytes are counted. policy: by
-    which the cache is kept and measured, if any.
+    recipe: the run's, with the request's overrides. context_tokens: length of the sequence whose bytes are counted.
+    policy: the policy that keeps the cache, if any.
     """
 
-    settings: ExportSettings
+    request: ExportRequest
     run: Run
     recipe: Recipe
     checkpoint: Checkpoint
@@ -36,16 +39,17 @@ class ExportJob:
     policy: Policy | None = None
 
     @classmethod
-    def check(cls, settings: ExportSettings) -> ExportJob:
+    def check(cls, request: ExportRequest) -> ExportJob:
         """Raises RotorError where the request cannot be carried out; see export."""
-        opened, out = Run.open(settings.run), OutputFolder.at(settings.out, "checkpoint")
-        recipe = settings.override(opened.recipe)
-        _check_recipe(recipe, opened, settings)
-        out.check(settings.overwrite, [opened.model_folder, opened.folder])
+        opened = Run.open(request.run)
+        out = OutputFolder.at(request.out, "checkpoint")
+        recipe = request.override(opened.recipe)
+        _check_recipe(recipe, opened, request)
+        out.check(request.overwrite, [opened.model_folder, opened.folder])
         checkpoint = Checkpoint(opened.fetch_model())
-        policy = None if settings.cache is None else _checked_policy(settings.cache, recipe, checkpoint, settings)
-        tokens = context_tokens(checkpoint.config, settings.context)
-        job = cls(settings, opened, recipe, checkpoint, out, tokens, policy)
+        policy = None if request.cache is None else _checked_policy(request.cache, recipe, checkpoint, request)
+        tokens = context_tokens(checkpoint.config, request.context)
+        job = cls(request, opened, recipe, checkpoint, out, tokens, policy)
         check_space(out.path, job.needed_bytes)
         job.check_nothing_added()
         return job
@@ -53,9 +57,9 @@ class ExportJob:
     @property
     def unmeasured(self) -> str:
         """Why the accuracy of what is written is not measured; empty where it is."""
-        if not self.settings.measure:
+        if not self.request.measure:
             return "the export was asked not to measure it (--no-measure)"
-        if self.settings.goal.accuracy is None and self.checkpoint.tokenizer is None:
+        if self.request.accuracy is None and self.checkpoint.tokenizer is None:
             return "the model has no tokenizer to read text with"
         return ""
 
@@ -66,11 +70,11 @@ class ExportJob:
 
     @property
     def needed_bytes(self) -> int:
-        """Disk that is asked for before anything is written: a compressed one is about as large as its source.
+        """Disk that has to be free before anything is written: about the size of the source.
 
-        Without weights it is no larger than the bases of the run.
+        A checkpoint without weights is no larger than the bases of the run.
         """
-        if self.settings.without_weights:
+        if self.request.without_weights:
             return sum(path.stat().st_size for path in self.run.folder.glob("bases/*")) + (1 << 20)
         return int(self.checkpoint.total_bytes() * 1.1) + (1 << 20)
 
@@ -100,39 +104,42 @@ class ExportJob:
             )
 
 
-def _check_recipe(recipe: Recipe, run: Run, settings: ExportSettings) -> None:
+def _check_recipe(recipe: Recipe, run: Run, request: ExportRequest) -> None:
     """Raises UsageError where the recipe does not fit the run or the goal."""
-    bits, method = f"codes.bits {list(recipe.codes.bits)}", f"ranks.method {recipe.ranks.method}"
+    bits = f"codes.bits {list(recipe.codes.bits)}"
+    method = f"ranks.method {recipe.ranks.method}"
     if recipe.coded and not run.has_codes:
         raise UsageError(
             f"{bits}: {run.folder} was calibrated without codes.",
             f"Calibrate again with --set codes.bits={json.dumps(recipe.codes.bits)}.",
         )
-    if settings.goal.removal_rate is not None and (recipe.coded or recipe.ranks.method != "removal-rate"):
+    if request.removal_rate is not None and (recipe.coded or recipe.ranks.method != "removal-rate"):
         what = bits if recipe.coded else method
         raise UsageError(
             f"--removal-rate: {what} does not choose ranks by a removal rate.", "Give --accuracy or --compression."
         )
-    if not settings.measure and "sensitivities" in recipe.rank_needs:
+    if not request.measure and "sensitivities" in recipe.rank_needs:
         raise UsageError(
             f"--no-measure: {method} chooses ranks by what is measured of every layer.",
             "Leave --no-measure out, or give another method (see `rotor recipes`) with --set ranks.method=NAME.",
         )
 
 
-def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, settings: ExportSettings) -> Policy | None:
-    """The cache policy of a name, if it is not `none`.
+def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, request: ExportRequest) -> Policy | None:
+    """The cache policy of that name; None for `none`.
 
     Raises:
         UsageError: it cannot serve the model or its rows.
     """
+    from ..policies import find_policy
+
     policy = find_policy(name)
     if policy is None:
         return None
     count = policy.check_config(checkpoint.config)
     if not policy.needs_samples:
         policy.layers(count)  # what it cannot serve is said now
-    elif not settings.measure:
+    elif not request.measure:
         raise UsageError(
             f"--no-measure: cache policy {policy.method} is found by running the compressed model over text.",
             "Leave --no-measure out, or take another --cache.",

@@ -1,4 +1,4 @@
-"""Sensitivities: what compressing one side of one layer alone does to the final logits, per unit of dropped energy.
+"""Sensitivities: the effect of compressing one side of one layer alone on the final logits, per unit of dropped energy.
 
 What enters a layer of the uncompressed model is computed once and shared by all probes of the layer, whose hidden
 states go through the later layers together: weights that are read from disk are read once for all probes of a layer.
@@ -20,7 +20,7 @@ from .compressible import CompressibleModel
 from .evaluation.scoring import score
 
 KL_NOISE = 1e-9
-"""A KL divergence, in nats per token, that is as good as none; positive, so that it has a logarithm."""
+"""Least KL divergence, in nats per token, of a sensitivity; positive, so that it has a logarithm."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Probe:
 
 
 def probes_of(bases: LayerBases, settings: Ranks) -> list[Probe]:
-    """The probes of one layer: one side at each of `probe_shares` of its columns."""
-    probes, full = [], full_ranks(bases)
+    """List the probes of one layer: each side at each of `probe_shares` of its columns."""
+    probes = []
+    full = full_ranks(bases)
     for side, pair in enumerate((bases.qk, bases.vo)):
         shares = [
             round_rank(int(full[side] * share), settings.multiple_of, full[side]) for share in settings.probe_shares
@@ -65,7 +66,8 @@ def probe(
         rows: [n, seq_len] tokens. start: layers whose sensitivities are known.
     """
     network.restore()
-    reference, entering = network.final_states(rows), network.embed(rows)
+    reference = network.final_states(rows)
+    entering = network.embed(rows)
     for index in range(network.shape.num_layers):
         if index >= start:
             yield _probe_layer(network, bases[index], settings, rows, index, entering, reference)
@@ -93,10 +95,10 @@ def _probe_layer(
         with network.layer(later):
             for _, states in probes:
                 network.run(later, states, states)
-    found: Sensitivity = ([], [])
+    sensitivity: Sensitivity = ([], [])
     for one, states in probes:
         scores = score(network, rows, reference=reference, states=states)
         assert scores.kl_div is not None
         loss = max(float(scores.kl_div.mean()), KL_NOISE)
-        found[one.side].append((one.rank, loss / one.dropped))
-    return found
+        sensitivity[one.side].append((one.rank, loss / one.dropped))
+    return sensitivity

@@ -1,43 +1,44 @@
-"""From a run and a goal to the ranks that are written: read from the run's tables, or measured."""
+"""The search for the ranks that an export writes: read from the run's tables, or measured."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..calibration.allocation.plan import RankPlan
+from ..calibration.allocation.plan import Plan
 from ..errors import UsageError
-from ..models.hardware import pick_device, pick_dtype
+from ..models.device_plan import DevicePlan
 from ..models.readiness import describe_evaluation
 from ..models.splits import EvaluationData, evaluation_data
-from ..policies import Policy
 from ..progress import Progress, StageTimes, in_time
 from .compressible import CompressibleModel
-from .evaluation.fidelity import Fidelity, FidelityMeter
-from .evaluation.placement import Placement
+from .evaluation.accuracy import Fidelity
+from .evaluation.device_plan import evaluation_plan
+from .evaluation.fidelity import FidelityMeter
 from .evaluation.prompts import EvaluationContext
 from .export_job import ExportJob
-from .measurer import Measurer
+from .plan_evaluator import PlanEvaluator
 from .point import Point
 from .search import find_plan, most_points, plan_for
 
+if TYPE_CHECKING:
+    from ..policies import Policy
 
-class RankSearch(Measurer):
-    """The ranks that an export's goal asks for."""
+
+class RankSearch(PlanEvaluator):
+    """Finds the plan that an export's goal asks for."""
 
     def __init__(self, job: ExportJob, times: StageTimes, progress: Progress) -> None:
-        compute, dtype = job.settings.compute, job.checkpoint.config.dtype or torch.float32
-        device = pick_device(compute.device)
-        place = pick_dtype(compute.dtype, dtype, device), device
-        sources: dict[str, Any] = {"data": self._load_text, "network": self._load_model, "meter": self._make_meter}
         super().__init__(
             job.run,
             job.recipe,
-            *place,
+            DevicePlan.choose(job.request, job.checkpoint.config.dtype or torch.float32),
             progress,
-            **sources,
+            data=self._load_text,
+            network=self._load_model,
+            meter=self._make_meter,
             policy=job.policy,
             times=times,
             context_tokens=job.context_tokens,
@@ -45,7 +46,7 @@ class RankSearch(Measurer):
         self.job = job
 
     def point(self) -> Point:
-        """The point that the goal leads to, measured on both splits (or, see ExportJob.unmeasured, on none).
+        """The point that the goal leads to, measured on both splits, or on none (see ExportJob.unmeasured).
 
         Only this point is measured on the report split.
 
@@ -56,7 +57,7 @@ class RankSearch(Measurer):
         return Point.of(plan) if self.job.unmeasured else self.measure(plan)
 
     def stored_policy(self, point: Point) -> Policy | None:
-        """The cache policy that is stored: with what is found of the model at this point, on the search split."""
+        """The cache policy that is stored, fitted at this point on the search split where it needs samples."""
         if self.policy is None or not self.policy.needs_samples:
             return self.policy
         meter, network = self.meter, self.network
@@ -65,42 +66,47 @@ class RankSearch(Measurer):
             return meter.fitted_policy(network)
 
     def close(self) -> None:
-        """The model is not needed any more."""
+        """Let go of the model, which is not needed any more."""
         for name in ("network", "meter"):
             self.__dict__.pop(name, None)
 
-    def _plan(self) -> RankPlan:
-        """The plan of the goal, measured where the table lacks something."""
-        goal = self.job.settings.goal
-        if (target := goal.accuracy) is None:
-            return plan_for(self.path, goal.removal_rate, goal.compression)
-        most, seconds = most_points(self.recipe.search.resolution), list[float]()
+    def _plan(self) -> Plan:
+        """Find the plan of the goal, and measure where the table lacks something."""
+        request = self.job.request
+        if (target := request.accuracy) is None:
+            return plan_for(self.path, request.removal_rate, request.compression)
+        most = most_points(self.recipe.search.resolution)
+        seconds = list[float]()
 
-        def fidelity(plan: RankPlan) -> Fidelity:
+        def fidelity(plan: Plan) -> Fidelity:
             before, start = self.measured_points, time.perf_counter()
-            found = self.search(plan)
+            measured = self.search(plan)
             if self.measured_points > before:
                 seconds.append(time.perf_counter() - start)
                 if len(seconds) == 1 and most > 1:
                     left = in_time((most - 1) * seconds[0])
                     self.progress.message(f"accuracy {target:g}: about {most - 1} more point(s) to measure, {left}")
-            return found
+            return measured
 
         return find_plan(self.path, self.recipe.search.resolution, target, fidelity)
 
     def _load_text(self) -> EvaluationData:
-        evaluation, checkpoint = self.recipe.evaluation, self.job.checkpoint
+        evaluation = self.recipe.evaluation
+        checkpoint = self.job.checkpoint
         with self.times.stage("load text"), self.progress.task("load text", None, ""):
             return evaluation_data(evaluation, checkpoint.config, checkpoint.tokenizer, self.run.calibrated_documents)
 
     def _make_meter(self) -> FidelityMeter:
-        evaluation, checkpoint = self.recipe.evaluation, self.job.checkpoint
+        evaluation = self.recipe.evaluation
+        checkpoint = self.job.checkpoint
         self.progress.message(f"text: {describe_evaluation(evaluation, checkpoint.tokenizer)}")
         context = EvaluationContext(evaluation, self.data.sequences, checkpoint.tokenizer, checkpoint.config)
         return FidelityMeter(context, self.progress, self.policy)
 
     def _load_model(self) -> CompressibleModel:
-        job, checkpoint, folder = self.job, self.job.checkpoint, self.run.folder
+        job = self.job
+        checkpoint = self.job.checkpoint
+        folder = self.run.folder
         if not self.run.writable:
             raise UsageError(
                 f"{folder}: cannot be written, and what this export has to measure first is kept there.",
@@ -111,6 +117,6 @@ class RankSearch(Measurer):
                 for file in checkpoint.files:
                     job.check_unchanged(file)
                     advance((checkpoint.folder / file).stat().st_size)
-            place = Placement.choose(checkpoint, job.recipe, job.settings.compute, self.progress)
+            plan = evaluation_plan(checkpoint, job.recipe, job.request, self.progress)
             with self.progress.task("load model", None, ""):
-                return place.model(checkpoint, job.run.folder)
+                return CompressibleModel(checkpoint, plan, workspace=job.run.folder)

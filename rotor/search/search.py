@@ -12,27 +12,27 @@ import math
 from collections.abc import Callable
 from itertools import islice, pairwise
 
-from ..calibration.allocation.plan import COMPRESSION_SLACK, RankPath, RankPlan
+from ..calibration.allocation.plan import COMPRESSION_SLACK, Plan, RankPath
 from ..calibration.allocation.removal_rate import RemovalRatePath
 from ..errors import AccuracyError, UsageError
-from .evaluation.fidelity import Fidelity
+from .evaluation.accuracy import Fidelity
 
 TRIES = 3
-"""Gaps above a plan that reaches the target, or plans beside it, of which one has to reach it, too, or it is final."""
+"""Number of gaps above a plan that reaches the target, or of plans beside it, that are tried before it is final."""
 
 
 def find_plan(
     path: RankPath,
     resolution: float,
     target: float,
-    fidelity: Callable[[RankPlan], Fidelity],
-) -> RankPlan:
+    fidelity: Callable[[Plan], Fidelity],
+) -> Plan:
     """The plan that a target leads to, by bisection over what plans save.
 
     The first plan is in the middle of the path; each next one halves what lies between the last that reached the target
     and the last that did not, until they are `resolution` apart or neighbours. Accuracy need not fall from plan to
     plan: a layer may break at a width at which the predicted loss does not, and prompts are a sample. So what lies
-    between plans that were refused is tried, too, in the middle, and halved likewise from a plan that reaches the
+    between plans that were refused is tried, too, in the middle, and halved again from a plan that reaches the
     target. Where a unit is more than `resolution`, plans beside the path follow, which take units from one layer after
     another. Both go on as long as one of the next TRIES reaches the target.
 
@@ -41,10 +41,10 @@ def find_plan(
     Raises:
         AccuracyError: no plan reaches the target; names the best that was measured.
     """
-    steps, tried = path.plans(), list[tuple[float, RankPlan]]()
+    steps, tried = path.plans(), list[tuple[float, Plan]]()
     refused = {len(steps)}
 
-    def reaches(plan: RankPlan) -> bool:
+    def reaches(plan: Plan) -> bool:
         value = fidelity(plan).accuracy
         tried.append((value, plan))
         return value >= target
@@ -66,14 +66,15 @@ def find_plan(
         return None
 
     low: int | None = -1
-    reached: RankPlan | None = None
+    reached: Plan | None = None
     while low is not None:
         while room(low, high := min(i for i in refused if i > low)):
-            found = middle_reaches(low, high)
-            low = low if found is None else found
+            middle = middle_reaches(low, high)
+            low = low if middle is None else middle
         if low < 0:
             break
-        reached, gaps = steps[low], (pair for pair in pairwise(sorted(i for i in refused if i > low)) if room(*pair))
+        reached = steps[low]
+        gaps = (pair for pair in pairwise(sorted(i for i in refused if i > low)) if room(*pair))
         low = next((m for m in (middle_reaches(*pair) for pair in islice(gaps, TRIES)) if m is not None), None)
     while reached is not None:
         beside = (other for other in path.lighter(reached)[:TRIES] if other.stored - reached.stored > resolution)
@@ -81,7 +82,7 @@ def find_plan(
         if chosen is None:
             return reached
         reached = chosen
-    best, plan = max(tried, key=lambda found: (found[0], found[1].stored), default=(math.nan, None))
+    best, plan = max(tried, key=lambda one: (one[0], one[1].stored), default=(math.nan, None))
     raise AccuracyError(
         f"accuracy {target} is out of reach: the best measured is {best:.4f}, at compression {plan.stored:.3f}."
         if plan is not None
@@ -95,7 +96,7 @@ def most_points(resolution: float) -> int:
     return max(1, math.ceil(math.log2(1 / resolution)) + 1 + TRIES)
 
 
-def plan_for(path: RankPath, removal_rate: float | None, compression: float | None) -> RankPlan:
+def plan_for(path: RankPath, removal_rate: float | None, compression: float | None) -> Plan:
     """The plan at a removal rate, or the mildest one that removes at least a share of the cache.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What was measured of a run, one file for each context: points by ranks, and probes apart from them.
+"""Tables of what was measured of a run, one file for each context: points by ranks, and probes apart from them.
 
 RUN/tables/KEY.json: points. RUN/probes/KEY.json: sensitivities. RUN/tables/latest.json: the last table.
 
@@ -13,23 +13,28 @@ import hashlib
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from ..calibration.allocation.plan import RankPlan, Sensitivity
+from ..calibration.allocation.plan import Plan, Sensitivity
 from ..calibration.run import Run
 from ..checked import Reader, plain
 from ..checkpoint.atomic import write_json
 from ..checkpoint.json_files import read_json
 from ..errors import CheckpointError
+from ..models.device_plan import DevicePlan
 from ..models.splits import EvaluationData
-from ..policies import Policy
 from ..recipe import Evaluation, Ranks
-from .point import Point, channels_json, plan_key
+from .evaluation.accuracy import BaseValues
+from .point import Point
 
-TABLES, PROBES, LATEST = "tables", "probes", "latest"
+if TYPE_CHECKING:
+    from ..policies import Policy
+
+TABLES = "tables"
+PROBES = "probes"
+LATEST = "latest"
 TABLE_VERSION = 8
 HINT = "Delete it, and the next export measures again."
 T = TypeVar("T")
@@ -37,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Context:
-    """What measured numbers depend on besides the ranks.
+    """Everything that measured numbers depend on besides the ranks.
 
     metric: name. settings: of the prompts that metrics draw. data, data_sha256: the held-out text, and its tokens;
     search_sha256: those of the search split alone.
@@ -58,25 +63,29 @@ class Context:
         cls,
         spec: Evaluation,
         data: EvaluationData,
-        dtype: torch.dtype,
-        device: torch.device,
+        devices: DevicePlan,
         policy: Policy | None = None,
         context_tokens: int | None = None,
     ) -> Context:
-        """policy: that the cache was kept by, if any. context_tokens: by which plans were chosen, where it counts."""
+        """The context of measurements on this text.
+
+        Args:
+            policy: the policy that keeps the cache, if any. context_tokens: length of the sequence whose bytes choose
+                plans, where that matters.
+        """
         names = ["seed", "lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "filler_tokens"]
         settings = {name: getattr(spec, name) for name in names} | ({"cache": policy.as_dict()} if policy else {})
         settings |= {} if context_tokens is None else {"context_tokens": context_tokens}
-        kind = str(dtype).removeprefix("torch.")
+        dtype = str(devices.dtype).removeprefix("torch.")
         hashes = data.sha256, data.search_sha256
-        return cls(spec.metric, settings, data.description, *hashes, kind, device.type, data.excluded)
+        return cls(spec.metric, settings, data.description, *hashes, dtype, devices.device.type, data.excluded)
 
     @property
     def key(self) -> str:
         return _hash([self.metric, self.settings, self.data_sha256, self.dtype, self.device_type])
 
     def searches_alike(self, other: Context) -> bool:
-        """Whether what is measured on the search split of one holds for the other: the report split may differ."""
+        """Whether measurements on the search split hold for both; the report splits may differ."""
         parts = ("metric", "settings", "search_sha256", "dtype", "device_type")
         return all(getattr(self, part) == getattr(other, part) for part in parts)
 
@@ -87,14 +96,14 @@ class _TableFile:
 
     version: int
     context: Context
-    base: dict[str, dict[str, Any]]
+    base: dict[str, BaseValues]
     left_out: dict[str, dict[str, str]]
     points: list[Point]
 
 
 @dataclass(frozen=True)
 class _Latest:
-    """Which table was written last, in JSON."""
+    """The name of the table that was written last, in JSON."""
 
     version: int
     table: str
@@ -118,14 +127,14 @@ class RankTable:
     run: Run
     context: Context
     points: list[Point] = field(default_factory=list)
-    base: dict[str, dict[str, Any]] = field(default_factory=dict)
+    base: dict[str, BaseValues] = field(default_factory=dict)
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, run: Run, context: Context) -> RankTable:
         """The table of this context, or a new one with what others have of the same search split; raises as `named`."""
-        if found := cls.named(run, context.key):
-            return found
+        if known_table := cls.named(run, context.key):
+            return known_table
         table = cls(run, context)
         for path in sorted((run.folder / TABLES).glob("*.json")):
             other = None if path.stem == LATEST else cls.named(run, path.stem)
@@ -140,8 +149,8 @@ class RankTable:
     @classmethod
     def latest(cls, run: Run) -> RankTable | None:
         """The table that was measured into last; None if there is none."""
-        found, _ = _read(run, TABLES, LATEST, _Latest)
-        return None if found is None else cls.named(run, found.table)
+        newest, _ = _read(run, TABLES, LATEST, _Latest)
+        return None if newest is None else cls.named(run, newest.table)
 
     @classmethod
     def named(cls, run: Run, key: str) -> RankTable | None:
@@ -150,27 +159,27 @@ class RankTable:
         Raises:
             CheckpointError: damaged, or of another run.
         """
-        found, reader = _read(run, TABLES, key, _TableFile)
-        if found is None:
+        content, reader = _read(run, TABLES, key, _TableFile)
+        if content is None:
             return None
-        for index, point in enumerate(found.points):
+        for index, point in enumerate(content.points):
             _check_point(point, f"points[{index}]", run, reader)
-        return cls(run, found.context, found.points, found.base, found.left_out)
+        return cls(run, content.context, content.points, content.base, content.left_out)
 
     def save(self) -> None:
-        """Write the table, and that it is the last one."""
+        """Write the table, and name it as the latest."""
         self.points.sort(key=lambda p: (p.stored, p.key))
         content = _TableFile(TABLE_VERSION, self.context, self.base, self.left_out, self.points)
         _write(self.run, TABLES, self.context.key, content)
         _write(self.run, TABLES, LATEST, _Latest(TABLE_VERSION, self.context.key))
 
-    def find(self, plan: RankPlan) -> Point | None:
-        """What is known of a plan."""
-        key = plan_key(plan.rounded, plan.channels)
+    def find(self, plan: Plan) -> Point | None:
+        """The point of a plan that was measured before; None without one."""
+        key = plan.key
         return next((point for point in self.points if point.key == key), None)
 
     def put(self, point: Point) -> None:
-        """Add a point, in place of what was known of its plan, and save."""
+        """Add a point, or replace that of the same plan, and save."""
         self.points = [known for known in self.points if known.key != point.key] + [point]
         self.save()
 
@@ -185,7 +194,7 @@ def _check_point(point: Point, name: str, run: Run, reader: Reader) -> None:
         expected = f"{groups} groups of at most {columns} of each of {run.shape.num_layers} layers"
         raise reader.fail(f"{name}.ranks", point.ranks, expected)
     if point.channels and [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in point.channels] != point.ranks:
-        raise reader.fail(f"{name}.channels", channels_json(point.channels), "as many as ranks says")
+        raise reader.fail(f"{name}.channels", point.channels_json, "as many as ranks says")
 
 
 @dataclass
@@ -198,7 +207,7 @@ class ProbeTable:
     sensitivities: list[Sensitivity]
 
     @classmethod
-    def open(cls, run: Run, ranks: Ranks, rows: Tensor, dtype: torch.dtype, device: torch.device) -> ProbeTable:
+    def open(cls, run: Run, ranks: Ranks, rows: Tensor, devices: DevicePlan) -> ProbeTable:
         """The probes of these rows and settings, or none.
 
         Args:
@@ -207,9 +216,10 @@ class ProbeTable:
             CheckpointError: damaged, or of another run.
         """
         tokens = hashlib.sha256(rows.numpy().tobytes()).hexdigest()
-        key = _hash([tokens, list(rows.shape), str(dtype), device.type, ranks.multiple_of, list(ranks.probe_shares)])
-        found, reader = _read(run, PROBES, key, _ProbesFile)
-        known = [] if found is None else found.sensitivities
+        where = str(devices.dtype), devices.device.type
+        key = _hash([tokens, list(rows.shape), *where, ranks.multiple_of, list(ranks.probe_shares)])
+        content, reader = _read(run, PROBES, key, _ProbesFile)
+        known = [] if content is None else content.sensitivities
         if len(known) > run.shape.num_layers:
             raise reader.fail("sensitivities", f"{len(known)} layers", f"at most {run.shape.num_layers}")
         return cls(run, key, rows, known)
@@ -226,14 +236,15 @@ def _path(run: Run, kind: str, key: str) -> Path:
     return run.folder / kind / f"{Path(key).name}.json"
 
 
-def _hash(parts: list[Any]) -> str:
+def _hash(parts: list[object]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _read(run: Run, kind: str, key: str, content: type[T]) -> tuple[T | None, Reader]:
-    """What `_write` wrote, None if it is not there, or of another version; and what says where it is damaged."""
+    """The content of a file, None if it is missing or of another version; and the reader that names it in errors."""
     path = _path(run, kind, key)
-    data, reader = read_json(path, HINT) if path.is_file() else {}, Reader(str(path), CheckpointError, HINT)
+    data = read_json(path, HINT) if path.is_file() else {}
+    reader = Reader(str(path), CheckpointError, HINT)
     return (reader.read(content, data) if data.get("version") == TABLE_VERSION else None), reader
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,18 @@ from transformers import TextStreamer
 
 from ..errors import CheckpointError, DataError, UsageError
 from ..models.compressed import open_model
-from ..models.hardware import fit_threads, pick_device, pick_dtype
+from ..models.device_plan import DevicePlan
+from ..models.hardware import fit_threads
 from ..models.hub import find_model
 from ..models.loading import load_model
 from ..models.tokenizer import as_chat, check_ids
+from ..options import DeviceOptions
 from ..parallel import sequence_parallel
 from ..parallel.launch import join_processes
 from ..policies import find_policy, stored_bytes, use_cache_policy
 from ..progress import Progress
+
+DEFAULT_DEVICE = DeviceOptions()
 
 
 def continue_prompt(
@@ -29,10 +34,9 @@ def continue_prompt(
     max_new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
-    device: str = "auto",
-    dtype: str = "auto",
-    cache: str | None = None,
+    compute: DeviceOptions = DEFAULT_DEVICE,
     *,
+    cache: str | None = None,
     raw: bool = False,
     on_text: Callable[[str], None] | None = None,
     progress: Progress | None = None,
@@ -65,18 +69,17 @@ def continue_prompt(
     if tokenizer is None:
         raise CheckpointError(f"{folder}: no tokenizer in it.", "Add tokenizer.json.")
     if parallel:
-        device = join_processes(device)
-    target = pick_device(device)
-    compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
+        compute = replace(compute, device=join_processes(compute.device))
+    place = DevicePlan.choose(compute, checkpoint.config.dtype or torch.float32)
     chat = bool(tokenizer.chat_template) and not raw
     text = as_chat(folder, prompt) if chat else prompt
-    inputs = tokenizer(text, add_special_tokens=not chat, return_tensors="pt").to(target)
+    inputs = tokenizer(text, add_special_tokens=not chat, return_tensors="pt").to(place.device)
     if inputs["input_ids"].shape[1] == 0:
         raise DataError("the prompt is empty.", "Give some text to continue.")
     check_ids(inputs["input_ids"], checkpoint.config.get_text_config().vocab_size)
     policy = None if cache is None else find_policy(cache)  # whose module a checkpoint may name
     with progress.task("load model", None, ""):
-        model = load_model(folder, target, compute_dtype)
+        model = load_model(folder, place.device, place.dtype)
     if cache is not None:
         use_cache_policy(model, policy)
     torch.manual_seed(seed)  # transformers samples from the global generator

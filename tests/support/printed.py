@@ -11,7 +11,7 @@ import typer.main
 
 from rotor.cli.commands import app
 from rotor.recipe import EXPORT_SECTIONS, load_recipe, override
-from rotor.recipe.settings import Goal
+from rotor.recipe.requests import Goal
 from support.paths import ROOT
 
 NAMES = tuple(typer.main.get_command(app).commands)  # type: ignore[attr-defined]

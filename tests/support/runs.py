@@ -10,6 +10,7 @@ import torch
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.checkpoint.manifest import Manifest, write_manifest
+from rotor.models.device_plan import DevicePlan
 from rotor.models.source import Checkpoint
 from rotor.search.compressible import CompressibleModel
 from support.paths import ROOT
@@ -80,7 +81,9 @@ def reseal(folder: Path) -> str:
 
 def in_memory(run: Run, rewrite_dtype: torch.dtype | None = None) -> CompressibleModel:
     """The run's model in float32 on the CPU, ready to be compressed."""
-    return CompressibleModel(Checkpoint(run.model_folder), torch.device("cpu"), torch.float32, rewrite_dtype)
+    return CompressibleModel(
+        Checkpoint(run.model_folder), DevicePlan(torch.device("cpu"), torch.float32), rewrite_dtype
+    )
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -47,7 +47,7 @@ class Combine(CachePart):
         for name, cache in CODES.items():
             yield StudiedCache(name, cache).task(study, f"{self.name}/{name} alone", f"{name} alone")
         searched = {f"{name} alone": alone(name) for name in EVICTING}
-        for name, recipe in study.plan.recipes.items():
+        for name, recipe in study.inputs.recipes.items():
             searched |= with_recipe(name, recipe.coded)
         for label, found in searched.items():
             name = f"{label}, at {ACCURACY:g}"

@@ -59,9 +59,9 @@ def what_fits(row_bytes: float, weight_bytes: float, bytes_per_s: float) -> tupl
 
 
 def _measure(study: StudyContext, case: StudiedCache) -> dict[str, Any]:
-    settings, folder = study.plan.first.objective, study.checkpoint.folder
+    settings, folder = study.inputs.first.objective, study.checkpoint.folder
     if case.recipe:
-        plan = study.path(case.recipe, study.plan.recipes[case.recipe])[1].at_compression(case.removed)
+        plan = study.path(case.recipe, study.inputs.recipes[case.recipe])[1].at_compression(case.removed)
         if plan is None:
             return {"skipped": "out of reach"}
         row = study.whole_bytes * TOKENS * (1 - plan.stored)

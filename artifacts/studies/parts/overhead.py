@@ -37,7 +37,7 @@ class Overhead(Part):
     name = "overhead"
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
-        for name, recipe in study.plan.recipes.items():
+        for name, recipe in study.inputs.recipes.items():
             key = f"{self.name}/{name}"
             yield Task(key, partial(_measure, study, name, recipe))
 
@@ -59,7 +59,7 @@ class Overhead(Part):
 
 
 def _measure(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
-    measurer, path = study.path(name, recipe)
+    evaluator, path = study.path(name, recipe)
     plan, settings = path.at_compression(AT), recipe.objective
     if plan is None:
         raise UsageError(f"{name} cannot remove {AT:g} of the rows.", "Set a smaller AT in this part.")
@@ -68,7 +68,7 @@ def _measure(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
     if device.sms is None:
         raise UsageError(f"device {settings.device}: its number of SMs is not known.", "Name another objective.device.")
     step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)
-    layouts = model_layouts(measurer.run.bases(plan.channels), plan.rounded)
+    layouts = model_layouts(evaluator.run.bases(plan.channels), plan.ranks)
     lengths = [settings.context_tokens] * settings.batch_size
     balances = {
         b.schedule: b.largest_over_mean for b in simulate(layouts, shape, lengths, device, device.sms, element_bytes)

@@ -135,7 +135,7 @@ class Tokens(VariantPart):
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         for source in COUNTED:
             for count in COUNTS:
-                key = f"{self.name}/{study.plan.first.name}/{source}/{count}"
+                key = f"{self.name}/{study.inputs.first.name}/{source}/{count}"
                 variant = from_source(study, source)
                 variant = replace(variant, tokens=replace(variant.tokens, count=count))
                 yield Task(key, partial(_tokens, study, source, variant))
@@ -163,7 +163,7 @@ class Pruning(VariantPart):
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         plans: dict[str, tuple[float, int | None]] = {f"share-{share:g}": (share, None) for share in SHARES}
         plans |= {f"kmeans-{count}": (0.5, count) for count in CENTROIDS}
-        recipe = study.plan.first
+        recipe = study.inputs.first
         for label, (share, kmeans) in plans.items():
             key = f"{self.name}/{recipe.name}/{label}"
             variant = replace(of_two_latents(recipe), prune=replace(recipe.prune, share=share, kmeans=kmeans))
@@ -185,7 +185,7 @@ def of_two_latents(recipe: Recipe) -> Recipe:
 
 def from_source(study: StudyContext, source: str) -> Recipe:
     """The first recipe with calibration tokens of one of SOURCES."""
-    recipe = study.plan.first
+    recipe = study.inputs.first
     path = str(study.store.folder / "text" / SPLIT[source]) if source in SPLIT else None
     tokens = replace(recipe.tokens, path=path, **SOURCES[source])
     # The folders hold one split each: with other held-out text, nothing is left out of them.
@@ -211,12 +211,12 @@ def measure_variant(
     """
     name = f"variant-{'-'.join(map(str, facts.values()))}"
     try:
-        measurer, path = study.path(name, recipe)
-        record = {**facts, "seconds": stage_seconds(measurer.run)}
+        evaluator, path = study.path(name, recipe)
+        record = {**facts, "seconds": stage_seconds(evaluator.run)}
         plan = path.at_compression(AT)
         if plan is None:
             return {**record, "skipped": f"compression {AT:g} is out of reach"}
-        return {**record, **point_record(measurer.measure(plan)), "bases": describe(bases_of(measurer.run))}
+        return {**record, **point_record(evaluator.measure(plan)), "bases": describe(bases_of(evaluator.run))}
     except DataError as error:  # fewer tokens than dimensions, or than the text has, or than centroids
         return {**facts, "skipped": error.message}
     finally:

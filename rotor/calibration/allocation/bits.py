@@ -12,7 +12,7 @@ from ...checkpoint.channels import PLANE, aligned, read_alike
 from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_per_token
 from ..codes.layer import GroupChannels, LayerCodes, as_pair, channels_bytes
 from .channel_bits import BitCurve, BitPath, bit_curve, bit_path
-from .plan import COMPRESSION_SLACK, RankPath, RankPlan
+from .plan import COMPRESSION_SLACK, Plan, RankPath
 
 PATH_RESOLUTION = 1024
 """Neighbouring plans of a path differ by at least 1/1024 of the uncompressed bytes; plans in between are made on
@@ -118,11 +118,11 @@ class BitsPath(RankPath):
             self._by_length.append(_LayersOfOneLength(layers, tokens, path))
         assert len(self._by_length) <= 2, "a model's layers have one window, or none"
 
-    def at_compression(self, target: float) -> RankPlan | None:
+    def at_compression(self, target: float) -> Plan | None:
         """The largest plan that removes at least `target` of the bytes, or None."""
         return self._plan((1 - target + COMPRESSION_SLACK) * self._uncompressed_bytes)
 
-    def _plans(self) -> list[RankPlan]:
+    def _plans(self) -> list[Plan]:
         finest = min(alike.unit_cost for alike in self._by_length)
         spacing = finest * max(1, self._uncompressed_bytes // (finest * PATH_RESOLUTION))
         most = sum(alike.unit_cost * (len(alike.path.loss) - 1) for alike in self._by_length)
@@ -130,7 +130,7 @@ class BitsPath(RankPath):
         plans = (self._plan(budget) for budget in range(most, least - 1, -spacing))
         return [plan for plan in plans if plan is not None]
 
-    def lighter(self, plan: RankPlan) -> list[RankPlan]:
+    def lighter(self, plan: Plan) -> list[Plan]:
         """Plans with a plane less in one layer, by the loss that is predicted for each byte that it saves."""
         split = [channels_bytes([layer]) // UNIT_BYTES for layer in plan.channels or []]
         losses = [layer.path.loss for layer in self._layers]
@@ -141,7 +141,7 @@ class BitsPath(RankPath):
         order = [layer for layer in np.argsort(lost_per_byte) if np.isfinite(lost_per_byte[layer])]
         return [self._of([units - (layer == smaller) for layer, units in enumerate(split)]) for smaller in order]
 
-    def _plan(self, budget: float) -> RankPlan | None:
+    def _plan(self, budget: float) -> Plan | None:
         """The plan with the least predicted loss within `budget` bytes of a sequence, or None.
 
         The best split among layers that hold equally many tokens is known for every number of units. If there are two
@@ -165,10 +165,10 @@ class BitsPath(RankPath):
                 split[layer] = units_of_layer
         return self._of(split)
 
-    def _of(self, split: Sequence[int]) -> RankPlan:
+    def _of(self, split: Sequence[int]) -> Plan:
         """Make the plan with these units of bytes in each layer."""
         channels = [layer.channels(units) for layer, units in zip(self._layers, split, strict=True)]
         ranks = [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in channels]
         kept = sum(channels_bytes([layer]) * tokens for layer, tokens in zip(channels, self._held, strict=True))
         stored = 1.0 - kept / self._uncompressed_bytes
-        return RankPlan(float(sum(split)), ranks, ranks, stored, stored, channels)
+        return Plan(float(sum(split)), stored, stored, ranks, ranks, channels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .plan import RankPlan, SpectraPath
+from .plan import Plan, SpectraPath
 
 
 class FisherPath(SpectraPath):
@@ -11,7 +11,7 @@ class FisherPath(SpectraPath):
     Source: Palu, arXiv 2407.21118, section 3.2.
     """
 
-    def _plans(self) -> list[RankPlan]:
+    def _plans(self) -> list[Plan]:
         columns, information = self.columns, self.inputs.gradients()
         values = [float(v) for pair in information for side in pair for v in side]
         scale = columns / max(min(values), max(values) * 1e-6)

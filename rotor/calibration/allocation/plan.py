@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from functools import cached_property
 from torch import Tensor
 
 from ...checkpoint.layout import AttentionShape, LayerRanks, compression
-from ..codes.layer import GroupChannels
+from ...checkpoint.schemas import PlanRanks
+from ..codes.layer import GroupChannels, channels_bytes
 
 SideSensitivity = list[tuple[int, float]]
 """Pairs of a rank and the loss per unit of dropped energy when all groups of the layer have that rank, by rising rank.
@@ -32,22 +34,48 @@ class Spectra:
 
 
 @dataclass(frozen=True)
-class RankPlan:
-    """The ranks of every layer's groups.
+class Plan:
+    """The ranks of every layer's groups, from the method that chooses them to the checkpoint that stores them.
 
     parameter: value of the method's parameter (the removal rate, a price, a share).
-    exact, rounded: ranks from the method, and ranks as stored.
-    planned, stored: compression (share of the KV cache removed) with the exact and the rounded ranks.
+    planned, stored: compression (share of the KV cache removed) with the exact and the stored ranks.
+    exact, ranks: ranks from the method, and ranks as stored.
     channels: coded channels of each layer's groups, None for a plan of ranks; with codes a rank counts the channels of
         any width.
     """
 
     parameter: float
-    exact: list[LayerRanks]
-    rounded: list[LayerRanks]
     planned: float
     stored: float
+    exact: list[LayerRanks]
+    ranks: list[LayerRanks]
     channels: list[GroupChannels] | None = None
+
+    @property
+    def key(self) -> str:
+        """Equal for plans whose stored tensors are equal, whatever method led to them."""
+        return json.dumps(self.ranks if self.channels is None else self.channels_json, separators=(",", ":"))
+
+    def row_bytes(self, element_bytes: int) -> list[int]:
+        """Bytes of a token in each layer, in a model whose dtype takes element_bytes."""
+        if self.channels is not None:
+            return [channels_bytes([layer]) for layer in self.channels]
+        return [element_bytes * sum(qk + v for qk, v in layer) for layer in self.ranks]
+
+    @property
+    def channels_json(self) -> list[list[list[dict[str, int]]]]:
+        """Channels by bits, of each layer and group, of keys and of values or of both together; nothing for ranks."""
+        layers = self.channels or []
+        return [[[side.to_dict() for side in pair if side] for pair in layer] for layer in layers]
+
+    @property
+    def ranks_json(self) -> PlanRanks:
+        """The ranks as rotor.json has them."""
+        exact, stored = ([[list(pair) for pair in layer] for layer in ranks] for ranks in (self.exact, self.ranks))
+        content: PlanRanks = {"exact": exact, "stored": stored}
+        if self.channels is not None:
+            content["channels"] = self.channels_json
+        return content
 
 
 @dataclass(frozen=True)
@@ -80,25 +108,25 @@ class RankPath(ABC):
     """Words for messages: the unit of plans, and a hint how to make it finer."""
 
     @abstractmethod
-    def _plans(self) -> list[RankPlan]:
+    def _plans(self) -> list[Plan]:
         """List every plan of the method, mildest first; duplicates allowed."""
 
     @cached_property
-    def _distinct_plans(self) -> list[RankPlan]:
-        distinct: dict[float, RankPlan] = {}
+    def _distinct_plans(self) -> list[Plan]:
+        distinct: dict[float, Plan] = {}
         for plan in self._plans():
             distinct.setdefault(round(plan.stored, 9), plan)
         return [distinct[key] for key in sorted(distinct)]
 
-    def plans(self) -> list[RankPlan]:
+    def plans(self) -> list[Plan]:
         """List one plan for each distinct compression, rising; the mildest parameter of each."""
         return self._distinct_plans
 
-    def at_compression(self, target: float) -> RankPlan | None:
+    def at_compression(self, target: float) -> Plan | None:
         """The mildest plan that removes at least `target` of the cache, or None."""
         return next((plan for plan in self.plans() if plan.stored >= target - COMPRESSION_SLACK), None)
 
-    def lighter(self, plan: RankPlan) -> list[RankPlan]:
+    def lighter(self, plan: Plan) -> list[Plan]:
         """Plans off the path that store one unit less than `plan`, the most promising first; none by default."""
         del plan
         return []
@@ -115,14 +143,16 @@ class SpectraPath(RankPath):
         self.columns = inputs.spectra[0].qk.shape[-1]
         self.granularity = f"ranks in multiples of {self.multiple_of}", "lower it with --set ranks.multiple_of=8"
 
-    def _make(self, parameter: float, exact: list[LayerRanks]) -> RankPlan:
+    def _make(self, parameter: float, exact: list[LayerRanks]) -> Plan:
         """Make a plan: round its ranks and count its compression."""
-        rounded = [
+        stored_ranks = [
             [
                 (round_rank(qk, self.multiple_of, self.columns), round_rank(v, self.multiple_of, self.columns))
                 for qk, v in ranks
             ]
             for ranks in exact
         ]
-        planned, stored = (compression(ranks, self.shape, self.inputs.context_tokens) for ranks in (exact, rounded))
-        return RankPlan(parameter, exact, rounded, planned, stored)
+        tokens = self.inputs.context_tokens
+        planned = compression(exact, self.shape, tokens)
+        stored = compression(stored_ranks, self.shape, tokens)
+        return Plan(parameter, planned, stored, exact, stored_ranks)

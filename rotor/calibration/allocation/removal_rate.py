@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .plan import RankInputs, RankPlan, SpectraPath
+from .plan import Plan, RankInputs, SpectraPath
 
 SHARE_SLACK = 1e-12
 """Slack in comparing a tail with the removal rate, so that rounding errors do not decide ties."""
@@ -38,7 +38,7 @@ class RemovalRatePath(SpectraPath):
         super().__init__(inputs)
         self._shares = [(tail_shares(s.qk), tail_shares(s.vo)) for s in self.spectra]
 
-    def plan(self, removal_rate: float) -> RankPlan:
+    def plan(self, removal_rate: float) -> Plan:
         """Ranks of all groups at one shared removal rate in [0, 1)."""
         exact = [
             list(zip(ranks_from_shares(qk, removal_rate), ranks_from_shares(vo, removal_rate), strict=True))
@@ -46,7 +46,7 @@ class RemovalRatePath(SpectraPath):
         ]
         return self._make(removal_rate, exact)
 
-    def _plans(self) -> list[RankPlan]:
+    def _plans(self) -> list[Plan]:
         # Only tails that start on a multiple change the stored ranks; the first column always stays.
         starts = slice(self.multiple_of, None, self.multiple_of)
         rates = {0.0}.union(*(s[:, starts].flatten().tolist() for pair in self._shares for s in pair))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .plan import RankPlan, SpectraPath
+from .plan import Plan, SpectraPath
 
 
 class UniformPath(SpectraPath):
@@ -11,7 +11,7 @@ class UniformPath(SpectraPath):
     Source: FDC section 6.6 (/AC).
     """
 
-    def _plans(self) -> list[RankPlan]:
+    def _plans(self) -> list[Plan]:
         return [
             self._make(rank / self.columns, [[(rank, rank)] * len(spectra.qk) for spectra in self.spectra])
             for rank in range(self.columns, 0, -self.multiple_of)

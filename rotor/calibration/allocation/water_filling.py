@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .plan import RankPlan, SideSensitivity, SpectraPath
+from .plan import Plan, SideSensitivity, SpectraPath
 
 PRICES = 2000
 """Prices in the sweep, equally spaced in logarithm."""
@@ -32,7 +32,7 @@ PRICE_HALVINGS = 10
 class WaterFillingPath(SpectraPath):
     """Path of the plans that are optimal at some price."""
 
-    def _plans(self) -> list[RankPlan]:
+    def _plans(self) -> list[Plan]:
         columns, multiple = self.columns, self.multiple_of
         ranks = np.array([*range(multiple, columns, multiple), columns])[::-1]  # descending: price 0 removes nothing
         losses = self._losses(ranks)
@@ -40,7 +40,7 @@ class WaterFillingPath(SpectraPath):
         shares = np.repeat(held / held.sum(), 2 * losses.shape[2])  # share of the cache, for each side of each group
         cost = shares[:, None] * ranks / (2 * columns * losses.shape[2])
 
-        def sweep(prices: np.ndarray) -> list[RankPlan]:
+        def sweep(prices: np.ndarray) -> list[Plan]:
             """Make the optimal plan at every price."""
             sides = zip(losses.reshape(-1, len(ranks)), cost, strict=True)
             taken = np.stack([(loss + prices[:, None] * side_cost).argmin(1) for loss, side_cost in sides])
@@ -72,11 +72,11 @@ class WaterFillingPath(SpectraPath):
         return np.stack(by_side).reshape(len(self.spectra), 2, -1, len(ranks))
 
 
-def _wide_gap(first: RankPlan, second: RankPlan) -> bool:
+def _wide_gap(first: Plan, second: Plan) -> bool:
     """Whether two neighbouring plans are far apart and a plan between them may exist."""
     if abs(second.stored - first.stored) <= LARGEST_GAP:
         return False
-    pairs = zip(chain(*first.rounded), chain(*second.rounded), strict=True)
+    pairs = zip(chain(*first.ranks), chain(*second.ranks), strict=True)
     return sum((a != c) + (b != d) for (a, b), (c, d) in pairs) > 1
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,16 @@ import torch
 
 from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
 from ...errors import MissingError
-from ...models.hardware import matmul_rate, pick_device, pick_dtype
+from ...models.device_plan import DevicePlan
+from ...models.hardware import matmul_rate
 from ...models.hub import find_source
 from ...models.memory import Estimate, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
 from ...models.projections import context_tokens
 from ...models.source import Checkpoint, config_of
 from ...models.tokenizer import load_tokenizer, text_start
-from ...recipe import ObjectiveSettings, Recipe, load_recipe
+from ...options import with_fields_of
+from ...recipe import ObjectiveSettings
+from ...recipe.requests import InspectionRequest
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import DecodeTime, decode_times
 from ..prediction.devices import find_device
@@ -104,31 +106,21 @@ class Inspection:
         return asdict(self)
 
 
-def inspect(
-    model: str | Path,
-    recipe: str | Recipe = "rotor",
-    overrides: Iterable[str] = (),
-    *,
-    revision: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    batch_tokens: int = 2048,
-    context: int | None = None,
-) -> Inspection:
+def run_inspection(request: InspectionRequest) -> Inspection:
     """Inspect a model without reading its weights; from the hub only its configuration is fetched.
 
-    Args: as for calibrate, and `context` as for export. A config.json without weights, or its folder, will do.
     Raises:
         UsageError: the context has more tokens than the model has positions.
         UnsupportedModelError: rotor cannot compress the model.
         RotorError: see rotor.errors.
     """
+    model = request.model
     if Path(model).is_file():
         if Path(model).name != "config.json":
             raise MissingError(f"{model}: is a file.", "Give a model's folder, its config.json, or a hub id.")
         model = Path(model).parent
-    spec = load_recipe(recipe, overrides)
-    source = find_source(model, revision, weights=False)
+    spec = request.overridden_recipe
+    source = find_source(model, request.revision, weights=False)
     if source.hub_id is None and any(WEIGHT_FILES.search(path.name) for path in source.folder.iterdir()):
         outline = ModelOutline.of(Checkpoint(source.folder))
     else:
@@ -141,16 +133,16 @@ def inspect(
         outline = ModelOutline.of_headers(config, shapes, elements * (config.dtype or torch.float32).itemsize)
     shape, stored = outline.shape, outline.stored_bytes
     tokenizer = load_tokenizer(source.folder, outline.config.vocab_size)
-    target = pick_device(device)
-    compute_dtype = pick_dtype(dtype, outline.dtype, target)
+    devices = DevicePlan.choose(request, outline.dtype)
+    target, compute_dtype = devices.device, devices.dtype
     element_bytes = outline.dtype.itemsize
     per_token = uncompressed_kv_bytes_per_token(shape, element_bytes)
-    served = context_tokens(outline.config, context)
+    served = context_tokens(outline.config, request.context)
     form = outline.form(spec)
     load = spec.objective
     device_rates = find_device(load.device)
     step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
-    calibrating = outline.calibration(spec, target, compute_dtype, batch_tokens)
+    calibrating = outline.calibration(spec, target, compute_dtype, request.batch_tokens)
     streamed, _ = stream_weights("never" if needs_whole_model(spec) else "auto", calibrating, target)
     taken = calibrating[streamed]
     rate = matmul_rate(target, compute_dtype)
@@ -185,3 +177,6 @@ def inspect(
         export=ResourceEstimate.of(measuring[layerwise], layerwise, grown, grown, {}),
         available_device_bytes=available_device_bytes(target),
     )
+
+
+inspect = with_fields_of(InspectionRequest, run_inspection, "inspect")

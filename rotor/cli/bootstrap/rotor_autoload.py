@@ -30,7 +30,7 @@ class _WithTransformers:
 
 
 def _import_rotor():  # type: ignore[no-untyped-def]
-    """Never another program's module of that name, and whatever happens, transformers is imported."""
+    """Import rotor, never another program's module of that name; whatever happens, transformers is imported."""
     import importlib.util
     import os
     import warnings

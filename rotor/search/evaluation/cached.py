@@ -5,7 +5,7 @@ A pass over whole rows never reads what a quantising or evicting cache has store
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,10 @@ from transformers.cache_utils import DynamicCache
 
 from ...errors import DataError, UsageError
 from ...models.layerwise import LayerwiseModel
-from ...policies import Policy, cache_policy
 from ...progress import Advance
+
+if TYPE_CHECKING:
+    from ...policies import Policy
 
 LONGEST_STEP = 64
 """Tokens of a step where any number would do."""
@@ -63,14 +65,17 @@ def final_states_through_cache(
     Raises:
         UsageError: weights are read layer by layer.
     """
+    from ...policies import cache_policy  # all methods of caches, which most measurements need none of
+
     if policy is not None:
         check_in_memory(network, policy)
         step = step or policy.longest_step
     step, length = step or LONGEST_STEP, rows.shape[1]
-    states, found = network.states_like(rows), []
+    states = network.states_like(rows)
+    outputs = []
 
     def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-        found.append((output[0] if isinstance(output, tuple) else output).cpu())
+        outputs.append((output[0] if isinstance(output, tuple) else output).cpu())
 
     handle = network.layers[-1].register_forward_hook(keep)
     steps = [slice(0, prefill)]
@@ -82,7 +87,7 @@ def final_states_through_cache(
                 for columns in steps:
                     inputs = rows[part, columns].to(network.device)
                     network.decoder(input_ids=inputs, past_key_values=cache, use_cache=True)
-                    states[part, columns] = found.pop()
+                    states[part, columns] = outputs.pop()
                     advance(inputs.numel())
     finally:
         handle.remove()

@@ -7,62 +7,38 @@ split's long rows text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING
 
-from pydantic import Field
 from torch import Tensor
 
 from ...errors import DataError
 from ...models.layerwise import LayerwiseModel
-from ...policies import Policy
-from ...policies.fitting import fit_cache_policy
 from ...progress import Progress
 from ...recipe.metric_registry import METRICS, metric_info, primitive_metrics, report_metrics
+from .accuracy import Accuracy, BaseValues, Fidelity
 from .cached import check_in_memory, final_states_through_cache, prefill_of
 from .measurement import Measurement, measure_text, smallest
 from .prompts import PROMPTS, EvaluationContext, Prompts, make_prompts
 from .scoring import AnswerScores, Scores, answer_scores, score
 
+if TYPE_CHECKING:
+    from ...policies import Policy
+
 TEXT = METRICS["text"].parts
 LEAST_BASE = 0.3
-"""Below this mean probability the uncompressed model cannot do a task of prompts, and a ratio to it says nothing."""
+"""Least mean probability of the right answers: below it the uncompressed model cannot do the task, and a ratio to it
+means nothing."""
 
 AT_CHANCE = 0.9
-"""A model whose perplexity is at least this share of the vocabulary's size guesses."""
+"""Share of the vocabulary's size from which on a perplexity is that of guessing."""
 
 PROMPT_SHARE = 0.25
-"""Of a row of text, that is the prompt where a cache has a policy; the rest is scored behind it."""
+"""Share of a row of text that is the prompt where a cache has a policy; the rest is scored behind it."""
 
 Read = Callable[..., Tensor]
 """Final hidden states of `rows` behind a prompt of `prefill` tokens; `advance` gets the tokens that are done."""
-
-
-@dataclass(frozen=True)
-class Fidelity:
-    """What was measured of a model on one split.
-
-    accuracy: of the recipe's metric; 1 is equal to the uncompressed model, below 1 is worse.
-    interval: its 95 % interval.
-    values: each measured ratio under its own name, and what is recorded beside it.
-    """
-
-    accuracy: float
-    interval: Annotated[tuple[float, float], Field(alias="interval_95")]
-    values: dict[str, float | None]
-
-    def against(self, target: float) -> tuple[bool, str]:
-        """Whether a target is met, and where it is not, or not by the value itself, what lies below it.
-
-        It is missed where the whole interval lies below it.
-        """
-        if self.accuracy >= target:
-            return True, ""
-        if self.interval[1] >= target:
-            return True, "the value is below the target, its 95 % interval is not"
-        return False, "the whole 95 % interval is below the target"
 
 
 class FidelityMeter:
@@ -88,12 +64,14 @@ class FidelityMeter:
         prompt_share: float | None = None,
         report: Sequence[str] | None = None,
     ) -> None:
-        self.context, self.progress, self.policy = context, progress, policy
+        self.context = context
+        self.progress = progress
+        self.policy = policy
         self.prompt_share = (PROMPT_SHARE if policy else 0.0) if prompt_share is None else prompt_share
         self.metric = context.spec.metric
-        own = primitive_metrics(self.metric)
+        needed = primitive_metrics(self.metric)
         self._names = {
-            "search": tuple(dict.fromkeys([*own, *TEXT])),
+            "search": tuple(dict.fromkeys([*needed, *TEXT])),
             "report": tuple(report or report_metrics(self.metric)),
             "long": (*TEXT, "kl_div"),
         }
@@ -101,7 +79,7 @@ class FidelityMeter:
         self._text: dict[str, Scores] = {}
         self._answers: dict[str, dict[str, AnswerScores]] = {}
         self._references: dict[str, Tensor] = {}
-        self.base: dict[str, dict[str, Any]] = {}
+        self.base: dict[str, BaseValues] = {}
         self.left_out: dict[str, dict[str, str]] = {}
         self._warned: set[str] = set()
 
@@ -112,7 +90,8 @@ class FidelityMeter:
             DataError: the recipe's metric, where it is not the smallest of several, cannot be measured on this model.
         """
         decided = self.left_out.get("search") if split == "report" else None
-        self.left_out[split], self._prompts[split] = {}, {}
+        self.left_out[split] = {}
+        self._prompts[split] = {}
         for name in PROMPTS:
             if name in self._names[split]:
                 try:
@@ -122,12 +101,12 @@ class FidelityMeter:
                 except DataError as error:
                     self._leave_out(name, split, error)
         text, states, answers = self._run(network, split, None, None)
-        found: dict[str, Any] = text.as_dict()
+        recorded: BaseValues = {**text.as_dict()}
         for name, base in answers.items():
             filler_tokens = self._prompts[split][name].filler_tokens
             searched = decided is not None and name in self._names["search"]
             if searched or base.mean_probability >= LEAST_BASE:
-                found |= {name: round(base.mean_probability, 6), f"{name}_filler_tokens": filler_tokens}
+                recorded |= {name: round(base.mean_probability, 6), f"{name}_filler_tokens": filler_tokens}
                 continue
             missing = DataError(
                 f"{name}: the uncompressed model gives the right answers a mean probability of "
@@ -141,18 +120,18 @@ class FidelityMeter:
         if "kl_div" in self._names[split]:
             self._references[split] = states
         vocab_size = int(self.context.config.vocab_size)
-        if found["perplexity"] >= AT_CHANCE * vocab_size:
-            found["at_chance"] = True
+        if recorded["perplexity"] >= AT_CHANCE * vocab_size:
+            recorded["at_chance"] = True
             self._warn(
                 "chance",
-                f"the uncompressed model is at chance on this text: perplexity {found['perplexity']:.0f}, where "
+                f"the uncompressed model is at chance on this text: perplexity {recorded['perplexity']:.0f}, where "
                 f"guessing among the {vocab_size} tokens has {vocab_size}; ratios to it mean nothing. Is it trained "
                 "for such text?",
             )
-        self.base[split] = found
+        self.base[split] = recorded
 
     def measured(self, split: str) -> list[str]:
-        """Names of the metrics that are measured by themselves on a split."""
+        """Names of the metrics that are measured directly on a split, not as the smallest of others."""
         return [name for name in self._names[split] if name not in self.left_out[split]]
 
     def text(self, split: str) -> Tensor:
@@ -165,13 +144,15 @@ class FidelityMeter:
         return max(1, min(int(length * self.prompt_share), length - 2)) if self.prompt_share else 0
 
     def fitted_policy(self, network: LayerwiseModel) -> Policy | None:
-        """The policy, with what it has to know of the network as it is found on the search split, where it needs that.
+        """The policy, fitted to the network on the search split where it needs samples.
 
         Raises:
             UsageError: weights are read layer by layer.
         """
         if self.policy is None or not self.policy.needs_samples:
             return self.policy
+        from ...policies.fitting import fit_cache_policy
+
         check_in_memory(network, self.policy)
         return fit_cache_policy(network.model, self.policy, self.context.rows["search"])
 
@@ -192,24 +173,36 @@ class FidelityMeter:
             absolute = {f"compressed_{name}": round(after.mean_probability, 6)}
             return Measurement.bootstrap(lambda a, b: b / a, before.probability, after.probability, **absolute)
 
-        found = {name: measure(name) for name in self.measured(split)}
+        measured = {name: measure(name) for name in self.measured(split)}
         values: dict[str, float | None] = {}
-        for name, one in found.items():
+        for name, one in measured.items():
             values |= {metric_info(name).accuracy_field: one.value, **one.fields}
         for name, info in METRICS.items():
-            parts = self._parts(name, found)
-            if parts and set(info.parts) <= {*found, *self.left_out[split]}:
+            parts = self._parts(name, measured)
+            if parts and set(info.parts) <= {*measured, *self.left_out[split]}:
                 values[name] = smallest(parts).value
-        of_text = [found[name] for name in TEXT if name in found]
-        result = found[self.metric] if self.metric in found else smallest(self._parts(self.metric, found) or of_text)
+        of_text = [measured[name] for name in TEXT if name in measured]
+        result = (
+            measured[self.metric]
+            if self.metric in measured
+            else smallest(self._parts(self.metric, measured) or of_text)
+        )
         values |= {f"compressed_{name}": value for name, value in text.as_dict().items()}
         return Fidelity(result.value, result.interval, values)
 
-    def _parts(self, name: str, found: dict[str, Measurement]) -> list[Measurement]:
-        return [found[part] for part in metric_info(name).parts if part in found]
+    def accuracy(self, measured: Mapping[str, Fidelity], target: float | None, data: str) -> Accuracy:
+        """What was measured of a model, beside what was recorded of the uncompressed one.
+
+        Args:
+            data: the held-out text in words.
+        """
+        return Accuracy(self.metric, target, measured, self.base, self.left_out, data)
+
+    def _parts(self, name: str, measured: dict[str, Measurement]) -> list[Measurement]:
+        return [measured[part] for part in metric_info(name).parts if part in measured]
 
     def _leave_out(self, name: str, split: str, error: DataError) -> None:
-        """One ratio of several may be missing, which is said once; the recipe's own metric may not."""
+        """Leave out one ratio of several, and say so once; raise the error where it is the recipe's metric itself."""
         if name == self.metric:
             raise error
         self.left_out[split][name] = error.message
@@ -225,18 +218,21 @@ class FidelityMeter:
     def _run(
         self, network: LayerwiseModel, split: str, reference: Tensor | None, read: Read | None
     ) -> tuple[Scores, Tensor, dict[str, AnswerScores]]:
-        """One pass through the layers for the text and all prompts, or by `read` in steps: the scores of the text, what
-        left the last layer on it, and the scores of answers."""
+        """Score the text and all prompts in one pass through the layers, or in steps by `read`.
+
+        Returns:
+            The scores of the text, its final hidden states, and the scores of answers by metric.
+        """
         start, asked = self._prefill(split), self._prompts[split]
         parts = [self.context.rows[split], *(prompts.rows for prompts in asked.values())]
         with self.progress.task("measure", sum(part.numel() for part in parts), "tokens") as advance:
             if read is None:
-                states, *own = network.final_states_of(parts, advance)
+                states, *answer_states = network.final_states_of(parts, advance)
             else:
                 prefills = [start, *(prefill_of(prompts.answers) for prompts in asked.values())]
                 pairs = zip(parts, prefills, strict=True)
-                states, *own = (read(rows=rows, prefill=prefill, advance=advance) for rows, prefill in pairs)
+                states, *answer_states = (read(rows=rows, prefill=prefill, advance=advance) for rows, prefill in pairs)
         states = states[:, start:]
         text = score(network, self.text(split), reference=reference, states=states)
-        scored = zip(asked.items(), own, strict=True)
-        return text, states, {n: answer_scores(network, p.rows, p.answers, found) for (n, p), found in scored}
+        scored = zip(asked.items(), answer_states, strict=True)
+        return text, states, {n: answer_scores(network, p.rows, p.answers, s) for (n, p), s in scored}

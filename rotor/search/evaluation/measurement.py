@@ -1,4 +1,4 @@
-"""What was measured of a compressed model against the uncompressed one, with its interval; metrics of text alone."""
+"""A measured ratio with its bootstrap interval, and the metrics that need text alone."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Measurement:
     value: float
     interval: tuple[float, float]
     resampled: np.ndarray
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, value: float, resampled: np.ndarray, **fields: Any) -> Measurement:
+    def of(cls, value: float, resampled: np.ndarray, **fields: float) -> Measurement:
         low, high = np.quantile(resampled, [0.025, 0.975])
         return cls(round(float(value), 6), (round(float(low), 6), round(float(high), 6)), resampled, fields)
 
     @classmethod
-    def bootstrap(cls, value: Callable[..., Any], *columns: Any, **fields: Any) -> Measurement:
+    def bootstrap(cls, value: Callable[..., Any], *columns: Any, **fields: float) -> Measurement:
         """A value of sums, with its interval over resampled rows: the same rows drawn for all columns (paired).
 
         Args:
@@ -43,12 +43,16 @@ class Measurement:
         """
         sums = [np.asarray(column).reshape(len(column), -1).sum(-1) for column in columns]
         drawn = np.random.default_rng(0).integers(0, len(sums[0]), (RESAMPLES, len(sums[0])))
-        return cls.of(value(*(own.sum() for own in sums)), value(*(own[drawn].sum(-1) for own in sums)), **fields)
+        return cls.of(
+            value(*(total.sum() for total in sums)), value(*(total[drawn].sum(-1) for total in sums)), **fields
+        )
 
 
-def smallest(found: Sequence[Measurement]) -> Measurement:
+def smallest(measurements: Sequence[Measurement]) -> Measurement:
     """The smallest of several, in each bootstrap resample too."""
-    return Measurement.of(min(one.value for one in found), np.minimum.reduce([one.resampled for one in found]))
+    return Measurement.of(
+        min(one.value for one in measurements), np.minimum.reduce([one.resampled for one in measurements])
+    )
 
 
 def measure_text(name: str, before: Scores, after: Scores) -> Measurement:
@@ -71,7 +75,7 @@ def measure_text(name: str, before: Scores, after: Scores) -> Measurement:
         return Measurement.bootstrap(lambda total: total / count, before.top1 == after.top1)
     assert name == "kl_div"
     assert after.kl_div is not None
-    found = Measurement.bootstrap(lambda total: np.exp(-total / count), after.kl_div)
-    low, high = np.quantile(-np.log(found.resampled), [0.025, 0.975])
+    measurement = Measurement.bootstrap(lambda total: np.exp(-total / count), after.kl_div)
+    low, high = np.quantile(-np.log(measurement.resampled), [0.025, 0.975])
     named = {"kl_div": after.kl_div.mean(), "kl_div_low": low, "kl_div_high": high}
-    return replace(found, fields={name: round(float(value), 7) for name, value in named.items()})
+    return replace(measurement, fields={name: round(float(value), 7) for name, value in named.items()})

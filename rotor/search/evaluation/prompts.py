@@ -1,4 +1,4 @@
-"""`lookup` and `copy`: what compression of keys breaks first, reading something from the start of a row, across text.
+"""Prompts of `lookup` and `copy`: read something from the start of a row across text, which compressed keys lose first.
 
 A look-up row states keys with two-digit values as a dict literal, goes on with held-out text, and ends by asking for
 each of them once, in another order, as assertions about the dict. A copying row states a run of random tokens twice,
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,21 +23,24 @@ from ...models.sequences import prompt_start
 from ...models.tokens import ordinary_tokens
 from ...recipe import Evaluation
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
 SHARE = 3
-"""At most one part in so many of a row states, as much asks, and at least as much text lies between."""
+"""A row has this many parts: at most one states, at most one asks, and text between them fills at least one."""
 
 COMMON = 256
-"""Tokens that are copied are drawn from so many of the text's commonest: small models copy rare ones badly."""
+"""Number of the text's commonest tokens that runs to copy are drawn from: small models copy rare ones badly."""
 
 STATEMENTS = 2
-"""How often a run is stated before it is to be copied: what marks it as one that repeats."""
+"""Times that a run is stated before it is to be copied, so that the model can tell that it repeats."""
 
 DICT_NAMES = ("table", "config", "index", "codes")
 
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """What accuracy is measured on and by.
+    """The text, the settings and the model's tokenizer and config by which accuracy is measured.
 
     spec: settings. rows: the text of each split, [rows, seq_len]. tokenizer: the model's, or None. config: its
     transformers config.
@@ -45,8 +48,8 @@ class EvaluationContext:
 
     spec: Evaluation
     rows: dict[str, Tensor]
-    tokenizer: Any
-    config: Any
+    tokenizer: PreTrainedTokenizerBase | None
+    config: PretrainedConfig
 
     def start(self) -> list[int]:
         """Tokens that a row of prompts begins with."""
@@ -71,7 +74,7 @@ class Prompts:
 
 
 def make_prompts(name: str, context: EvaluationContext, split: str) -> Prompts:
-    """The rows of `lookup` or `copy` on a split, drawn with a seed of its own.
+    """The rows of `lookup` or `copy` on a split, drawn with the split's own seed.
 
     Raises:
         DataError: they cannot be made.
@@ -89,12 +92,14 @@ def lookup_prompts(context: EvaluationContext, split: str, generator: torch.Gene
             f"lookup needs a tokenizer with character offsets, and {missing}.",
             "Add tokenizer.json to the model's folder, or choose --set evaluation.metric=text.",
         )
-    words, text = key_words(tokenizer, spec.lookup_keys), context.ordinary_text(split)
+    words = key_words(tokenizer, spec.lookup_keys)
+    text = context.ordinary_text(split)
     room, start = context.rows[split].shape[1], context.start()
     parts = [_parts(context, words, room // SHARE, generator) for _ in range(spec.lookup_prompts)]
     longest = max(len(start) + len(stated) + len(asked) for stated, asked, _ in parts)
     length = min(room, longest + spec.filler_tokens)
-    rows, answers = [], []
+    rows = []
+    answers = []
     for index, (stated, asked, inside) in enumerate(parts):
         begin = start + stated
         middle = _filler(text, index * room, length - len(begin) - len(asked))
@@ -106,10 +111,13 @@ def lookup_prompts(context: EvaluationContext, split: str, generator: torch.Gene
 def _parts(
     context: EvaluationContext, words: list[str], budget: int, generator: torch.Generator
 ) -> tuple[list[int], list[int], list[bool]]:
-    """Tokens that state keys, tokens that ask for them, and which of those are answers; as many keys as fit."""
+    """Tokens that state as many keys as fit, tokens that ask for them, and which of the latter are answers."""
+
+    assert context.tokenizer is not None
+    tokenizer = context.tokenizer
 
     def encode(text: str) -> Any:
-        return context.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
     keys = lookup_keys(words, context.spec.lookup_keys, generator)
     name = DICT_NAMES[int(torch.randint(len(DICT_NAMES), (1,), generator=generator))]
@@ -158,7 +166,7 @@ PROMPTS: dict[str, Callable[[EvaluationContext, str, torch.Generator], Prompts]]
 
 
 def _filler(text: Tensor, start: int, length: int) -> list[int]:
-    """Of this text, each prompt's from another place."""
+    """Tokens of the text, from another place for each prompt."""
     return (
         text.roll(-(start * 7 // 5 % len(text))).repeat(-(-length // len(text)))[:length].tolist() if len(text) else []
     )
@@ -172,9 +180,10 @@ def lookup_keys(words: list[str], count: int, generator: torch.Generator) -> lis
 
 
 def lookup_text(keys: list[tuple[str, str]], order: list[int], name: str) -> tuple[str, str, list[tuple[int, int]]]:
-    """What states the keys of a dict, what asks for them in this order, and the [begin, end) characters of answers."""
+    """Text that states the keys of a dict, text that asks for them in this order, and where its answers are."""
     lines = "".join(f'    "{key}": {value},\n' for key, value in keys)
-    text, spans = "\n", []
+    text = "\n"
+    spans = []
     for index in order:
         key, value = keys[index]
         text += f'assert {name}["{key}"] == '
@@ -183,8 +192,8 @@ def lookup_text(keys: list[tuple[str, str]], order: list[int], name: str) -> tup
     return f"{name} = {{\n{lines}}}\n", text, spans
 
 
-def key_words(tokenizer: Any, count: int) -> list[str]:
-    """At least `count` lower-case words of 3 to 9 letters that are tokens."""
+def key_words(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
+    """Lower-case words of 3 to 9 letters that are single tokens; at least `count` of them."""
     words = sorted(w for w in tokenizer.get_vocab() if w.isascii() and w.isalpha() and w.islower() and 3 <= len(w) <= 9)
     if len(words) < count:
         raise DataError(

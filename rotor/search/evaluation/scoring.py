@@ -34,9 +34,9 @@ class Scores:
 
     @classmethod
     def of(cls, parts: Sequence[dict[str, Tensor]], rows: int) -> Scores:
-        """From the `position_scores` of all positions of rows, one row behind the other."""
-        found = {name: torch.cat([part[name] for part in parts]).reshape(rows, -1) for name in parts[0]}
-        return cls(found["nll"], found["top1"], found["correct"], found.get("kl_div"))
+        """Join the `position_scores` of all positions of rows, one row behind the other."""
+        values = {name: torch.cat([part[name] for part in parts]).reshape(rows, -1) for name in parts[0]}
+        return cls(values["nll"], values["top1"], values["correct"], values.get("kl_div"))
 
     def as_dict(self) -> dict[str, float]:
         return {
@@ -54,7 +54,7 @@ def batch_logits(network: LayerwiseModel, rows: Tensor) -> Tensor:
 
 
 def finite(logits: Tensor) -> Tensor:
-    """The same; raises NumericsError where there is a NaN or Inf."""
+    """Return the logits; raises NumericsError where there is a NaN or Inf."""
     if not torch.isfinite(logits).all():
         raise NumericsError("the model's logits are not finite on the evaluation text.", "Evaluate in float32.")
     return logits
@@ -78,21 +78,21 @@ def position_kl_div(reference: Tensor, logits: Tensor) -> Tensor:
 
 
 def position_scores(logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> dict[str, Tensor]:
-    """What a model makes of positions, on the CPU, [positions] each: `correct`, `nll`, `top1`, and `kl_div`.
+    """Scores of positions, on the CPU, [positions] each: `correct`, `nll`, `top1`, and `kl_div`.
 
     Args:
         logits: [positions, vocab_size] float32. labels: [positions], the tokens that come next.
         reference: the uncompressed model's logits, if KL is wanted.
     """
     labels, top1 = labels.to(logits.device), logits.argmax(-1)
-    found = {
+    scores = {
         "correct": top1 == labels,
         "nll": torch.nn.functional.cross_entropy(logits, labels, reduction="none").double(),
         "top1": top1.int(),
     }
     if reference is not None:
-        found["kl_div"] = position_kl_div(reference.to(logits.device), logits).double()
-    return {name: values.cpu() for name, values in found.items()}
+        scores["kl_div"] = position_kl_div(reference.to(logits.device), logits).double()
+    return {name: tensor.cpu() for name, tensor in scores.items()}
 
 
 def score(
@@ -122,9 +122,9 @@ def score(
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """What a model makes of the marked tokens of rows, each [rows].
+    """Scores of the marked tokens of rows, each [rows].
 
-    probability: the sum of the probabilities that it gives them. answers: how many there are.
+    probability: sum of the probabilities that the model gives them. answers: how many there are.
     """
 
     probability: np.ndarray
@@ -143,7 +143,8 @@ def answer_scores(network: LayerwiseModel, rows: Tensor, answers: Tensor, states
         states: [n, seq_len, hidden_size], the model's final hidden states.
     """
     row, position = answers[:, 1:].nonzero(as_tuple=True)
-    labels, chosen = rows[:, 1:][row, position], states[row, position]
+    labels = rows[:, 1:][row, position]
+    chosen = states[row, position]
     step = max(1, LOGIT_BYTES[network.device.type] // (4 * network.config.vocab_size))
     probability = []
     with network.head() as head:

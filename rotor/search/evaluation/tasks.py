@@ -1,6 +1,6 @@
 """Tasks of lm-eval, loaded once and asked of several models.
 
-What is found goes to the files that lm-eval writes, so that what reads theirs reads these.
+Results go to the files that lm-eval writes, so that tools for its results read these too.
 
 Source: https://github.com/EleutherAI/lm-evaluation-harness
 """
@@ -24,7 +24,7 @@ from .measurement import Measurement
 BATCH_SIZE = 8
 
 DocumentScores = dict[str, list[float]]
-"""By task and metric, the score of each document."""
+"""Score of each document, by task and metric."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,22 @@ class Paired:
 
 
 def paired(before: DocumentScores, after: DocumentScores) -> list[Paired]:
-    """Every metric of both; documents are resampled for both alike."""
-    found = []
-    for task, own in after.items():
-        first, count = before[task], len(own)
-        got = Measurement.bootstrap(lambda a, b: (b - a) / count, first, own)  # noqa: B023
-        found.append(Paired(task, count, sum(first) / count, sum(own) / count, got.value, got.interval))
-    return found
+    """Pair every metric of both; the same documents are resampled for both."""
+    pairs = []
+    for task, second in after.items():
+        first, count = before[task], len(second)
+        difference = Measurement.bootstrap(lambda a, b: (b - a) / count, first, second)  # noqa: B023
+        pairs.append(
+            Paired(task, count, sum(first) / count, sum(second) / count, difference.value, difference.interval)
+        )
+    return pairs
 
 
 class TaskSuite:
     """Tasks of lm-eval, by name or YAML file.
 
     Args:
-        names: of all these. tokenizer: the model's.
+        names: names or files of the tasks. tokenizer: the model's.
         lengths: tokens of the documents of lm-eval's tasks of RULER.
         limit: documents of a task; None is all.
     Raises:
@@ -68,7 +70,10 @@ class TaskSuite:
         limit: int | None = None,
         seed: int = 0,
     ) -> None:
-        self.what, self._tokenizer, self._limit, self._seed = f"--tasks {','.join(names)}", tokenizer, limit, seed
+        self.what = f"--tasks {','.join(names)}"
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._seed = seed
         if tokenizer is None:
             raise DataError(f"{self.what}: needs a tokenizer, and the model's folder has none.", "Add tokenizer.json.")
         try:
@@ -85,7 +90,8 @@ class TaskSuite:
             loaded: Any = self._manager.load(list(names))
         inner = {name for group in loaded["groups"].values() for name in group.child_names}
         every = {**loaded["groups"], **loaded["tasks"]}
-        self.tasks, self._asked = loaded["tasks"], [task for name, task in every.items() if name not in inner]
+        self.tasks = loaded["tasks"]
+        self._asked = [task for name, task in every.items() if name not in inner]
 
     @staticmethod
     @contextmanager
@@ -118,9 +124,11 @@ class TaskSuite:
         from lm_eval.models.huggingface import HFLM
 
         # A copy, because the wrapper sets a padding token.
-        tokenizer, begins = copy.deepcopy(self._tokenizer), bool(text_start(self._tokenizer))
+        tokenizer = copy.deepcopy(self._tokenizer)
+        begins = bool(text_start(self._tokenizer))
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=BATCH_SIZE, add_bos_token=begins)
-        chosen, tracker = None, EvaluationTracker(output_path=str(out))
+        chosen = None
+        tracker = EvaluationTracker(output_path=str(out))
         if self._limit:
             chosen = {name: list(range(min(self._limit, len(task.eval_docs)))) for name, task in self.tasks.items()}
         with _in_one_line(f"{self.what}: lm-eval cannot run the task"):
@@ -145,14 +153,14 @@ class TaskSuite:
 
 
 def document_scores(samples: Mapping[str, list[dict[str, Any]]]) -> DocumentScores:
-    """Of lm-eval's samples: every metric that is one number of each document."""
-    found: DocumentScores = {}
+    """Scores from lm-eval's samples: every metric that is one number for each document."""
+    scores: DocumentScores = {}
     for task, of_task in samples.items():
         for sample in of_task:
             for metric in sample["metrics"]:
                 if isinstance(sample[metric], (int, float)):
-                    found.setdefault(f"{task} {metric}", []).append(float(sample[metric]))
-    return found
+                    scores.setdefault(f"{task} {metric}", []).append(float(sample[metric]))
+    return scores
 
 
 @contextmanager

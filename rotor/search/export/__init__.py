@@ -1,1 +1,1 @@
-"""From a run and a goal to a compressed checkpoint."""
+"""Writing a compressed checkpoint: every file, its card, and its weights where they were left out."""

@@ -1,18 +1,17 @@
-"""From a run folder to a compressed checkpoint: choose ranks, rewrite shard by shard, describe what was done."""
+"""Write a compressed checkpoint from a run: choose ranks, rewrite shard by shard, describe what was done."""
 
 from __future__ import annotations
 
 import logging
 import os.path
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
-from ...checked import plain
 from ...checkpoint.atomic import write_json, write_text
 from ...checkpoint.bases import LayerBases
 from ...checkpoint.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
@@ -29,7 +28,7 @@ from ...checkpoint.locks import exclusive
 from ...checkpoint.manifest import write_manifest
 from ...checkpoint.publishing import staged_folder, write_tensors
 from ...checkpoint.rewritten import BASES, RewrittenTensors
-from ...checkpoint.schemas import CheckpointInfo, SourceInfo
+from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SourceInfo, TensorInfo
 from ...checkpoint.section import FORMAT_VERSION, MARK
 from ...errors import system_errors
 from ...kernels.defaults import default_config
@@ -37,10 +36,11 @@ from ...logs import log_file
 from ...models.sidecars import sidecars
 from ...models.source import INDEX_FILE, Checkpoint
 from ...models.splits import LONG_SPLIT, SPLITS
-from ...policies import LONG_TOKENS, Policy, packed_bytes_per_token
+from ...options import with_fields_of
 from ...progress import Progress, StageTimes
 from ...recipe import Recipe
-from ...recipe.settings import Compute, ExportSettings, Goal
+from ...recipe.requests import ExportRequest
+from ..evaluation.accuracy import Accuracy
 from ..export_job import ExportJob
 from ..point import Point
 from ..rank_search import RankSearch
@@ -49,102 +49,59 @@ from ..rewriting import rewritten_tensors
 from ..table import RankTable
 from .model_card import model_card
 
+if TYPE_CHECKING:
+    from ...policies import Policy
+
 log = logging.getLogger("rotor")
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written: the folder, the content of its rotor.json, and seconds per stage (0 measured points: none).
+    """A written checkpoint: its folder, the content of its rotor.json, its accuracy, and seconds per stage.
 
     digest: SHA-256 of manifest.json, which has that of every other file.
     """
 
     folder: Path
-    report: dict[str, Any]
+    report: CheckpointInfo
+    accuracy: Accuracy
     digest: str
     seconds: dict[str, float]
     measured_points: int
 
 
-def export(
-    run: str | Path,
-    out: str | Path,
-    *,
-    accuracy: float | None = None,
-    compression: float | None = None,
-    removal_rate: float | None = None,
-    overrides: Iterable[str] = (),
-    device: str = "auto",
-    dtype: str = "auto",
-    offload: str = "auto",
-    overwrite: bool = False,
-    measure: bool = True,
-    cache: str | None = None,
-    without_weights: bool = False,
-    context: int | None = None,
-    progress: Progress | None = None,
-) -> ExportResult:
+@system_errors()
+def run_export(request: ExportRequest) -> ExportResult:
     """Write the compressed checkpoint of a run at exactly one of accuracy, compression or removal rate.
 
-    Args:
-        run: folder that calibrate wrote; its tables gain the points that are measured.
-        out: the checkpoint folder; it appears whole or not at all.
-        accuracy: least accuracy on the search split (see Evaluation), in (0, 1); the report split is then measured
-            once.
-        compression: least share of the KV cache to remove, in (0, 1).
-        removal_rate: singular-value removal rate, in [0, 1).
-        overrides: `section.field=value` for the recipe's ranks, codes, evaluation and search.
-        device, dtype, offload: where the model runs when something is measured; see calibrate.
-        measure: False writes a compression or removal rate without loading the model or reading text; its accuracy is
-            then not known, and rotor.json and the card say so. Likewise where the model has no tokenizer.
-        cache: the policy by which the cache is kept from then on, and with which accuracy is measured: a bundled name
-            (`gear-2`), the path of a YAML file, or FILE.py:CLASS; needs all weights in memory to be measured.
-        without_weights: leaves the weights to the source, from which they are rewritten when the folder is loaded, or
-            written by `materialise`.
-        context: tokens of the sequences that are served, by default the model's longest, at most 32768. Bytes are those
-            of a sequence of so many: a layer with a window holds no more than that.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
     """
-    settings = ExportSettings(
-        run,
-        out,
-        Goal(accuracy, compression, removal_rate),
-        tuple(overrides),
-        Compute(device, dtype, offload),
-        overwrite,
-        measure,
-        cache,
-        without_weights,
-        context,
-    )
-    return run_export(settings, progress)
-
-
-@system_errors()
-def run_export(settings: ExportSettings, progress: Progress | None = None) -> ExportResult:
-    """What `export` does, with its arguments in one object; raises likewise."""
     with ExitStack() as held:
-        held.enter_context(exclusive(Path(settings.run)))
-        job = ExportJob.check(settings)
+        held.enter_context(exclusive(Path(request.run)))
+        job = ExportJob.check(request)
         held.enter_context(exclusive(job.out.path))
-        job.out.check(settings.overwrite, job.sources)  # who held it until now may have written to it
+        job.out.check(request.overwrite, job.sources)  # who held it until now may have written to it
         held.enter_context(log_file(job.run.folder, "export"))
-        return _export(RankSearch(job, StageTimes(), progress or Progress()))
+        return _export(RankSearch(job, StageTimes(), request.progress or Progress()))
+
+
+export = with_fields_of(ExportRequest, run_export, "export")
 
 
 def _export(search: RankSearch) -> ExportResult:
     job, point = search.job, search.point()
     policy = search.stored_policy(point)
     search.close()
-    table, times = None if job.unmeasured else search.table, search.times
-    with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
+    accuracy = _accuracy(job, point, None if job.unmeasured else search.table)
+    times = search.times
+    with times.stage("write"), staged_folder(job.out, job.request.overwrite, job.sources, job.needed_bytes) as staging:
         chosen = job.run.bases(point.channels)
-        report, digest = _write(staging, job, policy, chosen, point, table, search.progress)
+        report, digest = _write(staging, job, policy, chosen, point, accuracy, search.progress)
     if job.unmeasured:
         log.warning("accuracy is not measured: %s", job.unmeasured)
     log.info("compression %.4f, %s", point.stored, allocated_by(job.recipe))
-    return ExportResult(job.out.path, report, digest, times.seconds, search.measured_points)
+    return ExportResult(job.out.path, report, accuracy, digest, times.seconds, search.measured_points)
 
 
 def _write(
@@ -153,12 +110,16 @@ def _write(
     policy: Policy | None,
     bases: Sequence[LayerBases],
     point: Point,
-    table: RankTable | None,
+    accuracy: Accuracy,
     progress: Progress,
-) -> tuple[dict[str, Any], str]:
+) -> tuple[CheckpointInfo, str]:
     """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json, and the digest."""
-    run, recipe, checkpoint, family = job.run, job.recipe, job.checkpoint, job.family
-    layouts, apart = model_layouts(bases, point.ranks), job.settings.without_weights
+    run = job.run
+    recipe = job.recipe
+    checkpoint = job.checkpoint
+    family = job.family
+    layouts = model_layouts(bases, point.ranks)
+    apart = job.request.without_weights
     contents = rewritten_tensors(checkpoint, run.shape, bases.__getitem__, layouts, checkpoint.tensor)
     tensors = write_shards(None if apart else staging, checkpoint, contents, job.check_unchanged, progress)
     if apart:
@@ -181,10 +142,9 @@ def _write(
         "biases": sorted(contents.biases),
         "layers": {str(i): layout.to_dict() for i, layout in enumerate(layouts)},
     }
-    cache = None if policy is None else policy.as_dict()
-    if cache is not None:
-        config["quantization_config"]["cache"] = cache
-    report = _report(job, layouts, point, _accuracy(job, point, table), tensors, dtype.itemsize)
+    if policy is not None:
+        config["quantization_config"]["cache"] = policy.as_dict()
+    report = _report(job, layouts, point, accuracy, tensors, dtype.itemsize)
     if apart:
         config["quantization_config"]["source"] = {key: report["source"].get(key) for key in SourceInfo.__annotations__}
         if not {"dtype", "torch_dtype"} & config.keys():  # the bases' own would be taken for the model's
@@ -193,17 +153,19 @@ def _write(
     write_json(staging / KERNEL_CONFIG, default_config(layouts).to_dict())
     write_text(staging / RECIPE, recipe.to_yaml())
     if policy is not None:
+        from ...policies import LONG_TOKENS, packed_bytes_per_token
+
         report["cache"] = {
-            "policy": cache,
+            "policy": policy.as_dict(),
             "kv_bytes_per_token": {
                 str(tokens): packed_bytes_per_token(policy, layouts, dtype, tokens)
                 for tokens in (recipe.evaluation.seq_len, LONG_TOKENS)
             },
         }
     write_json(staging / ROTOR_JSON, report)
-    write_text(staging / CARD, model_card(report, recipe, run.shape, apart))
+    write_text(staging / CARD, model_card(report, accuracy, recipe, run.shape, apart))
     with progress.task("report", None, ""):
-        write_with_checkpoint(staging, Path(job.settings.out), cast(CheckpointInfo, report), recipe, run)
+        write_with_checkpoint(staging, Path(job.request.out), report, recipe, run)
     return report, write_manifest(staging, "checkpoint")
 
 
@@ -213,19 +175,19 @@ def write_shards(
     contents: RewrittenTensors,
     check: Callable[[str], object],
     progress: Progress,
-) -> dict[str, dict[str, Any]]:
-    """Write what a source becomes shard by shard.
+) -> dict[str, TensorInfo]:
+    """Write the compressed tensors shard by shard.
 
     Tensors that stay as they are pass from the source's memory map to the file: only a shard's rewritten ones take
     memory. Hashes are computed while the shard is written: those of the new tensors, and that of the source's shard.
 
     Args:
-        staging: the folder; None only says what would be written.
-        checkpoint: the source. check: raises CheckpointError where one of its shards is not what it was.
+        staging: the folder; None computes what would be written.
+        checkpoint: the source. check: raises CheckpointError where one of its shards has changed.
     Returns:
         For each tensor its file, shape, dtype and SHA-256.
     """
-    written: dict[str, dict[str, Any]] = {}
+    written: dict[str, TensorInfo] = {}
     with progress.task("write", checkpoint.total_bytes(), "B") as advance, ThreadPoolExecutor() as pool:
         for file in checkpoint.files:
             unchanged = pool.submit(check, file)
@@ -253,21 +215,22 @@ def _report(
     job: ExportJob,
     layouts: list[LayerLayout],
     point: Point,
-    accuracy: dict[str, Any],
-    tensors: dict[str, dict[str, Any]],
+    accuracy: Accuracy,
+    tensors: dict[str, TensorInfo],
     element_bytes: int,
-) -> dict[str, Any]:
+) -> CheckpointInfo:
     """The content of rotor.json."""
     source, info = job.run.info["model"], job.run.info
-    about = {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source}
     place = job.out.path.resolve()  # paths from inside it, so that the folders can be moved together
+    kept = {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source}
+    about = cast(ModelInfo, kept | {"path": os.path.relpath(job.checkpoint.folder.resolve(), place)})
     return {
         "format_version": FORMAT_VERSION,
         "versions": info["versions"],
         "recipe": job.recipe.name,
         "run": os.path.relpath(job.run.folder.resolve(), place),
-        "source": about | {"path": os.path.relpath(job.checkpoint.folder.resolve(), place)},
-        "compression": point.compression_json,
+        "source": about,
+        "compression": {"planned": point.planned, "stored": point.stored},
         "rank_method": allocated_by(job.recipe),
         "parameter": point.parameter,
         "kv_bytes_per_token": {
@@ -282,7 +245,7 @@ def _report(
                 [sum(layout.row_bytes(element_bytes)) for layout in layouts], job.run.shape, job.context_tokens
             ),
         },
-        "accuracy": accuracy,
+        "accuracy": accuracy.to_dict(),
         "ranks": point.ranks_json,
         "layouts": [layout.to_dict() for layout in layouts],
         "removed_tensors": sorted(job.checkpoint.names - set(tensors)),
@@ -290,31 +253,28 @@ def _report(
     }
 
 
-def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str, Any]:
-    """What rotor.json says of the accuracy; where nothing was measured (no table), why."""
+def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> Accuracy:
+    """What was measured of the point that is written; where nothing was (no table), why."""
+    metric = job.recipe.evaluation.metric
+    target = job.request.accuracy
+    if table is None:
+        excluded = tuple(sorted(job.run.calibrated_documents))  # no text for `validate` to measure on
+        return Accuracy(metric, target, excluded_documents=excluded, not_measured=job.unmeasured)
     splits = (*SPLITS, *([LONG_SPLIT] if point.has(LONG_SPLIT) else []))
-    found = {} if table is None else {split: point.fidelity(split) for split in splits}
-    search, report = found.get("search"), found.get("report")
-    context = None if table is None else table.context
-    # What was calibrated on is no text for `validate` to measure on.
-    excluded = sorted(job.run.calibrated_documents) if context is None else list(context.excluded)
-    accuracy = {
-        "target": job.settings.goal.accuracy,
-        "metric": job.recipe.evaluation.metric,
-        "search": search and search.accuracy,
-        "report": report and report.accuracy,
-        "interval_95": report and list(report.interval),
-        "measurements": {split: plain(fidelity) for split, fidelity in found.items()},
-        "base": {split: table and table.base.get(split) for split in splits},
-        "left_out": table.left_out if table else {},
-        "data": context and context.data,
-        "data_sha256": context and context.data_sha256,
-        "excluded_documents": excluded,
-        "table": context and context.key,
-    }
-    return accuracy if table is not None else accuracy | {"not_measured": job.unmeasured}
+    context = table.context
+    return Accuracy(
+        metric,
+        target,
+        measured={split: point.fidelity(split) for split in splits},
+        base=table.base,
+        left_out=table.left_out,
+        data=context.data,
+        data_sha256=context.data_sha256,
+        excluded_documents=context.excluded,
+        table=context.key,
+    )
 
 
 def allocated_by(recipe: Recipe) -> str:
-    """What chose ranks or bits."""
+    """The method that chose ranks, or the bits that were allocated."""
     return f"bits {list(recipe.codes.bits)}" if recipe.coded else recipe.ranks.method

@@ -1,4 +1,4 @@
-"""From a checkpoint without weights to what an export with weights writes."""
+"""Write the weights of a checkpoint that was exported without them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import logging
 import os.path
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from ...calibration.run import Run
+from ...checked import Reader
 from ...checkpoint.atomic import write_json, write_text
 from ...checkpoint.file_names import CARD, ROTOR_JSON
 from ...checkpoint.json_files import read_json
@@ -17,11 +18,13 @@ from ...checkpoint.manifest import Manifest, write_manifest
 from ...checkpoint.output_folder import OutputFolder
 from ...checkpoint.publishing import staged_folder
 from ...checkpoint.rewritten import BASES, find_source, source_at
+from ...checkpoint.schemas import CheckpointInfo, TensorInfo
 from ...errors import CheckpointError, RotorError, UsageError, system_errors
 from ...models.compressed import CompressedCheckpoint, read_report
 from ...models.source import Checkpoint
 from ...progress import Progress
 from ...recipe import load_stored_recipe
+from ..evaluation.accuracy import Accuracy
 from ..report.report import NAME as REPORT
 from ..report.report import write_with_checkpoint
 from .export import write_shards
@@ -50,7 +53,8 @@ def materialise(
         UsageError: the checkpoint has its weights. MissingError: the source is not to be had. CheckpointError: a file
             of it, or of the checkpoint, is not what it was.
     """
-    folder, place = Path(folder), OutputFolder.at(out, "checkpoint")
+    folder = Path(folder)
+    place = OutputFolder.at(out, "checkpoint")
     with source_at(source), exclusive(place.path):
         checkpoint = CompressedCheckpoint(folder)
         if checkpoint.section.source is None or checkpoint.rewritten is None:
@@ -59,7 +63,8 @@ def materialise(
         for name, problem in manifest.problems().items():
             raise CheckpointError(f"{folder / name}: {problem}.", "Get the checkpoint again.")
         model = Checkpoint(find_source(checkpoint.section.source, folder))
-        sources, needed = [folder, model.folder, checkpoint.run_folder], int(model.total_bytes() * 1.1) + (1 << 20)
+        sources = [folder, model.folder, checkpoint.run_folder]
+        needed = int(model.total_bytes() * 1.1) + (1 << 20)
         with staged_folder(place, overwrite, sources, needed) as staging:
             for name in manifest.files:
                 if name not in (BASES, "config.json", ROTOR_JSON, CARD):
@@ -71,8 +76,8 @@ def materialise(
             return write_manifest(staging, "checkpoint")
 
 
-def _config(checkpoint: CompressedCheckpoint, model: Checkpoint) -> dict[str, Any]:
-    """config.json as it is beside weights."""
+def _config(checkpoint: CompressedCheckpoint, model: Checkpoint) -> dict[str, object]:
+    """The config.json of a checkpoint with weights."""
     config = dict(checkpoint.config_dict)
     config["quantization_config"] = {k: v for k, v in config["quantization_config"].items() if k != "source"}
     if not {"dtype", "torch_dtype"} & model.config_dict.keys():
@@ -81,10 +86,10 @@ def _config(checkpoint: CompressedCheckpoint, model: Checkpoint) -> dict[str, An
 
 
 def _describe(
-    staging: Path, out: Path, checkpoint: CompressedCheckpoint, model: Checkpoint, tensors: dict[str, dict[str, Any]]
+    staging: Path, out: Path, checkpoint: CompressedCheckpoint, model: Checkpoint, tensors: dict[str, TensorInfo]
 ) -> None:
     """rotor.json, README.md and report.html, with paths from where the folder will be."""
-    report: Any = read_json(checkpoint.folder / ROTOR_JSON)
+    report = cast(CheckpointInfo, read_json(checkpoint.folder / ROTOR_JSON))
     differing = sum(report["tensors"].get(name) != entry for name, entry in tensors.items())
     if differing:
         log.warning(
@@ -98,7 +103,10 @@ def _describe(
     report["tensors"] = dict(sorted(tensors.items()))
     write_json(staging / ROTOR_JSON, report)
     recipe = load_stored_recipe(staging)
-    write_text(staging / CARD, model_card(report, recipe, checkpoint.shape))
+    accuracy = Accuracy.read(
+        checkpoint.report["accuracy"], Reader(str(checkpoint.folder / ROTOR_JSON), CheckpointError)
+    )
+    write_text(staging / CARD, model_card(report, accuracy, recipe, checkpoint.shape))
     try:
         run = Run.open(checkpoint.run_folder)
     except RotorError as error:

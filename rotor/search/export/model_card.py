@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from ...checkpoint.file_names import ROTOR_JSON
 from ...checkpoint.layout import AttentionShape, LayerLayout
+from ...checkpoint.schemas import CheckpointInfo, ModelInfo
 from ...installing import pip_install
 from ...progress import in_bytes
 from ...recipe import Recipe
-from ...recipe.metric_registry import chance_note, long_rows, metric_info, ratio_rows
-from ..evaluation.fidelity import Fidelity
+from ..evaluation.accuracy import Accuracy
 
 
-def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape, apart: bool = False) -> str:
+def model_card(
+    report: CheckpointInfo, accuracy: Accuracy, recipe: Recipe, shape: AttentionShape, apart: bool = False
+) -> str:
     """Markdown with a metadata block, from the content of rotor.json.
 
     Args:
+        accuracy: that of rotor.json.
         apart: the weights are not in the folder.
     """
-    size, name, share = report["kv_bytes_per_token"], report["source"]["name"], report["compression"]
+    size = report["kv_bytes_per_token"]
+    name = report["source"]["name"]
+    share = report["compression"]
     held = report["kv_bytes_of_sequence"]
-    base_model, name = report["source"]["hub_id"] or name, markdown(name)
-    rows, note = _accuracy(report["accuracy"])
-    measured = "\n".join(rows)
+    base_model = report["source"]["hub_id"] or name
+    name = markdown(name)
+    measured = "\n".join(f"| {label} | {text} |" for label, text in accuracy.rows())
     metadata = ModelCardData(
         base_model=base_model,
         base_model_relation="quantized",
@@ -56,7 +60,7 @@ The weights of {name} with value, output and (where folded) key projections rota
 | KV bytes of {held["tokens"]:,} tokens before, after | {held["before"]:,}, {held["after"]:,} |
 {_cache_row(report)}{measured}
 
-{note}
+{accuracy.note}
 Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens, and speed.
 
 ## Load it
@@ -78,7 +82,7 @@ somebody whom you trust, `sha256sum manifest.json` and `rotor validate PATH_OF_T
     return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}"))
 
 
-def _where_weights_are(source: dict[str, Any]) -> str:
+def _where_weights_are(source: ModelInfo) -> str:
     where = f"{source['hub_id']} at revision {source['revision']}" if source["hub_id"] else source["name"]
     return (
         f"This folder has no weights: they are those of {markdown(where)}, found, checked by their SHA-256 and "
@@ -87,44 +91,12 @@ def _where_weights_are(source: dict[str, Any]) -> str:
     )
 
 
-def _cache_row(report: dict[str, Any]) -> str:
+def _cache_row(report: CheckpointInfo) -> str:
     if "cache" not in report:
         return ""
-    found = report["cache"]
-    sizes = ", ".join(f"{size:.1f} at {tokens} tokens" for tokens, size in found["kv_bytes_per_token"].items())
-    return f"| cache policy | {markdown(found['policy']['method'])}; bytes a token with it: {sizes} |\n"
-
-
-def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:
-    """The table's rows of what was measured, and what it means; or that nothing was."""
-    if accuracy["report"] is None or accuracy["interval_95"] is None:
-        note = "Measure it, with `rotor validate` where the model has a tokenizer, before you rely on this checkpoint."
-        return [f"| accuracy | not measured: {accuracy.get('not_measured', 'nobody says why')} |"], note
-    metric, base = accuracy["metric"], accuracy["base"]["report"] or {}
-    measured, left_out = accuracy["measurements"]["report"]["values"], accuracy["left_out"]
-    interval = "95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
-    target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
-    said = below_target(accuracy)
-    tokens = f"{base.get('tokens', 0)} predicted tokens of the report split, which played no part in the choice"
-    rows = [
-        f"| accuracy ({metric}) | {accuracy['report']:.4f}, {interval}{said and '; '}{said} |",
-        f"| target of the search | {target}; measured on the search split: {accuracy['search']:.4f} |",
-        *(f"| {label} | {text} |" for label, text in ratio_rows(measured, base, left_out)),
-        *(f"| {label} | {text} |" for label, text in long_rows(accuracy["measurements"], accuracy["base"])),
-        f"| measured on | {accuracy['data']}, {tokens}{chance_note(base)} |",
-    ]
-    note = (
-        f"Accuracy is {metric_info(metric).description}. It is measured once, on text that neither calibration nor "
-        "the search saw; it may\nlie below the target by what the interval says."
-    )
-    return rows, note
-
-
-def below_target(accuracy: dict[str, Any]) -> str:
-    """What lies below the target on the report split (see Fidelity.against), from rotor.json's accuracy; or nothing."""
-    if accuracy["target"] is None:
-        return ""
-    return Fidelity(accuracy["report"], accuracy["interval_95"], {}).against(accuracy["target"])[1]
+    cache = report["cache"]
+    sizes = ", ".join(f"{size:.1f} at {tokens} tokens" for tokens, size in cache["kv_bytes_per_token"].items())
+    return f"| cache policy | {markdown(cache['policy']['method'])}; bytes a token with it: {sizes} |\n"
 
 
 def markdown(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a report shows of a run, a checkpoint, or both, collected from their files; nothing is drawn.
+"""Collect what a report shows from the files of a run, a checkpoint, or both; nothing is drawn.
 
 Where something was not measured, the field is empty and `absent` says why: a report never fills a gap.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...calibration.run import Run
 from ...checked import Reader
@@ -27,15 +27,18 @@ from ...models.projections import LONG_CONTEXT
 from ...models.source import Checkpoint
 from ...progress import in_bytes
 from ...recipe import Recipe, load_stored_recipe
-from ...recipe.metric_registry import chance_note, long_rows, metric_info, ratio_rows
-from ..evaluation.fidelity import Fidelity
+from ...recipe.metric_registry import metric_info
+from ..evaluation.accuracy import Accuracy, chance_note
 from ..point import Point
 from ..table import TABLES, RankTable
 from .data import JOINT, SIDES, ReportData, groups_of_point
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def collect(folder: Path) -> ReportData:
-    """Collect what there is about a run or a checkpoint.
+    """Collect the content of a report on a run or a checkpoint.
 
     Raises:
         CheckpointError: neither of them, or a damaged one.
@@ -62,9 +65,7 @@ def collect_run(run: Run) -> ReportData:
         data.points, data.chosen = table.points, point
         data.ratios_of, what = ("report", "exported") if point.report else ("search", "measured")
         data.ranks_of = f"of the strongest point that was {what}: compression {point.stored:.3f}"
-        data.ratios = ratio_rows(
-            point.fidelity(data.ratios_of).values, table.base.get(data.ratios_of) or {}, table.left_out
-        )
+        data.ratios = _accuracy_of(point, table).ratio_rows(data.ratios_of)
         _headline(data, point, _run_bytes(run, point, table.context.settings.get("context_tokens", LONG_CONTEXT)))
     else:
         why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` measures."
@@ -82,32 +83,28 @@ def collect_checkpoint(
         run: its opened run, or why there is none. place: where the folder will be, if that is not where it is.
     """
     data = ReportData("checkpoint", (place or folder).resolve().name, report["source"]["name"], recipe)
-    accuracy, size = report["accuracy"], report["kv_bytes_per_token"]
-    data.metric, data.target = metric_info(accuracy["metric"]).description, accuracy["target"]
-    reader = Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again.")
-    fidelity = {
-        split: reader.read(Fidelity, found, f"accuracy.measurements.{split}")
-        for split, found in accuracy["measurements"].items()
-    }
-    shares = report["compression"]
-    chosen = Point(0.0, shares["planned"], shares["stored"], [], [], fidelity.get("search"), fidelity.get("report"))
-    values = fidelity["report"].values if "report" in fidelity else {}
-    data.ratios = ratio_rows(values, accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {}))
-    data.ratios += long_rows(accuracy["measurements"], accuracy.get("base", {}))
-    if accuracy["report"] is None:
-        data.absent["points"] = f"Accuracy was not measured: {accuracy.get('not_measured', 'nobody says why')}."
+    size = report["kv_bytes_per_token"]
+    accuracy = Accuracy.read(report["accuracy"], Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again."))
+    data.metric = metric_info(accuracy.metric).description
+    data.target = accuracy.target
+    chosen = Point.of_checkpoint(report, accuracy.measured)
+    data.ratios = accuracy.ratio_rows() + accuracy.long_rows()
+    if accuracy.report is None:
+        data.absent["points"] = f"Accuracy was not measured: {accuracy.not_measured}."
     else:
-        data.points, data.chosen = [chosen], chosen
+        data.points = [chosen]
+        data.chosen = chosen
     shape = run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)
-    data.head_dim, layouts = shape.head_dim, [LayerLayout.from_dict(own, ROTOR_JSON) for own in report["layouts"]]
+    data.head_dim = shape.head_dim
+    layouts = [LayerLayout.from_dict(own, ROTOR_JSON) for own in report["layouts"]]
     data.ranks = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in layouts]
     data.ranks_of = "of this checkpoint"
-    rows, element = [sum(layout.row_bytes(size["element_bytes"])) for layout in layouts], size["element_bytes"]
+    rows = [sum(layout.row_bytes(size["element_bytes"])) for layout in layouts]
+    element = size["element_bytes"]
     held = report.get("kv_bytes_of_sequence") or _sequence(shape, element, rows, LONG_CONTEXT)
     _headline(data, chosen, (size["before"], size["after"], held))
     if isinstance(run, Run):  # which has other measured points, spectra and timings
-        key = accuracy.get("table")
-        table = None if key is None else RankTable.named(run, key)
+        table = None if accuracy.table is None else RankTable.named(run, accuracy.table)
         point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
         if table and point:
             data.points, data.chosen = table.points, point
@@ -120,6 +117,13 @@ def collect_checkpoint(
     return data
 
 
+def _accuracy_of(point: Point, table: RankTable) -> Accuracy:
+    """The accuracy that a table has of a point."""
+    splits = {"search": point.search, "report": point.report, "long": point.long}
+    measured = {split: fidelity for split, fidelity in splits.items() if fidelity is not None}
+    return Accuracy(table.context.metric, None, measured, table.base, table.left_out, table.context.data)
+
+
 def _opened_run(folder: Path, recorded: str) -> Run | str:
     try:
         return Run.open(folder.resolve() / recorded)
@@ -128,7 +132,7 @@ def _opened_run(folder: Path, recorded: str) -> Run | str:
 
 
 def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point | None) -> None:
-    """Facts, times, spectra and ranks from a run and the point that is shown."""
+    """Add facts, times, spectra and ranks from a run and the point that is shown."""
     info, shape = run.info, run.shape
     data.timings = [(stage, v["seconds"], v["peak_bytes"]) for stage, v in info.get("stages", {}).items()]
     tokens = info.get("tokens", {})
@@ -171,18 +175,19 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         for layer in spectra
     ]
     if point and not data.ranks:
-        data.ranks, data.head_dim = groups_of_point(run, point), shape.head_dim
+        data.ranks = groups_of_point(run, point)
+        data.head_dim = shape.head_dim
 
 
 def _spectrum_names(run: Run) -> dict[str, str]:
-    """What the singular values of each side belong to; a joint latent has one set, under `joint`."""
+    """The form of each side's latents in words; a joint latent has one set of singular values, under `joint`."""
     keys, heads, joint = run.form
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
     where = f"{' or '.join(form.in_words(run.shape) for form in dict.fromkeys(keys))}, {size}"
     return {JOINT: where} if joint else {"qk": where, "vo": size}
 
 
-def _mean_spectrum(values: Any) -> list[float]:
+def _mean_spectrum(values: Tensor) -> list[float]:
     """Singular values [num_groups, channels] over each group's largest, averaged over the groups."""
     largest = values[:, :1].clamp(min=1e-300)
     return [float(value) for value in (values / largest).mean(0)]
@@ -204,15 +209,19 @@ def _sequence(shape: AttentionShape, element: int, row_bytes: Sequence[int], tok
 
 def _headline(data: ReportData, point: Point, size: tuple[int, int, SequenceInfo]) -> None:
     before, after, held = size
-    found, split = point.report or point.search, "search" if point.report is None else "report"
+    fidelity = point.report or point.search
+    split = "search" if point.report is None else "report"
     target = "no target was set" if data.target is None else f"target {data.target:g}"
     if point.report is not None and data.target is not None:
         why = point.report.against(data.target)[1]
         target += f"{why and ': '}{why}"
     measured = ("accuracy", "not measured", target)
-    if found is not None:
-        interval = "95 % interval {:.4f} to {:.4f}".format(*found.interval)
-        measured = ("accuracy", f"{found.accuracy:.4f}", f"{interval} on the {split} split; {target}")
+    if fidelity is not None:
+        measured = (
+            "accuracy",
+            f"{fidelity.accuracy:.4f}",
+            f"{fidelity.interval_in_words} on the {split} split; {target}",
+        )
     data.headline = [
         ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
         ("bytes per token", f"{before} → {after}", "KV cache over all layers"),

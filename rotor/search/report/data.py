@@ -1,4 +1,4 @@
-"""What the page of a report shows, as plain numbers and words."""
+"""The content of a report's page, as plain numbers and words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..point import Point
 
 SIDES = ("qk", "vo")
 JOINT = "joint"
-"""What stands for both sides where keys and values share a latent."""
+"""Name of the one side where keys and values share a latent."""
 
 WHOLE_BITS = 16
 
@@ -46,7 +46,8 @@ class Cell:
 
 def groups_of_point(run: Run, point: Point) -> list[list[GroupLayout]]:
     """The groups of each layer of a measured point."""
-    layers, size = [], run.form.group_size
+    layers = []
+    size = run.form.group_size
     for index in range(len(point.ranks)):
         pairs: Sequence[tuple[Latent, Latent | None]] = [(Numbers(qk), Numbers(v)) for qk, v in point.ranks[index]]
         if point.channels:

@@ -10,10 +10,13 @@ from base64 import b64encode
 from collections.abc import Callable
 from functools import partial
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .data import JOINT, ReportData
 from .style import STYLE, accuracy_axis, layer_colours, layer_legend, shown_loss
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 KEYS, MUTED, ACCENT = "#1f5fbf", "#8a93a3", "#0f7b53"
 SIDE_NAMES = {"qk": "keys", "vo": "values", JOINT: "keys and values together"}
@@ -26,7 +29,7 @@ FLOOR = 1e-6
 
 
 def figures(data: ReportData) -> dict[str, str]:
-    """Name -> <img>, for each that has something to draw; those of singular values are `spectra-SIDE`.
+    """Images by name, for each figure that has something to draw; those of singular values are `spectra-SIDE`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -45,30 +48,32 @@ def figures(data: ReportData) -> dict[str, str]:
     return drawn
 
 
-def _drawings(data: ReportData) -> dict[str, tuple[Callable[[Any], None], str]]:
-    """By name: a function that draws on a matplotlib figure, and a text for those who do not see it."""
-    found: dict[str, tuple[Callable[[Any], None], str]] = {}
+def _drawings(data: ReportData) -> dict[str, tuple[Callable[[Figure], None], str]]:
+    """Functions that draw on a matplotlib figure, each with a text for those who do not see it, by name."""
+    drawings: dict[str, tuple[Callable[[Figure], None], str]] = {}
     if data.points:
         text = f"Accuracy against compression: {len(data.points)} measured points; the numbers are in the table below."
-        found["points"] = partial(_draw_points, data), text
+        drawings["points"] = partial(_draw_points, data), text
     for side, name in data.spectra_of.items():
         text = f"Singular values of the {SIDE_NAMES[side]} ({name}) of {len(data.spectra)} layers, falling from 1"
         draw = partial(_draw_spectra, data=data, side=side, name=name)
-        found[f"spectra-{side}"] = draw, f"{text}{'; dots mark ranks' if data.ranks else ''}."
-    return found
+        drawings[f"spectra-{side}"] = draw, f"{text}{'; dots mark ranks' if data.ranks else ''}."
+    return drawings
 
 
-def _draw_points(data: ReportData, figure: Any) -> None:
-    """The uncompressed model, what was measured, and the target as a line."""
-    points, axes, losses = sorted(data.points, key=lambda p: p.stored), figure.subplots(), list[float]()
+def _draw_points(data: ReportData, figure: Figure) -> None:
+    """Draw the uncompressed model, measured points, and the target as a line."""
+    points = sorted(data.points, key=lambda p: p.stored)
+    axes = figure.subplots()
+    losses = list[float]()
     for split, colour in (("search", MUTED), ("report", KEYS)):
-        found = [(point.stored, getattr(point, split)) for point in points if getattr(point, split) is not None]
-        x, y = [stored for stored, _ in found], [shown_loss(fidelity.accuracy) for _, fidelity in found]
-        for stored, fidelity in found:
+        measured = [(point.stored, getattr(point, split)) for point in points if getattr(point, split) is not None]
+        x, y = [stored for stored, _ in measured], [shown_loss(fidelity.accuracy) for _, fidelity in measured]
+        for stored, fidelity in measured:
             high, low = map(shown_loss, fidelity.interval)
             axes.vlines(stored, low, high, color=colour, linewidth=1.2, alpha=0.6)
             losses += [low, high]
-        if found:
+        if measured:
             if split == "search":  # a line from the uncompressed model
                 axes.plot([0, *x], [shown_loss(1), *y], color=colour, linewidth=1, linestyle="--")
             axes.plot(x, y, "o", color=colour, markersize=4, label=f"{split} split, 95 % interval")
@@ -88,9 +93,10 @@ def _draw_points(data: ReportData, figure: Any) -> None:
     figure.legend(fontsize=8, loc="outside upper center", ncols=2)
 
 
-def _draw_spectra(figure: Any, *, data: ReportData, side: str, name: str) -> None:
-    """One line a layer in the colour of its place in the model, with a dot at the layer's mean rank."""
-    axes, colours = figure.subplots(), layer_colours(len(data.spectra))
+def _draw_spectra(figure: Figure, *, data: ReportData, side: str, name: str) -> None:
+    """Draw one line a layer in the colour of its place in the model, with a dot at the layer's mean rank."""
+    axes = figure.subplots()
+    colours = layer_colours(len(data.spectra))
     for index, layer in enumerate(data.spectra):
         values = [max(value, FLOOR) for value in layer[side]]
         share = [(i + 1) / len(values) for i in range(len(values))]

@@ -8,9 +8,8 @@ from functools import cache
 from importlib import resources
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from ...calibration.run import Run
@@ -80,7 +79,8 @@ def write_with_checkpoint(folder: Path, place: Path, info: CheckpointInfo, recip
         place: where the folder will be, as the user gave it. info: the content of its rotor.json.
     """
     data = collect_checkpoint(folder, info, recipe, run, place)
-    data.timings, data.absent["timings"] = [], "In the report of the run; left out here, as they differ each time."
+    data.timings = []
+    data.absent["timings"] = "In the report of the run; left out here, as they differ each time."
     write(data, folder / NAME)
     if run.writable:
         write(collect_run(run), run.folder / NAME)
@@ -118,7 +118,7 @@ def _code(text: str) -> Markup:
 
 
 @cache
-def _template() -> Any:
+def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"bytes": in_bytes, "code": _code}
     environment.globals |= {"pip_install": pip_install, "cell_of": Cell.of}

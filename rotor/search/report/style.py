@@ -1,8 +1,12 @@
-"""What the plots of reports and studies share: how they look, axes of accuracy and compression, colours of layers."""
+"""The style of plots in reports and studies, axes of accuracy and compression, colours of layers."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
@@ -18,17 +22,17 @@ MARKERS = "osD^vPX*<>"
 """Markers of the lines of a plot, in turn."""
 
 LOSS_FLOOR = 5e-4
-"""Losses of accuracy below it, none among them, are drawn at it: a logarithmic axis has no 0."""
+"""Least loss of accuracy that is drawn; smaller ones and 0 are drawn there, as a logarithmic axis has no 0."""
 
 LOSS_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 def shown_loss(accuracy: float) -> float:
-    """Where an accuracy lies on `accuracy_axis`."""
+    """The place of an accuracy on `accuracy_axis`: what is lost, within the axis."""
     return min(max(1 - accuracy, LOSS_FLOOR), 1.0)
 
 
-def accuracy_axis(axes: Any, losses: list[float], label: str) -> None:
+def accuracy_axis(axes: Axes, losses: list[float], label: str) -> None:
     """An axis of accuracy, best at the top, logarithmic in what is lost: from 0.9 to 0.99 it is as far as on to 0.999.
 
     Args:
@@ -43,14 +47,14 @@ def accuracy_axis(axes: Any, losses: list[float], label: str) -> None:
     axes.set_ylabel(label)
 
 
-def layer_colours(layers: int) -> list[Any]:
+def layer_colours(layers: int) -> list[tuple[float, float, float, float]]:
     """A colour for each layer, from the first to the last."""
     from matplotlib import colormaps
 
     return [colormaps["viridis"](index / max(layers - 1, 1)) for index in range(layers)]
 
 
-def layer_legend(figure: Any, axes: Any, layers: int) -> None:
+def layer_legend(figure: Figure, axes: Axes, layers: int) -> None:
     """A scale of `layer_colours` beside axes, with numbers of layers; nothing for one layer."""
     if layers < 2:
         return

@@ -1,4 +1,4 @@
-"""What the parts about caches share: what is measured, tables, and plots of fidelity against bytes.
+"""The base of the parts about caches: measurements, tables, and plots of fidelity against bytes.
 
 A part names its caches (`CachePart.caches`); records, table, CSV and plot follow.
 """
@@ -9,14 +9,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ...policies import PerToken, Policy
 from .caches import CacheBench, CacheRecord
 from .context import StudyContext
-from .part import Part, Table, Task, number
+from .part import CsvRow, Part, Table, Task, number
 from .plots import KL_LABEL, draw_line
 from .store import StudyStore
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GROUP = 64
 """Numbers in a group, and tokens in the exact residual, of every method that has them (GEAR section 4)."""
@@ -26,7 +29,7 @@ GROUP = 64
 class StudiedCache:
     """One cache that a part measures: of the uncompressed model, or of a recipe's mildest plan that removes a share.
 
-    family: what has one colour in plots. policy: by which the cache is kept, if any.
+    family: name of what has one colour in plots. policy: the policy that keeps the cache, if any.
     """
 
     family: str
@@ -41,7 +44,7 @@ class StudiedCache:
     def measure(self, study: StudyContext, name: str, bench: CacheBench | None = None) -> CacheRecord:
         bench = bench or study.bench
         if self.recipe:
-            path = study.path(self.recipe, study.plan.recipes[self.recipe])
+            path = study.path(self.recipe, study.inputs.recipes[self.recipe])
             record = bench.of_plan(name, *path, self.removed, self.policy)
         else:
             record = bench.of_policy(name, self.policy)
@@ -49,16 +52,17 @@ class StudiedCache:
 
 
 CONTROL = {"per token, 4 bits": StudiedCache("per token", PerToken(4, GROUP))}
-"""What every part measures beside its own: plain codes of four bits, the control for bytes."""
+"""The control for bytes, which every part measures: plain codes of four bits."""
 
 
 def at_bytes(study: StudyContext, shares: Sequence[float]) -> dict[str, StudiedCache]:
     """Each recipe at the bytes that were asked for, or else at shares of the uncompressed model's."""
-    whole, found = study.whole_bytes, {}
-    for name in study.plan.recipes:
-        for size in study.plan.sizes or [round(share * whole) for share in shares]:
-            found[f"{name}, {size} bytes"] = StudiedCache(name, recipe=name, removed=1 - size / whole)
-    return found
+    whole = study.whole_bytes
+    caches = {}
+    for name in study.inputs.recipes:
+        for size in study.inputs.sizes or [round(share * whole) for share in shares]:
+            caches[f"{name}, {size} bytes"] = StudiedCache(name, recipe=name, removed=1 - size / whole)
+    return caches
 
 
 class CachePart(Part):
@@ -84,10 +88,10 @@ class CachePart(Part):
         if records:
             yield cache_table(records, self.title, self.text)
 
-    def rows(self, store: StudyStore) -> Iterable[dict[str, Any]]:
+    def rows(self, store: StudyStore) -> Iterable[CsvRow]:
         return [{"part": self.name, **_csv_row(record)} for record in cache_records(store, self.name)]
 
-    def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
+    def plots(self, store: StudyStore) -> dict[str, Callable[[Figure], None]]:
         records = [record for record in cache_records(store, self.name) if not record.skipped]
         return {self.name: partial(draw_fidelity, records, self.title)} if records else {}
 
@@ -95,11 +99,11 @@ class CachePart(Part):
 def cache_records(store: StudyStore, part: str) -> list[CacheRecord]:
     """The records of caches of a part, in order of arrival; what older versions measured beside is left out."""
     known = {own.name for own in fields(CacheRecord)}
-    found = [record for record in store.part(part).values() if "skipped" in record]
-    return [CacheRecord(**{name: record[name] for name in record.keys() & known}) for record in found]
+    records = [record for record in store.part(part).values() if "skipped" in record]
+    return [CacheRecord(**{name: record[name] for name in record.keys() & known}) for record in records]
 
 
-def _csv_row(record: CacheRecord) -> dict[str, Any]:
+def _csv_row(record: CacheRecord) -> CsvRow:
     """One row of the CSV file by column; without numbers where the cache was skipped."""
     plain = {key: value for key, value in asdict(record).items() if not isinstance(value, (dict, list))}
     if record.skipped:
@@ -134,7 +138,7 @@ def cache_table(records: Sequence[CacheRecord], title: str, text: str = "") -> T
     return Table(header, rows, title, text)
 
 
-def draw_fidelity(records: Sequence[CacheRecord], title: str, figure: Any) -> None:
+def draw_fidelity(records: Sequence[CacheRecord], title: str, figure: Figure) -> None:
     """KL and each ratio against bytes, a line a method, a colour a family, with the Pareto front.
 
     Bytes are means of the lengths that were scored: tokens that are not yet coded count where they help.
@@ -157,8 +161,8 @@ def draw_fidelity(records: Sequence[CacheRecord], title: str, figure: Any) -> No
     for axes, (label, value) in zip(grid, values.items(), strict=False):
         points = [(r, r.mean_kv_bytes_per_token, y) for r in records if (y := value(r)) is not None]
         for marker, (family, method) in enumerate(sorted(methods)):
-            own = sorted((x, y) for r, x, y in points if (r.family, method_of(r.name)) == (families[family], method))
-            draw_line(axes, marker, own, method, linestyle=":", color=look(family % 20))
+            line = sorted((x, y) for r, x, y in points if (r.family, method_of(r.name)) == (families[family], method))
+            draw_line(axes, marker, line, method, linestyle=":", color=look(family % 20))
         front = pareto_front([(x, y) for _, x, y in points], label != KL_LABEL)
         axes.step(*zip(*front, strict=True), where="post", color="0.3", linewidth=1, label="Pareto front", zorder=0)
         axes.set(xlabel="bytes of cache per token", ylabel=label, yscale="log" if label == KL_LABEL else "linear")
@@ -170,7 +174,7 @@ def draw_fidelity(records: Sequence[CacheRecord], title: str, figure: Any) -> No
 
 
 def method_of(name: str) -> str:
-    """What records of one method have in common in their names: `KIVI-2` and `KIVI-4` are KIVI, at every budget.
+    """The part of the name that records of one method share: `KIVI-2` and `KIVI-4` are KIVI, at every budget.
 
     A recipe's own number stays: `rotor-16, 320 bytes` is rotor-16.
     """

@@ -19,24 +19,21 @@ from ...policies import LONG_TOKENS, EvictingLayer, Eviction, Policy, random_row
 from ...policies.fitting import fit_cache_policy
 from ...progress import Progress
 from ...runtime.attention import RotorAttention
-from ...search.compressible import CompressibleModel
+from ...search import CompressibleModel, EvaluationContext, FidelityMeter, PlanEvaluator
 from ...search.evaluation.cached import final_states_through_cache
-from ...search.evaluation.fidelity import FidelityMeter
-from ...search.evaluation.prompts import EvaluationContext
-from ...search.measurer import Measurer
 
 PROMPT_SHARE = 0.75
 """Share of a sequence of text that is the prompt: three quarters, as in GEAR's tasks (900 tokens of 1156 in GSM8k)."""
 
 TEXT = ("token_accuracy", "ppl_ratio", "top1_agreement", "kl_div")
-"""What is measured of text."""
+"""Metrics of text."""
 
 
 @dataclass(frozen=True)
 class CacheRecord:
-    """What was measured of one cache; `skipped` says why nothing was.
+    """A measured cache; `skipped` says why nothing was measured.
 
-    family: what has one colour in plots.
+    family: name of what has one colour in plots.
     kl_div: nats a token against the uncompressed model. token_accuracy, ppl_ratio: ratios to it. top1_agreement: share.
     answers: by task, the mean probability of the answers over the uncompressed model's.
     kv_bytes_per_token: of a complete row, everything counted; mean_: its mean over the scored lengths; long_: of
@@ -83,11 +80,15 @@ class CacheBench:
         progress: Progress,
     ) -> None:
         context = replace(context, spec=replace(context.spec, metric="default"))
-        self.network, self.prompts, self.whole, self.samples = network, prompts, whole, samples
-        self.splits, self.length = [name for name in SPLITS if name in context.rows], context.rows["report"].shape[1]
+        self.network = network
+        self.prompts = prompts
+        self.whole = whole
+        self.samples = samples
+        self.splits = [name for name in SPLITS if name in context.rows]
+        self.length = context.rows["report"].shape[1]
         self.meter = FidelityMeter(context, progress, prompt_share=PROMPT_SHARE, report=(*TEXT, *prompts))
 
-    def measure(self, policy: Policy | None = None) -> dict[str, Any]:
+    def measure(self, policy: Policy | None = None) -> dict[str, float | None]:
         """Values of the network as it is, compressed or not, with a cache; a policy that needs samples is fitted."""
         network = self.network
         if not self.meter.base:
@@ -97,7 +98,7 @@ class CacheBench:
         return self.meter.measure(network, "report", partial(_read, network, policy)).values
 
     def fitted(self, policy: Policy | None) -> Policy | None:
-        """A policy with what it finds on samples, where it needs any."""
+        """A policy, fitted to samples where it needs any."""
         if policy is None or not policy.needs_samples:
             return policy
         return fit_cache_policy(self.network.model, policy, self.samples())
@@ -110,15 +111,16 @@ class CacheBench:
             policy = self.fitted(policy)
             sizes = cache_bytes(network, prompt, self.length, policy)
             (long,) = cache_bytes(network, LONG_TOKENS, LONG_TOKENS, policy)
-            found = self.measure(policy)
+            values = self.measure(policy)
         except UnsupportedModelError as error:
             return CacheRecord(name, skipped=error.message)
-        size, after_prompt = sizes[-1] / self.length, list(enumerate(sizes[1:], prompt + 1))
-        text: Any = {key: found[key] for key in TEXT}
+        size = sizes[-1] / self.length
+        after_prompt = list(enumerate(sizes[1:], prompt + 1))
+        text: Any = {key: values[key] for key in TEXT}
         return CacheRecord(
             name,
             **text,
-            answers={key: value for key in self.prompts if (value := found.get(key)) is not None},
+            answers={key: value for key in self.prompts if (value := values.get(key)) is not None},
             kv_bytes_per_token=size,
             mean_kv_bytes_per_token=sum(size / tokens for tokens, size in after_prompt) / len(after_prompt),
             long_kv_bytes_per_token=long / LONG_TOKENS,
@@ -131,14 +133,14 @@ class CacheBench:
             return self.record(name, policy)
 
     def of_plan(
-        self, name: str, measurer: Measurer, path: RankPath, removed: float, policy: Policy | None = None
+        self, name: str, evaluator: PlanEvaluator, path: RankPath, removed: float, policy: Policy | None = None
     ) -> CacheRecord:
         """A record of the mildest plan that removes a share of the cache, with a policy on top or in a plain cache."""
         plan = path.at_compression(removed)
         if plan is None:
             least = (1 - path.plans()[-1].stored) * self.whole
             return CacheRecord(name, skipped=f"out of reach: the least is {least:.0f} bytes")
-        self.network.compress(measurer.run.bases(plan.channels), plan.rounded)
+        self.network.compress(evaluator.run.bases(plan.channels), plan.ranks)
         return self.record(name, policy)
 
 
@@ -164,12 +166,12 @@ def sequence_bytes(shape: AttentionShape, dtype: torch.dtype, tokens: int, polic
     if policy is None:
         return uncompressed_kv_bytes_of_sequence(shape, dtype.itemsize, tokens)
     total, known = 0, dict[tuple[int, Any], int]()
-    for layer, (own, kept) in enumerate(zip(policy.layers(shape.num_layers), held, strict=True)):
+    for layer, (stored_layer, kept) in enumerate(zip(policy.layers(shape.num_layers), held, strict=True)):
         levels = getattr(policy, "levels", ())  # layers that are fitted may store differently
         key = kept, layer if levels else None
         if key not in known:
-            own.fill(*(random_rows(shape.num_kv_heads, kept, shape.head_dim, dtype) for _ in range(2)))
-            known[key] = stored_bytes(Cache(layers=[own]))
+            stored_layer.fill(*(random_rows(shape.num_kv_heads, kept, shape.head_dim, dtype) for _ in range(2)))
+            known[key] = stored_bytes(Cache(layers=[stored_layer]))
         total += known[key]
     return total
 
@@ -181,7 +183,8 @@ def cache_bytes(network: CompressibleModel, prompt: int, tokens: int, policy: Po
 
     Budgets that depend on the prompt (`squeeze`) are taken as equal, which they are in the mean.
     """
-    policy, plain = of_row(policy, tokens), DynamicCache(config=network.config)
+    policy = of_row(policy, tokens)
+    plain = DynamicCache(config=network.config)
     network.model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=network.device), past_key_values=plain)
     likes: list[Any] = list(plain.layers)
     shapes = [(like.keys.shape, like.values.shape) for like in likes]
@@ -201,7 +204,8 @@ def cache_bytes(network: CompressibleModel, prompt: int, tokens: int, policy: Po
             layer.follow(module.layout, network.dtype)
     for place, (start, end) in enumerate(zip([0, *range(prompt, tokens)], range(prompt, tokens + 1), strict=True)):
         for index, (keys, values) in rows.items():
-            layer, states = layers[index], (keys[:, :, start:end], values[:, :, start:end])
+            layer = layers[index]
+            states = (keys[:, :, start:end], values[:, :, start:end])
             if policy is None:
                 Cache(layers=[layer]).update(*states, 0)
             elif start == 0 or not isinstance(layer, EvictingLayer):  # which keeps as many with each that comes

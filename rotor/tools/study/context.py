@@ -1,4 +1,4 @@
-"""What the tasks of a study share: the model and the held-out data, loaded when first needed, and calibrations."""
+"""The model, the held-out data and the calibrations that the tasks of a study share, loaded when first needed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ...checkpoint.families import attention_shape
 from ...checkpoint.layout import uncompressed_kv_bytes_per_token
 from ...checkpoint.output_folder import OutputFolder
 from ...errors import UsageError
+from ...models.device_plan import DevicePlan
 from ...models.projections import context_tokens
 from ...models.sequences import evenly_spaced, text_sequences
 from ...models.source import Checkpoint
@@ -25,41 +26,38 @@ from ...policies.fitting import FIT_TOKENS
 from ...progress import Progress
 from ...recipe import Evaluation, Recipe
 from ...recipe.metric_registry import primitive_metrics
-from ...search.compressible import CompressibleModel
-from ...search.evaluation.fidelity import FidelityMeter
-from ...search.evaluation.placement import Placement
-from ...search.evaluation.prompts import EvaluationContext
-from ...search.measurer import Measurer
+from ...recipe.requests import StudyRequest
+from ...search import CompressibleModel, EvaluationContext, FidelityMeter, PlanEvaluator
 from .caches import CacheBench
-from .request import StudyPlan
+from .inputs import StudyInputs
 from .store import StudyStore
 
 PROMPTS = ("lookup", "copy")
 """Metrics whose prompts are read through caches, where the study's metric has them."""
 
 TARGETS = (0.99, 0.95, 0.90)
-"""Accuracies for which the strongest compression is looked for."""
+"""Accuracies whose strongest compression is searched."""
 
 
 @dataclass
 class StudyContext:
-    """See the module. options: of `calibrate`, for every calibration."""
+    """See the module. request: what the user asked for; its options of `calibrate` hold for every calibration."""
 
-    plan: StudyPlan
+    inputs: StudyInputs
     store: StudyStore
     checkpoint: Checkpoint
-    placement: Placement
+    devices: DevicePlan
     progress: Progress
-    options: dict[str, Any]
-    _open: tuple[str, Measurer, RankPath] | None = None
+    request: StudyRequest
+    _open: tuple[str, PlanEvaluator, RankPath] | None = None
 
     @property
     def evaluation(self) -> Evaluation:
-        return self.plan.first.evaluation
+        return self.inputs.first.evaluation
 
     @cached_property
     def network(self) -> CompressibleModel:
-        return self.placement.model(self.checkpoint, self.store.folder)
+        return CompressibleModel(self.checkpoint, self.devices, workspace=self.store.folder)
 
     @cached_property
     def data(self) -> EvaluationData:
@@ -87,7 +85,7 @@ class StudyContext:
         Raises:
             UsageError: the model's weights are not all in memory.
         """
-        if self.placement.streamed:
+        if self.devices.streamed:
             raise UsageError(
                 "--parts methods and others about caches: they are read step by step, which needs all weights in "
                 "memory.",
@@ -101,7 +99,7 @@ class StudyContext:
         return self.bench_in(self.cache_network)
 
     def bench_in(self, network: CompressibleModel) -> CacheBench:
-        """Measures likewise in a network of any dtype."""
+        """Measures the same in a network of another dtype."""
         asked = primitive_metrics(self.evaluation.metric)
         prompts = [name for name in PROMPTS if name in asked]
         return self._bench(self.data.sequences if prompts else {"report": self.data.report}, prompts, network)
@@ -118,14 +116,16 @@ class StudyContext:
     @cached_property
     def cache_network(self) -> CompressibleModel:
         """The model in the dtype whose caches are counted."""
-        place = replace(self.placement, dtype=self.cache_dtype)
-        return self.network if place == self.placement else place.model(self.checkpoint, self.store.folder)
+        devices = replace(self.devices, dtype=self.cache_dtype)
+        if devices == self.devices:
+            return self.network
+        return CompressibleModel(self.checkpoint, devices, workspace=self.store.folder)
 
     def calibration_rows(self, count: int) -> Tensor:
         """Rows [count, seq_len] of the text that is kept for calibrations."""
-        found = held_out_documents(self.evaluation)
-        rows = text_sequences(found.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
-        return evenly_spaced(rows, count, f"study, calibration part of {found.description}")
+        documents = held_out_documents(self.evaluation)
+        rows = text_sequences(documents.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
+        return evenly_spaced(rows, count, f"study, calibration part of {documents.description}")
 
     def run(self, name: str, recipe: Recipe) -> Run:
         """The run of a recipe, calibrated unless it is there.
@@ -137,7 +137,17 @@ class StudyContext:
         if not folder.exists():
             self.progress.message(f"calibrate {name}")
             resume = PartialRun(OutputFolder.at(folder, "run")).exists
-            return calibrate(self.checkpoint.folder, folder, recipe, resume=resume, **self.options)
+            return calibrate(
+                self.checkpoint.folder,
+                folder,
+                recipe,
+                resume=resume,
+                device=self.request.device,
+                dtype=self.request.dtype,
+                offload=self.request.offload,
+                batch_tokens=self.request.batch_tokens,
+                progress=self.progress,
+            )
         run = Run.open(folder)
         same_model = run.info["model"].get("shards") == self.store.settings["model"]["shards"]
         if not same_model or _without_path(run.recipe) != _without_path(recipe):
@@ -147,26 +157,25 @@ class StudyContext:
             )
         return run
 
-    def path(self, name: str, recipe: Recipe) -> tuple[Measurer, RankPath]:
-        """What measures points of a recipe's run, and all its rank plans; the last that were asked for are kept."""
+    def path(self, name: str, recipe: Recipe) -> tuple[PlanEvaluator, RankPath]:
+        """The evaluator of a recipe's run, and the path of its plans; the last pair that was asked for is kept."""
         if self._open is None or self._open[0] != name:
-            measurer = Measurer(
+            evaluator = PlanEvaluator(
                 self.run(name, recipe),
                 replace(recipe, evaluation=self.evaluation),
-                self.placement.dtype,
-                self.placement.device,
+                self.devices,
                 self.progress,
                 data=lambda: self.data,
                 network=lambda: self.network,
                 meter=lambda: self.meter,
                 context_tokens=context_tokens(self.checkpoint.config),
             )
-            self._open = name, measurer, measurer.path
+            self._open = name, evaluator, evaluator.path
         return self._open[1:]
 
 
 def _without_path(recipe: Recipe) -> dict[str, Any]:
-    """Settings of a recipe but where its text lies, as the study's folder may be named in several ways."""
+    """Settings of a recipe without the path of its text, as the study's folder may be named in several ways."""
     data = recipe.to_dict()
     data["tokens"] = {key: value for key, value in data["tokens"].items() if key != "path"}
     return data

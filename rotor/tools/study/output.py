@@ -1,4 +1,4 @@
-"""The tables of a study, summary.md and CSV files, from what its parts give."""
+"""Write the tables of a study: summary.md and CSV files."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ...checkpoint.atomic import write_text
 from ...recipe.metric_registry import metric_info
-from .part import Part
+from .part import CsvRow, Part
 from .store import StudyStore
 
 SUMMARY = "summary.md"
 
 
 def write_tables(store: StudyStore, parts: Sequence[Part]) -> list[Path]:
-    """CSV files of what has records, and the summary; returns the files."""
+    """Write CSV files of the parts that have records, and the summary; returns the files."""
     files = {}
     for name in dict.fromkeys(part.csv for part in parts if part.csv):
         rows = [row for part in parts if part.csv == name for row in part.rows(store)]
@@ -31,7 +30,7 @@ def write_tables(store: StudyStore, parts: Sequence[Part]) -> list[Path]:
     return list(files)
 
 
-def _csv_text(rows: Sequence[dict[str, Any]]) -> str:
+def _csv_text(rows: Sequence[CsvRow]) -> str:
     """CSV text with a column for each key of any row; None and missing values are empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")

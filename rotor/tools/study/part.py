@@ -1,4 +1,4 @@
-"""What a part of a study is, and how parts are found.
+"""Parts of a study, and how they are found by name.
 
 A part of your own is a subclass of `Part`: name it on the command line as `--parts my_part.py:MyPart`.
 """
@@ -11,12 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import UsageError
 from .context import StudyContext
 from .parts import PARTS
 from .store import StudyStore
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+CsvRow = dict[str, object]
+"""A row of a CSV file, by column."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Task:
     """
 
     key: str
-    measure: Callable[[], Any]
+    measure: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -73,13 +80,13 @@ class Part(ABC):
         del store
         return ()
 
-    def rows(self, store: StudyStore) -> Iterable[dict[str, Any]]:
+    def rows(self, store: StudyStore) -> Iterable[CsvRow]:
         """Rows of the file `csv`, by column."""
         del store
         return ()
 
-    def plots(self, store: StudyStore) -> Mapping[str, Callable[[Any], None]]:
-        """What draws on an empty figure of matplotlib, by file name; nothing without records."""
+    def plots(self, store: StudyStore) -> Mapping[str, Callable[[Figure], None]]:
+        """Functions that draw on an empty figure of matplotlib, by file name; none without records."""
         del store
         return {}
 
@@ -92,16 +99,16 @@ def find_part(name: str) -> Part:
     """
     file, _, class_name = name.rpartition(":")
     if name in PARTS:
-        found: Any = getattr(importlib.import_module(f"{__package__}.parts.{name}"), name.capitalize())
+        part: Any = getattr(importlib.import_module(f"{__package__}.parts.{name}"), name.capitalize())
     elif file.endswith(".py"):
         spec = importlib.util.spec_from_file_location(Path(file).stem, file)
         if not Path(file).is_file() or spec is None or spec.loader is None:
             raise UsageError(f"--parts {name}: no such file.", "Give FILE.py:CLASS, the class of a part.")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        found = getattr(module, class_name, None)
+        part = getattr(module, class_name, None)
     else:
         raise UsageError(f"--parts {name}: expected some of {', '.join(PARTS)}, or FILE.py:CLASS.")
-    if not (isinstance(found, type) and issubclass(found, Part)):
+    if not (isinstance(part, type) and issubclass(part, Part)):
         raise UsageError(f"--parts {name}: is no subclass of rotor.tools.study.part.Part.")
-    return found()
+    return part()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
 from ...installing import pip_install
@@ -12,9 +12,12 @@ from ...search.report.style import MARKERS, STYLE
 from .part import Part
 from .store import StudyStore
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 KL_LABEL = "KL divergence (nats per token)"
 LEAST_KL = 1e-6
-"""A smaller one is drawn at it: a logarithmic axis has no 0."""
+"""Least KL that is drawn; smaller ones are drawn there, as a logarithmic axis has no 0."""
 
 
 def write_plots(store: StudyStore, parts: Sequence[Part]) -> list[Path]:
@@ -36,14 +39,14 @@ def write_plots(store: StudyStore, parts: Sequence[Part]) -> list[Path]:
     return files
 
 
-def draw_line(axes: Any, index: int, points: Sequence[tuple[float, float]], label: str = "", **options: Any) -> None:
-    """A line with marks, in the colour `index`; beyond ten the same colours come with other markers."""
+def draw_line(axes: Axes, index: int, points: Sequence[tuple[float, float]], label: str = "", **options: Any) -> None:
+    """Draw a line with marks, in the colour `index`; beyond ten the same colours come with other markers."""
     look = {"color": f"C{index % 10}", "marker": MARKERS[(index + index // 10) % len(MARKERS)], "markersize": 5}
     axes.plot([x for x, _ in points], [y for _, y in points], **{**look, "label": label, **options})
 
 
-def draw_legend(axes: Any, **options: Any) -> None:
-    """Inside the axes; the layout makes no room for it, however many entries it has."""
+def draw_legend(axes: Axes, **options: Any) -> None:
+    """Draw a legend inside the axes; the layout makes no room for it, however many entries it has."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, framealpha=0.6, **options).set_in_layout(False)
 

@@ -14,14 +14,17 @@ from ...errors import UsageError
 
 STORE_VERSION = 2
 
+Record = dict[str, Any]
+"""What was measured of one thing, or what a study was asked to do, in JSON's types."""
+
 
 class StudyStore:
     """Records of a study by key (`part/name/...`), with the settings that they all share."""
 
-    def __init__(
-        self, folder: Path, settings: dict[str, Any], records: dict[str, dict[str, Any]] | None = None
-    ) -> None:
-        self.folder, self.settings, self.records = folder, settings, records or {}
+    def __init__(self, folder: Path, settings: Record, records: dict[str, Record] | None = None) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.records = records or {}
         self.added = 0
 
     @property
@@ -29,7 +32,7 @@ class StudyStore:
         return self.folder / RESULTS
 
     @classmethod
-    def read(cls, folder: Path, settings: dict[str, Any]) -> StudyStore:
+    def read(cls, folder: Path, settings: Record) -> StudyStore:
         """The store in `folder`, or a new one; nothing is written.
 
         Args:
@@ -47,18 +50,18 @@ class StudyStore:
         if data.get("version") != STORE_VERSION or not isinstance(data.get("records"), dict):
             raise UsageError(f"{store.path}: not a study of this version of rotor.", "Give another folder with -o.")
         stored = data.get("settings", {})
-        found = list(differences(stored, store.settings, optional=lambda name: name == "recipes"))
-        if found:
-            shown = "; ".join(f"{name} was {shorten_json(a)}, now {shorten_json(b)}" for name, a, b in found[:4])
+        changed = list(differences(stored, store.settings, optional=lambda name: name == "recipes"))
+        if changed:
+            shown = "; ".join(f"{name} was {shorten_json(a)}, now {shorten_json(b)}" for name, a, b in changed[:4])
             raise UsageError(
-                f"{store.path}: was measured with other settings: {shown}{' ...' if len(found) > 4 else ''}.",
+                f"{store.path}: was measured with other settings: {shown}{' ...' if len(changed) > 4 else ''}.",
                 "Give the same settings (--set) to continue it, or another folder with -o.",
             )
         store.settings["recipes"] = {**stored.get("recipes", {}), **store.settings["recipes"]}
         store.records = data["records"]
         return store
 
-    def put(self, key: str, record: dict[str, Any]) -> dict[str, Any]:
+    def put(self, key: str, record: Record) -> Record:
         """Add one record, and write the file unless it is there with the same values."""
         record = json.loads(json_text(record))
         if self.records.get(key) != record:
@@ -67,7 +70,7 @@ class StudyStore:
             self.save()
         return record
 
-    def part(self, name: str) -> dict[str, dict[str, Any]]:
+    def part(self, name: str) -> dict[str, Record]:
         """The records whose key starts with `name/`, by the rest of their key, in order of arrival."""
         return {key[len(name) + 1 :]: record for key, record in self.records.items() if key.startswith(f"{name}/")}
 

@@ -14,14 +14,15 @@ from ...checkpoint.tensors import layer_tensors
 from ...errors import CheckpointError, RotorError
 from ...models.compressed import CompressedCheckpoint
 from ...progress import Progress
+from ...search import Accuracy
 
 OWN = ("q_proj.", "k_proj.", "v_proj.", "o_proj.", "key_", "query_")
-"""What names of an attention layer's tensors begin with."""
+"""Prefixes of the names of an attention layer's tensors."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One promise: `status` is `pass`, `fail` or `skipped`."""
+    """One check: `status` is `pass`, `fail` or `skipped`."""
 
     name: str
     status: str
@@ -32,24 +33,26 @@ class Check:
 class Validation:
     """The result of validating one folder.
 
-    summary: what the table shows: compression, bytes, accuracy, its interval and target.
+    summary: what the table shows: compression, bytes, accuracy, its interval and target, as JSON has them.
+    accuracy: what was measured; None where nothing was.
     """
 
     folder: Path
     checks: list[Check] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    accuracy: Accuracy | None = None
 
     @property
     def damaged(self) -> bool:
-        """A check other than the accuracy target failed."""
+        """Whether a check other than the accuracy target failed."""
         return any(c.status == "fail" and c.name != "accuracy target" for c in self.checks)
 
     @property
     def target_met(self) -> bool:
         return not any(c.status == "fail" and c.name == "accuracy target" for c in self.checks)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {
             "folder": str(self.folder),
             "ok": not self.damaged and self.target_met,
@@ -90,7 +93,7 @@ def check_integrity(result: Validation, progress: Progress) -> CompressedCheckpo
 
 
 def _check_tensors(result: Validation, checkpoint: CompressedCheckpoint, advance: Callable[[float], None]) -> None:
-    """Tensors against rotor.json: names, shapes, dtypes, hashes, finiteness."""
+    """Check tensors against rotor.json: names, shapes, dtypes, hashes, finiteness."""
     recorded = checkpoint.report["tensors"]
     stored = set(checkpoint.names)
     problems = [f"{name} is missing" for name in sorted(set(recorded) - stored)]
@@ -115,12 +118,12 @@ def _check_tensors(result: Validation, checkpoint: CompressedCheckpoint, advance
             elif tensor_sha256(tensor) != entry["sha256"]:
                 wrong["tensor hashes"].append(f"{name} in {file} differs from its SHA-256")
         advance(checkpoint.bytes_of(file))
-    for check, found in wrong.items():
-        result.add_problems(check, found, f"{len(recorded)} tensors")
+    for check, problems_of_check in wrong.items():
+        result.add_problems(check, problems_of_check, f"{len(recorded)} tensors")
 
 
 def _check_manifest(result: Validation) -> None:
-    """Every file against manifest.json."""
+    """Check every file against manifest.json."""
     try:
         manifest = Manifest.read(result.folder)
     except CheckpointError as error:
@@ -133,7 +136,8 @@ def _check_manifest(result: Validation) -> None:
 
 def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
     """The first tensor of a layer's attention that is not what its layout says, or nothing."""
-    family, biases = FAMILIES[checkpoint.config.model_type], checkpoint.section.biases
+    family = FAMILIES[checkpoint.config.model_type]
+    biases = checkpoint.section.biases
     for index, layout in enumerate(checkpoint.layouts):
         prefix = family.stored_prefix(index, checkpoint.names)
         expected = layer_tensors(layout, checkpoint.shape, biases)

@@ -11,12 +11,11 @@ from ...checkpoint.atomic import write_json
 from ...checkpoint.output_folder import check_apart
 from ...errors import UsageError
 from ...models.compressed import CompressedCheckpoint
-from ...models.loading import weights_of
+from ...models.device_plan import DevicePlan
 from ...models.source import Checkpoint
 from ...policies import Policy, cache_policy
 from ...progress import Progress
 from ...recipe import Evaluation
-from ...search.evaluation.placement import Placement
 from ...search.evaluation.tasks import Paired, TaskSuite, paired
 
 COMPARISON = "comparison.json"
@@ -25,7 +24,7 @@ COMPARISON = "comparison.json"
 def compare_tasks(
     checkpoint: CompressedCheckpoint,
     source: Checkpoint,
-    place: Placement,
+    devices: DevicePlan,
     policy: Policy | None,
     names: Sequence[str],
     lengths: Sequence[int],
@@ -36,25 +35,26 @@ def compare_tasks(
     """Ask the source and the checkpoint, and write the files of both, and COMPARISON.
 
     Args:
-        policy: of the checkpoint's cache. names, lengths: as of TaskSuite. spec: its lm_eval_limit and seed count.
+        policy: of the checkpoint's cache. names, lengths: see TaskSuite. spec: only lm_eval_limit and seed matter.
         out: a new folder.
     Raises:
         UsageError: weights are read layer by layer, or `out` is there. DataError: a task cannot be loaded or run.
     """
-    if place.streamed:
+    if devices.streamed:
         raise UsageError("--tasks: models generate, which needs all weights in memory.", "Give --offload never.")
     check_apart(out, [source.folder, checkpoint.folder])
-    report, found = checkpoint.report, {}
+    report = checkpoint.report
+    scores = {}
     removed = report["compression"]["stored"]
     with TaskSuite.results(out) as folder:
         suite = TaskSuite(names, source.tokenizer, lengths, spec.lm_eval_limit, spec.seed)
-        for model, own in ((source, None), (checkpoint, policy)):
-            about = {"pretrained": str(model.folder.resolve()), "dtype": str(place.dtype).removeprefix("torch.")}
-            about |= {} if own is None else {"cache": f"rotor-{own.method}"}
-            network: Any = weights_of(model, place.device, place.dtype, place.streamed).model
-            with progress.task(f"tasks of {model.folder.name}", None, ""), cache_policy(network, own):
-                found[model.folder] = suite.measure(network, about, folder)
-        rows = paired(*found.values())
+        for model, model_policy in ((source, None), (checkpoint, policy)):
+            about = {"pretrained": str(model.folder.resolve()), "dtype": str(devices.dtype).removeprefix("torch.")}
+            about |= {} if model_policy is None else {"cache": f"rotor-{model_policy.method}"}
+            network: Any = devices.weights(model).model
+            with progress.task(f"tasks of {model.folder.name}", None, ""), cache_policy(network, model_policy):
+                scores[model.folder] = suite.measure(network, about, folder)
+        rows = paired(*scores.values())
         comparison = {
             "before": str(source.folder.resolve()),
             "after": str(checkpoint.folder.resolve()),

@@ -73,7 +73,7 @@ def test_tiles_are_compiled_then_timed(monkeypatch, tmp_path: Path) -> None:
     assert (of["own"]["tile"]["keys"], of["own"]["seconds"]["median"]) == (64, 9.0)
     assert of["best"]["seconds"]["median"] < of["own"]["seconds"]["median"]
     assert of["absorbing"]["absorbing"] == {"blocks": 16, "warps": 1, "stages": 1}
-    assert "| tiny | 1 x 32K | 64 x 1, 2; 0, 0, 0; " in markdown(records).replace("; 0, 1, 0;", "; 0, 0, 0;")
+    assert "| tiny | 1 x 32K | 64 x 1, 3; 0, 1, 0; " in markdown(records)
 
 
 def test_a_model_decodes(monkeypatch) -> None:

@@ -1,22 +1,24 @@
-"""`curves`: of each recipe points over compression, and the strongest compression at each target accuracy."""
+"""The part `curves`: points of each recipe over compression, and its strongest compression at each target accuracy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ....errors import AccuracyError
 from ....models.splits import SPLITS
 from ....recipe import Recipe
 from ....recipe.metric_registry import METRICS
-from ....search.point import Point
+from ....search import Fidelity, Point, find_plan
 from ....search.report.style import accuracy_axis, shown_loss
-from ....search.search import find_plan
 from ..context import TARGETS, StudyContext
-from ..part import Part, Table, Task, number
+from ..part import CsvRow, Part, Table, Task, number
 from ..plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
-from ..store import StudyStore
+from ..store import Record, StudyStore
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COMPRESSIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
@@ -24,9 +26,9 @@ METRIC_LABELS = {
     "accuracy": "accuracy (ratio to the model)",
     **{name: info.label for name, info in METRICS.items() if not info.parts},
 }
-"""What is recorded of a point in each split; a point may lack some."""
+"""Values that are recorded of a point on each split, with their labels; a point may lack some."""
 
-Records = dict[str, dict[str, Any]]
+Records = dict[str, Record]
 """Records of one recipe, by what they are: targets, p0.10 ..."""
 
 
@@ -35,18 +37,18 @@ class Curves(Part):
     csv = "results.csv"
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
-        for name, recipe in study.plan.recipes.items():
+        for name, recipe in study.inputs.recipes.items():
             yield from curve_tasks(study, name, recipe)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
-        found = curves(store.records)
-        if found:
+        by_recipe = curves(store.records)
+        if by_recipe:
             yield Table((), (), "Recipes")
-            yield from target_tables(found)
-            yield _points_table(found)
+            yield from target_tables(by_recipe)
+            yield _points_table(by_recipe)
 
-    def rows(self, store: StudyStore) -> Iterator[dict[str, Any]]:
-        """One a recipe and compression, with the metrics of both splits."""
+    def rows(self, store: StudyStore) -> Iterator[CsvRow]:
+        """One row for each recipe and compression, with the metrics of both splits."""
         for recipe, records in curves(store.records).items():
             for point in points(records):
                 low, high = point["interval"]
@@ -61,69 +63,70 @@ class Curves(Part):
                     "report_interval_high": high,
                 }
 
-    def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
-        found = curves(store.records)
-        return {"recipes": partial(_draw, found)} if any(map(points, found.values())) else {}
+    def plots(self, store: StudyStore) -> dict[str, Callable[[Figure], None]]:
+        by_recipe = curves(store.records)
+        return {"recipes": partial(_draw, by_recipe)} if any(map(points, by_recipe.values())) else {}
 
 
 def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task]:
     """The tasks of one recipe: its points and its targets."""
 
-    def point(target: float) -> dict[str, Any]:
-        measurer, path = study.path(name, recipe)
+    def point(target: float) -> Record:
+        evaluator, path = study.path(name, recipe)
         plan = path.at_compression(target)
         if plan is None:
             return {"target": target, "out_of_reach": round(path.plans()[-1].stored, 6)}
-        return {**point_record(measurer.measure(plan, SPLITS)), "target": target}
+        return {**point_record(evaluator.measure(plan, SPLITS)), "target": target}
 
-    def targets() -> dict[str, Any]:
+    def targets() -> Record:
         """The point that `rotor export --accuracy` would choose for each target, or why there is none."""
-        (measurer, path), found = study.path(name, recipe), dict[str, Any]()
+        (evaluator, path) = study.path(name, recipe)
+        reached = Record()
         for target in TARGETS:
             try:
-                plan = find_plan(path, recipe.search.resolution, target, measurer.search)
+                plan = find_plan(path, recipe.search.resolution, target, evaluator.search)
             except AccuracyError as error:
-                found[f"{target:.2f}"] = {"out_of_reach": error.message}
+                reached[f"{target:.2f}"] = {"out_of_reach": error.message}
             else:
-                found[f"{target:.2f}"] = point_record(measurer.measure(plan, SPLITS))
-        return found
+                reached[f"{target:.2f}"] = point_record(evaluator.measure(plan, SPLITS))
+        return reached
 
     for target in COMPRESSIONS:
         yield Task(f"curves/{name}/p{target:.2f}", partial(point, target))
     yield Task(f"curves/{name}/targets", targets)
 
 
-def point_record(point: Point) -> dict[str, Any]:
+def point_record(point: Point) -> Record:
     """Compression, accuracy and every ratio of a point on both splits; 95 % intervals of accuracy and KL on report."""
-    record: dict[str, Any] = point.compression_json
+    record: Record = {"planned": point.planned, "stored": point.stored}
     for split in SPLITS:
-        found = point.fidelity(split)
-        values = {name: found.values[name] for name in METRIC_LABELS if name in found.values}
-        record[split] = {"accuracy": found.accuracy, **values}
+        fidelity = point.fidelity(split)
+        values = {name: fidelity.values[name] for name in METRIC_LABELS if name in fidelity.values}
+        record[split] = {"accuracy": fidelity.accuracy, **values}
     report = point.fidelity("report")
     bounds = [bound for end in ("low", "high") if (bound := report.values.get(f"kl_div_{end}")) is not None]
     return record | {"interval": report.interval, "kl_interval": bounds or None}
 
 
-def curves(records: Mapping[str, dict[str, Any]]) -> dict[str, Records]:
+def curves(records: Mapping[str, Record]) -> dict[str, Records]:
     """Select this part's records of a study, by recipe."""
-    found: dict[str, Records] = {}
+    by_recipe: dict[str, Records] = {}
     for key, record in records.items():
         if key.startswith("curves/"):
             _, recipe, what = key.split("/")
-            found.setdefault(recipe, {})[what] = record
-    return found
+            by_recipe.setdefault(recipe, {})[what] = record
+    return by_recipe
 
 
-def points(records: Records) -> list[dict[str, Any]]:
+def points(records: Records) -> list[Record]:
     """The measured points of one recipe by rising compression, without those out of reach."""
     measured = [r for what, r in records.items() if what.startswith("p") and "stored" in r]
     return sorted(measured, key=lambda point: point["target"])
 
 
-def target_tables(found: Mapping[str, Records]) -> Iterator[Table]:
-    """What every recipe removes at the target accuracies, where that was searched."""
-    targets = sorted({t for records in found.values() for t in records.get("targets", {})}, reverse=True)
+def target_tables(by_recipe: Mapping[str, Records]) -> Iterator[Table]:
+    """Tables of what every recipe removes at the target accuracies, where that was searched."""
+    targets = sorted({t for records in by_recipe.values() for t in records.get("targets", {})}, reverse=True)
     if targets:
         text = (
             "Compression at a target accuracy, chosen by the search split; in brackets that of the report split with "
@@ -131,21 +134,21 @@ def target_tables(found: Mapping[str, Records]) -> Iterator[Table]:
         )
         rows = [
             [name, *(_target_cell(records.get("targets", {}).get(target, {})) for target in targets)]
-            for name, records in found.items()
+            for name, records in by_recipe.items()
         ]
         yield Table(["recipe", *(f"at {float(target):g}" for target in targets)], rows, text=text)
 
 
-def _target_cell(point: Mapping[str, Any]) -> str:
+def _target_cell(point: Record) -> str:
     if "stored" not in point:
         return "out of reach" if point else ""
-    bounds = "[{:.4f}, {:.4f}]".format(*point["interval"])
-    return f"{point['stored']:.3f} ({point['report']['accuracy']:.4f} {bounds})"
+    report = Fidelity(point["report"]["accuracy"], point["interval"], {})
+    return f"{point['stored']:.3f} ({report})"
 
 
-def _points_table(found: Mapping[str, Records]) -> Table:
+def _points_table(by_recipe: Mapping[str, Records]) -> Table:
     """Table of every point: its stored compression and what was measured on the report split."""
-    every = [(name, point) for name, records in found.items() for point in points(records)]
+    every = [(name, point) for name, records in by_recipe.items() for point in points(records)]
     metrics = [name for name in METRIC_LABELS if any(name in point["report"] for _, point in every)]
     rows = []
     for name, point in every:
@@ -155,11 +158,11 @@ def _points_table(found: Mapping[str, Records]) -> Table:
     return Table(header, rows, text="Report split; stored is the compression of the mildest step beyond p.")
 
 
-def _draw(found: Mapping[str, Records], figure: Any) -> None:
+def _draw(by_recipe: Mapping[str, Records], figure: Figure) -> None:
     """Draw curves from the uncompressed model on. Hollow marks are the points of the table of targets."""
     figure.suptitle("accuracy and KL against compression, report split (95 % intervals; hollow: at the targets)")
     accuracy, divergence = figure.subplots(1, 2)
-    for index, (name, records) in enumerate(found.items()):
+    for index, (name, records) in enumerate(by_recipe.items()):
         reached = [point for point in records.get("targets", {}).values() if "stored" in point]
         for axes, shown, start, value, interval in (
             (accuracy, shown_loss, 1.0, "accuracy", "interval"),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
-from typing import Any
 
 from ....checkpoint.families import attention_shape
 from ....checkpoint.layout import kv_bytes_of_sequence, uncompressed_kv_bytes_of_sequence
@@ -14,17 +13,16 @@ from ....errors import UnsupportedModelError
 from ....models.projections import context_tokens
 from ....policies import FP8, KIVI, KVTC, PerToken
 from ....policies.quantiser import Quantiser
-from ....search.point import Point
 from ..caches import CacheBench, sequence_bytes
 from ..context import StudyContext
-from ..part import Part, Table, Task, number
+from ..part import CsvRow, Part, Table, Task, number
 from ..store import StudyStore
 
 CONTEXTS = (2048, 32768)
 """Tokens of the sequences whose bytes are compared: in the shorter one exact newest tokens weigh, in the longer not."""
 
 SHARES = (0.45, 0.36, 0.29, 0.23, 0.18, 0.14, 0.1)
-"""Of the uncompressed bytes, at which recipes are measured where no list of bytes is given."""
+"""Shares of the uncompressed bytes at which recipes are measured where no list of bytes is given."""
 
 TEXT = "KL"
 TASKS = {"lookup": "look-ups", "copy": "copies"}
@@ -32,7 +30,7 @@ TASKS = {"lookup": "look-ups", "copy": "copies"}
 
 @dataclass(frozen=True)
 class MatchRecord:
-    """What was measured of one cache; `skipped` says why nothing was.
+    """A measured cache; `skipped` says why nothing was measured.
 
     recipe: the name of the recipe, or nothing of a cache in use. answers: by task, the mean probability of the right
     answers over the uncompressed model's. sizes: mean bytes a token of a sequence of each of CONTEXTS, as text.
@@ -64,29 +62,29 @@ class Match(Part):
     csv = "match.csv"
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
-        own = _Measured(study)
-        for name, policy in in_use(own.shape.head_dim).items():
-            yield Task(f"{self.name}/{name}", partial(own.of_policy, name, policy))
-        for recipe in study.plan.recipes:
-            for size in study.plan.sizes or [round(share * own.whole) for share in SHARES]:
-                yield Task(f"{self.name}/{recipe}, {size} bytes", partial(own.of_recipe, recipe, size))
+        measured = _Measured(study)
+        for name, policy in in_use(measured.shape.head_dim).items():
+            yield Task(f"{self.name}/{name}", partial(measured.of_policy, name, policy))
+        for recipe in study.inputs.recipes:
+            for size in study.inputs.sizes or [round(share * measured.whole) for share in SHARES]:
+                yield Task(f"{self.name}/{recipe}, {size} bytes", partial(measured.of_recipe, recipe, size))
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
-        found = match_records(store)
+        records = match_records(store)
         title = "Bytes to match"
-        for recipe in dict.fromkeys(record.recipe for record in found if record.recipe):
+        for recipe in dict.fromkeys(record.recipe for record in records if record.recipe):
             for context in CONTEXTS:
                 text = (
                     f"At which bytes a token `{recipe}` is as good, over a sequence of {context:,} tokens: by KL, and "
                     "by the answers of each task. Between two of its sizes KL is taken as exponential, answers as "
                     "linear; `<` and `>`: less, or more, than all that were measured."
                 )
-                yield Table(header(found), match_rows(found, recipe, str(context)), title, text)
+                yield Table(header(records), match_rows(records, recipe, str(context)), title, text)
                 title = ""
-        if found:
-            yield points_table(found)
+        if records:
+            yield points_table(records)
 
-    def rows(self, store: StudyStore) -> Iterable[dict[str, Any]]:
+    def rows(self, store: StudyStore) -> Iterable[CsvRow]:
         for record in match_records(store):
             plain = {key: value for key, value in asdict(record).items() if not isinstance(value, dict)}
             answers = {f"{task}_answers": value for task, value in record.answers.items()}
@@ -95,11 +93,12 @@ class Match(Part):
 
 
 class _Measured:
-    """What the tasks of the part share: the model in the study's dtype; caches are counted in the checkpoint's."""
+    """The measurements of the part: the model runs in the study's dtype, caches are counted in the checkpoint's."""
 
     def __init__(self, study: StudyContext) -> None:
         self.study, config = study, study.checkpoint.config
-        self.shape, self.context = attention_shape(config), context_tokens(config)
+        self.shape = attention_shape(config)
+        self.context = context_tokens(config)
         before = uncompressed_kv_bytes_of_sequence(self.shape, study.cache_dtype.itemsize, self.context)
         self.whole = before / self.context
 
@@ -121,20 +120,24 @@ class _Measured:
     def of_recipe(self, recipe: str, size: int) -> MatchRecord:
         """The mildest plan of at most so many bytes a token, in the mean over a sequence of the served context."""
         name = f"{recipe}, {size} bytes"
-        measurer, path = self.study.path(recipe, self.study.plan.recipes[recipe])
+        evaluator, path = self.study.path(recipe, self.study.inputs.recipes[recipe])
         plan = path.at_compression(1 - size / self.whole)
         if plan is None:
             least = (1 - path.plans()[-1].stored) * self.whole
             return MatchRecord(name, recipe, skipped=f"out of reach: the least is {least:.0f} bytes")
         bench = self.bench
-        bench.network.compress(measurer.run.bases(plan.channels), plan.rounded)
-        rows = Point.of(plan).row_bytes(self.study.cache_dtype.itemsize)
+        bench.network.compress(evaluator.run.bases(plan.channels), plan.ranks)
+        rows = plan.row_bytes(self.study.cache_dtype.itemsize)
         sizes = {n: kv_bytes_of_sequence(rows, self.shape, n) / n for n in CONTEXTS}
         return self._record(name, recipe, bench.measure(), sizes)
 
-    def _record(self, name: str, recipe: str, values: dict[str, Any], sizes: dict[int, float]) -> MatchRecord:
-        answers = {task: float(values[task]) for task in TASKS if values.get(task) is not None}
-        return MatchRecord(name, recipe, "", values["kl_div"], answers, {str(n): size for n, size in sizes.items()})
+    def _record(
+        self, name: str, recipe: str, values: Mapping[str, float | None], sizes: dict[int, float]
+    ) -> MatchRecord:
+        kl_div = values["kl_div"]
+        assert kl_div is not None
+        answers = {task: float(value) for task in TASKS if (value := values.get(task)) is not None}
+        return MatchRecord(name, recipe, "", kl_div, answers, {str(n): size for n, size in sizes.items()})
 
 
 def match_records(store: StudyStore) -> list[MatchRecord]:
@@ -148,23 +151,23 @@ def header(records: Sequence[MatchRecord]) -> list[str]:
 
 
 def match_rows(records: Sequence[MatchRecord], recipe: str, context: str) -> list[list[str]]:
-    """Of each cache in use its bytes and values, and behind each the bytes at which the recipe has that value."""
-    own = [record for record in records if record.recipe == recipe and not record.skipped]
-    found = []
+    """Bytes and values of each cache in use, each value with the bytes at which the recipe has it."""
+    of_recipe = [record for record in records if record.recipe == recipe and not record.skipped]
+    rows = []
     for record in (record for record in records if not record.recipe):
         if record.skipped:
-            found.append([record.name, f"not measured: {record.skipped}"])
+            rows.append([record.name, f"not measured: {record.skipped}"])
             continue
         cells = [record.name, number(record.sizes[context], 0), number(record.kl_div, 5)]
-        cells.append(bytes_of_kl(own, record.kl_div, context))
+        cells.append(bytes_of_kl(of_recipe, record.kl_div, context))
         for task in _tasks(records):
-            cells += [number(record.answers[task], 3), bytes_of_answers(own, record.answers[task], task, context)]
-        found.append(cells)
-    return found
+            cells += [number(record.answers[task], 3), bytes_of_answers(of_recipe, record.answers[task], task, context)]
+        rows.append(cells)
+    return rows
 
 
 def points_table(records: Sequence[MatchRecord]) -> Table:
-    """All that was measured, in order of arrival."""
+    """Table of all measured caches, in order of arrival."""
     tasks = _tasks(records)
     rows = []
     for r in records:
@@ -200,7 +203,8 @@ def _crossing(
     if best >= wanted:
         return f"< {size:.0f}"
     for record in ordered[1:]:
-        next_size, next_best = record.sizes[context], max(best, value(record))
+        next_size = record.sizes[context]
+        next_best = max(best, value(record))
         if next_best >= wanted:
             return f"{size + (next_size - size) * (wanted - best) / (next_best - best):.0f}"
         size, best = next_size, next_best

@@ -1,4 +1,4 @@
-"""`methods`: all methods at equal bytes: every bundled cache policy, and the recipes."""
+"""The part `methods`: every bundled cache policy and the recipes at equal bytes."""
 
 from __future__ import annotations
 
@@ -34,39 +34,39 @@ class Methods(CachePart):
     )
 
     def caches(self, study: StudyContext) -> dict[str, StudiedCache]:
-        found = {UNCOMPRESSED: StudiedCache(UNCOMPRESSED)}
-        for name, policy in policies(study.plan.caches).items():
-            found[name] = StudiedCache(policy.method, policy)
-        return found | at_bytes(study, SHARES)
+        caches = {UNCOMPRESSED: StudiedCache(UNCOMPRESSED)}
+        for name, policy in policies(study.inputs.caches).items():
+            caches[name] = StudiedCache(policy.method, policy)
+        return caches | at_bytes(study, SHARES)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
         yield from super().tables(store)
-        found = [record for record in cache_records(store, self.name) if not record.skipped]
-        whole = [record.kv_bytes_per_token for record in found if record.name == UNCOMPRESSED]
+        records = [record for record in cache_records(store, self.name) if not record.skipped]
+        whole = [record.kv_bytes_per_token for record in records if record.name == UNCOMPRESSED]
         if whole:
             sizes = [share * whole[0] for share in EQUAL]
             header = ["method", *(f"{size:.0f} bytes" for size in sizes)]
             text = "At equal bytes: the least KL of a method whose cache takes no more, as the mean over lengths."
-            yield Table(header, at_equal_bytes(found, sizes), text=text)
+            yield Table(header, at_equal_bytes(records, sizes), text=text)
             header = ["accuracy", "complete row", "bytes", "32K tokens", "bytes at 32K tokens"]
             text = "The fewest bytes at an accuracy, the smallest of a row's ratios."
-            yield Table(header, fewest_bytes(found), text=text)
+            yield Table(header, fewest_bytes(records), text=text)
 
 
-def policies(own: Sequence[str] = ()) -> dict[str, Policy]:
-    """The bundled ones that serve uncompressed models, and those of one's own, by name."""
-    found = bundled_policies() | {name: policy for name in own if (policy := find_policy(name)) is not None}
-    return {name: policy for name, policy in found.items() if not policy.rows_only}
+def policies(names: Sequence[str] = ()) -> dict[str, Policy]:
+    """The bundled cache policies that serve uncompressed models, and those with these names, by name."""
+    chosen = bundled_policies() | {name: policy for name in names if (policy := find_policy(name)) is not None}
+    return {name: policy for name, policy in chosen.items() if not policy.rows_only}
 
 
 def at_equal_bytes(records: Sequence[CacheRecord], sizes: Sequence[float]) -> list[list[str]]:
     """The least KL of each family at each number of bytes, and which record has it where there are several."""
     rows = []
     for family in dict.fromkeys(record.family for record in records):
-        own = [record for record in records if record.family == family]
+        of_family = [record for record in records if record.family == family]
         cells = []
         for size in sizes:
-            fitting = [record for record in own if record.mean_kv_bytes_per_token <= size * 1.005]
+            fitting = [record for record in of_family if record.mean_kv_bytes_per_token <= size * 1.005]
             best = min(fitting, key=lambda record: record.kl_div, default=None)
             cells.append(
                 "" if best is None else f"{best.kl_div:.5f}" + (f" ({best.name})" if best.name != family else "")

@@ -1,32 +1,37 @@
-"""Measures plans of a run and writes what it found into the run's tables; the model is loaded when it is needed."""
+"""Measures plans of a run and writes the results into the run's tables; the model is loaded when it is needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..calibration.allocation.bits import BitsPath
-from ..calibration.allocation.plan import RankInputs, RankPath, RankPlan, Sensitivity, Spectra
+from ..calibration.allocation.plan import Plan, RankInputs, RankPath, Sensitivity, Spectra
 from ..calibration.run import Run, read_weight_fisher
 from ..errors import UsageError
+from ..models.device_plan import DevicePlan
 from ..models.splits import EvaluationData
-from ..policies import Policy
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe
 from .compressible import CompressibleModel
-from .evaluation.fidelity import Fidelity, FidelityMeter
+from .evaluation.accuracy import Fidelity
+from .evaluation.fidelity import FidelityMeter
 from .point import Point
 from .probe import probe
 from .table import Context, ProbeTable, RankTable
 
+if TYPE_CHECKING:
+    from ..policies import Policy
 
-class Measurer:
-    """Measures rank plans of a run against the uncompressed model, and adds them to a table; probes likewise.
+
+class PlanEvaluator:
+    """Measures plans and probes of a run against the uncompressed model, and adds them to its tables.
 
     Args:
-        recipe: the run's, with what was overridden. dtype, device: of forward passes.
+        recipe: the run's, with what was overridden. devices: where forward passes run.
         data, network, meter: held-out text, the model, and what compares it; called when they are needed.
         times: of the stages. context_tokens: of the sequence whose bytes plans count.
     """
@@ -35,8 +40,7 @@ class Measurer:
         self,
         run: Run,
         recipe: Recipe,
-        dtype: torch.dtype,
-        device: torch.device,
+        devices: DevicePlan,
         progress: Progress,
         *,
         data: Callable[[], EvaluationData],
@@ -46,11 +50,18 @@ class Measurer:
         times: StageTimes | None = None,
         context_tokens: int | None = None,
     ) -> None:
-        self.run, self.recipe, self.progress, self.policy = run, recipe, progress, policy
-        self.times, self.context_tokens = times or StageTimes(), context_tokens
+        self.run = run
+        self.recipe = recipe
+        self.progress = progress
+        self.policy = policy
+        self.times = times or StageTimes()
+        self.context_tokens = context_tokens
         self.measured_points = 0
-        """How often a plan was measured on a split."""
-        self._place, self._data, self._network, self._meter = (dtype, device), data, network, meter
+        """Number of measurements of a plan on a split."""
+        self._devices = devices
+        self._data = data
+        self._network = network
+        self._meter = meter
 
     @cached_property
     def data(self) -> EvaluationData:
@@ -67,17 +78,17 @@ class Measurer:
 
     @cached_property
     def table(self) -> RankTable:
-        """Of the context that is measured in."""
+        """The table of the context in which plans are measured."""
         counted = self.context_tokens if self.run.shape.windows else None  # else it counts for nothing
-        context = Context.of(self.recipe.evaluation, self.data, *self._place, self.policy, counted)
+        context = Context.of(self.recipe.evaluation, self.data, self._devices, self.policy, counted)
         return RankTable.open(self.run, context)
 
     @cached_property
     def probes(self) -> ProbeTable:
-        """Of the settings that are probed with."""
+        """The sensitivities that were probed with the recipe's settings."""
         ranks, search = self.recipe.ranks, self.data.search
         rows = search[: max(1, ranks.probe_tokens // search.shape[1])]
-        return ProbeTable.open(self.run, ranks, rows, *self._place)
+        return ProbeTable.open(self.run, ranks, rows, self._devices)
 
     @cached_property
     def path(self) -> RankPath:
@@ -85,7 +96,7 @@ class Measurer:
         return self.path_of(self.recipe)
 
     def path_of(self, recipe: Recipe) -> RankPath:
-        """Likewise of one that differs in what plans are chosen by."""
+        """All plans of another recipe on the same run, after measuring what its method needs."""
         if "sensitivities" not in recipe.rank_needs:
             return rank_path(self.run, recipe, context_tokens=self.context_tokens)
         self.probe()
@@ -100,21 +111,23 @@ class Measurer:
         probes = self.probes
         if probes.complete:
             return
-        known, layers, network = probes.sensitivities, self.run.shape.num_layers, self.network
+        known = probes.sensitivities
+        layers = self.run.shape.num_layers
+        network = self.network
         with self.times.stage("probe"), self.progress.task("probe", layers - len(known), "layers") as advance:
-            for found in probe(network, self.run.bases(), self.recipe.ranks, probes.rows, len(known), advance):
-                known.append(found)
+            for sensitivity in probe(network, self.run.bases(), self.recipe.ranks, probes.rows, len(known), advance):
+                known.append(sensitivity)
                 probes.save()
 
-    def search(self, plan: RankPlan) -> Fidelity:
-        """Fidelity of a plan on the search split."""
+    def search(self, plan: Plan) -> Fidelity:
+        """Measure the fidelity of a plan on the search split."""
         return self.measure(plan, ["search"]).fidelity("search")
 
-    def measure(self, plan: RankPlan, splits: Sequence[str] | None = None) -> Point:
-        """The table's point for a plan, measured on those splits where it is not yet, with one rewrite of the model.
+    def measure(self, plan: Plan, splits: Sequence[str] | None = None) -> Point:
+        """The table's point for a plan, measured where it was not yet, with one rewrite of the model.
 
         Args:
-            splits: by default all that there are, the report split's long rows among them.
+            splits: by default all, the report split's long rows among them.
         """
         splits = tuple(self.data.sequences) if splits is None else splits
         point = self.table.find(plan) or Point.of(plan)
@@ -131,7 +144,7 @@ class Measurer:
                     meter.measure_base(network, split)
                 self.table.base[split] = meter.base[split]
                 self.table.left_out[split] = meter.left_out[split]
-            network.compress(self.run.bases(plan.channels), plan.rounded)
+            network.compress(self.run.bases(plan.channels), plan.ranks)
             for split in missing:
                 point = point.with_fidelity(split, meter.measure(network, split))
         self.measured_points += len(missing)

@@ -1,4 +1,4 @@
-"""What a study is asked to do, checked before anything is measured."""
+"""The recipes, sizes and caches that a study compares, checked before anything is measured."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ...recipe import Recipe, load_recipe, override
 
 
 @dataclass(frozen=True)
-class StudyPlan:
-    """What the parts of a study measure.
+class StudyInputs:
+    """The subjects of a study's parts.
 
     recipes: by name, under the same conditions.
-    sizes: bytes of cache per token, if any are asked for. caches: policies of your own.
+    sizes: bytes of cache per token, if any are asked for. caches: further cache policies.
     """
 
     recipes: dict[str, Recipe]
@@ -28,7 +28,7 @@ class StudyPlan:
         return next(iter(self.recipes.values()))
 
 
-def same_conditions(recipes: Iterable[str], overrides: list[str]) -> dict[str, Recipe]:
+def same_conditions(recipes: Iterable[str], overrides: Iterable[str]) -> dict[str, Recipe]:
     """The recipes by name, under one number of tokens, seed, row length, evaluation and search for all.
 
     Raises:
@@ -37,13 +37,13 @@ def same_conditions(recipes: Iterable[str], overrides: list[str]) -> dict[str, R
     loaded = [load_recipe(name, overrides) for name in recipes]
     if not loaded:
         raise UsageError("--recipes: no recipes to compare.", "Give names or YAML files: --recipes fdc,rotor")
-    first, found = loaded[0], dict[str, Recipe]()
+    first, recipes_by_name = loaded[0], dict[str, Recipe]()
     count = max(recipe.tokens.count for recipe in loaded)
     for recipe in loaded:
         name = re.sub(r"[^\w.+-]+", "-", recipe.name).strip("-.") or "recipe"
-        if name in found:
+        if name in recipes_by_name:
             raise UsageError(f"--recipes: two recipes are named {name!r}.", "Change `name` in one of the files.")
         tokens = replace(recipe.tokens, count=count, seq_len=first.tokens.seq_len, seed=first.tokens.seed)
         same = replace(recipe, name=name, tokens=tokens, evaluation=first.evaluation, search=first.search)
-        found[name] = override(same, overrides)
-    return found
+        recipes_by_name[name] = override(same, overrides)
+    return recipes_by_name

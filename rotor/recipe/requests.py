@@ -1,0 +1,288 @@
+"""Requests of calibrate, export, validate, study and inspect, checked when they are made; see rotor.options.
+
+UsageError names an option that does not fit. That needs no torch, and recipes only where a request has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from ..checkpoint.file_names import RECIPE
+from ..errors import MissingError, UsageError
+from ..options import Count, DeviceOptions, MemoryOptions, Reported, check_options
+
+if TYPE_CHECKING:
+    from . import Recipe
+else:
+    Recipe = object  # options are made of these classes before any recipe is read, whose import takes a while
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+RemovalRate = Annotated[float, Field(ge=0, lt=1)]
+ContextTokens = Annotated[int, Field(ge=1, le=1 << 32)]
+
+
+@dataclass(frozen=True)
+class CalibrationRequest(MemoryOptions, Reported):
+    """What `rotor calibrate` is asked to do.
+
+    Args:
+        model: Folder of the model (config.json and safetensors), which is only read; or a hub id.
+        out: Run folder to write; it appears when everything is done.
+        recipe: Name of a bundled recipe (see `rotor recipes`) or a YAML file.
+        overrides: Override a recipe field (`rotor recipes --fields` has all of them); may be repeated.
+        text: Text of your own (a UTF-8 file or a folder of them) to calibrate on and to measure accuracy on. Its
+            documents are dealt to three splits that share none: calibration, search, report. Without it the recipe's
+            tokens calibrate, and accuracy is measured on source of Python's standard library
+            (evaluation.source=stdlib).
+        revision: Branch, tag or commit of a hub id; the commit that it is now is kept in run.json.
+        batch_tokens: Tokens in one forward pass of a calibration.
+        overwrite: Replace a non-empty output folder.
+        resume: Go on with an unfinished run (RUN.partial), after its last finished layer; the result is that of an
+            uninterrupted one.
+    """
+
+    model: str | Path
+    out: Path | str
+    recipe: str | Recipe = "rotor"
+    overrides: Iterable[str] = ()
+    _: KW_ONLY
+    text: Path | str | None = None
+    revision: str | None = None
+    batch_tokens: Count = 2048
+    overwrite: bool = False
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "overrides", tuple(self.overrides))
+        _ = self.overridden_recipe
+
+    @cached_property
+    def overridden_recipe(self) -> Recipe:
+        """The recipe with the text and the overrides; raises RecipeError as `load_recipe` does."""
+        from . import load_recipe, text_overrides
+
+        return load_recipe(self.recipe, (*text_overrides(self.text), *self.overrides))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """The goal of an export: exactly one of them is given.
+
+    Args:
+        accuracy: Find the strongest compression that keeps this accuracy (a ratio to the model) on the search split.
+        compression: Remove at least this share of the KV cache.
+        removal_rate: Choose ranks by this removal rate of singular values.
+    """
+
+    accuracy: Share | None = None
+    compression: Share | None = None
+    removal_rate: RemovalRate | None = None
+
+    def __post_init__(self) -> None:
+        goals = {"--accuracy": self.accuracy, "--compression": self.compression, "--removal-rate": self.removal_rate}
+        given = [name for name, value in goals.items() if value is not None]
+        if len(given) != 1:
+            raise UsageError(
+                f"got {' and '.join(given) or 'no goal'}, expected one of {', '.join(goals)}.",
+                "Example: --accuracy 0.99",
+            )
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class ExportRequest(MemoryOptions, Goal, Reported):
+    """What `rotor export` is asked to do.
+
+    Args:
+        run: Run folder that `rotor calibrate` wrote; its tables gain the points that are measured.
+        out: Checkpoint folder to write; it appears whole or not at all.
+        overrides: Override a recipe field of the sections ranks, codes, evaluation and search; may be repeated.
+        measure: Measure accuracy. An export without it needs a compression or a removal rate; it neither loads the
+            model nor reads text, and rotor.json and the card say so.
+        cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), a YAML file,
+            or FILE.py:CLASS. That needs all weights in memory.
+        without_weights: Write bases in place of weights, which are rewritten from the source's on loading, or by
+            `rotor materialise`.
+        context: Tokens of the sequences that are served, whose bytes count (default: the model's longest, at most
+            32768); a layer with a window holds no more than that, so that its channels cost less.
+        overwrite: Replace a non-empty output folder.
+    """
+
+    run: Path | str
+    out: Path | str
+    _: KW_ONLY
+    overrides: Iterable[str] = ()
+    measure: bool = True
+    cache: str | None = None
+    without_weights: bool = False
+    context: ContextTokens | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises MissingError where the run is no folder; of what it holds only the recipe is read."""
+        Goal.__post_init__(self)
+        object.__setattr__(self, "overrides", tuple(self.overrides))
+        if not self.measure and self.accuracy is not None:
+            raise UsageError("--no-measure: an --accuracy is found by measuring.", "Give --compression in its place.")
+        run = Path(self.run)
+        if not run.is_dir():
+            raise MissingError(f"{run}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
+        if (run / RECIPE).is_file():
+            from . import load_stored_recipe
+
+            self.override(load_stored_recipe(run))
+
+    def override(self, recipe: Recipe) -> Recipe:
+        """The recipe of a run with what this export changes of it."""
+        from . import EXPORT_SECTIONS, override
+
+        return override(recipe, self.overrides, EXPORT_SECTIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationOptions(MemoryOptions):
+    """How `rotor validate` checks a folder.
+
+    Args:
+        model: Source model, if it is not where it was; checkpoints without weights take them from it.
+        run: Run folder, if it is not where it was.
+        recipe: Recipe whose section evaluation says how accuracy is measured; default: the checkpoint's. No text is
+            opened that only the checkpoint names.
+        overrides: Override a field of the recipe's section evaluation; may be repeated.
+        text: Text to measure accuracy on, as for `rotor calibrate`: a file or a folder.
+        cache: How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of
+            your own; default: the checkpoint's own.
+        measure: Measure accuracy, which takes most of the time; without it numerics are compared on random tokens.
+        distance: Tokens of other text between what look-ups and copies state and what asks for it, in rows with room
+            for that (1500: rows of 2048); default: evaluation.filler_tokens.
+        tasks: Benchmarks to run on the uncompressed model and on the compressed ones: tasks of lm-eval, by name or
+            YAML file; of each the first evaluation.lm_eval_limit documents (docs/accuracy.md). What they say is
+            written to a new folder, FOLDER-tasks.
+        lengths: Tokens of the documents of RULER's tasks, with the answer.
+    """
+
+    model: str | Path | None = None
+    run: Path | str | None = None
+    recipe: str | Recipe | None = None
+    overrides: Iterable[str] = ()
+    text: Path | str | None = None
+    cache: str | None = None
+    measure: bool = True
+    distance: Count | None = None
+    tasks: Sequence[str] = ()
+    lengths: Sequence[int] = (4096,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "overrides", tuple(self.overrides))
+
+    @property
+    def evaluation_overrides(self) -> tuple[str, ...]:
+        """Everything that the request changes in the section evaluation."""
+        from . import distance_overrides, text_overrides
+
+        return (*text_overrides(self.text, ("evaluation",)), *distance_overrides(self.distance), *self.overrides)
+
+
+@dataclass(frozen=True)
+class ValidationRequest(ValidationOptions, Reported):
+    """What `rotor validate` is asked to do with one folder.
+
+    Args:
+        folder: What `rotor export` wrote, or with `cache` an uncompressed model.
+        shared: Empty at first, and the same for several folders: what those of one source share is measured once.
+    """
+
+    folder: str | Path
+    _: KW_ONLY
+    shared: dict[str, tuple[object, object]] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class StudyRequest(MemoryOptions, Reported):
+    """What `rotor study` is asked to do.
+
+    Args:
+        model: Folder of the model (config.json and safetensors), which is only read; or a hub id.
+        out: Study folder; one with the same settings is continued.
+        recipes: Names of bundled recipes or YAML files.
+        overrides: Override a recipe field in all recipes; may be repeated.
+        text: Text of your own to calibrate on and to measure accuracy on, as for `rotor calibrate`.
+        parts: Some of curves, methods, match. methods, every cache policy and recipes at equal bytes, takes longest;
+            match finds the bytes at which a recipe is as good as fp8, 4 bits, KIVI and KVTC. FILE.py:CLASS is a part
+            of your own.
+        sizes: Bytes of cache per token at which the parts methods and match measure recipes; by default sizes from
+            3.75 % to 50 % of the uncompressed cache.
+        caches: Cache policies of your own for the part methods, as --cache takes them.
+        distance: Tokens of other text between what look-ups and copies state and what asks for it, in rows with room
+            for that (1500: rows of 2048); default: evaluation.filler_tokens.
+        batch_tokens: Tokens in one forward pass of a calibration.
+        plots: Draw the results, which needs matplotlib.
+    """
+
+    model: str | Path
+    out: Path | str
+    recipes: Sequence[str] = ("fdc", "rotor")
+    overrides: Iterable[str] = ()
+    _: KW_ONLY
+    text: Path | str | None = None
+    parts: Sequence[str] = ("curves",)
+    sizes: Sequence[int] = ()
+    caches: Sequence[str] = ()
+    distance: Count | None = None
+    batch_tokens: Count = 2048
+    plots: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("recipes", "overrides", "parts", "sizes", "caches"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def all_overrides(self) -> tuple[str, ...]:
+        """Overrides of every recipe, those of the text and the distance among them."""
+        from . import distance_overrides, text_overrides
+
+        return (*text_overrides(self.text), *distance_overrides(self.distance), *self.overrides)
+
+
+@dataclass(frozen=True)
+class InspectionRequest(DeviceOptions):
+    """What `rotor inspect` is asked to look at.
+
+    Args:
+        model: Folder of the model (a config.json alone is enough), or a hub id, of which only the configuration is
+            fetched.
+        recipe: Name of a bundled recipe (see `rotor recipes`) or a YAML file.
+        overrides: Override a recipe field (`rotor recipes --fields` has all of them); may be repeated.
+        revision: Branch, tag or commit of a hub id.
+        batch_tokens: Tokens in one forward pass of a calibration.
+        context: Tokens of the sequences whose cache is counted (default: the model's longest, at most 32768).
+    """
+
+    model: str | Path
+    recipe: str | Recipe = "rotor"
+    overrides: Iterable[str] = ()
+    _: KW_ONLY
+    revision: str | None = None
+    batch_tokens: Count = 2048
+    context: ContextTokens | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "overrides", tuple(self.overrides))
+        _ = self.overridden_recipe
+
+    @cached_property
+    def overridden_recipe(self) -> Recipe:
+        """The recipe with the overrides; raises RecipeError as `load_recipe` does."""
+        from . import load_recipe
+
+        return load_recipe(self.recipe, self.overrides)
