@@ -14,7 +14,7 @@ STEPS = [i * 0.00625 for i in range(150)]
 
 def path_of(savings: list[float], lighter: Any = lambda plan: []) -> Any:
     steps = [SimpleNamespace(stored=s) for s in savings]
-    return SimpleNamespace(steps=lambda: steps, lighter=lighter)
+    return SimpleNamespace(plans=lambda: steps, lighter=lighter)
 
 
 class Fake:

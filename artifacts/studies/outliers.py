@@ -32,7 +32,7 @@ from rotor.calibration.bases.information import LayerFisher
 from rotor.calibration.bases.layer import layer_bases
 from rotor.calibration.bases.moments import LayerStatistics, stored_name
 from rotor.calibration.codes.layer import coded_bases, layer_codes
-from rotor.calibration.codes.quantiser import SAMPLES
+from rotor.calibration.codes.quantiser import SAMPLED_TOKENS
 from rotor.calibration.samples import GradientClip, SampleKeeper
 from rotor.checkpoint.channels import PLANE, Channels
 from rotor.checkpoint.layout import AttentionShape, KeyForm, LayerForm
@@ -114,7 +114,7 @@ def rows_of(keys: Tensor, values: Tensor) -> Tensor:
 def calibrate(kind: str) -> tuple[LayerStatistics, LayerFisher]:
     tokens = CALIBRATED * LENGTH
     statistics, information, excess = (LayerStatistics(SHAPE, HEADS) for _ in range(3))
-    keeper, clip = SampleKeeper(tokens, LENGTH, SAMPLES, 0), GradientClip(tokens)
+    keeper, clip = SampleKeeper(tokens, LENGTH, SAMPLED_TOKENS, 0), GradientClip(tokens)
     for seed in range(CALIBRATED // 8):
         drawn = Drawn(kind, 8, 1000 + seed)
         inputs = drawn.keys.requires_grad_(), drawn.values.requires_grad_()
