@@ -55,7 +55,7 @@ def absorbing_layer(problem: Problem, absorbing: Absorbing) -> AbsorbingLayer:
 
 
 def absorbing_call(problem: Problem, layer: DecodeLayer, kernels: LayerKernels) -> Call:
-    """`attention.attend` of one new token a sequence, by a layer of one's own."""
+    """`rows_attention` of one new token a sequence, by a layer of one's own."""
     device, batch_size, kv_len = problem.key.device, problem.key.shape[0], problem.kv_len
     query, rows = problem.query.transpose(1, 2).flatten(0, 1), (problem.key[:, 0], problem.value[:, 0])
     tile, programs = kernels.tile(capability_of(device)), sm_count(device) * kernels.slices_per_sm
