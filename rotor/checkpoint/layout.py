@@ -155,7 +155,7 @@ class ModelForm(NamedTuple):
         return [LayerForm(keys, self.group_size, self.joint) for keys in dict.fromkeys(self.keys)]
 
     def in_words(self, shape: AttentionShape) -> str:
-        """As LayerForm has it; where layers differ, with how many have each."""
+        """Describe the keys as LayerForm does; where layers differ, with how many have each form."""
         forms = self.distinct
         if len(forms) == 1:
             return forms[0].in_words(shape)

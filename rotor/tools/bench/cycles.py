@@ -20,21 +20,21 @@ from .sass import Graph, Instruction, Loop
 PARTITIONS = 4
 
 REGISTERS = 16384
-"""Of a partition."""
+"""Registers of a partition."""
 
 MOST_WARPS = 16
-"""On a partition."""
+"""The most warps on a partition."""
 
 SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}
-"""Of an SM's programs, each of which takes a kilobyte more than it asks for."""
+"""Shared memory for an SM's programs, each of which takes a kilobyte more than it asks for."""
 
 PATH = "shared memory"
 
 PATH_BYTES = 128
-"""Of shared memory and L1 in a cycle."""
+"""Bytes that the path to shared memory and L1 moves in a cycle."""
 
 FLOAT_CYCLES = {80: 2.0, 90: 1.0}
-"""Of a partition's pipe for products of float32, for a warp."""
+"""Cycles of a partition's float32 pipe for a warp's instruction."""
 
 TENSOR_PRODUCTS = {80: 256.0, 90: 512.0}
 """Multiply-adds of 16-bit numbers of a partition's tensor core in a cycle."""
@@ -81,7 +81,7 @@ def _sizes(instruction: Instruction) -> tuple[int, int, int]:
 
 
 def weights(arch: int) -> dict[str, Weight]:
-    """By name of a pipe, its cycles for a warp's instruction, of a whole SM.
+    """Cycles of each pipe, by its name, for a warp's instruction; of a whole SM.
 
     `integer` is everything that has no other pipe: integers, comparisons, conversions.
     """

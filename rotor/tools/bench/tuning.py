@@ -31,7 +31,7 @@ FINALISTS = 3
 """Tiles that are tried with every number of programs."""
 
 Seconds = Callable[[LayerKernels], float]
-"""Of a step; infinite for kernels that do not compile, do not fit or are wrong."""
+"""Seconds of a step; infinite for kernels that do not compile, do not fit or are wrong."""
 
 
 def _check_gpu() -> None:
@@ -40,7 +40,7 @@ def _check_gpu() -> None:
 
 
 def step_seconds(call: Callable[[], Any]) -> float:
-    """Of a call replayed from a CUDA graph, the median."""
+    """Median seconds of a call replayed from a CUDA graph."""
     from triton.testing import do_bench_cudagraph
 
     return 1e-3 * do_bench_cudagraph(call, return_mode="median")

@@ -37,7 +37,7 @@ KEPT = {
     "occupancy": r"sm__(warps_active\.avg\.(pct_of_peak_sustained_active|per_cycle_active)|maximum_warps\S*)",
     "launch": r"launch__(registers_per_thread|shared_mem_per_block\S*|occupancy_limit_\w+|grid_size|block_size)",
 }  # fmt: skip
-"""Of the metrics that ncu names, those that records keep, by what they are of."""
+"""Patterns of the ncu metrics that records keep, by kind."""
 
 
 def count(names: list[str], raw: str, load: str = "8 x 32K") -> Iterator[Record]:

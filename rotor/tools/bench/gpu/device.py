@@ -18,7 +18,7 @@ ASKED = (
     "driver_version", "clocks.current.sm", "clocks.current.memory", "clocks.max.sm", "clocks.max.memory", "power.limit",
     "power.draw", "temperature.gpu", "pstate",
 )  # fmt: skip
-"""Of nvidia-smi, which is only asked."""
+"""What nvidia-smi is asked for; no setting is changed."""
 
 
 def describe() -> Iterator[Record]:

@@ -22,4 +22,4 @@ LOADS: dict[str, list[int]] = {
     "1 x 128K": [131072],
     RAGGED: _ragged(),
 }
-"""Of a decode step: one new token a sequence, the last of its keys."""
+"""Lengths of the sequences of a decode step: one new token a sequence, the last of its keys."""

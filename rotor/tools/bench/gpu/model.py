@@ -45,7 +45,7 @@ LARGEST_TOKENS = 32768
 """Cached tokens of each sequence of the largest batch."""
 
 SPARE = 0.04
-"""Of the GPU's memory, left for what a step takes besides."""
+"""Share of the GPU's memory left for what a step takes besides weights and cache."""
 
 STEPS = 10
 

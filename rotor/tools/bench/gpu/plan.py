@@ -100,7 +100,7 @@ def _device() -> list[Task]:
 
 
 def _compile() -> list[Task]:
-    """Those with the largest kernels first; a subject's loads share most kernels and so a process."""
+    """List compile tasks, the largest kernels first; a subject's loads share most kernels and so a process."""
     baselines = [
         Task(f"Triton, {16 - 12 * four_bits} bits", "times:flash",
              {"name": "llama3-8b", "load": "1 x 32K", "four_bits": four_bits, "lengths": [1024]}, 120)

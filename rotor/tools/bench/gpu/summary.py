@@ -100,7 +100,7 @@ def _tuned(records: list[Record]) -> str:
 
 
 def tuned(records: list[Record]) -> dict[tuple[str, str], dict[str, Record]]:
-    """By layout and load: the layer's own tile, the fastest one, and the fastest way to absorb."""
+    """The layer's own tile, the fastest tile, and the fastest way to absorb, by layout and load."""
     found: dict[tuple[str, str], dict[str, Record]] = {}
     for record in records:
         if record["job"] != "tune" or "seconds" not in record:
