@@ -35,7 +35,8 @@ class Kernel:
 
     registers, spilled_bytes: of a thread. shared_bytes, warps: of a program.
     instructions_per_key: warp instructions a key and KV head of the layer; None for a kernel whose work is not by keys.
-    path_bytes_per_key: bytes on the path to shared memory and L1. cycles_per_key: cycles of an SM, by pipe; None as above.
+    path_bytes_per_key: bytes on the path to shared memory and L1, cycles_per_key: cycles of an SM by pipe; None for the
+    same kernels.
     """
 
     name: str
