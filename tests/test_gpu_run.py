@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
+import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from support.paths import ROOT
 from typer.testing import CliRunner
 
 from rotor.cli.commands import app
@@ -150,3 +155,33 @@ def test_counters_of_ncu() -> None:
         "stalls": {"smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": 0.7},
     }
     assert [*parse("==ERROR== no counters")] == []
+
+
+BUNDLED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "typing_extensions")
+
+
+@pytest.mark.nightly
+@needs_no_gpu
+def test_it_starts_from_a_bare_copy_with_the_bundle_on_the_path(tmp_path: Path) -> None:
+    """Uninstalled, by a Python that has no pydantic: what `make gpu-bundle` says to carry is enough."""
+    for folder in ("rotor", "kernels", "recipes"):
+        shutil.copytree(ROOT / folder, tmp_path / "tree" / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("installed", "bundle"):
+        (tmp_path / name).mkdir()
+    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        package = path.name.split("-")[0].removesuffix(".py")
+        if not package.startswith(("rotor", "__editable__", "_rotor")):
+            (tmp_path / ("bundle" if package in BUNDLED else "installed") / path.name).symlink_to(path)
+
+    def start(*folders: str) -> subprocess.CompletedProcess[str]:
+        paths = os.pathsep.join(str(tmp_path / name) for name in folders)
+        program = [sys.executable, "-S", "-m", "rotor", "gpu", "-o", str(tmp_path / "gpu.jsonl"), "--minutes", "1"]
+        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        return subprocess.run(program, cwd=tmp_path / "tree", env=environment, capture_output=True, text=True)
+
+    bare = start("installed")
+    assert bare.returncode != 0
+    assert "pydantic" in bare.stderr
+    done = start("bundle", "installed")
+    assert done.returncode == 2, done.stderr
+    assert "Nothing ran: there is no CUDA device here." in done.stdout + done.stderr
