@@ -67,7 +67,7 @@ def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, deco
     (layer,) = count_layers([named_subjects()[name]], [arch])
     assert [kernel.error for kernel in layer.kernels] == [None] * len(layer.kernels)
     assert goal / 3 < layer.instructions_per_key < goal
-    assert layer.spilled_bytes == 0
+    assert layer.spilled_bytes <= 48  # of the tiles that were fastest on an H100; see test_compile
     assert [kernel.name.partition(" ")[0] for kernel in layer.kernels] == ["absorb", "decode", "join"]
     assert all(16 <= kernel.registers <= 255 for kernel in layer.kernels)
     device, keys = DEVICES[arch], STEP.keys * 8
