@@ -164,7 +164,7 @@ def _append(
 
 
 def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dict[str, dict[str, Any]]:
-    """For each kernel of a decode step of one token a sequence: its loops, and the keys that a program serves."""
+    """Loops of each kernel of a decode step of one token a sequence, and the keys that a program serves."""
     length, sequences = STEP.context_tokens, STEP.batch_size
     groups, step = len(layer.layout.groups), layer.step(kernels.tile(arch))
     chunks = -(-(length // layer.block if layer.block else 1) // layer.absorb_constants(1)["COUNT"])
