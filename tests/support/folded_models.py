@@ -159,4 +159,5 @@ def layout_of(shape: Any, folding: Folding) -> LayerLayout:
         heads = tuple(range(first, first + size))
         value = None if joint else latent(index + 1, width)
         groups.append(GroupLayout(heads, latent(index, 2 * width if joint else width), value))
-    return LayerLayout(tuple(groups), *(folding.form if shape.rotary_dim else POST_ROPE), folding.exact)
+    form = folding.form if shape.rotary_dim else POST_ROPE
+    return LayerLayout(tuple(groups), *form, folding.exact)
