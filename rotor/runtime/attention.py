@@ -25,10 +25,12 @@ from ..checkpoint import (
 from ..errors import UsageError
 from ..kernels.defaults import default_layer
 from ..kernels.dispatch import kernels_serve
+from ..kernels.exact import project_rows
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer
+from .exact import NewTokens
 from .rope import RotaryTable, Rotations, rope_of
 from .steps import AttentionCall, CacheRows
 
@@ -89,23 +91,34 @@ class RotorAttention(CompressedProjections):
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         store = self.store.row_store(cache, self.layer_idx)
         span = self.store.token_span(cache, self.layer_idx, seq_len)
-        served = not store.in_pytorch and kernels_serve(
-            hidden_states, self.layout, self.shape, attention_mask, self.rope.fits_kernels
+        served = (
+            not store.in_pytorch
+            and self.layout.exact is None
+            and kernels_serve(hidden_states, self.layout, self.shape, attention_mask, self.rope.fits_kernels)
         )
         kernels = self.kernels if served else None
-        self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
+        reads_rows = self.layout.exact is None or store.reads_rows(cache)
+        if reads_rows:
+            self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
         rotations = self.rope(span, position_embeddings, hidden_states, served)
 
         projected = self.projected(hidden_states)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            parameters = self._parameters_of_attention()
-            if kernels is None:
+            parameters, exact = self._parameters_of_attention(), None
+            if self.layout.exact is not None:
+                exact = new_tokens(*projected, rotations)
+                rows = exact.query, exact.key[:, :1, :, :0], exact.value[:, :1, :, :0]
+                if reads_rows:
+                    rows = exact_rows(parameters, exact, projected[0], projected[1], rotations)
+            elif kernels is None:
                 rows = plain_rows(parameters, *projected, rotations)
             else:
                 from ..kernels import operators  # imports Triton
 
                 rows = operators.append(parameters, kernels, *projected, rotations.table, rotations.places)
-            call = AttentionCall(parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels)
+            call = AttentionCall(
+                parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels, exact=exact, span=span
+            )
             output = store.store_and_attend(call)
         return self.o_proj(output), None
 
@@ -119,10 +132,14 @@ class RotorAttention(CompressedProjections):
             self.softcap,
             self.key_basis,
             self.key_shift,
+            self.value_basis,
+            self.value_shift,
+            self.output_basis,
+            self.value_constant,
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotorAttention:
-        """Apply `.to()` and the like: key_shift and key_constant move with the module, and stay float32."""
+        """Apply `.to()` and the like: shifts and constants move with the module, and stay float32."""
         kept = {name: p.detach() for name, p in self._parameters.items() if p is not None and name in FLOAT32}
         super()._apply(fn, recurse)
         for name, before in kept.items():
@@ -154,6 +171,31 @@ def plain_rows(
         heads = rotated(key.transpose(1, 2), rotations.stored)
         latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, value)
     return query, pack_layer(latents, layout, keys=True), pack_layer(value, layout, keys=False)
+
+
+def new_tokens(query: Tensor, key: Tensor, value: Tensor, rotations: Rotations) -> NewTokens:
+    """The new tokens of a layer with exact tokens as the uncompressed model makes them.
+
+    Args:
+        query, key, value: heads as projections and norms put them out, [batch_size, seq_len, heads, head_dim].
+    """
+    query, key = (rotated(side.transpose(1, 2), rotations.exact) for side in (query, key))
+    return NewTokens(query, key, value.transpose(1, 2))
+
+
+def exact_rows(
+    parameters: AttentionParameters, exact: NewTokens, query: Tensor, key: Tensor, rotations: Rotations
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make queries and rows of a layer with exact tokens, as `plain_rows` does of others.
+
+    Args:
+        query, key: heads as projections and norms put them out.
+    """
+    layout, same = parameters.layout, rotations.query is rotations.exact
+    queries = exact.query if same else rotated(query.transpose(1, 2), rotations.query)
+    keys = exact.key if rotations.stored is rotations.exact else rotated(key.transpose(1, 2), rotations.stored)
+    latents, values = project_rows(keys, exact.value, parameters)
+    return queries, pack_layer(latents, layout, keys=True), pack_layer(values, layout, keys=False)
 
 
 def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
