@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from .sections import Tokens as Tokens
 
 _MODULES = {
-    "reading": "bundled_recipes distance_overrides load_recipe load_stored_recipe override parse_recipe quick_overrides "
-    "text_overrides",
+    "reading": "bundled_recipes distance_overrides load_recipe load_stored_recipe override parse_recipe "
+    "quick_overrides text_overrides",
     "recipe": "EXPORT_SECTIONS Recipe",
     "sections": "Evaluation ObjectiveSettings Prune Ranks Tokens",
 }
