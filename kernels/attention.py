@@ -159,8 +159,9 @@ def decode_layer(parameters: AttentionParameters, dtype: torch.dtype, device: to
     p, basis = parameters, parameters.query_basis
     if basis is None:
         return _layer_without_basis(p.layout, p.shape, p.scaling, p.softcap, dtype, device)
-    constant = 0 if p.key_constant is None else p.key_constant.data_ptr()
-    key = p.layout, p.shape, p.scaling, p.softcap, dtype, device, basis.data_ptr(), constant
+    tensors = basis, p.key_constant, p.output_basis, p.value_constant
+    pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    key = p.layout, p.shape, p.scaling, p.softcap, dtype, device, *pointers
 
     def make() -> DecodeLayer:
         with torch.inference_mode(False), torch.no_grad():

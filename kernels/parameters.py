@@ -22,6 +22,9 @@ class AttentionParameters:
     softcap: bound of the logits before the mask, or None.
     key_basis: [group_size * head_dim, key_rank], key_shift: [key_rank] float32: map new keys into latents; None where
         they are folded into k_proj.
+    output_basis: [group_size * head_dim, value_width]; takes what attention over rows puts out to the dimensions of
+        each head, in a layer with exact tokens; None elsewhere, where o_proj does.
+    value_constant: [num_kv_heads, head_dim], float32: what codes lack of every value there; None without codes.
     """
 
     layout: LayerLayout
@@ -32,6 +35,8 @@ class AttentionParameters:
     softcap: float | None = None
     key_basis: Tensor | None = None
     key_shift: Tensor | None = None
+    output_basis: Tensor | None = None
+    value_constant: Tensor | None = None
 
     @property
     def heads_per_group(self) -> int:

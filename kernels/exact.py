@@ -1,0 +1,53 @@
+"""Exact tokens of a layer: keys and values beside its rows of codes, and which of both a query attends to.
+
+A query attends to each key once. Codes serve the keys from the end of the sequence's first tokens to the first of its
+newest ones; all others lie in slots as the model made them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .ranges import KeyRanges
+
+
+@dataclass(frozen=True)
+class ExactKeys:
+    """Exact keys and values that the new tokens of a pass attend to, these tokens among them.
+
+    key, value: [batch_size, num_kv_heads, slots, head_dim], model's dtype, keys after RoPE, KV heads in the order of
+        the layout.
+    index: [batch_size, slots], int32, the row of each slot's token; negative where a slot has none, whose numbers are
+        not read.
+    first: [batch_size], int32. Codes serve the keys from this row on.
+    until: [batch_size, seq_len], int32. Codes serve the keys before this row, for each new token. It does not fall
+        from a token to the next. (Of packed sequences [tokens].)
+    """
+
+    key: Tensor
+    value: Tensor
+    index: Tensor
+    first: Tensor
+    until: Tensor
+
+
+def ranges_of_codes(ranges: KeyRanges, exact: ExactKeys) -> KeyRanges:
+    """The keys of `ranges` that are read as codes."""
+    if ranges.query_start is None:
+        first, end = torch.maximum(ranges.first, exact.first), torch.minimum(ranges.end, exact.until.flatten())
+        return replace(ranges, first=first, end=end, begin=first, until=end)
+    start, until = ranges.query_start, exact.until.flatten()
+    token = torch.arange(len(ranges.first), device=until.device)
+    stop = start[1:].contiguous()
+    sequence = torch.searchsorted(stop, token, right=True).clamp(max=len(stop) - 1)
+    last = (stop - 1).clamp(min=0)
+    return replace(
+        ranges,
+        first=torch.maximum(ranges.first, exact.first[sequence]),
+        end=torch.minimum(ranges.end, until),
+        begin=torch.maximum(ranges.begin, exact.first),
+        until=torch.minimum(ranges.until, until[last]),
+    )
