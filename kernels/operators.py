@@ -76,7 +76,7 @@ def _(key, value, query, key_basis, key_shift, cos, sin, index, layer):  # type:
     layout, shape, _ = described(layer)
     if key.device.type != "cuda" or torch.cuda.is_available():
         with unset_fake_temporarily():
-            prepare(layout, shape, key.dtype, key.device)
+            prepare(layout, shape, key.dtype, key.device, exact=False)
     dtype = row_dtype(layout, key.dtype)
     widths = layout.row_elements(key.element_size())
     sides = [key.new_empty(key.shape[0], 1, key.shape[1], width, dtype=dtype) for width in widths]

@@ -22,9 +22,9 @@ class AttentionParameters:
     softcap: bound of the logits before the mask, or None.
     key_basis: [group_size * head_dim, key_rank], key_shift: [key_rank] float32: map new keys into latents; None where
         they are folded into k_proj.
-    output_basis: [group_size * head_dim, value_width]; takes what attention over rows puts out to the dimensions of
-        each head, in a layer with exact tokens; None elsewhere, where o_proj does.
-    value_constant: [num_kv_heads, head_dim], float32: what codes lack of every value there; None without codes.
+    value_basis: [group_size * head_dim, value rank], value_shift: [value rank] float32: map new values into latents.
+    output_basis: [group_size * head_dim, value_width], value_constant: [num_kv_heads, head_dim] float32: map what
+        attention over rows puts out to the values of each head. These four only in a layer with exact tokens.
     """
 
     layout: LayerLayout
@@ -35,6 +35,8 @@ class AttentionParameters:
     softcap: float | None = None
     key_basis: Tensor | None = None
     key_shift: Tensor | None = None
+    value_basis: Tensor | None = None
+    value_shift: Tensor | None = None
     output_basis: Tensor | None = None
     value_constant: Tensor | None = None
 
