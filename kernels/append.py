@@ -46,7 +46,8 @@ EMPTY = -1
 INTEGERS = [
     "tokens", "seq_len", "table_rows", "index_batch", "block", "fast", "page", "query_batch", "query_position",
     "query_head", "key_batch", "key_position", "key_head", "value_batch", "value_position", "value_head",
-    "basis_stride", "value_basis_stride", "table_stride", "key_page", "key_row", "value_page", "value_row", "num_heads", "rotated_heads",
+    "basis_stride", "value_basis_stride", "table_stride", "key_page", "key_row", "value_page", "value_row",
+    "num_heads", "rotated_heads",
 ]  # fmt: skip
 """Integer arguments that the kernel is not specialised on: one compiled kernel serves all lengths."""
 
@@ -203,21 +204,23 @@ def packed(latents, place, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def append_kernel(
-    query, key, value, key_basis, key_shift, value_basis, value_shift, cos, sin, index, slots, query_out, key_rows, value_rows, places, jobs,
+    query, key, value, key_basis, key_shift, value_basis, value_shift, cos, sin, index, slots, query_out, key_rows,
+    value_rows, places, jobs,
     tokens, seq_len, table_rows, index_batch, block, fast, page, query_batch, query_position, query_head, key_batch,
     key_position, key_head, value_batch, value_position, value_head, basis_stride, value_basis_stride, table_stride,
     key_page, key_row, value_page, value_row, num_heads, rotated_heads,
     SIZE: tl.constexpr, MODE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr,
-    REST_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, CODED: tl.constexpr, FOLDED: tl.constexpr, PART: tl.constexpr, SHIFT: tl.constexpr,
-    VALUE_BASIS: tl.constexpr, VALUE_SHIFT: tl.constexpr, QUERY: tl.constexpr, EXACT: tl.constexpr, INDEX: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    FIELDS: tl.constexpr, PRECISION: tl.constexpr, PLANES: tl.constexpr,
+    REST_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, CODED: tl.constexpr,
+    FOLDED: tl.constexpr, PART: tl.constexpr, SHIFT: tl.constexpr, VALUE_BASIS: tl.constexpr,
+    VALUE_SHIFT: tl.constexpr, QUERY: tl.constexpr, EXACT: tl.constexpr, INDEX: tl.constexpr, SLOTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """Do one job for ROWS tokens; see `append`. Grid: blocks of ROWS tokens, jobs.
 
     MODE: rotation of keys (NONE, WHOLE, BLOCK). FOLDED: keys are given as latents. PART: `value` is the values' part of
-    joint latents and is added to that of the keys. SHIFT: the basis has a shift. VALUE_BASIS: values are given as heads,
-    and have a basis; VALUE_SHIFT: which has a shift. QUERY: there are queries to rotate; EXACT: and keys, which are
-    written behind them. INDEX, SLOTS: `index` or `slots` is given. PLANES: planes of the digit table, 4 or 8.
+    joint latents and is added to that of the keys. SHIFT: the basis has a shift. VALUE_BASIS: values are given as
+    heads, and have a basis; VALUE_SHIFT: which has a shift. QUERY: there are queries to rotate; EXACT: and keys, which
+    are written behind them. INDEX, SLOTS: `index` or `slots` is given. PLANES: planes of the digit table, 4 or 8.
     """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
@@ -228,7 +231,7 @@ def append_kernel(
     if INDEX:
         row = tl.load(index + sequence * index_batch + position, mask=valid, other=0)
     done = False
-    if QUERY:  # noqa: SIM102
+    if QUERY:
         if kind == 2:
             rotate_head(
                 query, query_out, cos, sin, row, valid,
@@ -398,10 +401,10 @@ def append(
             *asked.stride()[:3], key.stride(0), key.stride(1), key.stride(2) if key.dim() == 4 else 0,
             source.stride(0), source.stride(1), source.stride(2) if exact else 0,
             0 if key_basis is None else key_basis.stride(0), 0 if value_basis is None else value_basis.stride(0),
-            cos.stride(0), *row_strides, shape.num_heads, shape.num_heads + rotated_keys, **plan.constants, PART=layout.joint and value is not None,
-            SHIFT=key_shift is not None, VALUE_BASIS=exact, VALUE_SHIFT=value_shift is not None,
-            QUERY=query is not None, EXACT=rotated_keys > 0, INDEX=index is not None, SLOTS=slots is not None,
-            ROWS=rows_each, num_warps=warps,
+            cos.stride(0), *row_strides, shape.num_heads, shape.num_heads + rotated_keys, **plan.constants,
+            PART=layout.joint and value is not None, SHIFT=key_shift is not None, VALUE_BASIS=exact,
+            VALUE_SHIFT=value_shift is not None, QUERY=query is not None, EXACT=rotated_keys > 0,
+            INDEX=index is not None, SLOTS=slots is not None, ROWS=rows_each, num_warps=warps,
         )  # fmt: skip
     if rotated is not None:
         query, keys = rotated.transpose(1, 2).split([shape.num_heads, rotated_keys], dim=1)

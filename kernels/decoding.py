@@ -263,8 +263,8 @@ def decode_attention(
         exact, attended: in a layer with exact tokens, these, and the ranges of all keys, exact or not; `ranges` are
             then those of codes (`exact.ranges_of_codes`).
     Returns:
-        [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; in a layer with
-        exact tokens [tokens, num_heads * head_dim]. Zeros of tokens that attend to nothing.
+        [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; in a layer
+        with exact tokens [tokens, num_heads * head_dim]. Zeros of tokens that attend to nothing.
     Raises:
         UsageError: more query rows than a tile takes; a page that is no multiple of 16 keys.
     """

@@ -25,6 +25,7 @@ class ExactKeys:
     first: [batch_size], int32. Codes serve the keys from this row on.
     until: [batch_size, seq_len], int32. Codes serve the keys before this row, for each new token. It does not fall
         from a token to the next. (Of packed sequences [tokens].)
+    alone: nothing lies before the new tokens, so that no row is read; slot i then has row i.
     """
 
     key: Tensor
@@ -32,6 +33,29 @@ class ExactKeys:
     index: Tensor
     first: Tensor
     until: Tensor
+    alone: bool = False
+
+    def coded(self, row: Tensor) -> Tensor:
+        """Whether codes serve rows, [batch_size or 1, 1 or slots], for each new token: [batch_size, seq_len, slots]."""
+        row = row[:, None]
+        return (row >= self.first[:, None, None]) & (row < self.until[:, :, None])
+
+    def mask(self, mask: Tensor | None, kv_len: int) -> Tensor:
+        """Mask over all rows and, behind them, all slots, [batch_size, heads or 1, seq_len, kv_len + slots], bool.
+
+        Args:
+            mask: over rows, bool, [batch_size or 1, heads or 1, seq_len or 1, kv_len]; None allows all.
+        """
+        row = torch.arange(kv_len, device=self.index.device)
+        coded = self.coded(row[None])[:, None]
+        place = self.index.long().clamp(min=0)
+        held = ((self.index >= 0)[:, None] & ~self.coded(self.index))[:, None]
+        if mask is None:
+            return torch.cat([coded, held], dim=-1)
+        batch_size, _, seq_len, _ = coded.shape
+        mask = mask.expand(batch_size, -1, seq_len, kv_len)
+        at_slots = mask.gather(-1, place[:, None, None].expand(-1, mask.shape[1], seq_len, -1))
+        return torch.cat([coded & mask, held & at_slots], dim=-1)
 
 
 def ranges_of_codes(ranges: KeyRanges, exact: ExactKeys) -> KeyRanges:

@@ -8,33 +8,13 @@ import pytest
 import torch
 from check_decode import HALF, SINGLE, allowed_of, layer_of
 from support import kernel_truth as truth
-from support.kernel_cases import Case, in_pages, random_case, shape_of
+from support.kernel_cases import exact_keys, in_pages, random_case, shape_of, with_values
 
 from rotor.checkpoint.layout import LayerLayout
 from rotor.kernels import decoding
 from rotor.kernels.decoding import BlockRotations, DecodeLayer, decode_attention
 from rotor.kernels.exact import ExactKeys, ranges_of_codes
 from rotor.kernels.ranges import KeyRanges
-
-
-def exact_keys(case: Case, lengths: list[int], counts: list[int], starts: list[int], first: int, newest: int) -> ExactKeys:
-    """The first and the newest keys of each sequence, and those that are new in the pass, in slots of any order; what
-    is in no slot, and slots of no key, are poisoned."""
-    generator = torch.Generator().manual_seed(5)
-    shape, slots = case.parameters.shape, first + newest + max(counts) + 3
-    sides = torch.full((2, len(lengths), shape.num_kv_heads, slots, shape.head_dim), float("nan"))
-    index = torch.full((len(lengths), slots), -1, dtype=torch.int32)
-    until = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
-    for s, (length, count, start) in enumerate(zip(lengths, counts, starts, strict=True)):
-        old = length - count
-        rows = sorted({*range(start, min(start + first, length)), *range(max(start, old + 1 - newest), length)})
-        places = torch.randperm(slots, generator=generator)[: len(rows)]
-        index[s, places] = torch.tensor(rows, dtype=torch.int32)
-        sides[:, s, :, places] = torch.randn(2, shape.num_kv_heads, len(rows), shape.head_dim, generator=generator)
-        until[s, :count] = torch.arange(count) + old + 1 - newest
-    begins = torch.tensor([start + first for start in starts], dtype=torch.int32)
-    key, value = sides.to(case.query.dtype)
-    return ExactKeys(2 * key, value, index, begins, until)
 
 
 def check(
@@ -46,12 +26,7 @@ def check(
     counts = tokens or [1] * len(lengths)
     shape = shape_of(len(layout.groups) * layout.group_size, per_head, head_dim, head_dim)
     case = random_case(layout, shape, len(lengths), max(counts), max(*lengths, 1) + 3, **rest)
-    generator = torch.Generator().manual_seed(4)
-    basis = torch.randn(layout.group_size * head_dim, layout.value_width, generator=generator)
-    basis /= (4.0 if layout.coded else 1.0) * max(group.values.width for group in layout.groups) ** 0.5
-    constant = torch.randn(shape.num_kv_heads, head_dim, generator=generator) if layout.coded else None
-    case = case.to("cpu", dtype)
-    case.parameters = replace(case.parameters, output_basis=basis.to(dtype), value_constant=constant)
+    case, generator = with_values(case).to("cpu", dtype), torch.Generator().manual_seed(4)
     allowed = allowed_of(lengths, counts, window, starts)
     kv_lens = torch.tensor(lengths, dtype=torch.int32)
     if holes:

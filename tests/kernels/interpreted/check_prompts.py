@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from support.kernel_cases import LAYERS, Case, case_of, causal, in_pages, packed_queries
+from support import kernel_truth as truth
+from support.kernel_cases import LAYERS, Case, case_of, causal, exact_keys, in_pages, packed_queries, with_values
 
 from rotor.kernels import stock
+from rotor.kernels.attention import rows_attention
+from rotor.kernels.defaults import default_layer
+from rotor.kernels.exact import ExactKeys
 from rotor.kernels.materialise import PagesOf
 
 
@@ -76,3 +82,39 @@ def test_packed_prompts_over_pages(name, window, page_size) -> None:
         query, pages.key, pages.value, case.parameters, case.rotation, of, bounds[0], max(news), window
     )
     check(got, exact)
+
+
+def with_exact(case: Case, exact: ExactKeys, mask: torch.Tensor | None, materialise: bool = False) -> torch.Tensor:
+    kernels = replace(default_layer(case.parameters.layout), materialise=materialise)
+    rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
+    rest = {"rotation": case.rotation, "first": case.first, "attention_mask": mask, "exact": exact}
+    return rows_attention(case.query, *rows, case.parameters, kernels, **rest)
+
+
+@pytest.mark.parametrize(
+    ("name", "seq_len", "window"),
+    [("post", 1, None), ("apart", 3, 15), ("fast", 19, None), ("numbers", 19, 25), ("fast", 1, 25)],
+)
+def test_exact_tokens_behind_rows(name, seq_len, window, monkeypatch) -> None:
+    """Steps, of materialised layers too, a few tokens, and a chunk: among padding, each key in one way."""
+    case = with_values(case_of(name, 2, seq_len, 70, softcap=2.0 if name == "fast" else None))
+    exact, allowed = exact_keys(case, [70, 70], [seq_len] * 2, [0, 31], 4, 12), causal(2, seq_len, 70, window).clone()
+    allowed[1, :, :31] = False
+    found = truth.with_exact(case.query, case.key, case.value, case.parameters, allowed, exact, case.rotation)
+    check(with_exact(case, exact, allowed[:, None]), found)
+    monkeypatch.setattr(stock, "MOST_BYTES", 1)  # sequences one after another
+    check(with_exact(case, exact, allowed[:, None], materialise=True), found)
+
+
+def test_a_prompt_reads_no_row() -> None:
+    """Also one into a static cache, whose mask is as long as that."""
+    case, generator = with_values(case_of("fast", 2, 37, 37)), torch.Generator().manual_seed(0)
+    case.key = case.value = case.key[:0]
+    key, value = torch.randn(2, 2, 6, 37, 24, generator=generator)
+    none = torch.zeros(2, 37, dtype=torch.int32)
+    exact, allowed = ExactKeys(key, value, none, none[:, 0], none, alone=True), causal(2, 37, 37).clone()
+    for mask in (None, torch.cat([allowed, allowed[..., :9]], -1)[:, None]):
+        keys, values = (side.double().repeat_interleave(3, 1) for side in (key, value))
+        logits = (case.query.double() @ keys.mT * case.parameters.scaling).masked_fill(~allowed[:, None], -torch.inf)
+        found = (torch.softmax(logits, -1) @ values).transpose(1, 2).flatten(2)
+        check(with_exact(case, exact, mask), found)
