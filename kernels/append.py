@@ -316,6 +316,8 @@ class Appended(NamedTuple):
         `out` if it was given.
     exact_key, exact_value: in a layer with exact tokens keys after RoPE and values, [batch_size, num_kv_heads, seq_len,
         head_dim], views.
+    rotated: queries and, in a layer with exact tokens, keys after RoPE, [batch_size, seq_len, heads, head_dim], of
+        which those are views; None if nothing was rotated.
     """
 
     query: Tensor | None
@@ -323,6 +325,7 @@ class Appended(NamedTuple):
     value: Tensor
     exact_key: Tensor | None = None
     exact_value: Tensor | None = None
+    rotated: Tensor | None = None
 
 
 def append(
@@ -410,8 +413,8 @@ def append(
         query, keys = rotated.transpose(1, 2).split([shape.num_heads, rotated_keys], dim=1)
         key = keys.transpose(1, 2) if rotated_keys else key
     if not exact or value is None:
-        return Appended(query, *rows)
-    return Appended(query, *rows, key.transpose(1, 2), value.transpose(1, 2))
+        return Appended(query, *rows, rotated=rotated)
+    return Appended(query, *rows, key.transpose(1, 2), value.transpose(1, 2), rotated)
 
 
 def _new_rows(

@@ -462,7 +462,7 @@ def _finish(
         *(side.stride(place) // align for side in (key, value) for place in range(3)), exact.index.stride(0),
         0 if mask is None else mask.stride(0), math.log2(math.e) * layer.scaling,
         1.0 if layer.softcap is None else layer.softcap * math.log2(math.e), ALIGN=align,
-        **finish_constants(layer, tokens, tiles, share, mask is not None),
+        enable_fp_fusion=True, **finish_constants(layer, tokens, tiles, share, mask is not None),
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ class RotorAttention(CompressedProjections):
             else:
                 from ..kernels import operators  # imports Triton
 
-                rows = operators.append(parameters, kernels, *projected, rotations.table, rotations.places)
+                rows = operators.append(parameters, kernels, *projected, rotations.table, rotations.places)[:3]
             call = AttentionCall(parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels)
             output = store.store_and_attend(call)
         return self.o_proj(output), None
