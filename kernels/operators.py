@@ -32,9 +32,8 @@ from .rotary import Rotation
 from .rows import row_dtype
 
 
-@torch.compiler.assume_constant_result
 def describe(layout: LayerLayout, shape: AttentionShape, kernels: LayerKernels) -> str:
-    """Write a layer as a text, which an operator can take; `described` reads it."""
+    """Write a layer as a text, which an operator can take; `described` reads it. Not while a compiler traces."""
     return json.dumps([layout.to_dict(), asdict(shape), asdict(kernels)], separators=(",", ":"))
 
 
@@ -91,7 +90,7 @@ def _(key, value, query, key_basis, key_shift, value_basis, value_shift, cos, si
 
 def append(
     parameters: AttentionParameters,
-    kernels: LayerKernels,
+    text: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -101,6 +100,7 @@ def append(
     """Make the queries of new tokens as attention takes them, and their rows; see `append.append`.
 
     Args:
+        text: the layer by `describe`, while a compiler traces.
         query, key, value: as projections and norms put them out.
     Returns:
         With queries always.
@@ -116,7 +116,6 @@ def append(
         )  # fmt: skip
         return made if made.query is not None else made._replace(query=query)
     cos, sin = rotation or (None, None)
-    text = describe(p.layout, p.shape, kernels)
     rotated, *rows = _append(key, value, asked, *bases, cos, sin, index, text)
     if asked is not None:
         query = rotated[:, :, : p.shape.num_heads].transpose(1, 2)
@@ -177,17 +176,16 @@ def traced_attention(
     key: Tensor,
     value: Tensor,
     parameters: AttentionParameters,
-    kernels: LayerKernels,
+    text: str,
     *,
     rotation: Rotation | None,
     first: int,
     attention_mask: Tensor | None,
     exact: ExactKeys | None = None,
 ) -> Tensor:
-    """`attention.rows_attention` as an operator, for code that torch.compile traces."""
+    """`attention.rows_attention` as an operator, for code that torch.compile traces; `text` is by `describe`."""
     p, mask = parameters, attention_mask
     cos, sin = rotation or (None, None)
-    text = describe(p.layout, p.shape, kernels)
     tensors = [] if exact is None else [exact.key, exact.value, exact.index, exact.first, exact.until]
     return _attend(
         query, key, value, mask, p.query_basis, p.key_constant, cos, sin, first, p.scaling, p.softcap, text,

@@ -28,7 +28,8 @@ class AttentionCall(NamedTuple):
 
     parameters: the layer without queries and rows. query, key, value: of the new tokens, as `reference.attention` takes
     them. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels run
-    the layer, for which the queries were made; None: plain PyTorch runs it.
+    the layer, for which the queries were made; None: plain PyTorch runs it. text: the layer as operators take it, while
+    a compiler traces.
     """
 
     parameters: AttentionParameters
@@ -40,6 +41,7 @@ class AttentionCall(NamedTuple):
     mask: Tensor | None
     rotations: Rotations
     kernels: LayerKernels | None = None
+    text: str = ""
 
 
 class RowStore(ABC):
@@ -103,15 +105,15 @@ def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor) -> Tensor:
     _check_mask(call.mask, call.layer_idx, (len(key), parameters.shape.num_heads, seq_len, key.shape[2]))
     if call.kernels is not None:
         rotation = call.rotations.table if parameters.layout.in_blocks else None
-        inputs = call.query, key, value, parameters, call.kernels
+        inputs = call.query, key, value, parameters
         around = {"rotation": rotation, "first": call.rotations.first, "attention_mask": call.mask}
         if torch.compiler.is_compiling():
             from ..kernels.operators import traced_attention  # imports Triton
 
-            return traced_attention(*inputs, **around)
+            return traced_attention(*inputs, call.text, **around)
         from ..kernels.attention import rows_attention  # imports Triton
 
-        return rows_attention(*inputs, **around, layer_idx=call.layer_idx)
+        return rows_attention(*inputs, call.kernels, **around, layer_idx=call.layer_idx)
     output = attention(call.query, key, value, parameters, call.rotations.read, call.mask)
     if parameters.layout.coded and output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_refuse_gradients)

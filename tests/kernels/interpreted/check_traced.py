@@ -58,9 +58,9 @@ def test_a_layer_is_one_graph(name) -> None:
         return graph.forward
 
     def step(query, key, value, mask):
-        query, *new = operators.append(parameters, kernels, query, key, value, case.rotation, index)[:3]
+        query, *new = operators.append(parameters, text, query, key, value, case.rotation, index)[:3]
         output = operators.traced_attention(
-            query, *rows, parameters, kernels, rotation=case.rotation, first=0, attention_mask=mask
+            query, *rows, parameters, text, rotation=case.rotation, first=0, attention_mask=mask
         )
         return output, *new
 
@@ -105,7 +105,8 @@ def test_fakes_say_what_the_operators_give() -> None:
 def test_a_layer_with_exact_tokens_is_one_graph(name) -> None:
     layout = CASES[name]
     shape = shape_of(layout.group_size * len(layout.groups), 2, 16, 16, key_norm=True)
-    kernels, case = default_layer(layout), with_values(random_case(layout, shape, 2, 1, 50))
+    text = operators.describe(layout, shape, default_layer(layout))
+    case = with_values(random_case(layout, shape, 2, 1, 50))
     query, key, value, basis, shift = tensors(layout, shape, 1)
     value = torch.randn(key.shape, generator=torch.Generator().manual_seed(1))
     value_basis = torch.randn(layout.group_size * 16, layout.value_rank, generator=torch.Generator().manual_seed(2))
@@ -119,9 +120,9 @@ def test_a_layer_with_exact_tokens_is_one_graph(name) -> None:
         return graph.forward
 
     def step(query, key, value, mask):
-        made = operators.append(parameters, kernels, query, key, value, case.rotation, index)
+        made = operators.append(parameters, text, query, key, value, case.rotation, index)
         output = operators.traced_attention(
-            made.query, *rows, parameters, kernels, rotation=case.rotation, first=0, attention_mask=mask, exact=exact
+            made.query, *rows, parameters, text, rotation=case.rotation, first=0, attention_mask=mask, exact=exact
         )
         return output, made.key, made.value, made.exact_key, made.exact_value
 
