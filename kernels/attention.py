@@ -15,7 +15,7 @@ from rotor.checkpoint.kernel_config import LayerKernels
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
 
 from .decoding import MOST_ROWS, BlockRotations, DecodeLayer, decode_attention
-from .exact import ExactKeys, ranges_of_codes
+from .slots import ExactSlots, ranges_of_codes
 from .launch import capability_of, capturing, sm_count
 from .materialise import PagesOf
 from .parameters import AttentionParameters, seq_len_of
@@ -37,7 +37,7 @@ def rows_attention(
     attention_mask: Tensor | None = None,
     layer_idx: int | None = None,
     remember: bool = True,
-    exact: ExactKeys | None = None,
+    exact: ExactSlots | None = None,
 ) -> Tensor:
     """Attention as `reference.attention` computes it, by the kernels.
 
@@ -144,7 +144,7 @@ def _prepared(
     rotation: Rotation | None,
     query: Tensor,
     remember: bool = True,
-    exact: ExactKeys | None = None,
+    exact: ExactSlots | None = None,
 ) -> dict[str, Any]:
     """Arguments of `decode_attention` that do not change from step to step."""
     device, tiles, most_programs = query.device, None, None
@@ -240,7 +240,7 @@ class _Step(threading.local):
         self.layer = -1 if layer is None else layer
         return self.known
 
-    def codes(self, keys: KeyRanges, exact: ExactKeys) -> KeyRanges:
+    def codes(self, keys: KeyRanges, exact: ExactSlots) -> KeyRanges:
         """`ranges_of_codes`, computed once for layers that share these ranges and what bounds codes."""
         bounds, known = (exact.first, exact.until), self.split
         versions = tuple(map(version_of, bounds))

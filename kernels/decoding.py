@@ -23,7 +23,7 @@ from rotor.errors import UsageError
 from .absorb import absorb_kernel
 from .decode import decode_kernel
 from .defaults import decode_tile, slices_per_sm
-from .exact import ExactKeys
+from .slots import ExactSlots
 from .finish import finish_kernel
 from .join import join_kernel
 from .launch import capability_of, device_guard, device_table, padded, precision, sm_count
@@ -244,7 +244,7 @@ def decode_attention(
     most_programs: int | None = None,
     max_kv_len: int | None = None,
     out: Tensor | None = None,
-    exact: ExactKeys | None = None,
+    exact: ExactSlots | None = None,
     attended: KeyRanges | None = None,
 ) -> Tensor:
     """Attention of one or a few new tokens of each sequence over the rows of a layer.
@@ -261,7 +261,7 @@ def decode_attention(
         max_kv_len: upper bound of a sequence's keys; by default what cache or block table hold.
         out: [tokens, sum over query heads of value width] to write into.
         exact, attended: in a layer with exact tokens, these, and the ranges of all keys, exact or not; `ranges` are
-            then those of codes (`exact.ranges_of_codes`).
+            then those of codes (`slots.ranges_of_codes`).
     Returns:
         [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; in a layer
         with exact tokens [tokens, num_heads * head_dim]. Zeros of tokens that attend to nothing.
@@ -359,7 +359,7 @@ def decode_attention(
                 sequence_ends = exact.until.flatten() if starts is not None else exact.until.flatten()[part]
                 _finish(
                     layer, queries, outputs, partial, partial_lse, table, begin, until, starts, attended, mask, holes,
-                    ExactKeys(exact.key[part], exact.value[part], exact.index[part], exact.first[part], sequence_ends),
+                    ExactSlots(exact.key[part], exact.value[part], exact.index[part], exact.first[part], sequence_ends),
                     part, programs, tokens, tiles,
                 )  # fmt: skip
                 continue
@@ -438,7 +438,7 @@ def _finish(
     attended: KeyRanges,
     mask: Tensor | None,
     holes: Tensor | None,
-    exact: ExactKeys,
+    exact: ExactSlots,
     part: slice,
     programs: int,
     tokens: int,

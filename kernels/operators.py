@@ -26,7 +26,7 @@ from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from .append import Appended, prepare
 from .append import append as append_rows
 from .attention import rows_attention
-from .exact import ExactKeys
+from .slots import ExactSlots
 from .parameters import AttentionParameters, seq_len_of
 from .rotary import Rotation
 from .rows import row_dtype
@@ -146,7 +146,7 @@ def _attend(
 ) -> Tensor:
     """`attention.rows_attention`, which remembers nothing of the mask.
 
-    exact: the tensors of `exact.ExactKeys`, in their order; none in a layer without exact tokens.
+    exact: the tensors of `slots.ExactSlots`, in their order; none in a layer without exact tokens.
     """
     layout, shape, kernels = described(layer)
     parameters = AttentionParameters(
@@ -155,7 +155,7 @@ def _attend(
     )  # fmt: skip
     return rows_attention(
         query, key, value, parameters, kernels, rotation=None if cos is None or sin is None else (cos, sin),
-        first=first, attention_mask=mask, remember=False, exact=ExactKeys(*exact, alone) if exact else None,
+        first=first, attention_mask=mask, remember=False, exact=ExactSlots(*exact, alone) if exact else None,
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def traced_attention(
     rotation: Rotation | None,
     first: int,
     attention_mask: Tensor | None,
-    exact: ExactKeys | None = None,
+    exact: ExactSlots | None = None,
 ) -> Tensor:
     """`attention.rows_attention` as an operator, for code that torch.compile traces; `text` is by `describe`."""
     p, mask = parameters, attention_mask

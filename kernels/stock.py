@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from rotor.checkpoint.layout import GroupClass
 
-from .exact import ExactKeys
+from .slots import ExactSlots
 from .logits import absorbed_queries
 from .materialise import PagesOf, materialise
 from .parameters import AttentionParameters, seq_len_of
@@ -78,7 +78,7 @@ def prompt_with_exact(
     rotation: Rotation | None,
     first: int,
     attention_mask: Tensor | None,
-    exact: ExactKeys,
+    exact: ExactSlots,
 ) -> Tensor:
     """Attention of any number of queries in a layer with exact tokens, [batch_size, seq_len, num_heads * head_dim].
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rotor.checkpoint.channels import Channels, Latent, Numbers
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
-from rotor.kernels.exact import ExactKeys
+from rotor.kernels.slots import ExactSlots
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import rotate
 from support import kernel_truth as truth
@@ -155,7 +155,7 @@ def with_values(case: Case) -> Case:
 
 def exact_keys(
     case: Case, lengths: list[int], counts: list[int], starts: list[int], first: int, newest: int
-) -> ExactKeys:
+) -> ExactSlots:
     """The first and the newest keys of each sequence, and those that are new in the pass, in slots of any order; what
     is in no slot, and slots of no key, are poisoned."""
     generator = torch.Generator().manual_seed(5)
@@ -172,7 +172,7 @@ def exact_keys(
         until[s, :count] = torch.arange(count) + old + 1 - newest
     begins = torch.tensor([start + first for start in starts], dtype=torch.int32)
     key, value = sides.to(case.query.dtype)
-    return ExactKeys(2 * key, value, index, begins, until)
+    return ExactSlots(2 * key, value, index, begins, until)
 
 
 def causal(batch_size: int, seq_len: int, kv_len: int, window: int | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rotor.kernels.exact import ExactKeys
+from rotor.kernels.slots import ExactSlots
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import Rotation, rotate, when_read
 from rotor.kernels.rows import read_class
@@ -80,7 +80,7 @@ def with_exact(
     value: Tensor,
     parameters: AttentionParameters,
     allowed: Tensor,
-    exact: ExactKeys,
+    exact: ExactSlots,
     rotation: Rotation | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:

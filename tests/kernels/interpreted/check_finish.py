@@ -13,7 +13,7 @@ from support.kernel_cases import exact_keys, in_pages, random_case, shape_of, wi
 from rotor.checkpoint.layout import LayerLayout
 from rotor.kernels import decoding
 from rotor.kernels.decoding import BlockRotations, DecodeLayer, decode_attention
-from rotor.kernels.exact import ExactKeys, ranges_of_codes
+from rotor.kernels.slots import ExactSlots, ranges_of_codes
 from rotor.kernels.ranges import KeyRanges
 
 
@@ -43,7 +43,7 @@ def check(
     for s, count in enumerate(counts):
         own, at = case.query[s : s + 1, :, :count], slice(s, s + 1)
         packed.append(own[0].transpose(0, 1))
-        of = ExactKeys(exact.key[at], exact.value[at], exact.index[at], exact.first[at], exact.until[at, :count])
+        of = ExactSlots(exact.key[at], exact.value[at], exact.index[at], exact.first[at], exact.until[at, :count])
         args = own, case.key[at], case.value[at], case.parameters, allowed[s], of, case.rotation
         found.append(truth.with_exact(*args)[0])
         plain.append(truth.with_exact(*args, dtype=dtype)[0])

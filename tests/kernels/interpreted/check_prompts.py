@@ -12,7 +12,7 @@ from support.kernel_cases import LAYERS, Case, case_of, causal, exact_keys, in_p
 from rotor.kernels import stock
 from rotor.kernels.attention import rows_attention
 from rotor.kernels.defaults import default_layer
-from rotor.kernels.exact import ExactKeys
+from rotor.kernels.slots import ExactSlots
 from rotor.kernels.materialise import PagesOf
 
 
@@ -84,7 +84,7 @@ def test_packed_prompts_over_pages(name, window, page_size) -> None:
     check(got, exact)
 
 
-def with_exact(case: Case, exact: ExactKeys, mask: torch.Tensor | None, materialise: bool = False) -> torch.Tensor:
+def with_exact(case: Case, exact: ExactSlots, mask: torch.Tensor | None, materialise: bool = False) -> torch.Tensor:
     kernels = replace(default_layer(case.parameters.layout), materialise=materialise)
     rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
     rest = {"rotation": case.rotation, "first": case.first, "attention_mask": mask, "exact": exact}
@@ -112,7 +112,7 @@ def test_a_prompt_reads_no_row() -> None:
     case.key = case.value = case.key[:0]
     key, value = torch.randn(2, 2, 6, 37, 24, generator=generator)
     none = torch.zeros(2, 37, dtype=torch.int32)
-    exact, allowed = ExactKeys(key, value, none, none[:, 0], none, alone=True), causal(2, 37, 37).clone()
+    exact, allowed = ExactSlots(key, value, none, none[:, 0], none, alone=True), causal(2, 37, 37).clone()
     for mask in (None, torch.cat([allowed, allowed[..., :9]], -1)[:, None]):
         keys, values = (side.double().repeat_interleave(3, 1) for side in (key, value))
         logits = (case.query.double() @ keys.mT * case.parameters.scaling).masked_fill(~allowed[:, None], -torch.inf)

@@ -15,7 +15,7 @@ from .ranges import KeyRanges
 
 
 @dataclass(frozen=True)
-class ExactKeys:
+class ExactSlots:
     """Exact keys and values that the new tokens of a pass attend to, these tokens among them.
 
     key, value: [batch_size, num_kv_heads, slots, head_dim], model's dtype, keys after RoPE, KV heads in the order of
@@ -58,7 +58,7 @@ class ExactKeys:
         return torch.cat([coded & mask, held & at_slots], dim=-1)
 
 
-def ranges_of_codes(ranges: KeyRanges, exact: ExactKeys) -> KeyRanges:
+def ranges_of_codes(ranges: KeyRanges, exact: ExactSlots) -> KeyRanges:
     """The keys of `ranges` that are read as codes."""
     if ranges.query_start is None:
         first, end = torch.maximum(ranges.first, exact.first), torch.minimum(ranges.end, exact.until.flatten())
