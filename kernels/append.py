@@ -371,9 +371,9 @@ def append(
     batch_size, seq_len = key.shape[:2]
     if value is not None and not value.shape[-1]:
         value = None
-    exact = value_basis is not None
+    exact = layout.exact is not None
     as_it_is = out is None and not layout.coded and not exact
-    plan = tables_of(layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, exact, key.device)
+    plan = tables_of(layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, key.device)
     rows = _new_rows(key, value, layout, shape, as_it_is) if out is None else out
     sides = [
         side.view(torch.int16) if layout.coded else side for side in (rows[0], rows[0] if layout.joint else rows[1])
@@ -454,7 +454,6 @@ def tables_of(
     query: bool,
     as_it_is: bool,
     rotated: bool,
-    exact: bool,
     device: torch.device,
 ) -> Plan:
     """Make the tables of a layer.
@@ -463,7 +462,6 @@ def tables_of(
         query: there are queries to rotate.
         as_it_is: outputs of projections that are rows already are not copied.
         rotated: keys are rotated by the kernel.
-        exact: the layer has exact tokens, whose keys are rotated too.
     """
     folded = layout.folds_keys(shape)
     planes = WORD_PLANES if layout.operands <= WORD_PLANES else 2 * WORD_PLANES
@@ -491,7 +489,7 @@ def tables_of(
             column += latent.rank
     if query:
         jobs += [[QUERIES, head] + [0] * (FIELDS - 2) for head in range(shape.num_heads)]
-        if exact and rotated:
+        if layout.exact is not None and rotated:
             jobs += [[EXACT_KEYS, head] + [0] * (FIELDS - 2) for head in range(shape.num_kv_heads)]
     half, rest = shape.rotary_planes, shape.head_dim - shape.rotary_dim
     mode = WHOLE if layout.rope_block is None else NONE if layout.fast_planes == half else BLOCK
@@ -525,9 +523,9 @@ def _digits(latent: Channels, before: int, planes: int) -> list[int]:
 assert SIGNED == 8, "`packed` writes this nibble to empty slots"
 
 
-def prepare(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, device: torch.device, exact: bool) -> None:
+def prepare(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> None:
     """Put a layer's tables on the device, before a CUDA graph is captured."""
     for query in (False, True):
-        for as_it_is in (False, not layout.coded and not exact):
+        for as_it_is in (False, not layout.coded and layout.exact is None):
             for rotated in (False, True):
-                tables_of(layout, shape, dtype, query, as_it_is, rotated, exact, device)
+                tables_of(layout, shape, dtype, query, as_it_is, rotated, device)

@@ -15,13 +15,13 @@ from rotor.checkpoint.kernel_config import LayerKernels
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
 
 from .decoding import MOST_ROWS, BlockRotations, DecodeLayer, decode_attention
-from .slots import ExactSlots, ranges_of_codes
 from .launch import capability_of, capturing, sm_count
 from .materialise import PagesOf
 from .parameters import AttentionParameters, seq_len_of
 from .ranges import KeyRanges
 from .remembered import Remembered, version_of
 from .rotary import Rotation
+from .slots import ExactSlots, ranges_of_codes
 from .stock import Varlen, packed_attention, prompt_attention, prompt_with_exact
 
 

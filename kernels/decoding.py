@@ -23,7 +23,6 @@ from rotor.errors import UsageError
 from .absorb import absorb_kernel
 from .decode import decode_kernel
 from .defaults import decode_tile, slices_per_sm
-from .slots import ExactSlots
 from .finish import finish_kernel
 from .join import join_kernel
 from .launch import capability_of, device_guard, device_table, padded, precision, sm_count
@@ -31,6 +30,7 @@ from .parameters import AttentionParameters
 from .ranges import KeyRanges
 from .rotary import Rotation
 from .rows import as_loaded
+from .slots import ExactSlots
 
 TILES_OF_A_PROGRAM = 8
 """Tiles that a program has at least, where that leaves one for every SM: more slices take longer to join than they

@@ -26,10 +26,10 @@ from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from .append import Appended, prepare
 from .append import append as append_rows
 from .attention import rows_attention
-from .slots import ExactSlots
 from .parameters import AttentionParameters, seq_len_of
 from .rotary import Rotation
 from .rows import row_dtype
+from .slots import ExactSlots
 
 
 def describe(layout: LayerLayout, shape: AttentionShape, kernels: LayerKernels) -> str:
@@ -78,13 +78,13 @@ def _(key, value, query, key_basis, key_shift, value_basis, value_shift, cos, si
     layout, shape, _ = described(layer)
     if key.device.type != "cuda" or torch.cuda.is_available():
         with unset_fake_temporarily():
-            prepare(layout, shape, key.dtype, key.device, value_basis is not None)
+            prepare(layout, shape, key.dtype, key.device)
     dtype = row_dtype(layout, key.dtype)
     widths = layout.row_elements(key.element_size())
     sides = [key.new_empty(key.shape[0], 1, key.shape[1], width, dtype=dtype) for width in widths]
     if query is None:
         return key.new_empty(0), *sides
-    heads = shape.num_heads + (0 if value_basis is None or cos is None else shape.num_kv_heads)
+    heads = shape.num_heads + (0 if value_basis is None else shape.num_kv_heads)
     return query.new_empty(*query.shape[:2], heads, shape.head_dim), *sides
 
 
@@ -106,7 +106,7 @@ def append(
         With queries always.
     """
     p = parameters
-    asked = None if p.query_basis is None else query
+    asked = None if p.query_basis is None or rotation is None else query
     bases = p.key_basis, p.key_shift, p.value_basis, p.value_shift
     if not torch.compiler.is_compiling():
         names = ("key_basis", "key_shift", "value_basis", "value_shift")
@@ -114,15 +114,21 @@ def append(
             key, value, p.layout, p.shape, query=asked, rotation=rotation, index=index,
             **dict(zip(names, bases, strict=True)),
         )  # fmt: skip
-        return made if made.query is not None else made._replace(query=query)
+        return made if made.query is not None else made._replace(query=_as_attended(query))
     cos, sin = rotation or (None, None)
     rotated, *rows = _append(key, value, asked, *bases, cos, sin, index, text)
     if asked is not None:
-        query = rotated[:, :, : p.shape.num_heads].transpose(1, 2)
-        key = key if rotation is None else rotated[:, :, p.shape.num_heads :]
+        query = rotated[:, :, : p.shape.num_heads]
+        key = rotated[:, :, p.shape.num_heads :] if p.value_basis is not None else key
+    query = _as_attended(query)
     if p.value_basis is None:
         return Appended(query, rows[0], rows[1])
     return Appended(query, rows[0], rows[1], key.transpose(1, 2), value.transpose(1, 2))
+
+
+def _as_attended(query: Tensor) -> Tensor:
+    """Heads side by side as [batch_size, num_heads, seq_len, head_dim]; absorbed queries as they are."""
+    return query.transpose(1, 2) if query.dim() == 4 else query
 
 
 @library.custom_op("rotor::attend", mutates_args=())

@@ -18,12 +18,12 @@ from torch.nn import functional
 
 from rotor.checkpoint.layout import GroupClass
 
-from .slots import ExactSlots
 from .logits import absorbed_queries
 from .materialise import PagesOf, materialise
 from .parameters import AttentionParameters, seq_len_of
 from .reference import dense_attention
 from .rotary import Rotation
+from .slots import ExactSlots
 
 MOST_BYTES = 1 << 30
 """Most bytes of keys and values at a time; beyond that, sequences of a batch are taken one after another."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from rotor.checkpoint.channels import Channels, Latent, Numbers
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
-from rotor.kernels.slots import ExactSlots
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ExactTokens, GroupLayout, KeyForm, LayerLayout
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import rotate
+from rotor.kernels.slots import ExactSlots
 from support import kernel_truth as truth
 
 MIXED = Channels(n16=2, n12=1, n8=5, n6=6, n4=24, n2=5)
@@ -119,18 +119,19 @@ def random_case(
         else:
             rows.append(random(batch_size, kv_len, width if side else 0))
     constant = query_basis = rotation = None
-    if shape.rotary_dim:
+    if layout.folds_queries(shape):
+        heads = layout.group_size * shape.heads_per_kv
+        query = random(batch_size, seq_len, heads * layout.key_width, scale=0.1)
+    else:
         scale = (4.0 if layout.coded else 1.0) * max(group.key.width for group in layout.groups) ** 0.5
         query_basis = random(layout.group_size * shape.head_dim, layout.key_width, scale=1 / scale)
         if layout.coded:
             constant = random(shape.num_kv_heads, shape.head_dim, scale=0.5)
-        rotation = rotation_table(first + kv_len + 80, shape.rotary_dim, factor)
         query = random(batch_size, shape.num_heads, seq_len, shape.head_dim)
-        end = first + kv_len
-        query = rotate(query, *(table[max(0, end - seq_len) : max(0, end - seq_len) + seq_len] for table in rotation))
-    else:
-        heads = layout.group_size * shape.heads_per_kv
-        query = random(batch_size, seq_len, heads * layout.key_width, scale=0.1)
+    if shape.rotary_dim:
+        rotation = rotation_table(first + kv_len + 80, shape.rotary_dim, factor)
+        start = max(0, first + kv_len - seq_len)
+        query = rotate(query, *(table[start : start + seq_len] for table in rotation))
     if not layout.in_blocks:
         rotation = None
     parameters = AttentionParameters(layout, shape, shape.head_dim**-0.5, query_basis, constant, softcap)
@@ -146,11 +147,14 @@ def case_of(name: str, batch_size: int, seq_len: int, kv_len: int, heads_per_kv:
 
 def with_values(case: Case) -> Case:
     """The case in a layer with exact tokens: with a basis and constants of values, which are of about unit size."""
-    layout, shape, generator = case.parameters.layout, case.parameters.shape, torch.Generator().manual_seed(4)
+    layout, shape = replace(case.parameters.layout, exact=ExactTokens(4, 20)), case.parameters.shape
+    generator = torch.Generator().manual_seed(4)
     scale = (4.0 if layout.coded else 1.0) * max(group.values.width for group in layout.groups) ** 0.5
     basis = torch.randn(layout.group_size * shape.head_dim, layout.value_width, generator=generator) / scale
     constant = torch.randn(shape.num_kv_heads, shape.head_dim, generator=generator) if layout.coded else None
-    return replace(case, parameters=replace(case.parameters, output_basis=basis, value_constant=constant))
+    return replace(
+        case, parameters=replace(case.parameters, layout=layout, output_basis=basis, value_constant=constant)
+    )
 
 
 def exact_keys(

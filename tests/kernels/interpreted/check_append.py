@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.kernel_cases import FORMS, MIXED, Channels, Numbers, layer, rotation_table, shape_of
 
-from rotor.checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
+from rotor.checkpoint.layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout
 from rotor.kernels.append import append
 from rotor.kernels.reference import project_keys
 from rotor.kernels.rotary import rotate, within_blocks
@@ -116,7 +118,7 @@ def test_rows_of_a_table_by_token() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_exact_tokens_beside_rows(name, batch_size, seq_len) -> None:
     """Values are given as heads and projected here; keys are also rotated as attention takes them."""
-    layout, generator = CASES[name], torch.Generator().manual_seed(2)
+    layout, generator = replace(CASES[name], exact=ExactTokens(4, 20)), torch.Generator().manual_seed(2)
     kv_heads, head_dim, rotary_dim = layout.group_size * len(layout.groups), 24, 16
     shape = shape_of(kv_heads, 3, head_dim, rotary_dim, key_norm=True)
     rotation = rotation_table(90, rotary_dim, factor=1.3)

@@ -10,21 +10,23 @@ from check_decode import HALF, SINGLE, allowed_of, layer_of
 from support import kernel_truth as truth
 from support.kernel_cases import exact_keys, in_pages, random_case, shape_of, with_values
 
-from rotor.checkpoint.layout import LayerLayout
+from rotor.checkpoint.layout import ExactTokens, LayerLayout
 from rotor.kernels import decoding
 from rotor.kernels.decoding import BlockRotations, DecodeLayer, decode_attention
-from rotor.kernels.slots import ExactSlots, ranges_of_codes
 from rotor.kernels.ranges import KeyRanges
+from rotor.kernels.slots import ExactSlots, ranges_of_codes
 
 
 def check(
     layout: LayerLayout, lengths: list[int], tokens: list[int] | None = None, *, first: int = 4, newest: int = 20,
     page: int = 0, programs: int = 5, dtype: torch.dtype = HALF, per_head: int = 2, head_dim: int = 32,
-    window: int | None = None, starts: list[int] | None = None, holes: bool = False, **rest: float,
+    rotary: int | None = None, window: int | None = None, starts: list[int] | None = None, holes: bool = False,
+    **rest: float,
 ) -> None:  # fmt: skip
     """By the worst number, the error against float64 is at most twice that of plain PyTorch in the same dtype."""
     counts = tokens or [1] * len(lengths)
-    shape = shape_of(len(layout.groups) * layout.group_size, per_head, head_dim, head_dim)
+    layout = replace(layout, exact=ExactTokens(first, newest))
+    shape = shape_of(len(layout.groups) * layout.group_size, per_head, head_dim, head_dim if rotary is None else rotary)
     case = random_case(layout, shape, len(lengths), max(counts), max(*lengths, 1) + 3, **rest)
     case, generator = with_values(case).to("cpu", dtype), torch.Generator().manual_seed(4)
     allowed = allowed_of(lengths, counts, window, starts)
@@ -88,6 +90,11 @@ def test_latents_of_other_widths_and_values_apart(coded: bool) -> None:
     check(layer_of([20, 40], 1, [28, 12], coded), [70, 20])
 
 
+def test_without_rope() -> None:
+    check(layer_of([64, 32], 1, [48, 16]), [70, 20], rotary=0)
+    check(layer_of([40], 2), [70, 20], [3, 2], rotary=0)
+
+
 def test_wide_latents() -> None:
     check(layer_of([1000], 2), [60, 80], programs=7)
 
@@ -107,7 +114,7 @@ def test_windows_padding_holes(window: int | None, block: int | None) -> None:
     check(layout, [100, 90], [2, 2], window=window, holes=True)
 
 
-@pytest.mark.parametrize(("first", "newest"), [(0, 16), (3, 1), (70, 80)])
+@pytest.mark.parametrize(("first", "newest"), [(0, 16), (3, 1), (60, 80)])
 def test_other_numbers_of_exact_tokens(first: int, newest: int) -> None:
     """With more than a tile of them."""
     check(layer_of([32], 1, block=64), [180, 90, 1], first=first, newest=newest)

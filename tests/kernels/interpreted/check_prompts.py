@@ -12,8 +12,8 @@ from support.kernel_cases import LAYERS, Case, case_of, causal, exact_keys, in_p
 from rotor.kernels import stock
 from rotor.kernels.attention import rows_attention
 from rotor.kernels.defaults import default_layer
-from rotor.kernels.slots import ExactSlots
 from rotor.kernels.materialise import PagesOf
+from rotor.kernels.slots import ExactSlots
 
 
 def check(got: torch.Tensor, exact: torch.Tensor) -> None:
