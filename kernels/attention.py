@@ -18,10 +18,10 @@ from .decoding import MOST_ROWS, BlockRotations, DecodeLayer, decode_attention
 from .launch import capability_of, capturing, sm_count
 from .materialise import PagesOf
 from .parameters import AttentionParameters, seq_len_of
-from .ranges import KeyRanges
+from .ranges import KeyRanges, ranges_of_codes
 from .remembered import Remembered, version_of
 from .rotary import Rotation
-from .slots import ExactSlots, ranges_of_codes
+from .slots import ExactSlots
 from .stock import Varlen, packed_attention, prompt_attention, prompt_with_exact
 
 
@@ -62,7 +62,7 @@ def rows_attention(
     """
     seq_len = seq_len_of(query)
     stock = seq_len * parameters.heads_per_group > MOST_ROWS or kernels.materialise or first > 0
-    if exact is not None and (stock or exact.alone):
+    if stock and exact is not None:
         return prompt_with_exact(query, key, value, parameters, rotation, first, attention_mask, exact)
     if stock:
         return prompt_attention(query, key, value, parameters, rotation, first, attention_mask)

@@ -261,7 +261,7 @@ def decode_attention(
         max_kv_len: upper bound of a sequence's keys; by default what cache or block table hold.
         out: [tokens, sum over query heads of value width] to write into.
         exact, attended: in a layer with exact tokens, these, and the ranges of all keys, exact or not; `ranges` are
-            then those of codes (`slots.ranges_of_codes`).
+            then those of codes (`ranges.ranges_of_codes`).
     Returns:
         [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; in a layer
         with exact tokens [tokens, num_heads * head_dim]. Zeros of tokens that attend to nothing.

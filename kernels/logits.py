@@ -114,7 +114,8 @@ class AbsorbedQueries:
         self.queries = absorbed_queries(query, parameters, cls).to(side.wide)
         self.shape, self.per_key = self.queries.shape[:4], cls.count * cls.key.width
         self.extra = None
-        if parameters.softcap is not None:  # which sees what is added to all logits of a query
+        # A soft cap sees what is added to all logits of a query, and so do exact keys, to which it is not added.
+        if parameters.softcap is not None or parameters.layout.exact is not None:
             self.extra = _constant_logits(query, parameters, cls)
 
     def __call__(self, latents: Tensor, part: slice, active: slice) -> Tensor:

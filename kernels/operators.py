@@ -148,7 +148,6 @@ def _attend(
     output_basis: Tensor | None,
     value_constant: Tensor | None,
     exact: list[Tensor],
-    alone: bool,
 ) -> Tensor:
     """`attention.rows_attention`, which remembers nothing of the mask.
 
@@ -161,14 +160,14 @@ def _attend(
     )  # fmt: skip
     return rows_attention(
         query, key, value, parameters, kernels, rotation=None if cos is None or sin is None else (cos, sin),
-        first=first, attention_mask=mask, remember=False, exact=ExactSlots(*exact, alone) if exact else None,
+        first=first, attention_mask=mask, remember=False, exact=ExactSlots(*exact) if exact else None,
     )  # fmt: skip
 
 
 @_attend.register_fake
 def _(
     query, key, value, mask, query_basis, key_constant, cos, sin, first, scaling, softcap, layer, output_basis,
-    value_constant, exact, alone,
+    value_constant, exact,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     layout, shape, _ = described(layer)
     if exact:
@@ -195,5 +194,5 @@ def traced_attention(
     tensors = [] if exact is None else [exact.key, exact.value, exact.index, exact.first, exact.until]
     return _attend(
         query, key, value, mask, p.query_basis, p.key_constant, cos, sin, first, p.scaling, p.softcap, text,
-        p.output_basis, p.value_constant, tensors, exact is not None and exact.alone,
+        p.output_basis, p.value_constant, tensors,
     )  # fmt: skip

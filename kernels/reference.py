@@ -41,20 +41,35 @@ def project_keys(
     Returns:
         [batch_size, 1, seq_len, key_rank], dtype of `key`; of codes float32 or wider.
     """
-    dtype = key.dtype if shift is None else torch.promote_types(key.dtype, shift.dtype)
-    key, key_basis = key.to(dtype), key_basis.to(dtype)
-    batch_size, _, seq_len, head_dim = key.shape
-    stacked = key.reshape(batch_size, -1, layout.group_size, seq_len, head_dim).permute(0, 3, 1, 2, 4).flatten(3)
-    parts = []
-    for cls in layout.classes():
-        basis = key_basis[:, cls.key_rank : cls.key_rank + cls.count * cls.key.rank]
-        basis = basis.unflatten(-1, (cls.count, cls.key.rank)).transpose(0, 1)
-        keys = stacked[:, :, cls.start : cls.start + cls.count]
-        parts.append(torch.einsum("bsnd,ndr->bsnr", keys, basis).flatten(2))
-    latents = torch.cat(parts, dim=-1).unsqueeze(1)
+    latents = project_heads(key, key_basis, layout, keys=True, wide=shift is not None)
     of_values = layout.part_of_keys(value)
     if of_values is not None:
         latents = latents + of_values
+    return latents if shift is None else latents + shift
+
+
+def project_heads(
+    x: Tensor, basis: Tensor, layout: LayerLayout, *, keys: bool, shift: Tensor | None = None, wide: bool = False
+) -> Tensor:
+    """Project heads of keys or values into the latents of their groups, side by side.
+
+    Args:
+        x: [batch_size, num_kv_heads, seq_len, head_dim], heads in the order of the layout.
+        basis: [group_size * head_dim, rank], the latents of keys or those that values are read from.
+        shift: [rank], float32, added. wide: compute in float32 or wider, as with a shift.
+    Returns:
+        [batch_size, 1, seq_len, rank].
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32) if wide or shift is not None else x.dtype
+    x, basis = x.to(dtype), basis.to(dtype)
+    stacked = x.reshape(len(x), -1, layout.group_size, *x.shape[2:]).permute(0, 3, 1, 2, 4).flatten(3)
+    parts = []
+    for cls in layout.classes():
+        first, rank = (cls.key_rank, cls.key.rank) if keys else (cls.value_rank, cls.value.rank)
+        columns = basis[:, first : first + cls.count * rank].unflatten(-1, (cls.count, rank)).transpose(0, 1)
+        own = stacked[:, :, cls.start : cls.start + cls.count]
+        parts.append(torch.einsum("bsnd,ndr->bsnr", own, columns).flatten(2))
+    latents = torch.cat(parts, dim=-1).unsqueeze(1)
     return latents if shift is None else latents + shift
 
 
@@ -105,12 +120,14 @@ def partial_attention(
     parameters: AttentionParameters,
     key_rotation: Rotation | None = None,
     attention_mask: Tensor | None = None,
+    keys: range | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over some of the keys, with the log-sum-exp by which `join` combines it with the others.
 
     Args:
         key, value: rows, not necessarily of neighbours: `key_rotation` has one row for each, `attention_mask` one
             column.
+        keys: those that some query sees lie within it, from a multiple of LEAST_BLOCK on; None: found here.
         The others as in `attention`.
     Returns:
         [batch_size, seq_len, sum over query heads of value width], and the log-sum-exp of each query head's logits,
@@ -120,10 +137,10 @@ def partial_attention(
     seq_len = seq_len_of(query)
     causal = attention_mask is None and seq_len > 1
     # A prefill into an empty static cache: nothing attends behind the new keys.
-    keys = range(seq_len if causal else key.shape[2])
+    seen = range(seq_len if causal else key.shape[2]) if keys is None else keys
     eager_cpu = query.device.type == "cpu" and not torch.compiler.is_compiling()
-    if eager_cpu and attention_mask is not None and attention_mask.shape[-1] == len(keys):
-        keys = _attended(attention_mask)
+    if keys is None and eager_cpu and attention_mask is not None and attention_mask.shape[-1] == len(seen):
+        seen = _attended(attention_mask)
     index = torch.arange(seq_len, device=query.device)
     absorb = eager_cpu and key_rotation is not None and _may_absorb(parameters, seq_len, key_rotation)
     outputs, sums = [], []
@@ -139,7 +156,7 @@ def partial_attention(
         logits: AbsorbedQueries | RebuiltKeys = (
             AbsorbedQueries(query, side) if key_rotation is None else RebuiltKeys(query, side, key_rotation, absorb)
         )
-        attended, log_sums = _running_softmax(logits, side, mask, causal, keys)
+        attended, log_sums = _running_softmax(logits, side, mask, causal, seen)
         outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(2))
         sums.append(log_sums.permute(0, 3, 1, 2, 4).flatten(2))
     return torch.cat(outputs, dim=-1), torch.cat(sums, dim=-1)

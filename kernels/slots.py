@@ -6,12 +6,10 @@ newest ones; all others lie in slots as the model made them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from .ranges import KeyRanges
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,6 @@ class ExactSlots:
     first: [batch_size], int32. Codes serve the keys from this row on.
     until: [batch_size, seq_len], int32. Codes serve the keys before this row, for each new token. It does not fall
         from a token to the next. (Of packed sequences [tokens].)
-    alone: nothing lies before the new tokens, so that no row is read; slot i then has row i.
     """
 
     key: Tensor
@@ -33,7 +30,6 @@ class ExactSlots:
     index: Tensor
     first: Tensor
     until: Tensor
-    alone: bool = False
 
     def coded(self, row: Tensor) -> Tensor:
         """Whether codes serve rows, [batch_size or 1, 1 or slots], for each new token: [batch_size, seq_len, slots]."""
@@ -56,22 +52,3 @@ class ExactSlots:
         mask = mask.expand(batch_size, -1, seq_len, kv_len)
         at_slots = mask.gather(-1, place[:, None, None].expand(-1, mask.shape[1], seq_len, -1))
         return torch.cat([coded & mask, held & at_slots], dim=-1)
-
-
-def ranges_of_codes(ranges: KeyRanges, exact: ExactSlots) -> KeyRanges:
-    """The keys of `ranges` that are read as codes."""
-    if ranges.query_start is None:
-        first, end = torch.maximum(ranges.first, exact.first), torch.minimum(ranges.end, exact.until.flatten())
-        return replace(ranges, first=first, end=end, begin=first, until=end)
-    start, until = ranges.query_start, exact.until.flatten()
-    token = torch.arange(len(ranges.first), device=until.device)
-    stop = start[1:].contiguous()
-    sequence = torch.searchsorted(stop, token, right=True).clamp(max=len(stop) - 1)
-    last = (stop - 1).clamp(min=0)
-    return replace(
-        ranges,
-        first=torch.maximum(ranges.first, exact.first[sequence]),
-        end=torch.minimum(ranges.end, until),
-        begin=torch.maximum(ranges.begin, exact.first),
-        until=torch.minimum(ranges.until, until[last]),
-    )

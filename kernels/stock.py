@@ -82,15 +82,11 @@ def prompt_with_exact(
 ) -> Tensor:
     """Attention of any number of queries in a layer with exact tokens, [batch_size, seq_len, num_heads * head_dim].
 
-    Prompts attend to their own keys and values, without reading a row. Rows of earlier tokens are expanded to keys and
-    values of each head, to which the exact ones are added. Arguments as in `attention.rows_attention`.
+    Rows are expanded to keys and values of each head, behind which the exact ones are laid. Arguments as in
+    `attention.rows_attention`.
     """
     scaling, softcap = parameters.scaling, parameters.softcap
     mask = parameters.mask(attention_mask, slice(None))
-    if exact.alone:
-        if mask is not None and mask.shape[-1] > 1:
-            mask = mask[..., : exact.key.shape[2]]
-        return dense_attention(query, exact.key, exact.value, scaling, mask, softcap)
     batch_size, _, kv_len, _ = key.shape
     shape = parameters.shape
     whole = 4 * shape.num_kv_heads * kv_len * shape.head_dim * query.element_size()

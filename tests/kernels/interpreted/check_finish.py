@@ -13,8 +13,8 @@ from support.kernel_cases import exact_keys, in_pages, random_case, shape_of, wi
 from rotor.checkpoint.layout import ExactTokens, LayerLayout
 from rotor.kernels import decoding
 from rotor.kernels.decoding import BlockRotations, DecodeLayer, decode_attention
-from rotor.kernels.ranges import KeyRanges
-from rotor.kernels.slots import ExactSlots, ranges_of_codes
+from rotor.kernels.ranges import KeyRanges, ranges_of_codes
+from rotor.kernels.slots import ExactSlots
 
 
 def check(

@@ -104,17 +104,3 @@ def test_exact_tokens_behind_rows(name, seq_len, window, monkeypatch) -> None:
     check(with_exact(case, exact, allowed[:, None]), found)
     monkeypatch.setattr(stock, "MOST_BYTES", 1)  # sequences one after another
     check(with_exact(case, exact, allowed[:, None], materialise=True), found)
-
-
-def test_a_prompt_reads_no_row() -> None:
-    """Also one into a static cache, whose mask is as long as that."""
-    case, generator = with_values(case_of("fast", 2, 37, 37)), torch.Generator().manual_seed(0)
-    case.key = case.value = case.key[:0]
-    key, value = torch.randn(2, 2, 6, 37, 24, generator=generator)
-    none = torch.zeros(2, 37, dtype=torch.int32)
-    exact, allowed = ExactSlots(key, value, none, none[:, 0], none, alone=True), causal(2, 37, 37).clone()
-    for mask in (None, torch.cat([allowed, allowed[..., :9]], -1)[:, None]):
-        keys, values = (side.double().repeat_interleave(3, 1) for side in (key, value))
-        logits = (case.query.double() @ keys.mT * case.parameters.scaling).masked_fill(~allowed[:, None], -torch.inf)
-        found = (torch.softmax(logits, -1) @ values).transpose(1, 2).flatten(2)
-        check(with_exact(case, exact, mask), found)
