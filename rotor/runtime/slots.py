@@ -21,7 +21,7 @@ LATEST = 1 << 30
 class Bounds(NamedTuple):
     """What `ExactSlots` says of a pass, without keys and values."""
 
-    index: Tensor
+    places: Tensor
     first: Tensor
     until: Tensor
 
