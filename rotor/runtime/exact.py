@@ -7,6 +7,7 @@ layer when attention first meets the cache (`with_exact_rows`), so that whatever
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -175,7 +176,11 @@ class ExactRows:
         slots.index_copy_(2, index % newest + first, new[:, :, seq_len - count :])
         return slots
 
-    def map(self, change: Any) -> None:
+    def stored_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in vars(self).values() if isinstance(tensor, Tensor))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a function of tensors [batch_size, ...] to all that belongs to sequences."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = change(self.keys), change(self.values)
@@ -300,7 +305,7 @@ def exact_keys(seen: SeenTokens, division: Division) -> ExactKeys:
     return ExactKeys(seen.key, seen.value, division.exact)
 
 
-class _WithExactRows:
+class WithExactRows:
     """A cache's layer of rows that also keeps exact tokens.
 
     exact_rows: these. rows: `update` is given NewTokens, the mask and the span of a pass by name, and puts what its
@@ -356,7 +361,7 @@ class _WithExactRows:
         self.exact_rows.map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
 
-class _GrowingWithExactRows(_WithExactRows):
+class GrowingWithExactRows(WithExactRows):
     """The same of a cache that grows, from which tokens can be taken back."""
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -373,27 +378,27 @@ class _GrowingWithExactRows(_WithExactRows):
             self.exact_rows.forget()
 
 
-class ExactDynamicLayer(_GrowingWithExactRows, DynamicLayer):
+class ExactDynamicLayer(GrowingWithExactRows, DynamicLayer):
     """transformers' DynamicLayer with exact tokens."""
 
 
-class ExactSlidingWindowLayer(_GrowingWithExactRows, DynamicSlidingWindowLayer):
+class ExactSlidingWindowLayer(GrowingWithExactRows, DynamicSlidingWindowLayer):
     """transformers' DynamicSlidingWindowLayer with exact tokens."""
 
 
-class ExactStaticLayer(_WithExactRows, StaticLayer):
+class ExactStaticLayer(WithExactRows, StaticLayer):
     """transformers' StaticLayer with exact tokens."""
 
     fixed = True
 
 
-class ExactStaticSlidingWindowLayer(_WithExactRows, StaticSlidingWindowLayer):
+class ExactStaticSlidingWindowLayer(WithExactRows, StaticSlidingWindowLayer):
     """transformers' StaticSlidingWindowLayer with exact tokens."""
 
     fixed = True
 
 
-REPLACED: dict[type, type[_WithExactRows]] = {
+REPLACED: dict[type, type[WithExactRows]] = {
     DynamicLayer: ExactDynamicLayer,
     DynamicSlidingWindowLayer: ExactSlidingWindowLayer,
     StaticLayer: ExactStaticLayer,
@@ -402,7 +407,7 @@ REPLACED: dict[type, type[_WithExactRows]] = {
 """The stock layers that can keep exact tokens, and what takes their place."""
 
 
-def with_exact_rows(cache: Any, layer_idx: int, exact: ExactTokens) -> _WithExactRows:
+def with_exact_rows(cache: Any, layer_idx: int, exact: ExactTokens) -> WithExactRows:
     """The layer of a cache, which keeps exact tokens from now on; a stock one is replaced.
 
     Raises:
@@ -413,7 +418,7 @@ def with_exact_rows(cache: Any, layer_idx: int, exact: ExactTokens) -> _WithExac
         while len(layers) <= layer_idx:
             layers.append(cache.layer_class_to_replicate())
     layer = layers[layer_idx]
-    if isinstance(layer, _WithExactRows):
+    if isinstance(layer, WithExactRows):
         return layer
     kind = REPLACED.get(type(layer))
     if kind is None:
