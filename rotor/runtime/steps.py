@@ -119,7 +119,7 @@ def _store_and_attend_exactly(call: AttentionCall) -> Tensor:
     if call.cache is not None:
         tokens = exact_tokens(call.parameters, call.layer_idx)
         layer = with_exact_rows(call.cache, call.layer_idx, tokens)
-        named = {"exact": exact, "mask": mask, "span": span}
+        named = {"exact": exact, "mask": mask, "span": span, "by_kernel": call.kernels is not None}
         key, value = call.cache.update(call.key, call.value, call.layer_idx, **named)
         seen = layer.take_seen()
     if seen is None:
