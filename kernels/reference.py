@@ -95,7 +95,7 @@ def attention(
             uncompressed model; bool (True: attend) or added to the logits; None is causal.
     Returns:
         [batch_size, seq_len, sum over query heads of value width], dtype of query, groups in the order of the layout.
-    Source: FDC section 4.1 (post-RoPE), Palu (pre-RoPE); docs/design.md.
+    Source: FDC section 5.1 (post-RoPE), Palu (pre-RoPE); docs/design.md.
     """
     decodes = key_rotation is not None and seq_len_of(query) == 1
     if parameters.layout.coded or decodes:
