@@ -142,6 +142,22 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": _LLAMA,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3,
+    "arcee": _LLAMA,
+    "gemma": _LLAMA,
+    "granite": _LLAMA,
+    "granitemoe": _LLAMA,
+    "hyperclovax": _LLAMA,
+    "jais2": _LLAMA,
+    "ministral": _LLAMA,
+    "phimoe": _LLAMA,
+    "seed_oss": _LLAMA,
+    "starcoder2": _LLAMA,
+    "apertus": replace(_QWEN3, norms_heads_first=True),
+    "dots1": _QWEN3,
+    "nemotron": replace(_LLAMA, partial_rotary=True),
+    "phi": replace(_LLAMA, output="dense", partial_rotary=True),
+    "stablelm": replace(_LLAMA, partial_rotary=True),
+    "vaultgemma": replace(_LLAMA, softcap="attn_logit_softcapping"),
     "phi3": replace(_LLAMA, fused="qkv_proj", partial_rotary=True),
     "gemma2": replace(_LLAMA, softcap="attn_logit_softcapping"),
     "gemma3_text": replace(_QWEN3, norms_heads_first=True, rotary_by_layer_type=True),
@@ -168,7 +184,7 @@ def architectures() -> set[str]:
     return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in FAMILIES}
 
 
-_REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidirectional_attention")
+_REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidirectional_attention", "qk_layernorm")
 """Config fields that change attention in ways that rotor does not support."""
 
 
