@@ -24,7 +24,7 @@ from ..checkpoint import (
 )
 from ..errors import UsageError
 from ..kernels.defaults import default_layer
-from ..kernels.dispatch import kernels_serve
+from ..kernels.dispatch import call_served, layer_served
 from ..kernels.exact import project_rows
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import project_keys
@@ -91,13 +91,12 @@ class RotorAttention(CompressedProjections):
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         store = self.store.row_store(cache, self.layer_idx)
         span = self.store.token_span(cache, self.layer_idx, seq_len)
-        served = (
-            not store.in_pytorch
-            and self.layout.exact is None
-            and kernels_serve(hidden_states, self.layout, self.shape, attention_mask, self.rope.fits_kernels)
-        )
-        kernels = self.kernels if served else None
+        # What is given no cache stores no rows, and in a layer with exact tokens reads none.
         reads_rows = self.layout.exact is None or store.reads_rows(cache)
+        served = reads_rows and not store.in_pytorch and self._served(hidden_states.dtype, hidden_states.device)
+        served = served and call_served(hidden_states, attention_mask)
+        kernels = self.kernels if served else None
+        text = self._described() if served and torch.compiler.is_compiling() else ""
         if reads_rows:
             self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
         rotations = self.rope(span, position_embeddings, hidden_states, served)
@@ -105,7 +104,7 @@ class RotorAttention(CompressedProjections):
         projected = self.projected(hidden_states)
         with torch.autocast(hidden_states.device.type, enabled=False):
             parameters, exact = self._parameters_of_attention(), None
-            if self.layout.exact is not None:
+            if kernels is None and self.layout.exact is not None:
                 exact = new_tokens(*projected, rotations)
                 rows = exact.query, exact.key[:, :1, :, :0], exact.value[:, :1, :, :0]
                 if reads_rows:
@@ -115,12 +114,28 @@ class RotorAttention(CompressedProjections):
             else:
                 from ..kernels import operators  # imports Triton
 
-                rows = operators.append(parameters, kernels, *projected, rotations.table, rotations.places)
+                made = operators.append(parameters, text, *projected, rotations.table, rotations.places)
+                rows = made.query, made.key, made.value
+                if made.exact_key is not None and made.exact_value is not None:
+                    exact = NewTokens(made.query, made.exact_key, made.exact_value)
             call = AttentionCall(
-                parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels, exact=exact, span=span
+                parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels, text, exact, span
             )
             output = store.store_and_attend(call)
         return self.o_proj(output), None
+
+    # A compiler takes what these two return as constants. They are methods as it cannot hand layouts to functions.
+    @torch.compiler.assume_constant_result
+    def _served(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the kernels serve the layer at all."""
+        return layer_served(self.layout, self.shape, dtype, device, self.rope.fits_kernels)
+
+    @torch.compiler.assume_constant_result
+    def _described(self) -> str:
+        """The layer as operators take it."""
+        from ..kernels.operators import describe  # imports Triton
+
+        return describe(self.layout, self.shape, self.kernels)
 
     def _parameters_of_attention(self) -> AttentionParameters:
         return AttentionParameters(

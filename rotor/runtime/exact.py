@@ -94,13 +94,16 @@ class ExactRows:
         self.begin: Tensor | int | None = None
         self.latest, self.until = FAR, 0
 
-    def add(self, new: NewTokens, mask: Tensor | None, span: TokenSpan, fixed: bool) -> SeenTokens | None:
+    def add(
+        self, new: NewTokens, mask: Tensor | None, span: TokenSpan, fixed: bool, by_kernel: bool = False
+    ) -> SeenTokens | None:
         """Store the new tokens of a pass.
 
         Args:
             mask: of the pass, over all keys. span: where its tokens lie; query_offset is a number wherever the host
                 knows it.
             fixed: the tensors must stay where they are in memory (a static cache).
+            by_kernel: one launch stores a single new token.
         Returns:
             What the queries see exactly; None where nothing lies before them.
         """
@@ -118,10 +121,10 @@ class ExactRows:
         if seq_len > 1 and not (isinstance(offset, int) and offset == 0):
             key, value = torch.cat([self.keys, new.key], 2), torch.cat([self.values, new.value], 2)
             before = SeenTokens(key, value, self.begin, self.until, offset)
-        self.keys = self._stored(self.keys, new.key, offset)
-        self.values = self._stored(self.values, new.value, offset)
+        self._store(new, offset, by_kernel)
         if not fixed:  # a static cache takes nothing back, so that its ring is whole
-            self.until = max(self.until, offset + seq_len - self.exact.newest)
+            until = min(self.until, offset)  # tokens from there on were taken back, and come anew
+            self.until = max(until, offset + seq_len - self.exact.newest)
         if seq_len > 1:
             return before
         return SeenTokens(self.keys, self.values, self.begin, self.until, offset + 1)
@@ -150,6 +153,20 @@ class ExactRows:
             self.begin = first if first == self.latest < FAR else self.begin
         if isinstance(self.begin, int):
             self.latest = self.begin
+
+    def _store(self, new: NewTokens, offset: Any, by_kernel: bool) -> None:
+        assert self.keys is not None
+        assert self.values is not None
+        assert self.begin is not None
+        writable = torch.is_inference_mode_enabled() or not self.keys.is_inference()
+        if by_kernel and writable and new.key.shape[2] == 1 and not torch.compiler.is_compiling():
+            from ..kernels.store import store  # imports Triton
+
+            begin = min(self.begin, FAR >> 10) if isinstance(self.begin, int) else self.begin
+            store(self.keys, self.values, new.key, new.value, self.exact.first, offset, begin)
+            return
+        self.keys = self._stored(self.keys, new.key, offset)
+        self.values = self._stored(self.values, new.value, offset)
 
     def _stored(self, slots: Tensor, new: Tensor, offset: Any) -> Tensor:
         """Put new keys or values into their slots, in place unless gradients or inference mode forbid it."""
@@ -307,8 +324,8 @@ def exact_keys(seen: SeenTokens, division: Division) -> ExactKeys:
 class WithExactRows:
     """A cache's layer of rows that also keeps exact tokens.
 
-    exact_rows: these. rows: `update` is given NewTokens, the mask and the span of a pass by name, and puts what its
-    queries see into `seen`.
+    exact_rows: these. rows: `update` is given NewTokens, the mask and the span of a pass by name, and whether kernels
+    serve it, and puts what its queries see into `seen`.
     """
 
     exact_rows: ExactRows
@@ -323,6 +340,7 @@ class WithExactRows:
         exact: NewTokens | None = None,
         mask: Tensor | None = None,
         span: TokenSpan | None = None,
+        by_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         if exact is None or span is None:
@@ -330,7 +348,7 @@ class WithExactRows:
                 "a cache whose layers keep exact tokens was given rows alone.",
                 "Use a cache with the model that filled it.",
             )
-        self.seen = self.exact_rows.add(exact, mask, span, self.fixed)
+        self.seen = self.exact_rows.add(exact, mask, span, self.fixed, by_kernel)
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         return found
 

@@ -18,8 +18,10 @@ from ..errors import UsageError
 from ..kernels.exact import RowKeys, attend_to_both
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention, dense_attention
+from ..kernels.slots import ExactSlots
 from .exact import NewTokens, exact_keys, host_span, remembered_division, with_exact_rows
 from .rope import Rotations, TokenSpan
+from .slots import exact_slots
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
 NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and train that."
@@ -30,7 +32,8 @@ class AttentionCall(NamedTuple):
 
     parameters: the layer without queries and rows. query, key, value: of the new tokens, as `reference.attention` takes
     them. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels run
-    the layer, for which the queries were made; None: plain PyTorch runs it.
+    the layer, for which the queries were made; None: plain PyTorch runs it. text: the layer as operators take it, while
+    a compiler traces.
     exact: the new tokens as the model makes them, in a layer with exact tokens; span: where they lie.
     """
 
@@ -43,6 +46,7 @@ class AttentionCall(NamedTuple):
     mask: Tensor | None
     rotations: Rotations
     kernels: LayerKernels | None = None
+    text: str = ""
     exact: NewTokens | None = None
     span: TokenSpan | None = None
 
@@ -115,17 +119,28 @@ def _store_and_attend_exactly(call: AttentionCall) -> Tensor:
     if call.cache is not None:
         tokens = exact_tokens(call.parameters, call.layer_idx)
         layer = with_exact_rows(call.cache, call.layer_idx, tokens)
-        named = {"exact": exact, "mask": mask, "span": span}
+        named = {"exact": exact, "mask": mask, "span": span, "by_kernel": call.kernels is not None}
         key, value = call.cache.update(call.key, call.value, call.layer_idx, **named)
         seen = layer.take_seen()
     if seen is None:
         return attend_to_prompt(exact, call.parameters, mask)
+    if call.kernels is not None:
+        if mask is None and span.seq_len > 1:
+            mask = _causal(span, key.device)
+        slots = exact_slots(tokens, seen, mask, span, call.layer_idx)
+        return attend_to_rows(call._replace(mask=mask), key, value, slots)
     division = remembered_division(tokens, seen, mask, span)
     rows = None
     if division.keys is None or len(division.keys):
         rows = RowKeys(call.query, key, value, call.rotations.read, division.rows, division.keys)
     output = attend_to_both(exact.query, exact_keys(seen, division), rows, call.parameters)
     return _without_gradients(output, call.parameters) if rows is not None else output
+
+
+def _causal(span: TokenSpan, device: torch.device) -> Tensor:
+    """Mask by index, [1, 1, seq_len, kv_len]."""
+    query = torch.arange(span.seq_len, device=device)[:, None] + (span.query_offset - span.kv_offset)
+    return (torch.arange(span.kv_len, device=device) <= query)[None, None]
 
 
 def exact_tokens(parameters: AttentionParameters, layer_idx: int) -> ExactTokens:
@@ -157,21 +172,25 @@ def _check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, i
         )
 
 
-def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor) -> Tensor:
-    """Attend to all rows, [batch_size, 1, kv_len, *], by the kernels or as `kernels.reference.attention` does."""
+def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor, slots: ExactSlots | None = None) -> Tensor:
+    """Attend to all rows, [batch_size, 1, kv_len, *], by the kernels or as `kernels.reference.attention` does.
+
+    Args:
+        slots: by the kernels, in a layer with exact tokens.
+    """
     parameters, seq_len = call.parameters, seq_len_of(call.query)
     _check_mask(call.mask, call.layer_idx, (len(key), parameters.shape.num_heads, seq_len, key.shape[2]))
     if call.kernels is not None:
         rotation = call.rotations.table if parameters.layout.in_blocks else None
-        inputs = call.query, key, value, parameters, call.kernels
-        around = {"rotation": rotation, "first": call.rotations.first, "attention_mask": call.mask}
+        inputs = call.query, key, value, parameters
+        around = {"rotation": rotation, "first": call.rotations.first, "attention_mask": call.mask, "exact": slots}
         if torch.compiler.is_compiling():
             from ..kernels.operators import traced_attention  # imports Triton
 
-            return traced_attention(*inputs, **around)
+            return traced_attention(*inputs, call.text, **around)
         from ..kernels.attention import rows_attention  # imports Triton
 
-        return rows_attention(*inputs, **around, layer_idx=call.layer_idx)
+        return rows_attention(*inputs, call.kernels, **around, layer_idx=call.layer_idx)
     output = attention(call.query, key, value, parameters, call.rotations.read, call.mask)
     return _without_gradients(output, parameters)
 
