@@ -42,7 +42,7 @@ def store_kernel(
     tl.store(keys + newest, own_key, mask=inside)
     tl.store(values + newest, own_value, mask=inside)
     if FIRST > 0:
-        slot = offset - begin
+        slot = tl.zeros((DIM,), tl.int64) + (offset - begin)
         among = inside & (slot >= 0) & (slot < FIRST)
         tl.store(keys + place + slot * slots_slot, own_key, mask=among)
         tl.store(values + place + slot * slots_slot, own_value, mask=among)
