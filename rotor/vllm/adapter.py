@@ -46,6 +46,7 @@ from .attention import RotorSelfAttention
 from .layers import Loading, Plan
 from .pages import ExactPages, PagedLayer, StepRequests
 from .served import PREFIX
+from .windows import FirstAndNewestSpec
 
 __all__: list[str] = []
 
@@ -283,7 +284,7 @@ class RotorCache(nn.Module, AttentionLayerBase):
 
 
 class ExactCache(nn.Module, AttentionLayerBase):
-    """The newest tokens of a layer in the model's dtype: a cache of its own, which vLLM manages as a sliding window.
+    """The first and the newest tokens of a layer in the model's dtype: a cache of its own, of pages that vLLM manages.
 
     Args:
         cache: of the layer's rows, which attends to both.
@@ -297,7 +298,7 @@ class ExactCache(nn.Module, AttentionLayerBase):
         self.num_heads, self.num_kv_heads = cache.num_heads, 1
         self.head_size, self.head_size_v = layer.exact_bytes, 0
         self.max_tp_shards = layer.shard.parts * layer.shard.sharing
-        self.sliding_window = exact.within(layer.window).newest
+        self.sliding_window, self.first = exact.within(layer.window).newest, exact.first
         self.kv_cache_dtype = "auto"
         self.kv_sharing_target_layer_name = None
         self.kv_cache = torch.tensor([])
@@ -309,7 +310,8 @@ class ExactCache(nn.Module, AttentionLayerBase):
         return self._backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec:
-        return SlidingWindowSpec(
+        kind = FirstAndNewestSpec if self.first else SlidingWindowSpec
+        return kind(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=1,
             head_size=self.head_size,

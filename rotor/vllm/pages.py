@@ -70,9 +70,13 @@ class StepRequests:
             known |= {"query_start_loc": locations, "kv_lens": kv_lens}
         return known
 
-    def bounds(self, first: int, end: int, newest: int) -> ExactBounds:
+    def bounds(self, first: int, end: int, newest: int, held: int, block_table: Tensor) -> ExactBounds:
         """The exact tokens of the same requests that are read from pages, made once a step: of those that decode the
-        newest with the new ones, of prompts those before the new ones."""
+        newest with the new ones, of prompts those before the new ones; and the first.
+
+        Args:
+            held: first tokens that are kept, in a sequence's first page. block_table: of exact tokens.
+        """
         known = self._bounds.get((first, end, newest))
         if known is None:
             decodes = end == self.num_decodes
@@ -85,7 +89,12 @@ class StepRequests:
             count = newest - 1 + self.most_decoded if decodes else newest - 1
             index = (kv_lens if decodes else old)[:, None] + torch.arange(-count, 0, device=kv_lens.device)
             until = torch.minimum(position - newest + 1, old[sequence]).clamp(min=0)
-            known = ExactBounds(index.clamp(min=-1).int(), torch.zeros_like(kv_lens).int(), until.int())
+            codes = torch.where(block_table[first:end, 0] > 0, held, 0)  # page 0 is empty
+            index = torch.where(index >= codes[:, None], index, -1)
+            sink = torch.arange(held, device=kv_lens.device).expand(len(kv_lens), -1)
+            there = (sink < codes[:, None]) & (sink < (kv_lens if decodes else old)[:, None])
+            index = torch.cat([torch.where(there, sink, -1), index], -1)
+            known = ExactBounds(index.int(), codes.int(), until.int())
             self._bounds[first, end, newest] = known
         return known
 
@@ -257,7 +266,8 @@ class PagedLayer:
         assert tokens is not None
         if end != step.num_decodes and step.alone(first, end):
             return None
-        bounds = step.bounds(first, end, tokens.within(self.window).newest)
+        held = min(tokens.first, exact.pages.shape[1])
+        bounds = step.bounds(first, end, tokens.within(self.window).newest, held, exact.block_table)
         sides = self.read_exactly(exact.pages, exact.block_table[first:end], bounds.places)
         return ExactSlots(sides[0].transpose(1, 2), sides[1].transpose(1, 2), *bounds)
 
@@ -307,11 +317,14 @@ class PagedLayer:
         window = kv_len if self.window is None else self.window
         newest, old = min(layout.exact.newest, window), kv_len - seq_len
         position = torch.arange(old, kv_len, device=query.device)[:, None]
+        first = self._first_held(exact_table, exact_pages.shape[1])
         index = torch.arange(max(0, old - newest + 1), kv_len, device=query.device)
-        seen = (index <= position) & (index > position - window) & ((index >= old) | (index > position - newest))
+        index = torch.cat([torch.arange(min(first, int(index[0])), device=query.device), index])
+        near = (index >= old) | (index > position - newest) | (index < first)
+        seen = (index <= position) & (index > position - window) & near
         sides = (side.transpose(0, 1)[None] for side in self.read_exactly(exact_pages, exact_table, index))
         places = torch.arange(max(0, old - window + 1), old, device=query.device)
-        coded = (places > position - window) & (places <= position - newest)
+        coded = (places > position - window) & (places <= position - newest) & (places >= first)
         of_rows = None
         if len(places):
             page_size = rows[0].shape[1]
@@ -323,6 +336,12 @@ class PagedLayer:
             of_rows = RowKeys(query.transpose(0, 1)[None], key, value, rotation, coded[None, None])
         exact = ExactKeys(*sides, seen[None, None])
         return attend_to_both(query.transpose(0, 1)[None], exact, of_rows, self.parameters)[0]
+
+    def _first_held(self, block_table: Tensor, page_size: int) -> int:
+        """How many first tokens the first page of a sequence holds exactly: none in page 0, which is empty."""
+        exact = self.parameters.layout.exact
+        assert exact is not None
+        return min(exact.first, page_size) if int(block_table[0]) else 0
 
     def decodes(self, tokens: int) -> bool:
         """Whether requests of so many new tokens decode without the host, so that a CUDA graph may hold them."""
