@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,13 @@ from support.vllm_engine import (
     refused,
     served_elsewhere,
     served_tokens,
+    tokens_in_passes,
 )
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from rotor.calibration.calibrate import calibrate
 from rotor.checkpoint.channels import Numbers
-from rotor.checkpoint.layout import POST_ROPE, KeyForm, pre_rope
+from rotor.checkpoint.layout import POST_ROPE, ExactTokens, KeyForm, pre_rope
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.policies import find_policy
 from rotor.search.export.export import export
@@ -134,6 +136,38 @@ def test_tokens_are_those_of_transformers(name: str, folder_of, expected) -> Non
         rows = padded_rows([sum(layout.row_bytes(4)) for layout in checkpoint.layouts], kinds)
         mixed = len(set(kinds or ())) > 1
         assert cache_tokens(llm) == CACHE_BYTES // (16 * (max(rows) if mixed else sum(rows))) * 16
+
+
+EXACT = {
+    "llama": ("llama", ROTOR, "qkvo", ExactTokens(3, 20)),
+    "llama, no first tokens": ("llama", numbers(1, POST_ROPE), "", ExactTokens(0, 33)),
+    "gemma2": ("gemma2", joint(1, KeyForm(16, 2)), "", ExactTokens(3, 8)),
+    "gpt2": ("gpt2", joint(2, POST_ROPE), "qkvo", ExactTokens(4, 20)),
+    "qwen3": ("qwen3", numbers(2, KeyForm(64, 3)), "", ExactTokens(4, 128)),
+}
+"""Layers with exact tokens: beside a window shorter than a page, without RoPE, more of them than most prompts have."""
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_tokens_are_kept_in_pages_of_their_own(name: str, tiny, tmp_path: Path) -> None:
+    """Prompts attend exactly to what passes with them, and to the first and the newest tokens before. So tokens are
+    those of transformers in the same passes: whole, in chunks, and behind a prefix that the cache holds."""
+    family, layout_of, biases, exact = EXACT[name]
+    folder = write_random(tiny(family), tmp_path / "out", lambda shape: replace(layout_of(shape), exact=exact), biases)
+
+    def serve(times: int, **options) -> list[list[int]]:
+        with engine(folder, kv_cache_memory_bytes=8 << 20, **options) as llm:
+            return [served_tokens(llm) for _ in range(times)][-1]
+
+    whole = serve(1, enable_prefix_caching=False, max_num_batched_tokens=4096)
+    assert whole == tokens_in_passes(folder, PROMPTS, lambda length: [])
+    chunks = serve(1, enable_prefix_caching=False, max_num_batched_tokens=64, max_num_seqs=1)
+    assert chunks == tokens_in_passes(folder, PROMPTS, lambda length: list(range(64, length, 64)))
+    if name == "llama":  # no place for exact tokens: prompts at once are exact all the same
+        alone = {"disable_hybrid_kv_cache_manager": True, "enable_prefix_caching": False}
+        assert [row[0] for row in serve(1, **alone, max_num_batched_tokens=4096)] == [row[0] for row in whole]
+    behind = serve(2, max_num_batched_tokens=4096)
+    assert behind == tokens_in_passes(folder, PROMPTS, lambda length: [(length - 1) // 16 * 16] if length > 16 else [])
 
 
 def test_prompts_of_1_to_1000_tokens_in_mixed_batches(tmp_path: Path) -> None:

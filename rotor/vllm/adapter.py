@@ -42,6 +42,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..checkpoint import CompressedSection, ExactTokens, is_compressed
 from ..kernels.rotary import Rotation
+from ..logs import log
 from .attention import RotorSelfAttention
 from .layers import Loading, Plan
 from .pages import ExactPages, PagedLayer, StepRequests
@@ -246,8 +247,11 @@ class RotorCache(nn.Module, AttentionLayerBase):
         vllm_config.compilation_config.static_forward_context[self.layer_name] = self
         if parameters.layout.exact is not None:
             self.output_width = parameters.shape.num_heads * parameters.shape.head_dim
-            self.exact = ExactCache(self, layer, parameters.layout.exact, vllm_config)
-            self.impl.exact_name = self.exact.layer_name
+            if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+                _say_that_none_are_kept()
+            else:
+                self.exact = ExactCache(self, layer, parameters.layout.exact, vllm_config)
+                self.impl.exact_name = self.exact.layer_name
 
     def get_attn_backend(self) -> type[RotorBackend]:
         return self._backend
@@ -276,11 +280,21 @@ class RotorCache(nn.Module, AttentionLayerBase):
         output = torch.empty(query.shape[0], self.output_width, dtype=query.dtype, device=query.device)
         name = _encode_layer_name(self.layer_name)
         written = torch.ops.vllm.unified_kv_cache_update(key, value, name)
-        if self.exact is not None and exact_key is not None:
-            key, of_exact = exact_key, _encode_layer_name(self.exact.layer_name)
+        if exact_key is not None:
+            key = exact_key
+        if self.exact is not None:
+            of_exact = _encode_layer_name(self.exact.layer_name)
             written = torch.cat([written, torch.ops.vllm.unified_kv_cache_update(key, value, of_exact)])
         torch.ops.vllm.unified_attention_with_output(query, key, value, output, name, kv_cache_dummy_dep=written)
         return output
+
+
+@lru_cache(maxsize=1)
+def _say_that_none_are_kept() -> None:
+    log.warning(
+        "vLLM's hybrid cache manager is off, so that there is no place for exact tokens: earlier tokens are all read "
+        "from codes, with less accuracy than the checkpoint's"
+    )
 
 
 class ExactCache(nn.Module, AttentionLayerBase):
@@ -356,7 +370,8 @@ class RotorImpl(AttentionImpl[AttentionMetadata]):
         if self.exact_name is not None:
             metadata, _, pages, _ = get_attention_context(self.exact_name)
             exact = ExactPages(pages[:, 0], metadata.block_table)
-        self.layer.attend_step(query, kv_cache[:, 0], attn_metadata, output, exact, (key, value))
+        new = None if self.layer.parameters.layout.exact is None else (key, value)
+        self.layer.attend_step(query, kv_cache[:, 0], attn_metadata, output, exact, new)
         return output
 
 

@@ -70,12 +70,15 @@ class StepRequests:
             known |= {"query_start_loc": locations, "kv_lens": kv_lens}
         return known
 
-    def bounds(self, first: int, end: int, newest: int, held: int, block_table: Tensor) -> ExactBounds:
-        """The exact tokens of the same requests that are read from pages, made once a step: of those that decode the
-        newest with the new ones, of prompts those before the new ones; and the first.
+    def bounds(
+        self, first: int, end: int, newest: int, held: int = 0, block_table: Tensor | None = None
+    ) -> ExactBounds:
+        """The exact tokens of the same requests, made once a step. Requests that decode read the newest with the new
+        ones, prompts those before the new ones; both the first.
 
         Args:
-            held: first tokens that are kept, in a sequence's first page. block_table: of exact tokens.
+            held: first tokens that are kept, in a sequence's first page. block_table: of exact tokens; None: none are
+                kept, and `newest` is 1.
         """
         known = self._bounds.get((first, end, newest))
         if known is None:
@@ -89,11 +92,15 @@ class StepRequests:
             count = newest - 1 + self.most_decoded if decodes else newest - 1
             index = (kv_lens if decodes else old)[:, None] + torch.arange(-count, 0, device=kv_lens.device)
             until = torch.minimum(position - newest + 1, old[sequence]).clamp(min=0)
-            codes = torch.where(block_table[first:end, 0] > 0, held, 0)  # page 0 is empty
-            index = torch.where(index >= codes[:, None], index, -1)
-            sink = torch.arange(held, device=kv_lens.device).expand(len(kv_lens), -1)
-            there = (sink < codes[:, None]) & (sink < (kv_lens if decodes else old)[:, None])
-            index = torch.cat([torch.where(there, sink, -1), index], -1)
+            if block_table is None:
+                codes = torch.zeros_like(old)
+                index = torch.where(index >= old[:, None], index, -1)
+            else:
+                codes = torch.where(block_table[first:end, 0] > 0, held, 0)  # page 0 is empty
+                index = torch.where(index >= codes[:, None], index, -1)
+                sink = torch.arange(held, device=kv_lens.device).expand(len(kv_lens), -1)
+                there = (sink < codes[:, None]) & (sink < (kv_lens if decodes else old)[:, None])
+                index = torch.cat([torch.where(there, sink, -1), index], -1)
             known = ExactBounds(index.int(), codes.int(), until.int())
             self._bounds[first, end, newest] = known
         return known
@@ -230,7 +237,8 @@ class PagedLayer:
 
         Args:
             query: [at least tokens, *], rotated heads side by side, or absorbed ones.
-            exact, new: in a layer with exact tokens, their pages, and the new tokens as of `write_exactly`.
+            exact, new: in a layer with exact tokens, their pages (None where none are kept but the new ones), and the
+                new tokens as of `write_exactly`.
         """
         shape, rows = self.shard.shape, self.rows(pages)
         if self.parameters.query_basis is not None:
@@ -239,11 +247,12 @@ class PagedLayer:
             for request, (start, end) in enumerate(pairwise(step.starts)):
                 if end > start:
                     table, kv_len = step.block_table[request], int(step.seq_lens[request])
-                    if exact is None:
+                    if new is None:
                         output[start:end] = self.attend_sequence(query[start:end], rows, table, kv_len)
                     else:
-                        own = exact.pages, exact.block_table[request]
-                        output[start:end] = self.attend_exactly(query[start:end], rows, table, kv_len, *own)
+                        kept = None if exact is None else ExactPages(exact.pages, exact.block_table[request])
+                        key, value = self._own(new, slice(start, end))
+                        output[start:end] = self.attend_exactly(query[start:end], key, value, rows, table, kv_len, kept)
             return
         from ..kernels.attention import attend_pages  # imports Triton
 
@@ -251,21 +260,38 @@ class PagedLayer:
         for first, end in runs + within(step.lengths, step.num_decodes, self.most_keys):
             part = slice(step.starts[first], step.starts[end])
             around: dict[str, Any] = {}
-            if exact is not None and new is not None:
-                around["new"] = tuple(self.shard.own_heads(side[part]) for side in new)
-                around["exact"] = self._slots(exact, step, first, end)
+            if new is not None:
+                around["new"] = of_run = self._own(new, part)
+                around["exact"] = self._slots(exact, of_run, step, first, end)
             attend_pages(
                 query[part], *rows, self.parameters, self.kernels, **step.requests(first, end, self.window),
                 rotation=self.rotation, window=self.window, varlen=self.varlen, out=output[part], **around,
             )  # fmt: skip
 
-    def _slots(self, exact: ExactPages, step: StepRequests, first: int, end: int) -> ExactSlots | None:
+    def _own(self, new: tuple[Tensor, Tensor], part: slice) -> tuple[Tensor, Tensor]:
+        """Some of the new tokens, this rank's heads, [tokens, num_kv_heads, head_dim]."""
+        return self.shard.own_heads(new[0][part]), self.shard.own_heads(new[1][part])
+
+    def _slots(
+        self, exact: ExactPages | None, new: tuple[Tensor, Tensor], step: StepRequests, first: int, end: int
+    ) -> ExactSlots | None:
         """What the kernels read of exact tokens before the new ones of prompts, or with those of requests that decode;
-        None where there are none."""
+        None where nothing lies before.
+
+        Args:
+            new: keys and values of the new tokens, [tokens, num_kv_heads, head_dim].
+        """
         tokens = self.parameters.layout.exact
         assert tokens is not None
         if end != step.num_decodes and step.alone(first, end):
             return None
+        if exact is None:
+            bounds = step.bounds(first, end, 1)
+            last = step.query_start_loc[first + 1 : end + 1] - step.starts[first]
+            count = bounds.places.shape[1]
+            place = last[:, None] + torch.arange(-count, 0, device=last.device)
+            key, value = (side[place.clamp(min=0)].transpose(1, 2) for side in new)
+            return ExactSlots(key, value, *bounds)
         held = min(tokens.first, exact.pages.shape[1])
         bounds = step.bounds(first, end, tokens.within(self.window).newest, held, exact.block_table)
         sides = self.read_exactly(exact.pages, exact.block_table[first:end], bounds.places)
@@ -301,28 +327,35 @@ class PagedLayer:
     def attend_exactly(
         self,
         query: Tensor,
+        new_key: Tensor,
+        new_value: Tensor,
         rows: tuple[Tensor, Tensor],
         block_table: Tensor,
         kv_len: int,
-        exact_pages: Tensor,
-        exact_table: Tensor,
+        kept: ExactPages | None,
     ) -> Tensor:
-        """The same in a layer with exact tokens: the newest are read from pages of their own, the new ones among them.
+        """The same in a layer with exact tokens: the first and the newest are read from pages of their own.
 
+        Args:
+            new_key, new_value: of these tokens, [seq_len, num_kv_heads, head_dim], keys after RoPE.
+            kept: exact tokens before these, of this sequence; None: there are none.
         Returns:
             [seq_len, num_heads * head_dim] in query's dtype.
         """
         layout, seq_len = self.parameters.layout, len(query)
         assert layout.exact is not None
         window = kv_len if self.window is None else self.window
-        newest, old = min(layout.exact.newest, window), kv_len - seq_len
+        newest, old = 1 if kept is None else min(layout.exact.newest, window), kv_len - seq_len
         position = torch.arange(old, kv_len, device=query.device)[:, None]
-        first = self._first_held(exact_table, exact_pages.shape[1])
-        index = torch.arange(max(0, old - newest + 1), kv_len, device=query.device)
-        index = torch.cat([torch.arange(min(first, int(index[0])), device=query.device), index])
+        first = 0 if kept is None else self._first_held(kept)
+        start = max(0, old - newest + 1)
+        index = torch.cat([torch.arange(*of, device=query.device) for of in ((min(first, start),), (start, kv_len))])
         near = (index >= old) | (index > position - newest) | (index < first)
         seen = (index <= position) & (index > position - window) & near
-        sides = (side.transpose(0, 1)[None] for side in self.read_exactly(exact_pages, exact_table, index))
+        sides = new_key, new_value
+        if kept is not None:
+            before = self.read_exactly(*kept, index[:-seq_len])
+            sides = torch.cat([before[0], new_key]), torch.cat([before[1], new_value])
         places = torch.arange(max(0, old - window + 1), old, device=query.device)
         coded = (places > position - window) & (places <= position - newest) & (places >= first)
         of_rows = None
@@ -334,14 +367,14 @@ class PagedLayer:
             if self.rotation is not None:
                 rotation = when_read(self.rotation, layout.form, places)
             of_rows = RowKeys(query.transpose(0, 1)[None], key, value, rotation, coded[None, None])
-        exact = ExactKeys(*sides, seen[None, None])
+        exact = ExactKeys(*(side.transpose(0, 1)[None] for side in sides), seen[None, None])
         return attend_to_both(query.transpose(0, 1)[None], exact, of_rows, self.parameters)[0]
 
-    def _first_held(self, block_table: Tensor, page_size: int) -> int:
+    def _first_held(self, kept: ExactPages) -> int:
         """How many first tokens the first page of a sequence holds exactly: none in page 0, which is empty."""
         exact = self.parameters.layout.exact
         assert exact is not None
-        return min(exact.first, page_size) if int(block_table[0]) else 0
+        return min(exact.first, kept.pages.shape[1]) if int(kept.block_table[0]) else 0
 
     def decodes(self, tokens: int) -> bool:
         """Whether requests of so many new tokens decode without the host, so that a CUDA graph may hold them."""
