@@ -63,9 +63,16 @@ def attend_to_both(query: Tensor, exact: ExactKeys, rows: RowKeys | None, parame
         latents, of_rows = partial_attention(
             rows.query, rows.key, rows.value, parameters, rows.rotation, rows.mask, rows.keys
         )
-        share = torch.sigmoid(of_rows - log_sum).nan_to_num().repeat_interleave(parameters.shape.head_dim, -1)
-        output = torch.lerp(output, read_values(latents, parameters), share)
+        output = join_rows(output, log_sum, latents, of_rows, parameters)
     return output.to(query.dtype)
+
+
+def join_rows(
+    exact: Tensor, log_sum: Tensor, latents: Tensor, of_rows: Tensor, parameters: AttentionParameters
+) -> Tensor:
+    """Join what `exact_attention` and `reference.partial_attention` give of the same queries: heads, as the former."""
+    share = torch.sigmoid(of_rows - log_sum).nan_to_num().repeat_interleave(parameters.shape.head_dim, -1)
+    return torch.lerp(exact, read_values(latents, parameters), share)
 
 
 def exact_attention(query: Tensor, exact: ExactKeys, parameters: AttentionParameters) -> tuple[Tensor, Tensor]:

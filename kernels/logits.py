@@ -206,4 +206,5 @@ def _constant_logits(query: Tensor, parameters: AttentionParameters, cls: GroupC
     if constant is None:
         return None
     own = query[:, parameters.heads(cls)].unflatten(1, (cls.count, parameters.layout.group_size, -1))
-    return torch.einsum("bngpsd,ngd->bngps", own.to(constant.dtype), constant).flatten(2, 3).unsqueeze(-1)
+    dtype = torch.promote_types(own.dtype, constant.dtype)
+    return torch.einsum("bngpsd,ngd->bngps", own.to(dtype), constant.to(dtype)).flatten(2, 3).unsqueeze(-1)
