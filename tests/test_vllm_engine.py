@@ -186,6 +186,9 @@ def test_prompts_of_1_to_1000_tokens_in_mixed_batches(tmp_path: Path) -> None:
         assert served_tokens(llm, prompts) == expected_tokens(folder, prompts)
 
 
+AT_ONCE = {"enable_prefix_caching": False, "max_num_batched_tokens": 4096, "kv_cache_memory_bytes": 8 << 20}
+"""Whole prompts, which layers with exact tokens attend to exactly."""
+
 CALIBRATED = [
     ("llama", "rotor"),
     ("llama", "fdc"),
@@ -205,7 +208,7 @@ def test_tokens_of_exported_checkpoints_are_those_of_transformers(
     overrides = [*SHORT, "ranks.multiple_of=4" if recipe == "fdc" else "codes.tokens=512", *ROWS_ALONE]
     run = calibrate(tiny(family), tmp_path / "run", recipe, overrides)
     folder = export(run.folder, tmp_path / "out", compression=0.4, measure=False).folder
-    with engine(folder, **CHUNKS) as llm:
+    with engine(folder, **AT_ONCE) as llm:
         assert served_tokens(llm) == expected_tokens(folder)
 
 
@@ -354,5 +357,5 @@ def test_a_checkpoint_without_weights_is_served_as_with_them(tmp_path: Path) -> 
         export(run.folder, tmp_path / name, compression=0.4, measure=False, without_weights=name == "apart").folder
         for name in ("whole", "apart")
     )
-    with engine(apart) as llm:
+    with engine(apart, **AT_ONCE) as llm:
         assert served_tokens(llm) == expected_tokens(whole)
