@@ -48,7 +48,7 @@ def rows_attention(
 ) -> Tensor:
     """Attention as `reference.attention` computes it, by the kernels.
 
-    Up to 64 query rows of a group decode; more are a prompt, for which rows are materialised for stock attention.
+    Up to 64 query rows of a group decode; more are a prompt, which stock attention serves (see `stock`).
 
     Args:
         query: [batch_size, num_heads, seq_len, head_dim], rotated, KV heads in the order of the layout; in a model

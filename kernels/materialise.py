@@ -209,6 +209,7 @@ def materialise(
     first: int = 0,
     pages: PagesOf | None = None,
     least: int = 0,
+    latents: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Expand the rows of a class of groups into keys after RoPE, and values.
 
@@ -219,14 +220,15 @@ def materialise(
         rotation: for layers in blocks, cos and sin by index, [positions, rotary_dim]; row 0 is the start of a block.
         first: positions of the block before the first row.
         least: minimum width of keys and values, filled with zeros, because some attention functions need equal widths.
+        latents: keys stay as they are stored (see `AttentionParameters.meets_latents`), as in a model without RoPE.
     Returns:
-        [batch_size, count * group_size, kv_len, head_dim] and [batch_size, count, kv_len, width]; in a model without
-        RoPE the keys are latents, [batch_size, count, kv_len, width]. With pages [tokens, count * group_size, head_dim]
+        [batch_size, count * group_size, kv_len, head_dim] and [batch_size, count, kv_len, width]; keys that stay
+        latents are [batch_size, count, kv_len, width]. With pages [tokens, count * group_size, head_dim]
         and [tokens, count, width].
     """
     layout, shape = parameters.layout, parameters.shape
     value = parameters.value_rows(key, value)
-    latents = parameters.query_basis is None
+    latents = latents or parameters.query_basis is None
     coded, size = layout.coded, 1 if latents else layout.group_size
     heads = cls.count * size
     widths = max(least, cls.key.width if latents else shape.head_dim), max(least, cls.value.width)
@@ -258,16 +260,16 @@ def materialise(
         1 if pages is None else key.shape[1], rows[0].stride(0), rows[0].stride(1), rows[1].stride(0),
         rows[1].stride(1), 0 if basis is None else basis.stride(0), *starts, *words, cls.start * layout.group_size,
         cls.key_column, *strides[:3], widths[0], *strides[3:], widths[1],
-        **constants_of(layout, shape, cls, dtype, pages is not None),
+        **constants_of(layout, shape, cls, dtype, pages is not None, latents),
     )  # fmt: skip
     return keys, values
 
 
 def constants_of(
-    layout: LayerLayout, shape: AttentionShape, cls: GroupClass, dtype: torch.dtype, paged: bool
+    layout: LayerLayout, shape: AttentionShape, cls: GroupClass, dtype: torch.dtype, paged: bool, latents: bool
 ) -> dict[str, Any]:
     """Constexpr arguments of the kernel for a class of groups."""
-    latents, planes = layout.folds_queries(shape), layout.operands
+    planes = layout.operands
     half = shape.rotary_planes if layout.in_blocks else 0
     rest = shape.head_dim - 2 * half
     return {

@@ -312,9 +312,10 @@ def dense_attention(
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
     v_width = value.shape[-1]
-    width = max(query.shape[-1], v_width)
-    if seq_len > 1 and query.shape[-1] != v_width:
-        # PyTorch's fused kernels want equal widths; without them it stores all logits, and takes three times as long.
+    width = -(-max(query.shape[-1], v_width) // 8) * 8
+    if seq_len > 1 and not query.shape[-1] == v_width == width:
+        # PyTorch's fused kernels want equal widths, on a GPU multiples of 8; without them it stores all logits, and
+        # takes three times as long.
         query, key, value = (functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     output = functional.scaled_dot_product_attention(
         query,

@@ -1,9 +1,11 @@
 """PyTorch's attention over the keys and values that `materialise` makes of rows, a class of groups at a time.
 
-KV heads of a group share their values, and each has keys of its own: one call for each place in a group, so that no
-values are copied. Keys and values are padded with zeros to one width, as PyTorch's fused kernels want. These take heads
-of up to 256 numbers: wider values are attended to in parts, each with the keys again, which is far less than storing
-all logits.
+Where rows are numbers after RoPE or without it, their latents are the keys, and attention's work shrinks with them: the
+query heads of a group meet the same ones, all groups of a class at once. Elsewhere KV heads of a group share their
+values, and each has keys of its own: one call for each place in a group, so that no values are copied.
+
+Keys and values are padded with zeros to one width, as PyTorch's fused kernels want. These take heads of up to 256
+numbers: wider values are attended to in parts, each with the keys again, which is far less than storing all logits.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch.nn import functional
 
 from rotor.checkpoint.layout import GroupClass
 
-from .logits import absorbed_queries
+from .logits import ClassRows, absorbed_queries
 from .materialise import PagesOf, materialise
 from .parameters import AttentionParameters, seq_len_of
 from .reference import dense_attention
@@ -53,7 +55,8 @@ def prompt_attention(
     layout = parameters.layout
     outputs = []
     for cls in layout.classes(query.element_size()):
-        of_keys = parameters.shape.head_dim if query.dim() == 4 else cls.key.width
+        latents = parameters.meets_latents(cls)
+        of_keys = cls.key.width if latents else parameters.shape.head_dim
         width = max(of_keys, cls.value.width)
         least = max(of_keys, value_columns(cls, of_keys)) if seq_len > 1 else 0
         whole = 2 * cls.count * layout.group_size * kv_len * width * query.element_size()
@@ -62,8 +65,12 @@ def prompt_attention(
         parts = []
         for start in range(0, batch_size, step):
             own = slice(start, min(start + step, batch_size))
-            rows = key[own, 0], value[own, 0]
-            keys, values = materialise(*rows, parameters, cls, query.dtype, rotation, first=first, least=least)
+            if latents and not layout.coded:
+                side = ClassRows.of(parameters, cls, key[own], value[own], query.dtype)
+                keys, values = side.latents(slice(None)), side.values(slice(None))
+            else:
+                rows = key[own, 0], value[own, 0]
+                keys, values = materialise(*rows, parameters, cls, query.dtype, rotation, first=first, least=least)
             own_mask = mask if mask is None or mask.shape[0] == 1 else mask[own]
             parts.append(_of_class(query[own], keys, values, parameters, cls, own_mask))
         outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts))
@@ -137,7 +144,7 @@ def _of_class(
     query: Tensor, keys: Tensor, values: Tensor, parameters: AttentionParameters, cls: GroupClass, mask: Tensor | None
 ) -> Tensor:
     """Attention of a class, [batch_size, seq_len, sum over its query heads of value width]."""
-    if query.dim() == 3:  # absorbed: all heads of a group meet the same latents
+    if parameters.meets_latents(cls):
         queries = absorbed_queries(query, parameters, cls).unsqueeze(2)
     else:
         queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, parameters.layout.group_size, -1))
@@ -201,11 +208,14 @@ def packed_attention(
     around = query_start_loc, pages.kv_start, max_query_len, pages.longest
     options = *around, parameters.scaling, window, parameters.softcap
     for cls in layout.classes(query.element_size()):
-        of_keys = parameters.shape.head_dim if query.dim() == 3 else cls.key.width
+        latents = parameters.meets_latents(cls)
+        of_keys = cls.key.width if latents else parameters.shape.head_dim
         least = max(-(-of_keys // 8) * 8, value_columns(cls, of_keys))
-        keys, values = materialise(key, value, parameters, cls, query.dtype, rotation, pages=pages, least=least)
-        if query.dim() == 2:
-            queries = absorbed_queries(query.unsqueeze(0), parameters, cls)[0]
+        options_of_rows = {"pages": pages, "least": least, "latents": latents}
+        keys, values = materialise(key, value, parameters, cls, query.dtype, rotation, **options_of_rows)
+        if latents:
+            heads = query if query.dim() == 2 else query.transpose(0, 1)
+            queries = absorbed_queries(heads.unsqueeze(0), parameters, cls)[0]
             queries = queries.permute(2, 0, 1, 3).unsqueeze(2)
         else:
             queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, layout.group_size, -1))

@@ -84,9 +84,13 @@ def test_command_line(folder: Path) -> None:
     # The last of the new tokens is never fed back. float32 on a CPU.
     assert source["kv_cache_bytes"] == 26 * 2560 * 2
     assert compressed["kv_cache_bytes"] < source["kv_cache_bytes"]
+    assert source["first_token_over_source"] == 1.0
+    first = [record["time_to_first_token_s"]["median"] for record in (compressed, source)]
+    assert compressed["first_token_over_source"] == first[0] / first[1]
     assert "longer than the model's" in report["not_measured"]["model, 2048 tokens"]
     text = CliRunner().invoke(app, call[:-1]).output  # without -q
     assert "over SDPA" in text
+    assert "over source" in text
     assert "not measured: rotor, kernel: the Triton kernels need" in text
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from support.cache_truth import affine_truth, states
+from support.policy_models import PolicyModels, prompts
+from transformers import DynamicCache
 
-from rotor.policies import GEAR, CodedLayer, find_policy
-from rotor.policies.methods.gear import low_rank
+from rotor.checkpoint import GroupLayout, LayerLayout, Numbers
+from rotor.policies import GEAR, CodedLayer, cache_policy, find_policy
+from rotor.policies.methods.gear import GEARCode, low_rank
 
 
 def gear_truth(
@@ -77,6 +82,50 @@ def test_gear_at_2_bits_is_on_kivi_run_by_run(name: str, sparsity: float) -> Non
             part = x[0, :, start:end].double().numpy()
             expected = gear_truth(part, 2, sparsity, rank, keys, 64)
             assert np.abs(got[0, :, start:end].double().numpy() - expected).max() < 1e-2
+
+
+def _rows_of_two_latents() -> LayerLayout:
+    """Keys of 24 and 8 numbers, values of 16 and 12."""
+    groups = [GroupLayout((0,), Numbers(24), Numbers(16)), GroupLayout((1,), Numbers(8), Numbers(12))]
+    return LayerLayout(tuple(groups))
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_each_latent_of_a_compressed_layer_has_a_rank_of_its_own(keys: bool) -> None:
+    """Equation 6: what is lost of a row has rank 4 in each latent; outliers and backbone are those of the whole row."""
+    width, split = (32, 24) if keys else (28, 16)
+    x = states(1, 1, 60, width)
+    layer = CodedLayer(GEAR(bits=2, sparsity=0.1, rank=4, loops=8).streams())
+    layer.follow(_rows_of_two_latents(), torch.float32)
+    codec = layer.streams[0 if keys else 1].prompt_codec
+    assert isinstance(codec, GEARCode)
+    backbone = replace(codec, rank=0)
+    parts = codec.encode(x)
+    rest, best = (own.decode(own.encode(x), 1, width) for own in (backbone, codec))
+    made_up, lost = (best - rest).double(), (x - rest).double()
+    outliers = lost.abs() < 1e-2  # float16 of themselves
+    lost = lost.masked_fill(outliers, 0.0)
+    for part in (slice(0, split), slice(split, None)):
+        # As near to what is lost of a latent as its best matrix of rank 4.
+        short = torch.linalg.svdvals(lost[0, 0, :, part])[4:].norm()
+        left = (lost - made_up).masked_fill(outliers, 0.0)[0, 0, :, part].norm()
+        assert left < 1.05 * short
+    assert parts[3].shape == (1, 2, 60, 4)
+    assert parts[4].shape == (1, 1, 1, width, 4)
+
+
+def test_a_compressed_checkpoint_generates_with_a_rank_for_each_latent(policy_models: PolicyModels) -> None:
+    model, tokens = policy_models.model("post"), prompts(2, 50)
+    with cache_policy(model, GEAR(bits=8, buffer=4)), torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(input_ids=tokens[:, :40], past_key_values=cache, use_cache=True)
+        found = model(input_ids=tokens[:, 40:44], past_key_values=cache, use_cache=True).logits
+    with torch.no_grad():
+        exact = model(input_ids=tokens[:, :44]).logits[:, 40:]
+    assert (found - exact).abs().max() < 0.02 * exact.abs().max()
+    layout = model.model.layers[0].self_attn.layout
+    side = cache.layers[0].sequences[0].sides[0]
+    assert [parts[3].shape[1:] for parts in side.segments] == [(len(layout.groups), 40, 4), (len(layout.groups), 4, 2)]
 
 
 def test_low_rank_comes_close_to_the_best_there_is() -> None:

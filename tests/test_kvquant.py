@@ -221,6 +221,21 @@ def test_an_uncompressed_model_is_fitted_and_generates(tiny) -> None:
         rotor.fit_cache_policy(model, KVQuant(), rows[:, :1])
 
 
+def test_generate_fits_an_uncompressed_model(tiny, monkeypatch) -> None:
+    """To its own text: `rotor generate MODEL --cache kvquant-4`."""
+    from rotor.tools import generation
+
+    fitted = []
+    monkeypatch.setattr(generation, "FITTED_TOKENS", 128)
+    monkeypatch.setattr(generation, "FITTED_SEQ_LEN", 32)
+    fit = generation.fit_cache_policy
+    monkeypatch.setattr(generation, "fit_cache_policy", lambda *of: fitted.append(of[2]) or fit(*of))
+    done = generation.continue_prompt(tiny("llama"), "hello there", 6, cache="kvquant-4")
+    whole = generation.continue_prompt(tiny("llama"), "hello there", 6, cache="none")
+    assert [rows.shape for rows in fitted] == [(4, 32)]
+    assert 0 < done["kv_cache_bytes"] < whole["kv_cache_bytes"]
+
+
 @pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory):
     return calibrated(tiny("llama"), tmp_path_factory.mktemp("kvquant") / "run", "pre", 2)

@@ -94,6 +94,18 @@ print([n for n in rotor.__all__ if n not in dir(rotor) or getattr(rotor, n) is N
         rotor.calibrat  # noqa: B018
 
 
+def test_every_dependency_is_imported() -> None:
+    """What the package declares to need, it imports somewhere."""
+    declared = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    names = re.findall(r'"([a-z0-9-]+)', declared[1])
+    modules = {"pyyaml": "yaml", "scikit-learn": "sklearn"}
+    source = "".join(path.read_text("utf-8") for part in ("rotor", "kernels") for path in (ROOT / part).rglob("*.py"))
+    wanted = {name: modules.get(name, name.replace("-", "_")) for name in names}
+    found = set(re.findall(r"^\s*(?:from|import) (\w+)", source, re.MULTILINE))
+    assert len(names) > 8
+    assert [name for name, module in wanted.items() if module not in found] == []
+
+
 def test_every_package_is_installed() -> None:
     listed = re.search(r"^packages = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
     assert listed is not None

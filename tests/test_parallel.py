@@ -22,10 +22,19 @@ from support.paths import ROOT
 from torch import Tensor
 from transformers import AutoModel, DynamicCache, StaticCache
 
-from rotor.checkpoint.layout import POST_ROPE, KeyForm, kv_bytes_per_token
+from rotor.checkpoint.channels import Numbers
+from rotor.checkpoint.layout import (
+    POST_ROPE,
+    AttentionShape,
+    GroupLayout,
+    KeyForm,
+    LayerLayout,
+    kv_bytes_per_token,
+)
 from rotor.errors import RotorError, UsageError
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.parallel import sequence_parallel
+from rotor.parallel.heads import group_parts, travel
 from rotor.policies import cache_policy, stored_bytes
 from rotor.runtime.steps import CacheRows
 from rotor.tools.generation import continue_prompt
@@ -109,7 +118,27 @@ def test_processes_equal_one(case: str, coded: bool, checkpoint: Any, processes:
             check(found, expected, mask, case not in FLOAT32)
 
 
-@pytest.mark.parametrize("case, coded", [("post-1", True), ("pre-mqa", False)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "processes", "by_heads"),
+    [(8, 8, 2, False), (8, 8, 3, True), (8, 8, 4, True), (32, 8, 4, False), (32, 8, 8, True)],
+)
+def test_heads_travel_where_that_is_less(heads: int, kv_heads: int, processes: int, by_heads: bool) -> None:
+    """ZDC section 5.3: of four parts (Q, K, V and the outputs) a process sends all but its own, of rows all to all."""
+    shape = AttentionShape(1, heads, kv_heads, 64, 64, 64)
+    layout = LayerLayout(tuple(GroupLayout((i,), Numbers(16), Numbers(16)) for i in range(kv_heads)))
+    found = travel(layout, shape, processes, 2)
+    assert found.rows == (processes - 1) * kv_heads * 32 * 2
+    assert found.heads == (processes - 1) / processes * (heads + kv_heads) * 32 * 2
+    assert found.by_heads == by_heads
+    assert travel(replace(layout, rope_block=16), shape, processes, 2).heads is None
+
+
+def test_a_group_has_one_process() -> None:
+    assert group_parts(8, 3) == [range(0, 2), range(2, 5), range(5, 8)]
+    assert [len(part) for part in group_parts(2, 3)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("case, coded", [("post-1", True), ("pre-mqa", False), ("none-1", False)])
 def test_bytes_on_the_wire_are_those_of_the_layouts(
     case: str, coded: bool, checkpoint: Any, processes: Processes
 ) -> None:
@@ -119,8 +148,17 @@ def test_bytes_on_the_wire_are_those_of_the_layouts(
     whole = load(str(folder))(prompt(1, tokens + 1), use_cache=True).past_key_values
     for count in (1, 2, 3):
         found = processes.run(traffic, str(folder), prompt(1, tokens), count=count)
-        expected = (count - 1) * tokens * kv_bytes_per_token(layouts, 8)
-        assert sum(one["sent"].get("rows", 0) for one in found) == expected
+        ways = [travel(layout, shape, count, 8) for layout in layouts]
+        for kind, by_heads in (("rows", False), ("heads", True)):
+            expected = tokens * sum(way.bytes_per_token for way in ways if way.by_heads == by_heads)
+            assert sum(one["sent"].get(kind, 0) for one in found) == pytest.approx(expected, rel=0.06)
+        if case == "none-1" and count == 3:
+            assert expected > 0
+        if coded or case == "pre-mqa":
+            assert expected == 0
+            assert sum(one["sent"].get("rows", 0) for one in found) == (count - 1) * tokens * kv_bytes_per_token(
+                layouts, 8
+            )
         each = shape.heads_per_kv * sum(  # an output and its log-sum-exp of every query head
             layout.group_size * sum(group.values.width + 1 for group in layout.groups) for layout in layouts
         )

@@ -34,6 +34,15 @@ def test_a_shown_recipe_is_one_to_start_from(name: str, capsys) -> None:
     assert json.loads(rotor(capsys, "recipes", "--show", name, "--json")[1])["tokens"]["source"] in printed
 
 
+def test_a_shown_recipe_says_how_it_differs_and_which_policy_has_its_name(capsys) -> None:
+    assert "# Differs from the paper: query heads" in rotor(capsys, "recipes", "--show", "fdc")[1]
+    _, printed, _ = rotor(capsys, "recipes", "--show", "zdc")
+    assert "ZDC (papers:" in printed
+    assert "# the cache policy zdc (--cache zdc)" in printed
+    assert "# qk_unimportant: 0.7" in printed
+    assert parse_recipe(printed, "x") == load_recipe("zdc")
+
+
 def test_every_field_has_a_text_a_default_and_its_values() -> None:
     found = {field.name: field for section in recipe_fields().values() for field in section}
     assert set(found) == SETTINGS | {"name", "summary"}

@@ -67,3 +67,8 @@ def test_a_part_measures_and_shows(name: str, tiny, tmp_path: Path, monkeypatch:
     result = study.study(tiny("llama"), tmp_path / "study", ["fdc"], OVERRIDES, parts=[part], sizes=[512], plots=False)
     assert not result.records[key].get("skipped")
     assert f"## {title}" in (tmp_path / "study" / "summary.md").read_text()
+    if (
+        name == "overhead.py:Overhead"
+    ):  # ragged sequences, which the papers' schedule loads better than none, and slices best
+        record = result.records[key]
+        assert record["sliced"] <= 1.001 <= record["unbalanced"]

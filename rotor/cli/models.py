@@ -136,11 +136,12 @@ def recipes(output: Json, show: str | None = None, fields: bool = False) -> None
     """List the bundled recipes, the bases and rank methods that a recipe may name, and cache policies; or show one.
 
     Args:
-        show: Print this recipe whole, every default filled in: YAML that --recipe takes. Of a cache policy each field
-            with its meaning: YAML that --cache takes.
+        show: Print this recipe whole, every default filled in, and how it differs from its paper: YAML that
+            --recipe takes. Of a cache policy each field with its meaning: YAML that --cache takes.
         fields: Print what each field of a recipe may be, its default and what it decides.
     """
     from ..recipe import bundled_recipes, load_recipe
+    from ..recipe.reading import comments_of
     from ..recipe.reference import recipe_fields, reference_page
 
     if show is not None and fields:
@@ -154,10 +155,22 @@ def recipes(output: Json, show: str | None = None, fields: bool = False) -> None
         output.show(bundled_policies()[show].as_dict(), lambda: print(describe_policy(show), end=""))
     elif show is not None:
         recipe = load_recipe(show)
-        output.show(recipe.to_dict(), lambda: print(recipe.to_yaml(), end=""))
+        output.show(
+            recipe.to_dict(), lambda: print(comments_of(show) + recipe.to_yaml() + _policy_beside(show), end="")
+        )
     else:
         bundled = bundled_recipes()
         output.show({name: recipe.to_dict() for name, recipe in bundled.items()}, lambda: _print_recipes(bundled))
+
+
+def _policy_beside(recipe: str) -> str:
+    """The cache policy of a recipe's name, in comments behind the recipe; nothing if there is none."""
+    if recipe not in _policy_files():
+        return ""
+    from ..policies import describe_policy
+
+    lines = [f"the cache policy {recipe} (--cache {recipe})", "", *describe_policy(recipe).splitlines()]
+    return "".join(f"# {line}".rstrip() + "\n" for line in ["", *lines])
 
 
 def _print_recipes(bundled: dict[str, Recipe]) -> None:

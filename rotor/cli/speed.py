@@ -186,9 +186,11 @@ def _print_bench(result: dict[str, Any]) -> None:
     for r in result["model"]:
         load = f"{r['batch_size']} x {r['length']}"
         times = (f"{1e3 * r[f'time_{part}_s']['median']:.2f}" for part in ("to_first_token", "between_tokens"))
-        rows.append((r["row"], load, *times, in_bytes(r["kv_cache_bytes"])))
+        over = r["first_token_over_source"]
+        first, between = times
+        rows.append((r["row"], load, first, f"{over:.2f}" if over else "", between, in_bytes(r["kv_cache_bytes"])))
     if rows:
-        right = ("first token ms", "between tokens ms", "cache")
+        right = ("first token ms", "over source", "between tokens ms", "cache")
         print_table("Whole model, transformers' generate", ("row", "batch x tokens"), right, rows)
     for row, why in result["not_measured"].items():
         say(f"not measured: {row}: {why}")

@@ -15,10 +15,12 @@ from transformers.cache_utils import DynamicCache
 from ..checkpoint import FAMILIES
 from ..errors import UsageError
 from ..kernels.exact import read_values
+from ..logs import log
 from ..runtime import AttentionCall, CacheRows, RotorAttention, RowStore, TokenSpan
 from .attention import attend_by_rows, attend_to_sharded_rows, visible
 from .cache import Rows, ShardedLayer
 from .forward import Pass, begin_pass
+from .heads import attend_by_heads, travel
 from .wire import Wire
 
 
@@ -36,9 +38,20 @@ class SequenceParallel(RowStore):
         cached = DynamicCache(config=model.config).layers
         windows: list[int | None] = [getattr(layer, "sliding_window", None) for layer in cached]
         self.windows = (windows + [None] * len(self.layers))[: len(self.layers)]
+        self.travels = [travel(layer.layout, layer.shape, wire.count, _element_bytes(model)) for layer in self.layers]
         self.before_rope = any(layer.layout.in_blocks for layer in self.layers)
         self._pass: Pass | None = None
         self._masks: dict[tuple[Any, ...], Tensor | None] = {}
+
+    def say_what_travels(self) -> None:
+        """Log how a prompt's tokens travel in each layer, and what all processes send of one."""
+        by_heads = [one for one in self.travels if one.by_heads]
+        total = sum(one.bytes_per_token for one in self.travels)
+        by_rows = sum(one.rows for one in self.travels)
+        log.info(
+            "a prompt over %d processes: heads travel in %d layers, rows in %d; %.0f bytes a token, %d by rows alone",
+            *(self.wire.count, len(by_heads), len(self.travels) - len(by_heads), total, by_rows),
+        )
 
     @property
     def rank(self) -> int:
@@ -85,6 +98,8 @@ class SequenceParallel(RowStore):
             rows = layer.store(rows, now.length - 1)
         if now.sharded:
             every = torch.arange(now.length, device=call.key.device)
+            if self.travels[call.layer_idx].by_heads:
+                return attend_by_heads(call, wire, now.stored, self._mask(now, every, every, window))
             return attend_by_rows(
                 call,
                 wire,
@@ -137,14 +152,21 @@ class SequenceParallel(RowStore):
         return output
 
 
+def _element_bytes(model: Any) -> int:
+    """Of a number of the model's activations."""
+    dtype: torch.dtype = model.dtype
+    return dtype.itemsize
+
+
 @contextmanager
 def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParallel]:
     """Split the tokens of a compressed model's prompts over the processes of a group, and their cache with them.
 
     Every process holds the whole model and calls it with the same arguments: token ids [batch_size, seq_len], a mask
     [batch_size, seq_len] for padding. The pass that fills an empty cache splits its tokens: outside of attention each
-    process computes its share of them; inside of it packed rows travel to all (codes as codes), layer by layer. They
-    are kept by the process of their tokens, so that each holds its share of the cache. Passes over a filled cache
+    process computes its share of them; inside of it packed rows travel to all (codes as codes), or latents, compressed
+    queries and outputs travel by heads, layer by layer what sends less, which is logged. Rows are kept by the process
+    of their tokens, so that each holds its share of the cache. Passes over a filled cache
     (decoding) are computed by all processes alike, attention by each over the rows that it has, joined by log-sum-exp;
     the new rows go to the process with the fewest.
 
@@ -208,6 +230,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
             raise UsageError(message, hint)
     group = group.get_group() if hasattr(group, "get_group") else group
     state = SequenceParallel(model, Wire(group, devices.pop()))
+    state.say_what_travels()
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for handle in (

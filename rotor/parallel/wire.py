@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..errors import RotorError
 
-Kind = Literal["rows", "partial", "agreement", "hidden"]
-"""Kinds of messages: rows of the cache; outputs and log-sum-exps over part of the keys; inputs that processes compare
-before a pass; hidden states of a few tokens."""
+Kind = Literal["rows", "heads", "partial", "agreement", "hidden"]
+"""Kinds of messages: rows of the cache; queries, latents and outputs of some heads; outputs and log-sum-exps over part
+of the keys; inputs that processes compare before a pass; hidden states of a few tokens."""
 
 Shape = tuple[int, ...]
 
@@ -44,18 +44,33 @@ class Wire:
         Raises:
             RotorError: another process ended, or did not answer within the group's timeout.
         """
-        dtype = tensors[0].dtype
-        send = torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors])
+        return self.exchange(what, kind, [tensors] * self.count, shapes)
+
+    def exchange(
+        self, what: str, kind: Kind, tensors: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]]
+    ) -> list[list[Tensor]]:
+        """Exchange tensors of one dtype, other ones with each process.
+
+        Args:
+            tensors: to each process. shapes: of the tensors that each process sends to this one.
+        Returns:
+            By process, tensors of these shapes.
+        Raises:
+            RotorError: see `gather`.
+        """
+        dtype = tensors[0][0].dtype
+        parts_sent = [torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in of]) for of in tensors]
         sizes = [dtype.itemsize * sum(map(prod, of_process)) for of_process in shapes]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        counts = [len(part) for part in parts_sent]
         try:
-            dist.all_to_all_single(received, send.repeat(self.count), sizes, [len(send)] * self.count, group=self.group)
+            dist.all_to_all_single(received, torch.cat(parts_sent), sizes, counts, group=self.group)
         except RuntimeError as error:
             raise RotorError(
                 f"process {self.rank} of {self.count}, {what}: another process ended or did not answer in time "
                 f"({' '.join(str(error).split())[:200]}).",
                 "The error of the process that ended first says why; all processes have to be started again.",
             ) from error
-        self.sent[kind] += len(send) * (self.count - 1)
+        self.sent[kind] += sum(counts) - counts[self.rank]
         parts = iter(received.view(dtype).split([prod(shape) for of_process in shapes for shape in of_process]))
         return [[next(parts).view(shape) for shape in of_process] for of_process in shapes]

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint import LayerLayout
 from ..errors import UsageError
+from ..runtime import AttentionCall
 from .layer import PolicyLayer, StoredSequence, behind_padding
 from .policy import LayerSample, Policy
-from .store import Side, Stream
+from .store import Side, Stream, spans_of
 
 
 class Quantiser(Policy):
@@ -118,6 +120,15 @@ class CodedLayer(PolicyLayer):
     def __init__(self, streams: tuple[Stream, Stream]) -> None:
         super().__init__()
         self.streams = streams
+
+    def follow(self, layout: LayerLayout, dtype: torch.dtype) -> None:
+        spans = spans_of(layout, dtype.itemsize)
+        self.streams = self.streams[0].of_rows(spans[0]), self.streams[1].of_rows(spans[1])
+
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
+        if not self.is_initialized:
+            self.follow(call.parameters.layout, call.value.dtype)
+        return super().store_and_attend(call)
 
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
         self.update(self.streams[0].codec.typical(key_states), value_states)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +37,10 @@ class Codec(ABC):
     def typical(self, states: Tensor) -> Tensor:
         """Turn random states into ones with a typical coded size, for counting bytes."""
         return states
+
+    def of_rows(self, spans: tuple[slice, ...]) -> Codec:
+        """The codec for a compressed layer's rows, in which the latent of each group lies in one of `spans`."""
+        return self
 
     def append(self, segments: list[Parts], states: Tensor) -> None:
         """Code tokens and store them behind the others, in one piece with them where their groups are alike."""
@@ -104,6 +108,11 @@ class Stream:
         if not self.waits:
             return None
         return self.block if self.whole_prompt and self.window == 0 else 1
+
+    def of_rows(self, spans: tuple[slice, ...]) -> Stream:
+        """The stream for a compressed layer's rows, see Codec.of_rows."""
+        prompt_codec = None if self.prompt_codec is None else self.prompt_codec.of_rows(spans)
+        return replace(self, codec=self.codec.of_rows(spans), prompt_codec=prompt_codec)
 
     def ready(self, waiting: int, prompt: bool) -> int:
         """How many of the oldest waiting tokens are coded now."""

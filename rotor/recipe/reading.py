@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from functools import lru_cache
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ def load_recipe(recipe: str | Recipe, overrides: Iterable[str] = ()) -> Recipe:
         RecipeError: no such recipe, not valid YAML, an unknown key or a value of the wrong type.
     """
     return override(recipe if isinstance(recipe, Recipe) else _named(recipe), overrides)
+
+
+def comments_of(recipe: str) -> str:
+    """What the file of a bundled recipe says before its first field: what the recipe is, and how it differs from its
+    paper; nothing of other recipes."""
+    file = resources.files("rotor.recipes") / f"{recipe}.yaml"
+    if recipe not in bundled_recipes():
+        return ""
+    lines = file.read_text("utf-8").splitlines(keepends=True)
+    return "".join(takewhile(lambda line: line.startswith("#"), lines))
 
 
 def load_stored_recipe(folder: Path) -> Recipe:

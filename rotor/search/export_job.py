@@ -152,4 +152,9 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, request: 
             "Leave --no-measure out, or take another --cache.",
         )
     policy.check_rows(recipe.coded, recipe.groups.domain == "post")
+    if getattr(policy, "search", False) and request.accuracy is None:
+        log.warning(
+            "the ratios of cache policy %s are taken as they stand; --accuracy A searches those that keep A", name
+        )
+        return replace(policy, search=False)  # type: ignore[call-arg]
     return policy

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..calibration.allocation.plan import Plan
+from ..checkpoint.folding import model_layouts
 from ..errors import UsageError
 from ..models.device_plan import DevicePlan
 from ..models.readiness import describe_evaluation
@@ -54,6 +56,8 @@ class RankSearch(PlanEvaluator):
             AccuracyError: no point reaches the accuracy. UsageError: the compression cannot be reached.
         """
         plan = self._plan()
+        if self.searches_ratios:
+            self.follow(self._ratios(plan))
         return Point.of(plan) if self.job.unmeasured else self.measure(plan)
 
     def stored_policy(self, point: Point) -> Policy | None:
@@ -70,9 +74,43 @@ class RankSearch(PlanEvaluator):
         for name in ("network", "meter"):
             self.__dict__.pop(name, None)
 
+    @property
+    def searches_ratios(self) -> bool:
+        """Whether the goal is kept by the policy's ratios, beside which ranks are at their mildest."""
+        return self.job.request.accuracy is not None and getattr(self.job.policy, "search", False)
+
+    def follow(self, policy: Policy) -> None:
+        """Measure with another policy from now on, in its own table."""
+        self.policy = policy
+        self.__dict__.pop("table", None)
+        if "meter" in self.__dict__:
+            self.meter.policy = policy
+
+    def _ratios(self, plan: Plan) -> Policy:
+        """The policy whose ratios keep the accuracy that is asked."""
+        from ..policies import Tiers
+        from .ratio_search import Cache, RatioPlan, find_ratios
+
+        policy, target = self.job.policy, self.job.request.accuracy
+        assert isinstance(policy, Tiers)
+        assert target is not None
+        layouts = model_layouts(self.run.bases(plan.channels), plan.ranks)
+        cache = Cache(plan, layouts, self.run.shape, int(self.run.info["element_bytes"]))
+
+        def measure(found: RatioPlan) -> Fidelity:
+            assert found.policy is not None
+            self.follow(replace(found.policy, search=False))
+            measured = self.search(plan)
+            self.progress.message(f"{found.policy.in_words}: removes {found.stored:.3f}, {measured.accuracy:.4f}")
+            return measured
+
+        return find_ratios(cache, policy, target, self.recipe.search.resolution, measure)
+
     def _plan(self) -> Plan:
         """Find the plan of the goal, and measure where the table lacks something."""
         request = self.job.request
+        if self.searches_ratios:
+            return plan_for(self.path, None, 0.0)
         if (target := request.accuracy) is None:
             return plan_for(self.path, request.removal_rate, request.compression)
         most = most_points(self.recipe.search.resolution)

@@ -18,12 +18,19 @@ from ..models.device_plan import DevicePlan
 from ..models.hardware import fit_threads
 from ..models.hub import find_model
 from ..models.loading import load_model
+from ..models.projections import bounded_seq_len
 from ..models.tokenizer import as_chat, check_ids
+from ..models.tokens import synthetic_tokens
+from ..models.weights import Weights
 from ..options import DeviceOptions
 from ..parallel import sequence_parallel
 from ..parallel.launch import join_processes
-from ..policies import find_policy, stored_bytes, use_cache_policy
+from ..policies import Policy, find_policy, stored_bytes, use_cache_policy
+from ..policies.fitting import fit_cache_policy
 from ..progress import Progress
+
+FITTED_TOKENS, FITTED_SEQ_LEN = 2048, 256
+"""Tokens that a cache policy is fitted to, and those of a sequence."""
 
 DEFAULT_DEVICE = DeviceOptions()
 
@@ -47,7 +54,8 @@ def continue_prompt(
     A tokenizer with a chat template gets the prompt as what a user says, and the text is the answer to it.
 
     Args:
-        cache: the policy that the cache follows, by name; None is the checkpoint's own, if it has one.
+        cache: the policy that the cache follows, by name; None is the checkpoint's own, if it has one. One that is
+            fitted to text is fitted here to what the model writes.
         raw: continue the prompt as it is, whatever the tokenizer has.
         on_text: gets the text as it is written, some words at a time.
         parallel: split the prompt and its cache over the processes that torchrun started.
@@ -80,6 +88,8 @@ def continue_prompt(
     policy = None if cache is None else find_policy(cache)  # whose module a checkpoint may name
     with progress.task("load model", None, ""):
         model = load_model(folder, place.device, place.dtype)
+    if policy is not None and policy.needs_samples:
+        policy = _fitted(model, policy, tokenizer, progress)
     if cache is not None:
         use_cache_policy(model, policy)
     torch.manual_seed(seed)  # transformers samples from the global generator
@@ -110,6 +120,17 @@ def continue_prompt(
         dist.destroy_process_group()
         result |= {"kv_cache_bytes_by_process": sizes, "sent_bytes": dict(sorted(group.wire.sent.items()))}
     return result
+
+
+def _fitted(model: Any, policy: Policy, tokenizer: Any, progress: Progress) -> Policy:
+    """The policy, fitted to text that the model writes, as nothing else is at hand."""
+    config = model.config.get_text_config()
+    seq_len = bounded_seq_len(FITTED_SEQ_LEN, config)
+    count = FITTED_TOKENS // seq_len
+    progress.message(f"cache policy {policy.method}: fits its levels to {count * seq_len} tokens that the model writes")
+    with progress.task("fit cache policy", count * seq_len, "tokens") as advance:
+        sequences = synthetic_tokens(Weights(model), count, seq_len, config, tokenizer, 0, advance)
+        return fit_cache_policy(model, policy, sequences)
 
 
 class _Streamer(TextStreamer):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_cases import LAYERS, case_of, causal
+from support.kernel_cases import LAYERS, case_of, causal, layer, random_case, shape_of
+from torch.nn import functional
 
+from rotor.checkpoint.channels import Numbers
+from rotor.checkpoint.layout import POST_ROPE
 from rotor.kernels.reference import attention
 from rotor.kernels.rotary import when_read
 
@@ -31,3 +34,18 @@ def test_no_queries(name) -> None:
     for mask in (None, torch.ones(2, 1, 0, 90, dtype=torch.bool)):
         width = case.parameters.heads_per_group * LAYERS[name].value_width
         assert attention(query, *rows, case.parameters, rotation, mask).shape == (2, 0, width)
+
+
+def test_prompts_meet_latents_of_numbers_at_one_width(monkeypatch) -> None:
+    """All groups of a class in one call, keys and values alike, padded to a multiple of 8."""
+    of, shapes = layer(POST_ROPE, 1, (Numbers(20), Numbers(13)), (Numbers(20), Numbers(13))), []
+    case, attend = random_case(of, shape_of(2, 3, 24, 16), 2, 37, 37), functional.scaled_dot_product_attention
+
+    def watched(query, key, value, **rest):
+        shapes.append([tuple(side.shape[1:]) for side in (query, key, value)])
+        return attend(query, key, value, **rest)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
+    got = attention(case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters)
+    torch.testing.assert_close(got.double(), case.exact(causal(2, 37, 37))[0], atol=3e-4, rtol=1e-4)
+    assert shapes == [[(6, 37, 24), (2, 37, 24), (2, 37, 24)]]

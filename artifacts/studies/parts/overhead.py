@@ -7,14 +7,16 @@ ZACK section 6.5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from rotor.calibration.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from rotor.calibration.prediction.devices import find_device
+from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout, Numbers
 from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.folding import model_layouts
+from rotor.checkpoint.layout import POST_ROPE, ordered_by_class
 from rotor.errors import UsageError
 from rotor.recipe import Recipe
 from rotor.tools.bench.simulation import simulate
@@ -25,10 +27,19 @@ from rotor.tools.study.store import StudyStore
 AT = 0.5
 """Of the cache, that a recipe removes."""
 
+SHAPE_8B = AttentionShape(32, 32, 8, 128, 4096, rotary_dim=128)
+"""Of Llama 3 8B."""
+
+SEQUENCES, STRIDE = 64, 29
+"""Sequences of different lengths in a batch, and the steps in which they are taken."""
+
 TEXT = (
     "Attention of a decode step on `objective.device` over the uncompressed model's, predicted from bytes and "
     "instructions. /OE reads rows, and writes and reads keys and values of full width in every step; computing the "
-    "bases online is not in it. /KE gives tasks to SMs in order where the papers' schedule gives the longest first. "
+    "bases online is not in it. /KE is the simulator's: tasks go to SMs in order where the papers' schedule gives the "
+    "longest first, for sequences of 64 lengths up to the objective's and an 8B's heads with this plan's shares of "
+    "their channels (at equal lengths and with few heads both schedules are the same). Equal slices, which the kernels "
+    "take, are in the last column. "
     "/AC, one rate for all heads, is combine.py with `--recipes fdc,fdc-uniform`."
 )
 
@@ -45,13 +56,20 @@ class Overhead(Part):
         rows = [
             [
                 f"`{key}`",
-                *(f"{record[column]:.3f}" for column in ("stored", "time", "rebuilt", "unbalanced")),
+                *(f"{record[column]:.3f}" for column in ("stored", "time", "rebuilt", "unbalanced", "sliced")),
             ]
             for key, record in store.part(self.name).items()
         ]
         if rows:
             yield Table(
-                ["recipe", "removed", "time", "/OE: keys and values rebuilt", "/KE: no schedule"],
+                [
+                    "recipe",
+                    "removed",
+                    "time",
+                    "/OE: keys and values rebuilt",
+                    "/KE: no schedule over longest first",
+                    "equal slices over longest first",
+                ],
                 rows,
                 "Overheads, predicted (ZACK figures 16 and 17 in shape)",
                 TEXT,
@@ -69,9 +87,10 @@ def _measure(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
         raise UsageError(f"device {settings.device}: its number of SMs is not known.", "Name another objective.device.")
     step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)
     layouts = model_layouts(evaluator.run.bases(plan.channels), plan.ranks)
-    lengths = [settings.context_tokens] * settings.batch_size
+    lengths = ragged_lengths(settings.context_tokens)
     balances = {
-        b.schedule: b.largest_over_mean for b in simulate(layouts, shape, lengths, device, device.sms, element_bytes)
+        b.schedule: b.largest_over_mean
+        for b in simulate(like_8b(layouts, shape), SHAPE_8B, lengths, device, device.sms, element_bytes)
     }
     whole = uncompressed_decode_seconds(shape, device, step)
     share = decode_seconds(layouts, shape, device, step) / whole
@@ -80,5 +99,27 @@ def _measure(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
         "stored": plan.stored,
         "time": share,
         "rebuilt": share + rebuilt,
-        "unbalanced": share * balances["none"] / balances["lpt"],
+        "unbalanced": balances["none"] / balances["lpt"],
+        "sliced": balances["stream"] / balances["lpt"],
     }
+
+
+def ragged_lengths(longest: int) -> list[int]:
+    """Lengths of SEQUENCES sequences, in equal ratios from a 64th of the longest on, in an order that is not theirs."""
+    lengths = [round(longest * 64 ** (i / (SEQUENCES - 1) - 1)) for i in range(SEQUENCES)]
+    return [max(1, lengths[i * STRIDE % SEQUENCES]) for i in range(SEQUENCES)]
+
+
+def like_8b(layouts: Sequence[LayerLayout], shape: AttentionShape) -> list[LayerLayout]:
+    """Layers of an 8B, of which each KV head keeps the shares of its channels that the groups of these layers keep of
+    theirs, one after another; numbers, whose schedules differ most."""
+    groups = [(group, shape.head_dim * layout.group_size) for layout in layouts for group in layout.groups]
+    found = []
+    for layer in range(SHAPE_8B.num_layers):
+        own = []
+        for head in range(SHAPE_8B.num_kv_heads):
+            group, columns = groups[(layer * SHAPE_8B.num_kv_heads + head) % len(groups)]
+            ranks = [max(1, round(SHAPE_8B.head_dim * side.rank / columns)) for side in (group.key, group.values)]
+            own.append(GroupLayout((head,), *map(Numbers, ranks)))
+        found.append(ordered_by_class(own, POST_ROPE))
+    return found

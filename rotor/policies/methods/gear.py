@@ -24,7 +24,8 @@ BACKBONE_PARTS = 3
 @dataclass(frozen=True)
 class GEAR(Quantiser):
     """x ~ D + L + S. S: the largest and smallest s/2 of a channel's keys and of a token's values, unquantised. D: the
-    backbone's code of the rest. L = A B^T: the first singular vectors of the remaining error of each head.
+    backbone's code of the rest. L = A B^T: the first singular vectors of the remaining error of each head, which in a
+    compressed checkpoint is a group's latent.
 
     Args:
         bits: 8, 4, 3 or 2. backbone: `kcvt`, or `kivi` with groups. group: of kivi, tokens of a channel of keys and
@@ -69,13 +70,21 @@ class GEAR(Quantiser):
 class GEARCode(Codec):
     """Parts: the backbone's; A [batch_size, num_heads, tokens, rank] and B [batch_size, num_heads, runs, width, rank]
     float16; outliers, float16, and their indices: along the run [batch_size, num_heads, runs, outliers, width] for
-    per_channel, along the heads of a token [batch_size, 1, tokens, outliers] otherwise."""
+    per_channel, along the heads of a token [batch_size, 1, tokens, outliers] otherwise.
+
+    spans: where the latent of each group lies in a compressed layer's rows, which come as one head. A is then
+    [batch_size, groups, tokens, rank] and B [batch_size, 1, runs, width, rank], a latent's columns after another's.
+    """
 
     backbone: Codec
     sparsity: float
     rank: int
     loops: int
     per_channel: bool
+    spans: tuple[slice, ...] = ()
+
+    def of_rows(self, spans: tuple[slice, ...]) -> Codec:
+        return replace(self, spans=spans)
 
     def encode(self, states: Tensor) -> Parts:
         numbers = states.float().clamp(-LARGEST, LARGEST)
@@ -85,7 +94,7 @@ class GEARCode(Codec):
         parts = self.backbone.encode(rest)
         lost = self._vectors(rest - self.backbone.decode(parts, heads, numbers.shape[-1]))
         lost = self._numbers(lost.scatter(self._dim, index, 0.0), heads)  # S holds these
-        left, right = low_rank(lost, self.rank, self.loops)
+        left, right = self._factors(lost)
         sparse = [outliers.half(), stored_index(index, vectors.shape[self._dim])]
         if self.per_channel:
             sparse = [part.unsqueeze(2) for part in sparse]
@@ -95,11 +104,35 @@ class GEARCode(Codec):
         left, right, outliers, index = parts[BACKBONE_PARTS:]
         numbers = self.backbone.decode(parts[:BACKBONE_PARTS], num_heads, width)
         runs = right.shape[2]
-        numbers = numbers + (left.float().unflatten(2, (runs, -1)) @ right.float().mT).flatten(2, 3)
+        numbers = numbers + self._product(left.float().unflatten(2, (runs, -1)), right.float()).flatten(2, 3)
         if self.per_channel:
             whole = numbers.unflatten(2, (runs, -1)).scatter(3, index.long(), outliers.float())
             return whole.flatten(2, 3)
         return self._numbers(self._vectors(numbers).scatter(3, index.long(), outliers.float()), num_heads)
+
+    def _factors(self, lost: Tensor) -> tuple[Tensor, Tensor]:
+        """A and B of what is lost, B [batch_size, num_heads, width, rank]."""
+        if not self.spans:
+            return low_rank(lost, self.rank, self.loops)
+        latents = [lost[..., span] for span in self.spans]
+        widths = [latent.shape[-1] for latent in latents]
+        # All latents at once: zeros behind the narrow ones change no singular vector.
+        stacked = [functional.pad(latent, (0, max(widths) - latent.shape[-1])) for latent in latents]
+        left, right = low_rank(torch.cat(stacked, dim=1), self.rank, self.loops)
+        columns = [right[:, group : group + 1, :width] for group, width in enumerate(widths)]
+        return left, torch.cat(columns, dim=2)
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        """A B^T of each run, [batch_size, num_heads, runs, tokens of a run, width].
+
+        Args:
+            left: A, its tokens by run. right: B.
+        """
+        if not self.spans:
+            return left @ right.mT
+        columns = (right[:, 0, :, span].mT for span in self.spans)
+        latents = [left[:, group] @ own for group, own in enumerate(columns)]
+        return torch.cat(latents, dim=-1).unsqueeze(1)
 
     @property
     def _dim(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -29,6 +30,11 @@ ORDER = (
 )
 """Pairs of ratios whose first is at most the second."""
 
+RATIOS = ("qk_important", "qk_unimportant", "v_important", "v_unimportant")
+
+SCORE_BYTES = 4
+"""Of an important token's score."""
+
 
 @dataclass(frozen=True)
 class Tiers(Policy):
@@ -42,6 +48,7 @@ class Tiers(Policy):
 
     Args:
         important: g. layer_important: g of each layer, which replaces `important`.
+        search: an export with an accuracy searches g and the ratios that keep it, from these on.
         qk_important, qk_unimportant: p_QK^i and p_QK^u, shares of a key latent's bytes that are removed.
         v_important, v_unimportant: p_VW^i and p_VW^u, of a value latent's; joint latents are keys'.
 
@@ -65,6 +72,7 @@ class Tiers(Policy):
     qk_unimportant: Removed = 0.5
     v_important: Removed = 0.0
     v_unimportant: Removed = 0.25
+    search: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,6 +88,34 @@ class Tiers(Policy):
         fits = len(self.layer_important) in (0, count)
         self.require(fits, "layer_important", f"one for each of the model's {count} layers")
         return [TieredLayer(self, layer) for layer in range(count)]
+
+    def shares(self, count: int) -> tuple[float, ...]:
+        """g of each of `count` layers."""
+        return self.layer_important or (self.important,) * count
+
+    @property
+    def in_words(self) -> str:
+        """The shares of important tokens and the ratios, such as `g 0.4, QK 0.20 and 0.35, V 0.20 and 0.35`."""
+        low, high = min(self.shares(1)), max(self.shares(1))
+        shares = f"g {low:g}" if low == high else f"g {low:g} to {high:g}"
+        qk, v = (
+            f"{self.qk_important:.2f} and {self.qk_unimportant:.2f}",
+            f"{self.v_important:.2f} and {self.v_unimportant:.2f}",
+        )
+        return f"{shares}, QK {qk}, V {v}"
+
+    def scaled(self, factor: float) -> Tiers:
+        """The policy with all ratios times a factor."""
+        ratios = {name: getattr(self, name) * factor for name in RATIOS}
+        return replace(self, **ratios)  # type: ignore[arg-type]
+
+    def bytes_per_token(self, layouts: Sequence[LayerLayout], element_bytes: int) -> float:
+        """Bytes of a token of a long sequence in a compressed model's cache, all layers, everything counted."""
+        total = 0.0
+        for layout, share in zip(layouts, self.shares(len(layouts)), strict=True):
+            high, low = (sum(cut.row_bytes(element_bytes)) for cut in self.layouts(layout))
+            total += 1 + share * (high + SCORE_BYTES) + (1 - share) * low
+        return total
 
     def layouts(self, layout: LayerLayout) -> tuple[LayerLayout, LayerLayout]:
         """Layouts of the rows of important tokens, and of other tokens."""

@@ -134,7 +134,7 @@ def _attention(
 
 
 def _generated(models: dict[str, Any], settings: BenchSettings, length: int, batch_size: int) -> list[dict[str, Any]]:
-    """Models in turn: time to the first token and between tokens, and bytes of the cache."""
+    """Models in turn: time to the first token (a prompt's), and over the source's; between tokens; cache bytes."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = min(model.config.vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (batch_size, length), generator=generator)
@@ -148,12 +148,14 @@ def _generated(models: dict[str, Any], settings: BenchSettings, length: int, bat
             if repetition:  # once to warm up
                 first[name].append(to_first)
                 between[name].append((whole - to_first) / settings.new_tokens)
+    source = quartiles(first["model, source"])["median"] if "model, source" in first else None
     about = {"length": length, "batch_size": batch_size, "new_tokens": settings.new_tokens}
     return [
         {
             "row": name,
             **about,
             "time_to_first_token_s": quartiles(first[name]),
+            "first_token_over_source": source and quartiles(first[name])["median"] / source,
             "time_between_tokens_s": quartiles(between[name]),
             "kv_cache_bytes": cached[name],
         }

@@ -7,8 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 from support import kernel_truth as truth
-from support.kernel_cases import LAYERS, Case, case_of, causal, exact_keys, in_pages, packed_queries, with_values
+from support.kernel_cases import (
+    LAYERS,
+    Case,
+    case_of,
+    causal,
+    exact_keys,
+    in_pages,
+    layer,
+    packed_queries,
+    random_case,
+    shape_of,
+    with_values,
+)
+from torch.nn import functional
 
+from rotor.checkpoint.channels import Numbers
+from rotor.checkpoint.layout import POST_ROPE
 from rotor.kernels import stock
 from rotor.kernels.attention import rows_attention
 from rotor.kernels.defaults import default_layer
@@ -82,6 +97,65 @@ def test_packed_prompts_over_pages(name, window, page_size) -> None:
         query, pages.key, pages.value, case.parameters, case.rotation, of, bounds[0], max(news), window
     )
     check(got, exact)
+
+
+def latents_case(kind: str, batch_size: int, seq_len: int, kv_len: int) -> Case:
+    """Numbers after RoPE: of two classes of groups, of a group of two heads, and of joint latents."""
+    of = {
+        "apart": layer(POST_ROPE, 1, (Numbers(20), Numbers(13)), (Numbers(20), Numbers(13)), (Numbers(9), Numbers(24))),
+        "group": layer(POST_ROPE, 2, (Numbers(16), Numbers(30)), (Numbers(16), Numbers(30))),
+        "joint": layer(POST_ROPE, 2, Numbers(22), Numbers(22)),
+    }[kind]
+    return random_case(of, shape_of(of.group_size * len(of.groups), 3, 24, 16), batch_size, seq_len, kv_len)
+
+
+@pytest.mark.parametrize("kind", ["apart", "group", "joint"])
+def test_prompts_meet_latents_of_numbers_as_they_are_stored(kind: str, monkeypatch) -> None:
+    """No key is expanded: SDPA has the width of latents, one call for all groups of a class."""
+    widths, attend = [], functional.scaled_dot_product_attention
+
+    def watched(query, key, value, **rest):
+        widths.append((key.shape[1], *(side.shape[-1] for side in (query, key, value))))
+        return attend(query, key, value, **rest)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(stock, "materialise", None)
+    case = latents_case(kind, 2, 37, 37)
+    check(prompt(case), case.exact(causal(2, 37, 37))[0])
+    expected = {"apart": [(2, 24, 24, 24), (1, 24, 24, 24)], "group": [(2, 32, 32, 32)], "joint": [(2, 24, 24, 24)]}
+    assert widths == expected[kind]
+    behind = latents_case(kind, 2, 19, 70)
+    allowed = causal(2, 19, 70, 40).clone()
+    allowed[1, :, :30] = False
+    check(prompt(behind, allowed[:, None]), behind.exact(allowed)[0])
+
+
+def test_latents_wider_than_heads_are_expanded() -> None:
+    """Attention over them would be more work than over keys."""
+    of = layer(POST_ROPE, 2, (Numbers(40), Numbers(30)))
+    case = random_case(of, shape_of(2, 3, 24, 16), 2, 37, 37)
+    assert not case.parameters.meets_latents(next(iter(of.classes())))
+    check(prompt(case), case.exact(causal(2, 37, 37))[0])
+
+
+@pytest.mark.parametrize("kind", ["apart", "group", "joint"])
+def test_packed_prompts_meet_latents_in_pages(kind: str) -> None:
+    lengths, news, widths = [37, 16, 90], [37, 0, 20], []
+    case = latents_case(kind, 3, 90, 90)
+    pages = in_pages(case, lengths, 16)
+    bounds = [torch.tensor([0, *of]).cumsum(0).int() for of in (news, lengths)]
+    of = PagesOf(pages.block_table, pages.kv_lens, bounds[1], sum(lengths), max(lengths))
+    query, exact = packed_queries(case, lengths, news, 11)
+
+    def watched(query, key, value, *rest):
+        widths.append([side.shape[-1] for side in (query, key, value)])
+        return stock._one_by_one(query, key, value, *rest)
+
+    around = bounds[0], max(news), 11, watched
+    got = stock.packed_attention(query, pages.key, pages.value, case.parameters, None, of, *around)
+    check(got, exact)
+    widest = 32 if kind == "group" else 24
+    assert all(set(of) == {widest} for of in widths)
 
 
 def with_exact(case: Case, exact: ExactSlots, mask: torch.Tensor | None, materialise: bool = False) -> torch.Tensor:
