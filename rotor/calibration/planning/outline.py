@@ -124,7 +124,7 @@ class ModelOutline:
         solving = statistics + 8 * max(elements.values()) + 96 * groups * width**2
         solving += 8 * (shape.num_heads * shape.head_dim + kv_width) * shape.hidden_size
         running = statistics + self._activations(max(1, batch_tokens // seq_len) * seq_len, group_size, number, moments)
-        gradients = codes = 0
+        gradients = codes = passed = 0
         outputs = packed_bytes(moment_shape(shape, group_size, "output")) if recipe.bases.refit else 0
         if recipe.needs_gradients:
             # Fisher information is stored until the codes of its layer are computed. In memory it is unpacked to
@@ -132,12 +132,15 @@ class ModelOutline:
             samples = min(count, recipe.codes.tokens, SAMPLED_TOKENS)
             stored = [stored_bytes(shape, group_size, name, samples) for name in wanted_gradients(form)]
             gradients = sum(stored)
+            passed = (shape.num_layers + 2) * min(count, recipe.codes.tokens)  # tokens whose states are kept
             running, solving = 3 * running, solving + 9 * max(stored)
             codes = form.latents_per_group * codes_bytes(groups * form.columns(shape.head_dim))
             if recipe.distil.steps:  # the trained bases and codes
                 codes += codes + bases
         kept_bytes = shape.num_layers * (outputs + bases + codes)
-        disk_bytes = kept_bytes + shape.num_layers * gradients + 2 * count * shape.hidden_size * number  # hidden states
+        disk_bytes = (
+            kept_bytes + shape.num_layers * gradients + max(2 * count, passed) * shape.hidden_size * number
+        )  # hidden states
         on_gpu = device.type == "cuda"
         stages = {"activations and statistics of one layer": running if on_gpu else max(running, solving)}
         if recipe.tokens.source == "synthetic":  # cache and logits of the sequences that are written together
