@@ -51,6 +51,16 @@ PARSED_ALONE = {
 """Commands and settings that take long, or this process's place; what else runs them."""
 
 
+def test_promises_name_tests_that_exist() -> None:
+    """Files, and in brackets words in the names of their tests."""
+    page = (ROOT / "docs" / "promises.md").read_text("utf-8")
+    files = {path.name: path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    assert set(re.findall(r"`(test_\w+\.py)`", page)) <= files.keys()
+    for file, words in re.findall(r"`(test_\w+\.py)` \(((?:`\w+`(?:, )?)+)\)", page):
+        for word in re.findall(r"\w+", words):
+            assert re.search(rf"def test_\w*{word}", files[file]), (file, word)
+
+
 def commands(page: Path) -> list[list[str]]:
     """The indented commands of a page that are rotor's, without comments, as lists of words."""
     lines = re.findall(r"^    ((?:rotor|torchrun) .*)$", page.read_text("utf-8"), flags=re.MULTILINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from rotor.calibration.codes.layer import codes_bytes
 from rotor.calibration.partial import PartialRun
 from rotor.calibration.planning.form import wanted_gradients
 from rotor.calibration.planning.inspection import inspect
+from rotor.calibration.planning.outline import ModelOutline
 from rotor.calibration.prediction.cost import (
     DecodeStep,
     layer_time,
@@ -30,8 +32,9 @@ from rotor.calibration.run import layer_path
 from rotor.checkpoint.layout import AttentionShape, KeyForm, LayerForm
 from rotor.cli.commands import app
 from rotor.errors import CheckpointError
+from rotor.models.source import Checkpoint
 from rotor.progress import in_time
-from rotor.recipe import load_recipe
+from rotor.recipe import load_recipe, quick_overrides
 
 
 def test_the_bundled_model() -> None:
@@ -45,6 +48,27 @@ def test_the_bundled_model() -> None:
     assert not found.calibrate.streamed
     assert sum(found.calibrate.host_bytes.values()) < found.calibrate.available_host_bytes
     assert found.calibrate.product_seconds.keys() >= {"text", "statistics"}
+
+
+def test_times_are_those_of_the_given_settings() -> None:
+    """The search runs the uncompressed model once and a compressed one at each point; validate takes the report's."""
+    recipe = load_recipe("rotor", ["search.resolution=0.02", "evaluation.metric=token_accuracy"])
+    outline = ModelOutline.of(Checkpoint(DEMO_MODEL))
+    spec = recipe.evaluation
+    layers, head = 2 * sum(outline.layers), 2 * max(outline.vocabulary)
+    flops = outline.evaluation_flops(recipe)
+    assert flops["search"] == (1 + 10) * (layers + head) * spec.search_tokens
+    prompts = spec.seq_len * (spec.lookup_prompts + spec.copy_prompts)
+    assert 2 * (layers + 1.5 * head) * spec.report_tokens <= flops["report"]
+    assert flops["report"] <= 2 * (layers + 1.5 * head) * 2 * spec.report_tokens + 2 * layers * prompts
+    found = inspect(DEMO_MODEL, quick=True)
+    assert found.validate.product_seconds == {"report": found.export.product_seconds["report"]}
+    few, many = (outline.evaluation_flops(load_recipe("rotor", given)) for given in (quick_overrides(recipe), ()))
+    assert few["search"] < many["search"] / 4
+    assert few["report"] < many["report"] / 2
+    shown = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), "--quick"]).output
+    assert re.search(r"\nvalidate +about [^ ]+ (s|min) for the matrix products alone", shown)
+    assert "6144 synthetic tokens" in shown
 
 
 def test_a_config_alone_is_enough(tiny, tmp_path: Path) -> None:

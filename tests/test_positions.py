@@ -62,6 +62,14 @@ def test_a_hole_with_positions_that_skip_it(family: str, pair) -> None:
         assert error(pair("llama", "post"), HOLE, attention_mask=HOLE, position_ids=SKIPPING) < 1e-4
 
 
+def test_padding_on_the_right_says_to_pad_on_the_left(pair) -> None:
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, 8:] = 0
+    with pytest.raises(UsageError, match="but not by position_ids") as caught:
+        pair("llama", "pre")[1].generate(IDS.expand(2, -1), attention_mask=mask, max_new_tokens=2, pad_token_id=0)
+    assert caught.value.hint.startswith("Pad on the left (tokenizer.padding_side = 'left')")
+
+
 @pytest.mark.parametrize("family", ["llama", "falcon"])
 def test_padding_shifts_a_sequence(family: str, pair) -> None:
     """On the left with positions as `generate` makes them; on the right, where padding repeats a position."""

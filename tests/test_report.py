@@ -15,10 +15,12 @@ from support.paths import DEMO_MODEL
 from support.runs import reseal
 
 from rotor.calibration.run import Run
+from rotor.checkpoint.layout import AttentionShape
+from rotor.progress import in_time
 from rotor.recipe.metric_registry import METRICS
 from rotor.search.evaluation.accuracy import Accuracy, Fidelity
 from rotor.search.export.export import export
-from rotor.search.report.collect import collect
+from rotor.search.report.collect import _windows, collect
 from rotor.search.report.report import report
 from rotor.search.table import RankTable
 
@@ -89,9 +91,21 @@ def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exp
     assert f"KV heads {heads}: {ranks[0]} of {width} channels" in [
         " ".join((cell["title"] or "").split()) for cell in cells
     ]
+    assert "Seconds of each stage are in the report of the run" in page.text
+    assert "rotor validate out checks files, numbers and accuracy" in page.text
+    shares = [re.search(r"--share: ([\d.]+)", cell["style"] or "") for cell in cells]
+    assert max(float(share[1]) for share in shares if share) == 1.0
     in_run = read(run / "report.html")
+    assert "rotor export run -o OUT --accuracy 0.99" in in_run.text
     seconds = json.loads((run / "run.json").read_text())["stages"]["capture"]["seconds"]
     assert f"{seconds:.2f}" in in_run.text
+    stages = json.loads((run / "run.json").read_text())["stages"].values()
+    assert f"together{in_time(sum(stage['seconds'] for stage in stages))}" in in_run.text
+
+
+def test_windows_are_told_by_their_tokens() -> None:
+    shape = AttentionShape(3, 4, 2, 32, 64, windows=(512, None, 512))
+    assert _windows(shape) == "2 of 3 layers hold at most 512 tokens"
 
 
 def test_a_ratio_that_was_left_out_says_why() -> None:

@@ -70,6 +70,15 @@ def test_accuracy_is_logarithmic_in_what_is_lost() -> None:
     assert levels == pytest.approx([shown_loss(0.99)])
 
 
+def test_a_long_title_is_not_clipped() -> None:
+    data = made()
+    data.spectra_of["qk"] = "blocks of 64, 13 fast planes or blocks of 64, 32 fast planes, 8 heads a group"
+    figure = drawn(data, "spectra-qk")
+    title = figure.axes[0].title.get_window_extent()
+    assert figure.bbox.x0 <= title.x0
+    assert title.x1 <= figure.bbox.x1
+
+
 def test_layers_are_told_apart_by_a_scale() -> None:
     layers, colours = 80, layer_colours(80)
     assert len(set(colours)) == layers
@@ -97,7 +106,12 @@ def test_ranks_have_their_denominators() -> None:
     assert "4x16 8x8 16x4" in coded.text
     assert f"{4 * 16 + 8 * 8 + 16 * 4}/{64 * 16} bits" in coded.text
     shares = [a["style"] for tag, a in coded.tags if tag == "td" and "style" in a]
-    assert set(shares) == {f"--share: {192 / 1024:.3f}"}
+    assert set(shares) == {"--share: 1.000"}
+    few = Channels(n16=2, n8=4, n4=8)
+    mixed = made(coded=True)
+    mixed.ranks[1] = [GroupLayout((0, 1), few, few)] * 2
+    shares = [a["style"] for tag, a in page_of(mixed).tags if tag == "td" and "style" in a]
+    assert set(shares) == {"--share: 1.000", "--share: 0.500"}  # of the most in any cell
     joint = render(data := made(coded=True, joint=True), figures(data))
     assert "latents of keys and values together" in joint
     assert "value latents" not in joint
@@ -110,5 +124,5 @@ def test_no_card_is_empty() -> None:
     data.absent = {"points": "Nothing was measured.", "ranks": "Nothing was measured."}
     page = page_of(data)
     sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
-    assert sections == ["spectra", "absent", "recipe"]
+    assert sections == ["spectra", "next", "absent", "recipe"]
     assert page.text.count("Nothing was measured.") == 1

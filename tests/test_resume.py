@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from support.resumed import whole as whole
 from support.runs import FAST_EVALUATION
 
 from rotor.calibration.calibrate import calibrate
+from rotor.calibration.gradient_sums import GradientSums
+from rotor.calibration.partial import PartialRun
 from rotor.calibration.run import Run
+from rotor.checkpoint.output_folder import OutputFolder
 from rotor.errors import CheckpointError, UsageError
 from rotor.models.layerwise import LayerwiseModel
 from rotor.search.compressible import CompressibleModel
@@ -94,6 +98,91 @@ def interrupted(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, at: int
         with pytest.raises(KeyboardInterrupt):
             calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="always", resume=resume)
     return out.with_name(f"{out.name}.partial")
+
+
+FISHER = ["tokens.source=random", "tokens.count=448", "tokens.seq_len=64", "groups.size=1"]
+"""Seven batches of a row each through three layers."""
+
+
+class Stopped:
+    """Ctrl-C in the gradients of a calibration.
+
+    Args:
+        at: batches that are added before, of the backward pass; negative: layers of the forward pass.
+        seconds: seconds between what is kept of a layer.
+        killed: the process ends without a chance to keep anything.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, seconds: float = 1e9, killed: bool = False) -> None:
+        self.patch, self.at, self.seconds, self.killed = monkeypatch, at, seconds, killed
+        self.added = 0
+
+    def __call__(self, model: Path, out: Path, resume: bool = False) -> Run | None:
+        add, run = GradientSums.add, LayerwiseModel.run
+
+        def adding(sums: GradientSums, *batch: Any) -> None:
+            if self.added == self.at:
+                raise RuntimeError if self.killed else KeyboardInterrupt
+            self.added += 1
+            add(sums, *batch)
+
+        def running(network: LayerwiseModel, index: int, *rest: Any) -> None:
+            if index == -self.at:
+                raise KeyboardInterrupt
+            run(network, index, *rest)
+
+        with self.patch.context() as patch:
+            patch.setattr(GradientSums, "add", adding)
+            patch.setattr("rotor.calibration.gradient_files.KEEP_SECONDS", self.seconds)
+            if self.at < 0:
+                patch.setattr(LayerwiseModel, "run", running)
+            try:
+                return calibrate(model, out, "rotor", FISHER, batch_tokens=64, resume=resume)
+            except (KeyboardInterrupt, RuntimeError):
+                return None
+
+
+@pytest.fixture(scope="module")
+def fisher(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An uninterrupted run with gradients."""
+    return calibrate(model, tmp_path_factory.mktemp("fisher") / "run", "rotor", FISHER, batch_tokens=64)
+
+
+BATCHES = 7 * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("at", "options", "holds", "left"),
+    [
+        (-1, {}, "hidden states of 1 layer(s) for gradients", BATCHES),
+        (0, {}, "gradients of the layers from 3 on", BATCHES),
+        (3, {}, "gradients of the layers from 3 on, and a part of those of layer 2", BATCHES - 3),
+        (10, {}, "gradients of the layers from 2 on, and a part of those of layer 1", BATCHES - 10),
+        (10, {"killed": True}, "gradients of the layers from 2 on", BATCHES - 7),
+        (10, {"killed": True, "seconds": 0}, "gradients of the layers from 2 on, and a part of those of layer 1", 11),
+    ],
+)
+def test_gradients_go_on_at_the_batch_that_was_kept_last(
+    at: int,
+    options: dict[str, Any],
+    holds: str,
+    left: int,
+    model: Path,
+    fisher: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the same bytes, whatever was stopped and when."""
+    out = tmp_path / "run"
+    assert Stopped(monkeypatch, at, **options)(model, out) is None
+    assert PartialRun(OutputFolder.at(out, "run")).holdings() == holds
+    again = Stopped(monkeypatch, 10**9)
+    run = again(model, out, resume=True)
+    assert run is not None
+    assert again.added == left
+    assert tensors(run) == tensors(fisher)
+    assert run.info["fisher_top_share"] == fisher.info["fisher_top_share"]
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 def test_an_unfinished_run_is_not_taken_for_granted(

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from rotor.errors import AccuracyError
+from rotor.recipe.sections import Search
 from rotor.search.evaluation.accuracy import Fidelity
-from rotor.search.search import find_plan, most_points
+from rotor.search.search import find_plan
 
 STEPS = [i * 0.00625 for i in range(150)]
 
@@ -46,7 +47,7 @@ def test_the_chosen_plan_and_the_next_refused_one_are_at_most_the_resolution_apa
     chosen = fake.find(0.95, resolution)
     assert edge - resolution <= chosen < edge
     assert min((s for s in fake.asked if s > chosen), default=STEPS[-1]) - chosen <= resolution + 1e-9
-    assert len(fake.asked) <= most_points(resolution)
+    assert len(fake.asked) <= Search(resolution).most_points
 
 
 def test_a_dip_of_accuracy_does_not_end_the_search() -> None:
@@ -57,7 +58,7 @@ def test_a_dip_of_accuracy_does_not_end_the_search() -> None:
 
     fake = Fake(dipping, STEPS)
     assert 0.565 <= fake.find(0.95) <= 0.575
-    assert len(fake.asked) == len(set(fake.asked)) <= 2 * most_points(0.01)
+    assert len(fake.asked) == len(set(fake.asked)) <= 2 * Search(0.01).most_points
     far = Fake(lambda saving: 0.9 if 0.2 < saving < 0.9 else 1.0, STEPS)
     assert 0.19 <= far.find(0.95) <= 0.2
 

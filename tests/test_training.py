@@ -134,3 +134,34 @@ def test_lora_trains_and_merges(exported, tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         torch.testing.assert_close(again(TOKENS).logits, merged(TOKENS).logits)
+
+
+def test_attention_dropout_is_said_not_to_be_applied(exported, caplog: pytest.LogCaptureFixture) -> None:
+    """Once for a model, where training begins; not for one whose source has none."""
+    model = AutoModelForCausalLM.from_pretrained(exported("gpt2-none", compression=0.4))
+    assert model.config.attn_pdrop == 0.1
+    caplog.clear()
+    model.train()
+    said = "attention_dropout=0.1 is not applied: compressed attention has no dropout."
+    assert [said in record.message for record in caplog.records] == [True]
+    model.train()
+    assert len(caplog.records) == 1
+    without = AutoModelForCausalLM.from_pretrained(exported("llama-post", compression=0.4))
+    caplog.clear()
+    without.train()
+    assert not caplog.records
+
+
+def test_a_compiled_model_refuses_gradients_in_one_line(coded: Path, exported) -> None:
+    """Where a compiler would trace them; what needs none is compiled."""
+    for folder in (coded, exported("llama-pre", compression=0.4)):
+        torch._dynamo.reset()
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        compiled = torch.compile(model, backend="aot_eager")
+        with torch.no_grad():
+            expected = model(TOKENS, use_cache=False).logits
+            assert relative_error(compiled(TOKENS, use_cache=False).logits, expected) < 1e-5
+        with pytest.raises(Exception, match=r"torch\.compile of a compressed model where gradients are enabled"):
+            compiled(TOKENS, use_cache=False)
+        model.requires_grad_(False)
+        assert relative_error(compiled(TOKENS, use_cache=False).logits, expected) < 1e-5

@@ -74,3 +74,16 @@ def test_attention_weights_are_refused(exported) -> None:
     model = AutoModelForCausalLM.from_pretrained(exported("llama"))
     with pytest.raises(UsageError, match="output_attentions: compressed layers keep no attention weights"):
         model(torch.arange(5)[None], output_attentions=True)
+
+
+def test_another_dtype_is_given_when_a_model_loads(exported, tiny) -> None:
+    """The methods that transformers refuses of quantised models say how; other models keep them."""
+    model = AutoModelForCausalLM.from_pretrained(exported("llama"))
+    for convert, name in ((model.half, "float16"), (model.float, "float32")):
+        with pytest.raises(
+            UsageError, match=rf"^\.{convert.__name__}\(\): a compressed model gets its dtype"
+        ) as caught:
+            convert()
+        assert caught.value.hint == f"from_pretrained(FOLDER, dtype=torch.{name})"
+    assert AutoModelForCausalLM.from_pretrained(exported("llama"), dtype=torch.float16).dtype == torch.float16
+    assert AutoModelForCausalLM.from_pretrained(tiny("llama")).half().dtype == torch.float16

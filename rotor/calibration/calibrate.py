@@ -43,8 +43,9 @@ from .bases.layer import layer_bases
 from .bases.moments import LayerStatistics
 from .capture import layer_statistics
 from .codes.layer import layer_codes
+from .gradient_files import GradientFiles
 from .gradients import fisher_information, weight_fisher
-from .partial import PartialRun
+from .partial import TOKENS_FILE, PartialRun
 from .planning.form import wanted_gradients
 from .planning.outline import ModelOutline, needs_whole_model, wanted_moments
 from .pruning import prune_sequences
@@ -61,9 +62,6 @@ from .run import (
     write_weight_fisher,
 )
 
-TOKENS_FILE = "tokens.safetensors"
-"""Calibration tokens of an unfinished run, kept so that a resumed run need not sample them again."""
-
 
 @system_errors()
 def run_calibration(request: CalibrationRequest) -> Run:
@@ -72,7 +70,7 @@ def run_calibration(request: CalibrationRequest) -> Run:
     The folder `OUT.partial` holds the unfinished run. Statistics are always float64.
 
     Raises:
-        RotorError: see rotor.errors. A run with a finished layer is kept for --resume, unless its numbers are bad.
+        RotorError: see rotor.errors. What took long is kept for --resume, unless its numbers are bad.
     """
     work = Calibration(request, request.progress or Progress())
     partial = work.partial
@@ -189,6 +187,8 @@ class Calibration:
             weights = self.weights if writes else None
             held_out = self.recipe.evaluation
             sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, held_out, opening)
+        if spec.source == "synthetic":
+            self.partial.keep(TOKENS_FILE, {"rows": sample.sequences})
         sequences = prune_sequences(sample.sequences, self.recipe.prune)
         least = self.form.group_size * self.shape.head_dim
         if sequences.numel() < least:
@@ -196,7 +196,6 @@ class Calibration:
                 f"{sequences.numel()} calibration tokens, fewer than the {least} dimensions of a group.",
                 "Raise it with --set tokens.count=N; the papers use at least 8192.",
             )
-        self.partial.keep(TOKENS_FILE, {"rows": sample.sequences})
         return sequences, {
             "source": spec.source,
             "count": sequences.numel(),
@@ -218,7 +217,8 @@ class Calibration:
     def _gradients(self, sequences: Tensor) -> None:
         """Compute the gradients by keys and values of every layer, and keep them until bases and codes are computed.
 
-        The last layer comes first, so all gradients are there when those of layer 0 are.
+        The last layer comes first, so all gradients are there when those of layer 0 are. A resumed run goes on at the
+        batch that was kept last.
         """
         partial = self.partial
         if not self.recipe.needs_gradients or partial.kept(_gradients_of(0)) is not None:
@@ -227,10 +227,12 @@ class Calibration:
         with self.times.stage("gradients"):
             sequences = self._with_repeats(sequences[: max(1, self.recipe.codes.tokens // sequences.shape[1])], 0)
             wanted = [wanted_gradients(self.form.layer(layer)) for layer in range(self.shape.num_layers)]
-            with self.progress.task(
-                "gradients", 3 * sequences.numel() * self.shape.num_layers, "token layers"
-            ) as advance:
-                layers = fisher_information(network, sequences, self.form.group_size, wanted, advance=advance)
+            files = GradientFiles(partial.work)
+            units = files.units_left(self.shape.num_layers) * sequences.numel()
+            with self.progress.task("gradients", units, "token layers") as advance:
+                layers = fisher_information(
+                    network, sequences, self.form.group_size, wanted, advance=advance, files=files
+                )
                 for layer, information in layers:
                     partial.keep(_gradients_of(layer), information.to_tensors())
 

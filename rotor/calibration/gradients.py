@@ -9,12 +9,12 @@ one pass over the uncompressed model serves every basis and rank.
 
 The pass runs forward once and keeps the hidden states that enter each layer. Then it runs backward one layer at a time,
 computing each layer again with gradients, so that a model whose weights are read layer by layer needs no more memory.
+What is done is kept batch by batch (`GradientFiles`), because this is the longest part of a calibration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,13 +28,10 @@ from ..models.layerwise import LayerwiseModel, logit_batches
 from ..models.projections import kv_parameters
 from ..progress import Advance, Progress
 from .bases.information import LayerFisher
-from .bases.moments import LayerStatistics
 from .capture import StoredKeys, observed_attention
 from .codes.quantiser import SAMPLED_TOKENS
-from .samples import GradientClip, SampleKeeper
-
-TOP_TOKEN_SHARE = 0.001
-"""Share of the tokens, those with the longest gradients, whose part of the information is reported."""
+from .gradient_files import GradientFiles
+from .gradient_sums import GradientSums
 
 
 def fisher_information(
@@ -44,6 +41,7 @@ def fisher_information(
     wanted: Sequence[frozenset[str]],
     samples: int = SAMPLED_TOKENS,
     advance: Advance = lambda done: None,
+    files: GradientFiles | None = None,
 ) -> Iterator[tuple[int, LayerFisher]]:
     """Fisher information of every layer, the last layer first.
 
@@ -53,30 +51,54 @@ def fisher_information(
         wanted: for each layer, names of the stored keys and values (`value`, or from `stored_name`).
         samples: most tokens whose keys and values are kept; see SampleKeeper.
         advance: is called with tokens times passes through a layer.
+        files: what an interrupted pass over the same sequences has done; its layers are not yielded again.
     Yields:
-        (layer, its information). The states that enter each layer are kept, on disk if they are large, until all are
-        done.
+        (layer, its information). A layer counts as done when the next one is asked for. The states that enter each
+        layer are kept, on disk if they are large, until all are done.
     Raises:
         NumericsError: a gradient is not finite; names the layer.
     """
-    states = all_states(network, sequences, advance)
-    _, gradient = head_gradient(
-        network, sequences, states.pop(), lambda logits, labels, *_: cross_entropy(logits, labels, reduction="sum")
-    )
-    for index in reversed(range(network.shape.num_layers)):
-        yield (
-            index,
-            _layer_backward(network, index, states.pop(), gradient, group_size, wanted[index], samples, advance),
+    files = files or GradientFiles()
+    layers = network.shape.num_layers
+    if files.backward is None:
+        leaving = all_states(network, sequences, advance, files)[-1]
+        _, gradient = head_gradient(
+            network, sequences, leaving, lambda logits, labels, *_: cross_entropy(logits, labels, reduction="sum")
         )
+        files.gradient(layers, network, sequences).copy_(gradient)
+        files.has_gradient(layers)
+        del leaving, gradient
+    for index in reversed(range(files.backward or 0)):
+        sums = GradientSums(
+            network.shape, group_size, wanted[index], sequences.numel(), sequences.shape[1], samples, index
+        )
+        files.load(index, sums, network)
+        _layer_backward(network, index, sequences, sums, files, advance)
+        yield index, sums.result()
+        files.has_gradient(index)
 
 
-def all_states(network: LayerwiseModel, sequences: Tensor, advance: Advance = lambda done: None) -> list[Tensor]:
-    """Compute the hidden states that enter each layer and leave the last, each [n, seq_len, hidden_size]."""
-    states = [network.embed(sequences)]
-    for index in range(network.shape.num_layers):
-        out = network.states_like(sequences)
-        with network.layer(index):
-            network.run(index, states[-1], out, advance)
+def all_states(
+    network: LayerwiseModel,
+    sequences: Tensor,
+    advance: Advance = lambda done: None,
+    files: GradientFiles | None = None,
+) -> list[Tensor]:
+    """Compute the hidden states that enter each layer and leave the last, each [n, seq_len, hidden_size].
+
+    Args:
+        files: states that an interrupted pass has computed, and where new ones are kept.
+    """
+    files = files or GradientFiles()
+    states = [files.states(index, network, sequences) for index in range(files.entered)]
+    for index in range(files.entered, network.shape.num_layers + 1):
+        out = files.states(index, network, sequences)
+        if not index:
+            network.embed(sequences, out)
+        else:
+            with network.layer(index - 1):
+                network.run(index - 1, states[-1], out, advance)
+        files.has_entered(index)
         states.append(out)
     return states
 
@@ -103,64 +125,55 @@ def head_gradient(network: LayerwiseModel, sequences: Tensor, states: Tensor, lo
 def _layer_backward(
     network: LayerwiseModel,
     index: int,
-    states: Tensor,
-    gradient: Tensor,
-    group_size: int,
-    wanted: frozenset[str],
-    samples: int,
+    sequences: Tensor,
+    sums: GradientSums,
+    files: GradientFiles,
     advance: Advance,
-) -> LayerFisher:
-    """Compute the information of one layer.
+) -> None:
+    """Add the gradients of one layer to its sums, and compute the gradient by the states that enter the layer.
 
     Args:
-        states: hidden states that enter the layer, [n, seq_len, hidden_size].
-        gradient: gradient by the states that leave the layer; overwritten with the gradient by those that enter it.
+        sums: may have the first batches already; `files` has the gradient by those.
     """
-    information, excess = (LayerStatistics(network.shape, group_size) for _ in range(2))
-    tokens, seq_len = states.shape[0] * states.shape[1], states.shape[1]
-    kept = {name: SampleKeeper(tokens, seq_len, samples, index) for name in sorted(wanted)}
-    clips = {name: GradientClip(tokens) for name in kept}
+    states, leaving, entering = (
+        files.states(index, network, sequences),
+        files.gradient(index + 1, network, sequences),
+        files.gradient(index, network, sequences),
+    )
     stored = StoredKeys(network.model, network.family, network.shape)
     reported: dict[str, Tensor] = {}
-    squares: list[Tensor] = []  # squared gradients by the keys and values of each token
 
     def observe(layer: int, tensors: dict[str, Tensor], output: Tensor) -> None:
         reported.update({name: tensor for name, tensor in tensors.items() if name != "query"})
 
     observed = observed_attention(network.model, network.family, network.shape, range(index, index + 1), observe)
-    with network.layer(index), observed, torch.enable_grad():
-        for part in network.batches(states):
-            hidden = states[part].to(network.device).clone().requires_grad_()
-            output = network.through(index, hidden)
-            names = sorted(reported)
-            by_all = torch.autograd.grad(
-                output, [hidden, *(reported[name] for name in names)], gradient[part].to(output.device)
-            )
-            gradient[part] = by_all[0].to(gradient.device)
-            if not all(torch.isfinite(g).all() for g in by_all[1:]):
-                raise NumericsError(
-                    f"layer {index}: a gradient of the loss by its keys or values is not finite.",
-                    "Calibrate with --dtype float32.",
+    try:
+        with network.layer(index), observed, torch.enable_grad():
+            for part in list(network.batches(states))[sums.batches :]:
+                hidden = states[part].to(network.device).clone().requires_grad_()
+                output = network.through(index, hidden)
+                names = sorted(reported)
+                by_all = torch.autograd.grad(
+                    output, [hidden, *(reported[name] for name in names)], leaving[part].to(output.device)
                 )
-            by_name = dict(zip(names, by_all[1:], strict=True))
-            by_keys, by_values = (by_name[name].double().square().sum((1, 3)) for name in ("key_post", "value"))
-            squares.append((by_keys + by_values).flatten())
-            gradients = stored.of(kept, index, seq_len, by_name)
-            vectors = stored.of(kept, index, seq_len, {name: tensor.detach() for name, tensor in reported.items()})
-            information.add(gradients)
-            for name, by_them in gradients.items():
-                kept[name].add(vectors[name], by_them)
-                clips[name].add(by_them)
-            advance(2 * hidden.shape[0] * hidden.shape[1])
-    excess.add({name: clip.excess() for name, clip in clips.items()})
-    information.sums = {name: (information.sums[name] - excess.sums[name]).cpu() for name in kept}
-    clipped = {}
-    for name, keeper in kept.items():
-        kept_samples = keeper.samples()
-        clipped[name] = replace(kept_samples, gradients=clips[name].shortened(kept_samples.gradients))
-    by_token = torch.cat(squares)
-    longest = by_token.topk(max(1, round(TOP_TOKEN_SHARE * tokens))).values
-    return LayerFisher(information, clipped, float(longest.sum() / by_token.sum()))
+                entering[part] = by_all[0].to(entering.device)
+                if not all(torch.isfinite(g).all() for g in by_all[1:]):
+                    raise NumericsError(
+                        f"layer {index}: a gradient of the loss by its keys or values is not finite.",
+                        "Calibrate with --dtype float32.",
+                    )
+                by_name = dict(zip(names, by_all[1:], strict=True))
+                by_keys, by_values = (by_name[name].double().square().sum((1, 3)) for name in ("key_post", "value"))
+                gradients = stored.of(sums.keepers, index, sequences.shape[1], by_name)
+                detached = {name: tensor.detach() for name, tensor in reported.items()}
+                vectors = stored.of(sums.keepers, index, sequences.shape[1], detached)
+                sums.add(vectors, gradients, (by_keys + by_values).flatten())
+                advance(2 * hidden.shape[0] * hidden.shape[1])
+                files.keep(index, sums)
+    except KeyboardInterrupt:
+        if sums.whole:
+            files.keep(index, sums, now=True)
+        raise
 
 
 def weight_fisher(

@@ -24,8 +24,10 @@ from ..checkpoint.publishing import publish_folder, write_tensors
 from ..errors import DataError, NumericsError, UsageError
 from ..logs import log
 from ..models.layerwise import new_states
+from .gradient_files import GradientFiles
 
-PROGRESS, WORK = "progress.json", "work"
+PROGRESS, WORK, TOKENS_FILE = "progress.json", "work", "tokens.safetensors"
+"""TOKENS_FILE: text that the model wrote, kept so that a resumed run need not write it again."""
 START_AGAIN = "Give --overwrite to start again."
 
 
@@ -134,8 +136,15 @@ class PartialRun:
     def ended(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Remove the folder after a failure, unless --resume can use it.
 
-        It can if the numbers are not bad and either a layer is finished or the run was itself resumed.
+        It can if the numbers are not bad and something that took long is there, or the run was itself resumed.
         """
         bad = isinstance(error, (NumericsError, DataError))
-        if bad or (error is not None and not self.resumed and not self.finished_layers):
+        if bad or (error is not None and not self.resumed and not self.holdings()):
             self.remove()
+
+    def holdings(self) -> str:
+        """What a resumed run need not compute again, in words; empty if that is nothing."""
+        if layers := self.finished_layers:
+            return f"{layers} finished layer(s)"
+        gradients = GradientFiles(self.work).in_words()
+        return gradients or ("the text that the model wrote" if self.kept(TOKENS_FILE) is not None else "")

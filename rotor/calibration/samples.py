@@ -27,6 +27,9 @@ class SampleKeeper:
         seed: seed of the draw. Tokens at equal distances would contain too many first tokens of sequences.
     """
 
+    STATE = ("added", "first", "drawn", "drawn_gradients", "scores", "indices", "vectors", "gradients")
+    """Names of the tensors of `state`."""
+
     def __init__(self, tokens: int, seq_len: int, count: int, seed: int) -> None:
         self._tokens, self._seq_len = tokens, seq_len
         self._first: list[Tensor] = []
@@ -53,6 +56,19 @@ class SampleKeeper:
         scores, indices, top_vectors, top_gradients = (part[kept] for part in both)
         self._top = scores, indices, top_vectors, top_gradients
 
+    def state(self) -> dict[str, Tensor]:
+        """Tensors from which `load` goes on, once tokens were added."""
+        assert self._top is not None
+        drawn = (torch.cat(parts) for parts in zip(*self._drawn, strict=True))
+        parts = torch.tensor(self._added), torch.cat(self._first), *drawn, *self._top
+        return dict(zip(self.STATE, parts, strict=True))
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Go on from the tensors of `state`, of a keeper of the same arguments."""
+        added, first, drawn, drawn_gradients, scores, indices, vectors, gradients = (state[key] for key in self.STATE)
+        self._added, self._first, self._drawn = int(added), [first], [(drawn, drawn_gradients)]
+        self._top = scores, indices, vectors, gradients
+
     def samples(self) -> TokenSamples:
         """The samples, once all tokens were added."""
         assert self._top is not None
@@ -70,6 +86,8 @@ class SampleKeeper:
 class GradientClip:
     """Finds the longest gradients in a stream of batches; the result does not depend on batch sizes.
 
+    longest: the longest so far, [at most count, num_kv_heads, n].
+
     Args:
         tokens: number of tokens that will be added. With fewer than 150 nothing is clipped, as only one gradient is
             kept.
@@ -77,7 +95,16 @@ class GradientClip:
 
     def __init__(self, tokens: int) -> None:
         self._count = max(1, round(CLIPPED_SHARE * tokens))
-        self._longest: Tensor | None = None  # [at most count, num_kv_heads, n]
+        self._longest: Tensor | None = None
+
+    @property
+    def longest(self) -> Tensor:
+        assert self._longest is not None
+        return self._longest
+
+    @longest.setter
+    def longest(self, gradients: Tensor) -> None:
+        self._longest = gradients
 
     def add(self, gradients: Tensor) -> None:
         """Add the gradients of the next tokens, [tokens, num_kv_heads, n]."""
@@ -90,9 +117,8 @@ class GradientClip:
         Returns:
             [at most count, num_kv_heads, n].
         """
-        assert self._longest is not None
-        lost = 1 - self._shares(self._longest)
-        return self._longest * lost.sqrt().to(self._longest.dtype)[:, None, None]
+        lost = 1 - self._shares(self.longest)
+        return self.longest * lost.sqrt().to(self._longest.dtype)[:, None, None]
 
     def shortened(self, gradients: Tensor) -> Tensor:
         """Clip gradients that were added, [tokens, num_kv_heads, n]."""
@@ -100,8 +126,7 @@ class GradientClip:
 
     def _shares(self, gradients: Tensor) -> Tensor:
         """Share of each gradient's squared length that clipping keeps, [tokens], float64."""
-        assert self._longest is not None
-        bound = _squares(self._longest).min().to(gradients.device)
+        bound = _squares(self.longest).min().to(gradients.device)
         squares = _squares(gradients)
         return torch.where(squares > bound, bound / squares, 1.0)
 

@@ -63,8 +63,9 @@ def _how_to_resume(out: Path) -> str:
     partial = PartialRun(OutputFolder.at(out, "run"))
     if not partial.exists:
         return "No layer was finished and nothing was written; give the same command again."
-    done = partial.finished_layers
-    return f"{partial.folder} holds {done} finished layer(s): the same command with --resume goes on."
+    return (
+        f"{partial.folder} holds {partial.holdings() or 'an unfinished run'}: the same command with --resume goes on."
+    )
 
 
 @command(epilog="Example: rotor export runs/demo -o out/demo --accuracy 0.99")

@@ -41,6 +41,7 @@ def print_inspection(inspection: Inspection) -> None:
         ("form", inspection.form),
         ("calibrate", _needs(inspection.calibrate)),
         ("export", _needs(inspection.export)),
+        ("validate", _time(inspection.validate)),
         (
             "checkpoint",
             f"up to {in_bytes(inspection.export.disk_bytes)}, {in_bytes(inspection.weight_bytes)} before: it grows "
@@ -92,8 +93,10 @@ def _needs(needs: ResourceEstimate) -> str:
             lines.append(f"{about}, {kind} ({named}); {there}" if where == "memory" else f"{about} ({named})")
     kept = "" if needs.kept_disk_bytes == needs.disk_bytes else f", of which {in_bytes(needs.kept_disk_bytes)} stay"
     lines.append(f"up to {in_bytes(needs.disk_bytes)} of disk{kept}; {in_bytes(needs.free_disk_bytes)} free")
-    if needs.product_seconds:
-        named = ", ".join(f"{name} {in_time(seconds)}" for name, seconds in needs.product_seconds.items())
-        total = in_time(sum(needs.product_seconds.values()))
-        lines.append(f"about {total} for the matrix products alone ({named}), at the rate measured here")
-    return "\n".join(lines)
+    return "\n".join([*lines, _time(needs)])
+
+
+def _time(needs: ResourceEstimate) -> str:
+    named = ", ".join(f"{name} {in_time(seconds)}" for name, seconds in needs.product_seconds.items())
+    total = in_time(sum(needs.product_seconds.values()))
+    return f"about {total} for the matrix products alone ({named}), at the rate measured here"

@@ -278,6 +278,7 @@ class InspectionRequest(DeviceOptions):
         recipe: Name of a bundled recipe (see `rotor recipes`) or a YAML file.
         overrides: Override a recipe field (`rotor recipes --fields` has all of them); may be repeated.
         revision: Branch, tag or commit of a hub id.
+        quick: Predict what calibrate, export and validate take with --quick.
         batch_tokens: Tokens in one forward pass of a calibration.
         context: Tokens of the sequences whose cache is counted (default: the model's longest, at most 32768).
     """
@@ -287,6 +288,7 @@ class InspectionRequest(DeviceOptions):
     overrides: Iterable[str] = ()
     _: KW_ONLY
     revision: str | None = None
+    quick: bool = False
     batch_tokens: Count = 2048
     context: ContextTokens | None = None
 
@@ -298,6 +300,7 @@ class InspectionRequest(DeviceOptions):
     @cached_property
     def overridden_recipe(self) -> Recipe:
         """The recipe with the overrides; raises RecipeError as `load_recipe` does."""
-        from . import load_recipe
+        from . import load_recipe, quick_overrides
 
-        return load_recipe(self.recipe, self.overrides)
+        quick = quick_overrides(load_recipe(self.recipe)) if self.quick else ()
+        return load_recipe(self.recipe, (*quick, *self.overrides))

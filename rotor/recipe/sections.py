@@ -5,6 +5,7 @@ Adding a field is one entry here: `rotor recipes --fields`, `--set`, completion 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -24,6 +25,9 @@ NAMES: dict[str, Mapping[str, BasisMethod | RankMethod]] = {
     "ranks.method": RANK_METHODS,
 }
 """Fields that name something registered."""
+
+SEARCH_TRIES = 3
+"""Number of gaps above a plan that reaches the target, or of plans beside it, that are tried before it is final."""
 
 MODEL = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -231,6 +235,11 @@ class Search:
 
     resolution: Share = 0.01
     """Bisection ends when what reaches the target and what does not are this much of compression apart."""
+
+    @property
+    def most_points(self) -> int:
+        """The most points that are measured for one target, where plans lie close together and accuracy falls."""
+        return max(1, math.ceil(math.log2(1 / self.resolution)) + 1 + SEARCH_TRIES)
 
 
 @dataclass(frozen=True, config=MODEL)

@@ -30,6 +30,7 @@ from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer
+from ..logs import log
 from .exact import NewTokens
 from .rope import RotaryTable, Rotations, rope_of
 from .steps import AttentionCall, CacheRows
@@ -71,6 +72,7 @@ class RotorAttention(CompressedProjections):
         self.softcap: float | None = getattr(self.config, family.softcap) if family.softcap else None
         self.shape, self.layout = shape, layout
         self.is_causal = True
+        self.dropout = attention_dropout(self.config)
         self.kernels: LayerKernels = default_layer(layout)
         self.store: Any = CacheRows()
         self.rotary = rotary
@@ -87,6 +89,8 @@ class RotorAttention(CompressedProjections):
     ) -> tuple[Tensor, None]:
         """Attend to the new tokens; GPT-NeoX and Falcon call `past_key_values` `layer_past`."""
         batch_size, seq_len, _ = hidden_states.shape
+        if torch.compiler.is_compiling() and hidden_states.requires_grad:
+            refuse_compiled_gradients()
         cache = layer_past if past_key_values is None else past_key_values
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         store = self.store.row_store(cache, self.layer_idx)
@@ -153,6 +157,17 @@ class RotorAttention(CompressedProjections):
             self.value_constant,
         )
 
+    def train(self, mode: bool = True) -> RotorAttention:
+        """Say once for the model that attention_dropout is not applied, where training begins."""
+        if mode and not self.training and self.dropout and self.layer_idx == 0:
+            log.warning(
+                "attention_dropout=%g is not applied: compressed attention has no dropout. The rest is trained as it "
+                "is configured.",
+                self.dropout,
+            )
+        super().train(mode)
+        return self
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotorAttention:
         """Apply `.to()` and the like: shifts and constants move with the module, and stay float32."""
         kept = {name: p.detach() for name, p in self._parameters.items() if p is not None and name in FLOAT32}
@@ -168,6 +183,20 @@ class RotorAttention(CompressedProjections):
         ranks = ", ".join(group.ranks_in_words for group in self.layout.groups)
         text = f"{self.layout.form.in_words(self.shape)}, group_size={self.layout.group_size}, ranks=[{ranks}]"
         return f"{text}, row_bytes={sum(self.layout.row_bytes(2))}" if self.layout.coded else text
+
+
+def attention_dropout(config: Any) -> float:
+    """Share of the attention weights that the source drops in training; GPT-2 has its own name for it."""
+    return float(getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None) or 0.0)
+
+
+@torch.compiler.assume_constant_result
+def refuse_compiled_gradients() -> None:
+    """Raise UsageError: compiled attention has no gradients, and a compiler traces them wherever they are enabled."""
+    raise UsageError(
+        "torch.compile of a compressed model where gradients are enabled: its compiled attention has none.",
+        "Call it within torch.no_grad() or torch.inference_mode(); to train, leave out torch.compile.",
+    )
 
 
 def plain_rows(

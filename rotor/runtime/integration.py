@@ -169,6 +169,21 @@ def with_rewritten(load: Callable[..., Any]) -> Callable[..., Any]:
     return loading
 
 
+def with_hint(method: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    """transformers' `half` or `float` of a model, which says of a compressed one how it gets another dtype."""
+
+    @wraps(method)
+    def converting(model: Any, *given: Any) -> Any:
+        if isinstance(getattr(model, "hf_quantizer", None), RotorQuantizer):
+            raise UsageError(
+                f".{method.__name__}(): a compressed model gets its dtype while it loads.",
+                f"from_pretrained(FOLDER, dtype=torch.{dtype})",
+            )
+        return method(model, *given)
+
+    return converting
+
+
 def with_head(model: Any) -> Any:
     """A causal model as it is; a base model (of AutoModel) under the name that a causal model has it by."""
     name = model.base_model_prefix
@@ -228,6 +243,8 @@ def register() -> None:
         AttentionMaskInterface.register(name, sdpa_mask)
     loading: Any = modeling_utils
     loading.convert_and_load_state_dict_in_model = with_rewritten(loading.convert_and_load_state_dict_in_model)
+    for name, dtype in (("half", "float16"), ("float", "float32")):
+        setattr(loading.PreTrainedModel, name, with_hint(getattr(loading.PreTrainedModel, name), dtype))
     keep_shifts_with_rows(Cache)
 
 

@@ -122,6 +122,7 @@ def _compare(shifts: Tensor, mask: Tensor | None, first: int) -> None:
             f"sequence {sequence}: the tokens at {first + key} and {first + newest} of the cache are {newest - key} "
             "apart there, but not by position_ids, and this checkpoint stores keys before RoPE, which it rotates by "
             "their place in the cache.",
-            "Leave no holes inside a sequence (pad on the left), give one document in a row, or use a checkpoint with "
-            "keys compressed after RoPE (rotor calibrate --set groups.domain=post).",
+            "Pad on the left (tokenizer.padding_side = 'left'), leave no other holes inside a sequence, give one "
+            "document in a row, or use a checkpoint with keys compressed after RoPE (rotor calibrate --set "
+            "groups.domain=post).",
         )

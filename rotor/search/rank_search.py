@@ -23,7 +23,7 @@ from .evaluation.prompts import EvaluationContext
 from .export_job import ExportJob
 from .plan_evaluator import PlanEvaluator
 from .point import Point
-from .search import find_plan, most_points, plan_for
+from .search import find_plan, plan_for
 
 if TYPE_CHECKING:
     from ..policies import Policy
@@ -113,7 +113,7 @@ class RankSearch(PlanEvaluator):
             return plan_for(self.path, None, 0.0)
         if (target := request.accuracy) is None:
             return plan_for(self.path, request.removal_rate, request.compression)
-        most = most_points(self.recipe.search.resolution)
+        most = self.recipe.search.most_points
         seconds = list[float]()
 
         def fidelity(plan: Plan) -> Fidelity:

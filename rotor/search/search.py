@@ -15,10 +15,8 @@ from itertools import islice, pairwise
 from ..calibration.allocation.plan import COMPRESSION_SLACK, Plan, RankPath
 from ..calibration.allocation.removal_rate import RemovalRatePath
 from ..errors import AccuracyError, UsageError
+from ..recipe.sections import SEARCH_TRIES
 from .evaluation.accuracy import Fidelity
-
-TRIES = 3
-"""Number of gaps above a plan that reaches the target, or of plans beside it, that are tried before it is final."""
 
 
 def find_plan(
@@ -34,7 +32,7 @@ def find_plan(
     plan: a layer may break at a width at which the predicted loss does not, and prompts are a sample. So what lies
     between plans that were refused is tried, too, in the middle, and halved again from a plan that reaches the
     target. Where a unit is more than `resolution`, plans beside the path follow, which take units from one layer after
-    another. Both go on as long as one of the next TRIES reaches the target.
+    another. Both go on as long as one of the next SEARCH_TRIES reaches the target.
 
     Args:
         fidelity: of a plan on the search split, measured or known.
@@ -75,9 +73,9 @@ def find_plan(
             break
         reached = steps[low]
         gaps = (pair for pair in pairwise(sorted(i for i in refused if i > low)) if room(*pair))
-        low = next((m for m in (middle_reaches(*pair) for pair in islice(gaps, TRIES)) if m is not None), None)
+        low = next((m for m in (middle_reaches(*pair) for pair in islice(gaps, SEARCH_TRIES)) if m is not None), None)
     while reached is not None:
-        beside = (other for other in path.lighter(reached)[:TRIES] if other.stored - reached.stored > resolution)
+        beside = (other for other in path.lighter(reached)[:SEARCH_TRIES] if other.stored - reached.stored > resolution)
         chosen = next(filter(reaches, beside), None)
         if chosen is None:
             return reached
@@ -89,11 +87,6 @@ def find_plan(
         else f"accuracy {target} is out of reach: this recipe has no rank plans to measure.",
         "Ask for less, or calibrate with another recipe or with more tokens.",
     )
-
-
-def most_points(resolution: float) -> int:
-    """The most points that the search for one target measures, where plans lie close together and accuracy falls."""
-    return max(1, math.ceil(math.log2(1 / resolution)) + 1 + TRIES)
 
 
 def plan_for(path: RankPath, removal_rate: float | None, compression: float | None) -> Plan:

@@ -43,7 +43,7 @@ class LayerFisher:
         information / tokens is per token. The longest gradients are clipped.
     samples: keys and values of some tokens and the gradients by them, by the same names.
     top_share: share of the squared gradients, before clipping, that belongs to the tokens with the longest ones
-        (`calibration.gradients.TOP_TOKEN_SHARE` of all tokens).
+        (`calibration.gradient_sums.TOP_TOKEN_SHARE` of all tokens).
     """
 
     information: LayerStatistics

@@ -77,7 +77,8 @@ class Inspection:
     bits: bits that a channel may have.
     form: form of the layers, in words.
     objective, instructions_per_cycle: device and load that decode_times are predicted for.
-    calibrate, export: resources that the commands take on this machine.
+    calibrate, export, validate: resources that the commands take on this machine; `export` with --accuracy, whose
+        search measures at most so many points.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Inspection:
     decode_times: list[DecodeTime]
     calibrate: ResourceEstimate
     export: ResourceEstimate
+    validate: ResourceEstimate
     available_device_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,6 +151,8 @@ def run_inspection(request: InspectionRequest) -> Inspection:
     rates = {"statistics": matmul_rate(torch.device("cpu"), torch.float64)}
     flops = outline.calibration_flops(spec).items()
     seconds = {name: round(count / rates.get(name, rate), 1) for name, count in flops}
+    measured = {name: round(count / rate, 1) for name, count in outline.evaluation_flops(spec).items()}
+    validated = {name: seconds for name, seconds in measured.items() if name == "report"}
     measuring = outline.evaluation(spec, target, compute_dtype)
     grown = int(stored * 1.1)
     layerwise, _ = stream_weights("auto", measuring, target)
@@ -174,7 +178,8 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         instructions_per_cycle=device_rates.instructions_per_cycle,
         decode_times=decode_times(shape, device_rates, step, form.distinct),
         calibrate=ResourceEstimate.of(taken, streamed, taken.disk_bytes, taken.kept_disk_bytes, seconds),
-        export=ResourceEstimate.of(measuring[layerwise], layerwise, grown, grown, {}),
+        export=ResourceEstimate.of(measuring[layerwise], layerwise, grown, grown, measured),
+        validate=ResourceEstimate.of(measuring[layerwise], layerwise, 0, 0, validated),
         available_device_bytes=available_device_bytes(target),
     )
 

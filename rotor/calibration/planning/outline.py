@@ -124,7 +124,7 @@ class ModelOutline:
         solving = statistics + 8 * max(elements.values()) + 96 * groups * width**2
         solving += 8 * (shape.num_heads * shape.head_dim + kv_width) * shape.hidden_size
         running = statistics + self._activations(max(1, batch_tokens // seq_len) * seq_len, group_size, number, moments)
-        gradients = codes = 0
+        gradients = codes = passed = 0
         outputs = packed_bytes(moment_shape(shape, group_size, "output")) if recipe.bases.refit else 0
         if recipe.needs_gradients:
             # Fisher information is stored until the codes of its layer are computed. In memory it is unpacked to
@@ -132,12 +132,15 @@ class ModelOutline:
             samples = min(count, recipe.codes.tokens, SAMPLED_TOKENS)
             stored = [stored_bytes(shape, group_size, name, samples) for name in wanted_gradients(form)]
             gradients = sum(stored)
+            passed = (shape.num_layers + 2) * min(count, recipe.codes.tokens)  # tokens whose states are kept
             running, solving = 3 * running, solving + 9 * max(stored)
             codes = form.latents_per_group * codes_bytes(groups * form.columns(shape.head_dim))
             if recipe.distil.steps:  # the trained bases and codes
                 codes += codes + bases
         kept_bytes = shape.num_layers * (outputs + bases + codes)
-        disk_bytes = kept_bytes + shape.num_layers * gradients + 2 * count * shape.hidden_size * number  # hidden states
+        disk_bytes = (
+            kept_bytes + shape.num_layers * gradients + max(2 * count, passed) * shape.hidden_size * number
+        )  # hidden states
         on_gpu = device.type == "cuda"
         stages = {"activations and statistics of one layer": running if on_gpu else max(running, solving)}
         if recipe.tokens.source == "synthetic":  # cache and logits of the sequences that are written together
@@ -194,6 +197,24 @@ class ModelOutline:
                 4 * whole * recipe.distil.steps * min(tokens, recipe.distil.tokens) + layers * tokens
             )
         return {**flops, "passes": layers * tokens, "statistics": 2.0 * tokens * per_token * shape.num_layers}
+
+    def evaluation_flops(self, recipe: Recipe) -> dict[str, float]:
+        """Count FLOPs of the large matrix products of `rotor export --accuracy`: at most `search`, and `report`.
+
+        Both run the uncompressed model once and a compressed one, whose layers count like the uncompressed ones: the
+        search at each point. `rotor validate` takes the report's.
+        """
+        spec = recipe.evaluation
+        long = long_sequence_count(spec.report_tokens, spec.seq_len, self.config) * LONG_SEQ_LEN
+        report_prompts = _prompt_tokens(spec, report_metrics(spec.metric))
+        search = self._pass_flops(spec.search_tokens, _prompt_tokens(spec, primitive_metrics(spec.metric)))
+        report = self._pass_flops(spec.report_tokens + long, report_prompts)
+        divergence = self._pass_flops(spec.report_tokens + long, 0) - self._pass_flops(0, spec.report_tokens + long)
+        return {"search": (1 + recipe.search.most_points) * search, "report": 2 * report + divergence}
+
+    def _pass_flops(self, text: int, prompts: int) -> float:
+        """FLOPs of the layers for all tokens, and of the head for those of the text."""
+        return 2.0 * (sum(self.layers) * (text + prompts) + max(self.vocabulary, default=0) * text)
 
     def _estimates(
         self,

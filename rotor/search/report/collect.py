@@ -149,6 +149,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
             f"{shape.num_layers} layers, {shape.num_heads} query heads, {shape.num_kv_heads} KV heads of "
             f"{shape.head_dim} dimensions",
         ),
+        *([("windows", _windows(shape))] if shape.windows else []),
         ("calibration tokens", f"{tokens.get('count')} {tokens.get('source')}, rows of {tokens.get('seq_len')}"),
         ("calibrated on", f"{info.get('device')} in {info.get('dtype')}"),
         ("versions", ", ".join(f"{k} {v}" for k, v in info.get("versions", {}).items())),
@@ -183,6 +184,13 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
     if point and not data.ranks:
         data.ranks = groups_of_point(run, point)
         data.head_dim = shape.head_dim
+
+
+def _windows(shape: AttentionShape) -> str:
+    """How many layers hold at most so many tokens."""
+    counts = {window: shape.windows.count(window) for window in sorted({w for w in shape.windows if w})}
+    held = [f"{count} of {shape.num_layers} layers hold at most {window:,} tokens" for window, count in counts.items()]
+    return ", ".join(held) or "none"
 
 
 def _spectrum_names(run: Run) -> dict[str, str]:

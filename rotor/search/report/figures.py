@@ -10,6 +10,7 @@ from base64 import b64encode
 from collections.abc import Callable
 from functools import partial
 from html import escape
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from .data import JOINT, ReportData
@@ -23,6 +24,9 @@ SIDE_NAMES = {"qk": "keys", "vo": "values", JOINT: "keys and values together"}
 
 SVG_STYLE: dict[Any, Any] = {**STYLE, "svg.fonttype": "none", "svg.hashsalt": "rotor"}
 """Style of figures; the same data gives the same bytes."""
+
+TITLE_WIDTH = 48
+"""Characters of a line of a title that fit into a figure."""
 
 FLOOR = 1e-6
 """Smallest share that a logarithmic axis of a spectrum shows."""
@@ -107,6 +111,6 @@ def _draw_spectra(figure: Figure, *, data: ReportData, side: str, name: str) -> 
             axes.plot([share[kept - 1]], [values[kept - 1]], "o", color=colours[index], markersize=4)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_title(f"{SIDE_NAMES[side]}, {name}", fontsize=10)
+    axes.set_title(fill(f"{SIDE_NAMES[side]}, {name}", TITLE_WIDTH), fontsize=10)
     axes.set(xlabel="channel (share of all)", ylabel="singular value over the largest")
     layer_legend(figure, axes, len(data.spectra))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -15,11 +16,12 @@ from markupsafe import Markup, escape
 from ...calibration.run import Run
 from ...checkpoint.atomic import write_text
 from ...checkpoint.file_names import ROTOR_JSON
+from ...checkpoint.layout import GroupLayout
 from ...checkpoint.output_folder import check_file
 from ...checkpoint.schemas import CheckpointInfo
 from ...errors import UsageError
 from ...installing import pip_install
-from ...progress import in_bytes
+from ...progress import in_bytes, in_time
 from ...recipe import Recipe
 from .collect import collect, collect_checkpoint, collect_run
 from .data import Cell, ReportData
@@ -80,7 +82,7 @@ def write_with_checkpoint(folder: Path, place: Path, info: CheckpointInfo, recip
     """
     data = collect_checkpoint(folder, info, recipe, run, place)
     data.timings = []
-    data.absent["timings"] = "In the report of the run; left out here, as they differ each time."
+    data.absent["timings"] = "Seconds of each stage are in the report of the run: they differ each time."
     write(data, folder / NAME)
     if run.writable:
         write(collect_run(run), run.folder / NAME)
@@ -103,7 +105,35 @@ def render(data: ReportData, drawn: dict[str, str] | None) -> str:
         energies=energies,
         sides={side: SIDE_NAMES[side] for side in data.spectra_of},
         recipe_yaml=data.recipe.to_yaml(),
+        most={side: _largest_share(data, side) for side in ("keys", "values")},
+        next_steps=_next_steps(data),
     )
+
+
+def _largest_share(data: ReportData, side: str) -> float:
+    """The largest share of the bits that a latent of a side keeps, by which its cells are coloured."""
+    cells = [Cell.of(group, side, data.head_dim) for layer in data.ranks for group in layer if has_side(group, side)]
+    return max((cell.bits / cell.whole_bits for cell in cells), default=0) or 1.0
+
+
+def has_side(group: GroupLayout, side: str) -> bool:
+    """Whether a group has latents of `values` beside those of `keys`, which stand for joint ones too."""
+    return side == "keys" or not group.joint
+
+
+def _next_steps(data: ReportData) -> list[tuple[str, str]]:
+    """Commands that follow, each with what it does; from the folder above, as no path of this machine is shown."""
+    place = shlex.quote(data.folder)
+    if data.kind == "run":
+        export = f"rotor export {place} -o OUT --accuracy 0.99"
+        return [(export, "writes a checkpoint; measured points are not measured again")]
+    generate = f'rotor generate {place} "Once upon a time"'
+    serve = f"vllm serve {place}"
+    return [
+        (f"rotor validate {place}", "checks files, numbers and accuracy"),
+        (generate, "tries it; a model with a chat template answers"),
+        (serve, f"serves it, where rotor is installed with {pip_install('vllm')}"),
+    ]
 
 
 def _channels_for(spectrum: list[float]) -> int:
@@ -120,6 +150,6 @@ def _code(text: str) -> Markup:
 @cache
 def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"bytes": in_bytes, "code": _code}
+    environment.filters |= {"bytes": in_bytes, "code": _code, "time": in_time}
     environment.globals |= {"pip_install": pip_install, "cell_of": Cell.of}
     return environment.from_string((resources.files("rotor.search.report") / TEMPLATE).read_text("utf-8"))
