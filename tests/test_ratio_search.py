@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
+import torch
+from support.policy_models import PolicyModels, prompts
 from support.runs import calibrated
+from transformers import DynamicCache
 
 from rotor.calibration.allocation.plan import Plan
 from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout, Numbers
-from rotor.errors import AccuracyError
-from rotor.policies import Tiers, find_policy, packed_bytes_per_token
+from rotor.errors import AccuracyError, UsageError
+from rotor.policies import Tiers, cache_policy, find_policy, packed_bytes_per_token
+from rotor.policies.agreement import agreement, agreement_in_words, shared_choices
 from rotor.search.evaluation.accuracy import Fidelity
 from rotor.search.export.export import export
 from rotor.search.ratio_search import Cache, RatioPlan, find_ratios
@@ -25,8 +30,6 @@ def cache() -> Cache:
 
 
 def test_bytes_are_those_of_a_long_cache() -> None:
-    import torch
-
     policy = replace(START, layer_important=(0.2, 0.4, 0.6))
     counted = packed_bytes_per_token(policy, [LAYOUT] * 3, torch.bfloat16, 1000)
     assert policy.bytes_per_token([LAYOUT] * 3, 2) == pytest.approx(counted, rel=1e-3)
@@ -75,18 +78,55 @@ def test_an_accuracy_out_of_reach_is_said() -> None:
 def test_an_export_searches_ratios(tiny, tmp_path, caplog) -> None:
     """Ranks stay whole, the policy that is written keeps the accuracy, and a second export measures nothing."""
     run = calibrated(tiny("llama"), tmp_path / "run", "post", 1, qk="svd", vo="svd")
-    done = export(run.folder, tmp_path / "out", accuracy=0.9, cache="zdc")
+    (tmp_path / "zdc.yaml").write_text(json.dumps({**find_policy("zdc").as_dict(), "share_above": 0.1}))
+    options = {"accuracy": 0.6, "cache": str(tmp_path / "zdc.yaml"), "overrides": ["evaluation.metric=kl_div"]}
+    done = export(run.folder, tmp_path / "out", **options)
     assert done.report["compression"]["stored"] == 0.0
     policy = done.report["cache"]["policy"]
-    assert done.accuracy.measured["search"].accuracy >= 0.9
+    assert done.accuracy.measured["search"].accuracy >= 0.6
     assert policy["search"] is False
     assert policy["qk_unimportant"] > policy["qk_important"] > 0
+    assert policy["shared_with"] == [0, 0]
+    assert "1 of 1 pairs more than 0.1" in caplog.text
     before = done.report["kv_bytes_per_token"]["before"]
     assert done.report["cache"]["kv_bytes_per_token"]["32768"] < before
-    again = export(run.folder, tmp_path / "again", accuracy=0.9, cache="zdc")
+    again = export(run.folder, tmp_path / "again", **options)
     assert again.report["cache"] == done.report["cache"]
     assert again.measured_points == 0
-    fixed = export(run.folder, tmp_path / "fixed", compression=0.1, cache="zdc")
+    fixed = export(run.folder, tmp_path / "fixed", compression=0.1, cache="zdc", measure=False)
     assert fixed.report["cache"]["policy"]["qk_unimportant"] == 0.7
     assert "--accuracy A searches those that keep A" in caplog.text
-    assert find_policy("zdc").search
+
+
+def test_layers_that_agree_share_a_choice() -> None:
+    agreeing = torch.tensor(
+        [[1.0, 0.97, 0.9, 0.2], [0.97, 1.0, 0.97, 0.2], [0.9, 0.97, 1.0, 0.96], [0.2, 0.2, 0.96, 1]]
+    )
+    assert shared_choices(agreeing, 0.95) == (0, 0, 2, 2)
+    assert shared_choices(agreeing, 0.98) == (0, 1, 2, 3)
+    assert agreement_in_words(agreeing, 0.95).endswith("3 of 3 pairs more than 0.95")
+    with pytest.raises(UsageError, match=r"shared_with: .* expected for each layer itself, or an earlier layer"):
+        Tiers(shared_with=(0, 2, 2))
+    with pytest.raises(UsageError, match="shared_with"):
+        Tiers(shared_with=(0, 0, 1))
+
+
+def test_a_layer_takes_the_choice_of_another(policy_models: PolicyModels) -> None:
+    """Its important tokens are those of that layer, step by step, and it keeps no scores."""
+    model, tokens = policy_models.model("post"), prompts(2, 30)
+    shared, alone = Tiers(0.4, shared_with=(0, 0)), Tiers(0.4)
+    caches = []
+    for policy in (shared, alone):
+        cache = DynamicCache(config=model.config)
+        with cache_policy(model, policy), torch.no_grad():
+            for part in (tokens[:, :20], tokens[:, 20:21], tokens[:, 21:]):
+                model(input_ids=part, past_key_values=cache, use_cache=True)
+        caches.append([[sequence.important for sequence in layer.sequences] for layer in cache.layers])
+        scores = [len(layer.sequences[0].scores) for layer in cache.layers]
+        assert scores == ([12, 0] if policy is shared else [12, 12])
+    assert all(torch.equal(*pair) for pair in zip(*caches[0], strict=True))
+    assert not all(torch.equal(*pair) for pair in zip(*caches[1], strict=True))
+    found = agreement(model, alone, tokens)
+    assert found.shape == (2, 2)
+    assert torch.equal(found.diagonal(), torch.ones(2, dtype=torch.float64))
+    assert 0 < float(found[0, 1]) < 1

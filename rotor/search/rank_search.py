@@ -89,6 +89,7 @@ class RankSearch(PlanEvaluator):
     def _ratios(self, plan: Plan) -> Policy:
         """The policy whose ratios keep the accuracy that is asked."""
         from ..policies import Tiers
+        from ..policies.agreement import agreement, agreement_in_words, shared_choices
         from .ratio_search import Cache, RatioPlan, find_ratios
 
         policy, target = self.job.policy, self.job.request.accuracy
@@ -97,14 +98,28 @@ class RankSearch(PlanEvaluator):
         layouts = model_layouts(self.run.bases(plan.channels), plan.ranks)
         cache = Cache(plan, layouts, self.run.shape, int(self.run.info["element_bytes"]))
 
+        def shared(found: Tiers) -> Tiers:
+            """The policy with the layers that share a choice at its shares."""
+            if found.share_above is None or len(layouts) == 1:
+                return replace(found, search=False)
+            shares = found.shares(len(layouts))
+            if shares not in leaders:
+                self.compress(plan)
+                agreeing = agreement(self.network.model, found, self.data.search)
+                leaders[shares] = shared_choices(agreeing, found.share_above)
+                self.progress.message(f"g {shares[0]:g}: {agreement_in_words(agreeing, found.share_above)}")
+            return replace(found, search=False, shared_with=leaders[shares])
+
+        leaders: dict[tuple[float, ...], tuple[int, ...]] = {}
+
         def measure(found: RatioPlan) -> Fidelity:
             assert found.policy is not None
-            self.follow(replace(found.policy, search=False))
+            self.follow(shared(found.policy))
             measured = self.search(plan)
             self.progress.message(f"{found.policy.in_words}: removes {found.stored:.3f}, {measured.accuracy:.4f}")
             return measured
 
-        return find_ratios(cache, policy, target, self.recipe.search.resolution, measure)
+        return shared(find_ratios(cache, policy, target, self.recipe.search.resolution, measure))
 
     def _plan(self) -> Plan:
         """Find the plan of the goal, and measure where the table lacks something."""

@@ -70,7 +70,7 @@ class RatioPath(RankPath):
 
     granularity = "whole channels", "ask for less"
 
-    def __init__(self, cache: Cache, policy: Tiers, above: float = -1.0) -> None:
+    def __init__(self, cache: Cache, policy: Tiers, above: float = 0.0) -> None:
         self.cache, self.policy, self.above = cache, policy, above
 
     def _plans(self) -> list[Plan]:

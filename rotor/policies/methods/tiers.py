@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from ...checkpoint import Channels, GroupLayout, Latent, LayerLayout, Numbers
@@ -48,6 +48,9 @@ class Tiers(Policy):
 
     Args:
         important: g. layer_important: g of each layer, which replaces `important`.
+        shared_with: of each layer, the one whose important tokens it takes, itself where it chooses; empty: all choose.
+        share_above: an export that searches lets a layer take the choice of an earlier one where more than this share
+            of their important tokens is the same (the paper: 0.95); null: none does.
         search: an export with an accuracy searches g and the ratios that keep it, from these on.
         qk_important, qk_unimportant: p_QK^i and p_QK^u, shares of a key latent's bytes that are removed.
         v_important, v_unimportant: p_VW^i and p_VW^u, of a value latent's; joint latents are keys'.
@@ -61,7 +64,7 @@ class Tiers(Policy):
     plain PyTorch.
     Source: ZDC section 5.2. Its equation 6 asks for p^u < p^i and p_QK <= p_VW, its text for the opposite ("unimportant
     tokens have a higher p; the QK pair has more dimensions to drop"): the text is required here, and g that never falls
-    with the layers, in both. That layers repeat each other's choice did not hold of any model here, and is left out.
+    with the layers, in both. That layers repeat each other's choice did not hold of any model here.
     """
 
     method: ClassVar[str] = "tiers"
@@ -72,6 +75,8 @@ class Tiers(Policy):
     qk_unimportant: Removed = 0.5
     v_important: Removed = 0.0
     v_unimportant: Removed = 0.25
+    shared_with: tuple[NonNegativeInt, ...] = ()
+    share_above: Share | None = None
     search: bool = False
 
     def __post_init__(self) -> None:
@@ -79,6 +84,9 @@ class Tiers(Policy):
         for small, large in ORDER:
             least = getattr(self, small)
             self.require(least <= getattr(self, large), large, f"at least {small} ({least:g})")
+        taken = self.shared_with
+        earlier = all(of <= layer and taken[of] == of for layer, of in enumerate(taken))
+        self.require(earlier, "shared_with", "for each layer itself, or an earlier layer that chooses")
         rises = list(self.layer_important) == sorted(self.layer_important)
         self.require(
             rises, "layer_important", "shares that fall with no layer, as deeper ones have more important tokens"
@@ -87,11 +95,16 @@ class Tiers(Policy):
     def layers(self, count: int) -> list[PolicyLayer]:
         fits = len(self.layer_important) in (0, count)
         self.require(fits, "layer_important", f"one for each of the model's {count} layers")
-        return [TieredLayer(self, layer) for layer in range(count)]
+        self.require(len(self.shared_with) in (0, count), "shared_with", f"one for each of the model's {count} layers")
+        layers = [TieredLayer(self, share) for share in self.shares(count)]
+        for index, of in enumerate(self.shared_with):
+            layers[index].leader = layers[of] if of != index else None
+        return list(layers)
 
     def shares(self, count: int) -> tuple[float, ...]:
         """g of each of `count` layers."""
-        return self.layer_important or (self.important,) * count
+        own = self.layer_important or (self.important,) * count
+        return tuple(own[layer] for layer in self.shared_with) or own
 
     @property
     def in_words(self) -> str:
@@ -111,10 +124,12 @@ class Tiers(Policy):
 
     def bytes_per_token(self, layouts: Sequence[LayerLayout], element_bytes: int) -> float:
         """Bytes of a token of a long sequence in a compressed model's cache, all layers, everything counted."""
-        total = 0.0
-        for layout, share in zip(layouts, self.shares(len(layouts)), strict=True):
+        total, count = 0.0, len(layouts)
+        leaders = self.shared_with or range(count)
+        for index, (layout, share) in enumerate(zip(layouts, self.shares(count), strict=True)):
             high, low = (sum(cut.row_bytes(element_bytes)) for cut in self.layouts(layout))
-            total += 1 + share * (high + SCORE_BYTES) + (1 - share) * low
+            score = SCORE_BYTES if leaders[index] == index else 0
+            total += 1 + share * (high + score) + (1 - share) * low
         return total
 
     def layouts(self, layout: LayerLayout) -> tuple[LayerLayout, LayerLayout]:
@@ -145,11 +160,12 @@ class TieredLayer(PolicyLayer):
     in_pytorch = True
     new_sequence = TieredSequence
     sequences: list[TieredSequence]
+    leader: TieredLayer | None = None
+    """The layer whose important tokens this one takes; None: it chooses."""
 
-    def __init__(self, policy: Tiers, index: int) -> None:
+    def __init__(self, policy: Tiers, share: float) -> None:
         super().__init__()
-        self.policy = policy
-        self.share = policy.layer_important[index] if policy.layer_important else policy.important
+        self.policy, self.share = policy, share
 
     def follow(self, layout: LayerLayout, dtype: torch.dtype) -> None:
         self.layout, self.layouts = layout, self.policy.layouts(layout)
@@ -187,6 +203,12 @@ class TieredLayer(PolicyLayer):
         Args:
             log_sums: [batch_size, length, num_heads], the log-sum-exp of each query head's logits.
         """
+        if self.leader is not None:
+            for sequence, of in zip(self.sequences, self.leader.sequences, strict=True):
+                kept = of.important.to(sequence.important.device)[sequence.important]
+                if not bool(kept.all()):
+                    self._cut_others(sequence, kept)
+            return
         worth = torch.logsumexp(log_sums.float(), dim=-1)
         for sequence, of_tokens in zip(self.sequences, worth, strict=True):
             fresh = of_tokens[len(of_tokens) - sequence.new :].to(sequence.scores.device)
@@ -203,7 +225,9 @@ class TieredLayer(PolicyLayer):
         order = torch.cat([(~sequence.important).nonzero()[:, 0], others]).argsort()
         shorter = _resized(_chosen(sequence.high, ~kept), *self.layouts)
         sequence.low = _chosen(_behind(sequence.low, shorter), order)
-        sequence.high, sequence.scores = _chosen(sequence.high, kept), sequence.scores[kept]
+        sequence.high = _chosen(sequence.high, kept)
+        if self.leader is None:
+            sequence.scores = sequence.scores[kept]
         sequence.important = sequence.important.index_fill(0, others, False)
 
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
