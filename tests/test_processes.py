@@ -143,7 +143,9 @@ def test_interrupted_before_the_first_layer_leaves_nothing(tiny, tmp_path: Path,
     monkeypatch.setattr(importlib.import_module("rotor.calibration.calibrate"), "layer_statistics", interrupted)
     code, _, error = rotor(capsys, "calibrate", tiny("llama"), "-o", tmp_path / "run", *SETTINGS, "-q")
     assert (code, list(tmp_path.iterdir())) == (130, [])
-    assert error.splitlines()[1] == "  No layer was finished and nothing was written; give the same command again."
+    assert (
+        error.splitlines()[1] == "  No layer was finished and no partial output was left; give the same command again."
+    )
 
 
 def test_export_is_alone_on_its_folders_and_keeps_points_after_ctrl_c(tmp_path: Path, pause, capsys) -> None:
