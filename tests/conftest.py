@@ -27,6 +27,11 @@ from rotor.models.source import Checkpoint
 console.SECONDS_BETWEEN_LINES = math.inf  # no test goes by how busy the machine is
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests begin first, so that others fill the workers beside them."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shortcuts() -> Iterator[None]:
     with quicker():

@@ -149,6 +149,7 @@ def test_help_has_an_example_for_each_command(capsys) -> None:
         parse(shlex.split(example)[1:])
 
 
+@pytest.mark.long
 def test_every_command_runs(tmp_path: Path, capsys, monkeypatch) -> None:
     """In the order of the pages, in one folder: later commands find what earlier ones wrote."""
     monkeypatch.chdir(tmp_path)
