@@ -51,6 +51,15 @@ PARSED_ALONE = {
 """Commands and settings that take long, or this process's place; what else runs them."""
 
 
+def test_commands_of_the_readme_work_after_make_demo() -> None:
+    """They write to other folders, so that nothing has to be overwritten."""
+    made = set(re.findall(r" -o (\S+)", (ROOT / "Makefile").read_text("utf-8")))
+    written = set(re.findall(r"^    rotor .* -o (\S+)", (ROOT / "README.md").read_text("utf-8"), flags=re.MULTILINE))
+    assert {"runs/demo", "out/demo"} <= written
+    assert any("demo" in folder for folder in made)
+    assert not made & written
+
+
 def test_promises_name_tests_that_exist() -> None:
     """Files, and in brackets words in the names of their tests."""
     page = (ROOT / "docs" / "promises.md").read_text("utf-8")

@@ -136,14 +136,27 @@ def test_a_stale_lock_is_taken_over(number: int, tiny, tmp_path: Path, pause, ca
     assert {p.name for p in tmp_path.iterdir()} == {"run", "errors.txt"}
 
 
-def test_interrupted_before_the_first_layer_leaves_nothing(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_interrupted_before_the_first_layer(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
+    """Gradients are kept, as they took long; without them nothing is left."""
+
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("rotor.calibration.calibrate"), "layer_statistics", interrupted)
-    code, _, error = rotor(capsys, "calibrate", tiny("llama"), "-o", tmp_path / "run", *SETTINGS, "-q")
-    assert (code, list(tmp_path.iterdir())) == (130, [])
-    assert error.splitlines()[1] == "  No layer was finished and nothing was written; give the same command again."
+    command = ["calibrate", tiny("llama"), "-o", tmp_path / "run", *SETTINGS, "-q"]
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.import_module("rotor.calibration.calibrate"), "layer_statistics", interrupted)
+        code, _, error = rotor(capsys, *command, "--recipe", "fdc")
+        assert (code, list(tmp_path.iterdir())) == (130, [])
+        nothing = "  No layer was finished and no partial output was left; give the same command again."
+        assert error.splitlines()[1] == nothing
+        code, _, error = rotor(capsys, *command)
+        assert (code, list(tmp_path.iterdir())) == (130, [tmp_path / "run.partial"])
+        kept = (
+            f"  {tmp_path}/run.partial holds gradients of the layers from 0 on: the same command with --resume goes on."
+        )
+        assert error.splitlines()[1] == kept
+    assert rotor(capsys, *command, "--resume")[0] == 0
+    Run.open(tmp_path / "run")
 
 
 def test_export_is_alone_on_its_folders_and_keeps_points_after_ctrl_c(tmp_path: Path, pause, capsys) -> None:

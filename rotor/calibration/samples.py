@@ -118,7 +118,7 @@ class GradientClip:
             [at most count, num_kv_heads, n].
         """
         lost = 1 - self._shares(self.longest)
-        return self.longest * lost.sqrt().to(self._longest.dtype)[:, None, None]
+        return self.longest * lost.sqrt().to(self.longest.dtype)[:, None, None]
 
     def shortened(self, gradients: Tensor) -> Tensor:
         """Clip gradients that were added, [tokens, num_kv_heads, n]."""

@@ -160,6 +160,15 @@ class CacheInfo(TypedDict):
     kv_bytes_per_token: dict[str, float]
 
 
+class TextInfo(TypedDict):
+    """What the uncompressed and the compressed model write to a prompt."""
+
+    prompt: str
+    prompt_tokens: int
+    before: str
+    after: str
+
+
 class CheckpointInfo(TypedDict):
     """rotor.json; layouts: see rotor.checkpoint.layout.LayerLayout."""
 
@@ -179,6 +188,7 @@ class CheckpointInfo(TypedDict):
     layouts: list[dict[str, Any]]
     tensors: dict[str, TensorInfo]
     cache: NotRequired[CacheInfo]
+    texts: NotRequired[list[TextInfo]]
 
 
 def read_file(path: Path, kind: Any, hint: str) -> Any:

@@ -40,7 +40,7 @@ def _in_two_lines() -> Iterator[None]:
     A bare `rotor` still shows its help.
     """
     try:
-        with resumable(lambda: "Nothing was written half; give the same command again."):
+        with resumable(lambda: "No partial output was left; give the same command again."):
             yield
     except CLICK_USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":

@@ -62,7 +62,7 @@ def _how_to_resume(out: Path) -> str:
 
     partial = PartialRun(OutputFolder.at(out, "run"))
     if not partial.exists:
-        return "No layer was finished and nothing was written; give the same command again."
+        return "No layer was finished and no partial output was left; give the same command again."
     return (
         f"{partial.folder} holds {partial.holdings() or 'an unfinished run'}: the same command with --resume goes on."
     )

@@ -113,6 +113,8 @@ class ExportRequest(MemoryOptions, Goal, Reported):
         quick: Measure accuracy on few tokens, to a coarser compression; results are marked as quick.
         cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), a YAML file,
             or FILE.py:CLASS. That needs all weights in memory.
+        texts: Write into card, report and rotor.json what the uncompressed and the compressed model continue two long
+            fixed prompts with. That needs all weights in memory.
         without_weights: Write bases in place of weights, which are rewritten from the source's on loading, or by
             `rotor materialise`.
         context: Tokens of the sequences that are served, whose bytes count (default: the model's longest, at most
@@ -127,6 +129,7 @@ class ExportRequest(MemoryOptions, Goal, Reported):
     measure: bool = True
     quick: bool = False
     cache: str | None = None
+    texts: bool = False
     without_weights: bool = False
     context: ContextTokens | None = None
     overwrite: bool = False
@@ -137,6 +140,9 @@ class ExportRequest(MemoryOptions, Goal, Reported):
         object.__setattr__(self, "overrides", tuple(self.overrides))
         if not self.measure and self.accuracy is not None:
             raise UsageError("--no-measure: an --accuracy is found by measuring.", "Give --compression in its place.")
+        if self.texts and (self.cache is not None or not self.measure):
+            other = "--cache" if self.measure else "--no-measure"
+            raise UsageError(f"--texts and {other}: expected one of them.", f"Leave {other} out.")
         run = Path(self.run)
         if not run.is_dir():
             raise MissingError(f"{run}: no such folder.", "Give a folder that `rotor calibrate` wrote.")

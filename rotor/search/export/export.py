@@ -28,7 +28,7 @@ from ...checkpoint.locks import exclusive
 from ...checkpoint.manifest import write_manifest
 from ...checkpoint.publishing import staged_folder, write_tensors
 from ...checkpoint.rewritten import BASES, RewrittenTensors
-from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SourceInfo, TensorInfo
+from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SourceInfo, TensorInfo, TextInfo
 from ...checkpoint.section import FORMAT_VERSION, MARK
 from ...errors import system_errors
 from ...kernels.defaults import default_config
@@ -48,6 +48,7 @@ from ..report.report import write_with_checkpoint
 from ..rewriting import rewritten_tensors
 from ..table import RankTable
 from .model_card import model_card
+from .texts import texts_before_and_after
 
 if TYPE_CHECKING:
     from ...policies import Policy
@@ -92,12 +93,13 @@ export = with_fields_of(ExportRequest, run_export, "export")
 def _export(search: RankSearch) -> ExportResult:
     job, point = search.job, search.point()
     policy = search.stored_policy(point)
+    texts = texts_before_and_after(search, point) if job.request.texts and not job.unmeasured else []
     search.close()
     accuracy = _accuracy(job, point, None if job.unmeasured else search.table)
     times = search.times
     with times.stage("write"), staged_folder(job.out, job.request.overwrite, job.sources, job.needed_bytes) as staging:
         chosen = job.run.bases(point.channels)
-        report, digest = _write(staging, job, policy, chosen, point, accuracy, search.progress)
+        report, digest = _write(staging, job, policy, chosen, point, accuracy, texts, search.progress)
     if job.unmeasured:
         log.warning("accuracy is not measured: %s", job.unmeasured)
     log.info("compression %.4f, %s", point.stored, allocated_by(job.recipe))
@@ -111,6 +113,7 @@ def _write(
     bases: Sequence[LayerBases],
     point: Point,
     accuracy: Accuracy,
+    texts: list[TextInfo],
     progress: Progress,
 ) -> tuple[CheckpointInfo, str]:
     """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json, and the digest."""
@@ -145,6 +148,8 @@ def _write(
     if policy is not None:
         config["quantization_config"]["cache"] = policy.as_dict()
     report = _report(job, layouts, point, accuracy, tensors, dtype.itemsize)
+    if texts:
+        report["texts"] = texts
     if apart:
         source = report["source"]
         found: SourceInfo = {

@@ -62,7 +62,7 @@ The weights of {name} with value, output and (where folded) key projections rota
 
 {accuracy.note}
 Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens, and speed.
-
+{_texts(report)}
 ## Load it
 
 ```python
@@ -89,6 +89,22 @@ def _where_weights_are(source: ModelInfo) -> str:
         "rewritten while they load.\nWhere they are elsewhere, set `ROTOR_SOURCE` to their folder or hub id. "
         "`rotor materialise PATH_OF_THIS_FOLDER -o FULL` writes a\nfolder with weights.\n\n"
     )
+
+
+def _texts(report: CheckpointInfo) -> str:
+    """What both models write to the prompts."""
+    if not report.get("texts"):
+        return ""
+    parts = ["\n## Before and after\n\nGreedy, to two fixed prompts whose beginnings the cache keeps compressed.\n"]
+    for text in report["texts"]:
+        asked = [line for line in text["prompt"].splitlines() if line.strip()][-2:]
+        lines = [
+            f"> ... {markdown(' '.join(asked))} ({text['prompt_tokens']} tokens)",
+            f"**Before:** {markdown(text['before'].strip())}",
+            f"**After:** {markdown(text['after'].strip())}",
+        ]
+        parts.append("\n" + "\n\n".join(lines) + "\n")
+    return "".join(parts)
 
 
 def _cache_row(report: CheckpointInfo) -> str:

@@ -88,6 +88,7 @@ def collect_checkpoint(
     accuracy = Accuracy.read(report["accuracy"], Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again."))
     data.metric = metric_info(accuracy.metric).description
     data.target = accuracy.target
+    data.texts = report.get("texts", [])
     chosen = Point.of_checkpoint(report, accuracy.measured)
     data.ratios = accuracy.ratio_rows() + accuracy.long_rows()
     if accuracy.report is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ...calibration.run import Run
 from ...checkpoint.channels import Channels, Latent, Numbers
 from ...checkpoint.layout import GroupLayout
+from ...checkpoint.schemas import TextInfo
 from ...recipe import Recipe
 from ..point import Point
 
@@ -89,3 +90,4 @@ class ReportData:
     sizes: list[tuple[str, str, str]] = field(default_factory=list)
     timings: list[tuple[str, float, int]] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
+    texts: list[TextInfo] = field(default_factory=list)

@@ -112,11 +112,11 @@ def render(data: ReportData, drawn: dict[str, str] | None) -> str:
 
 def _largest_share(data: ReportData, side: str) -> float:
     """The largest share of the bits that a latent of a side keeps, by which its cells are coloured."""
-    cells = [Cell.of(group, side, data.head_dim) for layer in data.ranks for group in layer if has_side(group, side)]
+    cells = [Cell.of(group, side, data.head_dim) for layer in data.ranks for group in layer if _has_side(group, side)]
     return max((cell.bits / cell.whole_bits for cell in cells), default=0) or 1.0
 
 
-def has_side(group: GroupLayout, side: str) -> bool:
+def _has_side(group: GroupLayout, side: str) -> bool:
     """Whether a group has latents of `values` beside those of `keys`, which stand for joint ones too."""
     return side == "keys" or not group.joint
 
