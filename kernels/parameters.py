@@ -9,6 +9,8 @@ from torch import Tensor
 
 from rotor.checkpoint.layout import AttentionShape, GroupClass, LayerLayout
 
+from .rows import CodeScales
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionParameters:
@@ -22,6 +24,7 @@ class AttentionParameters:
     softcap: bound of the logits before the mask, or None.
     key_basis: [group_size * head_dim, key_rank], key_shift: [key_rank] float32: map new keys into latents; None where
         they are folded into k_proj.
+    scales: how latents of joint groups are coded; None of others.
     """
 
     layout: LayerLayout
@@ -32,6 +35,7 @@ class AttentionParameters:
     softcap: float | None = None
     key_basis: Tensor | None = None
     key_shift: Tensor | None = None
+    scales: CodeScales | None = None
 
     @property
     def heads_per_group(self) -> int:
