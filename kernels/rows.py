@@ -178,7 +178,7 @@ def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool, scales: CodeSca
         return latents
     if not latents.shape[-1]:
         return latents.to(torch.uint8)
-    if layout.joint:
+    if layout.scaled:
         assert scales is not None
         return _pack_joint(latents, layout, scales)
     rows, first = [], 0
@@ -284,8 +284,8 @@ class _Slots(NamedTuple):
     """The slots of a latent as tensors.
 
     half: half the number of codes of each channel. channel, bit, mask: of the digit in each slot; the channel of an
-    empty slot is `rank`, of the scale `rank + 2`. first: the first slot that is cut. crumb: channels of the lower crumbs from there on,
-    `rank + 1` where one is missing; None if no slot is cut.
+    empty slot is `rank`, of the scale `rank + 2`. first: the first slot that is cut. crumb: channels of the lower
+    crumbs from there on, `rank + 1` where one is missing; None if no slot is cut.
     """
 
     half: Tensor

@@ -80,7 +80,7 @@ class Channels:
     """A latent of codes: how many channels it has at each of WIDTHS.
 
     split: planes of nibbles that attention reads a second time for their lower crumbs; at least those that are cut.
-    scaled: the first slot holds the scale of the row.
+    scaled: the first slot holds the scale of the row. least_words: words of the row are filled up to so many.
 
     Raises:
         CheckpointError: a count is negative; there is no channel; more planes are split than there are.
@@ -94,6 +94,7 @@ class Channels:
     n2: int = 0
     split: int = 0
     scaled: bool = False
+    least_words: int = 0
 
     def __post_init__(self) -> None:
         if min(self.counts) < 0 or not self.rank:
@@ -126,7 +127,7 @@ class Channels:
     def words(self) -> int:
         """Words of 16 bits in a row."""
         bits = sum(bits * count for bits, count in zip(WIDTHS, self.counts, strict=True)) + NIBBLE_BITS * self.scaled
-        return -(-bits // (PLANE * NIBBLE_BITS)) * PLANE // WORD_PLANES
+        return max(self.least_words, -(-bits // (PLANE * NIBBLE_BITS)) * PLANE // WORD_PLANES)
 
     @property
     def operands(self) -> int:
@@ -200,7 +201,7 @@ class Parted:
     """The latents of a group that codes keys and values together, with a scale; the same interface as `Channels`.
 
     rest: slow planes of the keys and all values of the group's KV heads, coded last; it holds the scale.
-    fast: one latent for each KV head's fast planes; none where no plane is fast. All have as many words.
+    fast: one latent for each KV head's fast planes; none where no plane is fast. All are filled up to as many words.
 
     Channels are numbered in the order of the row: those of each fast latent, head by head, then those of the rest.
     """
@@ -213,11 +214,9 @@ class Parted:
     """Nibbles of a word."""
 
     def __post_init__(self) -> None:
-        if len({latent.words for latent in self.fast}) > 1:
-            raise CheckpointError(
-                f"fast latents of {[latent.words for latent in self.fast]} words: expected as many each.", EDITED
-            )
-        *fast, rest = read_alike([*self.fast, replace(self.rest, scaled=True)])
+        words = max((latent.words for latent in self.fast), default=0)
+        *fast, rest = [*(replace(x, least_words=words) for x in self.fast), replace(self.rest, scaled=True)]
+        *fast, rest = read_alike([*fast, rest])
         object.__setattr__(self, "fast", tuple(fast))
         object.__setattr__(self, "rest", rest)
 
@@ -383,12 +382,13 @@ AnyLatent = TypeVar("AnyLatent", Channels, Latent)
 
 
 def read_alike(latents: Sequence[AnyLatent]) -> list[AnyLatent]:
-    """Give all latents of a layer the same number of split planes, so that one kernel reads them all."""
+    """Give all latents of a layer as many split planes, and fast ones as many words: one kernel reads them all."""
     most = max((latent.split for latent in latents if not isinstance(latent, Numbers)), default=0)
+    words = max((latent.fast_words for latent in latents if isinstance(latent, Parted)), default=0)
 
     def alike(latent: Any) -> Any:
         if isinstance(latent, Parted):
-            return Parted(replace(latent.rest, split=most), latent.fast)
+            return Parted(replace(latent.rest, split=most), tuple(replace(x, least_words=words) for x in latent.fast))
         return replace(latent, split=most) if isinstance(latent, Channels) else latent
 
     return [alike(latent) for latent in latents]

@@ -172,7 +172,7 @@ class ModelForm(NamedTuple):
 class GroupLayout:
     """KV heads that share a key latent and a value latent, or latents of both.
 
-    key: of a joint group the `Parted` latents of keys and values. value: None in a joint group.
+    key: in a joint group of keys and values, and where it is coded `Parted`. value: None in a joint group.
     """
 
     kv_heads: tuple[int, ...]
@@ -234,8 +234,7 @@ class LayerLayout:
     """The groups of one layer, in the order in which its rows hold them (by class, widest first).
 
     All groups of a layer have the same number of KV heads and of split planes (see `Channels`); either all are coded or
-    none, and either all are joint or none. Joint groups are coded, and have fast latents of as many words each. One
-    kernel reads them all.
+    none, and either all are joint or none. Coded joint groups have `Parted` latents. One kernel reads them all.
 
     rope_block: T, a power of two up to MOST_ROPE_BLOCK; None: all positions.
     fast_planes: F, planes stored before RoPE; 0 without a rope_block.
@@ -274,6 +273,11 @@ class LayerLayout:
     def joint(self) -> bool:
         """Whether keys and values are coded together: attention then reads both from the key rows, with their scale."""
         return self.groups[0].joint
+
+    @property
+    def scaled(self) -> bool:
+        """Whether rows have a scale, as those of joint groups of codes."""
+        return isinstance(self.groups[0].key, Parted)
 
     @property
     def fast_words(self) -> int:
@@ -448,12 +452,11 @@ class LayerLayout:
         if len({(latent.coded, group.joint) for group in layout.groups for latent in group.latents}) != 1:
             raise reader.fail("groups", data["groups"], "groups that are all coded or not, and all joint or not")
         for group in layout.groups:
-            if isinstance(group.key, Parted) != group.joint or isinstance(group.value, Parted):
+            if (layout.coded and isinstance(group.key, Parted) != group.joint) or isinstance(group.value, Parted):
                 raise reader.fail("groups", group.to_dict(), "latents with a rest and no value, or a key and a value")
-            if isinstance(group.key, Parted):
-                count = layout.group_size if layout.fast_planes else 0
-                if len(group.key.fast) != count or group.key.fast_words != layout.fast_words:
-                    raise reader.fail("groups", group.to_dict(), f"{count} fast latents of {layout.fast_words} words")
+            count = layout.group_size if layout.fast_planes else 0
+            if isinstance(group.key, Parted) and len(group.key.fast) != count:
+                raise reader.fail("groups", group.to_dict(), f"{count} fast latents")
         return layout
 
 

@@ -36,7 +36,7 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     rebuilds keys. key_shift [rank]: what codes add to projected keys. key_constant [num_kv_heads, head_dim]: what codes
     add to rebuilt keys, in the order of the layout; of joint groups what the scale does not multiply.
 
-    Joint groups code what is put out, p [rank], fast channels first, as follows. n = clamp(round(log2(sum_i
+    Joint groups of codes code what is put out, p [rank], fast channels first, as follows. n = clamp(round(log2(sum_i
     length_weight_i p_i^2)) + 8, 0, 15) gives the scale s = 2^((n - 8) / 2). With t = p / s + code_shift, a fast channel
     has the code floor(t), clamped, and the error e = code + 1/2 - t; the rest is coded as t + e error_basis.
     code_shift, length_weight [rank]. error_basis [sum over groups of fast rank x rank of the rest], flat: the matrix of
@@ -79,7 +79,7 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
         if shifted:
             constants = (size,) * len(groups)
             tensors["key_constant"] = TensorSpec((shape.num_kv_heads, dim), 0, constants, float32=True, head_axis=0)
-    if layout.joint:
+    if layout.scaled:
         for name in ("code_shift", "length_weight"):
             tensors[name] = TensorSpec((sum(ranks),), 0, ranks, float32=True)
         products = tuple(g.key.fast_rank * g.key.rest.rank for g in groups if isinstance(g.key, Parted))
