@@ -27,7 +27,7 @@ from ..errors import NumericsError
 from ..models.layerwise import LayerwiseModel
 from ..progress import Advance
 from .allocation.bits import BitsPath
-from .bases.moments import latent_names
+from .bases.moments import vector_names
 from .capture import StoredKeys, observed_attention
 from .codes.layer import GroupChannels, LayerCodes
 from .codes.training import TrainedCode
@@ -66,7 +66,7 @@ class DistilledModel:
         path: BitsPath,
     ) -> None:
         self.network, self.form, self.path = network, form, path
-        self._names = [latent_names(keys, form.joint) for keys in form.keys]
+        self._names = [vector_names(keys, form.joint) for keys in form.keys]
         self._layers = [
             [TrainedCode(pair, side, network.device) for pair, side in zip(layer.latents, code.sides, strict=True)]
             for layer, code in zip(bases, codes, strict=True)

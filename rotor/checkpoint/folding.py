@@ -23,6 +23,7 @@ from ..numerics import one_thread
 from .bases import BasisPair, ChannelCode, FoldedBases, FoldedBasis, LayerBases, levels_of
 from .channels import SIGNED, Channels, Latent
 from .layout import AttentionShape, GroupLayout, LayerLayout, LayerRanks, ordered_by_class
+from .parted import parted_basis
 from .projections import AttentionWeights
 from .tensors import layer_tensors
 
@@ -66,8 +67,10 @@ def fold_bases(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) ->
     Raises:
         NumericsError: a code cannot be folded.
     """
-    qk, vo = bases.sides
     keys, values = [], []
+    if bases.joint:
+        return _fold_joint(bases, layout, shape)
+    qk, vo = bases.latents
     for group in layout.groups:
         index = group.kv_heads[0] // layout.group_size  # in the order of the bases
         keys.append(_truncated(qk, index, group.key))
@@ -77,6 +80,31 @@ def fold_bases(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) ->
             value = _refit(value, outputs, layout.group_size)
         values.append(value)
     return FoldedBases(keys, values)
+
+
+def _fold_joint(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) -> FoldedBases:
+    keys, values, codes = [], [], []
+    for group in layout.groups:
+        assert not isinstance(group.key, Channels)
+        basis, code = parted_basis(bases, group.kv_heads[0] // layout.group_size, group.key, shape)
+        _check_folded(basis)
+        for side, sides in enumerate((keys, values)):
+            sides.append(_side_of(basis, side, layout.group_size))
+        if code is not None:
+            codes.append(code)
+    return FoldedBases(keys, values, codes)
+
+
+def _side_of(basis: FoldedBasis, side: int, group_size: int) -> FoldedBasis:
+    """Keys (0) or values (1) of a basis of both, head by head."""
+
+    def rows(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.unflatten(0, (group_size, 2, -1))[:, side].flatten(0, 1)
+
+    encode, read = (
+        tensor.unflatten(0, (group_size, 2, -1))[:, side].flatten(0, 1) for tensor in (basis.encode, basis.read)
+    )
+    return replace(basis, encode=encode, read=read, dropped=rows(basis.dropped), mean=rows(basis.mean))
 
 
 def _truncated(pair: BasisPair, group: int, latent: Latent) -> FoldedBasis:
@@ -125,10 +153,14 @@ def fold_code(
     dropped = decode[:, rank:] @ code.mean[rank:] + (0 if constant is None else constant)
     before = ((0 if shift is None else shift[:rank]) - mean) / scale
     folded = FoldedBasis(channels, encode[:, :rank] / scale, decode[:, :rank] * scale, before, offset, dropped)
-    for name, tensor in folded.tensors().items():
+    _check_folded(folded)
+    return folded
+
+
+def _check_folded(basis: FoldedBasis) -> None:
+    for name, tensor in basis.tensors().items():
         if not torch.isfinite(tensor).all():
             raise NumericsError(f"{name} is not finite with the code folded in.", "Calibrate with --dtype float32.")
-    return folded
 
 
 def _refit(basis: FoldedBasis, outputs: Tensor, group_size: int) -> FoldedBasis:
@@ -215,6 +247,8 @@ def _rewritten(
             tensors["key_constant"] = torch.cat([basis.constant for basis in keys]).unflatten(0, (-1, shape.head_dim))
         constants = [_by_query_head(basis.constant, layout, 1) for basis in values]
         tensors["o_proj.bias"] = _with_constants(weights.o_bias, columns, constants, layout)
+    names = {"shift": "code_shift", "length": "length_weight", "errors": "error_basis"}
+    tensors |= {names[name]: tensor for name, tensor in bases.code_tensors().items()}
     specs = layer_tensors(layout, shape, weights.bias_names)
     made = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     assert {name: tuple(tensor.shape) for name, tensor in made.items()} == {n: s.shape for n, s in specs.items()}

@@ -119,6 +119,9 @@ class CompressedProjections(nn.Module):
     query_basis: nn.Parameter | None
     key_shift: nn.Parameter | None
     key_constant: nn.Parameter | None
+    code_shift: nn.Parameter | None
+    length_weight: nn.Parameter | None
+    error_basis: nn.Parameter | None
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], head_dim: int, norms: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -126,7 +129,7 @@ class CompressedProjections(nn.Module):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             weight, bias = shapes.get(f"{name}.weight"), f"{name}.bias" in shapes
             self.register_module(name, None if weight is None else nn.Linear(weight[1], weight[0], bias=bias))
-        for name in ("key_basis", "query_basis", *FLOAT32):
+        for name in ("key_basis", "query_basis", "error_basis", *FLOAT32):
             dtype = torch.float32 if name in FLOAT32 else None
             tensor = torch.empty(shapes[name], dtype=dtype) if name in shapes else None
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))

@@ -28,7 +28,7 @@ from ..kernels.dispatch import kernels_serve
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
-from ..kernels.rows import pack_layer
+from ..kernels.rows import CodeScales, pack_layer
 from .rope import RotaryTable, Rotations, rope_of
 from .steps import AttentionCall, CacheRows
 
@@ -119,10 +119,11 @@ class RotorAttention(CompressedProjections):
             self.softcap,
             self.key_basis,
             self.key_shift,
+            code_scales(self),
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotorAttention:
-        """Apply `.to()` and the like: key_shift and key_constant move with the module, and stay float32."""
+        """Apply `.to()` and the like: the tensors of FLOAT32 move with the module, and keep their dtype."""
         kept = {name: p.detach() for name, p in self._parameters.items() if p is not None and name in FLOAT32}
         super()._apply(fn, recurse)
         for name, before in kept.items():
@@ -153,7 +154,14 @@ def plain_rows(
     if parameters.key_basis is not None:
         heads = rotated(key.transpose(1, 2), rotations.stored)
         latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, value)
-    return query, pack_layer(latents, layout, keys=True), pack_layer(value, layout, keys=False)
+    return query, pack_layer(latents, layout, True, parameters.scales), pack_layer(value, layout, keys=False)
+
+
+def code_scales(tensors: CompressedProjections) -> CodeScales | None:
+    """How a layer's latents are coded, where their rows have a scale."""
+    if tensors.code_shift is None or tensors.length_weight is None:
+        return None
+    return CodeScales(tensors.code_shift, tensors.length_weight, tensors.error_basis)
 
 
 def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...checkpoint.bases import BasisPair
 from ...checkpoint.channels import Channels
-from .layer import FITTED_BITS, SideCodes
+from .side import FITTED_BITS, SideCodes
 
 SINGULAR_VALUE_FLOOR = 1e-4
 """Smallest singular value that training scales by, relative to the largest."""

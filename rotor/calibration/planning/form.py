@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ...checkpoint.layout import POST_ROPE, AttentionShape, KeyForm, LayerForm, ModelForm, pre_rope
 from ...errors import RecipeError
 from ...recipe import Recipe
-from ..bases.moments import latent_names
+from ..bases.moments import vector_names
 
 Frequencies = Sequence[Sequence[float]]
 """Radians by which each plane of each layer rotates from one position to the next."""
@@ -33,7 +33,7 @@ def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
 
 def wanted_gradients(form: LayerForm) -> frozenset[str]:
     """Names of the keys and values whose gradients are needed, if a recipe needs gradients."""
-    return frozenset(latent_names(form.keys, form.joint))
+    return frozenset(vector_names(form.keys, form.joint))
 
 
 def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Sequence[float] | None) -> KeyForm:

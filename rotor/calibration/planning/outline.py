@@ -24,8 +24,8 @@ from ...recipe.metric_registry import primitive_metrics, report_metrics
 from ..bases.information import stored_bytes
 from ..bases.layer import bases_bytes, needed_statistics
 from ..bases.moments import CHUNK_BYTES, moment_shape, packed_bytes
-from ..codes.layer import codes_bytes
 from ..codes.quantiser import SAMPLED_TOKENS
+from ..codes.side import codes_bytes
 from ..codes.training import TRAINED_ELEMENT_BYTES
 from ..pruning import kmeans_bytes
 from .form import Frequencies, model_form, wanted_gradients
