@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from rotor.checkpoint.layout import LayerLayout
 from rotor.errors import UsageError
 
 from .absorb import absorb_kernel
-from .decode import decode_kernel
+from .decode import SPAN, decode_kernel, excess, most_spans
 from .defaults import decode_tile, slices_per_sm
 from .join import join_kernel
 from .launch import capability_of, device_guard, device_table, padded, precision, sm_count
@@ -43,10 +42,10 @@ ABSORBED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class BlockRotations:
-    """RoPE's tables by block and by place in a block.
+    """RoPE's tables by block and by place in a block, in the dtype of products.
 
-    slow: [blocks, 2, columns], fast: [blocks, 2, 2 * planes]: cos and sin of the positions where blocks begin, in the
-    compute dtype, and the error of that rounding. places: [2, rope_block, planes], without RoPE's attention factor.
+    slow: [blocks, 2, columns], fast: [blocks, 2, 2 * planes]: cos and sin of the positions where blocks begin, and the
+    error of that rounding. places: [2, rope_block, planes], without RoPE's attention factor.
     """
 
     slow: Tensor
@@ -55,8 +54,13 @@ class BlockRotations:
 
     @classmethod
     def of(cls, rotation: Rotation, layout: LayerLayout, dtype: torch.dtype) -> BlockRotations:
-        """Make them from cos and sin by position, [positions, rotary_dim], of a layer in blocks."""
+        """Make them from cos and sin by position, [positions, rotary_dim], of a layer in blocks.
+
+        Args:
+            dtype: of the model.
+        """
         assert layout.rope_block is not None
+        dtype = product_dtype(layout, dtype)
         block, planes, fast = layout.rope_block, rotation[0].shape[-1] // 2, layout.fast_planes
         cos, sin = (table[:, :planes].float() for table in rotation)
         padded = padded_columns(fast)
@@ -81,15 +85,30 @@ def padded_columns(count: int) -> int:
     return padded(count) if count else 0
 
 
+def product_dtype(layout: LayerLayout, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a layer's rows are multiplied in, in a model of a dtype: codes take float16 for bfloat16 too."""
+    return torch.float16 if layout.coded and dtype.itemsize == 2 else dtype
+
+
+def part_of(columns: int) -> int:
+    """Columns that are loaded at a time, a power of two of which there are whole ones."""
+    return math.gcd(columns, MOST_PART)
+
+
+MOST_PART = 64
+"""Most columns of keys or values that are loaded at a time."""
+
+
 class DecodeLayer:
     """Tables and constants of a layer's launches, on one device and in one dtype."""
 
     def __init__(self, parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> None:
         layout, shape = parameters.layout, parameters.shape
-        self.layout, self.shape, self.dtype, self.device = layout, shape, dtype, device
+        self.layout, self.shape, self.device = layout, shape, device
+        self.dtype = product_dtype(layout, dtype)
         self.scaling, self.softcap = parameters.scaling, parameters.softcap
         self.operands = layout.operands  # of a word; 1 of numbers
-        self.joint = layout.joint
+        self.joint, self.scaled, self.fast_words = layout.joint, layout.scaled, layout.fast_words
         self.word_operands = layout.word_operands
         self.heads, self.per_head = layout.group_size, shape.heads_per_kv
         self.group_rows = self.heads * self.per_head
@@ -104,7 +123,8 @@ class DecodeLayer:
         self.slow = self.folded or bool(self.slow_columns or self.rest_columns)
         widths = [group.key.width // self.operands for group in layout.groups]
         value_widths = [group.values.width // self.operands for group in layout.groups]
-        self.columns, self.value_columns = padded_columns(max(widths)), padded_columns(max(value_widths))
+        self.columns, self.value_columns = (-(-max(side) // SPAN) * SPAN for side in (widths, value_widths))
+        self.part = SPAN if self.fast_words else part_of(self.columns)
         self.exact = set(widths) == {self.columns}
         self.value_exact = set(value_widths) == {self.value_columns}
         self.row_size = layout.word_bytes(dtype.itemsize)
@@ -116,8 +136,7 @@ class DecodeLayer:
             starts.append(tuple(places))
             places = [places[0] + group.key.width, places[1] + group.values.width]
         # Aliases, so that a parameter for which this is remembered does not live as long as this.
-        basis = None if parameters.query_basis is None else parameters.query_basis.detach()
-        self.basis = None if basis is None else basis.to(dtype)
+        self.basis = basis = None if parameters.query_basis is None else parameters.query_basis.detach()
         self.basis_align = math.gcd(16, *(key for key, _ in starts), 0 if basis is None else basis.stride(0))
         for i, (key_first, value_first) in enumerate(starts):
             at = (offsets[i][0], offsets[i][1])
@@ -128,6 +147,7 @@ class DecodeLayer:
         self.rows, self.output_width = rows, self.group_rows * places[1]
         self._tables: dict[tuple[int, int], Tensor] = {}
         self.constant = None if parameters.key_constant is None else parameters.key_constant.detach()
+        self._constant_keys: tuple[BlockRotations, Tensor] | None = None
         self.fast_basis: Tensor | None = None
         self.fast_constant: Tensor | None = None
         if self.fast:
@@ -142,36 +162,73 @@ class DecodeLayer:
         return self._tables[key_align, value_align]
 
     def _fast_parts(self) -> tuple[Tensor, Tensor]:
-        """Basis and constant by which fast planes are rebuilt: [groups, heads, operands, 2, fast, columns] and
+        """Basis and constant by which fast planes are rebuilt: [groups, heads, spans, operands, 2, fast, part] and
         [groups, heads, 2, fast]."""
         assert self.basis is not None
-        layout, planes, head_dim = self.layout, self.planes, self.shape.head_dim
-        parts = self.basis.new_zeros(len(layout.groups), self.heads, self.operands, 2, self.fast, self.columns)
+        layout, planes, count = self.layout, self.planes, self.fast_planes
+        spans = most_spans(self.heads, self.fast_words, self.columns // self.part)
+        size = len(layout.groups), self.heads, spans, self.operands, 2, self.fast, self.part
+        parts = torch.zeros(size, device=self.device)
         constants = torch.zeros(len(layout.groups), self.heads, 2, self.fast, device=self.device)
         place = 0
         for g, group in enumerate(layout.groups):
-            own = self.basis[:, place : place + group.key.width].unflatten(0, (self.heads, head_dim))
-            halves = own[:, : 2 * planes].unflatten(1, (2, planes))[:, :, : self.fast_planes]
-            operands = halves.unflatten(-1, (self.operands, -1)).permute(0, 3, 1, 2, 4)
-            parts[g, :, :, :, : self.fast_planes, : operands.shape[-1]] = operands
-            constants[g, :, :, : self.fast_planes] = -self.offset * halves.float().sum(-1)
+            own = self.basis[:, place : place + group.key.width].float().unflatten(0, (self.heads, self.shape.head_dim))
+            halves = own[:, : 2 * planes].unflatten(1, (2, planes))[:, :, :count]
+            columns = halves.unflatten(-1, (self.operands, -1)).permute(0, 3, 1, 2, 4).clone()
+            if self.scaled:
+                constants[g, :, :, :count] = columns[:, 0, :, :, self.scale_word]
+                columns[:, 0, :, :, self.scale_word] = 0
+            if self.word_operands:
+                columns[:, 3] /= 16
+                columns[:, 2] -= columns[:, 3]
+            columns = torch.nn.functional.pad(columns, (0, self.columns - columns.shape[-1])).to(self.dtype).float()
+            for head in range(self.heads):
+                first = head * self.fast_words // self.part * self.part
+                of_head = columns[head, ..., first : first + spans * self.part]
+                if self.fast_words:
+                    word = first + torch.arange(of_head.shape[-1], device=self.device)
+                    of_head = of_head * (word // self.fast_words == head)
+                whole = torch.nn.functional.pad(of_head, (0, spans * self.part - of_head.shape[-1]))
+                parts[g, head, ..., :count, :] = whole.unflatten(-1, (spans, -1)).permute(3, 0, 1, 2, 4)
+            for j in range(self.operands if self.word_operands else 0):
+                constants[g, ..., :count] -= self.excess(j) * parts[g, :, :, j, :, :count].sum((1, 4))
             place += group.key.width
-        if self.constant is not None:
-            own_constants = self.constant[:, : 2 * planes].unflatten(1, (2, planes))[:, :, : self.fast_planes]
-            constants[..., : self.fast_planes] += own_constants.unflatten(0, (-1, self.heads))
-        return parts.contiguous(), constants
+        if self.constant is not None and not self.scaled:
+            constants[..., :count] += self._constant_planes()
+        return parts.to(self.dtype), constants
 
-    @cached_property
-    def offset(self) -> float:
-        """Excess of an operand over the number that it stands for, a nibble or crumb less 8."""
-        if not self.word_operands or self.dtype == torch.float32:
-            return 0.0
-        return 1032.0 if self.dtype == torch.float16 else 136.0
+    def _constant_planes(self) -> Tensor:
+        """Fast planes of the constant keys, [groups, heads, 2, fast planes]."""
+        assert self.constant is not None
+        halves = self.constant[:, : 2 * self.planes].float().unflatten(1, (2, self.planes))[:, :, : self.fast_planes]
+        return halves.unflatten(0, (-1, self.heads))
+
+    def constant_keys(self, rotations: BlockRotations) -> Tensor:
+        """Fast planes of the constant keys, rotated to each place in a block: [groups, heads, 2, rope_block, fast].
+
+        Made once for the rotations of a model.
+        """
+        if self._constant_keys is None or self._constant_keys[0] is not rotations:
+            k0, k1 = self._constant_planes().unsqueeze(-2).unbind(2)
+            cos, sin = rotations.places.float()[..., : self.fast_planes]
+            both = torch.stack([k0 * cos - k1 * sin, k1 * cos + k0 * sin], dim=2)
+            keys = _pad(both, self.fast).to(self.dtype).contiguous()
+            self._constant_keys = rotations, keys
+        return self._constant_keys[1]
+
+    def excess(self, operand: int) -> float:
+        """What an operand of codes has too much, see `decode.excess`."""
+        return float(excess(operand, getattr(triton.language, str(self.dtype).removeprefix("torch."))))
+
+    @property
+    def scale_word(self) -> int:
+        """The word of a row that has its scale, and the scale's column; 0 without one."""
+        return self.heads * self.fast_words
 
     @property
     def has_constant(self) -> bool:
         """Whether a logit is added to all keys of a block."""
-        return self.word_operands > 0 and not (self.folded and self.offset == 0)
+        return self.word_operands > 0 and not (self.folded and (self.scaled or self.dtype == torch.float32))
 
     def tiles(self, tokens: int = 1, capability: int = 90) -> Tile:
         """The tile by rule, for so many new tokens."""
@@ -184,32 +241,34 @@ class DecodeLayer:
     def constants(self, tokens: int, tiles: Tile, page: int, mask: bool, softcap: bool) -> dict[str, Any]:
         """Constants of the decode kernel, except the alignment of a cache's strides."""
         return {
-            "CODED": self.word_operands, "JOINT": self.joint, "FOLDED": self.folded, "SLOW": self.slow,
-            "CONSTANT": self.has_constant, "FAST": self.fast, "BLOCK": self.block, "HEADS": self.heads,
-            "PER_HEAD": self.per_head, "TOKENS": tokens,
+            "DTYPE": getattr(triton.language, str(self.dtype).removeprefix("torch.")), "CODED": self.word_operands,
+            "JOINT": self.joint, "SCALED": self.scaled, "FAST_WORDS": self.fast_words, "FOLDED": self.folded,
+            "SLOW": self.slow, "CONSTANT": self.has_constant, "FAST": self.fast, "BLOCK": self.block,
+            "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens,
             "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
-            "VALUE_COLUMNS": self.value_columns, "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page,
-            "MASK": mask, "SOFTCAP": softcap, "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)),
-            "STAGES": tiles.stages, "RELOAD_SHARED": tiles.lean,
-            "HEADS_PER_DOT": math.gcd(tiles.together, self.heads),
-            "REUNPACK_PLANES": tiles.again if self.joint and self.word_operands and not tiles.packed else 0,
-            "PACKED": tiles.packed, "PRECISION": precision(self.dtype), "ASM": assembled(),
+            "PART": self.part, "VALUE_COLUMNS": self.value_columns,
+            "VALUE_PART": max(part_of(self.value_columns), min(MOST_PART, SPAN * tiles.warps)),
+            "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page, "MASK": mask, "SOFTCAP": softcap,
+            "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)), "STAGES": tiles.stages,
+            "RELOAD_SHARED": tiles.lean, "PRECISION": precision(self.dtype), "ASM": assembled(),
         }  # fmt: skip
 
     def absorb_constants(self, tokens: int) -> dict[str, Any]:
         return {
-            "CODED": self.word_operands, "CONSTANT": self.constant is not None, "FAST": self.fast,
+            "CODED": self.word_operands, "SCALED": self.scaled, "SCALE_WORD": self.scale_word,
+            "CONSTANT": self.constant is not None, "FAST": self.fast,
             "FAST_PLANES": self.fast_planes, "PLANES": self.planes, "SLOW": self.slow_columns,
             "HEAD_DIM": self.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
             "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens, "COLUMNS": self.columns,
-            "EXACT": self.exact, "COUNT": 128 if self.wide else 32 if self.block else 16,
+            "PADDED": padded(self.columns), "EXACT": self.exact,
+            "COUNT": 128 if self.wide else 32 if self.block else 16,
             "BASIS_ALIGN": self.basis_align, "PRECISION": precision(self.dtype),
         }  # fmt: skip
 
     @property
     def wide(self) -> bool:
         """Whether a program of `absorb` is eight warps that meet 128 blocks at a time."""
-        return self.block > 0 and self.columns >= 64 and self.dtype.itemsize == 2
+        return self.block > 0 and self.columns > 32 and self.dtype.itemsize == 2
 
     def absorb_options(self) -> dict[str, int]:
         return {"num_warps": 8, "num_stages": 1} if self.wide else {"num_warps": 2, "num_stages": 2}
@@ -274,7 +333,7 @@ def decode_attention(
     output = query.new_empty(query.shape[0], layer.output_width) if out is None else out
     if ranges.query_start is not None:
         output.zero_()  # tokens of no sequence
-    per_sequence = max_blocks * groups * rows * layer.operands * layer.columns * query.element_size()
+    per_sequence = max_blocks * groups * rows * layer.operands * layer.columns * layer.dtype.itemsize
     most = batch_size if layer.folded else max(1, min(batch_size, ABSORBED_BYTES // per_sequence))
     for start in range(0, batch_size, most):
         part = slice(start, min(start + most, batch_size))
@@ -298,17 +357,21 @@ def decode_attention(
 
         # What a kernel leaves to the next: absorbed queries, constant logits and fast queries of each block; then a
         # result and its log-sum-exp for each slice of the work.
-        ratio = query.element_size()
+        ratio = layer.dtype.itemsize
         blocks = 0 if layer.folded else sequences * max_blocks * groups * rows
         slots = (programs + sequences * groups) * rows
         sizes = (
-            -(-blocks * layer.operands * layer.columns * ratio // 4), blocks, -(-blocks * 2 * layer.fast * ratio // 4),
+            -(-blocks * layer.operands * layer.columns * ratio // 4), blocks * (1 + layer.scaled),
+            -(-blocks * 2 * layer.fast * ratio // 4),
             slots * layer.operands * layer.value_columns, slots,
         )  # fmt: skip
         memory = _memory(sizes, key.device)
-        absorbed, constant, fast_query = memory[0].view(query.dtype), memory[1], memory[2].view(query.dtype)
+        absorbed, constant, fast_query = memory[0].view(layer.dtype), memory[1], memory[2].view(layer.dtype)
         partial, partial_lse = memory[3], memory[4]
         none = begin  # stands for a tensor that a kernel does not read
+        constant_keys = None
+        if rotations is not None and layer.scaled and layer.fast:
+            constant_keys = layer.constant_keys(rotations)
 
         with device_guard(key.device):
             if not layer.folded:
@@ -330,8 +393,9 @@ def decode_attention(
                 queries if layer.folded else absorbed, constant, fast_query, keys, values,
                 absorbed if layer.fast_basis is None else layer.fast_basis,
                 constant if layer.fast_constant is None else layer.fast_constant,
-                absorbed if rotations is None else rotations.places, partial, partial_lse, table, begin, until, first,
-                end, none if starts is None else starts,
+                absorbed if rotations is None else rotations.places,
+                absorbed if constant_keys is None else constant_keys, partial, partial_lse, table,
+                begin, until, first, end, none if starts is None else starts,
                 none if pages is None else pages, none if mask is None else mask, none if holes is None else holes,
                 sequences, groups, max_blocks, queries.stride(0), key_start // key_align, keys.stride(0) // key_align,
                 keys.stride(1) // key_align, value_start // value_align, values.stride(0) // value_align,

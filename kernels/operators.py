@@ -28,7 +28,7 @@ from .append import prepare
 from .attention import rows_attention
 from .parameters import AttentionParameters, seq_len_of
 from .rotary import Rotation
-from .rows import row_dtype
+from .rows import CodeScales, row_dtype
 
 
 @torch.compiler.assume_constant_result
@@ -52,6 +52,9 @@ def _append(
     query: Tensor | None,
     key_basis: Tensor | None,
     key_shift: Tensor | None,
+    scale_shift: Tensor | None,
+    scale_length: Tensor | None,
+    scale_errors: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     index: Tensor | None,
@@ -60,9 +63,12 @@ def _append(
     """`append.append` into new rows; the first result is empty where there are no queries."""
     layout, shape, _ = described(layer)
     rotation = None if cos is None or sin is None else (cos, sin)
+    scales = None
+    if scale_shift is not None and scale_length is not None:
+        scales = CodeScales(scale_shift, scale_length, scale_errors)
     made = append_rows(
         key, value, layout, shape, query=query, key_basis=key_basis, key_shift=key_shift, rotation=rotation,
-        index=index,
+        index=index, scales=scales,
     )  # fmt: skip
     rotated = key.new_empty(0) if made.query is None else made.query.transpose(1, 2)
     inputs = {side.untyped_storage().data_ptr() for side in (key, value) if side is not None}
@@ -72,7 +78,9 @@ def _append(
 
 
 @_append.register_fake
-def _(key, value, query, key_basis, key_shift, cos, sin, index, layer):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    key, value, query, key_basis, key_shift, scale_shift, scale_length, scale_errors, cos, sin, index, layer
+):  # fmt: skip
     layout, shape, _ = described(layer)
     if key.device.type != "cuda" or torch.cuda.is_available():
         with unset_fake_temporarily():
@@ -102,12 +110,13 @@ def append(
     if not torch.compiler.is_compiling():
         made = append_rows(
             key, value, p.layout, p.shape, query=asked, key_basis=p.key_basis, key_shift=p.key_shift,
-            rotation=rotation, index=index,
+            rotation=rotation, index=index, scales=p.scales,
         )  # fmt: skip
         return query if made.query is None else made.query, made.key, made.value
     cos, sin = rotation or (None, None)
     text = describe(p.layout, p.shape, kernels)
-    rotated, *rows = _append(key, value, asked, p.key_basis, p.key_shift, cos, sin, index, text)
+    scales = p.scales or (None, None, None)
+    rotated, *rows = _append(key, value, asked, p.key_basis, p.key_shift, *scales, cos, sin, index, text)
     return query if asked is None else rotated.transpose(1, 2), rows[0], rows[1]
 
 

@@ -8,16 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotor.checkpoint.channels import Channels, Latent, Numbers
+from rotor.checkpoint.channels import Channels, Latent, Numbers, Parted
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import rotate
+from rotor.tools.bench.attention import read_of_fast_latents, with_scales
 from support import kernel_truth as truth
 
 MIXED = Channels(n16=2, n12=1, n8=5, n6=6, n4=24, n2=5)
 """A latent with every width, and places left over."""
 
 WIDE = Channels(n8=20, n4=250)
+
+FAST = Channels(n8=2, n6=1, n4=6, n2=3)
+"""A latent of fast planes."""
 
 FORMS = {
     "post": POST_ROPE,
@@ -35,11 +39,15 @@ def shape_of(
     return AttentionShape(1, kv_heads * heads_per_kv, kv_heads, head_dim, 64, rotary_dim, key_norm)
 
 
-def layer(form: KeyForm, size: int, *latents: Latent | tuple[Latent, Latent]) -> LayerLayout:
-    """One group of `size` KV heads for each: one latent is joint, two are keys' and values'."""
+def layer(form: KeyForm, size: int, *latents: Latent | tuple[Latent, Latent], fast: Channels = FAST) -> LayerLayout:
+    """One group of `size` KV heads for each: two latents are keys' and values', one of codes is the rest, beside a fast
+    latent of each head.
+    """
     groups = []
     for number, of in enumerate(latents):
         key, value = of if isinstance(of, tuple) else (of, None)
+        if isinstance(key, Channels) and value is None:
+            key = Parted(key, (fast,) * (size if form.fast_planes else 0))
         groups.append(GroupLayout(tuple(range(number * size, (number + 1) * size)), key, value))
     return LayerLayout(tuple(groups), *form)
 
@@ -110,13 +118,15 @@ def random_case(
     rows = []
     for side, width in zip(layout.row_bytes(4), (layout.key_width, layout.value_width), strict=True):
         if layout.coded:
-            rows.append(torch.randint(0, 256, (batch_size, kv_len, side), generator=generator, dtype=torch.uint8))
+            made = torch.randint(0, 256, (batch_size, kv_len, side), generator=generator, dtype=torch.uint8)
+            rows.append(with_scales(made, layout, generator) if side else made)
         else:
             rows.append(random(batch_size, kv_len, width if side else 0))
     constant = query_basis = rotation = None
     if shape.rotary_dim:
         scale = (4.0 if layout.coded else 1.0) * max(group.key.width for group in layout.groups) ** 0.5
         query_basis = random(layout.group_size * shape.head_dim, layout.key_width, scale=1 / scale)
+        query_basis *= read_of_fast_latents(layout, shape)
         if layout.coded:
             constant = random(shape.num_kv_heads, shape.head_dim, scale=0.5)
         rotation = rotation_table(first + kv_len + 80, shape.rotary_dim, factor)
