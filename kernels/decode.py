@@ -9,11 +9,12 @@ rotated by the position in the block (a table), rounded, and multiplied with the
 rotated back to the beginning of the block. A head's fast planes are rebuilt from its own words where it has a fast
 latent, else from the whole latent.
 
-Codes are multiplied in float16 whatever the model's dtype: it takes four or five instructions for two words. A nibble n
-is read as 1024 + n or 64 + n, by which of its bits the last of the mantissa is; the two nibbles of a word's higher byte
-are read as the lower one and as the byte, from which `absorb`, and the end of a slice, take the higher one. What an
-operand has too much (`excess`) is subtracted from the logits with the constants, and from the weighted values after
-each tile. Left in the sums it would grow with the length, and so would the rounding error of tensor cores.
+Codes are multiplied in float16 whatever the model's dtype: it takes four instructions for two words. The two nibbles of
+a byte are read as the lower one and as the byte, each plus 1024, at which the last bit of the mantissa counts ones. So
+absorbed queries have the higher nibble's column less for the lower one, and the end of a slice takes the higher nibble
+out of the byte. What an operand has too much (`excess`) is subtracted from the logits with the constants, and from the
+weighted values after each tile. Left in the sums it would grow with the length, and so would the rounding error of
+tensor cores.
 
 Rows of joint groups have a scale, which multiplies a key's logits before constants are added, and its weight before
 values are summed: a product with a column of ones spreads its nibble over the query rows. The operand in its place is
@@ -49,15 +50,20 @@ SPAN = 16
 
 @triton.constexpr_function
 def excess(operand, dtype):
-    """What an operand of codes has too much, as kernels of a dtype read it: an offset, and 8 of each nibble or crumb.
+    """What an operand of codes has too much, as kernels of a dtype read it: 1024, and 8 of each nibble or crumb.
 
-    Operands are nibble 0, 1 and 2 of a word, its higher byte, then the lower crumbs of nibble 3, 2, 1 and 0.
+    Operands are the lower nibble of a word's lower byte, this byte, the lower nibble of the higher byte, and this byte;
+    then the lower crumbs of nibble 3, 2, 1 and 0, those of a byte's higher nibble 16 times.
     """
     if dtype == tl.float32:
         return 0.0
-    if operand == 3:
-        return 1024.0 + 8 * 17
-    return 72.0 if operand in (1, 4, 6) else 1032.0
+    return 1032.0 if sixteenth(operand) == 0 else 1160.0 if operand < 4 else 1152.0
+
+
+@triton.constexpr_function
+def sixteenth(operand):
+    """Whether an operand counts sixteenths of a unit: a byte, or a crumb of a byte's higher nibble."""
+    return operand in (1, 3, 4, 6)
 
 
 @triton.constexpr_function
@@ -92,20 +98,21 @@ def operands(words, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr)
         unpacked = (words,)
     elif tl.float32 == DTYPE:
         wide = words.to(tl.int32) & 0xFFFF
-        unpacked = (number(wide & 15, 8), number((wide >> 4) & 15, 8), number((wide >> 8) & 15, 8))
+        unpacked = (number(wide & 15, 8), number(wide & 255, 8 * 17), number((wide >> 8) & 15, 8))
         unpacked += (number(wide >> 8, 8 * 17),)
         for j in tl.static_range(4, CODED):
-            unpacked += (number((wide >> (28 - 4 * j)) & 3, 8),)
+            unpacked += (number((wide >> (28 - 4 * j)) & 3, 8) * (16.0 if sixteenth(j) else 1.0),)
     else:
         words = words.to(tl.uint16, bitcast=True)
         if ASM:
-            found = tl.inline_asm_elementwise("{ lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA; lop3.b32 $1, $4, 0x00F000F0, 0x54005400, 0xEA; prmt.b32 $3, $4, 0x64646464, 0x4341; and.b32 $2, $3, 0x640F640F; }", "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+            found = tl.inline_asm_elementwise("{ prmt.b32 $1, $4, 0x64646464, 0x4240; and.b32 $0, $1, 0x640F640F; prmt.b32 $3, $4, 0x64646464, 0x4341; and.b32 $2, $3, 0x640F640F; }", "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
         else:
-            high = (words >> 8) | 0x6400
-            found = ((words & 0x0F) | 0x6400, (words & 0xF0) | 0x5400, high & 0x640F, high)
+            low = ((words & 0xFF) | 0x6400).to(tl.uint16)
+            high = ((words >> 8) | 0x6400).to(tl.uint16)
+            found = (low & 0x640F, low, high & 0x640F, high)
         unpacked = (as_half(found[0]), as_half(found[1]), as_half(found[2]), as_half(found[3]))
         for j in tl.static_range(4, CODED):
-            unpacked += (as_half(crumb(found[3] if j < 6 else words, j % 2 == 0, ASM)),)
+            unpacked += (as_half(crumb(found[3] if j < 6 else found[1], sixteenth(j), ASM)),)
     return unpacked
 
 
@@ -121,14 +128,14 @@ def as_half(words):
 
 
 @triton.jit
-def crumb(words, FOURTH: tl.constexpr, ASM: tl.constexpr):
-    """The lower crumb of a word's second nibble (FOURTH: from its fourth bit on) plus 64, or of its first plus 1024."""
+def crumb(byte, HIGHER: tl.constexpr, ASM: tl.constexpr):
+    """The lower crumb of a byte's lower nibble plus 1024, or 16 times that of its higher one plus 1024."""
     if not ASM:
-        return (words & 0x30) | 0x5400 if FOURTH else (words & 3) | 0x6400
-    elif FOURTH:
-        return tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x00300030, 0x54005400, 0xEA;", "=r,r", [words], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        return byte & (0x6430 if HIGHER else 0x6403)
+    elif HIGHER:
+        return tl.inline_asm_elementwise("and.b32 $0, $1, 0x64306430;", "=r,r", [byte], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     else:
-        return tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x00030003, 0x64006400, 0xEA;", "=r,r", [words], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        return tl.inline_asm_elementwise("and.b32 $0, $1, 0x64036403;", "=r,r", [byte], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
 
 
 @triton.jit
@@ -501,8 +508,8 @@ def decode_kernel(
                     added += (tl.dot(v[j], rounded, kept, input_precision=PRECISION),)
             weighted = added
 
-        # The partial result of this (sequence, group), of nibbles: the higher of the higher byte is what the byte has
-        # beside the lower. In place of the scale stands 1, by its weights.
+        # The partial result of this (sequence, group), of nibbles: a byte's higher one is what it has beside the lower.
+        # In place of the scale stands 1, by its weights.
         seen = largest > UNSEEN
         sums = tl.where(seen, total_weight, 1.0)
         out = partial + slot.to(tl.int64) * (LIVE * OPERANDS * VALUE_COLUMNS)
@@ -510,8 +517,8 @@ def decode_kernel(
         for i in tl.static_range(VALUE_PARTS):
             for j in tl.static_range(OPERANDS):
                 result = weighted[i * OPERANDS + j]
-                if CODED and j == 3:
-                    result = (result - weighted[i * OPERANDS + 2]) * 0.0625
+                if CODED and sixteenth(j):
+                    result = (result - weighted[i * OPERANDS + j - 1] if j < 4 else result) * 0.0625
                 if SCALED and j == 0 and i == SCALE_WORD // VALUE_PART:
                     result = tl.where((value_column == SCALE_WORD % VALUE_PART)[:, None], total_scaled[None, :], result)
                 stored = (
@@ -536,8 +543,8 @@ def folded_query(rows, live, width, column, OPERAND: tl.constexpr, CODED: tl.con
     some = live[None, :] & (column < width)[:, None]
     at = rows[None, :] + column[:, None]
     q = tl.load(at + OPERAND * width, mask=some, other=0.0).to(tl.float32)
-    if CODED and OPERAND == 2:
-        q -= tl.load(at + 3 * width, mask=some, other=0.0).to(tl.float32) * 0.0625
-    elif CODED and OPERAND == 3:
+    if CODED and sixteenth(OPERAND):
         q *= 0.0625
+    elif CODED and OPERAND < 4:
+        q -= tl.load(at + (OPERAND + 1) * width, mask=some, other=0.0).to(tl.float32) * 0.0625
     return q

@@ -19,8 +19,8 @@ from rotor.checkpoint.kernel_config import Tile
 from rotor.checkpoint.layout import LayerLayout
 from rotor.errors import UsageError
 
-from .absorb import absorb_kernel
-from .decode import SPAN, decode_kernel, excess, most_spans
+from .absorb import CHUNK, absorb_kernel
+from .decode import SPAN, decode_kernel, excess, most_spans, sixteenth
 from .defaults import decode_tile, slices_per_sm
 from .join import join_kernel
 from .launch import capability_of, device_guard, device_table, padded, precision, sm_count
@@ -42,14 +42,13 @@ ABSORBED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class BlockRotations:
-    """RoPE's tables by block and by place in a block, in the dtype of products.
+    """RoPE's tables by block and by place in a block.
 
-    slow: [blocks, 2, columns], fast: [blocks, 2, 2 * planes]: cos and sin of the positions where blocks begin, and the
-    error of that rounding. places: [2, rope_block, planes], without RoPE's attention factor.
+    starts: [blocks, 2, planes], float32, cos and sin of the positions where blocks begin. places: [2, rope_block, fast
+    planes], in the dtype of products, without RoPE's attention factor.
     """
 
-    slow: Tensor
-    fast: Tensor
+    starts: Tensor
     places: Tensor
 
     @classmethod
@@ -60,24 +59,21 @@ class BlockRotations:
             dtype: of the model.
         """
         assert layout.rope_block is not None
-        dtype = product_dtype(layout, dtype)
         block, planes, fast = layout.rope_block, rotation[0].shape[-1] // 2, layout.fast_planes
         cos, sin = (table[:, :planes].float() for table in rotation)
         padded = padded_columns(fast)
-        starts = torch.cat([cos[::block, fast:], sin[::block, fast:]], dim=-1)
-        starts = _pad(starts, padded_columns(2 * (planes - fast)))
-        of_fast = torch.cat([_pad(table[::block, :fast], padded) for table in (cos, sin)], dim=-1)
         places = torch.stack([_pad(table[:block, :fast] / cos[0, :fast], padded) for table in (cos, sin)])
-        return cls(_split(starts, dtype), _split(of_fast, dtype), places.to(dtype).contiguous())
+        starts = torch.stack([cos[::block], sin[::block]], dim=1)
+        return cls(starts, places.to(product_dtype(layout, dtype)).contiguous())
 
 
 def _pad(x: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
 
 
-def _split(x: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = x.to(dtype)
-    return torch.stack([rounded, (x - rounded.float()).to(dtype)], dim=1).contiguous()
+def _pad_rows(x: Tensor, dim: int, rows: int) -> Tensor:
+    """Fill up a dimension of a tensor with zeros."""
+    return _pad(x.movedim(dim, -1), rows).movedim(-1, dim)
 
 
 def padded_columns(count: int) -> int:
@@ -118,9 +114,10 @@ class DecodeLayer:
         self.fast_planes = layout.fast_planes
         self.fast = padded_columns(self.fast_planes)
         rest = 0 if self.folded else shape.head_dim - 2 * self.planes
-        self.slow_columns = padded_columns(2 * (self.planes - self.fast_planes))
-        self.rest_columns = padded_columns(rest)
-        self.slow = self.folded or bool(self.slow_columns or self.rest_columns)
+        self.slow_chunks, self.rest_chunks = (
+            -(-count // CHUNK.value) for count in (self.planes - self.fast_planes, rest)
+        )
+        self.slow = self.folded or bool(self.slow_chunks or self.rest_chunks)
         widths = [group.key.width // self.operands for group in layout.groups]
         value_widths = [group.values.width // self.operands for group in layout.groups]
         self.columns, self.value_columns = (-(-max(side) // SPAN) * SPAN for side in (widths, value_widths))
@@ -137,16 +134,16 @@ class DecodeLayer:
             places = [places[0] + group.key.width, places[1] + group.values.width]
         # Aliases, so that a parameter for which this is remembered does not live as long as this.
         self.basis = basis = None if parameters.query_basis is None else parameters.query_basis.detach()
-        self.basis_align = math.gcd(16, *(key for key, _ in starts), 0 if basis is None else basis.stride(0))
         for i, (key_first, value_first) in enumerate(starts):
             at = (offsets[i][0], offsets[i][1])
             rows.append([
-                widths[i], at[0], value_widths[i], at[1], self.group_rows * key_first, key_first // self.basis_align,
+                widths[i], at[0], value_widths[i], at[1], self.group_rows * key_first, 0,
                 self.group_rows * value_first, 0,
             ])  # fmt: skip
         self.rows, self.output_width = rows, self.group_rows * places[1]
         self._tables: dict[tuple[int, int], Tensor] = {}
         self.constant = None if parameters.key_constant is None else parameters.key_constant.detach()
+        self.absorb_basis = None if basis is None or self.folded else self._absorb_basis()
         self._constant_keys: tuple[BlockRotations, Tensor] | None = None
         self.fast_basis: Tensor | None = None
         self.fast_constant: Tensor | None = None
@@ -161,41 +158,65 @@ class DecodeLayer:
             self._tables[key_align, value_align] = device_table(rows, self.device)
         return self._tables[key_align, value_align]
 
+    def _columns(self, group: int, first: int) -> Tensor:
+        """The query basis of a group as decoding reads its latent, [heads, head_dim, operands, columns], float32.
+
+        Args:
+            first: columns of the groups before.
+        """
+        assert self.basis is not None
+        width = self.layout.groups[group].key.width
+        own = self.basis[:, first : first + width].float().unflatten(0, (self.heads, self.shape.head_dim))
+        columns = _pad(own.unflatten(-1, (self.operands, -1)), self.columns).clone()
+        for j in range(self.operands if self.word_operands else 0):
+            if sixteenth(j):
+                columns[:, :, j] /= 16
+                if j < 4:
+                    columns[:, :, j - 1] -= columns[:, :, j]
+        return columns
+
+    def _absorb_basis(self) -> Tensor:
+        """The basis that `absorb` multiplies with, see `absorb_kernel`."""
+        planes, fast, found, first = self.planes, self.fast_planes, [], 0
+        for g, group in enumerate(self.layout.groups):
+            columns = self._columns(g, first)
+            halves = columns[:, : 2 * planes].unflatten(1, (2, planes))[:, :, fast:]
+            slow = _pad_rows(halves, 2, self.slow_chunks * CHUNK.value)
+            slow = slow.unflatten(2, (-1, CHUNK.value)).transpose(1, 2).flatten(1, 2)
+            rest = _pad_rows(columns[:, 2 * planes :], 1, self.rest_chunks * CHUNK.value)
+            found.append(torch.cat([slow, rest.unflatten(1, (-1, CHUNK.value))], dim=1))
+            first += group.key.width
+        return torch.stack(found).to(self.dtype).contiguous()
+
     def _fast_parts(self) -> tuple[Tensor, Tensor]:
         """Basis and constant by which fast planes are rebuilt: [groups, heads, spans, operands, 2, fast, part] and
         [groups, heads, 2, fast]."""
-        assert self.basis is not None
         layout, planes, count = self.layout, self.planes, self.fast_planes
         spans = most_spans(self.heads, self.fast_words, self.columns // self.part)
         size = len(layout.groups), self.heads, spans, self.operands, 2, self.fast, self.part
         parts = torch.zeros(size, device=self.device)
         constants = torch.zeros(len(layout.groups), self.heads, 2, self.fast, device=self.device)
+        word = torch.arange(self.columns, device=self.device)
         place = 0
         for g, group in enumerate(layout.groups):
-            own = self.basis[:, place : place + group.key.width].float().unflatten(0, (self.heads, self.shape.head_dim))
-            halves = own[:, : 2 * planes].unflatten(1, (2, planes))[:, :, :count]
-            columns = halves.unflatten(-1, (self.operands, -1)).permute(0, 3, 1, 2, 4).clone()
+            halves = self._columns(g, place)[:, : 2 * planes].unflatten(1, (2, planes))[:, :, :count]
+            columns = halves.permute(0, 3, 1, 2, 4)  # [heads, operands, 2, planes, columns]
             if self.scaled:
                 constants[g, :, :, :count] = columns[:, 0, :, :, self.scale_word]
-                columns[:, 0, :, :, self.scale_word] = 0
-            if self.word_operands:
-                columns[:, 3] /= 16
-                columns[:, 2] -= columns[:, 3]
-            columns = torch.nn.functional.pad(columns, (0, self.columns - columns.shape[-1])).to(self.dtype).float()
             for head in range(self.heads):
                 first = head * self.fast_words // self.part * self.part
-                of_head = columns[head, ..., first : first + spans * self.part]
+                own = columns[head]
                 if self.fast_words:
-                    word = first + torch.arange(of_head.shape[-1], device=self.device)
-                    of_head = of_head * (word // self.fast_words == head)
-                whole = torch.nn.functional.pad(of_head, (0, spans * self.part - of_head.shape[-1]))
-                parts[g, head, ..., :count, :] = whole.unflatten(-1, (spans, -1)).permute(3, 0, 1, 2, 4)
-            for j in range(self.operands if self.word_operands else 0):
-                constants[g, ..., :count] -= self.excess(j) * parts[g, :, :, j, :, :count].sum((1, 4))
+                    own = own * (word // self.fast_words == head)
+                own = _pad(own[..., first : first + spans * self.part], spans * self.part)
+                parts[g, head, ..., :count, :] = own.unflatten(-1, (spans, -1)).permute(3, 0, 1, 2, 4)
             place += group.key.width
+        parts = parts.to(self.dtype)
+        for j in range(self.operands if self.word_operands else 0):
+            constants -= self.excess(j) * parts[:, :, :, j].float().sum((2, 5))
         if self.constant is not None and not self.scaled:
             constants[..., :count] += self._constant_planes()
-        return parts.to(self.dtype), constants
+        return parts, constants
 
     def _constant_planes(self) -> Tensor:
         """Fast planes of the constant keys, [groups, heads, 2, fast planes]."""
@@ -256,13 +277,11 @@ class DecodeLayer:
     def absorb_constants(self, tokens: int) -> dict[str, Any]:
         return {
             "CODED": self.word_operands, "SCALED": self.scaled, "SCALE_WORD": self.scale_word,
-            "CONSTANT": self.constant is not None, "FAST": self.fast,
-            "FAST_PLANES": self.fast_planes, "PLANES": self.planes, "SLOW": self.slow_columns,
-            "HEAD_DIM": self.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
-            "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens, "COLUMNS": self.columns,
-            "PADDED": padded(self.columns), "EXACT": self.exact,
-            "COUNT": 128 if self.wide else 32 if self.block else 16,
-            "BASIS_ALIGN": self.basis_align, "PRECISION": precision(self.dtype),
+            "CONSTANT": self.constant is not None, "FAST": self.fast, "FAST_PLANES": self.fast_planes,
+            "PLANES": self.planes, "SLOW": self.slow_chunks, "HEAD_DIM": self.shape.head_dim,
+            "REST": self.rest_chunks, "BLOCK": self.block, "HEADS": self.heads, "PER_HEAD": self.per_head,
+            "TOKENS": tokens, "COLUMNS": self.columns, "PART": part_of(self.columns),
+            "COUNT": 128 if self.wide else 32 if self.block else 16, "PRECISION": precision(self.dtype),
         }  # fmt: skip
 
     @property
@@ -380,14 +399,12 @@ def decode_attention(
                 chunks = -(-max_blocks // constants["COUNT"])
                 heads = groups * layer.group_rows
                 shared = min(chunks, max(1, 4 * sm_count(key.device) // (heads * sequences * tokens)))
-                assert layer.basis is not None
-                slow, fast = (rotations.slow, rotations.fast) if rotations is not None else (queries, queries)
                 absorb_kernel[shared, heads, sequences * tokens](
-                    queries, layer.basis, constant if layer.constant is None else layer.constant, slow, fast, absorbed,
-                    constant, fast_query, table, begin, until, none if starts is None else starts, groups, max_blocks,
-                    queries.stride(0) // align, queries.stride(1) // align,
-                    layer.basis.stride(0) // layer.basis_align, log2, ALIGN=align, enable_fp_fusion=True,
-                    **layer.absorb_options(), **constants,
+                    queries, layer.absorb_basis, constant if layer.constant is None else layer.constant,
+                    constant if rotations is None else rotations.starts, absorbed, constant, fast_query, begin, until,
+                    none if starts is None else starts, groups, max_blocks, queries.stride(0) // align,
+                    queries.stride(1) // align, log2, ALIGN=align, enable_fp_fusion=True, **layer.absorb_options(),
+                    **constants,
                 )  # fmt: skip
             decode_kernel[(programs,)](
                 queries if layer.folded else absorbed, constant, fast_query, keys, values,

@@ -32,18 +32,12 @@ class Tile:
 
     keys: of a tile, at most a block of positions. warps: of a program. stages: of its copies.
     lean: what each tile loads again instead of holding it in registers: constants (1), rotations (2), both (3).
-    together: KV heads whose fast planes one product rebuilds; it divides the heads of a group.
-    again: planes of joint latents that are unpacked a second time for values.
-    packed: whether tiles go through shared memory packed, and each product unpacks its own operands.
     """
 
     keys: Annotated[int, OneOf((16, 32, 64, 128))]
     warps: Annotated[int, OneOf((1, 2, 4, 8))] = 1
     stages: Annotated[int, Field(ge=1, le=6)] = 2
     lean: Annotated[int, Field(ge=0, le=3)] = 0
-    together: Annotated[int, OneOf((1, 2, 4, 8))] = 1
-    again: Annotated[int, Field(ge=0, le=4)] = 0
-    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,7 @@ class KernelConfig:
     """The kernels of a model, layer by layer. version: of the file format; other versions are refused."""
 
     layers: tuple[LayerKernels, ...]
-    version: Literal[3] = 3
+    version: Literal[4] = 4
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` reads, in JSON's types."""

@@ -105,13 +105,7 @@ def tiles(own: Tile, layout: LayerLayout) -> list[Tile]:
     found += [replace(own, keys=keys, warps=warps) for keys in KEYS for warps in WARPS if keys <= most]
     if layout.fast_planes:
         found += [replace(own, lean=lean) for lean in range(4)]
-        found += [replace(own, together=count) for count in (1, 2, 4, 8) if layout.group_size % count == 0]
-    if layout.joint and layout.coded:
-        found += [replace(own, again=count) for count in (0, 2, 4)]
-    if layout.coded or not layout.joint:
-        other = replace(own, packed=not own.packed, again=0)
-        found += [other, replace(other, stages=3), replace(other, warps=2)]
-    wide = replace(own, keys=min(64, most), warps=4, lean=0, again=0)
+    wide = replace(own, keys=min(64, most), warps=4, lean=0)
     found += [
         replace(wide, stages=stages, lean=lean)
         for stages in (2, 3)

@@ -95,7 +95,7 @@ def _tuned(records: list[Record]) -> str:
     titles = (
         "layout", "load", "own tile", "us", "fastest tile", "us", "absorb with it: blocks, warps, stages", "us",
     )  # fmt: skip
-    note = "Tiles: keys x warps, stages; lean, together, again; programs an SM."
+    note = "Tiles: keys x warps, stages; lean; programs an SM."
     return f"{note}\n\n{table(titles, rows)}" if rows else ""
 
 
@@ -116,11 +116,8 @@ def tuned(records: list[Record]) -> dict[tuple[str, str], dict[str, Record]]:
 
 def _in_words(record: Record) -> str:
     """A tile that was tried."""
-    keys, warps, stages, *shared = (record["tile"][name] for name in TILE)
-    return f"{keys} x {warps}, {stages}; {', '.join(map(str, shared))}; {record['slices_per_sm']}"
-
-
-TILE = ("keys", "warps", "stages", "lean", "together", "again")
+    tile = record["tile"]
+    return f"{tile['keys']} x {tile['warps']}, {tile['stages']}; {tile['lean']}; {record['slices_per_sm']}"
 
 
 def _us(seconds: float) -> str:
