@@ -25,12 +25,12 @@ CHUNK = tl.constexpr(16)
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def absorb_kernel(
-    query, basis, key_constant, starts, absorbed, constant, fast_query, begin, until, query_start,
+    query, basis, key_constant, scaled_constant, starts, absorbed, constant, fast_query, begin, until, query_start,
     groups, max_blocks, query_stride, head_stride, scale,
-    CODED: tl.constexpr, SCALED: tl.constexpr, SCALE_WORD: tl.constexpr, CONSTANT: tl.constexpr, FAST: tl.constexpr,
-    FAST_PLANES: tl.constexpr, PLANES: tl.constexpr, SLOW: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr,
-    BLOCK: tl.constexpr, HEADS: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-    PART: tl.constexpr, COUNT: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    CODED: tl.constexpr, SCALED: tl.constexpr, CONSTANT: tl.constexpr, FAST: tl.constexpr, FAST_PLANES: tl.constexpr,
+    PLANES: tl.constexpr, SLOW: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
+    COUNT: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Absorb one query head of one new token, for COUNT blocks at a time.
 
@@ -40,7 +40,7 @@ def absorb_kernel(
         query: [tokens, num_heads, head_dim], rotated.
         basis: [groups, HEADS, 2 * SLOW + REST, CHUNK, operands, COLUMNS], rows of the query basis as decoding reads a
             latent: both halves of each chunk of slow planes, then dimensions without RoPE.
-        key_constant: [num_kv_heads, HEAD_DIM], float32.
+        key_constant: [num_kv_heads, HEAD_DIM], float32. scaled_constant: likewise, which the scale of a key multiplies.
         starts: [blocks, 2, PLANES], float32, cos and sin of the beginnings of blocks, times RoPE's attention factor.
         absorbed, constant, fast_query: outputs, in the form of `decode_kernel`'s arguments. Products are in the dtype
             of the first.
@@ -48,7 +48,7 @@ def absorb_kernel(
         SLOW, REST: chunks of slow planes, and of dimensions without RoPE. FAST: fast planes, padded. 0 means none.
         FAST_PLANES, PLANES: number of fast planes, and of all planes.
         BLOCK: positions of a block; 0 for a single block at position 0.
-        SCALED, SCALE_WORD: whether rows have a scale, and its column. PART: columns of an operand at a time.
+        SCALED: whether rows have a scale. PART: columns of an operand at a time.
         ALIGN: unit of the strides of queries.
     """
     DTYPE: tl.constexpr = absorbed.dtype.element_ty
@@ -74,6 +74,7 @@ def absorb_kernel(
     if first_block < blocks:
         own = query + token.to(tl.int64) * query_stride * ALIGN + head * head_stride * ALIGN
         of_head = key_constant + head // PER_HEAD * HEAD_DIM
+        scaled_of_head = scaled_constant + head // PER_HEAD * HEAD_DIM
         own_basis = basis + (head // PER_HEAD).to(tl.int64) * (CHUNKS * CHUNK * OPERANDS * COLUMNS)
         place = tl.arange(0, COUNT)
         column = tl.arange(0, PART)
@@ -90,36 +91,34 @@ def absorb_kernel(
             of_group = (sequence.to(tl.int64) * max_blocks + start + place) * groups + group
             index = of_group * (TOKENS * ROWS) + own_row
             at_start = starts + (block_0 + start + place).to(tl.int64)[:, None] * (2 * PLANES)
-            # The query's slow planes and the rest of it at the beginnings of blocks, and the constant key's share.
+            # The query's slow planes and the rest of it at the beginnings of blocks, and what constant keys share.
             rotated = ()
             shared = tl.zeros((COUNT,), tl.float32)
+            scaled = tl.zeros((COUNT,), tl.float32)
             for c in tl.static_range(SLOW):
                 plane = within + (FAST_PLANES + c * CHUNK)
                 q0, q1 = at_starts(own, at_start, plane, inside, PLANES)
                 rotated += (q0.to(DTYPE), q1.to(DTYPE))
                 if CONSTANT:
-                    c0 = tl.load(of_head + plane, mask=plane < PLANES, other=0.0)
-                    c1 = tl.load(of_head + PLANES + plane, mask=plane < PLANES, other=0.0)
-                    shared += tl.sum(q0 * c0[None, :] + q1 * c1[None, :], 1)
+                    shared += of_planes(q0, q1, of_head, plane, PLANES)
+                if SCALED:
+                    scaled += of_planes(q0, q1, scaled_of_head, plane, PLANES)
             for c in tl.static_range(REST):
                 dimension = within + (2 * PLANES + c * CHUNK)
                 q = tl.load(own + dimension, mask=dimension < HEAD_DIM, other=0.0).to(tl.float32)
                 rotated += ((tl.zeros((COUNT, CHUNK), tl.float32) + q[None, :]).to(DTYPE),)
                 if CONSTANT:
                     shared += tl.sum(q * tl.load(of_head + dimension, mask=dimension < HEAD_DIM, other=0.0), 0)
+                if SCALED:
+                    scaled += tl.sum(q * tl.load(scaled_of_head + dimension, mask=dimension < HEAD_DIM, other=0.0), 0)
             # Times the basis; what operands have too much is summed by a product with a column of it.
             too_much = tl.zeros((COUNT, 8), tl.float32)
-            of_scale = tl.zeros((COUNT,), tl.float32)
             for i in tl.static_range(PARTS):
                 for j in tl.static_range(OPERANDS):
                     product = tl.zeros((COUNT, PART), tl.float32)
                     for c in tl.static_range(CHUNKS):
                         matrix = matrices[(i * OPERANDS + j) * CHUNKS + c]
                         product = tl.dot(rotated[c], matrix, product, input_precision=PRECISION)
-                    if SCALED and j == 0 and i == SCALE_WORD // PART:  # what the scale multiplies as if it were 1
-                        scale_column = (column == SCALE_WORD % PART)[None, :]
-                        of_scale += tl.sum(tl.where(scale_column, product, 0.0), 1)
-                        product = tl.where(scale_column, 0.0, product)
                     rounded = product.to(DTYPE)
                     out = absorbed + index[:, None] * (OPERANDS * COLUMNS) + (j * COLUMNS + i * PART) + column[None, :]
                     tl.store(out, rounded, mask=inside[:, None])
@@ -127,7 +126,7 @@ def absorb_kernel(
                         each = tl.full((PART, 8), excess(j, DTYPE), DTYPE)
                         too_much = tl.dot(rounded, each, too_much, input_precision=PRECISION)
             if CODED:
-                scaled = of_scale - tl.max(too_much, 1)  # all columns are equal
+                scaled -= tl.max(too_much, 1)  # all columns are equal
                 if SCALED:
                     both = constant + 2 * of_group * (TOKENS * ROWS) + own_row
                     tl.store(both, shared * scale, mask=inside)
@@ -155,3 +154,12 @@ def at_starts(query, starts, plane, inside, PLANES: tl.constexpr):
     cos = tl.load(starts + plane[None, :], mask=some, other=0.0)
     sin = tl.load(starts + PLANES + plane[None, :], mask=some, other=0.0)
     return x * cos + y * sin, y * cos - x * sin
+
+
+@triton.jit
+def of_planes(q0, q1, key, plane, PLANES: tl.constexpr):
+    """Products of both halves of some planes with a constant key's, summed: [blocks]."""
+    there = plane < PLANES
+    k0 = tl.load(key + plane, mask=there, other=0.0)
+    k1 = tl.load(key + PLANES + plane, mask=there, other=0.0)
+    return tl.sum(q0 * k0[None, :] + q1 * k1[None, :], 1)

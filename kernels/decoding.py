@@ -143,6 +143,7 @@ class DecodeLayer:
         self.rows, self.output_width = rows, self.group_rows * places[1]
         self._tables: dict[tuple[int, int], Tensor] = {}
         self.constant = None if parameters.key_constant is None else parameters.key_constant.detach()
+        self.scaled_constant = None if basis is None or not self.scaled else self._scaled_constant()
         self.absorb_basis = None if basis is None or self.folded else self._absorb_basis()
         self._constant_keys: tuple[BlockRotations, Tensor] | None = None
         self.fast_basis: Tensor | None = None
@@ -168,12 +169,23 @@ class DecodeLayer:
         width = self.layout.groups[group].key.width
         own = self.basis[:, first : first + width].float().unflatten(0, (self.heads, self.shape.head_dim))
         columns = _pad(own.unflatten(-1, (self.operands, -1)), self.columns).clone()
+        if self.scaled:
+            columns[:, :, 0, self.scale_word] = 0  # in place of the scale is read what stands for 1
         for j in range(self.operands if self.word_operands else 0):
             if sixteenth(j):
                 columns[:, :, j] /= 16
                 if j < 4:
                     columns[:, :, j - 1] -= columns[:, :, j]
         return columns
+
+    def _scaled_constant(self) -> Tensor:
+        """The constant keys that scales multiply, [num_kv_heads, head_dim], float32."""
+        assert self.basis is not None
+        found, first = [], self.scale_word
+        for group in self.layout.groups:
+            found.append(self.basis[:, first].float().unflatten(0, (self.heads, -1)))
+            first += group.key.width
+        return torch.cat(found)
 
     def _absorb_basis(self) -> Tensor:
         """The basis that `absorb` multiplies with, see `absorb_kernel`."""
@@ -201,8 +213,6 @@ class DecodeLayer:
         for g, group in enumerate(layout.groups):
             halves = self._columns(g, place)[:, : 2 * planes].unflatten(1, (2, planes))[:, :, :count]
             columns = halves.permute(0, 3, 1, 2, 4)  # [heads, operands, 2, planes, columns]
-            if self.scaled:
-                constants[g, :, :, :count] = columns[:, 0, :, :, self.scale_word]
             for head in range(self.heads):
                 first = head * self.fast_words // self.part * self.part
                 own = columns[head]
@@ -214,14 +224,14 @@ class DecodeLayer:
         parts = parts.to(self.dtype)
         for j in range(self.operands if self.word_operands else 0):
             constants -= self.excess(j) * parts[:, :, :, j].float().sum((2, 5))
-        if self.constant is not None and not self.scaled:
-            constants[..., :count] += self._constant_planes()
+        added = self.scaled_constant if self.scaled else self.constant
+        if added is not None:
+            constants[..., :count] += self._fast_planes_of(added)
         return parts, constants
 
-    def _constant_planes(self) -> Tensor:
-        """Fast planes of the constant keys, [groups, heads, 2, fast planes]."""
-        assert self.constant is not None
-        halves = self.constant[:, : 2 * self.planes].float().unflatten(1, (2, self.planes))[:, :, : self.fast_planes]
+    def _fast_planes_of(self, keys: Tensor) -> Tensor:
+        """Fast planes of a key of each KV head, [num_kv_heads, head_dim]: [groups, heads, 2, fast planes]."""
+        halves = keys[:, : 2 * self.planes].float().unflatten(1, (2, self.planes))[:, :, : self.fast_planes]
         return halves.unflatten(0, (-1, self.heads))
 
     def constant_keys(self, rotations: BlockRotations) -> Tensor:
@@ -230,7 +240,8 @@ class DecodeLayer:
         Made once for the rotations of a model.
         """
         if self._constant_keys is None or self._constant_keys[0] is not rotations:
-            k0, k1 = self._constant_planes().unsqueeze(-2).unbind(2)
+            assert self.constant is not None
+            k0, k1 = self._fast_planes_of(self.constant).unsqueeze(-2).unbind(2)
             cos, sin = rotations.places.float()[..., : self.fast_planes]
             both = torch.stack([k0 * cos - k1 * sin, k1 * cos + k0 * sin], dim=2)
             keys = _pad(both, self.fast).to(self.dtype).contiguous()
@@ -276,7 +287,7 @@ class DecodeLayer:
 
     def absorb_constants(self, tokens: int) -> dict[str, Any]:
         return {
-            "CODED": self.word_operands, "SCALED": self.scaled, "SCALE_WORD": self.scale_word,
+            "CODED": self.word_operands, "SCALED": self.scaled,
             "CONSTANT": self.constant is not None, "FAST": self.fast, "FAST_PLANES": self.fast_planes,
             "PLANES": self.planes, "SLOW": self.slow_chunks, "HEAD_DIM": self.shape.head_dim,
             "REST": self.rest_chunks, "BLOCK": self.block, "HEADS": self.heads, "PER_HEAD": self.per_head,
@@ -401,6 +412,7 @@ def decode_attention(
                 shared = min(chunks, max(1, 4 * sm_count(key.device) // (heads * sequences * tokens)))
                 absorb_kernel[shared, heads, sequences * tokens](
                     queries, layer.absorb_basis, constant if layer.constant is None else layer.constant,
+                    constant if layer.scaled_constant is None else layer.scaled_constant,
                     constant if rotations is None else rotations.starts, absorbed, constant, fast_query, begin, until,
                     none if starts is None else starts, groups, max_blocks, queries.stride(0) // align,
                     queries.stride(1) // align, log2, ALIGN=align, enable_fp_fusion=True, **layer.absorb_options(),

@@ -12,6 +12,7 @@ from rotor.checkpoint.channels import Channels, Latent, Numbers, Parted
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import rotate
+from rotor.kernels.rows import CodeScales
 from rotor.tools.bench.attention import read_of_fast_latents, with_scales
 from support import kernel_truth as truth
 
@@ -61,6 +62,16 @@ LAYERS = {
     "numbers": layer(FORMS["long"], 2, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),
     "no rope": layer(POST_ROPE, 2, (MIXED, WIDE), (MIXED, WIDE), (WIDE, MIXED)),
 }
+
+
+def random_scales(layout: LayerLayout, generator: torch.Generator, moved: float = 1.0) -> CodeScales | None:
+    """How latents of joint groups are coded: scales of all sizes, errors of which each moves the rest by some levels."""
+    if not layout.scaled:
+        return None
+    shift, length = torch.randn(2, layout.key_rank, generator=generator)
+    products = sum(group.key.fast_rank * group.key.rest.rank for group in layout.groups)
+    errors = moved * torch.randn(products, generator=generator) if layout.fast_planes else None
+    return CodeScales(shift, length.abs() / 100, errors)
 
 
 def rotation_table(length: int, rotary_dim: int, factor: float = 1.0, base: float = 100.0) -> tuple[Tensor, Tensor]:

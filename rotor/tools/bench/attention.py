@@ -25,6 +25,7 @@ from ...kernels.defaults import default_layer
 from ...kernels.dispatch import layer_served
 from ...kernels.parameters import AttentionParameters, seq_len_of
 from ...kernels.rotary import Rotation, rotate, when_read
+from ...kernels.rows import CodeScales
 from .records import quartiles
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -150,6 +151,16 @@ def read_of_fast_latents(layout: LayerLayout, shape: AttentionShape) -> Tensor:
                     found[head, first : first + fast, place : place + group.key.width] = own.float()
         place += group.key.width
     return found.flatten(0, 1)
+
+
+def zero_scales(layout: LayerLayout, dtype: torch.dtype, device: torch.device) -> CodeScales | None:
+    """How latents of joint groups are coded, all zeros: for times and compilers."""
+    if not layout.scaled:
+        return None
+    products = [group.key.fast_rank * group.key.rest.rank for group in layout.groups if isinstance(group.key, Parted)]
+    errors = torch.zeros(sum(products), dtype=dtype, device=device) if layout.fast_planes else None
+    shift, length = torch.zeros(2, layout.key_rank, device=device)
+    return CodeScales(shift, length, errors)
 
 
 def kernel(problem: Problem, kernels: LayerKernels | None = None) -> Call:

@@ -126,3 +126,8 @@ def named_subjects() -> dict[str, Subject]:
         of = Specialisation(kind, width, shape.heads_per_kv)
         found[f"llama3-8b-{row}"] = subject_of(f"llama3-8b-{row}", of, shape, shape.num_layers)
     return found
+
+
+def model_of(name: str) -> str:
+    """The model whose layer a name is of."""
+    return next(model for model in MODELS if name.startswith(model))

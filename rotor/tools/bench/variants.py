@@ -15,7 +15,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from ...checkpoint.channels import Parted
 from ...checkpoint.kernel_config import LayerKernels
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...kernels.append import append
@@ -23,7 +22,7 @@ from ...kernels.decoding import BlockRotations, DecodeLayer, decode_attention
 from ...kernels.materialise import PagesOf, materialise
 from ...kernels.parameters import AttentionParameters
 from ...kernels.ranges import KeyRanges
-from ...kernels.rows import CodeScales
+from .attention import zero_scales
 from .sass import Loop
 from .subjects import STEP, Subject
 
@@ -158,21 +157,12 @@ def _append(
         query=torch.zeros(1, tokens, shape.num_heads, shape.head_dim, dtype=dtype) if rotation else None,
         key_basis=None if folded else torch.zeros(layout.group_size * shape.head_dim, layout.key_rank, dtype=dtype),
         key_shift=torch.zeros(layout.key_rank) if layout.coded and not folded else None,
-        scales=zero_scales(layout, dtype),
+        scales=zero_scales(layout, dtype, CPU),
         rotation=rotation,
         index=places if rotation else None,
         out=pages,
         slots=None if pages is None else places,
     )
-
-
-def zero_scales(layout: LayerLayout, dtype: torch.dtype) -> CodeScales | None:
-    """How latents of joint groups are coded, of the right sizes."""
-    if not layout.scaled:
-        return None
-    products = [group.key.fast_rank * group.key.rest.rank for group in layout.groups if isinstance(group.key, Parted)]
-    errors = torch.zeros(sum(products), dtype=dtype) if layout.fast_planes else None
-    return CodeScales(torch.zeros(layout.key_rank), torch.zeros(layout.key_rank), errors)
 
 
 def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dict[str, dict[str, Any]]:

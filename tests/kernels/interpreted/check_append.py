@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_cases import FORMS, MIXED, Channels, Numbers, layer, rotation_table, shape_of
+from support.kernel_cases import FORMS, MIXED, Channels, Numbers, layer, random_scales, rotation_table, shape_of
 
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from rotor.kernels import append as append_module
@@ -22,16 +22,6 @@ CASES = {
     "numbers": layer(FORMS["long"], 2, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),
     "joint numbers": layer(FORMS["post"], 1, Numbers(40)),
 }
-
-
-def random_scales(layout: LayerLayout, generator: torch.Generator) -> CodeScales | None:
-    """How latents of joint groups are coded: scales of all sizes, errors that move the rest by a few levels."""
-    if not layout.scaled:
-        return None
-    shift, length = torch.randn(2, layout.key_rank, generator=generator)
-    products = sum(group.key.fast_rank * group.key.rest.rank for group in layout.groups)
-    errors = torch.randn(products, generator=generator) if layout.fast_planes else None
-    return CodeScales(shift, length.abs() / 100, errors)
 
 
 def stored(key: torch.Tensor, layout: LayerLayout, rotation: tuple, index: torch.Tensor) -> torch.Tensor:
