@@ -65,7 +65,7 @@ LAYERS = {
 
 
 def random_scales(layout: LayerLayout, generator: torch.Generator, moved: float = 1.0) -> CodeScales | None:
-    """How latents of joint groups are coded: scales of all sizes, errors of which each moves the rest by some levels."""
+    """How latents of joint groups are coded: scales of all sizes, and errors that each move the rest by some levels."""
     if not layout.scaled:
         return None
     shift, length = torch.randn(2, layout.key_rank, generator=generator)
