@@ -107,7 +107,8 @@ class Channels:
     @classmethod
     def of_bits(cls, bits: Sequence[int]) -> Channels:
         """Channels of these widths; those of 0 bits are not stored."""
-        return cls(*(bits.count(width) for width in WIDTHS))
+        n16, n12, n8, n6, n4, n2 = (bits.count(width) for width in WIDTHS)
+        return cls(n16, n12, n8, n6, n4, n2)
 
     coded = True
     planes = WORD_PLANES
@@ -378,7 +379,7 @@ StoredLatent = Annotated[
 """A latent as `to_dict` writes it to a file."""
 
 
-AnyLatent = TypeVar("AnyLatent", Channels, Latent)
+AnyLatent = TypeVar("AnyLatent", Channels, Parted, Latent)
 
 
 def read_alike(latents: Sequence[AnyLatent]) -> list[AnyLatent]:

@@ -67,9 +67,9 @@ def fold_bases(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) ->
     Raises:
         NumericsError: a code cannot be folded.
     """
-    keys, values = [], []
     if bases.joint:
         return _fold_joint(bases, layout, shape)
+    keys, values = [], []
     qk, vo = bases.latents
     for group in layout.groups:
         index = group.kv_heads[0] // layout.group_size  # in the order of the bases
@@ -83,19 +83,21 @@ def fold_bases(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) ->
 
 
 def _fold_joint(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) -> FoldedBases:
-    keys, values, codes = [], [], []
+    keys: list[FoldedBasis] = []
+    values: list[FoldedBasis] = []
+    codes = []
     for group in layout.groups:
         assert not isinstance(group.key, Channels)
         basis, code = parted_basis(bases, group.kv_heads[0] // layout.group_size, group.key, shape)
         _check_folded(basis)
         for side, sides in enumerate((keys, values)):
-            sides.append(_side_of(basis, side, layout.group_size))
+            sides.append(joint_side(basis, side, layout.group_size))
         if code is not None:
             codes.append(code)
     return FoldedBases(keys, values, codes)
 
 
-def _side_of(basis: FoldedBasis, side: int, group_size: int) -> FoldedBasis:
+def joint_side(basis: FoldedBasis, side: int, group_size: int) -> FoldedBasis:
     """Keys (0) or values (1) of a basis of both, head by head."""
 
     def rows(tensor: Tensor | None) -> Tensor | None:
