@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from ..checked import Expect, OneOf
 from ..checkpoint.channels import WIDTHS
-from ..checkpoint.layout import MOST_ROPE_BLOCK, RopeBlock
+from ..checkpoint.layout import MOST_ROPE_BLOCK, ExactTokens, FirstTokens, RopeBlock
 from .basis_methods import QK_METHODS, VO_METHODS, BasisMethod
 from .metric_registry import METRICS
 from .rank_methods import RANK_METHODS, RankMethod
@@ -160,6 +160,22 @@ class Codes:
     repeats: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of their rows in which a span, of the text or of random tokens, is stated again further on: gradients of
     text alone say little of what a model looks far back by."""
+
+
+@dataclass(frozen=True, config=MODEL)
+class Exact:
+    """Tokens whose keys and values are kept in the model's dtype beside the compressed rows of all tokens."""
+
+    first: FirstTokens = 0
+    """The first tokens of a sequence, behind padding. They may be chosen anew on export, as `newest`."""
+    newest: Annotated[int, Field(ge=0, le=4096)] = 0
+    """The newest tokens; 0 keeps none exactly, and prompts attend to compressed rows. Otherwise prompts attend to the
+    keys and values that the model just made."""
+
+    @property
+    def tokens(self) -> ExactTokens | None:
+        """The same as a checkpoint has it."""
+        return ExactTokens(self.first, self.newest) if self.newest else None
 
 
 @dataclass(frozen=True, config=MODEL)
