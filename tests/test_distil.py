@@ -14,8 +14,8 @@ from rotor.calibration.allocation.bits import BitsPath
 from rotor.calibration.bases.kq import closed_form
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.capture import observed_attention
-from rotor.calibration.codes.layer import FITTED_BITS, SideCodes
 from rotor.calibration.codes.quantiser import measure_channels
+from rotor.calibration.codes.side import FITTED_BITS, SideCodes
 from rotor.calibration.codes.training import TrainedCode
 from rotor.calibration.distil import DistilledModel
 from rotor.calibration.run import DISTILLED, Run
