@@ -185,8 +185,11 @@ def test_bits_of_a_run_can_be_changed_on_export(coded_run, tmp_path: Path):
     """Other widths; and numbers of 16 bits, by ranks."""
     run = coded_run("llama", "rotor")
     mixed = export(run.folder, tmp_path / "mixed", compression=0.7, overrides=["codes.bits=[0,4,16]"])
-    widths = {bits for layer in mixed.report["ranks"]["channels"] for pair in layer for side in pair for bits in side}
-    assert widths == {"4", "16"}
+    channels = mixed.report["ranks"]["channels"]
+    latents = [
+        latent for layer in channels for pair in layer for side in pair for latent in (*side["fast"], side["rest"])
+    ]
+    assert {bits for latent in latents for bits in latent} == {"4", "16"}
     assert not [check for check in validate(mixed.folder, recipe=run.recipe).checks if check.status == "fail"]
     numbers = ["codes.bits=[0,16]", "ranks.method=uniform"]
     with pytest.raises(UsageError, match=r"share latents.*bits of codes alone"):

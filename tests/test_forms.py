@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from support.compare import relative_error
+from support.random_layers import scales_of
 from torch import Tensor
 
 from rotor.calibration.codes.quantiser import measure_channels
@@ -19,7 +20,7 @@ from rotor.checkpoint.tensors import layer_tensors
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import attention, project_keys
 from rotor.kernels.rotary import rotate, when_read, within_blocks
-from rotor.kernels.rows import CodeScales, pack_layer
+from rotor.kernels.rows import pack_layer
 
 SHAPE = AttentionShape(1, num_heads=6, num_kv_heads=2, head_dim=16, hidden_size=40, rotary_dim=12)
 """Partial rotary: 6 planes, and 4 dimensions that RoPE does not rotate."""
@@ -113,8 +114,7 @@ def compressed(hidden: Tensor, weights: AttentionWeights, bases: LayerBases, sha
         stored = within_blocks((cos, sin), torch.arange(SEQ_LEN), form) if blocks else (cos, sin)
         shift = t.get("key_shift")
         key = project_keys(rotate(key, *stored), t["key_basis"], layout, shift, value if layout.joint else None)
-    scales = CodeScales(t["code_shift"], t["length_weight"], t.get("error_basis")) if layout.scaled else None
-    key_rows = pack_layer(key, layout, True, scales)
+    key_rows = pack_layer(key, layout, True, scales_of(t))
     value_rows = key_rows[..., :0] if layout.joint else pack_layer(value, layout, keys=False)
     parameters = AttentionParameters(layout, shape, shape.head_dim**-0.5, t.get("query_basis"), t.get("key_constant"))
     return attention(query, key_rows, value_rows, parameters, read) @ t["o_proj.weight"].T + t.get("o_proj.bias", 0)

@@ -68,7 +68,7 @@ def folded(model: Any, folding: Folding, rounded: bool = False) -> Any:
     generator = torch.Generator().manual_seed(7)
     for own, module in zip(weights, modules, strict=True):
         module.to(model.dtype)
-        bases, module.codes = random_bases(drawn, shape, generator, rounded)
+        bases, module.codes = random_bases(drawn, shape, generator, rounded, mean=0.0)
         with torch.no_grad():
             for name, tensor in rewrite(own, bases, module.layout, shape).items():
                 module.get_parameter(name).copy_(tensor)

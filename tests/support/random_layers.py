@@ -89,23 +89,35 @@ def random_tensors(
     return rewrite(weights, random_bases(layout, shape, generator)[0], layout, shape)
 
 
+def scales_of(tensors: dict[str, Tensor]) -> CodeScales | None:
+    """How the rows of a layer with these tensors are coded; None where they have no scale."""
+    if "code_shift" not in tensors:
+        return None
+    return CodeScales(tensors["code_shift"], tensors["length_weight"], tensors.get("error_basis"))
+
+
 Rounding = Callable[[Tensor], Tensor]
 """What numbers in place of codes, [..., rank of all groups], become in the cache."""
 
 
 def random_bases(
-    layout: LayerLayout, shape: AttentionShape, generator: torch.Generator, rounded: bool = False
+    layout: LayerLayout,
+    shape: AttentionShape,
+    generator: torch.Generator,
+    rounded: bool = False,
+    mean: float = 0.1,
 ) -> tuple[FoldedBases, tuple[Rounding, Rounding] | None]:
     """Bases of a layer's groups with their codes folded in, and for numbers in place of codes what rounds them alike.
 
     Args:
         rounded: the codes are not folded in, for a layer that stores numbers in their place.
+        mean: standard deviation of the means of joint groups; numbers have none.
     """
     keys, values, codes = [], [], []
     rounds: list[list[Rounding]] = [[], []]
     for group in layout.groups:
         if isinstance(group.key, Parted):
-            key, value, code, rounding = _random_parted(group.key, layout, shape, generator, rounded)
+            key, value, code, rounding = _random_parted(group.key, layout, shape, generator, rounded, mean)
             codes.append(code)
             rounds[0].append(rounding)
         elif group.value is None:
@@ -152,10 +164,15 @@ def _random_basis(
 
 
 def _random_parted(
-    latent: Parted, layout: LayerLayout, shape: AttentionShape, generator: torch.Generator, rounded: bool
+    latent: Parted,
+    layout: LayerLayout,
+    shape: AttentionShape,
+    generator: torch.Generator,
+    rounded: bool,
+    mean: float,
 ) -> tuple[FoldedBasis, FoldedBasis, ScaledCode, Rounding]:
-    """The latents of a joint group. Numbers have no mean, and all that codes do to them is in the rounding."""
-    bases = random_parted(latent, layout.form, layout.group_size, shape, generator, 0.0 if rounded else 0.1)
+    """The latents of a joint group; all that codes do to numbers is in the rounding."""
+    bases = random_parted(latent, layout.form, layout.group_size, shape, generator, mean)
     basis, code = parted_basis(bases, 0, latent, shape)
     assert code is not None
     assert basis.offset is not None
