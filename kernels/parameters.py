@@ -24,6 +24,9 @@ class AttentionParameters:
     softcap: bound of the logits before the mask, or None.
     key_basis: [group_size * head_dim, key_rank], key_shift: [key_rank] float32: map new keys into latents; None where
         they are folded into k_proj.
+    value_basis: [group_size * head_dim, value rank], value_shift: [value rank] float32: map new values into latents.
+    output_basis: [group_size * head_dim, value_width], value_constant: [num_kv_heads, head_dim] float32: map what
+        attention over rows puts out to the values of each head. These four only in a layer with exact tokens.
     scales: how latents of joint groups are coded; None of others.
     """
 
@@ -35,6 +38,10 @@ class AttentionParameters:
     softcap: float | None = None
     key_basis: Tensor | None = None
     key_shift: Tensor | None = None
+    value_basis: Tensor | None = None
+    value_shift: Tensor | None = None
+    output_basis: Tensor | None = None
+    value_constant: Tensor | None = None
     scales: CodeScales | None = None
 
     @property

@@ -21,15 +21,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..checkpoint.bases import LayerBases
+from ..checkpoint.bases import LayerBases, fast_numbers, other_numbers
 from ..checkpoint.layout import ModelForm
 from ..errors import NumericsError
+from ..kernels.rows import scale_nibble, scale_of
 from ..models.layerwise import LayerwiseModel
 from ..progress import Advance
 from .allocation.bits import BitsPath
 from .bases.moments import vector_names
 from .capture import StoredKeys, observed_attention
-from .codes.layer import GroupChannels, LayerCodes
+from .codes.layer import GroupChannels, LayerCodes, by_latent
+from .codes.parted import by_head, from_heads
 from .codes.training import TrainedCode
 from .gradients import all_states, head_gradient
 
@@ -68,7 +70,10 @@ class DistilledModel:
         self.network, self.form, self.path = network, form, path
         self._names = [vector_names(keys, form.joint) for keys in form.keys]
         self._layers = [
-            [TrainedCode(pair, side, network.device) for pair, side in zip(layer.latents, code.sides, strict=True)]
+            [
+                TrainedCode(pair, side, network.device, form.joint)
+                for pair, side in zip(layer.latents, code.sides, strict=True)
+            ]
             for layer, code in zip(bases, codes, strict=True)
         ]
         self._bases = bases
@@ -116,7 +121,7 @@ class DistilledModel:
         """The trained bases and codes of each layer."""
         for bases, sides in zip(self._bases, self._layers, strict=True):
             pairs, codes = zip(*(side.trained() for side in sides), strict=True)
-            yield replace(bases, latents=pairs), LayerCodes(*codes)
+            yield replace(bases, latents=pairs), LayerCodes(codes, self.form.joint)
 
     def _plan(self, compression: float) -> list[GroupChannels]:
         plan = self.path.at_compression(compression) or self.path.plans()[-1]
@@ -126,14 +131,16 @@ class DistilledModel:
     def read(self, layer: int, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Encode and decode the keys and values of a layer; attention computes with the result."""
         seq_len, size = tensors["value"].shape[2], self.form.group_size
-        decoded = []
         stored = self._stored.of(self._names[layer], layer, seq_len, tensors)
-        for index, name in enumerate(self._names[layer]):
-            vectors = stored[name].float()
-            by_group = vectors.unflatten(1, (-1, size)).flatten(2).transpose(0, 1)
-            channels = [group[index] for group in self.channels[layer]]
-            read = self._layers[layer][index].through(by_group, channels)  # type: ignore[arg-type]
-            decoded.append(read.transpose(0, 1).unflatten(2, (size, -1)).flatten(1, 2))
+        vectors = [
+            stored[name].float().unflatten(1, (-1, size)).flatten(2).transpose(0, 1) for name in self._names[layer]
+        ]
+        if self.form.joint:
+            read = [self._through_joint(layer, vectors[0])]
+        else:
+            sides = zip(self._layers[layer], vectors, by_latent(self.channels[layer]), strict=True)
+            read = [side.through(own, channels) for side, own, channels in sides]
+        decoded = [own.transpose(0, 1).unflatten(2, (size, -1)).flatten(1, 2) for own in read]
         key, value = decoded if len(decoded) > 1 else decoded[0].chunk(2, dim=-1)
         key = self._stored.when_read(layer, key, seq_len, self.form.keys[layer])
 
@@ -141,6 +148,37 @@ class DistilledModel:
             return tensor.unflatten(0, (-1, seq_len)).transpose(1, 2).to(tensors[name].dtype)
 
         return as_before(key, "key_post"), as_before(value, "value")
+
+    def _through_joint(self, layer: int, numbers: Tensor) -> Tensor:
+        """Code the numbers of joint groups, [num_groups, tokens, n], as `checkpoint.bases.Parting` says."""
+        *fast, rest = self._layers[layer]
+        *of_fast, of_rest = by_latent(self.channels[layer])
+        form, size, shape = self.form.keys[layer], self.form.group_size, self.network.shape
+        parting = self._bases[layer].parting
+        assert parting is not None
+        if fast:
+            parting = parting.predicted_from(*fast[0].distortions(of_fast[0]))
+        mean, feedback, prediction = (
+            tensor.to(numbers) for tensor in (parting.mean, parting.feedback, parting.prediction)
+        )
+        at = fast_numbers(form, size, shape).flatten().to(numbers.device)
+        others = other_numbers(form, size, shape).to(numbers.device)
+        centred = numbers - mean.unsqueeze(1)
+        own, left = centred[..., at], centred[..., others]
+        energy, count = rest.energy(left - own @ prediction, of_rest)
+        if fast:
+            of_heads, counts = fast[0].energy(by_head(own, size), of_fast[0])
+            energy = energy + of_heads.unflatten(0, (-1, size)).sum(1)
+            count = count + counts.unflatten(0, (-1, size)).sum(1)
+        scale = scale_of(scale_nibble(energy / count.unsqueeze(1))).unsqueeze(-1)
+        read = own
+        if fast:
+            scaled = fast[0].through(by_head(own / scale, size), of_fast[0])
+            read = scale * from_heads(scaled, size)
+        target = left + (read - own) @ feedback - read @ prediction
+        rest_read = scale * rest.through(target / scale, of_rest) + read @ prediction
+        found = torch.empty_like(centred).index_copy(-1, at, read).index_copy(-1, others, rest_read)
+        return found + mean.unsqueeze(1)
 
     def _backward(self, sequences: Tensor, expected: Tensor) -> float:
         """Add the gradients of the mean KL divergence to those of the parameters; returns the divergence.

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .kernel_config import LayerKernels as LayerKernels
     from .kernel_config import Tile as Tile
     from .layout import AttentionShape as AttentionShape
+    from .layout import ExactTokens as ExactTokens
     from .layout import GroupClass as GroupClass
     from .layout import GroupLayout as GroupLayout
     from .layout import KeyForm as KeyForm
@@ -87,7 +88,7 @@ _MODULES = {
     "json_files": "json_text read_json",
     "kernel_config": "KernelConfig LayerKernels Tile",
     "layout": (
-        "AttentionShape GroupClass GroupLayout KeyForm LayerForm "
+        "AttentionShape ExactTokens GroupClass GroupLayout KeyForm LayerForm "
         "LayerLayout LayerRanks kv_bytes_per_token pre_rope uncompressed_kv_bytes_per_token"
     ),
     "locks": "exclusive",

@@ -195,8 +195,9 @@ class LayerBases:
     @property
     def full_ranks(self) -> tuple[int, int]:
         """Ranks of keys and of values that remove nothing: all columns."""
-        if self.parting is not None:
-            return (self.parting.mean.shape[-1],) * 2
+        if self.joint:
+            *fast, rest = (pair.encode.shape[-1] for pair in self.latents)
+            return (self.group_size * sum(fast) + rest,) * 2
         return self.qk.encode.shape[-1], self.vo.encode.shape[-1]
 
     @property

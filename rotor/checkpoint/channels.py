@@ -35,6 +35,7 @@ from functools import cached_property, lru_cache
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import PlainValidator, WithJsonSchema
+from typing_extensions import NotRequired, TypedDict
 
 from ..errors import CheckpointError
 
@@ -55,6 +56,13 @@ SIGNED = 8
 """Subtracted from a nibble or crumb before attention multiplies with it; also the nibble of an empty slot."""
 
 EDITED = "The folder was edited or is from another version of rotor; export it again."
+
+
+class PartedInfo(TypedDict):
+    """Channels by bits of a joint group, see `Parted`, as files have them."""
+
+    fast: NotRequired[list[dict[str, int]]]
+    rest: dict[str, int]
 
 
 SCALE = -1
@@ -107,7 +115,8 @@ class Channels:
     @classmethod
     def of_bits(cls, bits: Sequence[int]) -> Channels:
         """Channels of these widths; those of 0 bits are not stored."""
-        return cls(*(bits.count(width) for width in WIDTHS))
+        n16, n12, n8, n6, n4, n2 = (bits.count(width) for width in WIDTHS)
+        return cls(n16, n12, n8, n6, n4, n2)
 
     coded = True
     planes = WORD_PLANES
@@ -303,10 +312,10 @@ class Parted:
         """Bytes from one group to the next in the row of a layer of so many groups."""
         return aligned(self.row_bytes(), groups)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> PartedInfo:
         """Each latent as `Channels.to_dict` has it."""
-        fast = {"fast": [latent.to_dict() for latent in self.fast]} if self.fast else {}
-        return {**fast, "rest": self.rest.to_dict()}
+        rest: PartedInfo = {"rest": self.rest.to_dict()}
+        return {"fast": [latent.to_dict() for latent in self.fast], **rest} if self.fast else rest
 
 
 @dataclass(frozen=True, order=True)
@@ -378,7 +387,7 @@ StoredLatent = Annotated[
 """A latent as `to_dict` writes it to a file."""
 
 
-AnyLatent = TypeVar("AnyLatent", Channels, Latent)
+AnyLatent = TypeVar("AnyLatent", bound=Latent)
 
 
 def read_alike(latents: Sequence[AnyLatent]) -> list[AnyLatent]:
@@ -386,7 +395,7 @@ def read_alike(latents: Sequence[AnyLatent]) -> list[AnyLatent]:
     most = max((latent.split for latent in latents if not isinstance(latent, Numbers)), default=0)
     words = max((latent.fast_words for latent in latents if isinstance(latent, Parted)), default=0)
 
-    def alike(latent: Any) -> Any:
+    def alike(latent: Latent) -> Any:
         if isinstance(latent, Parted):
             return Parted(replace(latent.rest, split=most), tuple(replace(x, least_words=words) for x in latent.fast))
         return replace(latent, split=most) if isinstance(latent, Channels) else latent

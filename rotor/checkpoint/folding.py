@@ -22,7 +22,7 @@ from ..errors import NumericsError
 from ..numerics import one_thread
 from .bases import BasisPair, ChannelCode, FoldedBases, FoldedBasis, LayerBases, levels_of
 from .channels import SIGNED, Channels, Latent
-from .layout import AttentionShape, GroupLayout, LayerLayout, LayerRanks, ordered_by_class
+from .layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout, LayerRanks, ordered_by_class
 from .parted import parted_basis
 from .projections import AttentionWeights
 from .tensors import layer_tensors
@@ -31,23 +31,26 @@ RIDGE = 1e-6
 """Share of the mean latent energy added in the least-squares refit of W_o."""
 
 
-def layer_layout(bases: LayerBases, ranks: LayerRanks) -> LayerLayout:
+def layer_layout(bases: LayerBases, ranks: LayerRanks, exact: ExactTokens | None = None) -> LayerLayout:
     """Lay out a layer at given ranks, groups ordered by class.
 
     Args:
         ranks: (key rank, value rank) of each group in the order of the bases; coded bases have their own channels.
+        exact: tokens that are kept exactly too.
     """
     size = bases.group_size
     groups = [
         GroupLayout(tuple(range(index * size, (index + 1) * size)), *latents)
         for index, latents in enumerate(bases.stored_latents(ranks))
     ]
-    return ordered_by_class(groups, bases.form)
+    return replace(ordered_by_class(groups, bases.form), exact=exact)
 
 
-def model_layouts(bases: Sequence[LayerBases], ranks: Sequence[LayerRanks]) -> list[LayerLayout]:
+def model_layouts(
+    bases: Sequence[LayerBases], ranks: Sequence[LayerRanks], exact: ExactTokens | None = None
+) -> list[LayerLayout]:
     """Lay out every layer; see `layer_layout`."""
-    return [layer_layout(layer, layer_ranks) for layer, layer_ranks in zip(bases, ranks, strict=True)]
+    return [layer_layout(layer, layer_ranks, exact) for layer, layer_ranks in zip(bases, ranks, strict=True)]
 
 
 def fold_layer(
@@ -64,18 +67,20 @@ def fold_layer(
 def fold_bases(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) -> FoldedBases:
     """Truncate the bases of a layer, fold their codes in and refit W_o; groups in the order of the layout.
 
+    Where tokens are kept exactly, W_o is the source's and reads their values too, so that it is not refitted.
+
     Raises:
         NumericsError: a code cannot be folded.
     """
-    keys, values = [], []
     if bases.joint:
         return _fold_joint(bases, layout, shape)
+    keys, values = [], []
     qk, vo = bases.latents
     for group in layout.groups:
         index = group.kv_heads[0] // layout.group_size  # in the order of the bases
         keys.append(_truncated(qk, index, group.key))
         value = _truncated(vo, index, group.values)
-        if bases.outputs is not None:  # one group at a time: they are by far the largest
+        if bases.outputs is not None and layout.folds_values:  # one group at a time: they are by far the largest
             outputs = bases.outputs.unflatten(0, (-1, layout.group_size, shape.heads_per_kv))[index]
             value = _refit(value, outputs, layout.group_size)
         values.append(value)
@@ -83,19 +88,21 @@ def fold_bases(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) ->
 
 
 def _fold_joint(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) -> FoldedBases:
-    keys, values, codes = [], [], []
+    keys: list[FoldedBasis] = []
+    values: list[FoldedBasis] = []
+    codes = []
     for group in layout.groups:
         assert not isinstance(group.key, Channels)
         basis, code = parted_basis(bases, group.kv_heads[0] // layout.group_size, group.key, shape)
         _check_folded(basis)
         for side, sides in enumerate((keys, values)):
-            sides.append(_side_of(basis, side, layout.group_size))
+            sides.append(joint_side(basis, side, layout.group_size))
         if code is not None:
             codes.append(code)
     return FoldedBases(keys, values, codes)
 
 
-def _side_of(basis: FoldedBasis, side: int, group_size: int) -> FoldedBasis:
+def joint_side(basis: FoldedBasis, side: int, group_size: int) -> FoldedBasis:
     """Keys (0) or values (1) of a basis of both, head by head."""
 
     def rows(tensor: Tensor | None) -> Tensor | None:
@@ -135,6 +142,7 @@ def fold_code(
     - the constants become one key or value of each head, together with the means of the channels that are left out. The
       constant key is added to keys as they are read; without RoPE it adds the same to all logits of a query, which
       softmax does not see, and is dropped. Attention weights sum to one, so the constant value is a bias of o_proj.
+      Where other tokens are exact, both constants belong to the share of the codes and are added at run time.
 
     Args:
         encode, decode: [n, columns], float64: latent = x @ encode + shift, x is read as latent @ decode^T + constant.
@@ -191,7 +199,8 @@ def rewrite(
 ) -> dict[str, Tensor]:
     """Rewrite the projections of one layer: the tensors that `tensors.layer_tensors` lists.
 
-    Where latents are coded, what stored keys lack is `key_constant`, and what values lack is in o_proj's bias.
+    Where latents are coded, what stored keys lack is `key_constant`, and what values lack is in o_proj's bias. With
+    exact tokens projections are the source's, KV heads in the order of the layout, and nothing is folded into them.
 
     Raises:
         NumericsError: a result overflows the dtype or is not finite; names it.
@@ -207,35 +216,34 @@ def _rewritten(
     keys, values = ([basis.on(weights.v_weight.device) for basis in side] for side in (bases.keys, bases.values))
     key_encode, value_encode = [basis.encode for basis in keys], [basis.encode for basis in values]
     key_decode = [basis.decode for basis in keys]
-    folded, rotary = layout.folds_keys(shape), bool(shape.rotary_dim)
+    folds_keys, folds_queries, folds_values = layout.folds_keys(shape), layout.folds_queries(shape), layout.folds_values
     heads = torch.tensor(layout.kv_head_order)
     tensors: dict[str, Tensor | None] = {}
     for kind in ("weight", "bias"):
         q, k, v = (_by_kv_head(getattr(weights, f"{p}_{kind}"), heads, shape) for p in "qkv")
-        tensors[f"q_proj.{kind}"] = _flatten_kv(q) if rotary or q is None else _absorbed(q, key_decode, layout)
-        of_keys = _fold(k, key_encode, layout) if folded else _flatten_kv(k)
-        of_values = _fold(v, value_encode, layout)
+        tensors[f"q_proj.{kind}"] = (
+            _flatten_kv(q) if q is None or not folds_queries else _absorbed(q, key_decode, layout)
+        )
+        of_keys = _fold(k, key_encode, layout) if folds_keys else _flatten_kv(k)
+        of_values = _fold(v, value_encode, layout) if folds_values else _flatten_kv(v)
         if not layout.has_value_projection(shape):
             of_keys, of_values = _sum(of_keys, of_values), None
         tensors[f"k_proj.{kind}"], tensors[f"v_proj.{kind}"] = of_keys, of_values
 
     columns = _by_kv_head(weights.o_weight.T, heads, shape)
     assert columns is not None
-    blocks = _per_group(columns, layout)
-    tensors["o_proj.weight"] = torch.cat(
-        [
-            (_by_query_head(basis.decode, layout, 2).mT @ block.to(torch.float64)).flatten(0, 2)
-            for basis, block in zip(values, blocks, strict=True)
-        ]
-    ).T
+    tensors["o_proj.weight"] = (_folded_output(columns, values, layout) if folds_values else columns.flatten(0, 2)).T
     tensors["o_proj.bias"] = weights.o_bias
-    if not folded:
+    if not folds_keys:
         tensors["key_basis"] = torch.cat(key_encode, dim=-1)
-    if rotary:
+    if not folds_queries:
         tensors["query_basis"] = torch.cat(key_decode, dim=-1)
+    if not folds_values:
+        tensors["value_basis"] = torch.cat(value_encode, dim=-1)
+        tensors["output_basis"] = torch.cat([basis.decode for basis in values], dim=-1)
     if layout.coded:
         before = tensors["k_proj.bias"]
-        if folded:
+        if folds_keys:
             tensors["k_proj.bias"], keys = _shifted(before, keys, weights.k_weight.dtype)
         else:
             tensors["key_shift"] = torch.cat([basis.shift for basis in keys if basis.shift is not None])
@@ -243,10 +251,15 @@ def _rewritten(
             _, values = _shifted(before, values, weights.k_weight.dtype)
         elif "v" in layout.shifted_projections(shape):
             tensors["v_proj.bias"], values = _shifted(tensors["v_proj.bias"], values, weights.v_weight.dtype)
-        if rotary:
-            tensors["key_constant"] = torch.cat([basis.constant for basis in keys]).unflatten(0, (-1, shape.head_dim))
-        constants = [_by_query_head(basis.constant, layout, 1) for basis in values]
-        tensors["o_proj.bias"] = _with_constants(weights.o_bias, columns, constants, layout)
+        elif not layout.joint:
+            tensors["value_shift"] = torch.cat([basis.shift for basis in values if basis.shift is not None])
+        if not folds_queries:
+            tensors["key_constant"] = _constants(keys, shape)
+        if folds_values:
+            constants = [_by_query_head(basis.constant, layout, 1) for basis in values]
+            tensors["o_proj.bias"] = _with_constants(weights.o_bias, columns, constants, layout)
+        else:
+            tensors["value_constant"] = _constants(values, shape)
     names = {"shift": "code_shift", "length": "length_weight", "errors": "error_basis"}
     tensors |= {names[name]: tensor for name, tensor in bases.code_tensors().items()}
     specs = layer_tensors(layout, shape, weights.bias_names)
@@ -256,6 +269,24 @@ def _rewritten(
         name: _cast(made[name], torch.float32 if spec.float32 else _dtype_of(name, weights), weights.prefix + name)
         for name, spec in specs.items()
     }
+
+
+def _constants(bases: list[FoldedBasis], shape: AttentionShape) -> Tensor:
+    """What codes add to the keys or values that are read, [num_kv_heads, head_dim]."""
+    return torch.cat([basis.constant for basis in bases]).unflatten(0, (-1, shape.head_dim))
+
+
+def _folded_output(columns: Tensor, values: list[FoldedBasis], layout: LayerLayout) -> Tensor:
+    """Fold what reads the latents of values into W_o, [num_kv_heads, heads_per_kv, head_dim, hidden_size].
+
+    Returns [sum over query heads of width, hidden_size].
+    """
+    return torch.cat(
+        [
+            (_by_query_head(basis.decode, layout, 2).mT @ block.to(torch.float64)).flatten(0, 2)
+            for basis, block in zip(values, _per_group(columns, layout), strict=True)
+        ]
+    )
 
 
 def _absorbed(query: Tensor, decode: list[Tensor], layout: LayerLayout) -> Tensor:

@@ -13,7 +13,7 @@ fast is pre-RoPE.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -25,6 +25,8 @@ from .channels import EDITED, MAX_RANK, Latent, Parted, StoredLatent, read_alike
 MOST_ROPE_BLOCK = 64
 """Positions of the largest block; the block of layers whose planes are all fast."""
 
+FirstTokens = Annotated[int, Expect(range(65).__contains__, "a number of tokens from 0 to 64")]
+NewestTokens = Annotated[int, Expect(range(1, 4097).__contains__, "a number of tokens from 1 to 4096")]
 RopeBlock = Annotated[int, Expect({2, 4, 8, 16, 32, 64}.__contains__, "a power of two from 2 to 64")]
 
 Side = TypeVar("Side")
@@ -230,6 +232,27 @@ class GroupClass:
 
 
 @dataclass(frozen=True)
+class ExactTokens:
+    """Tokens whose keys and values a layer keeps in the model's dtype too, and attends to instead of their rows.
+
+    A query at cache index i sees key j exactly if i - j < newest, if j is among the `first` tokens of its sequence
+    behind padding, or if j is new in the same pass: prompts are exact.
+    """
+
+    first: FirstTokens
+    newest: NewestTokens
+
+    def within(self, window: int | None) -> ExactTokens:
+        """The same in a layer with a sliding window, which sees no more tokens than that."""
+        return self if window is None else ExactTokens(self.first, min(self.newest, window))
+
+    @property
+    def slots(self) -> int:
+        """Tokens that a sequence keeps exactly."""
+        return self.first + self.newest
+
+
+@dataclass(frozen=True)
 class LayerLayout:
     """The groups of one layer, in the order in which its rows hold them (by class, widest first).
 
@@ -238,11 +261,13 @@ class LayerLayout:
 
     rope_block: T, a power of two up to MOST_ROPE_BLOCK; None: all positions.
     fast_planes: F, planes stored before RoPE; 0 without a rope_block.
+    exact: tokens that are kept exactly too; None: none, and then weights have the bases folded in.
     """
 
     groups: tuple[GroupLayout, ...]
     rope_block: RopeBlock | None = None
     fast_planes: int = 0
+    exact: ExactTokens | None = None
 
     def __post_init__(self) -> None:
         alike = iter(read_alike([latent for group in self.groups for latent in group.latents]))
@@ -251,7 +276,7 @@ class LayerLayout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.groups, self.rope_block, self.fast_planes))
+        return hash((self.groups, self.rope_block, self.fast_planes, self.exact))
 
     def __hash__(self) -> int:
         """Computed once: every launch looks the layer up in caches."""
@@ -296,12 +321,17 @@ class LayerLayout:
         return self.rope_block is not None
 
     def folds_keys(self, shape: AttentionShape) -> bool:
-        """Whether the key basis is inside W_k: nothing stands between them."""
-        return self.fast_planes == shape.rotary_planes and not shape.key_norm
+        """Whether the key basis is inside W_k: nothing stands between them, and no key is kept exactly."""
+        return self.exact is None and self.fast_planes == shape.rotary_planes and not shape.key_norm
 
     def folds_queries(self, shape: AttentionShape) -> bool:
-        """Whether q_proj puts out absorbed queries, as in a model without RoPE."""
-        return not shape.rotary_dim
+        """Whether q_proj puts out absorbed queries, as in a model without RoPE and without exact keys."""
+        return self.exact is None and not shape.rotary_dim
+
+    @property
+    def folds_values(self) -> bool:
+        """Whether the value basis is inside W_v, and what reads values inside W_o: no value is kept exactly."""
+        return self.exact is None
 
     @property
     def latents_per_group(self) -> int:
@@ -330,7 +360,7 @@ class LayerLayout:
 
     def shifted_projections(self, shape: AttentionShape) -> frozenset[str]:
         """Names (k, v, o) of the projections whose bias codes add to: means of channels, and what rows lack of them."""
-        if not self.coded:
+        if not self.coded or self.exact is not None:
             return frozenset()
         keys = "k" if self.folds_keys(shape) else ""
         values = "" if self.joint else "v"
@@ -433,7 +463,8 @@ class LayerLayout:
 
     def to_dict(self) -> dict[str, Any]:
         block = {} if self.rope_block is None else {"rope_block": self.rope_block, "fast_planes": self.fast_planes}
-        return {"groups": [group.to_dict() for group in self.groups]} | block
+        exact = {} if self.exact is None else {"exact": asdict(self.exact)}
+        return {"groups": [group.to_dict() for group in self.groups]} | block | exact
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str) -> LayerLayout:
@@ -502,7 +533,7 @@ def compression(ranks: list[list[tuple[int, int]]], shape: AttentionShape, conte
 
 
 def kv_bytes_per_token(layouts: Sequence[LayerLayout], element_bytes: int) -> int:
-    """Bytes of cache that one token takes over all layers: its rows, as there is no other metadata."""
+    """Bytes of cache that one more token takes over all layers: its rows, as there is no other metadata."""
     return sum(sum(layout.row_bytes(element_bytes)) for layout in layouts)
 
 
@@ -517,6 +548,25 @@ def kv_bytes_of_sequence(row_bytes: Sequence[int], shape: AttentionShape, tokens
         row_bytes: of a token in each layer.
     """
     return sum(own * held for own, held in zip(row_bytes, shape.held_tokens(tokens), strict=True))
+
+
+def compressed_kv_bytes_of_sequence(
+    layouts: Sequence[LayerLayout], shape: AttentionShape, element_bytes: int, tokens: int
+) -> int:
+    """Bytes of the compressed cache of a sequence of so many tokens: its rows and the tokens that are kept exactly."""
+    rows = kv_bytes_of_sequence([sum(layout.row_bytes(element_bytes)) for layout in layouts], shape, tokens)
+    return rows + exact_bytes_of_sequence([layout.exact for layout in layouts], shape, element_bytes)
+
+
+def exact_bytes_of_sequence(exact: Sequence[ExactTokens | None], shape: AttentionShape, element_bytes: int) -> int:
+    """Bytes of the keys and values that a sequence keeps exactly, however short it is.
+
+    Args:
+        exact: of each layer.
+    """
+    windows = shape.windows or [None] * shape.num_layers
+    slots = sum(own.within(window).slots for own, window in zip(exact, windows, strict=True) if own is not None)
+    return slots * shape.num_kv_heads * 2 * shape.head_dim * element_bytes
 
 
 def uncompressed_kv_bytes_of_sequence(shape: AttentionShape, element_bytes: int, tokens: int) -> int:

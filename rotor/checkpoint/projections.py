@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModelError
 from .families import Family
 from .layout import AttentionShape
-from .tensors import FLOAT32
+from .tensors import BASES, FLOAT32
 
 GetTensor = Callable[[str], Tensor]
 """Reads a tensor by its name."""
@@ -122,6 +122,10 @@ class CompressedProjections(nn.Module):
     code_shift: nn.Parameter | None
     length_weight: nn.Parameter | None
     error_basis: nn.Parameter | None
+    value_basis: nn.Parameter | None
+    output_basis: nn.Parameter | None
+    value_shift: nn.Parameter | None
+    value_constant: nn.Parameter | None
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], head_dim: int, norms: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -129,7 +133,7 @@ class CompressedProjections(nn.Module):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             weight, bias = shapes.get(f"{name}.weight"), f"{name}.bias" in shapes
             self.register_module(name, None if weight is None else nn.Linear(weight[1], weight[0], bias=bias))
-        for name in ("key_basis", "query_basis", "error_basis", *FLOAT32):
+        for name in (*BASES, *FLOAT32):
             dtype = torch.float32 if name in FLOAT32 else None
             tensor = torch.empty(shapes[name], dtype=dtype) if name in shapes else None
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
@@ -140,7 +144,7 @@ class CompressedProjections(nn.Module):
         """Project hidden states to queries, keys and values.
 
         Queries and keys are normed heads, [..., heads, head_dim], or where a basis is folded latents, [..., *]. Values
-        are latents, their part of a joint latent, or nothing.
+        are latents, their part of a joint latent, or nothing; heads in a layer with exact tokens.
         """
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
         value = key[..., :0] if self.v_proj is None else self.v_proj(hidden_states)
@@ -148,6 +152,8 @@ class CompressedProjections(nn.Module):
             query = self._heads(query, "q_norm")
         if self.key_basis is not None:
             key = self._heads(key, "k_norm")
+        if self.value_basis is not None:
+            value = value.unflatten(-1, (-1, self.head_dim))
         return query, key, value
 
     def _heads(self, x: Tensor, norm: str) -> Tensor:

@@ -13,6 +13,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from ..checked import Reader
 from ..errors import CheckpointError
+from .channels import PartedInfo
 from .json_files import read_json
 from .layout import AttentionShape, RopeBlock
 
@@ -90,7 +91,7 @@ class PlanRanks(TypedDict):
 
     exact: Ranks
     stored: Ranks
-    channels: NotRequired[list[list[list[dict[str, int]]]]]
+    channels: NotRequired[list[list[list[dict[str, int] | PartedInfo]]]]
 
 
 class SizeInfo(TypedDict):

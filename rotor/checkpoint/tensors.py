@@ -40,18 +40,27 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     length_weight_i p_i^2)) + 8, 0, 15) gives the scale s = 2^((n - 8) / 2). With t = p / s + code_shift, a fast channel
     has the code floor(t), clamped, and the error e = code + 1/2 - t; the rest is coded as t + e error_basis.
     code_shift, length_weight [rank]. error_basis [sum over groups of fast rank x rank of the rest], flat: the matrix of
-    each group, one after another. The column of the scale in query_basis and o_proj has what codes add to what the
-    scale multiplies.
+    each group, one after another. The column of the scale in query_basis, and in o_proj or output_basis, has what codes
+    add to what the scale multiplies.
+
+    A layer with exact tokens has the source's projections, KV heads in the order of the layout, and at run time also
+    value_basis [g * head_dim, rank]: values -> latents (joint ones are the sum of what both bases give).
+    output_basis [g * head_dim, width]: what attention over rows puts out -> values of each head. value_shift [rank],
+    where values have latents of their own, and value_constant [num_kv_heads, head_dim]: what codes add, as of keys.
 
     Args:
         biases: which of q, k, v, o have a bias in the source; what codes add makes more of them.
     """
     groups, size, dim = layout.groups, layout.group_size, shape.head_dim
     heads = size * shape.heads_per_kv
-    folded, rotary, shifted = layout.folds_keys(shape), bool(shape.rotary_dim), layout.shifted_projections(shape)
+    folds_keys, folds_queries, shifted = (
+        layout.folds_keys(shape),
+        layout.folds_queries(shape),
+        layout.shifted_projections(shape),
+    )
     ranks, widths = tuple(g.key.rank for g in groups), tuple(g.key.width for g in groups)
     value_ranks, value_widths = tuple(g.values.rank for g in groups), tuple(g.values.width for g in groups)
-    hidden = shape.hidden_size
+    hidden, stacked = shape.hidden_size, (size * dim,) * len(groups)
     tensors: dict[str, TensorSpec] = {}
 
     def projection(name: str, parts: tuple[int, ...], head_axis: int | None = None) -> None:
@@ -59,34 +68,52 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
         if name in shifted or name in biases:
             tensors[f"{name}_proj.bias"] = TensorSpec((sum(parts),), 0, parts, head_axis=head_axis)
 
+    def basis(name: str, columns: tuple[int, ...], head_axis: int | None = None) -> None:
+        tensors[name] = TensorSpec((size * dim, sum(columns)), 1, columns, head_axis=head_axis)
+
+    def shift(name: str, parts: tuple[int, ...]) -> None:
+        if layout.coded:
+            tensors[name] = TensorSpec((sum(parts),), 0, parts, float32=True)
+
+    def constant(name: str) -> None:
+        if layout.coded:
+            parts = (size,) * len(groups)
+            tensors[name] = TensorSpec((shape.num_kv_heads, dim), 0, parts, float32=True, head_axis=0)
+
     def times(count: int, parts: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(count * part for part in parts)
 
-    projection("q", times(heads, (dim,) * len(groups) if rotary else widths), head_axis=0)
-    projection("k", ranks if folded else (size * dim,) * len(groups))
+    projection("q", times(heads, widths if folds_queries else (dim,) * len(groups)), head_axis=0)
+    projection("k", ranks if folds_keys else stacked)
     if layout.has_value_projection(shape):
-        projection("v", value_ranks)
-    outputs = times(heads, value_widths)
+        projection("v", value_ranks if layout.folds_values else stacked)
+    outputs = times(heads, value_widths if layout.folds_values else (dim,) * len(groups))
     tensors["o_proj.weight"] = TensorSpec((hidden, sum(outputs)), 1, outputs, head_axis=1)
     if "o" in shifted or "o" in biases:
         tensors["o_proj.bias"] = TensorSpec((hidden,))
-    if not folded:
-        tensors["key_basis"] = TensorSpec((size * dim, sum(ranks)), 1, ranks)
-        if shifted:
-            tensors["key_shift"] = TensorSpec((sum(ranks),), 0, ranks, float32=True)
-    if rotary:
-        tensors["query_basis"] = TensorSpec((size * dim, sum(widths)), 1, widths, head_axis=0)
-        if shifted:
-            constants = (size,) * len(groups)
-            tensors["key_constant"] = TensorSpec((shape.num_kv_heads, dim), 0, constants, float32=True, head_axis=0)
+    if not folds_keys:
+        basis("key_basis", ranks)
+        shift("key_shift", ranks)
+    if not folds_queries:
+        basis("query_basis", widths, head_axis=0)
+        constant("key_constant")
+    if not layout.folds_values:
+        basis("value_basis", value_ranks)
+        if not layout.joint:
+            shift("value_shift", value_ranks)
+        basis("output_basis", value_widths, head_axis=0)
+        constant("value_constant")
     if layout.scaled:
-        for name in ("code_shift", "length_weight"):
-            tensors[name] = TensorSpec((sum(ranks),), 0, ranks, float32=True)
+        shift("code_shift", ranks)
+        shift("length_weight", ranks)
         products = tuple(g.key.fast_rank * g.key.rest.rank for g in groups if isinstance(g.key, Parted))
         if layout.fast_planes:
             tensors["error_basis"] = TensorSpec((sum(products),), 0, products)
     return tensors
 
 
-FLOAT32 = ("key_shift", "key_constant", "code_shift", "length_weight")
+BASES = ("key_basis", "query_basis", "value_basis", "output_basis", "error_basis")
+"""Names of the tensors in the model's dtype that are no projection's."""
+
+FLOAT32 = ("key_shift", "key_constant", "value_shift", "value_constant", "code_shift", "length_weight")
 """Names of the tensors that keep float32."""

@@ -72,7 +72,7 @@ def export(request: ExportRequest, output: OutputOptions) -> None:
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
 
     --accuracy measures the points that its search needs, and keeps them in the run; the report split is measured
-    once, for the point that is written. Of the recipe, --set can still change the sections ranks, codes,
+    once, for the point that is written. Of the recipe, --set can still change the sections ranks, codes, exact,
     evaluation and search.
 
     Args:

@@ -157,9 +157,9 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
             device (gloo a CPU, nccl GPUs), and its timeout says how long a process waits for one that hangs.
     Raises:
         UsageError: torch.distributed is not initialised, the model is not compressed, is split already, keeps its
-            cache by a policy, lies on several devices, or has a RoPE whose frequencies depend on the length. In passes:
-            the processes were given different inputs, a cache of a kind that cannot be split or that was filled
-            elsewhere, a mask that is not two-dimensional.
+            cache by a policy or tokens exactly, lies on several devices, or has a RoPE whose frequencies depend on the
+            length. In passes: the processes were given different inputs, a cache of a kind that cannot be split or that
+            was filled elsewhere, a mask that is not two-dimensional.
         RotorError: in passes: another process ended, or did not answer within the group's timeout.
     Source: ZDC section 5.3; PyTorch's `context_parallel` for the shape of the call.
     """
@@ -186,6 +186,11 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
             any(layer.store != CacheRows() for layer in layers),
             "the model keeps its cache by a policy, which looks at tokens that other processes have.",
             "Turn it off: rotor.use_cache_policy(model, None), or --cache none.",
+        ),
+        (
+            any(layer.layout.exact is not None for layer in layers),
+            "the checkpoint keeps its first and newest tokens exactly, which a sequence on several processes does not.",
+            "Export it with --set exact.first=0 --set exact.newest=0.",
         ),
         (
             any(layer.rotary is not None and layer.rotary.depends_on_length for layer in layers),

@@ -91,6 +91,7 @@ class _Attachment:
                 "Use a checkpoint that `rotor export` wrote, or another policy.",
             )
         for module in self._compressed:
+            policy.check_exact(module.layout.exact)
             policy.check_rows(module.layout.coded, module.layout.rope_block is None)
         tables: list[RotaryTable | None] = [None] * count
         if policy.moves_keys:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..checked import Expect, Reader, shorten
-from ..checkpoint import LayerLayout
+from ..checkpoint import ExactTokens, LayerLayout
 from ..errors import UnsupportedModelError, UsageError
 from ..kernels.rows import row_dtype
 from .layer import PolicyLayer
@@ -96,6 +96,15 @@ class Policy(ABC):
         Args:
             coded: rows are codes, not 16-bit numbers. post_rope: keys are compressed after RoPE.
         """
+
+    def check_exact(self, exact: ExactTokens | None) -> None:
+        """Raise UsageError if a compressed model keeps tokens exactly beside its rows: a policy keeps rows alone."""
+        if exact is not None:
+            raise UsageError(
+                f"cache policy {self.method}: the checkpoint keeps {exact.first} first and {exact.newest} newest "
+                "tokens exactly beside its rows, which no policy does.",
+                "Leave the policy out (--cache none), or export with --set exact.first=0 --set exact.newest=0.",
+            )
 
     def check_config(self, config: Any) -> int:
         """Check that the policy can serve a model; returns its number of layers.

@@ -21,6 +21,7 @@ from .sections import (
     Codes,
     Distil,
     Evaluation,
+    Exact,
     Groups,
     ObjectiveSettings,
     Prune,
@@ -29,7 +30,7 @@ from .sections import (
     Tokens,
 )
 
-EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search")
+EXPORT_SECTIONS = ("ranks", "codes", "exact", "evaluation", "search")
 """Sections that may still be overridden on export, because calibration does not depend on them."""
 
 
@@ -47,6 +48,7 @@ class Recipe:
     bases: Bases = Bases()
     ranks: Ranks = Ranks()
     codes: Codes = Codes()
+    exact: Exact = Exact()
     distil: Distil = Distil()
     evaluation: Evaluation = Evaluation()
     search: Search = Search()
@@ -100,6 +102,8 @@ class Recipe:
             fits = tokens.source == "dataset" or getattr(tokens, name) == default
             need(fits, f"tokens.{name}", f"{json.dumps(default)}, as source is not dataset")
         need(evaluation.source != "text" or bool(evaluation.path), "evaluation.path", file)
+        need(bool(self.exact.newest) or not self.exact.first, "exact.first", "0, as exact.newest is 0")
+        need(not self.exact.newest or not self.bases.refit, "bases.refit", "false, as exact.newest is not 0")
         need(self.coded or not self.distil.steps, "distil.steps", "0, as codes.bits has no width below 16")
         where = "pre" if domain == "block" else domain
         methods = [name for name, method in QK_METHODS.items() if where in method.domains]

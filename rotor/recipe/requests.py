@@ -103,7 +103,7 @@ class ExportRequest(MemoryOptions, Goal, Reported):
     Args:
         run: Run folder that `rotor calibrate` wrote; its tables gain the points that are measured.
         out: Checkpoint folder to write; it appears whole or not at all.
-        overrides: Override a recipe field of the sections ranks, codes, evaluation and search; may be repeated.
+        overrides: Override a recipe field of the sections ranks, codes, exact, evaluation and search; may be repeated.
         measure: Measure accuracy. An export without it needs a compression or a removal rate; it neither loads the
             model nor reads text, and rotor.json and the card say so.
         cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), a YAML file,

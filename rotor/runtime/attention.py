@@ -119,11 +119,15 @@ class RotorAttention(CompressedProjections):
             self.softcap,
             self.key_basis,
             self.key_shift,
+            self.value_basis,
+            self.value_shift,
+            self.output_basis,
+            self.value_constant,
             code_scales(self),
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotorAttention:
-        """Apply `.to()` and the like: the tensors of FLOAT32 move with the module, and keep their dtype."""
+        """Apply `.to()` and the like: shifts and constants move with the module, and stay float32."""
         kept = {name: p.detach() for name, p in self._parameters.items() if p is not None and name in FLOAT32}
         super()._apply(fn, recurse)
         for name, before in kept.items():

@@ -144,5 +144,6 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, request: 
             f"--no-measure: cache policy {policy.method} is found by running the compressed model over text.",
             "Leave --no-measure out, or take another --cache.",
         )
+    policy.check_exact(recipe.exact.tokens)
     policy.check_rows(recipe.coded, recipe.groups.domain == "post")
     return policy

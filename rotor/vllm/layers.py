@@ -95,6 +95,12 @@ class Plan:
     def check(self, cache_dtype: str, lora: bool, context_parallel: int) -> None:
         """Check that the checkpoint can do what vLLM is asked for; raises UsageError if not."""
         check_size(self.layouts, self.shape, self.ranks)
+        if any(layout.exact is not None for layout in self.layouts):
+            raise UsageError(
+                f"{self.model}: keeps its first and newest tokens exactly, for which vLLM's cache of rows has no "
+                "place.",
+                "Export it with --set exact.first=0 --set exact.newest=0, or serve with transformers.",
+            )
         policy = getattr(self.section, "cache", None)
         if policy is not None:
             raise UsageError(

@@ -108,7 +108,7 @@ class _JointBits(_LayerBits):
         _, fitting, path = self._of_planes[planes]
         split = path.split(min(units, len(path.loss) - 1))
         size = len(self.fast) // len(self.rest)
-        found = []
+        found: list[Parted] = []
         for index, (curve, own, count) in enumerate(zip(self.rest, fitting, split, strict=True)):
             fast = tuple(head.channels(planes) for head in self.fast[index * size : (index + 1) * size])
             found.append(Parted(curve.channels(int(own[count])), fast))

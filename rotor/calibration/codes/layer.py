@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...checkpoint.bases import LayerBases
+from ...checkpoint.bases import BasisPair, LayerBases
 from ...checkpoint.channels import Channels, Parted, aligned
 from ..bases.information import LayerFisher
 from ..bases.moments import vector_names
@@ -76,7 +76,8 @@ def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
 
 def coded_bases(bases: LayerBases, codes: LayerCodes, channels: GroupChannels) -> LayerBases:
     """Order the columns of each group by their loss, and code them with the channels of a plan."""
-    latents, parting = [], bases.parting
+    latents: list[BasisPair] = []
+    parting = bases.parting
     for pair, side, own in zip(bases.latents, codes.sides, by_latent(channels), strict=True):
         coded = [side.code(group, latent) for group, latent in enumerate(own)]
         order = torch.stack([order for order, _ in coded])

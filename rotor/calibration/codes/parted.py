@@ -75,7 +75,7 @@ def parted_codes(bases: LayerBases, gradients: LayerFisher) -> tuple[SideCodes, 
         index = torch.searchsorted(torch.tensor(FITTED_BITS), bits[0]).unsqueeze(0)
         mean, step, lost = (tensor.gather(0, index)[0] for tensor in (own.mean, own.scale, own.distortion))
         codes = [ChannelCode(*parts) for parts in zip(bits[0], mean, step, strict=True)]
-        errors = _from_heads((_read(known[0], codes, of_heads) - known[0]) @ pair.decode.mT, size)
+        errors = from_heads((_read(known[0], codes, of_heads) - known[0]) @ pair.decode.mT, size)
         parting = parting.predicted_from(pair, lost.clamp(max=1.0))
     read = x[..., fast] + errors
     target = (x[..., other] + errors @ parting.feedback - read @ parting.prediction) @ rest.encode
@@ -89,7 +89,7 @@ def by_head(numbers: Tensor, group_size: int) -> Tensor:
     return numbers.unflatten(-1, (group_size, -1)).movedim(2, 1).flatten(0, 1)
 
 
-def _from_heads(numbers: Tensor, group_size: int) -> Tensor:
+def from_heads(numbers: Tensor, group_size: int) -> Tensor:
     """The inverse of `by_head`."""
     return numbers.unflatten(0, (-1, group_size)).movedim(1, 2).flatten(2)
 

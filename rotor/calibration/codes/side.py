@@ -103,5 +103,6 @@ def side_codes(
         costs, latents = scaled, latents / scale.unsqueeze(-1)
     groups = zip(latents, costs, first, strict=True)
     fits = [measure_channels(latent, cost, FITTED_BITS, exact) for latent, cost, exact in groups]
-    variance, *at_widths = zip(*fits, strict=True)
-    return SideCodes(weight, torch.stack(variance), *(torch.stack(parts, dim=1) for parts in at_widths), length)
+    variance, *parts = zip(*fits, strict=True)
+    mean_of, scale_of, distortion = (torch.stack(part, dim=1) for part in parts)
+    return SideCodes(weight, torch.stack(variance), mean_of, scale_of, distortion, length)

@@ -37,10 +37,11 @@ class TrainedCode:
     Args:
         pair: calibration's bases.
         codes: calibration's codes of the channels.
+        centred: the mean of what is coded is 0, so that m is left out and all but the codes is linear.
     """
 
-    def __init__(self, pair: BasisPair, codes: SideCodes, device: torch.device) -> None:
-        self._codes = codes
+    def __init__(self, pair: BasisPair, codes: SideCodes, device: torch.device, centred: bool = False) -> None:
+        self._codes, self._centred = codes, centred
         self._order = torch.stack([codes.order(group) for group in range(len(codes.weight))])
         self._pair = pair.ordered(self._order)
         self._unit = self._ordered(codes.scale[FITTED_BITS.index(4)])  # brings all channels to one size
@@ -57,7 +58,8 @@ class TrainedCode:
         self._per_unit = on_device(per_unit)
         self.means = on_device(self._ordered(codes.mean) / self._unit)
         self.log_scales = on_device((self._ordered(codes.scale) / self._unit).log())
-        self._middle = self.means[0].clone()
+        self._middle = torch.zeros_like(self.means[0]) if centred else self.means[0].clone()
+        self._length = on_device(self._ordered(codes.length) * self._unit.square())
         self.mixes = [torch.zeros_like(self._per_unit) for _ in range(2)]
         self.code_parameters = [self.means, self.log_scales]
         for tensor in (*self.mixes, *self.code_parameters):
@@ -73,6 +75,25 @@ class TrainedCode:
         return torch.stack(
             [self._group(group, *both) for group, both in enumerate(zip(vectors, channels, strict=True))]
         )
+
+    @torch.no_grad()
+    def energy(self, vectors: Tensor, channels: Sequence[Channels]) -> tuple[Tensor, Tensor]:
+        """Sum of the weighted squares of stored latents, [num_groups, tokens], and how many have a weight."""
+        energies, counts = [], []
+        for group, (own, latent) in enumerate(zip(vectors, channels, strict=True)):
+            length = self._length[group, : latent.rank]
+            energies.append((self._latent(group, own)[:, : latent.rank].square() * length).sum(-1))
+            counts.append(length.count_nonzero())
+        return torch.stack(energies), torch.stack(counts)
+
+    def distortions(self, channels: Sequence[Channels]) -> tuple[BasisPair, Tensor]:
+        """Calibration's bases in the order of plans, and the distortion of each channel of a plan."""
+        codes = [self._codes.code(group, latent)[1] for group, latent in enumerate(channels)]
+        return self._pair, self._codes.distortions(codes)
+
+    def _latent(self, group: int, vectors: Tensor) -> Tensor:
+        latent = vectors @ self._encode[group]
+        return latent + (latent - self._middle[group]) @ (self._per_unit[group] * self.mixes[0][group]).T
 
     def _group(self, group: int, vectors: Tensor, channels: Channels) -> Tensor:
         rank, device = channels.rank, vectors.device
@@ -108,7 +129,8 @@ class TrainedCode:
         encode = encode + encode @ encode_mix.mT
         decode = decode + decode @ decode_mix
         both = encode * self._unit[:, None], decode / self._unit[:, None]
-        pair = BasisPair(*both, self._pair.singular_values, shift, constant)
+        moved = () if self._centred else (shift, constant)
+        pair = BasisPair(*both, self._pair.singular_values, *moved)
         to_calibration = self._order.argsort(-1)
         trained = exact(self.means) * self._unit, exact(self.log_scales).exp() * self._unit
         mean, scale = (tensor.gather(-1, to_calibration.expand_as(tensor)) for tensor in trained)

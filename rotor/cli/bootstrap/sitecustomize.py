@@ -8,7 +8,7 @@ import sys
 import rotor_autoload  # type: ignore[import-not-found]  # noqa: F401  (beside this file, whose folder is on sys.path)
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_ROTOR = os.path.dirname(_HERE)
+_ROTOR = os.path.dirname(os.path.dirname(_HERE))
 
 
 class _ThisRotor:

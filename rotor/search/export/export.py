@@ -19,7 +19,7 @@ from ...checkpoint.folding import model_layouts
 from ...checkpoint.hashes import tensor_sha256
 from ...checkpoint.layout import (
     LayerLayout,
-    kv_bytes_of_sequence,
+    compressed_kv_bytes_of_sequence,
     kv_bytes_per_token,
     uncompressed_kv_bytes_of_sequence,
     uncompressed_kv_bytes_per_token,
@@ -118,7 +118,7 @@ def _write(
     recipe = job.recipe
     checkpoint = job.checkpoint
     family = job.family
-    layouts = model_layouts(bases, point.ranks)
+    layouts = model_layouts(bases, point.ranks, recipe.exact.tokens)
     apart = job.request.without_weights
     contents = rewritten_tensors(checkpoint, run.shape, bases.__getitem__, layouts, checkpoint.tensor)
     tensors = write_shards(None if apart else staging, checkpoint, contents, job.check_unchanged, progress)
@@ -241,9 +241,7 @@ def _report(
         "kv_bytes_of_sequence": {
             "tokens": job.context_tokens,
             "before": uncompressed_kv_bytes_of_sequence(job.run.shape, element_bytes, job.context_tokens),
-            "after": kv_bytes_of_sequence(
-                [sum(layout.row_bytes(element_bytes)) for layout in layouts], job.run.shape, job.context_tokens
-            ),
+            "after": compressed_kv_bytes_of_sequence(layouts, job.run.shape, element_bytes, job.context_tokens),
         },
         "accuracy": accuracy.to_dict(),
         "ranks": point.ranks_json,

@@ -16,6 +16,7 @@ from ...checkpoint.file_names import ROTOR_JSON
 from ...checkpoint.layout import (
     AttentionShape,
     LayerLayout,
+    exact_bytes_of_sequence,
     kv_bytes_of_sequence,
     uncompressed_kv_bytes_of_sequence,
     uncompressed_kv_bytes_per_token,
@@ -99,9 +100,10 @@ def collect_checkpoint(
     layouts = [LayerLayout.from_dict(own, ROTOR_JSON) for own in report["layouts"]]
     data.ranks = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in layouts]
     data.ranks_of = "of this checkpoint"
-    rows = [sum(layout.row_bytes(size["element_bytes"])) for layout in layouts]
     element = size["element_bytes"]
-    held = report.get("kv_bytes_of_sequence") or _sequence(shape, element, rows, LONG_CONTEXT)
+    rows = [sum(layout.row_bytes(element)) for layout in layouts]
+    exact = exact_bytes_of_sequence([layout.exact for layout in layouts], shape, element)
+    held = report.get("kv_bytes_of_sequence") or _sequence(shape, element, rows, exact, LONG_CONTEXT)
     _headline(data, chosen, (size["before"], size["after"], held))
     if isinstance(run, Run):  # which has other measured points, spectra and timings
         table = None if accuracy.table is None else RankTable.named(run, accuracy.table)
@@ -198,13 +200,14 @@ def _run_bytes(run: Run, point: Point, tokens: int) -> tuple[int, int, SequenceI
     element = int(run.info["element_bytes"])
     before = uncompressed_kv_bytes_per_token(run.shape, element)
     rows = point.row_bytes(element)
-    return before, sum(rows), _sequence(run.shape, element, rows, tokens)
+    exact = exact_bytes_of_sequence([run.recipe.exact.tokens] * run.shape.num_layers, run.shape, element)
+    return before, sum(rows), _sequence(run.shape, element, rows, exact, tokens)
 
 
-def _sequence(shape: AttentionShape, element: int, row_bytes: Sequence[int], tokens: int) -> SequenceInfo:
-    """Bytes of a sequence of so many tokens, by those of a token in each layer."""
+def _sequence(shape: AttentionShape, element: int, row_bytes: Sequence[int], exact: int, tokens: int) -> SequenceInfo:
+    """Bytes of a sequence of so many tokens, by those of a token in each layer and of the exact tokens."""
     before = uncompressed_kv_bytes_of_sequence(shape, element, tokens)
-    return {"tokens": tokens, "before": before, "after": kv_bytes_of_sequence(row_bytes, shape, tokens)}
+    return {"tokens": tokens, "before": before, "after": kv_bytes_of_sequence(row_bytes, shape, tokens) + exact}
 
 
 def _headline(data: ReportData, point: Point, size: tuple[int, int, SequenceInfo]) -> None:
