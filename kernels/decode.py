@@ -418,7 +418,6 @@ def decode_kernel(
                 at_place = at[:, None] * FAST + plane[None, :]
                 cos = tl.load(places + at_place)
                 sin = tl.load(places + BLOCK * FAST + at_place)
-                fixed = tl.zeros((KEYS, ROWS), tl.float32)
                 for h in tl.static_range(HEADS):
                     c_h = fast_constant + (group * HEADS + h) * (2 * FAST) + plane + zero
                     b_h = fast_basis + (group * HEADS + h) * (SPANS * OPERANDS * 2 * FAST * PART) + zero
@@ -437,21 +436,26 @@ def decode_kernel(
                     if ROWS > LIVE:
                         own &= live[None, :]
                     f_h = fast_query + (block + row)[None, :] * (2 * FAST) + plane[:, None]
-                    f0 = tl.load(f_h, mask=own, other=0.0)
-                    f1 = tl.load(f_h + FAST, mask=own, other=0.0)
-                    logits = tl.dot(k0, f0, logits, input_precision=PRECISION)
-                    logits = tl.dot(k1, f1, logits, input_precision=PRECISION)
-                    if SCALED:
-                        k_h = constant_keys + (group * HEADS + h) * (2 * BLOCK * FAST) + at_place
-                        fixed = tl.dot(tl.load(k_h), f0, fixed, input_precision=PRECISION)
-                        fixed = tl.dot(tl.load(k_h + BLOCK * FAST), f1, fixed, input_precision=PRECISION)
+                    logits = tl.dot(k0, tl.load(f_h, mask=own, other=0.0), logits, input_precision=PRECISION)
+                    logits = tl.dot(k1, tl.load(f_h + FAST, mask=own, other=0.0), logits, input_precision=PRECISION)
             if SCALED:
                 nibble = tl.dot(
                     z[SCALE_WORD // PART * OPERANDS], spread, tl.zeros((KEYS, ROWS), tl.float32),
                     input_precision=PRECISION,
                 )  # fmt: skip
                 scales = tl.exp2((nibble - excess(0, DTYPE)) * 0.5)
-                logits = logits * scales + fixed if FAST > 0 else logits * scales
+                logits = logits * scales
+                # Fast planes of the constant keys, which are not scaled.
+                for h in tl.static_range(HEADS if FAST > 0 else 0):
+                    own = (head // PER_HEAD == h)[None, :]
+                    if ROWS > LIVE:
+                        own &= live[None, :]
+                    f_h = fast_query + (block + row)[None, :] * (2 * FAST) + plane[:, None]
+                    k_h = constant_keys + (group * HEADS + h) * (2 * BLOCK * FAST) + at_place
+                    for half in tl.static_range(2):
+                        f = tl.load(f_h + half * FAST, mask=own, other=0.0)
+                        k = tl.load(k_h + half * (BLOCK * FAST))
+                        logits = tl.dot(k, f, logits, input_precision=PRECISION)
             # Keys of this tile that each query row attends to.
             start = tile * STEP
             if TOKENS > 1:

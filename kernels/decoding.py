@@ -19,7 +19,7 @@ from rotor.checkpoint.kernel_config import Tile
 from rotor.checkpoint.layout import LayerLayout
 from rotor.errors import UsageError
 
-from .absorb import CHUNK, absorb_kernel
+from .absorb import absorb_kernel
 from .decode import SPAN, decode_kernel, excess, most_spans, sixteenth
 from .defaults import decode_tile, slices_per_sm
 from .join import join_kernel
@@ -44,8 +44,8 @@ ABSORBED_BYTES = 256 << 20
 class BlockRotations:
     """RoPE's tables by block and by place in a block.
 
-    starts: [blocks, 2, planes], float32, cos and sin of the positions where blocks begin. places: [2, rope_block, fast
-    planes], in the dtype of products, without RoPE's attention factor.
+    starts: [blocks, 2, planes and zeros], float32, cos and sin of the positions where blocks begin. places: [2,
+    rope_block, fast planes], in the dtype of products, without RoPE's attention factor.
     """
 
     starts: Tensor
@@ -64,11 +64,18 @@ class BlockRotations:
         padded = padded_columns(fast)
         places = torch.stack([_pad(table[:block, :fast] / cos[0, :fast], padded) for table in (cos, sin)])
         starts = torch.stack([cos[::block], sin[::block]], dim=1)
-        return cls(starts, places.to(product_dtype(layout, dtype)).contiguous())
+        chunk = absorbed_at_a_time(planes - fast)
+        starts = _pad(starts, fast + -(-2 * (planes - fast) // chunk) * chunk // 2)
+        return cls(starts.contiguous(), places.to(product_dtype(layout, dtype)).contiguous())
 
 
 def _pad(x: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
+
+
+def absorbed_at_a_time(slow_planes: int) -> int:
+    """Dimensions that a product of `absorb` takes at a time: 64, or 32 where that leaves fewer empty."""
+    return 64 if -2 * slow_planes % 64 < 32 else 32
 
 
 def _pad_rows(x: Tensor, dim: int, rows: int) -> Tensor:
@@ -114,9 +121,9 @@ class DecodeLayer:
         self.fast_planes = layout.fast_planes
         self.fast = padded_columns(self.fast_planes)
         rest = 0 if self.folded else shape.head_dim - 2 * self.planes
-        self.slow_chunks, self.rest_chunks = (
-            -(-count // CHUNK.value) for count in (self.planes - self.fast_planes, rest)
-        )
+        slow = self.planes - self.fast_planes
+        self.chunk = absorbed_at_a_time(slow)
+        self.slow_chunks, self.rest_chunks = -(-2 * slow // self.chunk), -(-rest // self.chunk)
         self.slow = self.folded or bool(self.slow_chunks or self.rest_chunks)
         widths = [group.key.width // self.operands for group in layout.groups]
         value_widths = [group.values.width // self.operands for group in layout.groups]
@@ -144,7 +151,7 @@ class DecodeLayer:
         self._tables: dict[tuple[int, int], Tensor] = {}
         self.constant = None if parameters.key_constant is None else parameters.key_constant.detach()
         self.scaled_constant = None if basis is None or not self.scaled else self._scaled_constant()
-        self.absorb_basis = None if basis is None or self.folded else self._absorb_basis()
+        self.absorbing = None if basis is None or self.folded else self._absorb_basis()
         self._constant_keys: tuple[BlockRotations, Tensor] | None = None
         self.fast_basis: Tensor | None = None
         self.fast_constant: Tensor | None = None
@@ -187,18 +194,29 @@ class DecodeLayer:
             first += group.key.width
         return torch.cat(found)
 
-    def _absorb_basis(self) -> Tensor:
-        """The basis that `absorb` multiplies with, see `absorb_kernel`."""
-        planes, fast, found, first = self.planes, self.fast_planes, [], 0
+    def _absorb_basis(self) -> tuple[Tensor, Tensor]:
+        """The basis and the constants that `absorb` multiplies with, see `absorb_kernel`."""
+        found, first = [], 0
         for g, group in enumerate(self.layout.groups):
-            columns = self._columns(g, first)
-            halves = columns[:, : 2 * planes].unflatten(1, (2, planes))[:, :, fast:]
-            slow = _pad_rows(halves, 2, self.slow_chunks * CHUNK.value)
-            slow = slow.unflatten(2, (-1, CHUNK.value)).transpose(1, 2).flatten(1, 2)
-            rest = _pad_rows(columns[:, 2 * planes :], 1, self.rest_chunks * CHUNK.value)
-            found.append(torch.cat([slow, rest.unflatten(1, (-1, CHUNK.value))], dim=1))
+            found.append(self._in_chunks(self._columns(g, first)))
             first += group.key.width
-        return torch.stack(found).to(self.dtype).contiguous()
+        keys = [self.constant, self.scaled_constant]
+        columns = torch.zeros(self.shape.num_kv_heads, self.shape.head_dim, 8, device=self.device)
+        for column, key in zip((0, 2), keys, strict=True):
+            if key is not None:
+                columns[..., column] = key.to(self.dtype)
+                columns[..., column + 1] = key.float() - columns[..., column]
+        basis, constants = torch.stack(found), self._in_chunks(columns)
+        return basis.to(self.dtype).contiguous(), constants.to(self.dtype).contiguous()
+
+    def _in_chunks(self, rows: Tensor) -> Tensor:
+        """Rows of slow planes and of dimensions without RoPE, [heads, head_dim, ...], as `absorb` takes them: [heads,
+        chunks, chunk, ...]."""
+        planes, half = self.planes, self.chunk // 2
+        slow = rows[:, : 2 * planes].unflatten(1, (2, planes))[:, :, self.fast_planes :]
+        slow = _pad_rows(slow, 2, self.slow_chunks * half).unflatten(2, (-1, half)).transpose(1, 2).flatten(2, 3)
+        rest = _pad_rows(rows[:, 2 * planes :], 1, self.rest_chunks * self.chunk).unflatten(1, (-1, self.chunk))
+        return torch.cat([slow, rest], dim=1)
 
     def _fast_parts(self) -> tuple[Tensor, Tensor]:
         """Basis and constant by which fast planes are rebuilt: [groups, heads, spans, operands, 2, fast, part] and
@@ -288,11 +306,12 @@ class DecodeLayer:
     def absorb_constants(self, tokens: int) -> dict[str, Any]:
         return {
             "CODED": self.word_operands, "SCALED": self.scaled,
-            "CONSTANT": self.constant is not None, "FAST": self.fast, "FAST_PLANES": self.fast_planes,
+            "FAST": self.fast, "FAST_PLANES": self.fast_planes,
             "PLANES": self.planes, "SLOW": self.slow_chunks, "HEAD_DIM": self.shape.head_dim,
             "REST": self.rest_chunks, "BLOCK": self.block, "HEADS": self.heads, "PER_HEAD": self.per_head,
             "TOKENS": tokens, "COLUMNS": self.columns, "PART": part_of(self.columns),
-            "COUNT": 128 if self.wide else 32 if self.block else 16, "PRECISION": precision(self.dtype),
+            "CHUNK": self.chunk, "COUNT": 128 if self.wide else 32 if self.block else 16,
+            "PRECISION": precision(self.dtype),
         }  # fmt: skip
 
     @property
@@ -302,6 +321,11 @@ class DecodeLayer:
 
     def absorb_options(self) -> dict[str, int]:
         return {"num_warps": 8, "num_stages": 1} if self.wide else {"num_warps": 2, "num_stages": 2}
+
+
+def absorbing_programs(chunks: int, queries: int, sms: int) -> int:
+    """Programs that share the blocks of one query: two for each SM, as each reads the basis."""
+    return min(chunks, max(1, 2 * sms // queries))
 
 
 def assembled() -> bool:
@@ -409,10 +433,10 @@ def decode_attention(
                 align = math.gcd(16, queries.stride(0), queries.stride(1))
                 chunks = -(-max_blocks // constants["COUNT"])
                 heads = groups * layer.group_rows
-                shared = min(chunks, max(1, 4 * sm_count(key.device) // (heads * sequences * tokens)))
+                shared = absorbing_programs(chunks, heads * sequences * tokens, sm_count(key.device))
+                assert layer.absorbing is not None
                 absorb_kernel[shared, heads, sequences * tokens](
-                    queries, layer.absorb_basis, constant if layer.constant is None else layer.constant,
-                    constant if layer.scaled_constant is None else layer.scaled_constant,
+                    queries, *layer.absorbing,
                     constant if rotations is None else rotations.starts, absorbed, constant, fast_query, begin, until,
                     none if starts is None else starts, groups, max_blocks, queries.stride(0) // align,
                     queries.stride(1) // align, log2, ALIGN=align, enable_fp_fusion=True, **layer.absorb_options(),

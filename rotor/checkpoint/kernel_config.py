@@ -110,11 +110,11 @@ class KernelConfig:
 
 
 def layout_class(layout: LayerLayout) -> str:
-    """What the kernels of a layer are compiled for, in words: `joint 128x2, T 64, F 13`.
+    """What the kernels of a layer are compiled for, in words: `joint 256x2, T 64, F 13 in 32`.
 
-    Nibbles (or numbers) of the classes of groups with their KV heads, the block within which keys are rotated, fast
-    planes, planes whose crumbs are read too; `apart` where values have latents of their own, `numbers` where there are
-    no codes.
+    Nibbles (or numbers) of the rows of the classes of groups with their KV heads, the block within which keys are
+    rotated, fast planes and nibbles of a fast latent, planes whose crumbs are read too; `apart` where values have
+    latents of their own, `numbers` where there are no codes.
     """
     nibbles = layout.planes
     kind = ("joint", "apart")[layout.latents_per_group - 1] if layout.coded else "numbers"
@@ -123,5 +123,6 @@ def layout_class(layout: LayerLayout) -> str:
         sides = "+".join(str(side.width // layout.operands * nibbles) for side in layout.groups[cls.start].latents)
         widths.append(f"{sides}x{layout.group_size}" + (f" ({cls.count})" if cls.count < len(layout.groups) else ""))
     form = "" if layout.rope_block is None else f", T {layout.rope_block}, F {layout.fast_planes}"
+    form += f" in {nibbles * layout.fast_words}" if layout.fast_words else ""
     split = f", split {layout.operands - nibbles}" if layout.operands > nibbles else ""
     return f"{kind} {', '.join(widths)}{form}{split}"

@@ -19,7 +19,7 @@ from rotor.kernels.attention import ranges_of
 from rotor.kernels.decoding import BlockRotations, DecodeLayer, decode_attention
 from rotor.kernels.ranges import KeyRanges
 from rotor.tools.bench.sass import usage
-from rotor.tools.bench.subjects import NAMED, PAGE, named_subjects
+from rotor.tools.bench.subjects import PAGE, named_subjects
 from rotor.tools.bench.variants import layer_variants, recorded
 
 MOST_SPILLED_BYTES = 128
@@ -31,8 +31,8 @@ SPILLED_IN_PAGES = 48 if NEWEST else 192
 """The tiles that were fastest on an H100 spill 24 to 48 bytes where heads share fast planes or planes are read twice,
 24 to 168 with the assembler of Triton 3.6; tiles that spill nothing were slower."""
 
-QUICK = [("joint-128x2-fast", 90, PAGE), ("joint-64-fast-split", 90, PAGE), ("numbers-64", 80, 0)]
-EVERY = [(name, arch, page) for name in NAMED for arch in (80, 90) for page in (0, PAGE)]
+QUICK = [("llama3-8b-128x2", 90, PAGE), ("llama3-8b-128x2-split", 90, PAGE), ("llama3-8b-numbers-64x1", 80, 0)]
+EVERY = [(name, arch, page) for name in named_subjects() for arch in (80, 90) for page in (0, PAGE)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in QUICK]
 
 

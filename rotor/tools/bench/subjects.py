@@ -10,7 +10,7 @@ import torch
 
 from ...calibration.prediction.cost import DecodeStep
 from ...calibration.prediction.instructions import HEAD_DIM, Specialisation
-from ...checkpoint.channels import WORD_PLANES, Channels, Latent, Numbers, Parted
+from ...checkpoint.channels import PLANE, WORD_PLANES, Channels, Latent, Numbers, Parted
 from ...checkpoint.kernel_config import LayerKernels, layout_class
 from ...checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
 from ...kernels.defaults import default_layer
@@ -75,12 +75,14 @@ def subject_of(name: str, of: Specialisation, shape: AttentionShape | None = Non
 
 
 def row_of(of: Specialisation) -> Latent:
-    """The latent of a row that is full: in a joint one the fast latents have a nibble for each number."""
+    """The latent of a row that is full: in a joint one the fast latents have a nibble for each number, but no more than
+    half of the row."""
     if of.kind == "numbers":
         return Numbers(of.width)
     if of.kind == "apart":
         return _channels(of.width, of)
-    fast = (Channels(n4=2 * of.fast_planes),) * of.kv_heads if of.fast_planes else ()
+    most = of.width // (2 * of.kv_heads) // PLANE * PLANE
+    fast = (Channels(n4=min(2 * of.fast_planes, most)),) * of.kv_heads if of.fast_planes else ()
     slots = of.width - WORD_PLANES * sum(latent.words for latent in fast)
     return Parted(_channels(slots - 1, of), fast)
 

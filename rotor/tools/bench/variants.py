@@ -18,7 +18,7 @@ from triton.runtime import driver
 from ...checkpoint.kernel_config import LayerKernels
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...kernels.append import append
-from ...kernels.decoding import BlockRotations, DecodeLayer, decode_attention
+from ...kernels.decoding import BlockRotations, DecodeLayer, absorbing_programs, decode_attention
 from ...kernels.materialise import PagesOf, materialise
 from ...kernels.parameters import AttentionParameters
 from ...kernels.ranges import KeyRanges
@@ -170,7 +170,7 @@ def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dic
     length, sequences = STEP.context_tokens, STEP.batch_size
     groups, step = len(layer.layout.groups), layer.step(kernels.tile(arch))
     chunks = -(-(length // layer.block if layer.block else 1) // layer.absorb_constants(1)["COUNT"])
-    programs = min(chunks, max(1, 4 * SMS // (groups * layer.group_rows * sequences)))
+    programs = absorbing_programs(chunks, groups * layer.group_rows * sequences, SMS)
     tiles = sequences * groups * length / step / (SMS * kernels.slices_per_sm)
     parts = 1 + tiles * step / length
     loops = Loop(1), Loop(parts, (Loop(1), Loop(tiles / parts)))
