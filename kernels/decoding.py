@@ -151,7 +151,7 @@ class DecodeLayer:
         self._tables: dict[tuple[int, int], Tensor] = {}
         self.constant = None if parameters.key_constant is None else parameters.key_constant.detach()
         self.scaled_constant = None if basis is None or not self.scaled else self._scaled_constant()
-        self.absorbing = None if basis is None or self.folded else self._absorb_basis()
+        self.absorb_basis = None if basis is None or self.folded else self._absorb_basis()
         self._constant_keys: tuple[BlockRotations, Tensor] | None = None
         self.fast_basis: Tensor | None = None
         self.fast_constant: Tensor | None = None
@@ -434,9 +434,9 @@ def decode_attention(
                 chunks = -(-max_blocks // constants["COUNT"])
                 heads = groups * layer.group_rows
                 shared = absorbing_programs(chunks, heads * sequences * tokens, sm_count(key.device))
-                assert layer.absorbing is not None
+                assert layer.absorb_basis is not None
                 absorb_kernel[shared, heads, sequences * tokens](
-                    queries, *layer.absorbing,
+                    queries, *layer.absorb_basis,
                     constant if rotations is None else rotations.starts, absorbed, constant, fast_query, begin, until,
                     none if starts is None else starts, groups, max_blocks, queries.stride(0) // align,
                     queries.stride(1) // align, log2, ALIGN=align, enable_fp_fusion=True, **layer.absorb_options(),

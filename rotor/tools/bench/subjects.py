@@ -131,5 +131,5 @@ def named_subjects() -> dict[str, Subject]:
 
 
 def model_of(name: str) -> str:
-    """The model whose layer a name is of."""
-    return next(model for model in MODELS if name.startswith(model))
+    """The model whose layer a name is of; of a layer of no model its name."""
+    return next((model for model in MODELS if name.startswith(model)), name)

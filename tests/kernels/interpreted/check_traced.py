@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.kernel_cases import FORMS, MIXED, Numbers, causal, layer, random_case, shape_of
+from support.kernel_cases import FORMS, MIXED, Numbers, causal, layer, random_case, random_scales, shape_of
 from torch import library
 
 from rotor.checkpoint.layout import LayerLayout
@@ -38,7 +38,8 @@ def test_a_layer_is_one_graph(name) -> None:
     assert operators.described(text) == (layout, shape, kernels)
     case = random_case(layout, shape, 2, 1, 50)
     query, key, value, basis, shift = tensors(layout, shape, 1)
-    parameters = replace(case.parameters, key_basis=basis, key_shift=shift)
+    scales = random_scales(layout, torch.Generator().manual_seed(1))
+    parameters = replace(case.parameters, key_basis=basis, key_shift=shift, scales=scales)
     mask, index = causal(2, 1, 50)[:, None].clone(), torch.tensor([50])
     rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
     graphs = []
@@ -69,7 +70,8 @@ def test_fakes_say_what_the_operators_give() -> None:
     case = random_case(layout, shape, 2, 1, 50)
     query, key, value, basis, shift = tensors(layout, shape, 1)
     p, checks = case.parameters, ("test_schema", "test_faketensor")
-    appended = (key, value, query, basis, shift, *case.rotation, torch.tensor([50]), text)
+    scales = random_scales(layout, torch.Generator().manual_seed(1)) or (None, None, None)
+    appended = (key, value, query, basis, shift, *scales, *case.rotation, torch.tensor([50]), text)
     library.opcheck(operators._append, appended, test_utils=checks)
     rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
     attended = (case.query, *rows, None, p.query_basis, p.key_constant, *case.rotation, 0, p.scaling, None, text)

@@ -40,6 +40,9 @@ from .loads import LOADS, PROMPT, PROMPT_TOKENS, RAGGED
 
 Record = dict[str, Any]
 
+DTYPE = torch.bfloat16
+"""Of uncompressed caches."""
+
 COLD_BYTES = 256 << 20
 """What the caches of one graph take together at least: several times the L2 of an H100 or H200."""
 
@@ -269,7 +272,7 @@ def stock(name: str, load: str, device: str = "cuda", size: tuple[int, int, int]
     cache_bytes = 4 * size[0] * size[2] * shape.num_kv_heads * shape.head_dim
     count = 2 if load == PROMPT else copies(cache_bytes)
     generator = torch.Generator(where).manual_seed(0)
-    heads = [uncompressed_heads(shape, *size, torch.bfloat16, generator) for _ in range(count)]
+    heads = [uncompressed_heads(shape, *size, DTYPE, generator) for _ in range(count)]
     calls = [sdpa(*own) for own in heads]
     for row, backend in BACKENDS.items():
         about = {"layout": f"{name}, uncompressed", "load": load, "row": row, "cache_bytes": cache_bytes}
@@ -287,11 +290,11 @@ def flash(
 ) -> Iterator[Record]:
     """Flash-decoding in Triton over the uncompressed cache, of 16 bits or of 4 bits in groups."""
     where, (shape, _), lengths = torch.device(device), MODELS[name], lengths or LOADS[load]
-    sizes, dtype = (shape.num_heads, shape.num_kv_heads, shape.head_dim), torch.bfloat16
+    sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
     generator = torch.Generator(where).manual_seed(0)
-    first = random_flash(sizes, lengths, four_bits, dtype, generator)
+    first = random_flash(sizes, lengths, four_bits, DTYPE, generator)
     count = copies(first.cache_bytes)
-    others = [random_flash(sizes, lengths, four_bits, dtype, generator) for _ in range(count - 1)]
+    others = [random_flash(sizes, lengths, four_bits, DTYPE, generator) for _ in range(count - 1)]
     calls = [flash_decoding(problem) for problem in (first, *others)]
     row = "Triton, 4 bits in groups" if four_bits else "Triton flash-decoding"
     about = {"layout": f"{name}, uncompressed", "load": load, "row": row, "cache_bytes": first.cache_bytes}
@@ -299,7 +302,7 @@ def flash(
     if load in CHECKED:
         with torch.inference_mode():
             error = {"error": relative_error(calls[0](), first.exact())}
-        error["right"] = error["error"] <= TOLERANCE[dtype]
+        error["right"] = error["error"] <= TOLERANCE[DTYPE]
     yield {**about, "seconds": cold_seconds(calls, where), **error}
 
 
