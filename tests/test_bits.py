@@ -241,8 +241,8 @@ def test_damaged_codes_of_a_run_are_refused(coded_run, tmp_path: Path):
     path = next((copy / "tables").glob("[0-9a-f]*.json"))
     tables, run = json.loads(path.read_text()), Run.open(copy)
     point = next(p for p in tables["points"] if p["channels"])
-    for wrong, text in (({"n3": 8}, r"points\[0\]\.channels.*n3"), ({"n4": 1600}, "as many as ranks says")):
-        point["channels"][0][0][0] = wrong
+    for wrong, text in (({"n3": 8}, r"points\[0\]\.channels.*"), ({"n4": 1600}, "as many as ranks says")):
+        point["channels"][0][0][0]["rest"] = wrong
         path.write_text(json.dumps(tables))
         with pytest.raises(CheckpointError, match=text):
             RankTable.named(run, path.stem)

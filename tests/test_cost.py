@@ -14,7 +14,7 @@ from rotor.calibration.prediction.cost import (
     uncompressed_decode_seconds,
     uncompressed_layer_time,
 )
-from rotor.calibration.prediction.decode_times import decode_times, group_sizes, uniform_layout
+from rotor.calibration.prediction.decode_times import best_group_size, decode_times, group_sizes, uniform_layout
 from rotor.calibration.prediction.devices import bundled_devices, find_device
 from rotor.calibration.prediction.instructions import (
     BLOCK,

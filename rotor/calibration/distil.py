@@ -165,7 +165,10 @@ class DistilledModel:
         others = other_numbers(form, size, shape).to(numbers.device)
         centred = numbers - mean.unsqueeze(1)
         own, left = centred[..., at], centred[..., others]
-        energy, count = rest.energy(left - own @ prediction, of_rest)
+        known = own
+        if fast:
+            known = from_heads(fast[0].unrounded(by_head(own, size), of_fast[0]), size)
+        energy, count = rest.energy(left + (known - own) @ feedback - known @ prediction, of_rest)
         if fast:
             of_heads, counts = fast[0].energy(by_head(own, size), of_fast[0])
             energy = energy + of_heads.unflatten(0, (-1, size)).sum(1)

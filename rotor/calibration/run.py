@@ -306,7 +306,8 @@ class RunBases(Sequence[LayerBases]):
         index = range(len(self))[index]
         if self.channels is None:
             return self.run.layer_bases(index)
-        kinds = (DISTILLED, DISTILLED) if self.run.recipe.distil.steps else ("bases", "codes")
-        bases = self.run.layer_bases(index, kinds[0])
-        codes = self.run.layer_codes(index, kinds[1])
-        return coded_bases(bases, codes, self.channels[index])
+        bases = self.run.layer_bases(index)
+        if not self.run.recipe.distil.steps:
+            return coded_bases(bases, self.run.layer_codes(index), self.channels[index])
+        trained, codes = self.run.layer_bases(index, DISTILLED), self.run.layer_codes(index, DISTILLED)
+        return coded_bases(trained, codes, self.channels[index], bases)

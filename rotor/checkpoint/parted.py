@@ -2,10 +2,10 @@
 
 Fast numbers f and others r of a token, less their mean, have latents y = f E_f (of each head) and z = t E_r. With y
 read as y^, f^ = y^ D_f^T and e = f^ - f, the rest is t = r + e B - f^ P: feedback B, prediction P (`bases.Parting`).
-What dropped channels have of f, D_d y_d, is an error that is known before anything is coded. So with the errors
-e_S = y^_S - y_S of stored channels
+Stored channels S alone would read f as f S, S = E_S D_S^T; what is missing there is an error that is known before
+anything is coded. So with the errors e_S = y^_S - y_S of stored channels
 
-    z = (r - y_S D_S^T P - y_d D_d^T B) E_r + e_S D_S^T (B - P) E_r + s mu_d D_d^T (B - P) E_r
+    z = (r + f (S - 1) B - f S P) E_r + e_S D_S^T (B - P) E_r + s mu_d D_d^T (B - P) E_r
 
 The first term is linear in the token and becomes a part of the projection; the second is one product with the errors
 (`error_basis`); the third, of what dropped channels are read as, is a constant that the scale s multiplies. What is
@@ -100,10 +100,10 @@ class _Parts:
             self.all[:-1], ranks[:-1], self.places, self.prediction, self.feedback, strict=True
         ):
             own = slice(first, first + rank)
-            read, lost = part.decode[:, :rank], part.decode[:, rank:]
+            read = part.decode[:, :rank]
             encode[place, own], decode[place, own] = part.encode[:, :rank], read
             decode[self.others, own] = prediction.T @ read
-            moved = part.encode[:, :rank] @ read.T @ prediction + part.encode[:, rank:] @ lost.T @ feedback
+            moved = part.encode[:, :rank] @ read.T @ (prediction - feedback) + feedback
             encode[place, -ranks[-1] :] = -moved @ rest_encode
             errors.append(read.T @ (feedback - prediction) @ rest_encode)
             first = own.stop

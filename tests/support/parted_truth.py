@@ -32,7 +32,7 @@ def read_numbers(numbers: Tensor, bases: LayerBases, group: int, shape: Attentio
         energy, count = energy + (latent.square() * weights).sum(-1), count + int(weights.count_nonzero())
         stored = pair.codes[head].bits > 0
         known.append((latent * stored) @ pair.decode[head].T)
-        error.append(-(latent * ~stored) @ pair.decode[head].T)
+        error.append(known[-1] - own)
     left = x[..., others]
     if of_heads:
         left = left + torch.cat(error, -1) @ feedback - torch.cat(known, -1) @ prediction

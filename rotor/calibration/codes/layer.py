@@ -74,8 +74,14 @@ def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
     return LayerCodes(tuple(sides), joint=False)
 
 
-def coded_bases(bases: LayerBases, codes: LayerCodes, channels: GroupChannels) -> LayerBases:
-    """Order the columns of each group by their loss, and code them with the channels of a plan."""
+def coded_bases(
+    bases: LayerBases, codes: LayerCodes, channels: GroupChannels, exact: LayerBases | None = None
+) -> LayerBases:
+    """Order the columns of each group by their loss, and code them with the channels of a plan.
+
+    Args:
+        exact: the bases before they were trained, by which the rest of joint groups is predicted; None: `bases`.
+    """
     latents: list[BasisPair] = []
     parting = bases.parting
     for pair, side, own in zip(bases.latents, codes.sides, by_latent(channels), strict=True):
@@ -86,6 +92,7 @@ def coded_bases(bases: LayerBases, codes: LayerCodes, channels: GroupChannels) -
         if parting is not None:
             ordered = replace(ordered, lengths=side.length.gather(-1, order))
             if not latents and len(bases.latents) > 1:
-                parting = parting.predicted_from(ordered, side.distortions(of_channels))
+                fast = (exact or bases).latents[0].ordered(order)
+                parting = parting.predicted_from(fast, side.distortions(of_channels))
         latents.append(ordered)
     return replace(bases, latents=tuple(latents), parting=parting)

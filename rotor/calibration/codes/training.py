@@ -86,6 +86,17 @@ class TrainedCode:
             counts.append(length.count_nonzero())
         return torch.stack(energies), torch.stack(counts)
 
+    @torch.no_grad()
+    def unrounded(self, vectors: Tensor, channels: Sequence[Channels]) -> Tensor:
+        """What stored latents are read as without their rounding, [num_groups, tokens, n]."""
+        read = []
+        for group, (own, latent) in enumerate(zip(vectors, channels, strict=True)):
+            kept = self._latent(group, own)
+            kept[:, latent.rank :] = 0
+            kept = kept + kept @ (self._per_unit[group] * self.mixes[1][group]).T
+            read.append(kept @ self._decode[group].T)
+        return torch.stack(read)
+
     def distortions(self, channels: Sequence[Channels]) -> tuple[BasisPair, Tensor]:
         """Calibration's bases in the order of plans, and the distortion of each channel of a plan."""
         codes = [self._codes.code(group, latent)[1] for group, latent in enumerate(channels)]

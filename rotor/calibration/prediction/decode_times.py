@@ -163,7 +163,8 @@ def uniform_layout(shape: AttentionShape, form: LayerForm, kept: float, coded: b
     if joint:
         fast = max(1, min(-(-2 * keys.fast_planes // PLANE), planes // (2 * size))) if keys.fast_planes else 0
         rest = max(1, planes - size * fast)
-        latent = Parted(Channels(n4=rest * PLANE - 1), (Channels(n4=fast * PLANE),) * (size if fast else 0))
+        heads_of_group = range(size if fast else 0)
+        latent = Parted(Channels(n4=rest * PLANE - 1), tuple(Channels(n4=fast * PLANE) for _ in heads_of_group))
     heads = range(shape.num_kv_heads)
     groups = (GroupLayout(tuple(heads[i : i + size]), latent, None if joint else latent) for i in heads[::size])
     return LayerLayout(tuple(groups), *keys)
