@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from ...calibration.prediction.cost import DecodeStep
 from ...calibration.prediction.instructions import HEAD_DIM, Specialisation
 from ...checkpoint.channels import Channels, Numbers
 from ...checkpoint.kernel_config import LayerKernels, layout_class
-from ...checkpoint.layout import AttentionShape, GroupLayout, KeyForm, LayerLayout
+from ...checkpoint.layout import AttentionShape, ExactTokens, GroupLayout, KeyForm, LayerLayout
 from ...kernels.defaults import default_layer
 from ...models.compressed import CompressedCheckpoint
 
@@ -101,6 +101,20 @@ def model_subject(name: str) -> Subject:
     return Subject(name, shape.num_layers, layout, default_layer(layout), shape, torch.bfloat16, PAGE)
 
 
+EXACT = ("joint-64-fast", "apart-64", "llama3-8b")
+"""Layers that are also measured with exact tokens, beside those without them."""
+
+NEWEST = ExactTokens(first=4, newest=128)
+"""The exact tokens of these: as the recipe `rotor` keeps them."""
+
+
+def with_exact(subject: Subject) -> Subject:
+    """The same layer with exact tokens."""
+    layout = replace(subject.layout, exact=NEWEST)
+    return replace(subject, name=f"{subject.name}, exact", layout=layout)
+
+
 def gpu_subjects() -> dict[str, Subject]:
-    """What is measured on a GPU: layers of models, and the named ones."""
-    return {**{name: model_subject(name) for name in MODELS}, **named_subjects()}
+    """What is measured on a GPU: layers of models, and the named ones; some also with exact tokens."""
+    found = {**{name: model_subject(name) for name in MODELS}, **named_subjects()}
+    return found | {own.name: own for own in (with_exact(found[name]) for name in EXACT)}

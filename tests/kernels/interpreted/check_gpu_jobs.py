@@ -15,7 +15,7 @@ from rotor.tools.bench import tuning
 from rotor.tools.bench.gpu import counters, model, tiles, times
 from rotor.tools.bench.gpu.loads import PROMPT, RAGGED
 from rotor.tools.bench.gpu.summary import markdown, tuned
-from rotor.tools.bench.subjects import Subject
+from rotor.tools.bench.subjects import Subject, with_exact
 
 SHAPE = AttentionShape(1, 4, 1, 32, 64, 32)
 LAYOUT = LayerLayout((GroupLayout((0,), Channels(n4=32), None),), 16, 4)
@@ -51,6 +51,15 @@ def test_times_of_a_step_and_of_a_prompt() -> None:
     assert record["right"]
     assert [record["layout"] for record in times.compile_subject("tiny", [*SMALL], "cpu", SMALL)] == ["tiny"]
     counters.step(LOAD, ["tiny"], "cpu")
+
+
+def test_times_of_a_layer_with_exact_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = with_exact(times.gpu_subjects()["tiny"])
+    monkeypatch.setattr(times, "gpu_subjects", lambda: {"tiny": tiny})
+    found = [*times.decoding("tiny", LONG, "cpu", [170])]
+    assert [record["row"] for record in found] == ["rotor", "rotor, with append"]
+    assert found[0]["right"]
+    assert [record["layout"] for record in times.compile_subject("tiny", [LONG, PROMPT], "cpu", SMALL)] == ["tiny"]
 
 
 def test_tiles_are_compiled_then_timed(monkeypatch, tmp_path: Path) -> None:

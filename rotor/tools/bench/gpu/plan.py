@@ -126,7 +126,9 @@ def _times() -> list[Task]:
         for four_bits in (False, True) if load != PROMPT else ():
             arguments = {"name": "llama3-8b", "load": load, "four_bits": four_bits}
             found.append(Task(f"Triton, {16 - 12 * four_bits} bits, {load}", "times:flash", arguments))
-        for name in gpu_subjects():
+        for name, subject in gpu_subjects().items():
+            if load == PROMPT and subject.layout.exact is not None:
+                continue  # stock attention over its own keys and values
             function = "times:prompt" if load == PROMPT else "times:decoding"
             arguments = {"name": name} if load == PROMPT else {"name": name, "load": load}
             found.append(Task(f"{name}, {load}", function, arguments))
@@ -137,7 +139,7 @@ def _tiles() -> list[Task]:
     """Most wanted first: the first tile of every layer, then the second."""
     found = []
     for name, subject in gpu_subjects().items():
-        if name not in LIKE_OTHERS:
+        if name not in LIKE_OTHERS and subject.layout.exact is None:
             own, layout = subject.kernels, subject.layout
             count = max(sum(len(kind) for kind in launches(own, layout, each)) for each in ARCHITECTURES)
             found += [
@@ -150,13 +152,13 @@ def _tiles() -> list[Task]:
 def _tune(out: Path) -> list[Task]:
     return [
         Task(name, "tiles:tune", {"name": name, "compiled": str(out)}, 60)
-        for name in gpu_subjects()
-        if name not in LIKE_OTHERS
+        for name, subject in gpu_subjects().items()
+        if name not in LIKE_OTHERS and subject.layout.exact is None
     ]
 
 
 LIKE_OTHERS = ("qwen3-8b",)
-"""Layers that are tuned with another's: llama3-8b has one more fast plane."""
+"""Layers that are tuned with another's, as those with exact tokens are: llama3-8b has one more fast plane."""
 
 UNCOMPRESSED = ("llama3-8b", "smollm2-135m")
 """Models whose uncompressed attention is measured; qwen3-8b's is llama3-8b's."""
