@@ -37,10 +37,10 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/rotor calibrate artifacts/demo-model -o runs/demo $(DEMO_TOKENS) --overwrite
-	$(BIN)/rotor export runs/demo -o out/demo --accuracy 0.99 $(DEMO_MEASURES) --overwrite
-	$(BIN)/rotor validate out/demo
-	$(BIN)/python artifacts/demo.py out/demo
+	$(BIN)/rotor calibrate artifacts/demo-model -o runs/make-demo $(DEMO_TOKENS) --overwrite
+	$(BIN)/rotor export runs/make-demo -o out/make-demo --accuracy 0.99 $(DEMO_MEASURES) --overwrite
+	$(BIN)/rotor validate out/make-demo
+	$(BIN)/python artifacts/demo.py out/make-demo
 
 demo-full: setup
 	@for recipe in fdc rotor; do \

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, var-annotated"
 """Absorb queries before decoding: rotate them back to the beginning of each block of keys, and multiply by the basis.
 
 Let b be the beginning of a block. Decoding multiplies latents by (R^-b q)_slow times the slow rows of the key basis.

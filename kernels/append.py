@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Append new tokens of a layer to the cache: rotate, project, quantise and pack keys and values, and rotate queries.
 
+In a layer with exact tokens keys are also rotated as attention takes them, and values are projected here.
+
 All of it is one launch, but for joint groups of codes: there it leaves latents in memory, which `coding` codes by a
 second one. A program makes some words of a group's row for some tokens. A table says which digit is in each of the four
 planes of a word. The columns of the basis are gathered by this table, so that the columns of the product are the
@@ -30,8 +32,8 @@ from .launch import device_table, launch, padded, precision
 from .rotary import Rotation
 from .rows import CodeScales, as_loaded
 
-KEYS, VALUES, QUERIES = 0, 1, 2
-"""Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head."""
+KEYS, VALUES, QUERIES, EXACT_KEYS = 0, 1, 2, 3
+"""Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head, rotate a KV head."""
 
 FIELDS = 7
 """Numbers that describe a job: its kind; first head; first entry of the digit table (or first column); words of a
@@ -49,7 +51,8 @@ LATENT_BYTES = 64 << 20
 INTEGERS = [
     "first_token", "tokens", "seq_len", "table_rows", "index_batch", "block", "fast", "page", "query_batch",
     "query_position", "query_head", "key_batch", "key_position", "key_head", "value_batch", "value_position",
-    "basis_stride", "table_stride", "key_page", "key_row", "value_page", "value_row", "num_heads",
+    "value_head", "basis_stride", "value_basis_stride", "table_stride", "key_page", "key_row", "value_page",
+    "value_row", "num_heads", "rotated_heads",
 ]  # fmt: skip
 """Integer arguments that the kernel is not specialised on: one compiled kernel serves all lengths."""
 
@@ -59,6 +62,8 @@ ADDRESSES = [
     "value",
     "key_basis",
     "key_shift",
+    "value_basis",
+    "value_shift",
     "cos",
     "sin",
     "index",
@@ -143,6 +148,23 @@ def projected(
 
 
 @triton.jit
+def of_values(
+    value, basis, shift, source, head, head_stride, basis_stride, valid, column, some, BASIS: tl.constexpr,
+    SHIFT: tl.constexpr, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Latents of values, [ROWS, COLUMNS] float32: given by the projection, or computed from the heads of a group."""
+    if BASIS:
+        return projected(
+            value, basis, shift, value, value, column, valid, source + head * head_stride, head_stride, basis_stride, 0,
+            1, 0, column, some, SIZE, 0, 0, 16, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, SHIFT, PRECISION,
+        )  # fmt: skip
+    else:
+        whole = valid[:, None] & some[None, :]
+        return tl.load(value + source[:, None] + column[None, :], mask=whole, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def rotate_head(
     query, query_out, cos, sin, row, valid, source, target, table_stride, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
     REST: tl.constexpr, REST_PADDED: tl.constexpr,
@@ -167,21 +189,25 @@ def rotate_head(
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def append_kernel(
-    query, key, value, key_basis, key_shift, cos, sin, index, slots, query_out, key_rows, value_rows, places, jobs,
+    query, key, value, key_basis, key_shift, value_basis, value_shift, cos, sin, index, slots, query_out, key_rows,
+    value_rows, places, jobs,
     first_token, tokens, seq_len, table_rows, index_batch, block, fast, page, query_batch, query_position, query_head,
-    key_batch, key_position, key_head, value_batch, value_position, basis_stride, table_stride, key_page, key_row,
-    value_page, value_row, num_heads,
+    key_batch, key_position, key_head, value_batch, value_position, value_head, basis_stride, value_basis_stride,
+    table_stride, key_page, key_row, value_page, value_row, num_heads, rotated_heads,
     SIZE: tl.constexpr, MODE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr,
-    REST_PADDED: tl.constexpr, CODED: tl.constexpr, FOLDED: tl.constexpr, PART: tl.constexpr, SHIFT: tl.constexpr,
-    QUERY: tl.constexpr, INDEX: tl.constexpr, SLOTS: tl.constexpr, LATENTS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr, PLANES: tl.constexpr,
+    REST_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, CODED: tl.constexpr,
+    FOLDED: tl.constexpr, PART: tl.constexpr, SHIFT: tl.constexpr, VALUE_BASIS: tl.constexpr,
+    VALUE_SHIFT: tl.constexpr, QUERY: tl.constexpr, EXACT: tl.constexpr, INDEX: tl.constexpr, SLOTS: tl.constexpr,
+    LATENTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
+    PLANES: tl.constexpr,
 ):  # fmt: skip
     """Do one job for ROWS of the tokens first_token ... tokens - 1; see `append`. Grid: blocks of ROWS tokens, jobs.
 
     MODE: rotation of keys (NONE, WHOLE, BLOCK). FOLDED: keys are given as latents. PART: `value` is the values' part of
-    joint latents and is added to that of the keys. SHIFT: the basis has a shift. QUERY: there are queries to rotate.
-    INDEX, SLOTS: `index` or `slots` is given. PLANES: planes of the digit table, 4 or 8. LATENTS: write latents for
-    `coding`, whose first row is that of first_token.
+    joint latents and is added to that of the keys. SHIFT: the basis has a shift. VALUE_BASIS: values are given as
+    heads, and have a basis; VALUE_SHIFT: which has a shift. QUERY: there are queries to rotate; EXACT: and keys, which
+    are written behind them. INDEX, SLOTS: `index` or `slots` is given. PLANES: planes of the digit table, 4 or 8.
+    LATENTS: write latents for `coding`, whose first row is that of first_token.
     """
     token = first_token + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
@@ -192,15 +218,24 @@ def append_kernel(
     if INDEX:
         row = tl.load(index + sequence * index_batch + position, mask=valid, other=0)
     done = False
-    if QUERY:  # noqa: SIM102
+    if QUERY:
         if kind == 2:
             rotate_head(
                 query, query_out, cos, sin, row, valid,
                 sequence * query_batch + position * query_position + head * query_head,
-                (token.to(tl.int64) * num_heads + head) * (2 * HALF + REST), table_stride, HALF, HALF_PADDED, REST,
+                (token.to(tl.int64) * rotated_heads + head) * (2 * HALF + REST), table_stride, HALF, HALF_PADDED, REST,
                 REST_PADDED,
             )  # fmt: skip
             done = True
+        if EXACT:  # noqa: SIM102
+            if kind == 3:
+                rotate_head(
+                    key, query_out, cos, sin, row, valid,
+                    sequence * key_batch + position * key_position + head * key_head,
+                    (token.to(tl.int64) * rotated_heads + num_heads + head) * (2 * HALF + REST), table_stride, HALF,
+                    HALF_PADDED, REST, REST_PADDED,
+                )  # fmt: skip
+                done = True
     if not done:
         words, first_word = tl.load(job + 3), tl.load(job + 4)
         held, written = tl.load(job + 5), tl.load(job + 6)
@@ -215,7 +250,7 @@ def append_kernel(
             place = column
         whole = valid[:, None] & some[None, :]
         from_key = sequence * key_batch + position * key_position
-        from_value = (sequence * value_batch + position * value_position)[:, None] + column[None, :]
+        from_value = sequence * value_batch + position * value_position
         # Latents: given by the projection, or computed from keys.
         if kind == 0:
             if FOLDED:
@@ -227,9 +262,15 @@ def append_kernel(
                     COLUMNS, SHIFT, PRECISION,
                 )  # fmt: skip
                 if PART:
-                    latents += tl.load(value + from_value, mask=whole, other=0.0).to(tl.float32)
+                    latents += of_values(
+                        value, value_basis, value_shift, from_value, head, value_head, value_basis_stride, valid,
+                        column, some, VALUE_BASIS, False, SIZE, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, PRECISION,
+                    )  # fmt: skip
         else:
-            latents = tl.load(value + from_value, mask=whole, other=0.0).to(tl.float32)
+            latents = of_values(
+                value, value_basis, value_shift, from_value, head, value_head, value_basis_stride, valid, column, some,
+                VALUE_BASIS, VALUE_SHIFT, SIZE, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, PRECISION,
+            )  # fmt: skip
         # Write to the token's row, or to its slot in pages; a negative slot is not written.
         slot = (token - first_token if LATENTS else token).to(tl.int64)
         stored = valid
@@ -260,11 +301,18 @@ class Appended(NamedTuple):
     query: rotated, [batch_size, num_heads, seq_len, head_dim], a view; None if none was given.
     key, value: rows, [batch_size, 1, seq_len, bytes] uint8, or of numbers [batch_size, 1, seq_len, width]; those of
         `out` if it was given.
+    exact_key, exact_value: in a layer with exact tokens keys after RoPE and values, [batch_size, num_kv_heads, seq_len,
+        head_dim], views.
+    rotated: queries and, in a layer with exact tokens, keys after RoPE, [batch_size, seq_len, heads, head_dim], of
+        which those are views; None if nothing was rotated.
     """
 
     query: Tensor | None
     key: Tensor
     value: Tensor
+    exact_key: Tensor | None = None
+    exact_value: Tensor | None = None
+    rotated: Tensor | None = None
 
 
 def append(
@@ -276,6 +324,8 @@ def append(
     query: Tensor | None = None,
     key_basis: Tensor | None = None,
     key_shift: Tensor | None = None,
+    value_basis: Tensor | None = None,
+    value_shift: Tensor | None = None,
     rotation: Rotation | None = None,
     index: Tensor | None = None,
     scales: CodeScales | None = None,
@@ -289,11 +339,14 @@ def append(
             k_proj; else keys after their norm and before RoPE, [batch_size, seq_len, num_kv_heads, head_dim], heads in
             the order of the layout. The innermost stride is 1.
         value: [batch_size, seq_len, value_rank], the output of v_proj: latents of values, or their part of joint
-            latents; None or empty if there is none (joint and folded).
+            latents; None or empty if there is none (joint and folded). With value_basis heads, [batch_size, seq_len,
+            num_kv_heads, head_dim], in the order of the layout.
         query: queries before RoPE, [batch_size, seq_len, num_heads, head_dim]; None for a model without RoPE, or an
             engine that rotates them.
         key_basis: [group_size * head_dim, key_rank]; None if folded.
         key_shift: [key_rank] float32; None if folded or without codes.
+        value_basis: [group_size * head_dim, value_rank], in a layer with exact tokens; value_shift: [value_rank]
+            float32, of codes of values alone. Joint latents are the sum of what both bases give.
         rotation: cos and sin, [positions, rotary_dim] each, float32 or the model's dtype, with RoPE's attention factor;
             None in a model without RoPE, or if keys are given as they are stored.
         index: integers, [seq_len] or [batch_size, seq_len], the row of `rotation` for each token. Row 0 is the
@@ -308,34 +361,48 @@ def append(
     tokens = batch_size * seq_len
     if value is not None and not value.shape[-1]:
         value = None
-    rows = _new_rows(key, value, layout, shape) if out is None else out
+    exact = layout.exact is not None
+    as_it_is = out is None and not layout.coded and not exact
+    rows = _new_rows(key, value, layout, shape, as_it_is) if out is None else out
     sides = [as_loaded(side, layout) for side in (rows[0], rows[0] if layout.joint else rows[1])]
-    rotated = None if query is None else query.new_empty(query.shape)
+    rotated_keys = shape.num_kv_heads if exact and rotation is not None else 0
+    rotated = None
+    if query is not None:
+        rotated = query.new_empty(batch_size, seq_len, shape.num_heads + rotated_keys, shape.head_dim)
     at = 1 if slots is None else 0  # rows are [batch_size, 1, seq_len, .], pages [num_pages, page_size, .]
     page = seq_len if slots is None else sides[0].shape[1]
     row_strides = [stride for side in sides for stride in (side.stride(0), side.stride(1 + at))]
-    call = _Call(key, value, layout, shape, query, rotated, key_basis, key_shift, rotation, index)
+    bases = key_basis, key_shift, value_basis, value_shift
+    call = _Call(key, value, layout, shape, query, rotated, rotated_keys, bases, rotation, index)
     if not layout.scaled:
-        call.launch(range(tokens), sides, page, row_strides, slots, out is None and not layout.coded)
+        call.launch(range(tokens), sides, page, row_strides, slots, as_it_is)
     else:
         assert scales is not None
         of_rows = page, row_strides[0], row_strides[1]
         if layout.folds_keys(shape):
             call.launch(range(tokens), sides, page, row_strides, slots, True)  # queries alone
             code(key, layout, scales, sides[0], of_rows, range(tokens), seq_len, slots)
-            return Appended(None if rotated is None else rotated.transpose(1, 2), *rows)
-        most = max(1, LATENT_BYTES // (4 * layout.key_rank))
-        for start in range(0, tokens, most):
-            part = range(start, min(start + most, tokens))
-            latents = torch.empty(len(part), layout.key_rank, dtype=torch.float32, device=key.device)
-            call.launch(part, [latents, latents], len(part), [0, layout.key_rank] * 2)
-            code(latents, layout, scales, sides[0], of_rows, part, seq_len, slots)
-    return Appended(None if rotated is None else rotated.transpose(1, 2), *rows)
+        else:
+            most = max(1, LATENT_BYTES // (4 * layout.key_rank))
+            for start in range(0, tokens, most):
+                part = range(start, min(start + most, tokens))
+                latents = torch.empty(len(part), layout.key_rank, dtype=torch.float32, device=key.device)
+                call.launch(part, [latents, latents], len(part), [0, layout.key_rank] * 2)
+                code(latents, layout, scales, sides[0], of_rows, part, seq_len, slots)
+    if rotated is not None:
+        query, keys = rotated.transpose(1, 2).split([shape.num_heads, rotated_keys], dim=1)
+        key = keys.transpose(1, 2) if rotated_keys else key
+    if not exact or value is None:
+        return Appended(query, *rows, rotated=rotated)
+    return Appended(query, *rows, key.transpose(1, 2), value.transpose(1, 2), rotated)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What the launches of one call of `append` share; `rotated` gets the queries."""
+    """What the launches of one call of `append` share.
+
+    rotated: gets the queries, and behind them rotated_keys keys. bases: of keys and their shift, of values and theirs.
+    """
 
     key: Tensor
     value: Tensor | None
@@ -343,8 +410,8 @@ class _Call:
     shape: AttentionShape
     query: Tensor | None
     rotated: Tensor | None
-    key_basis: Tensor | None
-    key_shift: Tensor | None
+    rotated_keys: int
+    bases: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
     rotation: Rotation | None
     index: Tensor | None
 
@@ -365,7 +432,7 @@ class _Call:
             as_it_is: outputs of projections are rows already.
         """
         key, value, layout, shape, query = self.key, self.value, self.layout, self.shape, self.query
-        rotation, index = self.rotation, self.index
+        rotation, index, exact = self.rotation, self.index, self.layout.exact is not None
         plan = tables_of(layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, key.device)
         if not tokens or not len(plan.jobs):
             return
@@ -374,33 +441,38 @@ class _Call:
             index = index.contiguous()
         source = key if value is None else value
         asked = query if query is not None else key.unsqueeze(2)
-        key_basis, key_shift = self.key_basis, self.key_shift
+        key_basis, key_shift, value_basis, value_shift = self.bases
         rows_each, warps = (16, 4) if len(tokens) <= 512 else (64, 8)  # of a program
         batch_size, seq_len = key.shape[:2]
         launch(
             append_kernel, (triton.cdiv(len(tokens), rows_each), len(plan.jobs)), asked, key, source,
-            key if key_basis is None else key_basis, key if key_shift is None else key_shift, cos, sin,
+            *(key if each is None else each for each in self.bases), cos, sin,
             plan.jobs if index is None else index, plan.jobs if slots is None else slots,
             key if self.rotated is None else self.rotated, *sides, plan.places, plan.jobs, tokens.start, tokens.stop,
             seq_len, batch_size * seq_len if rotation is None else len(cos),
             index.stride(0) if index is not None and index.dim() == 2 and len(index) > 1 else 0,
             layout.rope_block or 1, layout.fast_planes, page, *asked.stride()[:3], key.stride(0), key.stride(1),
             key.stride(2) if key.dim() == 4 else 0, source.stride(0), source.stride(1),
-            0 if key_basis is None else key_basis.stride(0), cos.stride(0), *row_strides, shape.num_heads,
-            **plan.constants, PART=layout.joint and value is not None, SHIFT=key_shift is not None,
-            QUERY=query is not None, INDEX=index is not None, SLOTS=slots is not None, ROWS=rows_each, num_warps=warps,
+            source.stride(2) if exact else 0, 0 if key_basis is None else key_basis.stride(0),
+            0 if value_basis is None else value_basis.stride(0), cos.stride(0), *row_strides, shape.num_heads,
+            shape.num_heads + self.rotated_keys, **plan.constants,
+            PART=layout.joint and value is not None, SHIFT=key_shift is not None, VALUE_BASIS=exact,
+            VALUE_SHIFT=value_shift is not None, QUERY=query is not None, EXACT=self.rotated_keys > 0,
+            INDEX=index is not None, SLOTS=slots is not None, ROWS=rows_each, num_warps=warps,
         )  # fmt: skip
 
 
-def _new_rows(key: Tensor, value: Tensor | None, layout: LayerLayout, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-    """Allocate rows; outputs of projections that are rows of numbers already are used as they are."""
+def _new_rows(
+    key: Tensor, value: Tensor | None, layout: LayerLayout, shape: AttentionShape, as_it_is: bool
+) -> tuple[Tensor, Tensor]:
+    """Allocate rows; with `as_it_is` outputs of projections that are rows of numbers already are used."""
     size = key.element_size()
     unit, dtype = (1, torch.uint8) if layout.coded else (size, key.dtype)
     widths = (row_bytes // unit for row_bytes in layout.row_bytes(size))
     rows = [key.new_empty(key.shape[0], 1, key.shape[1], width, dtype=dtype) for width in widths]
-    if not layout.coded and layout.folds_keys(shape):
+    if as_it_is and layout.folds_keys(shape):
         rows[0] = key.unsqueeze(1)
-    if value is not None and not (layout.coded or layout.joint):
+    if as_it_is and value is not None and not layout.joint:
         rows[1] = value.unsqueeze(1)
     return rows[0], rows[1]
 
@@ -465,11 +537,14 @@ def tables_of(
             column += latent.rank
     if query:
         jobs += [[QUERIES, head] + [0] * (FIELDS - 2) for head in range(shape.num_heads)]
+        if layout.exact is not None and rotated:
+            jobs += [[EXACT_KEYS, head] + [0] * (FIELDS - 2) for head in range(shape.num_kv_heads)]
     half, rest = shape.rotary_planes, shape.head_dim - shape.rotary_dim
     mode = WHOLE if layout.rope_block is None else NONE if layout.fast_planes == half else BLOCK
     constants = {
         "SIZE": layout.group_size, "MODE": mode if half and rotated else NONE, "HALF": half,
         "HALF_PADDED": padded(half or 1), "REST": rest, "REST_PADDED": padded(rest or 1),
+        "HEAD_DIM": shape.head_dim, "HEAD_PADDED": padded(shape.head_dim),
         "CODED": layout.coded and not layout.scaled, "LATENTS": layout.scaled, "FOLDED": folded,
         "COLUMNS": COLUMNS, "FIELDS": FIELDS, "PRECISION": precision(dtype), "PLANES": planes,
     }  # fmt: skip
@@ -481,6 +556,6 @@ def prepare(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, devi
     if layout.scaled:
         coding_plan(layout, device)
     for query in (False, True):
-        for as_it_is in (False, layout.scaled or not layout.coded):
+        for as_it_is in (False, layout.scaled or (not layout.coded and layout.exact is None)):
             for rotated in (False, True):
                 tables_of(layout, shape, dtype, query, as_it_is, rotated, device)

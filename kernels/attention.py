@@ -18,10 +18,11 @@ from .decoding import MOST_ROWS, BlockRotations, DecodeLayer, decode_attention
 from .launch import capability_of, capturing, sm_count
 from .materialise import PagesOf
 from .parameters import AttentionParameters, seq_len_of
-from .ranges import KeyRanges
+from .ranges import KeyRanges, ranges_of_codes
 from .remembered import Remembered, version_of
 from .rotary import Rotation
-from .stock import Varlen, packed_attention, prompt_attention
+from .slots import ExactSlots
+from .stock import Varlen, packed_attention, prompt_attention, prompt_with_exact
 
 
 def rows_attention(
@@ -36,6 +37,7 @@ def rows_attention(
     attention_mask: Tensor | None = None,
     layer_idx: int | None = None,
     remember: bool = True,
+    exact: ExactSlots | None = None,
 ) -> Tensor:
     """Attention as `reference.attention` computes it, by the kernels.
 
@@ -53,11 +55,16 @@ def rows_attention(
             cache, or one token that attends to all keys.
         layer_idx: of the layer: what its step computes of the mask serves the layers after it.
         remember: keep what is computed of mask and rotation; compiled code uses their memory again without notice.
+        exact: in a layer with exact tokens, these; rows of the tokens that they hold are not read.
     Returns:
-        [batch_size, seq_len, sum over query heads of value width], dtype of query, groups in the order of the layout.
+        [batch_size, seq_len, sum over query heads of value width], dtype of query, groups in the order of the layout;
+        in a layer with exact tokens [batch_size, seq_len, num_heads * head_dim].
     """
     seq_len = seq_len_of(query)
-    if seq_len * parameters.heads_per_group > MOST_ROWS or kernels.materialise or first:
+    stock = seq_len * parameters.heads_per_group > MOST_ROWS or kernels.materialise or first > 0
+    if stock and exact is not None:
+        return prompt_with_exact(query, key, value, parameters, rotation, first, attention_mask, exact)
+    if stock:
         return prompt_attention(query, key, value, parameters, rotation, first, attention_mask)
     shape = key.shape[0], seq_len, key.shape[2]
     if not remember:
@@ -67,7 +74,7 @@ def rows_attention(
     else:
         keys = _step.ranges(attention_mask, shape, layer_idx)
     packed = (query if query.dim() == 3 else query.transpose(1, 2)).flatten(0, 1)
-    prepared = _prepared(parameters, kernels, keys, rotation, packed, remember)
+    prepared = _prepared(parameters, kernels, keys, rotation, packed, remember, exact)
     output = decode_attention(packed, key[:, 0], value[:, 0], **prepared, max_kv_len=key.shape[2])
     return output.view(*shape[:2], -1)
 
@@ -137,6 +144,7 @@ def _prepared(
     rotation: Rotation | None,
     query: Tensor,
     remember: bool = True,
+    exact: ExactSlots | None = None,
 ) -> dict[str, Any]:
     """Arguments of `decode_attention` that do not change from step to step."""
     device, tiles, most_programs = query.device, None, None
@@ -147,7 +155,11 @@ def _prepared(
     if rotation is not None and parameters.layout.in_blocks:
         rotations = block_rotations(rotation, parameters.layout, query.dtype, remember)
     layer = decode_layer(parameters, query.dtype, device)
-    return {"layer": layer, "ranges": keys, "rotations": rotations, "tiles": tiles, "most_programs": most_programs}
+    prepared = {"layer": layer, "ranges": keys, "rotations": rotations, "tiles": tiles, "most_programs": most_programs}
+    if exact is None:
+        return prepared
+    codes = _step.codes(keys, exact) if remember else ranges_of_codes(keys, exact)
+    return prepared | {"ranges": codes, "exact": exact, "attended": keys}
 
 
 _layers: Remembered[DecodeLayer] = Remembered(most=1)
@@ -159,8 +171,9 @@ def decode_layer(parameters: AttentionParameters, dtype: torch.dtype, device: to
     p, basis = parameters, parameters.query_basis
     if basis is None:
         return _layer_without_basis(p.layout, p.shape, p.scaling, p.softcap, dtype, device)
-    constant = 0 if p.key_constant is None else p.key_constant.data_ptr()
-    key = p.layout, p.shape, p.scaling, p.softcap, dtype, device, basis.data_ptr(), constant
+    tensors = basis, p.key_constant, p.output_basis, p.value_constant
+    pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    key = p.layout, p.shape, p.scaling, p.softcap, dtype, device, *pointers
 
     def make() -> DecodeLayer:
         with torch.inference_mode(False), torch.no_grad():
@@ -215,6 +228,7 @@ class _Step(threading.local):
     layer = -1
     mask: Any = None
     known: KeyRanges
+    split: tuple[KeyRanges, tuple[int | None, ...], tuple[Any, ...], KeyRanges] | None = None
 
     def ranges(self, mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> KeyRanges:
         """The ranges of a mask, computed once a step: they serve only later layers than the last."""
@@ -225,6 +239,16 @@ class _Step(threading.local):
             self.mask, self.key = weakref.ref(mask), key
         self.layer = -1 if layer is None else layer
         return self.known
+
+    def codes(self, keys: KeyRanges, exact: ExactSlots) -> KeyRanges:
+        """`ranges_of_codes`, computed once for layers that share these ranges and what bounds codes."""
+        bounds, known = (exact.first, exact.until), self.split
+        versions = tuple(map(version_of, bounds))
+        if known is None or known[0] is not keys or known[1] != versions or any(
+            own() is not bound for own, bound in zip(known[2], bounds, strict=True)
+        ):  # fmt: skip
+            known = self.split = keys, versions, tuple(map(weakref.ref, bounds)), ranges_of_codes(keys, exact)
+        return known[3]
 
 
 _step = _Step()

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, var-annotated"
 """Decoding: up to 64 query rows of a group (query heads times new tokens) against the rows of a layer's cache.
 
 Keys are the long side of the matrix products (16 keys by 8 query rows), so that a group with few query heads wastes

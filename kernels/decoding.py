@@ -1,4 +1,4 @@
-"""Launch decoding: absorb, decode, join. Nothing waits for the host.
+"""Launch decoding: absorb, decode, and join, or in layers with exact tokens finish. Nothing waits for the host.
 
 Tables and constants of a layer are made once (`DecodeLayer`), RoPE by blocks once for all layers (`BlockRotations`),
 and the keys that queries see once a step (`ranges.KeyRanges`).
@@ -22,12 +22,14 @@ from rotor.errors import UsageError
 from .absorb import absorb_kernel
 from .decode import SPAN, decode_kernel, excess, most_spans, sixteenth
 from .defaults import decode_tile, slices_per_sm
+from .finish import finish_kernel
 from .join import join_kernel
 from .launch import capability_of, device_guard, device_table, padded, precision, sm_count
 from .parameters import AttentionParameters
 from .ranges import KeyRanges
 from .rotary import Rotation
 from .rows import as_loaded
+from .slots import ExactSlots
 
 TILES_OF_A_PROGRAM = 8
 """Tiles that a program has at least, where that leaves one for every SM: more slices take longer to join than they
@@ -115,7 +117,7 @@ class DecodeLayer:
         self.word_operands = layout.word_operands
         self.heads, self.per_head = layout.group_size, shape.heads_per_kv
         self.group_rows = self.heads * self.per_head
-        self.folded = layout.folds_queries(shape)
+        self.folded = parameters.query_basis is None
         self.block = layout.rope_block or 0
         self.planes = shape.rotary_planes if self.block else 0
         self.fast_planes = layout.fast_planes
@@ -141,13 +143,21 @@ class DecodeLayer:
             places = [places[0] + group.key.width, places[1] + group.values.width]
         # Aliases, so that a parameter for which this is remembered does not live as long as this.
         self.basis = basis = None if parameters.query_basis is None else parameters.query_basis.detach()
+        of_output = parameters.output_basis
+        self.output_basis = None if of_output is None else of_output.detach().to(dtype)
+        of_values = parameters.value_constant
+        self.value_constant = None if of_values is None else of_values.detach()
+        stride = 0 if self.output_basis is None else self.output_basis.stride(0)
+        self.output_align = math.gcd(16, *(value for _, value in starts), stride)
         for i, (key_first, value_first) in enumerate(starts):
             at = (offsets[i][0], offsets[i][1])
             rows.append([
                 widths[i], at[0], value_widths[i], at[1], self.group_rows * key_first, 0,
-                self.group_rows * value_first, 0,
+                self.group_rows * value_first, value_first // self.output_align,
             ])  # fmt: skip
         self.rows, self.output_width = rows, self.group_rows * places[1]
+        if self.output_basis is not None:
+            self.output_width = shape.num_heads * shape.head_dim
         self._tables: dict[tuple[int, int], Tensor] = {}
         self.constant = None if parameters.key_constant is None else parameters.key_constant.detach()
         self.scaled_constant = None if basis is None or not self.scaled else self._scaled_constant()
@@ -347,6 +357,8 @@ def decode_attention(
     most_programs: int | None = None,
     max_kv_len: int | None = None,
     out: Tensor | None = None,
+    exact: ExactSlots | None = None,
+    attended: KeyRanges | None = None,
 ) -> Tensor:
     """Attention of one or a few new tokens of each sequence over the rows of a layer.
 
@@ -361,9 +373,11 @@ def decode_attention(
         most_programs: the most that start; fewer do where each would have too few tiles.
         max_kv_len: upper bound of a sequence's keys; by default what cache or block table hold.
         out: [tokens, sum over query heads of value width] to write into.
+        exact, attended: in a layer with exact tokens, these, and the ranges of all keys, exact or not; `ranges` are
+            then those of codes (`ranges.ranges_of_codes`).
     Returns:
-        [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; zeros of
-        tokens that attend to nothing.
+        [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; in a layer
+        with exact tokens [tokens, num_heads * head_dim]. Zeros of tokens that attend to nothing.
     Raises:
         UsageError: more query rows than a tile takes; a page that is no multiple of 16 keys.
     """
@@ -458,6 +472,14 @@ def decode_attention(
                 num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
                 **layer.constants(tokens, tiles, page, mask is not None, softcap is not None),
             )  # fmt: skip
+            if exact is not None and attended is not None:
+                sequence_ends = exact.until.flatten() if starts is not None else exact.until.flatten()[part]
+                _finish(
+                    layer, queries, outputs, partial, partial_lse, table, begin, until, starts, attended, mask, holes,
+                    ExactSlots(exact.key[part], exact.value[part], exact.index[part], exact.first[part], sequence_ends),
+                    part, programs, tokens, tiles,
+                )  # fmt: skip
+                continue
             join_kernel[groups * layer.group_rows, sequences * tokens](
                 partial, partial_lse, outputs, table, begin, until, none if starts is None else starts, sequences,
                 groups, programs, outputs.stride(0), **join_constants(layer, tokens, tiles),
@@ -510,4 +532,68 @@ def join_constants(layer: DecodeLayer, tokens: int, tiles: Tile) -> dict[str, An
         "CODED": layer.word_operands, "GROUP_ROWS": layer.group_rows, "TOKENS": tokens,
         "VALUE_COLUMNS": layer.value_columns, "STEP": layer.step(tiles), "SLICES": 16,
         "PADDED": triton.next_power_of_2(layer.operands * layer.value_columns), "num_warps": 4,
+    }  # fmt: skip
+
+
+EXACT_KEYS = 64
+"""Exact keys of a tile of `finish_kernel`; half as many of heads wider than 128."""
+
+JOINED = 4096
+"""Most numbers of partial results that `finish_kernel` holds at once."""
+
+
+def _finish(
+    layer: DecodeLayer,
+    queries: Tensor,
+    outputs: Tensor,
+    partial: Tensor,
+    partial_lse: Tensor,
+    table: Tensor,
+    begin: Tensor,
+    until: Tensor,
+    starts: Tensor | None,
+    attended: KeyRanges,
+    mask: Tensor | None,
+    holes: Tensor | None,
+    exact: ExactSlots,
+    part: slice,
+    programs: int,
+    tokens: int,
+    tiles: Tile,
+) -> None:
+    """Launch `finish_kernel` for a part of a batch."""
+    first, end = (of if starts is not None else of[part] for of in (attended.first, attended.end))
+    key, value, none = exact.key, exact.value, begin
+    align = math.gcd(16, *(side.stride(place) for side in (key, value) for place in range(3)))
+    sequences, heads = key.shape[0], layer.shape.num_heads
+    # One query head a program where that is needed to fill the GPU; else all heads of a KV head, which share its keys.
+    share = layer.per_head if sequences * layer.shape.num_kv_heads >= sm_count(key.device) else 1
+    assert layer.output_basis is not None
+    finish_kernel[heads // share, sequences](
+        queries, partial, partial_lse, layer.output_basis,
+        partial if layer.value_constant is None else layer.value_constant, key, value, exact.index, outputs, table,
+        begin, until, none if starts is None else starts, first, end, exact.first, exact.until,
+        none if mask is None else mask, none if holes is None else holes,
+        sequences, len(layer.layout.groups), programs, key.shape[2], outputs.stride(0), queries.stride(0),
+        queries.stride(1), layer.output_basis.stride(0) // layer.output_align,
+        *(side.stride(place) // align for side in (key, value) for place in range(3)), exact.index.stride(0),
+        0 if mask is None else mask.stride(0), math.log2(math.e) * layer.scaling,
+        1.0 if layer.softcap is None else layer.softcap * math.log2(math.e), ALIGN=align,
+        enable_fp_fusion=True, **finish_constants(layer, tokens, tiles, share, mask is not None),
+    )  # fmt: skip
+
+
+def finish_constants(layer: DecodeLayer, tokens: int, tiles: Tile, share: int, mask: bool) -> dict[str, Any]:
+    """Constants of the finish kernel, except the alignment of the exact tokens' strides."""
+    apart = triton.next_power_of_2(share * tokens)
+    dim = padded(layer.shape.head_dim)
+    columns = min(128 if apart == 1 else 64, padded(layer.operands * layer.value_columns))
+    return {
+        "CODED": layer.word_operands, "HEADS": layer.heads, "PER_HEAD": layer.per_head, "SHARE": share,
+        "TOKENS": tokens, "APART": apart, "ROWS": max(8, apart), "HEAD_DIM": layer.shape.head_dim, "DIM": dim,
+        "BASIS_ALIGN": layer.output_align, "VALUE_COLUMNS": layer.value_columns, "VALUE_EXACT": layer.value_exact,
+        "COLUMNS": columns, "STEP": layer.step(tiles), "SLICES": max(2, min(32, JOINED // (columns * apart))),
+        "KEYS": EXACT_KEYS if dim <= 128 else EXACT_KEYS // 2, "STAGES": 2,
+        "CONSTANT": layer.value_constant is not None, "MASK": mask, "SOFTCAP": layer.softcap is not None,
+        "PRECISION": precision(layer.dtype), "num_warps": 4 if dim * apart <= 4096 else 8, "num_stages": 2,
     }  # fmt: skip

@@ -73,7 +73,6 @@ def kernels_wanted(device: torch.device) -> bool:
     return gpu_serves(device) if device.type == "cuda" else choice == "triton"
 
 
-@torch.compiler.assume_constant_result
 def layer_served(
     layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, device: torch.device, rotation_fits: bool = True
 ) -> bool:
@@ -92,28 +91,18 @@ def layer_served(
     )
 
 
-def kernels_serve(
-    hidden_states: Tensor,
-    layout: LayerLayout,
-    shape: AttentionShape,
-    attention_mask: Tensor | None,
-    rotation_fits: bool,
-) -> bool:
-    """Whether the kernels serve a layer's attention for these inputs; else plain PyTorch does.
+def call_served(hidden_states: Tensor, attention_mask: Tensor | None) -> bool:
+    """Whether the kernels serve these inputs, in a layer that they serve (`layer_served`).
 
     Args:
         hidden_states: the layer's input, [batch_size, seq_len, hidden_size]: device, dtype, and whether gradients are
             wanted.
         attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len].
-        rotation_fits: as in `layer_served`.
     """
     if torch.is_grad_enabled():
         return False
-    return (
-        layer_served(layout, shape, hidden_states.dtype, hidden_states.device, rotation_fits)
-        and (attention_mask is None or _mask_fits(attention_mask, *hidden_states.shape[:2]))
-        and hidden_states.numel() > 0
-    )
+    fits = attention_mask is None or _mask_fits(attention_mask, *hidden_states.shape[:2])
+    return fits and hidden_states.numel() > 0
 
 
 def _mask_fits(mask: Tensor, batch_size: int, seq_len: int) -> bool:

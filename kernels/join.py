@@ -16,6 +16,20 @@ ADDRESSES = ["output", "begin", "until", "query_start"]
 """Pointers that the kernel is not specialised on being multiples of 16 bytes, which depends on the part of a batch."""
 
 
+@triton.jit
+def slices_of_group(begin, until, batch_size, groups, programs, sequence, group, STEP: tl.constexpr):
+    """First and last program of decoding whose slices have tiles of a group of a sequence; without tiles low - 1."""
+    # The group's tiles on the line: start ... start + tiles - 1.
+    total = count_tiles(begin, until, batch_size, STEP) * groups
+    tiles = tiles_of(tl.load(begin + sequence), tl.load(until + sequence), STEP)
+    start = count_tiles(begin, until, sequence, STEP) * groups + group * tiles
+    shared_by = slices(total, programs)
+    # Slice p begins at floor(p * total / programs).
+    low = ((start + 1).to(tl.int64) * shared_by - 1) // tl.maximum(total, 1)
+    high = ((start + tiles).to(tl.int64) * shared_by - 1) // tl.maximum(total, 1)
+    return low, tl.where(tiles > 0, high, low - 1)
+
+
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def join_kernel(
     partial, partial_lse, output, table, begin, until, query_start,
@@ -41,15 +55,7 @@ def join_kernel(
     if some:
         group = head // GROUP_ROWS
         row = new * GROUP_ROWS + head % GROUP_ROWS
-        # The group's tiles on the line: start ... start + tiles - 1.
-        total = count_tiles(begin, until, batch_size, STEP) * groups
-        tiles = tiles_of(tl.load(begin + sequence), tl.load(until + sequence), STEP)
-        start = count_tiles(begin, until, sequence, STEP) * groups + group * tiles
-        shared_by = slices(total, programs)
-        # Programs whose slices contain the first and the last tile: slice p begins at floor(p * total / programs).
-        low = ((start + 1).to(tl.int64) * shared_by - 1) // tl.maximum(total, 1)
-        high = ((start + tiles).to(tl.int64) * shared_by - 1) // tl.maximum(total, 1)
-        high = tl.where(tiles > 0, high, low - 1)
+        low, high = slices_of_group(begin, until, batch_size, groups, programs, sequence, group, STEP)
         slot = (sequence * groups + group).to(tl.int64)
         column = tl.arange(0, PADDED)
         largest = UNSEEN

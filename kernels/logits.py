@@ -114,7 +114,8 @@ class AbsorbedQueries:
         self.queries = absorbed_queries(query, parameters, cls).to(side.wide)
         self.shape, self.per_key = self.queries.shape[:4], cls.count * cls.key.width
         self.extra = None
-        if parameters.softcap is not None:  # which sees what is added to all logits of a query
+        # A soft cap sees what is added to all logits of a query, and so do exact keys, to which it is not added.
+        if parameters.softcap is not None or parameters.layout.exact is not None:
             self.extra = _constant_logits(query, parameters, cls)
 
     def __call__(self, latents: Tensor, part: slice, active: slice) -> Tensor:
@@ -205,4 +206,5 @@ def _constant_logits(query: Tensor, parameters: AttentionParameters, cls: GroupC
     if constant is None:
         return None
     own = query[:, parameters.heads(cls)].unflatten(1, (cls.count, parameters.layout.group_size, -1))
-    return torch.einsum("bngpsd,ngd->bngps", own.to(constant.dtype), constant).flatten(2, 3).unsqueeze(-1)
+    dtype = torch.promote_types(own.dtype, constant.dtype)
+    return torch.einsum("bngpsd,ngd->bngps", own.to(dtype), constant.to(dtype)).flatten(2, 3).unsqueeze(-1)

@@ -8,12 +8,14 @@ one line, the groups of a sequence one after another, and each program takes an 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .slots import ExactSlots
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,23 @@ class KeyRanges:
         until = end.view(batch_size, seq_len).amax(-1)
         query_start = torch.arange(0, batch_size * seq_len + 1, seq_len, dtype=torch.int32, device=mask.device)
         return cls(first, end, begin, until, query_start, seq_len, marks, holes)
+
+
+def ranges_of_codes(ranges: KeyRanges, exact: ExactSlots) -> KeyRanges:
+    """The keys of `ranges` that are read from rows, in a layer with exact tokens."""
+    if ranges.query_start is None:
+        first, end = torch.maximum(ranges.first, exact.first), torch.minimum(ranges.end, exact.until.flatten())
+        return replace(ranges, first=first, end=end, begin=first, until=end)
+    until, stop = exact.until.flatten(), ranges.query_start[1:].contiguous()
+    token = torch.arange(len(ranges.first), device=until.device)
+    sequence = torch.searchsorted(stop, token, right=True).clamp(max=len(stop) - 1)
+    return replace(
+        ranges,
+        first=torch.maximum(ranges.first, exact.first[sequence]),
+        end=torch.minimum(ranges.end, until),
+        begin=torch.maximum(ranges.begin, exact.first),
+        until=torch.minimum(ranges.until, until[(stop - 1).clamp(min=0)]),
+    )
 
 
 LEAST_TILES = tl.constexpr(2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,20 +42,35 @@ def project_keys(
     Returns:
         [batch_size, 1, seq_len, key_rank], dtype of `key`; of codes float32 or wider.
     """
-    dtype = key.dtype if shift is None else torch.promote_types(key.dtype, shift.dtype)
-    key, key_basis = key.to(dtype), key_basis.to(dtype)
-    batch_size, _, seq_len, head_dim = key.shape
-    stacked = key.reshape(batch_size, -1, layout.group_size, seq_len, head_dim).permute(0, 3, 1, 2, 4).flatten(3)
-    parts = []
-    for cls in layout.classes():
-        basis = key_basis[:, cls.key_rank : cls.key_rank + cls.count * cls.key.rank]
-        basis = basis.unflatten(-1, (cls.count, cls.key.rank)).transpose(0, 1)
-        keys = stacked[:, :, cls.start : cls.start + cls.count]
-        parts.append(torch.einsum("bsnd,ndr->bsnr", keys, basis).flatten(2))
-    latents = torch.cat(parts, dim=-1).unsqueeze(1)
+    latents = project_heads(key, key_basis, layout, keys=True, wide=shift is not None)
     of_values = layout.part_of_keys(value)
     if of_values is not None:
         latents = latents + of_values
+    return latents if shift is None else latents + shift
+
+
+def project_heads(
+    x: Tensor, basis: Tensor, layout: LayerLayout, *, keys: bool, shift: Tensor | None = None, wide: bool = False
+) -> Tensor:
+    """Project heads of keys or values into the latents of their groups, side by side.
+
+    Args:
+        x: [batch_size, num_kv_heads, seq_len, head_dim], heads in the order of the layout.
+        basis: [group_size * head_dim, rank], the latents of keys or those that values are read from.
+        shift: [rank], float32, added. wide: compute in float32 or wider, as with a shift.
+    Returns:
+        [batch_size, 1, seq_len, rank].
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32) if wide or shift is not None else x.dtype
+    x, basis = x.to(dtype), basis.to(dtype)
+    stacked = x.reshape(len(x), -1, layout.group_size, *x.shape[2:]).permute(0, 3, 1, 2, 4).flatten(3)
+    parts = []
+    for cls in layout.classes():
+        first, rank = (cls.key_rank, cls.key.rank) if keys else (cls.value_rank, cls.value.rank)
+        columns = basis[:, first : first + cls.count * rank].unflatten(-1, (cls.count, rank)).transpose(0, 1)
+        own = stacked[:, :, cls.start : cls.start + cls.count]
+        parts.append(torch.einsum("bsnd,ndr->bsnr", own, columns).flatten(2))
+    latents = torch.cat(parts, dim=-1).unsqueeze(1)
     return latents if shift is None else latents + shift
 
 
@@ -79,7 +95,7 @@ def attention(
             uncompressed model; bool (True: attend) or added to the logits; None is causal.
     Returns:
         [batch_size, seq_len, sum over query heads of value width], dtype of query, groups in the order of the layout.
-    Source: FDC section 4.1 (post-RoPE), Palu (pre-RoPE); docs/design.md.
+    Source: FDC section 5.1 (post-RoPE), Palu (pre-RoPE); docs/design.md.
     """
     decodes = key_rotation is not None and seq_len_of(query) == 1
     if parameters.layout.coded or decodes:
@@ -98,6 +114,17 @@ def attention(
     return torch.cat(outputs, dim=-1)
 
 
+class Beyond(NamedTuple):
+    """Which keys of whole rows are read as codes: those beyond the exact ones. The queries are the last of the tokens.
+
+    lag: a query reads the codes of the token so many before it, and of older ones.
+    exact: [batch_size or 1, kv_len] bool, tokens whose codes no query reads; None: there are none.
+    """
+
+    lag: int = 0
+    exact: Tensor | None = None
+
+
 def partial_attention(
     query: Tensor,
     key: Tensor,
@@ -105,41 +132,59 @@ def partial_attention(
     parameters: AttentionParameters,
     key_rotation: Rotation | None = None,
     attention_mask: Tensor | None = None,
+    keys: range | None = None,
+    beyond: Beyond | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over some of the keys, with the log-sum-exp by which `join` combines it with the others.
 
     Args:
         key, value: rows, not necessarily of neighbours: `key_rotation` has one row for each, `attention_mask` one
             column.
+        keys: those that some query sees lie within it, from a multiple of LEAST_BLOCK on; None: found here.
+        beyond: of the rows of neighbours: which are read, of those that the mask shows.
         The others as in `attention`.
     Returns:
         [batch_size, seq_len, sum over query heads of value width], and the log-sum-exp of each query head's logits,
         [batch_size, seq_len, num_heads], -inf where a query attends to none of the keys; float32 or wider, groups in
         the order of the layout.
     """
-    seq_len = seq_len_of(query)
-    causal = attention_mask is None and seq_len > 1
-    # A prefill into an empty static cache: nothing attends behind the new keys.
-    keys = range(seq_len if causal else key.shape[2])
+    seq_len, kv_len = seq_len_of(query), key.shape[2]
+    if beyond is None and attention_mask is None and seq_len > 1:
+        beyond, kv_len = Beyond(), seq_len  # a prefill into an empty static cache: nothing attends behind the new keys
+    offset = kv_len - seq_len
     eager_cpu = query.device.type == "cpu" and not torch.compiler.is_compiling()
-    if eager_cpu and attention_mask is not None and attention_mask.shape[-1] == len(keys):
-        keys = _attended(attention_mask)
-    index = torch.arange(seq_len, device=query.device)
+    if keys is None:
+        keys = range(kv_len if beyond is None else max(0, kv_len - beyond.lag))
+        if eager_cpu and attention_mask is not None and attention_mask.shape[-1] == kv_len:
+            shown = _attended(attention_mask)
+            keys = range(shown.start, min(shown.stop, keys.stop))
+    index = torch.arange(0 if beyond is None else kv_len, device=query.device)
     absorb = eager_cpu and key_rotation is not None and _may_absorb(parameters, seq_len, key_rotation)
+
+    def active(start: int) -> slice:
+        return slice(0 if beyond is None else max(0, start + beyond.lag - offset), None)
+
     outputs, sums = [], []
     for cls in parameters.layout.classes(query.element_size()):
         mask_of_class = parameters.mask(attention_mask, parameters.heads(cls))
 
-        def mask(part: slice, whole: Tensor | None = mask_of_class) -> Tensor | None:
-            if causal:
-                return index[part] <= index[part.start :, None]
-            return whole if whole is None or whole.shape[-1] == 1 else whole[..., part]
+        def mask(part: slice, own: slice, whole: Tensor | None = mask_of_class) -> list[Tensor | None]:
+            if whole is not None and whole.shape[-1] > 1:
+                whole = whole[..., part]
+            if whole is not None and whole.shape[-2] > 1:
+                whole = whole[..., own, :]
+            if beyond is None:
+                return [whole]
+            seen = (index[part] + beyond.lag <= index[offset:][own, None])[None, None]
+            if beyond.exact is not None:
+                seen = seen & ~beyond.exact[:, None, None, part]
+            return [whole, seen]
 
         side = ClassRows.of(parameters, cls, key, value, query.dtype)
         logits: AbsorbedQueries | RebuiltKeys = (
             AbsorbedQueries(query, side) if key_rotation is None else RebuiltKeys(query, side, key_rotation, absorb)
         )
-        attended, log_sums = _running_softmax(logits, side, mask, causal, keys)
+        attended, log_sums = _running_softmax(logits, side, mask, active, keys)
         outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(2))
         sums.append(log_sums.permute(0, 3, 1, 2, 4).flatten(2))
     return torch.cat(outputs, dim=-1), torch.cat(sums, dim=-1)
@@ -190,14 +235,16 @@ def _on(widths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(widths, device=device)
 
 
-Mask = Callable[[slice], "Tensor | None"]
-"""Gives the mask of a slice of the keys, broadcastable to [batch_size, heads, seq_len, keys]."""
+Mask = Callable[[slice, slice], "list[Tensor | None]"]
+"""Gives the masks of some keys for some queries, each broadcastable to [batch_size, heads, queries, keys]."""
 
 
 def _running_softmax(
-    logits_of: AbsorbedQueries | RebuiltKeys, side: ClassRows, mask: Mask, causal: bool, keys: range
+    logits_of: AbsorbedQueries | RebuiltKeys, side: ClassRows, mask: Mask, seeing: Callable[[int], slice], keys: range
 ) -> tuple[Tensor, Tensor]:
     """Attention of the queries of a class over one block of keys after another, with a running softmax.
+
+    seeing: the queries that see keys from an index on; others see none of them.
 
     Returns [batch_size, count, heads of a group, seq_len, width], zeros for queries that attend to nothing, and the
     log-sum-exp of the logits, [batch_size, count, heads of a group, seq_len, 1].
@@ -210,10 +257,11 @@ def _running_softmax(
     block = max(1, budget // per_key // LEAST_BLOCK) * LEAST_BLOCK
     for start in range(keys.start, keys.stop, block):
         part = slice(start, min(start + block, keys.stop))
-        active = slice(start if causal else 0, None)  # earlier queries see none of them
+        active = seeing(start)
         latents = side.latents(part).to(side.wide)
         logits = scaled_and_capped(logits_of(latents, part, active), parameters.scaling, parameters.softcap)
-        logits = masked(logits, mask(part))
+        for own in mask(part, active):
+            logits = masked(logits, own)
         before = largest[..., active, :]
         now = torch.maximum(before, logits.amax(-1, keepdim=True))
         reference = now.masked_fill(now == -torch.inf, 0.0)

@@ -23,6 +23,7 @@ from .materialise import PagesOf, materialise
 from .parameters import AttentionParameters, seq_len_of
 from .reference import dense_attention
 from .rotary import Rotation
+from .slots import ExactSlots
 
 MOST_BYTES = 1 << 30
 """Most bytes of keys and values at a time; beyond that, sequences of a batch are taken one after another."""
@@ -67,6 +68,69 @@ def prompt_attention(
             parts.append(_of_class(query[own], keys, values, parameters, cls, own_mask))
         outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def prompt_with_exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    rotation: Rotation | None,
+    first: int,
+    attention_mask: Tensor | None,
+    exact: ExactSlots,
+) -> Tensor:
+    """Attention of any number of queries in a layer with exact tokens, [batch_size, seq_len, num_heads * head_dim].
+
+    Rows are expanded to keys and values of each head, behind which the exact ones are laid. Arguments as in
+    `attention.rows_attention`.
+    """
+    scaling, softcap = parameters.scaling, parameters.softcap
+    mask = parameters.mask(attention_mask, slice(None))
+    batch_size, _, kv_len, _ = key.shape
+    shape = parameters.shape
+    whole = 4 * shape.num_kv_heads * kv_len * shape.head_dim * query.element_size()
+    step = max(1, MOST_BYTES // max(1, whole))
+    held = (exact.index >= 0)[:, None, :, None]
+    mask, outputs = exact.mask(mask, kv_len), []
+    for start in range(0, batch_size, step):
+        own = slice(start, min(start + step, batch_size))
+        sides = _expanded(key[own, 0], value[own, 0], parameters, query.dtype, rotation, first)
+        added = (side[own].masked_fill(~held[own], 0.0) for side in (exact.key, exact.value))
+        keys, values = (torch.cat(both, dim=2) for both in zip(sides, added, strict=True))
+        outputs.append(dense_attention(query[own], keys, values, scaling, mask[own], softcap))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _expanded(
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    dtype: torch.dtype,
+    rotation: Rotation | None,
+    first: int,
+    pages: PagesOf | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Keys after RoPE and values of each head that rows are read as, [batch_size, num_kv_heads, kv_len, head_dim].
+
+    With pages [tokens, num_kv_heads, head_dim].
+    """
+    assert parameters.output_basis is not None
+    layout, keys, values, column = parameters.layout, [], [], 0
+    for cls in layout.classes(dtype.itemsize):
+        of_keys, latents = materialise(key, value, parameters, cls, dtype, rotation, first=first, pages=pages)
+        width = cls.count * cls.value.width
+        basis = parameters.output_basis[:, column : column + width].unflatten(-1, (cls.count, -1))
+        basis = basis.unflatten(0, (layout.group_size, -1)).to(dtype)
+        equation = "bnlw,gdnw->bngld" if pages is None else "lnw,gdnw->lngd"
+        keys.append(of_keys)
+        values.append(torch.einsum(equation, latents, basis).flatten(1, 2))
+        column += width
+    found = values[0] if len(values) == 1 else torch.cat(values, dim=1)
+    if parameters.value_constant is not None:
+        constant = parameters.value_constant
+        found = (found + (constant[:, None] if pages is None else constant)).to(dtype)
+    return keys[0] if len(keys) == 1 else torch.cat(keys, dim=1), found
 
 
 def _of_class(

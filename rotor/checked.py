@@ -112,6 +112,9 @@ class Reader:
                 break
             path.append(key)
         place = joined(name, *path)
+        if first["loc"][-1:] == ("[key]",):
+            above = joined(name, *path[:-1])
+            return self.error(f"{self.where}: {above}: got the key {shorten(path[-1])}, expected {reason}.", self.hint)
         if first["type"] == "missing" and isinstance(value, dict):
             return self.error(f"{self.where}: missing key {joined(place, first['loc'][-1])!r}.", self.hint)
         if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):

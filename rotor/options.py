@@ -78,7 +78,18 @@ def check_options(request: Any) -> None:
     for option in fields(request):
         name, kind, value = option.name, without_none(hints[option.name]), getattr(request, option.name)
         if value is not None and get_origin(kind) is Annotated:
-            Reader(f"--{name.replace('_', '-')}", UsageError).read(kind, value)
+            shown = f"--{name.replace('_', '-')}"
+            Reader(shown, UsageError, _meant(shown, value, kind)).read(kind, value)
+
+
+def _meant(option: str, value: object, kind: Any) -> str:
+    """What to do next where a share between 0 and 1 is wanted; `--accuracy 99` is a percentage."""
+    limits = {type(limit).__name__: limit for part in kind.__metadata__ for limit in getattr(part, "metadata", ())}
+    if kind.__origin__ is not float or "Lt" not in limits or limits["Lt"].lt != 1:
+        return ""
+    if isinstance(value, (int, float)) and 10 <= value < 100:
+        return f"Did you mean {option} {value / 100:g}?"
+    return f"Example: {option} 0.99"
 
 
 def _is_device(name: str) -> bool:

@@ -116,6 +116,9 @@ def test_what_a_policy_cannot_serve_is_said(policy_models: PolicyModels, tiny, t
         use_cache_policy(policy_models.model("codes"), KIVI())
     with pytest.raises(RecipeError, match="did you mean 'gear-2'"):
         find_policy("gear2")
+    for name in ("rotor.policies.eviction:Eviction", f"{'a' * 5000}.py:C"):
+        with pytest.raises(RecipeError, match=r"cache.method: got .*, expected one of"):
+            find_policy(name)
     holes = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1, 1]])
     with cache_policy(plain, Window()), pytest.raises(UsageError, match="not on the left"):
         plain.generate(rows, **{**options, "attention_mask": holes})

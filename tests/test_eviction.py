@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,7 @@ from rotor.policies import (
     cache_policy,
     use_cache_policy,
 )
-from rotor.policies.budgets import squeeze_shares, three_means
+from rotor.policies.budgets import SqueezeBudgets, squeeze_shares, three_means
 from rotor.policies.eviction import KeptTokens
 from rotor.search.evaluation.cached import final_states_through_cache
 
@@ -135,6 +137,17 @@ def test_three_means_against_every_split() -> None:
     cluster = three_means(values)
     found = cost([[v for v, c in zip(values, cluster, strict=True) if c == k] for k in range(3)])
     assert found == pytest.approx(best)
+
+
+def test_what_stands_at_padding_does_not_count_for_budgets() -> None:
+    layers = [SimpleNamespace(sequences=[SimpleNamespace(budget=10)], evict=lambda: None) for _ in range(2)]
+    budgets = SqueezeBudgets(0.5, layers)
+    states = torch.ones(1, 3, 4, dtype=torch.float64)
+    states[:, 0] = torch.nan
+    tokens = torch.tensor([[False, True, True]])
+    budgets.observe(0, states, states, tokens)
+    budgets.observe(1, states, states * torch.tensor([1.0, 1, -1, -1]), tokens)
+    assert [layer.sequences[0].budget for layer in layers] == [5, 15]
 
 
 def test_squeeze_is_algorithm_1() -> None:

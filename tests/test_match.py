@@ -13,7 +13,7 @@ from support.paths import ROOT
 
 from rotor.checkpoint.layout import AttentionShape
 from rotor.policies import FP8, KIVI, PerToken
-from rotor.tools.study.caches import sequence_bytes
+from rotor.tools.study.caches import mean_sequence_bytes, sequence_bytes
 from rotor.tools.study.parts.match import MatchRecord, bytes_of_answers, bytes_of_kl, header, match_rows
 from rotor.tools.study.study import study
 
@@ -68,6 +68,20 @@ def test_bytes_of_a_sequence_count_what_windows_hold() -> None:
     assert in_windows == 128 * (24 + 24)  # where fewer are held than may wait
 
 
+def test_bytes_count_the_tokens_that_wait() -> None:
+    """KIVI's keys wait until a block is coded: in the mean half a block has 16 bits; KVTC's newest always do."""
+    shape = replace(SHAPE, num_layers=1, windows=())
+    coded, whole = 2 * 16 * (4 / 8 + 4 / 8), 2 * 16 * 2  # bytes of a side of a token
+    for tokens in (2048, 32768):
+        values = (coded * (tokens - 128) + whole * 128) / tokens
+        keys = coded + (whole - coded) * 127 / 2 / tokens
+        found = mean_sequence_bytes(shape, torch.bfloat16, tokens, KIVI(4, 8, 128))
+        assert found == pytest.approx(keys + values, rel=1e-3)
+        assert found > sequence_bytes(shape, torch.bfloat16, tokens, KIVI(4, 8, 128)) / tokens
+        plain = PerToken(4, 16)
+        assert mean_sequence_bytes(shape, torch.bfloat16, tokens, plain) == 4 * (8 + 4)
+
+
 def test_one_scale_for_all_numbers() -> None:
     """A byte a number; what lies beyond 448 becomes that."""
     code = FP8("tensor").streams()[0].codec
@@ -102,5 +116,11 @@ def test_a_study_of_a_model_with_windows(tiny, tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [row["name"] for row in rows] == [*names, "rotor, 60 bytes", "rotor, 200 bytes"]
     assert float(rows[0]["kv_bytes_per_token_at_2048"]) == pytest.approx(fp8["2048"])
+    kept = [*settings, "exact.first=2", "exact.newest=16"]
+    more = study(tiny("gemma3_text"), tmp_path / "exact", ["rotor"], kept, **options | {"sizes": [60]})
+    exact = {name.partition("/")[2]: record for name, record in more.records.items()}["rotor, 60 bytes"]
+    added = whole * ((2 + 12) + (2 + 16))  # of the layer with a window of 12, and of the other
+    assert exact["sizes"] == {n: pytest.approx(size + added / int(n)) for n, size in few["sizes"].items()}
+    assert exact["kl_div"] < few["kl_div"]
     again = study(tiny("gemma3_text"), tmp_path / "study", ["rotor"], settings, **options)
     assert (again.added, again.records) == (0, result.records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -141,3 +142,27 @@ def test_python_source_for_a_chat_model_is_warned_of(model: Path, words: Path) -
 def test_a_path_with_any_characters_is_one_value(tmp_path: Path) -> None:
     odd = tmp_path / "it's: a #path [1]"
     assert load_recipe("fdc", text_overrides(odd)).tokens.path == str(odd)
+
+
+def test_lines_of_json_are_documents(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    said = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "Four."}]
+    file.write_text("\n".join(map(json.dumps, ({"text": "one"}, {"messages": said}))) + "\n\n")
+    assert read_documents(file) == ["one", "What is 2 + 2?\n\nFour."]
+    assert read_documents(tmp_path) == read_documents(file)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("plain words", "line 2: not JSON"),
+        ('{"body": "x"}', "line 2: got the keys body, expected `text` or `messages`"),
+        ('{"messages": [{"role": "user"}]}', "line 2: got the keys messages"),
+        ("[1]", "line 2: got list"),
+    ],
+)
+def test_lines_of_something_else_are_refused(line: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text(f'{{"text": "one"}}\n{line}\n')
+    with pytest.raises(DataError, match=re.escape(text)):
+        read_documents(file)

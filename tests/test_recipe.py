@@ -3,7 +3,10 @@
 import pytest
 
 from rotor.errors import RecipeError
+from rotor.models.splits import description_of
 from rotor.recipe import EXPORT_SECTIONS, bundled_recipes, load_recipe, override, parse_recipe
+from rotor.recipe.reading import QUICK
+from rotor.recipe.requests import CalibrationRequest
 
 
 def test_bundled_recipes_are_what_the_papers_say() -> None:
@@ -101,3 +104,16 @@ def test_calibration_settings_are_refused_on_export() -> None:
     assert override(recipe, ["ranks.multiple_of=8"], EXPORT_SECTIONS).ranks.multiple_of == 8
     with pytest.raises(RecipeError, match="Calibrate again"):
         override(recipe, ["tokens.count=1"], EXPORT_SECTIONS)
+
+
+@pytest.mark.parametrize("name", ["rotor", "fdc"])
+def test_quick_takes_few_tokens_of_what_a_recipe_has(name: str) -> None:
+    recipe = CalibrationRequest("MODEL", "RUN", name, quick=True).overridden_recipe
+    assert recipe.tokens.count == QUICK["tokens.count"]
+    assert recipe.evaluation.quick
+    assert recipe.evaluation.search_tokens == QUICK["evaluation.search_tokens"]
+    assert recipe.codes.bits == load_recipe(name).codes.bits
+    said = CalibrationRequest("MODEL", "RUN", name, ["tokens.count=100"], quick=True).overridden_recipe
+    assert said.tokens.count == 100
+    assert "a quick look" in description_of(recipe.evaluation)
+    assert "quick" not in description_of(load_recipe(name).evaluation)

@@ -18,6 +18,7 @@ from support.runs import calibrated, reseal
 
 import rotor.models.tokenizer as tokenizer_module
 from rotor.checked import options
+from rotor.checkpoint.section import CompressedSection
 from rotor.errors import CheckpointError, DataError, RecipeError
 from rotor.models.source import Checkpoint
 from rotor.models.tokenizer import check_ids
@@ -200,3 +201,14 @@ def test_no_model_is_fetched_that_only_a_checkpoint_leads_to(
     assert {"source unchanged", "full-rank rewrite", "accuracy target"} <= skipped
     for name in ("out", "run"):
         assert rotor(capsys, "report", folder / name)[0] == 0
+
+
+@pytest.mark.parametrize("what", ["layers", "groups"])
+def test_a_hundred_thousand_of_anything_are_not_read(what: str, exported: Path) -> None:
+    section = json.loads((exported / "config.json").read_text())["quantization_config"]
+    if what == "layers":
+        section["layers"] = {str(index): section["layers"]["0"] for index in range(100_000)}
+    else:
+        section["layers"]["0"]["groups"] *= 100_000
+    with pytest.raises(CheckpointError, match=rf"{what}: got '\d+ {what}', expected at most"):
+        CompressedSection(**section)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import huggingface_hub
@@ -25,6 +26,7 @@ from rotor.checkpoint.section import CompressedSection
 from rotor.errors import CheckpointError, MissingError, UsageError
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.loading import weights_of
+from rotor.runtime.integration import RotorConfig, RotorQuantizer
 from rotor.vllm.layers import Plan
 
 RANDOM = ["tokens.count=512", "tokens.seq_len=64", "tokens.source=random", "codes.tokens=256"]
@@ -175,7 +177,47 @@ def test_what_is_damaged_or_needs_nothing_is_refused(both: tuple[Path, Path], tm
             CompressedCheckpoint(apart).unchecked_tensor(name)
 
 
-def test_a_source_on_the_hub_is_fetched_at_its_commit(both: tuple[Path, Path], tmp_path: Path, monkeypatch) -> None:
+def test_a_source_that_changes_under_an_equal_time_is_noticed(both: tuple[Path, Path], tmp_path: Path) -> None:
+    """Within one process, which computes the SHA-256 of a file once."""
+    apart, model = moved(both, tmp_path)
+    shard = model / "model.safetensors"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SOURCE, str(model))
+        AutoModelForCausalLM.from_pretrained(apart)
+        before, stored = shard.stat(), shard.read_bytes()
+        shard.write_bytes(stored[:-1] + bytes([stored[-1] ^ 1]))
+        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(CheckpointError, match="its SHA-256 differs"):
+            AutoModelForCausalLM.from_pretrained(apart)
+        shard.write_bytes(stored + b" ")
+        with pytest.raises(CheckpointError, match=rf"{len(stored) + 1} bytes, expected {len(stored)}"):
+            AutoModelForCausalLM.from_pretrained(apart)
+
+
+def test_weights_that_are_not_there_are_not_offloaded_to_disk(both: tuple[Path, Path]) -> None:
+    """transformers asks with the device map that it was given, and again with the one that it worked out."""
+    for folder, refused in zip(both, (False, True), strict=True):
+        section = json.loads((folder / "config.json").read_text())["quantization_config"]
+        quantizer = RotorQuantizer(RotorConfig.from_dict(section))
+        quantizer.validate_environment(device_map={"": "cpu"})
+        with pytest.raises(UsageError, match="this checkpoint has none") if refused else nullcontext() as error:
+            quantizer.validate_environment(device_map={"model.embed_tokens": "cpu", "model.layers": "disk"})
+        assert not refused or "rotor materialise" in error.value.hint
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "*.safetensors", "model.bin"])
+def test_shards_have_plain_names(both: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    apart, _ = moved(both, tmp_path)
+    config = json.loads((apart / "config.json").read_text())
+    config["quantization_config"]["source"]["shards"] = {name: "0"}
+    (apart / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"source.*expected a plain file name, \*.safetensors"):
+        AutoModelForCausalLM.from_pretrained(apart)
+
+
+def test_a_source_on_the_hub_is_fetched_when_asked_at_its_commit(
+    both: tuple[Path, Path], tmp_path: Path, monkeypatch
+) -> None:
     apart, model = moved(both, tmp_path)
     config = json.loads((apart / "config.json").read_text())
     config["quantization_config"]["source"] |= {"hub_id": "somebody/model", "revision": "0123"}
@@ -187,12 +229,18 @@ def test_a_source_on_the_hub_is_fetched_at_its_commit(both: tuple[Path, Path], t
         return str(model)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    with pytest.raises(MissingError, match="holds no weights") as refused:
+        AutoModelForCausalLM.from_pretrained(apart)
+    assert "--source somebody/model" in (refused.value.hint or "")
+    assert not asked
+    monkeypatch.setenv(SOURCE, "somebody/model")
     AutoModelForCausalLM.from_pretrained(apart)
     assert set(asked) == {("somebody/model", "0123")}
 
 
 LOAD = """
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 import torch, rotor
 from transformers import AutoModelForCausalLM

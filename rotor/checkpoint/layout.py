@@ -524,7 +524,7 @@ def compression(ranks: list[list[tuple[int, int]]], shape: AttentionShape, conte
 
     Args:
         context_tokens: of the sequence whose cache it is; None counts all layers alike.
-    Source: FDC section 4.1; 1 - sum of ranks / sum over KV heads of 2 head_dim, weighed by the tokens that each holds.
+    Source: FDC section 5.2; 1 - sum of ranks / sum over KV heads of 2 head_dim, weighed by the tokens that each holds.
     """
     held = shape.held_tokens(context_tokens) if context_tokens else (1,) * shape.num_layers
     kept = [sum(key_rank + value_rank for key_rank, value_rank in layer) for layer in ranks]

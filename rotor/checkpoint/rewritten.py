@@ -160,9 +160,10 @@ def open_rewritten(bases: Path, config: Any, section: CompressedSection) -> Rewr
 
 
 def find_source(source: SourceInfo, folder: Path) -> Path:
-    """Find the folder of the source and verify every shard by its SHA-256.
+    """Find the folder of the source and verify every shard by its size and SHA-256.
 
-    ROTOR_SOURCE comes first, then the folder at `path`, then the hub, from which it is fetched into the cache.
+    ROTOR_SOURCE comes first, then the folder at `path`. The hub is asked only if ROTOR_SOURCE names one of its ids: a
+    checkpoint alone makes nothing be fetched.
 
     Args:
         folder: the checkpoint's; `path` is relative to it.
@@ -174,30 +175,35 @@ def find_source(source: SourceInfo, folder: Path) -> Path:
         source_folder = Path(given) if Path(given).is_dir() else _fetched(given, source)
     elif recorded.is_dir():
         source_folder = recorded
-    elif source["hub_id"]:
-        source_folder = _fetched(source["hub_id"], source)
     else:
+        model = source["hub_id"] or "MODEL"
         raise MissingError(
             f"{folder} holds no weights but bases for those of {source['name']}, which is not at "
             f"{os.path.normpath(recorded)}.",
-            f"Give its folder or hub id: --source MODEL, or {SOURCE}=MODEL for other programs.",
+            f"Give its folder or hub id: --source {model}, or {SOURCE}={model} for other programs.",
         )
     for file, digest in source["shards"].items():
         path = source_folder / file
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file.", f"Give the source as it was{_revision(source)}.")
         about = path.stat()
-        if _sha256(path.resolve(), about.st_size, about.st_mtime_ns) != digest:
+        hint = f"Give the source as it was{_revision(source)}: --source MODEL, or {SOURCE}=MODEL."
+        size = source.get("sizes", {}).get(file, about.st_size)
+        if about.st_size != size:
             raise CheckpointError(
-                f"{path}: is not the {file} that {folder} was made of (its SHA-256 differs).",
-                f"Give the source as it was{_revision(source)}: --source MODEL, or {SOURCE}=MODEL.",
+                f"{path}: is not the {file} that {folder} was made of ({about.st_size} bytes, expected {size}).", hint
             )
+        if _sha256(path.resolve(), about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino) != digest:
+            raise CheckpointError(f"{path}: is not the {file} that {folder} was made of (its SHA-256 differs).", hint)
     return source_folder
 
 
 @lru_cache(maxsize=4096)
-def _sha256(path: Path, size: int, modified: int) -> str:
-    """SHA-256 of a file, computed once in a process as long as the file is not written to."""
+def _sha256(path: Path, size: int, modified: int, changed: int, inode: int) -> str:
+    """SHA-256 of a file, computed once in a process as long as the file is neither written to nor replaced.
+
+    A program can set the time of modification, but not that of the last change of the inode.
+    """
     return file_sha256(path)
 
 

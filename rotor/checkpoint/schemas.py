@@ -5,13 +5,14 @@ Further keys are allowed and kept. Adding a field is one entry here, beside what
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from ..checked import Reader
+from ..checked import Expect, Reader
 from ..errors import CheckpointError
 from .channels import PartedInfo
 from .json_files import read_json
@@ -21,6 +22,13 @@ Ranks = list[list[Annotated[list[int], Field(min_length=2, max_length=2)]]]
 """(key rank, value rank) of every group of every layer."""
 
 ElementBytes = Annotated[int, Field(ge=1, le=8)]
+
+
+def _is_shard_name(name: str) -> bool:
+    return re.fullmatch(r"[\w-][\w.-]*\.safetensors", name, re.ASCII) is not None
+
+
+ShardName = Annotated[str, Expect(_is_shard_name, "a plain file name, *.safetensors")]
 
 
 class ModelInfo(TypedDict):
@@ -35,13 +43,17 @@ class ModelInfo(TypedDict):
 
 
 class SourceInfo(TypedDict):
-    """Where a checkpoint without weights gets them: a folder, relative to its own, or a commit on the hub."""
+    """Where a checkpoint without weights gets them: a folder, relative to its own, or a commit on the hub.
+
+    shards: SHA-256 by name. sizes: bytes by name; missing in checkpoints of earlier versions.
+    """
 
     name: str
     path: str
     hub_id: str | None
     revision: str | None
-    shards: dict[str, str]
+    shards: dict[ShardName, str]
+    sizes: NotRequired[dict[ShardName, int]]
 
 
 class KeyFormInfo(TypedDict):

@@ -21,6 +21,10 @@ MARK = f"{METHOD} (needs the Python package {PACKAGE}, from its source folder or
 that repeats this text, even where all shapes are those of the uncompressed model (only queries and keys compressed,
 after RoPE). It has no slash, as transformers takes a name with a slash for code on the hub."""
 
+MOST_LAYERS = 4096
+"""Layers that a section has at most, and groups that a layer has: more come from a damaged file, and would take minutes
+to read."""
+
 FORMAT_VERSION = 3
 """Version of what is stored; other versions are refused."""
 
@@ -61,12 +65,23 @@ class CompressedSection:
         self.quant_method: Any = METHOD  # transformers' own type knows its own methods only
         reader = Reader("config.json, quantization_config", CheckpointError, EDITED)
         self.format_version = reader.read(int, format_version, "format_version")
+        if isinstance(layers, dict):
+            self._check_counts(layers, reader)
         self.layers = reader.read(dict[str, Any], layers or {}, "layers")
         self.biases = sorted(reader.read(list[Literal["q", "k", "v", "o"]], biases, "biases"))
         if cache is not None:
             self.cache = reader.read(dict[str, Any], cache, "cache")
         if source is not None:
             self.source = reader.read(SourceInfo, source, "source")
+
+    @staticmethod
+    def _check_counts(layers: dict[str, Any], reader: Reader) -> None:
+        if len(layers) > MOST_LAYERS:
+            raise reader.fail("layers", f"{len(layers)} layers", f"at most {MOST_LAYERS}")
+        for index, layer in layers.items():
+            groups = layer.get("groups") if isinstance(layer, dict) else None
+            if isinstance(groups, list) and len(groups) > MOST_LAYERS:
+                raise reader.fail(f"layers.{index}.groups", f"{len(groups)} groups", f"at most {MOST_LAYERS}")
 
     @property
     def coded(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -46,7 +47,11 @@ def _in_two_lines() -> Iterator[None]:
             raise
         command = error.ctx.command_path if error.ctx else "rotor"
         message = " ".join(error.format_message().split()).removesuffix(".")
-        raise UsageError(f"{message[:1].lower()}{message[1:]}.", f"`{command} --help` has an example.") from None
+        hint = f"`{command} --help` has an example."
+        percentages = [found for text in sys.argv if (found := re.search(r"^(?:--\S+=)?(\d+(?:\.\d+)?)%$", text))]
+        if percentages and "number" in message:
+            hint = f"Did you mean {float(percentages[0][1]) / 100:g}?"
+        raise UsageError(f"{message[:1].lower()}{message[1:]}.", hint) from None
 
 
 class Commands(typer.core.TyperGroup):

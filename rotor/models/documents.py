@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ from ..errors import DataError, MissingError
 from ..installing import pip_install
 from ..recipe import Tokens
 from .tokenizer import encode
+
+JSON_LINES = (
+    'Give in each line an object with a text ({"text": "..."}) or a chat ({"messages": [{"role": "user", "content": '
+    '"..."}]}), or plain text in a file of another name.'
+)
 
 HELD_OUT_MODULES = (
     "argparse.py",
@@ -29,11 +35,11 @@ HELD_OUT_MODULES = (
 
 
 def read_documents(path: Path) -> list[str]:
-    """The text of a file, or of every UTF-8 file in a folder, sorted by name.
+    """The text of a file, or of every UTF-8 file in a folder, sorted by name; of *.jsonl a document a line.
 
     Raises:
         MissingError: no such file or folder.
-        DataError: it holds no text.
+        DataError: it holds no text, or a line of *.jsonl is not a document.
     """
     if not path.exists():
         raise MissingError(
@@ -42,7 +48,8 @@ def read_documents(path: Path) -> list[str]:
     documents = []
     for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
         try:
-            documents.append(file.read_text("utf-8"))
+            text = file.read_text("utf-8")
+            documents += _of_lines(file, text) if file.suffix == ".jsonl" else [text]
         except UnicodeDecodeError:
             if path.is_file():
                 raise DataError(f"text {path}: not UTF-8.", "Convert it to UTF-8.") from None
@@ -50,6 +57,38 @@ def read_documents(path: Path) -> list[str]:
     if not documents:
         raise DataError(f"text {path}: no text in it.", "Give a text file, or a folder with UTF-8 files.")
     return documents
+
+
+def _of_lines(file: Path, text: str) -> list[str]:
+    """The documents of JSON lines: of each its `text`, or what its `messages` say, with an empty line between them."""
+    documents = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"text {file}, line {number}: not JSON: {error}"[:300], JSON_LINES) from None
+        document = _document_of(data)
+        if document is None:
+            got = f"the keys {', '.join(map(str, data))}" if isinstance(data, dict) else type(data).__name__
+            raise DataError(
+                f"text {file}, line {number}: got {got}"[:200] + ", expected `text` or `messages`.", JSON_LINES
+            )
+        documents.append(document)
+    return documents
+
+
+def _document_of(data: Any) -> str | None:
+    if not isinstance(data, dict):
+        return None
+    if isinstance(data.get("text"), str):
+        return str(data["text"])
+    messages = data.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return None
+    said = [message.get("content") if isinstance(message, dict) else None for message in messages]
+    return "\n\n".join(map(str, said)) if all(isinstance(content, str) for content in said) else None
 
 
 def require_datasets(spec: Tokens) -> Any:

@@ -46,7 +46,7 @@ def check_name(model: str | Path, revision: str | None = None) -> bool:
         if revision is not None:
             raise UsageError(f"--revision {revision}: {model} is a local folder, which has none.", "Leave it out.")
         return True
-    if not HUB_ID.fullmatch(str(model)):
+    if not HUB_ID.fullmatch(str(model)) or str(model).endswith(".gguf"):
         raise MissingError(f"{model}: no such folder.", "Give the folder of a downloaded model, or a hub id.")
     return False
 

@@ -2,7 +2,9 @@
 
 Only one layer has to be in memory at a time, and the hidden states that enter a layer can be kept and used again. The
 arguments that a family calls its layers with are recorded once for each batch size. Embedding and head run as the
-model's forward pass without the layers. Sequences have equal lengths and no padding, and nothing is cached.
+model's forward pass without the layers. Sequences have equal lengths and no padding, and nothing is cached. A pass of a
+model that keeps tokens exactly is one prompt, in which no row is read; within `decoding` it reads what decoding token
+by token does.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, DataError, NumericsError
 from ..numerics import first_not_finite
 from ..progress import Advance
+from ..runtime.decoded import decoding
 from .memory import HEAD_POSITIONS, LOGIT_BYTES
 from .source import is_finite
 from .weights import Weights
@@ -52,6 +55,7 @@ class LayerwiseModel:
         self.decoder = self.model.get_submodule(self.family.decoder)
         self.layers: list[nn.Module] = list(self.decoder.get_submodule(self.family.layers))[: self.shape.num_layers]
         self._calls: dict[tuple[Any, ...], list[LayerCall]] = {}
+        self._prompt: int | None = None
         self.device, self.dtype = source.device, source.dtype
 
     @classmethod
@@ -110,8 +114,22 @@ class LayerwiseModel:
         Gradients flow through it where autograd is enabled.
         """
         args, kwargs = self._call(index, *hidden.shape[:2])
-        result = self.layers[index](hidden, *args, **kwargs)
+        with decoding([self.family.attention_module(self.model, index)], self._prompt):
+            result = self.layers[index](hidden, *args, **kwargs)
         return result[0] if isinstance(result, tuple) else result
+
+    @contextmanager
+    def decoding(self, prompt: int = 1) -> Iterator[None]:
+        """Let layers with exact tokens attend as if the tokens behind the first `prompt` came one by one.
+
+        Prompts of look-ups and copies are read so too: an answer far behind its statement is decoded in a long text as
+        much as it is asked for in a prompt.
+        """
+        before, self._prompt = self._prompt, prompt
+        try:
+            yield
+        finally:
+            self._prompt = before
 
     def final_states(self, sequences: Tensor, advance: Advance = lambda done: None) -> Tensor:
         """Compute the hidden states that leave the last layer, [n, seq_len, hidden_size]."""

@@ -24,6 +24,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DOWNLOAD_AGAIN = "Download it again: index and shards are not of one model."
 GIVE_ORIGINAL = "Give the original safetensors checkpoint."
+FROM_GGUF = (
+    "Give the original safetensors checkpoint, or convert it: pip install gguf accelerate, then in Python "
+    "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(OUT), and the tokenizer likewise."
+)
 OTHER_FORMATS = {
     "adapter_config.json": ("a LoRA adapter, not a whole model", "Give its base model merged (merge_and_unload)."),
     "quantize_config.json": ("an already quantised checkpoint (GPTQ or AWQ)", GIVE_ORIGINAL),
@@ -45,6 +49,8 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        if self.folder.suffix == ".gguf" and self.folder.is_file():
+            raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", FROM_GGUF)
         if not self.folder.is_dir():
             said = "is a file" if self.folder.exists() else "no such folder"
             raise MissingError(f"{folder}: {said}.", "Give the folder of a downloaded model.")
@@ -234,7 +240,7 @@ def _check_files(folder: Path) -> None:
         if (folder / name).is_file():
             raise UnsupportedModelError(f"{folder / name}: {what}, which rotor cannot compress.", hint)
     if not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
-        raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", GIVE_ORIGINAL)
+        raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", FROM_GGUF)
 
 
 def is_finite(tensor: Tensor) -> bool:

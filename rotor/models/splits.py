@@ -186,6 +186,7 @@ def digest(document: str) -> str:
 
 def description_of(spec: Evaluation) -> str:
     """Describe the held-out text that a recipe names."""
+    text = f"text {Path(spec.path or '').name}"
     if spec.source == "stdlib":
-        return "source of the Python standard library (modules held out)"
-    return f"text {Path(spec.path or '').name}"
+        text = "source of the Python standard library (modules held out)"
+    return f"{text}, a quick look at few tokens" if spec.quick else text

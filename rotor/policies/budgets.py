@@ -72,7 +72,8 @@ class SqueezeBudgets:
         assert index == len(self._cosines)
         cosine = functional.cosine_similarity(before.double(), after.double(), dim=-1)
         tokens = tokens.to(cosine.device)
-        self._cosines.append((cosine * tokens).sum(-1) / tokens.sum(-1).clamp(min=1))
+        seen = torch.where(tokens, cosine, 0.0)  # what stands at padding may be no number
+        self._cosines.append(seen.sum(-1) / tokens.sum(-1).clamp(min=1))
         if len(self._cosines) < len(self._layers):
             return
         rows = torch.stack([cosine.cpu() for cosine in self._cosines], dim=1).tolist()

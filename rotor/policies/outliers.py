@@ -14,7 +14,7 @@ def take_out(vectors: Tensor, share: float, dim: int) -> tuple[Tensor, Tensor, T
     Returns:
         Outliers and their indices along `dim`; and the vectors with the mean of what remains in their place, so that
         they do not widen the range.
-    Source: GEAR section 3, equation 4.
+    Source: GEAR section 3, equations 4 and 5; there zeros stand in their place.
     """
     length = vectors.shape[dim]
     count = int(share / 2 * length)

@@ -16,6 +16,7 @@ from ..checked import Expect, Reader, shorten
 from ..checkpoint import ExactTokens, LayerLayout
 from ..errors import UnsupportedModelError, UsageError
 from ..kernels.rows import row_dtype
+from ..runtime import WithExactRows
 from .layer import PolicyLayer
 from .store import tensor_bytes
 
@@ -169,10 +170,15 @@ class Policy(ABC):
 
 def stored_bytes(cache: Cache) -> int:
     """Bytes of all tensors of a cache, rotor's or transformers': codes, their metadata, positions, scores, and tokens
-    that are not yet coded."""
-    return sum(
-        layer.stored_bytes() if isinstance(layer, PolicyLayer) else tensor_bytes(vars(layer)) for layer in cache.layers
-    )
+    that are not yet coded or that are kept exactly too."""
+
+    def of_layer(layer: Any) -> int:
+        if isinstance(layer, PolicyLayer):
+            return layer.stored_bytes()
+        exact = layer.exact_rows.stored_bytes() if isinstance(layer, WithExactRows) else 0
+        return tensor_bytes(vars(layer)) + exact
+
+    return sum(of_layer(layer) for layer in cache.layers)
 
 
 def packed_bytes_per_token(policy: Policy, layouts: Sequence[LayerLayout], dtype: torch.dtype, tokens: int) -> float:

@@ -44,6 +44,11 @@ class Quantiser(Policy):
     def longest_step(self) -> int | None:
         return min((step for step in (stream.longest_step for stream in self.streams()) if step), default=None)
 
+    @property
+    def block(self) -> int:
+        """Tokens that are coded together, and wait uncoded until there are so many."""
+        return max(stream.block for stream in self.streams())
+
     def layers(self, count: int) -> list[PolicyLayer]:
         return [CodedLayer(self.streams()) for _ in range(count)]
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module, resources
 from importlib.util import module_from_spec, spec_from_file_location
-from inspect import cleandoc
+from inspect import cleandoc, isabstract
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-from ..checked import Reader, nearest_name
+from ..checked import Reader, nearest_name, shorten
 from ..checkpoint import read_text, read_yaml
 from ..checkpoint.section import EDITED
 from ..errors import CheckpointError, RecipeError, UsageError
@@ -44,9 +44,9 @@ def find_method(name: str, trusted: bool) -> type[Policy] | None:
         return None
     try:
         kind = getattr(_of_file(Path(module)) if module.endswith(".py") else import_module(module), wanted, None)
-    except (ImportError, FileNotFoundError):
+    except (ImportError, OSError):  # also a name that is too long for the system
         return None
-    return kind if isinstance(kind, type) and issubclass(kind, Policy) else None
+    return kind if isinstance(kind, type) and issubclass(kind, Policy) and not isabstract(kind) else None
 
 
 def _of_file(path: Path) -> Any:
@@ -111,7 +111,8 @@ def find_policy(name: str) -> Policy | None:
     if path.suffix in (".yaml", ".yml"):
         return _parse(read_text(path, f"cache policy {name}"), name)
     if ":" in name:
-        return read_policy({"method": name}, Reader(f"cache policy {name}", RecipeError), trusted=True)
+        where = f"cache policy {name if len(name) <= 200 else shorten(name)}"
+        return read_policy({"method": name}, Reader(where, RecipeError), trusted=True)
     return _parse(_text_of(name), name)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .reading import load_stored_recipe as load_stored_recipe
     from .reading import override as override
     from .reading import parse_recipe as parse_recipe
+    from .reading import quick_overrides as quick_overrides
     from .reading import text_overrides as text_overrides
     from .recipe import EXPORT_SECTIONS as EXPORT_SECTIONS
     from .recipe import Recipe as Recipe
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from .sections import Tokens as Tokens
 
 _MODULES = {
-    "reading": "bundled_recipes distance_overrides load_recipe load_stored_recipe override parse_recipe text_overrides",
+    "reading": "bundled_recipes distance_overrides load_recipe load_stored_recipe override parse_recipe "
+    "quick_overrides text_overrides",
     "recipe": "EXPORT_SECTIONS Recipe",
     "sections": "Evaluation ObjectiveSettings Prune Ranks Tokens",
 }

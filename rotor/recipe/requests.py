@@ -41,6 +41,8 @@ class CalibrationRequest(MemoryOptions, Reported):
             tokens calibrate, and accuracy is measured on source of Python's standard library
             (evaluation.source=stdlib).
         revision: Branch, tag or commit of a hub id; the commit that it is now is kept in run.json.
+        quick: A first look in minutes: few tokens to calibrate on and, in exports of this run, to measure accuracy on.
+            Results are marked as quick.
         batch_tokens: Tokens in one forward pass of a calibration.
         overwrite: Replace a non-empty output folder.
         resume: Go on with an unfinished run (RUN.partial), after its last finished layer; the result is that of an
@@ -54,6 +56,7 @@ class CalibrationRequest(MemoryOptions, Reported):
     _: KW_ONLY
     text: Path | str | None = None
     revision: str | None = None
+    quick: bool = False
     batch_tokens: Count = 2048
     overwrite: bool = False
     resume: bool = False
@@ -66,9 +69,10 @@ class CalibrationRequest(MemoryOptions, Reported):
     @cached_property
     def overridden_recipe(self) -> Recipe:
         """The recipe with the text and the overrides; raises RecipeError as `load_recipe` does."""
-        from . import load_recipe, text_overrides
+        from . import load_recipe, quick_overrides, text_overrides
 
-        return load_recipe(self.recipe, (*text_overrides(self.text), *self.overrides))
+        quick = quick_overrides(load_recipe(self.recipe)) if self.quick else ()
+        return load_recipe(self.recipe, (*quick, *text_overrides(self.text), *self.overrides))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +110,7 @@ class ExportRequest(MemoryOptions, Goal, Reported):
         overrides: Override a recipe field of the sections ranks, codes, exact, evaluation and search; may be repeated.
         measure: Measure accuracy. An export without it needs a compression or a removal rate; it neither loads the
             model nor reads text, and rotor.json and the card say so.
+        quick: Measure accuracy on few tokens, to a coarser compression; results are marked as quick.
         cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), a YAML file,
             or FILE.py:CLASS. That needs all weights in memory.
         without_weights: Write bases in place of weights, which are rewritten from the source's on loading, or by
@@ -120,6 +125,7 @@ class ExportRequest(MemoryOptions, Goal, Reported):
     _: KW_ONLY
     overrides: Iterable[str] = ()
     measure: bool = True
+    quick: bool = False
     cache: str | None = None
     without_weights: bool = False
     context: ContextTokens | None = None
@@ -141,9 +147,10 @@ class ExportRequest(MemoryOptions, Goal, Reported):
 
     def override(self, recipe: Recipe) -> Recipe:
         """The recipe of a run with what this export changes of it."""
-        from . import EXPORT_SECTIONS, override
+        from . import EXPORT_SECTIONS, override, quick_overrides
 
-        return override(recipe, self.overrides, EXPORT_SECTIONS)
+        quick = quick_overrides(recipe, ("evaluation", "search")) if self.quick else ()
+        return override(recipe, (*quick, *self.overrides), EXPORT_SECTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +164,7 @@ class ValidationOptions(MemoryOptions):
             opened that only the checkpoint names.
         overrides: Override a field of the recipe's section evaluation; may be repeated.
         text: Text to measure accuracy on, as for `rotor calibrate`: a file or a folder.
+        quick: Measure accuracy on few tokens; results are marked as quick.
         cache: How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of
             your own; default: the checkpoint's own.
         measure: Measure accuracy, which takes most of the time; without it numerics are compared on random tokens.
@@ -173,6 +181,7 @@ class ValidationOptions(MemoryOptions):
     recipe: str | Recipe | None = None
     overrides: Iterable[str] = ()
     text: Path | str | None = None
+    quick: bool = False
     cache: str | None = None
     measure: bool = True
     distance: Count | None = None
@@ -186,9 +195,15 @@ class ValidationOptions(MemoryOptions):
     @property
     def evaluation_overrides(self) -> tuple[str, ...]:
         """Everything that the request changes in the section evaluation."""
-        from . import distance_overrides, text_overrides
+        from . import distance_overrides, load_recipe, quick_overrides, text_overrides
 
-        return (*text_overrides(self.text, ("evaluation",)), *distance_overrides(self.distance), *self.overrides)
+        quick = quick_overrides(load_recipe("rotor"), ("evaluation",)) if self.quick else ()
+        return (
+            *quick,
+            *text_overrides(self.text, ("evaluation",)),
+            *distance_overrides(self.distance),
+            *self.overrides,
+        )
 
 
 @dataclass(frozen=True)

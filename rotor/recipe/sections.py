@@ -220,6 +220,8 @@ class Evaluation:
     """The most random tokens in a copying row."""
     filler_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 200
     """Tokens of held-out text between what is stated and what asks for it, in both, as far as seq_len has room."""
+    quick: bool = False
+    """Results are marked as a quick look, from few tokens; --quick sets it, and the numbers of tokens."""
     lm_eval_limit: Annotated[int, Field(ge=1, le=1 << 24)] | None = 200
     """Documents of a task of --tasks; null takes them all."""
 

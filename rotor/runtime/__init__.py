@@ -11,6 +11,8 @@ from ..facade import lazy
 
 if TYPE_CHECKING:
     from .attention import RotorAttention as RotorAttention
+    from .exact import ExactRows as ExactRows
+    from .exact import WithExactRows as WithExactRows
     from .integration import replace_attention as replace_attention
     from .positions import PositionCheck as PositionCheck
     from .registration import register_with_transformers as register_with_transformers
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "attention": "RotorAttention",
+    "exact": "ExactRows WithExactRows",
     "integration": "replace_attention",
     "positions": "PositionCheck",
     "registration": "register_with_transformers",

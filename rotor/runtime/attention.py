@@ -24,11 +24,13 @@ from ..checkpoint import (
 )
 from ..errors import UsageError
 from ..kernels.defaults import default_layer
-from ..kernels.dispatch import kernels_serve
+from ..kernels.dispatch import call_served, layer_served
+from ..kernels.exact import project_rows
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import code_scales, pack_layer
+from .exact import NewTokens
 from .rope import RotaryTable, Rotations, rope_of
 from .steps import AttentionCall, CacheRows
 
@@ -89,25 +91,51 @@ class RotorAttention(CompressedProjections):
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         store = self.store.row_store(cache, self.layer_idx)
         span = self.store.token_span(cache, self.layer_idx, seq_len)
-        served = not store.in_pytorch and kernels_serve(
-            hidden_states, self.layout, self.shape, attention_mask, self.rope.fits_kernels
-        )
+        # What is given no cache stores no rows, and in a layer with exact tokens reads none.
+        reads_rows = self.layout.exact is None or store.reads_rows(cache)
+        served = reads_rows and not store.in_pytorch and self._served(hidden_states.dtype, hidden_states.device)
+        served = served and call_served(hidden_states, attention_mask)
         kernels = self.kernels if served else None
-        self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
+        text = self._described() if served and torch.compiler.is_compiling() else ""
+        if reads_rows:
+            self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
         rotations = self.rope(span, position_embeddings, hidden_states, served)
 
         projected = self.projected(hidden_states)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            parameters = self._parameters_of_attention()
-            if kernels is None:
+            parameters, exact = self._parameters_of_attention(), None
+            if kernels is None and self.layout.exact is not None:
+                exact = new_tokens(*projected, rotations)
+                rows = exact.query, exact.key[:, :1, :, :0], exact.value[:, :1, :, :0]
+                if reads_rows:
+                    rows = exact_rows(parameters, exact, projected[0], projected[1], rotations)
+            elif kernels is None:
                 rows = plain_rows(parameters, *projected, rotations)
             else:
                 from ..kernels import operators  # imports Triton
 
-                rows = operators.append(parameters, kernels, *projected, rotations.table, rotations.places)
-            call = AttentionCall(parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels)
+                made = operators.append(parameters, text, *projected, rotations.table, rotations.places)
+                rows = made.query, made.key, made.value
+                if made.exact_key is not None and made.exact_value is not None:
+                    exact = NewTokens(made.query, made.exact_key, made.exact_value)
+            call = AttentionCall(
+                parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels, text, exact, span
+            )
             output = store.store_and_attend(call)
         return self.o_proj(output), None
+
+    # A compiler takes what these two return as constants. They are methods as it cannot hand layouts to functions.
+    @torch.compiler.assume_constant_result
+    def _served(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the kernels serve the layer at all."""
+        return layer_served(self.layout, self.shape, dtype, device, self.rope.fits_kernels)
+
+    @torch.compiler.assume_constant_result
+    def _described(self) -> str:
+        """The layer as operators take it."""
+        from ..kernels.operators import describe  # imports Triton
+
+        return describe(self.layout, self.shape, self.kernels)
 
     def _parameters_of_attention(self) -> AttentionParameters:
         return AttentionParameters(
@@ -159,6 +187,31 @@ def plain_rows(
         heads = rotated(key.transpose(1, 2), rotations.stored)
         latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, value)
     return query, pack_layer(latents, layout, True, parameters.scales), pack_layer(value, layout, keys=False)
+
+
+def new_tokens(query: Tensor, key: Tensor, value: Tensor, rotations: Rotations) -> NewTokens:
+    """The new tokens of a layer with exact tokens as the uncompressed model makes them.
+
+    Args:
+        query, key, value: heads as projections and norms put them out, [batch_size, seq_len, heads, head_dim].
+    """
+    query, key = (rotated(side.transpose(1, 2), rotations.exact) for side in (query, key))
+    return NewTokens(query, key, value.transpose(1, 2))
+
+
+def exact_rows(
+    parameters: AttentionParameters, exact: NewTokens, query: Tensor, key: Tensor, rotations: Rotations
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make queries and rows of a layer with exact tokens, as `plain_rows` does of others.
+
+    Args:
+        query, key: heads as projections and norms put them out.
+    """
+    layout, same = parameters.layout, rotations.query is rotations.exact
+    queries = exact.query if same else rotated(query.transpose(1, 2), rotations.query)
+    keys = exact.key if rotations.stored is rotations.exact else rotated(key.transpose(1, 2), rotations.stored)
+    latents, values = project_rows(keys, exact.value, parameters)
+    return queries, pack_layer(latents, layout, True, parameters.scales), pack_layer(values, layout, keys=False)
 
 
 def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:

@@ -58,8 +58,18 @@ class RotorQuantizer(HfQuantizer):
 
     requires_calibration = True
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Let Falcon be built: it looks its attention class up by the name of the implementation."""
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Let Falcon be built: it looks its attention class up by the name of the implementation.
+
+        Raises:
+            UsageError: weights are to be offloaded to disk from a checkpoint that has none.
+        """
+        config: Any = self.quantization_config
+        if config.source is not None and isinstance(device_map, dict) and "disk" in device_map.values():
+            raise UsageError(
+                "device_map offloads weights to disk, and this checkpoint has none: they are rewritten while it loads.",
+                "Write them first: rotor materialise OUT -o FULL.",
+            )
         from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES, FalconAttention
 
         for name in (METHOD, MARK):

@@ -39,6 +39,7 @@ class Rotations(NamedTuple):
         a row for each new token.
     places: in blocks, rows of `table` of the new tokens, [seq_len].
     first: in blocks, the row of the first key.
+    exact: of new queries and keys as the model was given positions; that of queries where it is the same.
     """
 
     query: Rotation | None = None
@@ -47,11 +48,20 @@ class Rotations(NamedTuple):
     table: Rotation | None = None
     places: Tensor | None = None
     first: int = 0
+    exact: Rotation | None = None
 
 
 def rows_of(rotation: Rotation, rows: slice | Tensor) -> Rotation:
     """Select some positions of cos and sin."""
     return rotation[0][rows], rotation[1][rows]
+
+
+def is_same(own: Rotation, given: Rotation) -> bool:
+    """Whether the rotation by index is the one that the model was given; False on a device, whose answer would be
+    waited for."""
+    if torch.compiler.is_compiling() or own[0].device.type != "cpu":
+        return False
+    return all(torch.equal(a.expand_as(b), b) for a, b in zip(own, given, strict=True))
 
 
 class RotaryTable:
@@ -140,10 +150,10 @@ class PostRope(NoRope):
 
     def __call__(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         assert given is not None
-        if kernels:
-            return Rotations(table=(given[0].flatten(0, 1), given[1].flatten(0, 1)))
         rotation = given[0].unsqueeze(1), given[1].unsqueeze(1)
-        return Rotations(rotation, rotation)
+        if kernels:
+            return Rotations(table=(given[0].flatten(0, 1), given[1].flatten(0, 1)), exact=rotation)
+        return Rotations(rotation, rotation, exact=rotation)
 
 
 class InBlocks(NoRope):
@@ -165,11 +175,15 @@ class InBlocks(NoRope):
         end = span.query_offset + span.seq_len
         dtype = torch.float32 if kernels else like.dtype  # kernels compose rotations, so these must be exact
         table = self.table(start, first + span.kv_len, end, like.device, dtype)
+        exact = None if given is None else (given[0].unsqueeze(1), given[1].unsqueeze(1))
         if kernels:
-            return Rotations(table=table, places=index, first=first)
+            return Rotations(table=table, places=index, first=first, exact=exact)
         read = table if self.all_fast else self.table.when_read(self.form)
         stored = None if self.all_fast else within_blocks(table, index, self.form)
-        return Rotations(rows_of(table, index), stored, rows_of(read, slice(first, first + span.kv_len)), table)
+        query, rows = rows_of(table, index), slice(first, first + span.kv_len)
+        if exact is not None and is_same(query, exact):
+            exact = query
+        return Rotations(query, stored, rows_of(read, rows), table, exact=exact)
 
     def check(
         self,

@@ -13,11 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint import LayerKernels
+from ..checkpoint import ExactTokens, LayerKernels
 from ..errors import UsageError
+from ..kernels.exact import RowKeys, attend_to_both
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..kernels.reference import attention
+from ..kernels.reference import attention, dense_attention
+from ..kernels.slots import ExactSlots
+from .exact import NewTokens, exact_keys, host_span, remembered_division, with_exact_rows
 from .rope import Rotations, TokenSpan
+from .slots import exact_slots
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
 NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and train that."
@@ -28,7 +32,9 @@ class AttentionCall(NamedTuple):
 
     parameters: the layer without queries and rows. query, key, value: of the new tokens, as `reference.attention` takes
     them. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels run
-    the layer, for which the queries were made; None: plain PyTorch runs it.
+    the layer, for which the queries were made; None: plain PyTorch runs it. text: the layer as operators take it, while
+    a compiler traces.
+    exact: the new tokens as the model makes them, in a layer with exact tokens; span: where they lie.
     """
 
     parameters: AttentionParameters
@@ -40,6 +46,9 @@ class AttentionCall(NamedTuple):
     mask: Tensor | None
     rotations: Rotations
     kernels: LayerKernels | None = None
+    text: str = ""
+    exact: NewTokens | None = None
+    span: TokenSpan | None = None
 
 
 class RowStore(ABC):
@@ -50,12 +59,16 @@ class RowStore(ABC):
 
     in_pytorch = False
 
+    def reads_rows(self, cache: Any) -> bool:
+        """Whether rows are stored or read; else a layer with exact tokens makes none."""
+        return True
+
     @abstractmethod
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         """Store the rows of the new tokens, then attend to all rows that the queries see.
 
         Returns:
-            [batch_size, seq_len, sum over query heads of value width].
+            [batch_size, seq_len, sum over query heads of value width], in a layer with exact tokens of head_dim.
         """
 
 
@@ -73,6 +86,9 @@ class CacheRows(RowStore):
         kv_len, kv_offset = cache.get_mask_sizes(seq_len, layer_idx)
         return TokenSpan(cache.get_seq_length(layer_idx), seq_len, kv_offset, kv_len)
 
+    def reads_rows(self, cache: Any) -> bool:
+        return cache is not None
+
     def row_store(self, cache: Any, layer_idx: int) -> RowStore:
         """The store of the rows of a pass: this one, or the cache's layer if that follows a policy."""
         if self.policy is not None and cache is not None:
@@ -82,9 +98,68 @@ class CacheRows(RowStore):
         return layer if isinstance(layer, RowStore) else self
 
     def store_and_attend(self, call: AttentionCall) -> Tensor:
+        if call.exact is not None:
+            return _store_and_attend_exactly(call)
         if call.cache is None:
             return attend_to_rows(call, call.key, call.value)
         return attend_to_rows(call, *call.cache.update(call.key, call.value, call.layer_idx))
+
+
+def _store_and_attend_exactly(call: AttentionCall) -> Tensor:
+    """Store rows and exact tokens in a cache, and attend to both; see kernels.exact for the result."""
+    exact, mask = call.exact, call.mask
+    assert exact is not None
+    assert call.span is not None
+    span = host_span(call.span)
+    expected = (len(exact.key), call.parameters.shape.num_heads, span.seq_len, span.kv_len)
+    _check_mask(mask, call.layer_idx, expected)
+    if mask is not None and mask.shape[-1] < span.kv_len:
+        mask = mask.expand(-1, -1, -1, span.kv_len)
+    seen = None
+    if call.cache is not None:
+        tokens = exact_tokens(call.parameters, call.layer_idx)
+        layer = with_exact_rows(call.cache, call.layer_idx, tokens)
+        named = {"exact": exact, "mask": mask, "span": span, "by_kernel": call.kernels is not None}
+        key, value = call.cache.update(call.key, call.value, call.layer_idx, **named)
+        seen = layer.take_seen()
+    if seen is None:
+        return attend_to_prompt(exact, call.parameters, mask)
+    if call.kernels is not None:
+        if mask is None and span.seq_len > 1:
+            mask = _causal(span, key.device)
+        slots = exact_slots(tokens, seen, mask, span, call.layer_idx)
+        return attend_to_rows(call._replace(mask=mask), key, value, slots)
+    division = remembered_division(tokens, seen, mask, span)
+    rows = None
+    if division.keys is None or len(division.keys):
+        rows = RowKeys(call.query, key, value, call.rotations.read, division.rows, division.keys)
+    output = attend_to_both(exact.query, exact_keys(seen, division), rows, call.parameters)
+    return _without_gradients(output, call.parameters) if rows is not None else output
+
+
+def _causal(span: TokenSpan, device: torch.device) -> Tensor:
+    """Mask by index, [1, 1, seq_len, kv_len]."""
+    query = torch.arange(span.seq_len, device=device)[:, None] + (span.query_offset - span.kv_offset)
+    return (torch.arange(span.kv_len, device=device) <= query)[None, None]
+
+
+def exact_tokens(parameters: AttentionParameters, layer_idx: int) -> ExactTokens:
+    """The tokens that a layer keeps exactly, within its window."""
+    exact, windows = parameters.layout.exact, parameters.shape.windows
+    assert exact is not None
+    return exact.within(windows[layer_idx] if windows else None)
+
+
+def attend_to_prompt(exact: NewTokens, parameters: AttentionParameters, mask: Tensor | None) -> Tensor:
+    """Attention of new tokens behind which nothing lies: stock attention over their own keys and values.
+
+    Args:
+        mask: over all keys that a cache has room for, of which the first are the new ones.
+    """
+    if mask is not None:
+        columns = mask[..., : exact.key.shape[2]]
+        mask = parameters.mask(columns, slice(None))
+    return dense_attention(exact.query, exact.key, exact.value, parameters.scaling, mask, parameters.softcap)
 
 
 def _check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, int, int]) -> None:
@@ -97,22 +172,31 @@ def _check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, i
         )
 
 
-def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor) -> Tensor:
-    """Attend to all rows, [batch_size, 1, kv_len, *], by the kernels or as `kernels.reference.attention` does."""
+def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor, slots: ExactSlots | None = None) -> Tensor:
+    """Attend to all rows, [batch_size, 1, kv_len, *], by the kernels or as `kernels.reference.attention` does.
+
+    Args:
+        slots: by the kernels, in a layer with exact tokens.
+    """
     parameters, seq_len = call.parameters, seq_len_of(call.query)
     _check_mask(call.mask, call.layer_idx, (len(key), parameters.shape.num_heads, seq_len, key.shape[2]))
     if call.kernels is not None:
         rotation = call.rotations.table if parameters.layout.in_blocks else None
-        inputs = call.query, key, value, parameters, call.kernels
-        around = {"rotation": rotation, "first": call.rotations.first, "attention_mask": call.mask}
+        inputs = call.query, key, value, parameters
+        around = {"rotation": rotation, "first": call.rotations.first, "attention_mask": call.mask, "exact": slots}
         if torch.compiler.is_compiling():
             from ..kernels.operators import traced_attention  # imports Triton
 
-            return traced_attention(*inputs, **around)
+            return traced_attention(*inputs, call.text, **around)
         from ..kernels.attention import rows_attention  # imports Triton
 
-        return rows_attention(*inputs, **around, layer_idx=call.layer_idx)
+        return rows_attention(*inputs, call.kernels, **around, layer_idx=call.layer_idx)
     output = attention(call.query, key, value, parameters, call.rotations.read, call.mask)
+    return _without_gradients(output, parameters)
+
+
+def _without_gradients(output: Tensor, parameters: AttentionParameters) -> Tensor:
+    """The output of attention over rows, which refuses gradients if they are codes."""
     if parameters.layout.coded and output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_refuse_gradients)
     return output

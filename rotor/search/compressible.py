@@ -12,7 +12,7 @@ from torch import nn
 from ..checkpoint.bases import LayerBases
 from ..checkpoint.families import find_family
 from ..checkpoint.folding import fold_layer, layer_layout
-from ..checkpoint.layout import LayerRanks
+from ..checkpoint.layout import ExactTokens, LayerRanks
 from ..checkpoint.projections import AttentionWeights, read_attention
 from ..checkpoint.tensors import FLOAT32
 from ..models.device_plan import DevicePlan
@@ -54,7 +54,7 @@ class CompressibleModel(LayerwiseModel):
         self._originals: list[nn.Module] = [
             self.family.attention_module(self.model, i) for i in range(self.shape.num_layers)
         ]
-        self._compressed: tuple[Sequence[LayerBases], list[LayerRanks]] | None = None
+        self._compressed: tuple[Sequence[LayerBases], list[LayerRanks], ExactTokens | None] | None = None
 
     def attention_weights(self, layer: int) -> AttentionWeights:
         """The projections of a layer, in the dtype in which they are rewritten."""
@@ -90,14 +90,20 @@ class CompressibleModel(LayerwiseModel):
             self.config._attn_implementation = implementation
             self._compressed = compressed
 
-    def compress(self, bases: Sequence[LayerBases], ranks: list[LayerRanks]) -> nn.Module:
-        """Compress the model by `bases` at `ranks` (of each layer, in the order of the bases), and return it."""
+    def compress(
+        self, bases: Sequence[LayerBases], ranks: list[LayerRanks], exact: ExactTokens | None = None
+    ) -> nn.Module:
+        """Compress the model by `bases` at `ranks` (of each layer, in the order of the bases), and return it.
+
+        Args:
+            exact: tokens that are kept exactly beside the rows.
+        """
         self.restore()
         if self.source.streamed:
-            self._compressed = bases, ranks
+            self._compressed = bases, ranks, exact
         else:
             for index, layer_ranks in enumerate(ranks):
-                self._put_compressed(index, bases[index], layer_ranks)
+                self._put_compressed(index, bases[index], layer_ranks, exact)
         return self.model
 
     @contextmanager
@@ -106,22 +112,26 @@ class CompressibleModel(LayerwiseModel):
             if self._compressed is None:
                 yield layer
                 return
-            bases, ranks = self._compressed
-            with self.compressed_layer(index, bases[index], ranks[index]):
+            bases, ranks, exact = self._compressed
+            with self.compressed_layer(index, bases[index], ranks[index], exact):
                 yield layer
 
     @contextmanager
-    def compressed_layer(self, index: int, bases: LayerBases, ranks: LayerRanks) -> Iterator[None]:
+    def compressed_layer(
+        self, index: int, bases: LayerBases, ranks: LayerRanks, exact: ExactTokens | None = None
+    ) -> Iterator[None]:
         """Compress one layer, whose weights must be loaded, for the length of a `with`, whatever the others are."""
         with self._put_back([index]):
             self.family.replace_attention(self.model, index, self._originals[index])
-            self._put_compressed(index, bases, ranks)
+            self._put_compressed(index, bases, ranks, exact)
             yield
 
-    def _put_compressed(self, index: int, bases: LayerBases, ranks: LayerRanks) -> None:
+    def _put_compressed(
+        self, index: int, bases: LayerBases, ranks: LayerRanks, exact: ExactTokens | None = None
+    ) -> None:
         weights = self.attention_weights(index)
         device = next(self._originals[index].parameters()).device
-        layout = layer_layout(bases, ranks)
+        layout = layer_layout(bases, ranks, exact)
         rewritten = fold_layer(weights, bases, layout, self.shape)
         with torch.device("meta"):
             layouts = {index: layout}

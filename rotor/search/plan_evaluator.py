@@ -80,7 +80,8 @@ class PlanEvaluator:
     def table(self) -> RankTable:
         """The table of the context in which plans are measured."""
         counted = self.context_tokens if self.run.shape.windows else None  # else it counts for nothing
-        context = Context.of(self.recipe.evaluation, self.data, self._devices, self.policy, counted)
+        recipe = self.recipe
+        context = Context.of(recipe.evaluation, self.data, self._devices, self.policy, counted, recipe.exact.tokens)
         return RankTable.open(self.run, context)
 
     @cached_property
@@ -119,6 +120,11 @@ class PlanEvaluator:
                 known.append(sensitivity)
                 probes.save()
 
+    def compress(self, plan: Plan | Point, network: CompressibleModel | None = None) -> None:
+        """Compress the network, or another one of the model, by a plan, with the recipe's exact tokens."""
+        bases = self.run.bases(plan.channels)
+        (network or self.network).compress(bases, plan.ranks, self.recipe.exact.tokens)
+
     def search(self, plan: Plan) -> Fidelity:
         """Measure the fidelity of a plan on the search split."""
         return self.measure(plan, ["search"]).fidelity("search")
@@ -144,7 +150,7 @@ class PlanEvaluator:
                     meter.measure_base(network, split)
                 self.table.base[split] = meter.base[split]
                 self.table.left_out[split] = meter.left_out[split]
-            network.compress(self.run.bases(plan.channels), plan.ranks)
+            self.compress(plan, network)
             for split in missing:
                 point = point.with_fidelity(split, meter.measure(network, split))
         self.measured_points += len(missing)

@@ -62,7 +62,7 @@ class RankSearch(PlanEvaluator):
             return self.policy
         meter, network = self.meter, self.network
         with self.times.stage("fit cache policy"), self.progress.task("fit cache policy", None, ""):
-            network.compress(self.run.bases(point.channels), point.ranks)
+            self.compress(point)
             return meter.fitted_policy(network)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +22,7 @@ from ..calibration.run import Run
 from ..checked import Reader, plain
 from ..checkpoint.atomic import write_json
 from ..checkpoint.json_files import read_json
+from ..checkpoint.layout import ExactTokens
 from ..errors import CheckpointError
 from ..models.device_plan import DevicePlan
 from ..models.splits import EvaluationData
@@ -66,16 +67,18 @@ class Context:
         devices: DevicePlan,
         policy: Policy | None = None,
         context_tokens: int | None = None,
+        exact: ExactTokens | None = None,
     ) -> Context:
         """The context of measurements on this text.
 
         Args:
             policy: the policy that keeps the cache, if any. context_tokens: length of the sequence whose bytes choose
-                plans, where that matters.
+                plans, where that matters. exact: tokens that are kept exactly beside the rows.
         """
         names = ["seed", "lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "filler_tokens"]
         settings = {name: getattr(spec, name) for name in names} | ({"cache": policy.as_dict()} if policy else {})
         settings |= {} if context_tokens is None else {"context_tokens": context_tokens}
+        settings |= {} if exact is None else {"exact": asdict(exact)}
         dtype = str(devices.dtype).removeprefix("torch.")
         hashes = data.sha256, data.search_sha256
         return cls(spec.metric, settings, data.description, *hashes, dtype, devices.device.type, data.excluded)

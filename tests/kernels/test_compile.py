@@ -18,8 +18,10 @@ from rotor.kernels.append import append
 from rotor.kernels.attention import ranges_of
 from rotor.kernels.decoding import BlockRotations, DecodeLayer, decode_attention
 from rotor.kernels.ranges import KeyRanges
+from rotor.tools.bench.attention import zero_scales
+from rotor.tools.bench.precompile import count_layers
 from rotor.tools.bench.sass import usage
-from rotor.tools.bench.subjects import PAGE, named_subjects
+from rotor.tools.bench.subjects import EXACT, PAGE, gpu_subjects, named_subjects, with_exact
 from rotor.tools.bench.variants import layer_variants, recorded
 
 MOST_SPILLED_BYTES = 128
@@ -69,10 +71,30 @@ def test_one_kernel_serves_views_that_begin_anywhere(layout: LayerLayout) -> Non
                 torch.zeros(3, 80, shape.num_kv_heads, 64, dtype=dtype),
                 torch.zeros(3, 80, layout.value_rank, dtype=dtype), layout, shape, key_basis=basis,
                 rotation=case.rotation, out=(key[:, None, :80], value[:, None, :80]),
+                scales=zero_scales(layout, dtype, torch.device("cpu")),
             )  # fmt: skip
         found.append([(variant.name, variant.source.hash()) for variant in launched])
-    assert [name for name, _ in found[0]] == ["absorb_kernel", "decode_kernel", "join_kernel", "append_kernel"]
+    names = ["absorb_kernel", "decode_kernel", "join_kernel", "append_kernel", *["code_kernel"] * layout.scaled]
+    assert [name for name, _ in found[0]] == names
     assert found[0] == found[1]
+
+
+EVERY_EXACT = [(name, arch) for name in EXACT for arch in (80, 90)]
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [case if case == ("llama3-8b-128x2", 90) else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY_EXACT],
+)
+def test_a_layer_with_exact_tokens_takes_few_instructions_more(name: str, arch: int) -> None:
+    """A step of 8 x 32768 keys: joining alone takes 0.28 to 0.46 a key."""
+    (layer,) = count_layers([with_exact(gpu_subjects()[name])], [arch])
+    assert [kernel.error for kernel in layer.kernels] == [None] * len(layer.kernels)
+    (finish,) = (kernel for kernel in layer.kernels if kernel.name.startswith("finish"))
+    assert finish.spilled_bytes == 0
+    assert 0.2 < finish.instructions_per_key < 0.6
+    (append,) = (kernel for kernel in layer.kernels if kernel.name == "append, 1 tokens")
+    assert append.spilled_bytes <= MOST_SPILLED_BYTES
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,15 @@ from support.kernel_cases import FORMS, Channels, layer, shape_of
 
 from rotor.errors import UsageError
 from rotor.kernels import dispatch
-from rotor.kernels.dispatch import kernels_serve, kernels_wanted, layer_served
+from rotor.kernels.dispatch import call_served, kernels_wanted, layer_served
 
 LAYOUT, SHAPE = layer(FORMS["fast"], 1, Channels(n4=64)), shape_of(1, 4, 128, 128)
 
 
 def serve(layout=LAYOUT, shape=SHAPE, mask=None, dtype=torch.float32, fits=True, size=(1, 1)) -> bool:
     with torch.no_grad():
-        return kernels_serve(torch.zeros(*size, 4, dtype=dtype), layout, shape, mask, fits)
+        states = torch.zeros(*size, 4, dtype=dtype)
+        return layer_served(layout, shape, dtype, states.device, fits) and call_served(states, mask)
 
 
 def test_a_cpu_and_a_missing_triton_have_plain_pytorch(monkeypatch) -> None:
@@ -69,7 +70,7 @@ def test_what_the_kernels_do_not_express_is_left_to_pytorch(monkeypatch) -> None
     assert serve(layer(FORMS["fast"], 1, Channels(n4=1024)))
     assert not serve(layer(FORMS["fast"], 1, Channels(n4=1040)))
     assert not serve(shape=shape_of(1, 4, 512, 128))
-    assert not kernels_serve(torch.zeros(1, 1, 4), LAYOUT, SHAPE, None, True)  # gradients are wanted
+    assert not call_served(torch.zeros(1, 1, 4), None)  # gradients are wanted
 
 
 def test_float32_on_a_gpu_is_left_to_pytorch(monkeypatch) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from rotor.checkpoint.channels import Channels, Latent, Numbers, Parted
 from rotor.checkpoint.families import attention_shape, find_family
 from rotor.checkpoint.folding import rewrite
-from rotor.checkpoint.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.layout import POST_ROPE, ExactTokens, GroupLayout, KeyForm, LayerLayout
 from rotor.checkpoint.projections import split_projections
 from rotor.runtime import attention
 from rotor.runtime.attention import RotorAttention
@@ -39,7 +39,7 @@ MIXED: Bits = ((16, 12, 8, 4, 4, 4, 4), (8, 4, 4, 4))
 class Folding:
     """How attention layers are compressed.
 
-    bits: None for numbers. rank: of each latent; None: full.
+    bits: None for numbers. rank: of each latent; None: full. exact: tokens that are kept exactly.
     """
 
     form: KeyForm = POST_ROPE
@@ -47,6 +47,7 @@ class Folding:
     joint: bool = False
     bits: Bits | None = None
     rank: int | None = None
+    exact: ExactTokens | None = None
 
 
 def folded(model: Any, folding: Folding, rounded: bool = False) -> Any:
@@ -164,4 +165,4 @@ def layout_of(shape: Any, folding: Folding) -> LayerLayout:
         heads = tuple(range(first, first + size))
         value = None if joint else latent(index + 1, width)
         groups.append(GroupLayout(heads, of_both(index) if joint else latent(index, width), value))
-    return LayerLayout(tuple(groups), *form)
+    return LayerLayout(tuple(groups), *form, folding.exact)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from rotor.checkpoint.channels import Channels, Latent, Numbers, Parted
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ExactTokens, GroupLayout, KeyForm, LayerLayout
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import rotate
 from rotor.kernels.rows import CodeScales
+from rotor.kernels.slots import ExactSlots
 from rotor.tools.bench.attention import read_of_fast_latents, with_scales
 from support import kernel_truth as truth
 
@@ -69,7 +70,8 @@ def random_scales(layout: LayerLayout, generator: torch.Generator, moved: float 
     if not layout.scaled:
         return None
     shift, length = torch.randn(2, layout.key_rank, generator=generator)
-    products = sum(group.key.fast_rank * group.key.rest.rank for group in layout.groups)
+    latents = [group.key for group in layout.groups if isinstance(group.key, Parted)]
+    products = sum(latent.fast_rank * latent.rest.rank for latent in latents)
     errors = moved * torch.randn(products, generator=generator) if layout.fast_planes else None
     return CodeScales(shift, length.abs() / 100, errors)
 
@@ -100,7 +102,11 @@ class Case:
 
         p = self.parameters
         constant = None if p.key_constant is None else p.key_constant.to(device)
-        parameters = replace(p, query_basis=moved(p.query_basis), key_constant=constant)
+        of_values = None if p.value_constant is None else p.value_constant.to(device)
+        parameters = replace(
+            p, query_basis=moved(p.query_basis), key_constant=constant, output_basis=moved(p.output_basis),
+            value_constant=of_values,
+        )  # fmt: skip
         rotation = None if self.rotation is None else (self.rotation[0].to(device), self.rotation[1].to(device))
         return Case(parameters, moved(self.query), moved(self.key), moved(self.value), rotation, self.first)  # type: ignore[arg-type]
 
@@ -134,19 +140,20 @@ def random_case(
         else:
             rows.append(random(batch_size, kv_len, width if side else 0))
     constant = query_basis = rotation = None
-    if shape.rotary_dim:
+    if layout.folds_queries(shape):
+        heads = layout.group_size * shape.heads_per_kv
+        query = random(batch_size, seq_len, heads * layout.key_width, scale=0.1)
+    else:
         scale = (4.0 if layout.coded else 1.0) * max(group.key.width for group in layout.groups) ** 0.5
         query_basis = random(layout.group_size * shape.head_dim, layout.key_width, scale=1 / scale)
         query_basis *= read_of_fast_latents(layout, shape)
         if layout.coded:
             constant = random(shape.num_kv_heads, shape.head_dim, scale=0.5)
-        rotation = rotation_table(first + kv_len + 80, shape.rotary_dim, factor)
         query = random(batch_size, shape.num_heads, seq_len, shape.head_dim)
-        end = first + kv_len
-        query = rotate(query, *(table[max(0, end - seq_len) : max(0, end - seq_len) + seq_len] for table in rotation))
-    else:
-        heads = layout.group_size * shape.heads_per_kv
-        query = random(batch_size, seq_len, heads * layout.key_width, scale=0.1)
+    if shape.rotary_dim:
+        rotation = rotation_table(first + kv_len + 80, shape.rotary_dim, factor)
+        start = max(0, first + kv_len - seq_len)
+        query = rotate(query, *(table[start : start + seq_len] for table in rotation))
     if not layout.in_blocks:
         rotation = None
     parameters = AttentionParameters(layout, shape, shape.head_dim**-0.5, query_basis, constant, softcap)
@@ -158,6 +165,40 @@ def case_of(name: str, batch_size: int, seq_len: int, kv_len: int, heads_per_kv:
     layout = LAYERS[name]
     shape = shape_of(layout.group_size * len(layout.groups), heads_per_kv, 24, 0 if name == "no rope" else 16)
     return random_case(layout, shape, batch_size, seq_len, kv_len, **rest)
+
+
+def with_values(case: Case) -> Case:
+    """The case in a layer with exact tokens: with a basis and constants of values, which are of about unit size."""
+    layout, shape = replace(case.parameters.layout, exact=ExactTokens(4, 20)), case.parameters.shape
+    generator = torch.Generator().manual_seed(4)
+    scale = (4.0 if layout.coded else 1.0) * max(group.values.width for group in layout.groups) ** 0.5
+    basis = torch.randn(layout.group_size * shape.head_dim, layout.value_width, generator=generator) / scale
+    constant = torch.randn(shape.num_kv_heads, shape.head_dim, generator=generator) if layout.coded else None
+    return replace(
+        case, parameters=replace(case.parameters, layout=layout, output_basis=basis, value_constant=constant)
+    )
+
+
+def exact_keys(
+    case: Case, lengths: list[int], counts: list[int], starts: list[int], first: int, newest: int
+) -> ExactSlots:
+    """The first and the newest keys of each sequence, and those that are new in the pass, in slots of any order; what
+    is in no slot, and slots of no key, are poisoned."""
+    generator = torch.Generator().manual_seed(5)
+    shape, slots = case.parameters.shape, first + newest + max(counts) + 3
+    sides = torch.full((2, len(lengths), shape.num_kv_heads, slots, shape.head_dim), float("nan"))
+    index = torch.full((len(lengths), slots), -1, dtype=torch.int32)
+    until = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    for s, (length, count, start) in enumerate(zip(lengths, counts, starts, strict=True)):
+        old = length - count
+        rows = sorted({*range(start, min(start + first, length)), *range(max(start, old + 1 - newest), length)})
+        places = torch.randperm(slots, generator=generator)[: len(rows)]
+        index[s, places] = torch.tensor(rows, dtype=torch.int32)
+        sides[:, s, :, places] = torch.randn(2, shape.num_kv_heads, len(rows), shape.head_dim, generator=generator)
+        until[s, :count] = torch.arange(count) + old + 1 - newest
+    begins = torch.tensor([start + first for start in starts], dtype=torch.int32)
+    key, value = sides.to(case.query.dtype)
+    return ExactSlots(2 * key, value, index, begins, until)
 
 
 def causal(batch_size: int, seq_len: int, kv_len: int, window: int | None = None) -> Tensor:

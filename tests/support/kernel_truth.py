@@ -11,6 +11,7 @@ from torch import Tensor
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import Rotation, rotate, when_read
 from rotor.kernels.rows import read_class
+from rotor.kernels.slots import ExactSlots
 
 
 def attention(
@@ -71,3 +72,46 @@ def attention(
                 outputs.append(torch.softmax(logits, -1).nan_to_num() @ values[:, :, group])
                 sums.append(torch.logsumexp(logits, -1))
     return torch.cat(outputs, -1), torch.stack(sums, -1)
+
+
+def with_exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    allowed: Tensor,
+    exact: ExactSlots,
+    rotation: Rotation | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Attention of all query heads of a layer with exact tokens, [batch_size, seq_len, num_heads * head_dim].
+
+    Each key that a query may attend to is read from its slot, or, if it is one that codes serve, from its row. Other
+    arguments as in `attention`.
+    """
+    layout, shape = parameters.layout, parameters.shape
+    assert parameters.output_basis is not None
+    row = torch.arange(key.shape[1])
+    coded = allowed & (row >= exact.first[:, None, None]) & (row < exact.until[:, :, None])
+    latents, log_sums = attention(query, key, value, parameters, coded, rotation, dtype=dtype)
+    widths = [group.values.width for group in layout.groups for _ in range(parameters.heads_per_group)]
+    outputs = []
+    for head, of_head in enumerate(latents.split(widths, -1)):
+        kv_head = head // shape.heads_per_kv
+        group, place = divmod(kv_head, layout.group_size)
+        start = sum(other.values.width for other in layout.groups[:group])
+        basis = parameters.output_basis[place * shape.head_dim : (place + 1) * shape.head_dim]
+        of_codes = of_head @ basis[:, start : start + of_head.shape[-1]].to(dtype).T
+        if parameters.value_constant is not None:
+            of_codes = of_codes + parameters.value_constant[kv_head].to(dtype)
+        logits = query[:, head].to(dtype) @ exact.key[:, kv_head].nan_to_num().to(dtype).mT * parameters.scaling
+        if parameters.softcap is not None:
+            logits = parameters.softcap * torch.tanh(logits / parameters.softcap)
+        places = exact.index.long().clamp(min=0)[:, None].expand(-1, allowed.shape[1], -1)
+        seen = (allowed & ~coded).gather(2, places) & (exact.index >= 0)[:, None]
+        logits = logits.masked_fill(~seen, -torch.inf)
+        log_sum = torch.logsumexp(logits, -1)
+        of_exact = torch.softmax(logits, -1).nan_to_num() @ exact.value[:, kv_head].nan_to_num().to(dtype)
+        share = torch.softmax(torch.stack([log_sums[..., head].to(dtype), log_sum], -1), -1).nan_to_num()
+        outputs.append(share[..., :1] * of_codes + share[..., 1:] * of_exact)
+    return torch.cat(outputs, -1)

@@ -45,7 +45,7 @@ def parted_bases(inputs: Inputs, form: LayerForm) -> tuple[tuple[BasisPair, ...]
     of_other, rest = part(information, other, other), part(covariance, other, other)
     mean = inputs.statistics.sums[f"{name}_mean"] / tokens
     if not len(fast):
-        return (closed_form(of_other, rest),), Parting(mean, spread, between, between, between)
+        return (closed_form(of_other, tokens * rest),), Parting(mean, spread, between, between, between)
     with one_thread():
         feedback = -torch.linalg.solve(of_other, of_both.mT).mT
     prediction = solved(spread, between)
@@ -57,6 +57,8 @@ def parted_bases(inputs: Inputs, form: LayerForm) -> tuple[tuple[BasisPair, ...]
         blocks = moments.unflatten(-1, (-1, count)).unflatten(-3, (-1, count)).diagonal(dim1=-4, dim2=-2)
         return blocks.movedim(-1, -3).flatten(0, 1)
 
-    own = closed_form(of_heads((of_fast + of_fast.mT) / 2), of_heads(spread))
+    own = closed_form(of_heads((of_fast + of_fast.mT) / 2), tokens * of_heads(spread))
     left = rest - between.mT @ prediction
-    return (own, closed_form(of_other, (left + left.mT) / 2)), Parting(mean, spread, between, prediction, feedback)
+    return (own, closed_form(of_other, tokens * (left + left.mT) / 2)), Parting(
+        mean, spread, between, prediction, feedback
+    )

@@ -160,7 +160,8 @@ class FidelityMeter:
         """Run a compressed model over a split's text and prompts, and compare it with the uncompressed one.
 
         Args:
-            read: how rows are read; by default through a cache of the policy, or whole without one.
+            read: how rows are read; by default through a cache of the policy, or without one whole, each token as
+                decoding has it.
         """
         if read is None and self.policy is not None:
             read = partial(final_states_through_cache, network, policy=self.fitted_policy(network))
@@ -227,7 +228,8 @@ class FidelityMeter:
         parts = [self.context.rows[split], *(prompts.rows for prompts in asked.values())]
         with self.progress.task("measure", sum(part.numel() for part in parts), "tokens") as advance:
             if read is None:
-                states, *answer_states = network.final_states_of(parts, advance)
+                with network.decoding():
+                    states, *answer_states = network.final_states_of(parts, advance)
             else:
                 prefills = [start, *(prefill_of(prompts.answers) for prompts in asked.values())]
                 pairs = zip(parts, prefills, strict=True)

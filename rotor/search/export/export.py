@@ -146,7 +146,16 @@ def _write(
         config["quantization_config"]["cache"] = policy.as_dict()
     report = _report(job, layouts, point, accuracy, tensors, dtype.itemsize)
     if apart:
-        config["quantization_config"]["source"] = {key: report["source"].get(key) for key in SourceInfo.__annotations__}
+        source = report["source"]
+        found: SourceInfo = {
+            "name": source["name"],
+            "path": source["path"],
+            "hub_id": source.get("hub_id"),
+            "revision": source.get("revision"),
+            "shards": source["shards"],
+            "sizes": {file: checkpoint.bytes_of(file) for file in source["shards"]},
+        }
+        config["quantization_config"]["source"] = found
         if not {"dtype", "torch_dtype"} & config.keys():  # the bases' own would be taken for the model's
             config["dtype"] = str(dtype).removeprefix("torch.")
     write_json(staging / "config.json", config)

@@ -32,6 +32,8 @@ from .model_card import model_card
 
 log = logging.getLogger("rotor")
 
+GET_AGAIN = "Get the checkpoint again, with every file that `rotor export` wrote."
+
 
 @system_errors()
 def materialise(
@@ -55,13 +57,14 @@ def materialise(
     """
     folder = Path(folder)
     place = OutputFolder.at(out, "checkpoint")
+    place.check(overwrite, [folder])  # before anything is written there: the lock too
     with source_at(source), exclusive(place.path):
         checkpoint = CompressedCheckpoint(folder)
         if checkpoint.section.source is None or checkpoint.rewritten is None:
             raise UsageError(f"{folder}: has its weights.", "Copy the folder.")
-        manifest = Manifest.read(folder)
+        manifest = Manifest.read(folder, GET_AGAIN)
         for name, problem in manifest.problems().items():
-            raise CheckpointError(f"{folder / name}: {problem}.", "Get the checkpoint again.")
+            raise CheckpointError(f"{folder / name}: {problem}.", GET_AGAIN)
         model = Checkpoint(find_source(checkpoint.section.source, folder))
         sources = [folder, model.folder, checkpoint.run_folder]
         needed = int(model.total_bytes() * 1.1) + (1 << 20)

@@ -18,14 +18,16 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ...checkpoint.channels import Parted
 from ...checkpoint.kernel_config import LayerKernels
-from ...checkpoint.layout import AttentionShape, LayerLayout
+from ...checkpoint.layout import AttentionShape, ExactTokens, LayerLayout
 from ...errors import NumericsError
 from ...kernels import reference
 from ...kernels.defaults import default_layer
 from ...kernels.dispatch import layer_served
+from ...kernels.exact import ExactKeys, RowKeys, attend_to_both
 from ...kernels.parameters import AttentionParameters, seq_len_of
 from ...kernels.rotary import Rotation, rotate, when_read
 from ...kernels.rows import CodeScales
+from ...kernels.slots import ExactSlots
 from .records import quartiles
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -43,12 +45,13 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention of a layer, causal: a step of one token, or a prompt of all its keys.
+    """Attention of a layer, causal: a step of one token, or a prompt of all its keys (not with exact tokens).
 
     query: [batch_size, num_heads, seq_len, head_dim], rotated; in a model without RoPE [batch_size, seq_len, sum over
         query heads of width].
     key, value: rows, [batch_size, 1, kv_len, bytes] uint8, or of numbers [batch_size, 1, kv_len, width].
     rotation: of layers in blocks: cos and sin by index, [kv_len, rotary_dim], float32.
+    slots: in a layer with exact tokens, these.
     """
 
     parameters: AttentionParameters
@@ -56,6 +59,7 @@ class Problem:
     key: Tensor
     value: Tensor
     rotation: Rotation | None = None
+    slots: ExactSlots | None = None
 
     @property
     def layout(self) -> LayerLayout:
@@ -76,11 +80,18 @@ class Problem:
         def wide(x: Tensor | None) -> Any:
             return x if x is None or not x.is_floating_point() else x.double()
 
-        exact = replace(p, query_basis=wide(p.query_basis), key_constant=wide(p.key_constant))
+        names = ("query_basis", "key_constant", "output_basis", "value_constant")
+        exact = replace(p, **{name: wide(getattr(p, name)) for name in names})
         query = wide(self.query).narrow(1 if self.query.dim() == 3 else 2, self.seq_len - count, count)
         rotation = self.rotation and when_read((wide(self.rotation[0]), wide(self.rotation[1])), self.layout.form)
         mask = torch.ones(count, self.kv_len, dtype=torch.bool, device=self.key.device).tril(self.kv_len - count)
-        return reference.attention(query, wide(self.key), wide(self.value), exact, rotation, mask[None, None])
+        key, value, slots = wide(self.key), wide(self.value), self.slots
+        if slots is None:
+            return reference.attention(query, key, value, exact, rotation, mask[None, None])
+        row = torch.arange(self.kv_len, device=self.key.device)
+        coded = (row >= slots.first[:, None]) & (row < slots.until[:, :1])
+        held = ExactKeys(wide(slots.key), wide(slots.value), (slots.index >= 0)[:, None, None])
+        return attend_to_both(query, held, RowKeys(query, key, value, rotation, coded[:, None, None]), exact)
 
 
 def random_problem(
@@ -99,6 +110,7 @@ def random_problem(
         return scale * torch.randn(size, generator=generator, device=device)
 
     rotation = basis = constant = None
+    of_values: dict[str, Tensor] = {}
     if shape.rotary_dim:
         frequency = 1e4 ** (-torch.arange(0, shape.rotary_dim, 2, dtype=torch.float64) / shape.rotary_dim)
         angle = torch.arange(kv_len, dtype=torch.float64)[:, None] * torch.cat([frequency, frequency])
@@ -111,6 +123,14 @@ def random_problem(
         basis *= read_of_fast_latents(layout, shape).to(basis)
         if layout.coded:
             constant = normal(shape.num_kv_heads, shape.head_dim, scale=0.5)
+        if layout.exact is not None:
+            values = max(group.values.width for group in layout.groups)
+            rows_of_basis = layout.group_size * shape.head_dim
+            of_values["output_basis"] = normal(rows_of_basis, layout.value_width, scale=values**-0.5 / of_nibble).to(
+                dtype
+            )
+            if layout.coded:
+                of_values["value_constant"] = normal(shape.num_kv_heads, shape.head_dim, scale=0.5)
     else:
         query = normal(batch_size, seq_len, layout.group_size * shape.heads_per_kv * layout.key_width, scale=2.0)
     rows = []
@@ -121,8 +141,28 @@ def random_problem(
             rows.append(with_scales(made, layout, generator) if size else made)
         else:
             rows.append(normal(batch_size, 1, kv_len, width if size else 0).to(dtype))
-    parameters = AttentionParameters(layout, shape, shape.head_dim**-0.5, basis, constant)
-    return Problem(parameters, query.to(dtype), rows[0], rows[1], rotation if layout.in_blocks else None)
+    parameters = AttentionParameters(layout, shape, shape.head_dim**-0.5, basis, constant, **of_values)
+    slots = None if layout.exact is None else random_slots(layout.exact, shape, batch_size, kv_len, dtype, generator)
+    return Problem(parameters, query.to(dtype), rows[0], rows[1], rotation if layout.in_blocks else None, slots)
+
+
+def random_slots(
+    exact: ExactTokens,
+    shape: AttentionShape,
+    batch_size: int,
+    kv_len: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> ExactSlots:
+    """Exact tokens of a step of one new token, the last of kv_len."""
+    device, last = generator.device, kv_len - 1
+    size = 2, batch_size, shape.num_kv_heads, exact.slots, shape.head_dim
+    key, value = torch.randn(size, generator=generator, device=device).to(dtype)
+    first = torch.arange(exact.first, device=device)
+    newest = last - (last - torch.arange(exact.newest, device=device)) % exact.newest
+    index = torch.cat([first.where(first < kv_len, -1), newest.where(newest >= exact.first, -1)]).int()
+    codes = torch.tensor([[exact.first], [max(0, kv_len - exact.newest)]], device=device).int().expand(2, batch_size)
+    return ExactSlots(key, value, index.repeat(batch_size, 1), codes[0].contiguous(), codes[1][:, None].contiguous())
 
 
 def with_scales(rows: Tensor, layout: LayerLayout, generator: torch.Generator) -> Tensor:
@@ -169,7 +209,8 @@ def kernel(problem: Problem, kernels: LayerKernels | None = None) -> Call:
 
     p = problem
     launches = kernels or default_layer(p.parameters.layout)
-    return lambda: rows_attention(p.query, p.key, p.value, p.parameters, launches, rotation=p.rotation, layer_idx=0)
+    options: dict[str, Any] = {"rotation": p.rotation, "layer_idx": 0, "exact": p.slots}
+    return lambda: rows_attention(p.query, p.key, p.value, p.parameters, launches, **options)
 
 
 def pytorch_path(problem: Problem) -> Call:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from ...calibration.prediction.cost import DecodeStep
 from ...calibration.prediction.instructions import HEAD_DIM, Specialisation
 from ...checkpoint.channels import PLANE, WORD_PLANES, Channels, Latent, Numbers, Parted
 from ...checkpoint.kernel_config import LayerKernels, layout_class
-from ...checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
+from ...checkpoint.layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout
 from ...kernels.defaults import default_layer
 from ...models.compressed import CompressedCheckpoint
 
@@ -65,9 +65,8 @@ def subject_of(name: str, of: Specialisation, shape: AttentionShape | None = Non
     """
     if shape is None:
         shape = AttentionShape(1, 8 // of.kv_heads * of.rows, 8, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
-    key, value, block = row_of(of), None, of.rope_block
-    if of.kind != "joint":
-        value, block = key, None
+    key = row_of(of)
+    value, block = (None, of.rope_block) if of.kind == "joint" else (key, None)
     heads = range(0, shape.num_kv_heads, of.kv_heads)
     groups = (GroupLayout(tuple(range(i, i + of.kv_heads)), key, value) for i in heads)
     layout = LayerLayout(tuple(groups), block, of.fast_planes)
@@ -133,3 +132,22 @@ def named_subjects() -> dict[str, Subject]:
 def model_of(name: str) -> str:
     """The model whose layer a name is of; of a layer of no model its name."""
     return next((model for model in MODELS if name.startswith(model)), name)
+
+
+EXACT = ("llama3-8b-128x2", "llama3-8b-apart-64x1", "smollm2-64x3")
+"""Layers that are also measured with exact tokens, beside those without them."""
+
+NEWEST = ExactTokens(first=4, newest=128)
+"""The exact tokens of these: as the recipe `rotor` keeps them."""
+
+
+def with_exact(subject: Subject) -> Subject:
+    """The same layer with exact tokens."""
+    layout = replace(subject.layout, exact=NEWEST)
+    return replace(subject, name=f"{subject.name}, exact", layout=layout)
+
+
+def gpu_subjects() -> dict[str, Subject]:
+    """What is measured on a GPU: the named layers, some also with exact tokens."""
+    found = named_subjects()
+    return found | {own.name: own for own in (with_exact(found[name]) for name in EXACT)}

@@ -18,11 +18,11 @@ from triton.runtime import driver
 from ...checkpoint.kernel_config import LayerKernels
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...kernels.append import append
-from ...kernels.decoding import BlockRotations, DecodeLayer, absorbing_programs, decode_attention
+from ...kernels.decoding import BlockRotations, DecodeLayer, absorbing_programs, decode_attention, finish_constants
 from ...kernels.materialise import PagesOf, materialise
 from ...kernels.parameters import AttentionParameters
 from ...kernels.ranges import KeyRanges
-from .attention import zero_scales
+from .attention import random_slots, zero_scales
 from .sass import Loop
 from .subjects import STEP, Subject
 
@@ -88,12 +88,18 @@ def recorded(arch: int) -> Iterator[list[Variant]]:
 def layer_variants(subject: Subject, arch: int) -> list[Variant]:
     """The distinct kernels of a layer: of a step, and of a prompt, with the trips of their loops in a step."""
     layout, shape, kernels, dtype, page = subject.layout, subject.shape, subject.kernels, subject.dtype, subject.page
-    basis = constant = None
+    basis = constant = output_basis = value_constant = None
     if not layout.folds_queries(shape):
         basis = torch.zeros(layout.group_size * shape.head_dim, layout.key_width, dtype=dtype)
         if layout.coded:
             constant = torch.zeros(shape.num_kv_heads, shape.head_dim)
-    parameters = AttentionParameters(layout, shape, 1.0, basis, constant, 1.0 if subject.softcap else None)
+    if layout.exact is not None:
+        output_basis = torch.zeros(layout.group_size * shape.head_dim, layout.value_width, dtype=dtype)
+        value_constant = torch.zeros(shape.num_kv_heads, shape.head_dim) if layout.coded else None
+    parameters = AttentionParameters(
+        layout, shape, 1.0, basis, constant, 1.0 if subject.softcap else None, output_basis=output_basis,
+        value_constant=value_constant,
+    )  # fmt: skip
     rotation = None
     if shape.rotary_dim:
         cos, sin = torch.zeros(2, 4 * (layout.rope_block or 64), shape.rotary_dim)
@@ -127,11 +133,14 @@ def layer_variants(subject: Subject, arch: int) -> list[Variant]:
         if layer.folded:
             query = torch.zeros(1, layer.group_rows * layout.key_width, dtype=dtype)
         blocks = BlockRotations.of(rotation, layout, dtype) if rotation and layout.in_blocks else None
-        ranges = KeyRanges.of_lengths(torch.ones(1).int())
+        ranges, exact = KeyRanges.of_lengths(torch.ones(1).int()), None
+        if layout.exact is not None:
+            exact = random_slots(layout.exact, shape, 1, 1, dtype, torch.Generator())
         with recorded(arch) as launched:
             decode_attention(
-                query, key, value, layer, ranges, blocks, block_table=block_table, tiles=kernels.tile(arch)
-            )
+                query, key, value, layer, ranges, blocks, block_table=block_table, tiles=kernels.tile(arch),
+                exact=exact, attended=ranges,
+            )  # fmt: skip
         widths = f"{layer.operands * layer.columns}+{layer.operands * layer.value_columns}"
         name = f"{{}} {widths}x{layer.heads}, T {layer.block}, F {layer.fast}"
         keep(launched, name, _work_of_a_step(layer, kernels, arch))
@@ -148,10 +157,16 @@ def _append(
 ) -> None:
     folded = layout.folds_keys(shape)
     places = torch.zeros(tokens, dtype=torch.int64)
+    value, of_values = torch.zeros(1, tokens, layout.value_rank, dtype=dtype), {}
+    if layout.exact is not None:
+        value = torch.zeros(1, tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype)
+        of_values["value_basis"] = torch.zeros(layout.group_size * shape.head_dim, layout.value_rank, dtype=dtype)
+        if layout.coded and not layout.joint:
+            of_values["value_shift"] = torch.zeros(layout.value_rank)
     key = (1, tokens, layout.key_rank) if folded else (1, tokens, shape.num_kv_heads, shape.head_dim)
     append(
         torch.zeros(key, dtype=dtype),
-        torch.zeros(1, tokens, layout.value_rank, dtype=dtype),
+        value,
         layout,
         shape,
         query=torch.zeros(1, tokens, shape.num_heads, shape.head_dim, dtype=dtype) if rotation else None,
@@ -162,6 +177,7 @@ def _append(
         index=places if rotation else None,
         out=pages,
         slots=None if pages is None else places,
+        **of_values,
     )
 
 
@@ -178,4 +194,24 @@ def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dic
         "absorb": {"loops": (Loop(chunks / programs),), "keys": length / programs / layer.group_rows, "groups": groups},
         "decode": {"loops": loops, "keys": tiles * step, "groups": groups, "programs": kernels.slices_per_sm},
         "join": {"loops": (Loop(1),) * 3, "keys": length / layer.group_rows, "groups": groups},
+        "finish": _work_of_finishing(layer, kernels, arch, tiles * step),
     }
+
+
+def _work_of_finishing(layer: DecodeLayer, kernels: LayerKernels, arch: int, slice_keys: float) -> dict[str, Any]:
+    """Loops of the finish kernel in a decode step, and the keys that a program serves.
+
+    Args:
+        slice_keys: keys of one group that a slice of decoding has.
+    """
+    exact = layer.layout.exact
+    if exact is None:
+        return {}
+    length, share = STEP.context_tokens, layer.per_head  # the sequences of the step fill the GPU
+    constants = finish_constants(layer, 1, kernels.tile(arch), share, False)
+    joined = -(-(length / slice_keys + 1) // constants["SLICES"])
+    columns = -(-layer.operands * layer.value_columns // constants["COLUMNS"])
+    once = columns == 1 and layer.value_exact  # known when it is compiled: no loop
+    of_columns = Loop(joined) if once else Loop(columns, (Loop(joined),))
+    loops = Loop(-(-exact.slots // constants["KEYS"])), *(Loop(1),) * 2, Loop(joined), of_columns
+    return {"loops": loops, "keys": length * share / layer.group_rows, "groups": len(layer.layout.groups)}

@@ -12,12 +12,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from ...calibration.allocation.plan import RankPath
-from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_of_sequence
+from ...checkpoint.layout import AttentionShape, exact_bytes_of_sequence, uncompressed_kv_bytes_of_sequence
 from ...errors import UnsupportedModelError
 from ...models.splits import SPLITS
 from ...policies import LONG_TOKENS, EvictingLayer, Eviction, Policy, random_rows, stored_bytes
 from ...policies.fitting import fit_cache_policy
-from ...progress import Progress
+from ...policies.quantiser import Quantiser
+from ...progress import Advance, Progress
 from ...runtime.attention import RotorAttention
 from ...search import CompressibleModel, EvaluationContext, FidelityMeter, PlanEvaluator
 from ...search.evaluation.cached import final_states_through_cache
@@ -140,12 +141,19 @@ class CacheBench:
         if plan is None:
             least = (1 - path.plans()[-1].stored) * self.whole
             return CacheRecord(name, skipped=f"out of reach: the least is {least:.0f} bytes")
-        self.network.compress(evaluator.run.bases(plan.channels), plan.ranks)
+        evaluator.compress(plan, self.network)
         return self.record(name, policy)
 
 
-def _read(network: CompressibleModel, policy: Policy | None, rows: Tensor, **options: Any) -> Tensor:
-    return final_states_through_cache(network, rows, policy=of_row(policy, rows.shape[1]), **options)
+def _read(network: CompressibleModel, policy: Policy | None, rows: Tensor, prefill: int, advance: Advance) -> Tensor:
+    """Final hidden states of rows: behind a prompt, which is exact where the cache has exact tokens, one by one.
+
+    Without a policy one pass over whole rows has the same result as steps through a cache.
+    """
+    if policy is None:
+        with network.decoding(prefill):
+            return network.final_states(rows, advance)
+    return final_states_through_cache(network, rows, prefill, of_row(policy, rows.shape[1]), advance)
 
 
 def of_row(policy: Policy | None, tokens: int) -> Policy | None:
@@ -174,6 +182,16 @@ def sequence_bytes(shape: AttentionShape, dtype: torch.dtype, tokens: int, polic
             known[key] = stored_bytes(Cache(layers=[stored_layer]))
         total += known[key]
     return total
+
+
+def mean_sequence_bytes(shape: AttentionShape, dtype: torch.dtype, tokens: int, policy: Quantiser) -> float:
+    """Bytes for each token of a sequence that is decoded to about `tokens`, as in `sequence_bytes`.
+
+    Where tokens are coded in blocks, from none to nearly a block of them wait uncoded: the mean of both.
+    """
+    whole = tokens - tokens % policy.block or tokens
+    lengths = (whole, whole - 1) if policy.block > 1 else (tokens,)
+    return sum(sequence_bytes(shape, dtype, n, policy) / n for n in lengths) / len(lengths)
 
 
 @torch.no_grad()
@@ -212,4 +230,7 @@ def cache_bytes(network: CompressibleModel, prompt: int, tokens: int, policy: Po
                 layer.fill(*states)
         sizes = {index: stored_bytes(Cache(layers=[layers[index]])) for index in rows}
         totals[place] = sum(sizes[index] for index in counted)
-    return totals
+    modules = [network.family.attention_module(network.model, index) for index in range(len(layers))]
+    exact = [module.layout.exact if isinstance(module, RotorAttention) else None for module in modules]
+    kept = exact_bytes_of_sequence(exact, network.shape, network.dtype.itemsize)
+    return [total + kept for total in totals]

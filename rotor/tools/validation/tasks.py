@@ -16,6 +16,7 @@ from ...models.source import Checkpoint
 from ...policies import Policy, cache_policy
 from ...progress import Progress
 from ...recipe import Evaluation
+from ...runtime.decoded import decoding_without_cache
 from ...search.evaluation.tasks import Paired, TaskSuite, paired
 
 COMPARISON = "comparison.json"
@@ -33,6 +34,9 @@ def compare_tasks(
     progress: Progress,
 ) -> list[Paired]:
     """Ask the source and the checkpoint, and write the files of both, and COMPARISON.
+
+    What a model generates follows a prompt as it is served. Likelihoods of given texts come from one pass, which has
+    each token as decoding has it.
 
     Args:
         policy: of the checkpoint's cache. names, lengths: see TaskSuite. spec: only lm_eval_limit and seed matter.
@@ -52,7 +56,11 @@ def compare_tasks(
             about = {"pretrained": str(model.folder.resolve()), "dtype": str(devices.dtype).removeprefix("torch.")}
             about |= {} if model_policy is None else {"cache": f"rotor-{model_policy.method}"}
             network: Any = devices.weights(model).model
-            with progress.task(f"tasks of {model.folder.name}", None, ""), cache_policy(network, model_policy):
+            with (
+                progress.task(f"tasks of {model.folder.name}", None, ""),
+                cache_policy(network, model_policy),
+                decoding_without_cache(network),
+            ):
                 scores[model.folder] = suite.measure(network, about, folder)
         rows = paired(*scores.values())
         comparison = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.kernel_cases import FORMS, MIXED, Channels, Numbers, layer, random_scales, rotation_table, shape_of
 
-from rotor.checkpoint.layout import AttentionShape, LayerLayout
+from rotor.checkpoint.layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout
 from rotor.kernels import append as append_module
 from rotor.kernels.append import append
 from rotor.kernels.reference import project_keys
@@ -141,3 +143,51 @@ def test_many_tokens_are_appended_in_parts(name, monkeypatch) -> None:
         monkeypatch.setattr(append_module, "LATENT_BYTES", each)
         made.append(append(key, value, layout, shape, key_basis=basis, rotation=(cos, sin), scales=scales).key)
     assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("batch_size, seq_len", [(3, 1), (2, 19)])
+@pytest.mark.parametrize("name", CASES)
+def test_exact_tokens_beside_rows(name, batch_size, seq_len) -> None:
+    """Values are given as heads and projected here; keys are also rotated as attention takes them."""
+    layout, generator = replace(CASES[name], exact=ExactTokens(4, 20)), torch.Generator().manual_seed(2)
+    kv_heads, head_dim, rotary_dim = layout.group_size * len(layout.groups), 24, 16
+    shape = shape_of(kv_heads, 3, head_dim, rotary_dim, key_norm=True)
+    rotation = rotation_table(90, rotary_dim, factor=1.3)
+    index = torch.randint(0, 90, (batch_size, seq_len), generator=generator)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator)
+
+    key, value = random(2, batch_size, seq_len, kv_heads, head_dim)
+    query = random(batch_size, seq_len, 3 * kv_heads, head_dim)
+    bases = [random(layout.group_size * head_dim, rank) for rank in (layout.key_rank, layout.value_rank)]
+    shift = random(layout.key_rank) if layout.coded else None
+    value_shift = random(layout.value_rank) if layout.coded and not layout.joint else None
+    scales = random_scales(layout, generator)
+    got = append(
+        key, value, layout, shape, query=query, key_basis=bases[0], key_shift=shift, value_basis=bases[1],
+        value_shift=value_shift, rotation=rotation, index=index, scales=scales,
+    )  # fmt: skip
+    tables = [table[index].unsqueeze(1) for table in rotation]
+    torch.testing.assert_close(got.query, rotate(query.transpose(1, 2), *tables), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.exact_key, rotate(key.transpose(1, 2), *tables), atol=1e-5, rtol=1e-5)
+    assert torch.equal(got.exact_value, value.transpose(1, 2))
+    alike = LayerLayout(tuple(GroupLayout(g.kv_heads, g.values, g.values) for g in layout.groups), *layout.form)
+    of_values = project_keys(
+        value.double().transpose(1, 2), bases[1].double(), alike, None if value_shift is None else value_shift.double()
+    )
+    part = of_values if layout.joint else None
+    of_keys = project_keys(
+        stored(key.double(), layout, tuple(t.double() for t in rotation), index), bases[0].double(), layout,
+        None if shift is None else shift.double(), part,
+    )  # fmt: skip
+    for keys, rows, exact in ((True, got.key, of_keys), (False, got.value, of_values)):
+        if not keys and layout.joint:
+            continue
+        if not layout.coded:
+            torch.testing.assert_close(rows.double(), exact, atol=1e-4, rtol=1e-5)
+            continue
+        # A latent within rounding of a whole number may be floored to either side.
+        either = [pack_layer(exact + error, layout, keys, moved(scales, error)) for error in (-1e-4, 1e-4)]
+        assert ((rows == either[0]) | (rows == either[1])).all()
+        assert (either[0] == either[1]).float().mean() > 0.95

@@ -15,7 +15,7 @@ from rotor.tools.bench import tuning
 from rotor.tools.bench.gpu import counters, model, tiles, times
 from rotor.tools.bench.gpu.loads import PROMPT, RAGGED
 from rotor.tools.bench.gpu.summary import markdown, tuned
-from rotor.tools.bench.subjects import Subject
+from rotor.tools.bench.subjects import Subject, with_exact
 
 SHAPE = AttentionShape(1, 4, 1, 32, 64, 32)
 LAYOUT = LayerLayout((GroupLayout((0,), Parted(Channels(n4=15), (Channels(n4=8),)), None),), 16, 4)
@@ -32,10 +32,10 @@ SIZES = {
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject("tiny", 1, LAYOUT, default_layer(LAYOUT), SHAPE, torch.float16, 16)
     for module in (times, tiles, model):
-        monkeypatch.setattr(module, "named_subjects", lambda: {"tiny": subject})
+        monkeypatch.setattr(module, "gpu_subjects", lambda: {"tiny": subject})
     monkeypatch.setattr(times, "MODELS", {"tiny": (SHAPE, 4)})
     monkeypatch.setattr(counters, "LOADS", SMALL)
-    monkeypatch.setattr("rotor.tools.bench.subjects.named_subjects", lambda: {"tiny": subject})
+    monkeypatch.setattr("rotor.tools.bench.subjects.gpu_subjects", lambda: {"tiny": subject})
     monkeypatch.setattr(times, "DTYPE", torch.float16)  # the interpreter knows no bfloat16
     monkeypatch.setattr(times, "COPIES", (1, 1))
     monkeypatch.setattr(times, "PAGE", 16)
@@ -53,6 +53,15 @@ def test_times_of_a_step_and_of_a_prompt() -> None:
     assert record["right"]
     assert [record["layout"] for record in times.compile_subject("tiny", [*SMALL], "cpu", SMALL)] == ["tiny"]
     counters.step(LOAD, ["tiny"], "cpu")
+
+
+def test_times_of_a_layer_with_exact_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = with_exact(times.gpu_subjects()["tiny"])
+    monkeypatch.setattr(times, "gpu_subjects", lambda: {"tiny": tiny})
+    found = [*times.decoding("tiny", LONG, "cpu", [170])]
+    assert [record["row"] for record in found] == ["rotor", "rotor, with append"]
+    assert found[0]["right"]
+    assert [record["layout"] for record in times.compile_subject("tiny", [LONG, PROMPT], "cpu", SMALL)] == ["tiny"]
 
 
 def test_tiles_are_compiled_then_timed(monkeypatch, tmp_path: Path) -> None:
@@ -75,7 +84,7 @@ def test_tiles_are_compiled_then_timed(monkeypatch, tmp_path: Path) -> None:
     assert (of["own"]["tile"]["keys"], of["own"]["seconds"]["median"]) == (64, 9.0)
     assert of["best"]["seconds"]["median"] < of["own"]["seconds"]["median"]
     assert of["absorbing"]["absorbing"] == {"blocks": 16, "warps": 1, "stages": 1}
-    assert "| tiny | 1 x 32K | 64 x 1, 3; 0; " in markdown(records)
+    assert "| tiny | 1 x 32K | 64 x 2, 2; 0; " in markdown(records)
 
 
 def test_a_model_decodes(monkeypatch) -> None:

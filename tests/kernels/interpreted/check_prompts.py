@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from support.kernel_cases import LAYERS, Case, case_of, causal, in_pages, packed_queries
+from support import kernel_truth as truth
+from support.kernel_cases import LAYERS, Case, case_of, causal, exact_keys, in_pages, packed_queries, with_values
 
 from rotor.kernels import stock
+from rotor.kernels.attention import rows_attention
+from rotor.kernels.defaults import default_layer
 from rotor.kernels.materialise import PagesOf
+from rotor.kernels.slots import ExactSlots
 
 
 def check(got: torch.Tensor, exact: torch.Tensor) -> None:
@@ -76,3 +82,25 @@ def test_packed_prompts_over_pages(name, window, page_size) -> None:
         query, pages.key, pages.value, case.parameters, case.rotation, of, bounds[0], max(news), window
     )
     check(got, exact)
+
+
+def with_exact(case: Case, exact: ExactSlots, mask: torch.Tensor | None, materialise: bool = False) -> torch.Tensor:
+    kernels = replace(default_layer(case.parameters.layout), materialise=materialise)
+    rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
+    rest = {"rotation": case.rotation, "first": case.first, "attention_mask": mask, "exact": exact}
+    return rows_attention(case.query, *rows, case.parameters, kernels, **rest)
+
+
+@pytest.mark.parametrize(
+    ("name", "seq_len", "window"),
+    [("post", 1, None), ("apart", 3, 15), ("fast", 19, None), ("numbers", 19, 25), ("fast", 1, 25)],
+)
+def test_exact_tokens_behind_rows(name, seq_len, window, monkeypatch) -> None:
+    """Steps, of materialised layers too, a few tokens, and a chunk: among padding, each key in one way."""
+    case = with_values(case_of(name, 2, seq_len, 70, softcap=2.0 if name == "fast" else None))
+    exact, allowed = exact_keys(case, [70, 70], [seq_len] * 2, [0, 31], 4, 12), causal(2, seq_len, 70, window).clone()
+    allowed[1, :, :31] = False
+    found = truth.with_exact(case.query, case.key, case.value, case.parameters, allowed, exact, case.rotation)
+    check(with_exact(case, exact, allowed[:, None]), found)
+    monkeypatch.setattr(stock, "MOST_BYTES", 1)  # sequences one after another
+    check(with_exact(case, exact, allowed[:, None], materialise=True), found)

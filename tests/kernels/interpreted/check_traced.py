@@ -6,10 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.kernel_cases import FORMS, MIXED, Numbers, causal, layer, random_case, random_scales, shape_of
+from support.kernel_cases import (
+    FORMS,
+    MIXED,
+    Numbers,
+    causal,
+    exact_keys,
+    layer,
+    random_case,
+    random_scales,
+    shape_of,
+    with_values,
+)
 from torch import library
 
-from rotor.checkpoint.layout import LayerLayout
+from rotor.checkpoint.layout import ExactTokens, LayerLayout
 from rotor.kernels import operators
 from rotor.kernels.defaults import default_layer
 
@@ -49,9 +60,9 @@ def test_a_layer_is_one_graph(name) -> None:
         return graph.forward
 
     def step(query, key, value, mask):
-        query, *new = operators.append(parameters, kernels, query, key, value, case.rotation, index)
+        query, *new = operators.append(parameters, text, query, key, value, case.rotation, index)[:3]
         output = operators.traced_attention(
-            query, *rows, parameters, kernels, rotation=case.rotation, first=0, attention_mask=mask
+            query, *rows, parameters, text, rotation=case.rotation, first=0, attention_mask=mask
         )
         return output, *new
 
@@ -71,8 +82,58 @@ def test_fakes_say_what_the_operators_give() -> None:
     query, key, value, basis, shift = tensors(layout, shape, 1)
     p, checks = case.parameters, ("test_schema", "test_faketensor")
     scales = random_scales(layout, torch.Generator().manual_seed(1)) or (None, None, None)
-    appended = (key, value, query, basis, shift, *scales, *case.rotation, torch.tensor([50]), text)
+    appended = (key, value, query, basis, shift, None, None, *scales, *case.rotation, torch.tensor([50]), text)
     library.opcheck(operators._append, appended, test_utils=checks)
     rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
-    attended = (case.query, *rows, None, p.query_basis, p.key_constant, *case.rotation, 0, p.scaling, None, text)
+    attended = (
+        case.query,
+        *rows,
+        None,
+        p.query_basis,
+        p.key_constant,
+        *case.rotation,
+        0,
+        p.scaling,
+        None,
+        text,
+        None,
+        None,
+        [],
+        False,
+    )
     library.opcheck(operators._attend, attended, test_utils=checks)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_with_exact_tokens_is_one_graph(name) -> None:
+    layout = replace(CASES[name], exact=ExactTokens(4, 12))
+    shape = shape_of(layout.group_size * len(layout.groups), 2, 16, 16, key_norm=True)
+    text = operators.describe(layout, shape, default_layer(layout))
+    case = with_values(random_case(layout, shape, 2, 1, 50))
+    query, key, value, basis, shift = tensors(layout, shape, 1)
+    value = torch.randn(key.shape, generator=torch.Generator().manual_seed(1))
+    value_basis = torch.randn(layout.group_size * 16, layout.value_rank, generator=torch.Generator().manual_seed(2))
+    scales = random_scales(layout, torch.Generator().manual_seed(1))
+    parameters = replace(case.parameters, key_basis=basis, key_shift=shift, value_basis=value_basis, scales=scales)
+    mask, index = causal(2, 1, 50)[:, None].clone(), torch.tensor([50])
+    exact = exact_keys(case, [50, 50], [1, 1], [0, 0], 4, 12)
+    rows, graphs = (case.key.unsqueeze(1), case.value.unsqueeze(1)), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(query, key, value, mask):
+        made = operators.append(parameters, text, query, key, value, case.rotation, index)
+        output = operators.traced_attention(
+            made.query, *rows, parameters, text, rotation=case.rotation, first=0, attention_mask=mask, exact=exact
+        )
+        return output, made.key, made.value, made.exact_key, made.exact_value
+
+    with torch.no_grad():
+        got = torch.compile(step, fullgraph=True, backend=backend)(query, key, value, mask)
+        launched = step(query, key, value, mask)
+    assert len(graphs) == 1
+    assert got[0].shape == (2, 1, shape.num_heads * 16)
+    for side, expected in zip(got, launched, strict=True):
+        assert torch.equal(side, expected)

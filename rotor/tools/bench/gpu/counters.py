@@ -97,13 +97,13 @@ def _number(text: Any) -> float | None:
 def step(load: str, names: list[str], device: str = "cuda", lengths: list[int] | None = None) -> None:
     """A step of each subject, launched once: what ncu looks at."""
     from ..attention import kernel
-    from ..subjects import named_subjects
+    from ..subjects import gpu_subjects
     from .times import appending, contiguous
 
     where = torch.device(device)
     with torch.inference_mode():
         for name in names:
-            subject = named_subjects()[name]
+            subject = gpu_subjects()[name]
             problems = contiguous(subject, lengths or LOADS[load], 1, where)
             appending(subject, problems, where)[0]()
             kernel(problems[0], subject.kernels)()

@@ -26,7 +26,7 @@ from transformers import (
 
 from ....checkpoint.families import attention_shape, find_family
 from ..records import quartiles
-from ..subjects import named_subjects
+from ..subjects import gpu_subjects
 from .loads import LOADS
 
 Record = dict[str, Any]
@@ -77,7 +77,7 @@ def random_model(name: str, device: torch.device, sizes: dict[str, Any]) -> Any:
     with device, _default_dtype(DTYPE):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPE, attn_implementation=GROUPED)
         if name != UNCOMPRESSED:
-            shape, layout = attention_shape(config), named_subjects()[name].layout
+            shape, layout = attention_shape(config), gpu_subjects()[name].layout
             layouts = dict.fromkeys(range(shape.num_layers), layout)
             replace_attention(model, find_family(config), shape, layouts, frozenset())
     generator = torch.Generator(device).manual_seed(0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ....checkpoint.kernel_config import ARCHITECTURES
-from ..subjects import model_of, named_subjects
+from ..subjects import gpu_subjects, model_of
 from ..tuning import launches
 from .loads import LOADS, PROMPT
 
@@ -60,7 +60,7 @@ def jobs(out: Path, layouts: Sequence[str] = ()) -> list[Job]:
         out: the file of results; what programs write beside is named after it.
         layouts: names of those that are compiled, timed and tuned; none for all.
     """
-    names = list(layouts or named_subjects())
+    names = list(layouts or gpu_subjects())
     checkout = lambda: needs_checkout() or needs_module("pytest")  # noqa: E731
     return [
         Job(DEVICE, "clocks, versions; rates of memory and tensor cores", 2, _device),
@@ -136,6 +136,8 @@ def _times(names: list[str]) -> list[Task]:
             arguments = {"name": "llama3-8b", "load": load, "four_bits": four_bits}
             found.append(Task(f"Triton, {16 - 12 * four_bits} bits, {load}", "times:flash", arguments))
         for name in names:
+            if load == PROMPT and gpu_subjects()[name].layout.exact is not None:
+                continue  # stock attention over its own keys and values
             function = "times:prompt" if load == PROMPT else "times:decoding"
             arguments = {"name": name} if load == PROMPT else {"name": name, "load": load}
             found.append(Task(f"{name}, {load}", function, arguments))
@@ -146,8 +148,8 @@ def _tiles(names: list[str]) -> list[Task]:
     """Most wanted first: the first tile of every layer, then the second."""
     found = []
     for name in names:
-        if name not in LIKE_OTHERS:
-            subject = named_subjects()[name]
+        subject = gpu_subjects()[name]
+        if name not in LIKE_OTHERS and subject.layout.exact is None:
             own, layout = subject.kernels, subject.layout
             count = max(sum(len(kind) for kind in launches(own, layout, each)) for each in ARCHITECTURES)
             found += [
@@ -159,12 +161,14 @@ def _tiles(names: list[str]) -> list[Task]:
 
 def _tune(out: Path, names: list[str]) -> list[Task]:
     return [
-        Task(name, "tiles:tune", {"name": name, "compiled": str(out)}, 60) for name in names if name not in LIKE_OTHERS
+        Task(name, "tiles:tune", {"name": name, "compiled": str(out)}, 60)
+        for name in names
+        if name not in LIKE_OTHERS and gpu_subjects()[name].layout.exact is None
     ]
 
 
 LIKE_OTHERS = ("qwen3-8b-128x2",)
-"""Layers that are tuned with another's."""
+"""Layers that are tuned with another's, as those with exact tokens are."""
 
 UNCOMPRESSED = "uncompressed"
 
@@ -183,7 +187,7 @@ def _compiled() -> list[Task]:
 
 
 def _sanitizer() -> list[Task]:
-    return [Task("memcheck", "sanitizer:check", {"names": [*named_subjects()]}, 150)]
+    return [Task("memcheck", "sanitizer:check", {"names": [*gpu_subjects()]}, 150)]
 
 
 def _counters(out: Path) -> list[Task]:

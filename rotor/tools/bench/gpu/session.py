@@ -12,7 +12,7 @@ from typing import Any
 
 from ....errors import UsageError
 from ..records import provenance
-from ..subjects import named_subjects
+from ..subjects import gpu_subjects
 from .plan import DEVICE, Job, jobs
 from .runner import Runner
 from .summary import markdown
@@ -51,8 +51,8 @@ def run(
     Raises:
         UsageError: no job, or layout, of that name.
     """
-    if unknown := [name for name in layouts if name not in named_subjects()]:
-        raise UsageError(f"--layouts {unknown[0]}: no layout of that name.", f"Layouts: {', '.join(named_subjects())}.")
+    if unknown := [name for name in layouts if name not in gpu_subjects()]:
+        raise UsageError(f"--layouts {unknown[0]}: no layout of that name.", f"Layouts: {', '.join(gpu_subjects())}.")
     planned = jobs(out, layouts)
     names = [job.name for job in planned]
     if unknown := [name for name in only if name not in names]:

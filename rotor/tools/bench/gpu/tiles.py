@@ -20,7 +20,7 @@ from ....kernels.attention import block_rotations, ranges_of
 from ....kernels.decoding import DecodeLayer, decode_attention
 from ....kernels.launch import capability_of, sm_count
 from ..attention import TOLERANCE, Call, Problem, kernel, relative_error
-from ..subjects import named_subjects
+from ..subjects import gpu_subjects
 from ..tuning import Absorbing, launches, search
 from .loads import LOADS
 from .times import cold_seconds, contiguous, copies, predictions
@@ -71,7 +71,7 @@ def absorbing_call(problem: Problem, layer: DecodeLayer, kernels: LayerKernels) 
 
 def compile_launch(name: str, index: int, device: str = "cuda") -> Iterator[Record]:
     """One of a layer's `launches`, run once over few keys: what Triton's cache keeps; and what it takes of an SM."""
-    where, subject = torch.device(device), named_subjects()[name]
+    where, subject = torch.device(device), gpu_subjects()[name]
     decoding, absorbing = launches(subject.kernels, subject.layout, capability_of(where))
     if index >= len(decoding) + len(absorbing):
         return
@@ -115,7 +115,7 @@ def tune(
         stop_after_s: no tile is tried at a load after so many seconds of it.
     """
     known = compiled_launches(Path(compiled), name)
-    where, subject = torch.device(device), named_subjects()[name]
+    where, subject = torch.device(device), gpu_subjects()[name]
     capability = capability_of(where)
     for load in TUNED:
         own = (lengths or LOADS)[load]

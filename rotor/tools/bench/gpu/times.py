@@ -35,7 +35,7 @@ from ..attention import (
 )
 from ..baselines import flash_decoding, random_flash
 from ..records import quartiles
-from ..subjects import MODELS, PAGE, Subject, named_subjects
+from ..subjects import MODELS, PAGE, Subject, gpu_subjects
 from .loads import LOADS, PROMPT, PROMPT_TOKENS, RAGGED
 
 Record = dict[str, Any]
@@ -122,7 +122,8 @@ def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
 
 
 OWN_KERNELS = (
-    "append_kernel", "code_kernel", "absorb_kernel", "decode_kernel", "join_kernel", "materialise_kernel",
+    "append_kernel", "code_kernel", "absorb_kernel", "decode_kernel", "join_kernel", "finish_kernel",
+    "materialise_kernel",
 )  # fmt: skip
 
 
@@ -137,10 +138,14 @@ def contiguous(subject: Subject, lengths: list[int], count: int, device: torch.d
     generator = torch.Generator(device).manual_seed(0)
     size = len(lengths), 1, lengths[0]
     first = random_problem(subject.layout, subject.shape, *size, subject.dtype, generator)
-    others = [
-        replace(first, key=_like(first.key, generator), value=_like(first.value, generator)) for _ in range(count - 1)
-    ]
-    return [first, *others]
+
+    def another() -> Problem:
+        slots = first.slots
+        if slots is not None:
+            slots = replace(slots, key=_like(slots.key, generator), value=_like(slots.value, generator))
+        return replace(first, key=_like(first.key, generator), value=_like(first.value, generator), slots=slots)
+
+    return [first, *(another() for _ in range(count - 1))]
 
 
 def _like(rows: Tensor, generator: torch.Generator) -> Tensor:
@@ -203,7 +208,14 @@ def appending(subject: Subject, problems: list[Problem], device: torch.device) -
     key = normal(batch_size, 1, shape.num_kv_heads, shape.head_dim)
     query = normal(batch_size, 1, shape.num_heads, shape.head_dim)
     value, basis = normal(batch_size, 1, layout.value_rank), normal(layout.group_size * shape.head_dim, layout.key_rank)
+    of_values: dict[str, Tensor] = {}
+    if layout.exact is not None:
+        value = normal(batch_size, 1, shape.num_kv_heads, shape.head_dim)
+        of_values["value_basis"] = normal(layout.group_size * shape.head_dim, layout.value_rank)
+        if layout.coded and not layout.joint:
+            of_values["value_shift"] = torch.zeros(layout.value_rank, device=device)
     options: dict[str, Any] = {
+        **of_values,
         "query": query, "key_basis": basis, "rotation": rotation_table(length, subject, device),
         "key_shift": torch.zeros(layout.key_rank, device=device) if layout.coded else None,
         "index": torch.full((batch_size, 1), length - 1, device=device), "scales": zero_scales(layout, dtype, device),
@@ -217,8 +229,11 @@ def appending(subject: Subject, problems: list[Problem], device: torch.device) -
 
 
 def decoding(name: str, load: str, device: str = "cuda", lengths: list[int] | None = None) -> Iterator[Record]:
-    """A step of one subject at one load: contiguous where all lengths are alike, in pages, and its parts."""
-    where, subject = torch.device(device), named_subjects()[name]
+    """A step of one subject at one load: contiguous where all lengths are alike, in pages, and its parts.
+
+    A layer with exact tokens is not measured in pages.
+    """
+    where, subject = torch.device(device), gpu_subjects()[name]
     lengths = lengths or LOADS[load]
     about = {"layout": name, "load": load, **predictions(subject, lengths, where)}
     count = copies(about["cache_bytes"])
@@ -236,7 +251,7 @@ def decoding(name: str, load: str, device: str = "cuda", lengths: list[int] | No
         seconds, parts = cold_seconds(steps, where), part_seconds(steps, where)
         yield {**about, "row": "rotor, with append", "cache": "contiguous", "seconds": seconds, "parts": parts}
         del problems, calls, steps
-    if load in (RAGGED, "8 x 32K"):
+    if load in (RAGGED, "8 x 32K") and subject.layout.exact is None:
         calls = paged(subject, lengths, count, where)
         seconds, parts = cold_seconds(calls, where), part_seconds(calls, where)
         yield {**about, "row": "rotor", "cache": f"pages of {PAGE}", "seconds": seconds, "parts": parts}
@@ -308,7 +323,7 @@ def flash(
 
 def prompt(name: str, device: str = "cuda", tokens: int = PROMPT_TOKENS) -> Iterator[Record]:
     """A prompt of one subject into an empty cache."""
-    where, subject = torch.device(device), named_subjects()[name]
+    where, subject = torch.device(device), gpu_subjects()[name]
     generator = torch.Generator(where).manual_seed(0)
     problem = random_problem(subject.layout, subject.shape, 1, tokens, tokens, subject.dtype, generator)
     call = kernel(problem, subject.kernels)
@@ -323,11 +338,13 @@ def compile_subject(
     name: str, loads: list[str], device: str = "cuda", lengths: dict[str, list[int]] | None = None
 ) -> Iterator[Record]:
     """Every kernel that is timed of a subject, launched once at each load: Triton's cache keeps what it compiles."""
-    where, subject = torch.device(device), named_subjects()[name]
+    where, subject = torch.device(device), gpu_subjects()[name]
     start = time.perf_counter()
     with torch.inference_mode():
         for load in loads:
             own = {**LOADS, **(lengths or {})}.get(load, [PROMPT_TOKENS])
+            if load == PROMPT and subject.layout.exact is not None:
+                continue  # stock attention
             if load == PROMPT:
                 generator = torch.Generator(where).manual_seed(0)
                 size = 1, own[0], own[0]
@@ -339,7 +356,7 @@ def compile_subject(
                 problems = contiguous(subject, own, 1, where)
                 appending(subject, problems, where)[0]()
                 kernel(problems[0], subject.kernels)()
-            if load in (RAGGED, "8 x 32K"):
+            if load in (RAGGED, "8 x 32K") and subject.layout.exact is None:
                 paged(subject, own, 1, where)[0]()
             if where.type == "cuda":
                 torch.cuda.synchronize()

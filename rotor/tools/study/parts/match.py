@@ -8,12 +8,16 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 
 from ....checkpoint.families import attention_shape
-from ....checkpoint.layout import kv_bytes_of_sequence, uncompressed_kv_bytes_of_sequence
+from ....checkpoint.layout import (
+    exact_bytes_of_sequence,
+    kv_bytes_of_sequence,
+    uncompressed_kv_bytes_of_sequence,
+)
 from ....errors import UnsupportedModelError
 from ....models.projections import context_tokens
 from ....policies import FP8, KIVI, KVTC, PerToken
 from ....policies.quantiser import Quantiser
-from ..caches import CacheBench, sequence_bytes
+from ..caches import CacheBench, mean_sequence_bytes
 from ..context import StudyContext
 from ..part import CsvRow, Part, Table, Task, number
 from ..store import StudyStore
@@ -114,11 +118,15 @@ class _Measured:
                 values = bench.measure(fitted)
         except UnsupportedModelError as error:
             return MatchRecord(name, skipped=error.message)
-        sizes = {n: sequence_bytes(self.shape, self.study.cache_dtype, n, fitted) / n for n in CONTEXTS}
+        assert isinstance(fitted, Quantiser)
+        sizes = {n: mean_sequence_bytes(self.shape, self.study.cache_dtype, n, fitted) for n in CONTEXTS}
         return self._record(name, "", values, sizes)
 
     def of_recipe(self, recipe: str, size: int) -> MatchRecord:
-        """The mildest plan of at most so many bytes a token, in the mean over a sequence of the served context."""
+        """The mildest plan of at most so many bytes a token, in the mean over a sequence of the served context.
+
+        Tokens that are kept exactly come on top.
+        """
         name = f"{recipe}, {size} bytes"
         evaluator, path = self.study.path(recipe, self.study.inputs.recipes[recipe])
         plan = path.at_compression(1 - size / self.whole)
@@ -126,9 +134,11 @@ class _Measured:
             least = (1 - path.plans()[-1].stored) * self.whole
             return MatchRecord(name, recipe, skipped=f"out of reach: the least is {least:.0f} bytes")
         bench = self.bench
-        bench.network.compress(evaluator.run.bases(plan.channels), plan.ranks)
+        evaluator.compress(plan, bench.network)
         rows = plan.row_bytes(self.study.cache_dtype.itemsize)
-        sizes = {n: kv_bytes_of_sequence(rows, self.shape, n) / n for n in CONTEXTS}
+        kept = [evaluator.recipe.exact.tokens] * self.shape.num_layers
+        exact = exact_bytes_of_sequence(kept, self.shape, self.study.cache_dtype.itemsize)
+        sizes = {n: (kv_bytes_of_sequence(rows, self.shape, n) + exact) / n for n in CONTEXTS}
         return self._record(name, recipe, bench.measure(), sizes)
 
     def _record(

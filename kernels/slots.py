@@ -1,0 +1,54 @@
+"""Exact tokens of a layer: keys and values beside its rows of codes, and which of both a query attends to.
+
+A query attends to each key once. Codes serve the keys from the end of the sequence's first tokens to the first of its
+newest ones; all others lie in slots as the model made them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ExactSlots:
+    """Exact keys and values that the new tokens of a pass attend to, these tokens among them.
+
+    key, value: [batch_size, num_kv_heads, slots, head_dim], model's dtype, keys after RoPE, KV heads in the order of
+        the layout.
+    index: [batch_size, slots], int32, the row of each slot's token; negative where a slot has none, whose numbers are
+        not read.
+    first: [batch_size], int32. Codes serve the keys from this row on.
+    until: [batch_size, seq_len], int32. Codes serve the keys before this row, for each new token. It does not fall
+        from a token to the next. (Of packed sequences [tokens].)
+    """
+
+    key: Tensor
+    value: Tensor
+    index: Tensor
+    first: Tensor
+    until: Tensor
+
+    def coded(self, row: Tensor) -> Tensor:
+        """Whether codes serve rows, [batch_size or 1, 1 or slots], for each new token: [batch_size, seq_len, slots]."""
+        row = row[:, None]
+        return (row >= self.first[:, None, None]) & (row < self.until[:, :, None])
+
+    def mask(self, mask: Tensor | None, kv_len: int) -> Tensor:
+        """Mask over all rows and, behind them, all slots, [batch_size, heads or 1, seq_len, kv_len + slots], bool.
+
+        Args:
+            mask: over rows, bool, [batch_size or 1, heads or 1, seq_len or 1, kv_len]; None allows all.
+        """
+        row = torch.arange(kv_len, device=self.index.device)
+        coded = self.coded(row[None])[:, None]
+        place = self.index.long().clamp(min=0)
+        held = ((self.index >= 0)[:, None] & ~self.coded(self.index))[:, None]
+        if mask is None:
+            return torch.cat([coded, held], dim=-1)
+        batch_size, _, seq_len, _ = coded.shape
+        mask = mask.expand(batch_size, -1, seq_len, kv_len)
+        at_slots = mask.gather(-1, place[:, None, None].expand(-1, mask.shape[1], seq_len, -1))
+        return torch.cat([coded & mask, held & at_slots], dim=-1)

@@ -1,0 +1,88 @@
+"""Passes over whole rows in which layers with exact tokens read what decoding token by token reads.
+
+A served prompt is exact: its tokens attend to each other's own keys and values, so that a pass over a text says nothing
+of what compression costs. Accuracy is that of the tokens that come after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.decoded import decoded_attention
+from .attention import RotorAttention
+from .rope import TokenSpan
+from .steps import AttentionCall, CacheRows, RowStore
+
+
+@dataclass(frozen=True)
+class DecodedRows(RowStore):
+    """The store of passes over whole rows, whose tokens behind a prompt came one by one; nothing is kept.
+
+    prompt: tokens that came at once. A pass with a cache keeps its rows there, as ever.
+    """
+
+    prompt: int = 1
+    in_pytorch = True
+
+    def token_span(self, cache: Any, layer_idx: int, seq_len: int) -> TokenSpan:
+        return CacheRows().token_span(cache, layer_idx, seq_len)
+
+    def row_store(self, cache: Any, layer_idx: int) -> RowStore:
+        return self if cache is None else CacheRows().row_store(cache, layer_idx)
+
+    def store_and_attend(self, call: AttentionCall) -> Tensor:
+        assert call.exact is not None
+        begin = None if call.mask is None else first_seen(call.mask)
+        rows = call.query, call.key, call.value, call.exact, call.parameters, call.rotations.read, call.mask
+        return decoded_attention(*rows, prompt=self.prompt, begin=begin)
+
+
+def first_seen(mask: Tensor) -> Tensor:
+    """Index of the first token of each sequence that is no padding, [batch_size or 1]: such a token sees itself.
+
+    Args:
+        mask: [batch_size or 1, heads or 1, seq_len, seq_len], bool (True: attend) or added to the logits.
+    """
+    itself = mask.diagonal(dim1=-2, dim2=-1)
+    real = itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
+    return real.any(1).int().argmax(-1)
+
+
+@contextmanager
+def decoding(modules: Iterable[nn.Module], prompt: int | None = 1) -> Iterator[None]:
+    """Let those of the modules that keep tokens exactly attend as if the tokens behind a prompt came one by one.
+
+    Args:
+        modules: attention modules of a model, compressed or not.
+        prompt: tokens that come at once, of passes without a cache; None: all, and nothing changes.
+    """
+    chosen = [m for m in modules if isinstance(m, RotorAttention) and m.layout.exact is not None]
+    stores = [module.store for module in chosen]
+    try:
+        if prompt is not None:
+            for module in chosen:
+                module.store = DecodedRows(prompt)
+        yield
+    finally:
+        for module, store in zip(chosen, stores, strict=True):
+            module.store = store
+
+
+@contextmanager
+def decoding_without_cache(model: Any) -> Iterator[None]:
+    """Let passes of a model of transformers that are not asked for a cache have none, and be as `decoding` has them.
+
+    `generate` asks for a cache, so that its prompts are exact as they are served.
+    """
+    use_cache, model.config.use_cache = model.config.use_cache, False
+    try:
+        with decoding(model.modules()):
+            yield
+    finally:
+        model.config.use_cache = use_cache

@@ -1,0 +1,456 @@
+"""Keys and values that a cache keeps exactly beside its rows: the first and the newest tokens of each sequence.
+
+Rows of all tokens stay in transformers' own layers. A layer that also keeps exact tokens takes the place of the stock
+layer when attention first meets the cache (`with_exact_rows`), so that whatever is done to a cache is done to both.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from ..checkpoint import ExactTokens
+from ..errors import UsageError
+from ..kernels.exact import ExactKeys
+from .rope import TokenSpan
+
+FAR = 1 << 40
+"""Index of the first token of a sequence that has been nothing but padding so far."""
+
+REMEMBERED_QUERIES = 64
+"""New tokens up to which masks are kept for the layers that follow; those of longer passes are large."""
+
+
+class NewTokens(NamedTuple):
+    """The new tokens of a pass as the model makes them, KV heads in the order of the layout.
+
+    query: [batch_size, num_heads, seq_len, head_dim]. key, value: [batch_size, num_kv_heads, seq_len, head_dim].
+    Queries and keys are rotated by the positions that the model was given.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class SeenTokens(NamedTuple):
+    """What the queries of a pass see exactly of a cache.
+
+    key, value: [batch_size, num_kv_heads, slots, head_dim], see ExactRows; behind the slots, where several tokens are
+    new, those. A single new token is in its slot.
+    begin: index of the first token of each sequence behind padding, [batch_size], or one for all.
+    until: index from which on the ring has all tokens. length: number of tokens that the slots are of.
+    """
+
+    key: Tensor
+    value: Tensor
+    begin: Tensor | int
+    until: int
+    length: Any
+
+
+class Division(NamedTuple):
+    """Which keys of a pass are read from rows, and which exactly.
+
+    rows: mask over rows; None: all in `keys`. keys: rows that some query reads lie within it, from a multiple of 64 on;
+    None: not known, empty: none. exact: mask over SeenTokens.key; None: all.
+    """
+
+    rows: Tensor | None
+    keys: range | None
+    exact: Tensor | None
+
+
+class ExactRows:
+    """The exact tokens of one layer of a cache.
+
+    Slot s < first holds token begin + s of each sequence; token i is also in slot first + i mod newest, as long as
+    no newer one is. What is taken back by a crop leaves its slots empty: tokens before `until` are not in the ring, and
+    are read from their rows.
+
+    keys, values: [batch_size, num_kv_heads, first + newest, head_dim]; None as long as there is no token.
+    begin: see SeenTokens; None as long as there is no token. latest: the largest of `begin`, FAR if it is not known.
+    """
+
+    def __init__(self, exact: ExactTokens) -> None:
+        self.exact = exact
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew; tensors are kept where they are."""
+        self.begin: Tensor | int | None = None
+        self.latest, self.until = FAR, 0
+
+    def add(
+        self, new: NewTokens, mask: Tensor | None, span: TokenSpan, fixed: bool, by_kernel: bool = False
+    ) -> SeenTokens | None:
+        """Store the new tokens of a pass.
+
+        Args:
+            mask: of the pass, over all keys. span: where its tokens lie; query_offset is a number wherever the host
+                knows it.
+            fixed: the tensors must stay where they are in memory (a static cache).
+            by_kernel: one launch stores a single new token.
+        Returns:
+            What the queries see exactly; None where nothing lies before them.
+        """
+        offset, seq_len = span.query_offset, span.seq_len
+        self._begin(mask, span, new.key)
+        assert self.begin is not None
+        if self.keys is None or self.values is None:
+            shape = (*new.key.shape[:2], self.exact.slots, new.key.shape[3])
+            self.keys, self.values = new.key.new_zeros(shape), new.value.new_zeros(shape)
+            if fixed and not torch.compiler.is_compiling():
+                for tensor in (self.keys, self.values, self.begin):
+                    if isinstance(tensor, Tensor):
+                        torch._dynamo.mark_static_address(tensor)  # type: ignore[no-untyped-call]
+        before = None
+        if seq_len > 1 and not (isinstance(offset, int) and offset == 0):
+            key, value = torch.cat([self.keys, new.key], 2), torch.cat([self.values, new.value], 2)
+            before = SeenTokens(key, value, self.begin, self.until, offset)
+        self._store(new, offset, by_kernel)
+        if not fixed:  # a static cache takes nothing back, so that its ring is whole
+            until = min(self.until, offset)  # tokens from there on were taken back, and come anew
+            self.until = max(until, offset + seq_len - self.exact.newest)
+        if seq_len > 1:
+            return before
+        return SeenTokens(self.keys, self.values, self.begin, self.until, offset + 1)
+
+    def _begin(self, mask: Tensor | None, span: TokenSpan, like: Tensor) -> None:
+        """Find where sequences begin of which nothing but padding was known. A token that is no padding sees itself."""
+        if isinstance(self.begin, int):
+            return
+        if mask is None or span.seq_len == 1:
+            offset = span.query_offset
+            if self.begin is None:
+                self.begin = offset
+            elif torch.compiler.is_compiling():  # compiled code writes to the same memory each time
+                self.begin.copy_(_earlier(self.begin, offset))
+            else:
+                self.begin = _earlier(self.begin, offset)
+        else:
+            place = torch.arange(span.seq_len, device=mask.device)
+            column = place + (span.query_offset - span.kv_offset)
+            itself = mask.expand(-1, -1, span.seq_len, -1)[:, :, place, column]
+            real = _visible(itself).any(1).expand(len(like), -1)
+            found = torch.where(real.any(-1), real.int().argmax(-1) + span.query_offset, FAR)
+            self.begin = found if self.begin is None else torch.minimum(self.begin, found)
+        if isinstance(self.begin, Tensor) and _on_host(self.begin):
+            first, self.latest = int(self.begin.min()), int(self.begin.max())
+            self.begin = first if first == self.latest < FAR else self.begin
+        if isinstance(self.begin, int):
+            self.latest = self.begin
+
+    def _store(self, new: NewTokens, offset: Any, by_kernel: bool) -> None:
+        assert self.keys is not None
+        assert self.values is not None
+        assert self.begin is not None
+        writable = torch.is_inference_mode_enabled() or not self.keys.is_inference()
+        if by_kernel and writable and new.key.shape[2] == 1 and not torch.compiler.is_compiling():
+            from ..kernels.store import store  # imports Triton
+
+            begin = min(self.begin, FAR >> 10) if isinstance(self.begin, int) else self.begin
+            store(self.keys, self.values, new.key, new.value, self.exact.first, offset, begin)
+            return
+        self.keys = self._stored(self.keys, new.key, offset)
+        self.values = self._stored(self.values, new.value, offset)
+
+    def _stored(self, slots: Tensor, new: Tensor, offset: Any) -> Tensor:
+        """Put new keys or values into their slots, in place unless gradients or inference mode forbid it."""
+        tracing = torch.compiler.is_compiling()
+        held = slots.requires_grad or (slots.is_inference() and not torch.is_inference_mode_enabled())
+        if not tracing and (held or new.requires_grad):
+            slots = slots.clone()
+        first, newest, seq_len = self.exact.first, self.exact.newest, new.shape[2]
+        count = min(seq_len, newest)
+        if isinstance(offset, int) and isinstance(self.begin, int):
+            start, stop = max(self.begin, offset), min(self.begin + first, offset + seq_len)
+            if start < stop:
+                slots[:, :, start - self.begin : stop - self.begin] = new[:, :, start - offset : stop - offset]
+        elif first and not (isinstance(offset, int) and offset >= self.latest + first):
+            begin = self.begin[:, None] if isinstance(self.begin, Tensor) else self.begin
+            assert begin is not None
+            index = begin + torch.arange(first, device=new.device) - offset
+            index = index.reshape(-1, 1, first, 1)
+            there = (index >= 0) & (index < seq_len)
+            taken = new.gather(2, index.clamp(0, seq_len - 1).expand(len(new), new.shape[1], -1, new.shape[3]))
+            slots[:, :, :first] = torch.where(there, taken, slots[:, :, :first])
+        index = torch.arange(count, device=new.device) + (offset + seq_len - count)
+        slots.index_copy_(2, index % newest + first, new[:, :, seq_len - count :])
+        return slots
+
+    def stored_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in vars(self).values() if isinstance(tensor, Tensor))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function of tensors [batch_size, ...] to all that belongs to sequences."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = change(self.keys), change(self.values)
+        if isinstance(self.begin, Tensor):
+            self.begin = change(self.begin)
+
+
+def _earlier(begin: Tensor, index: Any) -> Tensor:
+    return torch.minimum(begin, index) if isinstance(index, Tensor) else begin.clamp(max=index)
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Whether reading a number makes nobody wait."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def host_span(span: TokenSpan) -> TokenSpan:
+    """A span whose offset is a number where the host knows it, else a copy of the tensor that a static cache counts in,
+    which changes when tokens are stored."""
+    offset = span.query_offset
+    if not isinstance(offset, Tensor):
+        return span
+    return span._replace(query_offset=int(offset) if _on_host(offset) else offset.clone())
+
+
+def _visible(mask: Tensor) -> Tensor:
+    """Which keys a mask shows."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def divided(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: TokenSpan) -> Division:
+    """Divide the keys of a pass behind others.
+
+    Args:
+        exact: of the layer, within its window. mask: of the pass, over all rows; None: one token that sees all rows, or
+            several by their index.
+    """
+    device, seq_len = seen.key.device, span.seq_len
+    offset, kv_offset = span.query_offset, span.kv_offset
+    query = torch.arange(seq_len, device=device)[:, None] + offset  # [seq_len, 1]
+    index = torch.arange(span.kv_len, device=device) + kv_offset
+    if mask is None and seq_len > 1:
+        mask = (index <= query)[None, None]
+    begin = seen.begin[:, None, None] if isinstance(seen.begin, Tensor) else seen.begin
+    new = index >= offset
+    ring = (query - index < exact.newest) & (index >= seen.until)
+    by_row = ~(new | ring | (index - begin < exact.first))
+    by_row = by_row if by_row.dim() == 3 else by_row[None]
+
+    last = seen.length - 1
+    newest = last - (last - torch.arange(exact.newest, device=device)) % exact.newest
+    first = begin + torch.arange(exact.first, device=device)  # [first] or [batch_size, 1, first]
+    in_ring = (query - first < exact.newest) & (first >= seen.until)
+    of_first = (first < seen.length) & (first >= kv_offset) & ~in_ring
+    of_newest = (newest >= max(seen.until, 0)) & (newest >= kv_offset) & (query - newest < exact.newest)
+    of_newest = of_newest.expand(*of_first.shape[:-1], -1)
+    by_slot = torch.cat([of_first, of_newest], -1)
+    by_slot = by_slot if by_slot.dim() == 3 else by_slot[None]
+    if mask is None:
+        return Division(by_row[:, None], _rows_seen(by_row), by_slot[:, None])
+    places = torch.cat([first, newest.expand(*first.shape[:-1], -1)], -1) - kv_offset
+    shown = _columns(mask, places.clamp(0, span.kv_len - 1), len(seen.key))
+    shown = _restricted(shown, by_slot)
+    if seq_len > 1:
+        new_columns = torch.arange(seq_len, device=device) + (offset - kv_offset)
+        shown = torch.cat([shown, mask[..., new_columns].expand(*shown.shape[:2], seq_len, -1)], -1)
+    rows = _restricted(mask, by_row)
+    return Division(rows, _rows_seen(_visible(rows)), shown)
+
+
+def _columns(mask: Tensor, places: Tensor, batch_size: int) -> Tensor:
+    """Columns of a mask [batch_size or 1, heads or 1, seq_len or 1, kv_len] at places [n] or [batch_size, 1, n]."""
+    if places.dim() == 1:
+        return mask[..., places]
+    index = places.unsqueeze(1).expand(-1, mask.shape[1], mask.shape[2], -1)
+    return mask.expand(batch_size, -1, -1, -1).gather(-1, index)
+
+
+def _restricted(mask: Tensor, by: Tensor) -> Tensor:
+    """A mask without the keys that are not in `by`, [batch_size or 1, seq_len, n]."""
+    return mask & by[:, None] if mask.dtype == torch.bool else mask.masked_fill(~by[:, None], -torch.inf)
+
+
+def _rows_seen(shown: Tensor) -> range | None:
+    """The rows that some query sees, from a multiple of 64 on; None on a device, whose answer would be waited for."""
+    if not _on_host(shown):
+        return None
+    places = shown.flatten(0, -2).any(0).nonzero()
+    if not len(places):
+        return range(0)
+    first = int(places[0])
+    return range(first - first % 64, int(places[-1]) + 1)
+
+
+@dataclass
+class _Remembered:
+    """The latest divisions: the layers of a pass that are alike share them."""
+
+    known: list[tuple[Any, tuple[Any, ...], Any, Division]]
+
+    def __call__(self, exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: TokenSpan) -> Division:
+        alike = not isinstance(seen.length, Tensor) and span.seq_len <= REMEMBERED_QUERIES
+        if torch.compiler.is_compiling() or not alike:
+            return divided(exact, seen, mask, span)
+        version = None if mask is None or mask.is_inference() else mask._version
+        key = exact, seen.until, seen.length, span[1:4], len(seen.key), seen.key.device, version
+        for of_mask, known, begin, division in self.known:
+            same_mask = of_mask is None if mask is None else of_mask is not None and of_mask() is mask
+            same_begin = begin is seen.begin if isinstance(begin, Tensor) else begin == seen.begin
+            if known == key and same_mask and same_begin:
+                return division
+        division = divided(exact, seen, mask, span)
+        of_mask = None if mask is None else weakref.ref(mask)
+        self.known = [*self.known[-3:], (of_mask, key, seen.begin, division)]
+        return division
+
+
+remembered_division = _Remembered([])
+
+
+def exact_keys(seen: SeenTokens, division: Division) -> ExactKeys:
+    return ExactKeys(seen.key, seen.value, division.exact)
+
+
+class WithExactRows:
+    """A cache's layer of rows that also keeps exact tokens.
+
+    exact_rows: these. rows: `update` is given NewTokens, the mask and the span of a pass by name, and whether kernels
+    serve it, and puts what its queries see into `seen`.
+    """
+
+    exact_rows: ExactRows
+    seen: SeenTokens | None = None
+    fixed = False
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        exact: NewTokens | None = None,
+        mask: Tensor | None = None,
+        span: TokenSpan | None = None,
+        by_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        if exact is None or span is None:
+            raise UsageError(
+                "a cache whose layers keep exact tokens was given rows alone.",
+                "Use a cache with the model that filled it.",
+            )
+        self.seen = self.exact_rows.add(exact, mask, span, self.fixed, by_kernel)
+        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+        return found
+
+    def take_seen(self) -> SeenTokens | None:
+        """What the queries of the pass see exactly; given once, since it holds the tensors of the pass."""
+        seen, self.seen = self.seen, None
+        return seen
+
+    def offload(self) -> None:
+        super().offload()  # type: ignore[misc]
+        self.exact_rows.map(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        super().prefetch()  # type: ignore[misc]
+        device: Any = getattr(self, "device", None)
+        if device is not None:
+            self.exact_rows.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.exact_rows.forget()
+        if not self.fixed:
+            self.exact_rows.keys = self.exact_rows.values = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self.exact_rows.map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+
+class GrowingWithExactRows(WithExactRows):
+    """The same of a cache that grows, from which tokens can be taken back."""
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self.exact_rows.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self.exact_rows.map(lambda tensor: tensor[indices, ...])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+        if not self.get_seq_length():  # type: ignore[attr-defined]
+            self.exact_rows.forget()
+
+
+class ExactDynamicLayer(GrowingWithExactRows, DynamicLayer):
+    """transformers' DynamicLayer with exact tokens."""
+
+
+class ExactSlidingWindowLayer(GrowingWithExactRows, DynamicSlidingWindowLayer):
+    """transformers' DynamicSlidingWindowLayer with exact tokens."""
+
+
+class ExactStaticLayer(WithExactRows, StaticLayer):
+    """transformers' StaticLayer with exact tokens."""
+
+    fixed = True
+
+
+class ExactStaticSlidingWindowLayer(WithExactRows, StaticSlidingWindowLayer):
+    """transformers' StaticSlidingWindowLayer with exact tokens."""
+
+    fixed = True
+
+
+REPLACED: dict[type, type[WithExactRows]] = {
+    DynamicLayer: ExactDynamicLayer,
+    DynamicSlidingWindowLayer: ExactSlidingWindowLayer,
+    StaticLayer: ExactStaticLayer,
+    StaticSlidingWindowLayer: ExactStaticSlidingWindowLayer,
+}
+"""The stock layers that can keep exact tokens, and what takes their place."""
+
+
+def with_exact_rows(cache: Any, layer_idx: int, exact: ExactTokens) -> WithExactRows:
+    """The layer of a cache, which keeps exact tokens from now on; a stock one is replaced.
+
+    Raises:
+        UsageError: a layer of another kind, or one that was filled without exact tokens.
+    """
+    layers: list[Any] = cache.layers
+    if cache.layer_class_to_replicate is not None:  # transformers makes them at the first update
+        while len(layers) <= layer_idx:
+            layers.append(cache.layer_class_to_replicate())
+    layer = layers[layer_idx]
+    if isinstance(layer, WithExactRows):
+        return layer
+    kind = REPLACED.get(type(layer))
+    if kind is None:
+        raise UsageError(
+            f"layer {layer_idx}: the cache is a {type(layer).__name__}, in which a checkpoint that keeps its first and "
+            "newest tokens exactly has no place for them.",
+            "Leave cache_implementation out, or use 'static' or 'offloaded'.",
+        )
+    if isinstance(layer, DynamicLayer) and layer.get_seq_length():
+        raise UsageError(
+            f"layer {layer_idx}: the cache holds {layer.get_seq_length()} tokens that another model put there.",
+            "Begin with an empty cache.",
+        )
+    made = kind.__new__(kind)
+    vars(made).update(vars(layer))
+    made.exact_rows = ExactRows(exact)
+    layers[layer_idx] = made
+    return made

@@ -1,0 +1,76 @@
+"""Models whose layers keep exact tokens, by the kernels in Triton's interpreter and in plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.random_layers import NARROW, WIDE, LayoutOf, groups_of, write_random
+from support.tiny_models import build_tiny
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+from rotor.checkpoint.channels import Numbers
+from rotor.checkpoint.layout import ExactTokens, KeyForm
+
+EXACT = ExactTokens(3, 8)
+NUMBERS = (Numbers(24), Numbers(16))
+CASES: dict[str, tuple[str, LayoutOf, str]] = {
+    "llama, numbers": ("llama", groups_of(2, KeyForm(8, 3), NUMBERS), "qkvo"),
+    "llama, codes": ("llama", groups_of(1, KeyForm(64, 8), (WIDE, None), (NARROW, None)), "qkvo"),
+    "qwen3, after RoPE": ("qwen3", groups_of(1, KeyForm(), (Numbers(16), Numbers(8))), ""),
+    "gemma2, a window and a soft cap": ("gemma2", groups_of(2, KeyForm(64, 0), NUMBERS), ""),
+    "gpt2, no RoPE": ("gpt2", groups_of(2, KeyForm(), NUMBERS), "qkvo"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    family, layout_of, biases = CASES[request.param]
+    folder = tmp_path_factory.mktemp("exact")
+    source = build_tiny(family, folder / "source")
+    out = write_random(source, folder / "out", lambda shape: replace(layout_of(shape), exact=EXACT), biases)
+    return AutoModelForCausalLM.from_pretrained(out).eval()
+
+
+def passes(model: Any, cache: Any, chunks: list[int], padding: int, crop: int) -> torch.Tensor:
+    """Logits of a batch of two in chunks, the first sequence behind padding."""
+    ids = torch.randint(5, 4000, (2, sum(chunks) + crop), generator=torch.Generator().manual_seed(0))
+    mask, start, found = torch.ones_like(ids), 0, []
+    mask[0, :padding] = 0
+    for number, chunk in enumerate(chunks):
+        if number == len(chunks) - 1 and crop:
+            start -= crop
+            cache.crop(-crop)
+        own = slice(start, start + chunk)
+        with torch.no_grad():
+            logits = model(ids[:, own], attention_mask=mask[:, : own.stop], past_key_values=cache).logits
+        found.append(logits[:, padding:] if number == 0 else logits)
+        start += chunk
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("model", CASES, indirect=True)
+def test_kernels_and_plain_pytorch_agree(model: Any, monkeypatch: pytest.MonkeyPatch, request) -> None:
+    """A prompt behind padding, steps, a few tokens, a chunk, steps behind it; a static cache; a crop."""
+    from rotor.kernels import decoding, stock
+
+    called = []
+    finish, expand = decoding._finish, stock._expanded
+    monkeypatch.setattr(decoding, "_finish", lambda *given: called.append("finish") or finish(*given))
+    monkeypatch.setattr(stock, "_expanded", lambda *given: called.append("expand") or expand(*given))
+    tolerance = 3e-2 if "codes" in request.node.name else 3e-5
+    runs: list[Any] = [(DynamicCache, [17, 1, 4, 40, 1], 5, 0)]
+    if "llama, numbers" in request.node.name:
+        runs += [(StaticCache, [6, 1, 20, 1], 2, 0), (DynamicCache, [24, 1, 1], 0, 15)]
+    for kind, chunks, padding, crop in runs:
+        found = []
+        for choice in ("reference", "triton"):
+            monkeypatch.setenv("ROTOR_ATTENTION", choice)
+            sizes = {"max_cache_len": 60} if kind is StaticCache else {}
+            found.append(passes(model, kind(config=model.config, **sizes), chunks, padding, crop))
+            assert bool(called) == (choice == "triton")
+        called.clear()
+        error = (found[1] - found[0]).norm() / found[0].norm()
+        assert error < tolerance, (kind, error)
