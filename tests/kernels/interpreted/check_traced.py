@@ -99,7 +99,6 @@ def test_fakes_say_what_the_operators_give() -> None:
         None,
         None,
         [],
-        False,
     )
     library.opcheck(operators._attend, attended, test_utils=checks)
 
