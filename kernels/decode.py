@@ -325,15 +325,15 @@ def decode_kernel(
             scaled_c = tl.zeros((ROWS,), tl.float32)
             for i in tl.static_range(PARTS):
                 for j in tl.static_range(OPERANDS):
-                    q = folded_query(query + q_row, q_live, width, column + i * PART, j, CODED)
+                    folded = folded_query(query + q_row, q_live, width, column + i * PART, j, CODED)
                     if SCALED and j == 0 and i == SCALE_WORD // PART:
                         # In place of the scale is read what stands for 1.
                         of_one = tl.load(query + q_row + SCALE_WORD, mask=q_live, other=0.0).to(tl.float32)
                         scaled_c += of_one
-                        q -= tl.where((column == SCALE_WORD % PART)[:, None], of_one[None, :], 0.0)
-                    queries += (q.to(DTYPE),)
+                        folded -= tl.where((column == SCALE_WORD % PART)[:, None], of_one[None, :], 0.0)
+                    queries += (folded.to(DTYPE),)
                     if CODED:
-                        scaled_c -= excess(j, DTYPE) * tl.sum(q.to(DTYPE).to(tl.float32), 0)
+                        scaled_c -= excess(j, DTYPE) * tl.sum(folded.to(DTYPE).to(tl.float32), 0)
             if not SCALED:
                 c = scaled_c * scale
         else:

@@ -38,6 +38,9 @@ save."""
 MOST_ROWS = 64
 """Most query rows of a group that one tile takes."""
 
+ABSORBING_WARPS = 32
+"""Warps of absorbing programs on an SM."""
+
 ABSORBED_BYTES = 256 << 20
 """Most bytes of absorbed queries in one launch; larger batches are launched in parts."""
 
@@ -333,9 +336,13 @@ class DecodeLayer:
         return {"num_warps": 8, "num_stages": 1} if self.wide else {"num_warps": 2, "num_stages": 2}
 
 
-def absorbing_programs(chunks: int, queries: int, sms: int) -> int:
-    """Programs that share the blocks of one query: two for each SM, as each reads the basis."""
-    return min(chunks, max(1, 2 * sms // queries))
+def absorbing_programs(chunks: int, warps: int, sms: int) -> int:
+    """Programs that share the blocks of one query: some for each SM, but few, as each reads the basis.
+
+    Args:
+        warps: of one program for each query.
+    """
+    return min(chunks, max(1, ABSORBING_WARPS * sms // warps))
 
 
 def assembled() -> bool:
@@ -447,7 +454,8 @@ def decode_attention(
                 align = math.gcd(16, queries.stride(0), queries.stride(1))
                 chunks = -(-max_blocks // constants["COUNT"])
                 heads = groups * layer.group_rows
-                shared = absorbing_programs(chunks, heads * sequences * tokens, sm_count(key.device))
+                warps = layer.absorb_options()["num_warps"]
+                shared = absorbing_programs(chunks, heads * sequences * tokens * warps, sm_count(key.device))
                 assert layer.absorb_basis is not None
                 absorb_kernel[shared, heads, sequences * tokens](
                     queries, *layer.absorb_basis,

@@ -57,11 +57,14 @@ def plane_of(words, word, PLANE: tl.constexpr, CODED: tl.constexpr, SCALE_WORD: 
 
 @triton.jit
 def scales_of(rows, place, there, first, SCALE_WORD: tl.constexpr, MIDDLE: tl.constexpr, STEPS: tl.constexpr):
-    """The scales of some keys of a group, [KEYS] float32; 1 for rows without one."""
+    """The scales of some keys of a group, [KEYS, 1] float32; 1 for rows without one.
+
+    Loaded in this shape: Triton 3.6 fails to compile one that is made of [KEYS].
+    """
     if SCALE_WORD < 0:
-        return tl.full(place.shape, 1.0, tl.float32)
+        return tl.full((place.shape[0], 1), 1.0, tl.float32)
     else:
-        nibble = tl.load(rows + place + first + SCALE_WORD, mask=there, other=0).to(tl.int32) & 15
+        nibble = tl.load(rows + (place + first + SCALE_WORD)[:, None], mask=there[:, None], other=0).to(tl.int32) & 15
         return tl.exp2((nibble - MIDDLE).to(tl.float32) / STEPS)
 
 
@@ -81,7 +84,7 @@ def copy_latents(
             to = out + (target + plane * words + start)[:, None] + column[None, :]
             latents = plane_of(tile, start + column, plane, CODED, SCALE_WORD, kind)
             if SCALE_WORD >= 0:
-                latents = (latents.to(tl.float32) * scales[:, None]).to(kind)
+                latents = (latents.to(tl.float32) * scales).to(kind)
             tl.store(to, latents, mask=held)
     for start in range(planes * words, width, BLOCK):
         held = there[:, None] & (start + column < width)[None, :]
@@ -180,7 +183,7 @@ def materialise_kernel(
             if HALF > 0:
                 plane = tl.arange(0, HALF_PADDED)
                 if SCALE_WORD >= 0:
-                    one, two = one * scales[:, None], two * scales[:, None]
+                    one, two = one * scales, two * scales
                 if CONSTANT:
                     one += tl.load(added + plane, mask=plane < HALF, other=0.0)[None, :]
                     two += tl.load(added + HALF + plane, mask=plane < HALF, other=0.0)[None, :]
@@ -199,7 +202,7 @@ def materialise_kernel(
             if REST > 0:
                 place = tl.arange(0, REST_PADDED)
                 if SCALE_WORD >= 0:
-                    rest = rest * scales[:, None]
+                    rest = rest * scales
                 if CONSTANT:
                     rest += tl.load(added + 2 * HALF + place, mask=place < REST, other=0.0)[None, :]
                 held = there[:, None] & (place < REST)[None, :]

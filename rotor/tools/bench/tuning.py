@@ -129,8 +129,8 @@ class Absorbing:
 
 
 ABSORBING = [
-    Absorbing(32, 2, 2), Absorbing(64, 4), Absorbing(32, 4), Absorbing(64, 8), Absorbing(16, 2, 2), Absorbing(16, 1),
-    Absorbing(128, 8), Absorbing(16, 4),
+    Absorbing(32, 2, 2), Absorbing(64, 4), Absorbing(32, 4), Absorbing(64, 2), Absorbing(32, 2), Absorbing(16, 1),
+    Absorbing(128, 8), Absorbing(32, 1),
 ]  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def test_tiles_are_compiled_then_timed(monkeypatch, tmp_path: Path) -> None:
     assert (of["own"]["tile"]["keys"], of["own"]["seconds"]["median"]) == (64, 9.0)
     assert of["best"]["seconds"]["median"] < of["own"]["seconds"]["median"]
     assert of["absorbing"]["absorbing"] == {"blocks": 16, "warps": 1, "stages": 1}
-    assert "| tiny | 1 x 32K | 64 x 2, 2; 0; " in markdown(records)
+    assert "| tiny | 1 x 32K | 64 x 1, 2; 0; " in markdown(records)
 
 
 def test_a_model_decodes(monkeypatch) -> None:
