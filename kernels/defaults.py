@@ -14,8 +14,7 @@ from rotor.checkpoint.kernel_config import ARCHITECTURES, KernelConfig, LayerKer
 from rotor.checkpoint.layout import LayerLayout
 
 MOST_REBUILT = 64
-"""Fast planes that a tile of decoding rebuilds from one latent: of a KV head, or, where heads have no fast latents, of
-all of a group; with more, keys are materialised."""
+"""Fast planes of all KV heads of a group that a tile of decoding rebuilds; with more, keys are materialised."""
 
 WARPS_PER_SM = 8
 """Warps of decoding programs on an SM: as many as fit with 255 registers a thread."""
@@ -42,8 +41,7 @@ def config_of(path: Path | None, layouts: Sequence[LayerLayout]) -> KernelConfig
 def default_layer(layout: LayerLayout) -> LayerKernels:
     """The launches of a layer, by rule."""
     sm_80, sm_90 = (decode_tile(layout, layout.group_size * HEADS_PER_KV, of) for of in ARCHITECTURES)
-    rebuilt = layout.fast_planes * (1 if layout.fast_words else layout.group_size)
-    materialise = rebuilt > MOST_REBUILT
+    materialise = layout.fast_planes * layout.group_size > MOST_REBUILT
     return LayerKernels(layout_class(layout), sm_80, sm_90, slices_per_sm(layout, sm_90), materialise)
 
 

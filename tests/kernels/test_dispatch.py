@@ -67,7 +67,7 @@ def test_what_the_kernels_do_not_express_is_left_to_pytorch(monkeypatch) -> None
     assert not serve(dtype=torch.float64)
     assert not serve(fits=False)
     assert not serve(size=(0, 1))
-    assert serve(layer(FORMS["fast"], 1, Channels(n4=1024)))
+    assert serve(layer(FORMS["fast"], 1, Channels(n4=1007), fast=Channels(n4=8)))
     assert not serve(layer(FORMS["fast"], 1, Channels(n4=1040)))
     assert not serve(shape=shape_of(1, 4, 512, 128))
     assert not call_served(torch.zeros(1, 1, 4), None)  # gradients are wanted

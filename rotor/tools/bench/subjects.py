@@ -61,10 +61,12 @@ def subject_of(name: str, of: Specialisation, shape: AttentionShape | None = Non
 
     Args:
         of: kind, nibbles (or numbers) and KV heads of a row, its fast planes, and the block of positions.
-        shape: by default 8 KV heads of HEAD_DIM.
+        shape: by default 8 KV heads of HEAD_DIM, or as many as make whole rows.
     """
     if shape is None:
-        shape = AttentionShape(1, 8 // of.kv_heads * of.rows, 8, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
+        kv_heads = 8 // of.kv_heads * of.kv_heads
+        queries = kv_heads * (of.rows // of.kv_heads)
+        shape = AttentionShape(1, queries, kv_heads, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
     key = row_of(of)
     value, block = (None, of.rope_block) if of.kind == "joint" else (key, None)
     heads = range(0, shape.num_kv_heads, of.kv_heads)
