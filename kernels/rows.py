@@ -24,6 +24,7 @@ from rotor.checkpoint.channels import (
     aligned,
 )
 from rotor.checkpoint.layout import LayerLayout
+from rotor.checkpoint.projections import CompressedProjections
 
 SIGN_BITS = 0x8888 - (1 << 16)
 """The highest bit of each nibble of a word."""
@@ -39,6 +40,13 @@ class CodeScales(NamedTuple):
     shift: Tensor
     length: Tensor
     errors: Tensor | None
+
+
+def code_scales(tensors: CompressedProjections) -> CodeScales | None:
+    """How a layer's latents are coded, where their rows have a scale."""
+    if tensors.code_shift is None or tensors.length_weight is None:
+        return None
+    return CodeScales(tensors.code_shift, tensors.length_weight, tensors.error_basis)
 
 
 def pack(latents: Tensor, channels: Channels) -> Tensor:

@@ -34,7 +34,7 @@ from rotor.tools.validation.validate import cache_bytes_per_token, validate
 
 BITS = "codes.bits=[0,4,8]"
 SMALL = ["tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "evaluation.metric=ppl_ratio", *SHORT_TEXT]
-SMALL += ["evaluation.seq_len=128", "search.resolution=0.1", "groups.size=all"]
+SMALL += ["evaluation.seq_len=128", "search.resolution=0.1", "groups.size=all", "exact.first=0", "exact.newest=0"]
 PROMPT = torch.randint(5, 4000, (2, 24), generator=torch.Generator().manual_seed(7))
 COMPRESSION = 0.8
 

@@ -88,11 +88,11 @@ def test_docstrings_cite_what_a_reader_can_find() -> None:
 
 
 def test_the_flows_name_files_that_are_there() -> None:
-    """At most 20, 25 and 8 of them."""
+    """At most 20, 25 and 10 of them: a step with exact tokens takes two more than one of codes alone."""
     text = (ROOT / "docs" / "design.md").read_text("utf-8")
     flows = re.findall(r"^\*\*[\w ]+\*\* \((\d+) files\):\n\n(.*?)\n\n", text, flags=re.MULTILINE | re.DOTALL)
     assert len(flows) == 3
-    for (count, table), most in zip(flows, (20, 25, 8), strict=True):
+    for (count, table), most in zip(flows, (20, 25, 10), strict=True):
         names = re.findall(r"`([\w/]+\.py)`", table)
         assert len(names) == int(count) <= most
         missing = [name for name in names if not (ROOT / name).is_file() and not (ROOT / "rotor" / name).is_file()]

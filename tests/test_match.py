@@ -98,6 +98,7 @@ def test_a_study_of_a_model_with_windows(tiny, tmp_path: Path) -> None:
     settings = ["tokens.source=random", "tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "groups.size=2"]
     settings += ["evaluation.source=text", f"evaluation.path={ROOT / 'docs'}", "evaluation.seq_len=64"]
     settings += ["evaluation.search_tokens=128", "evaluation.report_tokens=256"]
+    settings += ["exact.first=0", "exact.newest=0"]
     options = {"parts": ["match"], "sizes": [60, 200], "plots": False}
     result = study(tiny("gemma3_text"), tmp_path / "study", ["rotor"], settings, **options)
     names = ["fp8, one scale", "4 bits a token and head", "KIVI-4", "KIVI-2", "KVTC-4"]

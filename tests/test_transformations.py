@@ -22,6 +22,7 @@ LARGEST = 100.0
 """Ratio of the scales of channels."""
 
 SETTINGS = ["tokens.source=random", "tokens.count=2048", "tokens.seq_len=64", "codes.tokens=2048"]
+SETTINGS += ["exact.first=0", "exact.newest=0"]
 ROWS = torch.randint(5, 4000, (4, 64), generator=torch.Generator().manual_seed(1))
 
 

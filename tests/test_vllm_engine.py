@@ -159,13 +159,14 @@ CALIBRATED = [
 """Bases, codes and ranks of rotor's own, ragged rows."""
 
 SHORT = ["tokens.count=1024", "tokens.seq_len=64", "evaluation.seq_len=128", *SHORT_TEXT]
+ROWS_ALONE = ["exact.first=0", "exact.newest=0"]
 
 
 @pytest.mark.parametrize(("family", "recipe"), CALIBRATED)
 def test_tokens_of_exported_checkpoints_are_those_of_transformers(
     family: str, recipe: str, tiny, tmp_path: Path
 ) -> None:
-    overrides = [*SHORT, "ranks.multiple_of=4" if recipe == "fdc" else "codes.tokens=512"]
+    overrides = [*SHORT, "ranks.multiple_of=4" if recipe == "fdc" else "codes.tokens=512", *ROWS_ALONE]
     run = calibrate(tiny(family), tmp_path / "run", recipe, overrides)
     folder = export(run.folder, tmp_path / "out", compression=0.4, measure=False).folder
     with engine(folder, **CHUNKS) as llm:
@@ -312,7 +313,7 @@ def test_kernels_in_the_interpreter_give_the_tokens_of_transformers(folder_of, e
 def test_a_checkpoint_without_weights_is_served_as_with_them(tmp_path: Path) -> None:
     model = build_tiny("llama", tmp_path / "model")
     settings = ["tokens.count=512", "tokens.seq_len=64", "tokens.source=random", "codes.tokens=256"]
-    run = calibrate(model, tmp_path / "run", "rotor", settings)
+    run = calibrate(model, tmp_path / "run", "rotor", [*settings, *ROWS_ALONE])
     whole, apart = (
         export(run.folder, tmp_path / name, compression=0.4, measure=False, without_weights=name == "apart").folder
         for name in ("whole", "apart")

@@ -58,6 +58,7 @@ class Family:
     softcap: config field of the bound c of attention logits (c tanh(x / c)), where there is one.
     bypasses_interface: the attention does not call transformers' attention interface.
     num_kv_heads: reads the number of KV heads from the config.
+    in_vllm: vLLM serves it, as a test says.
     """
 
     decoder: str
@@ -76,6 +77,7 @@ class Family:
     layer_returns_tuple: bool = False
     bypasses_interface: bool = False
     num_kv_heads: Callable[[Any], int] = _kv_heads
+    in_vllm: bool = True
 
     @property
     def has_key_norm(self) -> bool:
@@ -124,6 +126,8 @@ class Family:
 
 _LLAMA = Family("model", "layers", "self_attn")
 _QWEN3 = replace(_LLAMA, norms=("q_norm", "k_norm"))
+_LIKE_LLAMA = replace(_LLAMA, in_vllm=False)
+_LIKE_QWEN3 = replace(_QWEN3, in_vllm=False)
 _BY_KV_HEAD = Family(
     "transformer",
     "layers",
@@ -142,6 +146,22 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": _LLAMA,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3,
+    "arcee": _LIKE_LLAMA,
+    "gemma": _LIKE_LLAMA,
+    "granite": _LIKE_LLAMA,
+    "granitemoe": _LIKE_LLAMA,
+    "hyperclovax": _LIKE_LLAMA,
+    "jais2": _LIKE_LLAMA,
+    "ministral": _LIKE_LLAMA,
+    "phimoe": _LIKE_LLAMA,
+    "seed_oss": _LIKE_LLAMA,
+    "starcoder2": _LIKE_LLAMA,
+    "apertus": replace(_LIKE_QWEN3, norms_heads_first=True),
+    "dots1": _LIKE_QWEN3,
+    "nemotron": replace(_LIKE_LLAMA, partial_rotary=True),
+    "phi": replace(_LIKE_LLAMA, output="dense", partial_rotary=True),
+    "stablelm": replace(_LIKE_LLAMA, partial_rotary=True),
+    "vaultgemma": replace(_LIKE_LLAMA, softcap="attn_logit_softcapping"),
     "phi3": replace(_LLAMA, fused="qkv_proj", partial_rotary=True),
     "gemma2": replace(_LLAMA, softcap="attn_logit_softcapping"),
     "gemma3_text": replace(_QWEN3, norms_heads_first=True, rotary_by_layer_type=True),
@@ -162,13 +182,13 @@ FAMILIES: dict[str, Family] = {
 
 
 def architectures() -> set[str]:
-    """Names of the causal models of all families, as in `architectures` of config.json."""
+    """Names of the causal models of the families that vLLM serves, as in `architectures` of config.json."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in FAMILIES}
+    return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name, family in FAMILIES.items() if family.in_vllm}
 
 
-_REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidirectional_attention")
+_REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidirectional_attention", "qk_layernorm")
 """Config fields that change attention in ways that rotor does not support."""
 
 

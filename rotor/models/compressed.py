@@ -23,7 +23,8 @@ HINT = "Give a folder that `rotor export` wrote."
 
 def read_report(folder: Path) -> CheckpointInfo:
     """Read the rotor.json of a folder; raises CheckpointError if it is missing or malformed."""
-    return read_file(folder / ROTOR_JSON, CheckpointInfo, HINT)
+    copied = "What save_pretrained writes of a loaded model cannot be validated: copy the folder in its place."
+    return read_file(folder / ROTOR_JSON, CheckpointInfo, f"{HINT} {copied}")
 
 
 class CompressedCheckpoint(Checkpoint):

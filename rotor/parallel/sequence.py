@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..checkpoint import FAMILIES
 from ..errors import UsageError
+from ..kernels.exact import read_values
 from ..runtime import AttentionCall, CacheRows, RotorAttention, RowStore, TokenSpan
 from .attention import attend_by_rows, attend_to_sharded_rows, visible
 from .cache import Rows, ShardedLayer
@@ -72,6 +73,10 @@ class SequenceParallel(RowStore):
         return TokenSpan(0, now.length, 0, now.length, now.indices)
 
     def store_and_attend(self, call: AttentionCall) -> Tensor:
+        output = self._attended(call)
+        return output if call.exact is None else read_values(output, call.parameters)
+
+    def _attended(self, call: AttentionCall) -> Tensor:
         now, wire, window = self.now, self.wire, self.windows[call.layer_idx]
         kept = now.stored[wire.rank]
         rows = Rows(call.key[:, :, : len(kept)], call.value[:, :, : len(kept)], kept)
@@ -149,7 +154,8 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
 
     Logits are of all tokens in every process, or of the last n by `logits_to_keep=n`, which generate() gives. Gradients
     are off inside. Sampling needs the same seed in every process. Attention runs in plain PyTorch, on a GPU too. A
-    prompt of fewer than two tokens a process is not split.
+    prompt of fewer than two tokens a process is not split. No token is kept exactly: attention reads all of them from
+    rows, in a prompt too.
 
     Args:
         model: a causal model that `rotor export` wrote, loaded with from_pretrained, on one device.
@@ -157,7 +163,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
             device (gloo a CPU, nccl GPUs), and its timeout says how long a process waits for one that hangs.
     Raises:
         UsageError: torch.distributed is not initialised, the model is not compressed, is split already, keeps its
-            cache by a policy or tokens exactly, lies on several devices, or has a RoPE whose frequencies depend on the
+            cache by a policy, lies on several devices, or has a RoPE whose frequencies depend on the
             length. In passes: the processes were given different inputs, a cache of a kind that cannot be split or that
             was filled elsewhere, a mask that is not two-dimensional.
         RotorError: in passes: another process ended, or did not answer within the group's timeout.
@@ -186,11 +192,6 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
             any(layer.store != CacheRows() for layer in layers),
             "the model keeps its cache by a policy, which looks at tokens that other processes have.",
             "Turn it off: rotor.use_cache_policy(model, None), or --cache none.",
-        ),
-        (
-            any(layer.layout.exact is not None for layer in layers),
-            "the checkpoint keeps its first and newest tokens exactly, which a sequence on several processes does not.",
-            "Export it with --set exact.first=0 --set exact.newest=0.",
         ),
         (
             any(layer.rotary is not None and layer.rotary.depends_on_length for layer in layers),

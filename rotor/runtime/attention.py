@@ -29,7 +29,7 @@ from ..kernels.exact import project_rows
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
-from ..kernels.rows import CodeScales, pack_layer
+from ..kernels.rows import code_scales, pack_layer
 from .exact import NewTokens
 from .rope import RotaryTable, Rotations, rope_of
 from .steps import AttentionCall, CacheRows
@@ -187,13 +187,6 @@ def plain_rows(
         heads = rotated(key.transpose(1, 2), rotations.stored)
         latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, value)
     return query, pack_layer(latents, layout, True, parameters.scales), pack_layer(value, layout, keys=False)
-
-
-def code_scales(tensors: CompressedProjections) -> CodeScales | None:
-    """How a layer's latents are coded, where their rows have a scale."""
-    if tensors.code_shift is None or tensors.length_weight is None:
-        return None
-    return CodeScales(tensors.code_shift, tensors.length_weight, tensors.error_basis)
 
 
 def new_tokens(query: Tensor, key: Tensor, value: Tensor, rotations: Rotations) -> NewTokens:

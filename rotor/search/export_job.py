@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,12 @@ from ..models.projections import context_tokens
 from ..models.source import Checkpoint
 from ..recipe import Recipe
 from ..recipe.requests import ExportRequest
+from ..recipe.sections import Exact
 
 if TYPE_CHECKING:
     from ..policies import Policy
+
+log = logging.getLogger("rotor")
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,9 @@ class ExportJob:
         out.check(request.overwrite, [opened.model_folder, opened.folder])
         checkpoint = Checkpoint(opened.fetch_model())
         policy = None if request.cache is None else _checked_policy(request.cache, recipe, checkpoint, request)
+        if policy is not None and recipe.exact.newest:
+            log.info("cache policy %s keeps rows alone: no token is kept exactly beside them", policy.method)
+            recipe = replace(recipe, exact=Exact())
         tokens = context_tokens(checkpoint.config, request.context)
         job = cls(request, opened, recipe, checkpoint, out, tokens, policy)
         check_space(out.path, job.needed_bytes)
@@ -144,6 +151,5 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, request: 
             f"--no-measure: cache policy {policy.method} is found by running the compressed model over text.",
             "Leave --no-measure out, or take another --cache.",
         )
-    policy.check_exact(recipe.exact.tokens)
     policy.check_rows(recipe.coded, recipe.groups.domain == "post")
     return policy

@@ -32,6 +32,7 @@ from ..errors import CheckpointError, UsageError
 from ..kernels.defaults import config_of, default_layer
 from ..kernels.dispatch import layer_served
 from ..kernels.parameters import AttentionParameters
+from ..kernels.rows import code_scales
 from .attention import RotorSelfAttention
 from .pages import PagedLayer
 from .shards import Shard, check_size, padded_rows, row_bytes, shard_of
@@ -169,10 +170,13 @@ class Plan:
         layout, shape = module.shard.layout, module.shard.shape
         # The file describes whole layers.
         kernels = self.kernels.layers[module.index] if self.ranks == 1 else default_layer(layout)
+        parameters = AttentionParameters(
+            layout, shape, scaling, module.query_basis, module.key_constant, softcap, scales=code_scales(module)
+        )
         return PagedLayer(
             module.shard,
             self.dtype,
-            AttentionParameters(layout, shape, scaling, module.query_basis, module.key_constant, softcap),
+            parameters,
             module.key_basis,
             module.key_shift,
             (module.cos, module.sin) if layout.in_blocks else None,

@@ -112,7 +112,7 @@ class PagedLayer:
         if self.kernels is not None:
             from ..kernels.append import append  # imports Triton
 
-            bases = {"key_basis": self.key_basis, "key_shift": self.key_shift}
+            bases = {"key_basis": self.key_basis, "key_shift": self.key_shift, "scales": self.parameters.scales}
             to = {"out": self.rows(pages), "slots": slots}
             append(key[None], value[None], shard.key_layout, shard.key_shape, **bases, **to)
             return
@@ -121,7 +121,7 @@ class PagedLayer:
             key = project_keys(heads, self.key_basis, shard.key_layout, self.key_shift, value[None, None])[0, 0]
         # Asking which tokens are kept would wait for the device; the others go into page 0, which engines leave unused.
         slots, page_size = slots.clamp(min=0).long(), pages.shape[1]
-        packed = pack_layer(key, layout, keys=True), pack_layer(value, layout, keys=False)
+        packed = pack_layer(key, layout, True, self.parameters.scales), pack_layer(value, layout, keys=False)
         for rows, new in zip(layout.stored_sides(*self.rows(pages)), packed, strict=False):
             rows[slots // page_size, slots % page_size] = new
 

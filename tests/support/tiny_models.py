@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
@@ -116,13 +117,50 @@ shorter than the sequences, per-head norms, two RoPEs (gemma3_text), a soft cap,
 a dense layer among sparse ones (qwen2_moe), head_dim 48, 80 and 96, and other than hidden_size / num_attention_heads.
 """
 
+BIASED: dict[str, Any] = SIZES | {"attention_bias": True}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("ApertusConfig", SIZES),
+    "arcee": ("ArceeConfig", BIASED),
+    "dots1": (
+        "Dots1Config",
+        SIZES | MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    ),
+    "gemma": ("GemmaConfig", SIZES),
+    "granite": ("GraniteConfig", IMPLIED_HEAD_DIM | {"attention_multiplier": 0.3, "residual_multiplier": 0.5}),
+    "granitemoe": ("GraniteMoeConfig", IMPLIED_HEAD_DIM | {"attention_multiplier": 0.3, "num_local_experts": 4}),
+    "hyperclovax": ("HyperCLOVAXConfig", SIZES | {"attention_multiplier": 0.3}),
+    "jais2": ("Jais2Config", SIZES),
+    "ministral": (
+        "MinistralConfig",
+        SIZES | {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "nemotron": ("NemotronConfig", SIZES | {"rope_parameters": PARTIAL}),
+    "phi": ("PhiConfig", IMPLIED_HEAD_DIM | {"rope_parameters": PARTIAL, "tie_word_embeddings": False}),
+    "phimoe": ("PhimoeConfig", IMPLIED_HEAD_DIM | {"attention_bias": True, "num_local_experts": 4}),
+    "seed_oss": ("SeedOssConfig", BIASED | {"attention_out_bias": True}),
+    "stablelm": ("StableLmConfig", IMPLIED_HEAD_DIM | {"rope_parameters": PARTIAL, "use_qkv_bias": True}),
+    "starcoder2": ("Starcoder2Config", IMPLIED_HEAD_DIM | {"sliding_window": 12}),
+    "vaultgemma": ("VaultGemmaConfig", SIZES | {"sliding_window": 12, "attn_logit_softcapping": 2.0}),
+}
+"""Class of the config and settings of families whose attention is that of one in CONFIGS, which a test of the whole
+pipeline checks."""
+
 NO_ROPE = frozenset({"gpt2", "opt"})
+
+
+def tiny_config(family: str) -> Any:
+    """The config of a tiny model of a family, in CONFIGS or ALIKE."""
+    if family in CONFIGS:
+        return CONFIGS[family]()
+    name, settings = ALIKE[family]
+    return getattr(transformers, name)(**settings)
 
 
 def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **save: object) -> Path:
     """A tiny model with random weights large enough that attention is not uniform; biases and norms random too."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family]())
+    model = AutoModelForCausalLM.from_config(tiny_config(family))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

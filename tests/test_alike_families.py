@@ -1,0 +1,55 @@
+"""Families whose attention is that of another one: the whole pipeline, in seconds each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.compare import relative_error
+from support.runs import in_memory
+from support.tiny_models import ALIKE, build_tiny
+from transformers import AutoModelForCausalLM
+
+import rotor
+from rotor.search.plan_evaluator import rank_path
+
+SMALL = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "codes.tokens=256", "groups.size=2"]
+PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
+PADDING = 64
+"""A whole block of RoPE, so that codes are those of the sequence alone."""
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_family_goes_through_the_whole_pipeline(name: str, tmp_path: Path) -> None:
+    model = build_tiny(name, tmp_path / "model")
+    run = rotor.calibrate(model, tmp_path / "run", "rotor", SMALL, offload="always")
+
+    numbers = rotor.calibrate(model, tmp_path / "numbers", "fdc", [*SMALL, "ranks.multiple_of=4"])
+    network, full = in_memory(numbers), rank_path(numbers, numbers.recipe).plans()[0]
+    with torch.inference_mode():
+        expected = network.model(PROMPT).logits
+        exact = network.compress(numbers.bases(full.channels), full.ranks)(PROMPT).logits
+    assert relative_error(exact, expected) < 1e-5
+
+    rotor.export(run.folder, tmp_path / "out", compression=0.6, measure=False, context=12)
+    result = rotor.validate(tmp_path / "out", measure=False)
+    assert not result.damaged, [check for check in result.checks if check.status == "fail"]
+
+    compressed = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    tokens = compressed.generate(PROMPT, **settings)
+    assert torch.equal(compressed.generate(PROMPT, cache_implementation="static", **settings), tokens)
+
+    short = PROMPT[:1]
+    long = torch.randint(1, 4096, (1, PADDING + short.shape[1]), generator=torch.Generator().manual_seed(6))
+    batch = torch.cat([torch.cat([torch.full((1, PADDING), 7), short], dim=1), long])
+    mask = torch.ones_like(batch)
+    mask[0, :PADDING] = 0
+    for beams in (1, 2):
+        options = settings | {"num_beams": beams}
+        alone = compressed.generate(short, attention_mask=torch.ones_like(short), **options)
+        together = compressed.generate(batch, attention_mask=mask, **options)
+        assert torch.equal(
+            together[:1, batch.shape[1] :][:, : alone.shape[1] - short.shape[1]], alone[:, short.shape[1] :]
+        )
