@@ -129,8 +129,9 @@ def test_the_bundled_table_is_whole() -> None:
 def test_sizes_of_groups_by_time(table) -> None:
     assert group_sizes(LLAMA) == [1, 2, 4, 8]
     assert best_group_size(LLAMA, JOINT, True, H200, STEP) == 1  # all alike in attention; o_proj grows
-    slow = replace(H200, bandwidth_bytes_per_s=1e10)
-    assert best_group_size(LLAMA, JOINT, True, slow, STEP) == 8
+    slow = replace(H200, bandwidth_bytes_per_s=1e10)  # where bytes decide, and absorbed queries with them
+    assert best_group_size(LLAMA, JOINT, True, slow, STEP) == 2
+    assert best_group_size(replace(LLAMA, num_heads=8), JOINT, True, slow, STEP) == 8
     layout = uniform_layout(LLAMA, JOINT, 0.125, True)
     assert layout.groups[0].key == Parted(Channels(n4=127))
     fast = uniform_layout(LLAMA, LayerForm(KeyForm(64, 16), 2, joint=True), 0.125, True).groups[0].key

@@ -38,7 +38,7 @@ from .gradients import all_states, head_gradient
 COMPRESSION_RANGE = (0.78, 0.92)
 """Range of the compression of the plans that training draws."""
 
-BASIS_RATE = 4.0
+BASIS_RATE = 1.0
 """Adam's learning rate for bases, relative to the change of each number that costs an equal part of the first loss."""
 
 CODE_RATE = 2e-3

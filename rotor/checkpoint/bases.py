@@ -117,7 +117,7 @@ class Parting:
                 that is lost; 1 of a channel that is not stored.
         """
         groups = len(self.mean)
-        encode, decode = (_blocks(basis.unflatten(0, (groups, -1))) for basis in (fast.encode, fast.decode))
+        encode, decode = (blocks_of(basis.unflatten(0, (groups, -1))) for basis in (fast.encode, fast.decode))
         lost = distortion.unflatten(0, (groups, -1)).flatten(1)
         kept = 1 - lost
         spread, between = encode.mT @ self.spread @ encode, encode.mT @ self.between
@@ -141,7 +141,7 @@ PREDICTION_DAMPING = 1e-7
 """Share of each variance that is added when the rest is predicted from fast numbers."""
 
 
-def _blocks(parts: Tensor) -> Tensor:
+def blocks_of(parts: Tensor) -> Tensor:
     """Place [groups, heads, n, m] on the diagonals of [groups, heads * n, heads * m]."""
     return torch.stack([torch.block_diag(*of_group) for of_group in parts])
 

@@ -12,18 +12,31 @@ Source: rotor; docs/design.md, Mathematics, Parted groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ...checkpoint.bases import BasisPair, Parting, fast_numbers, other_numbers, solved
+from ...checkpoint.bases import BasisPair, Parting, blocks_of, fast_numbers, other_numbers, solved
 from ...checkpoint.layout import LayerForm
 from ...numerics import one_thread
+from ..codes.side import FITTED_BITS
 from .kq import closed_form
 from .method import Inputs
 from .moments import stored_name
 
 INFORMATION_DAMPING = 1e-5
 """Share of the mean information that is added to that of each number: what has none must not take up errors."""
+
+
+NOMINAL_BITS = 4.0
+"""Bits a number at which the codes of a layer are taken for given where bits are not known yet: for the errors of fast
+codes that the rest makes up for, and for the channels by whose length a row is scaled."""
+
+GAUSSIAN_DISTORTION = {0: 1.0, 2: 0.1188, 4: 0.01154, 6: 0.00104, 8: 8.76e-5, 12: 5e-7, 16: 3e-9}
+"""Share of the variance of a Gaussian number that equally spaced levels of so many bits lose."""
+
+BISECTIONS = 60
 
 
 def parted_bases(inputs: Inputs, form: LayerForm) -> tuple[tuple[BasisPair, ...], Parting]:
@@ -58,7 +71,56 @@ def parted_bases(inputs: Inputs, form: LayerForm) -> tuple[tuple[BasisPair, ...]
         return blocks.movedim(-1, -3).flatten(0, 1)
 
     own = closed_form(of_heads((of_fast + of_fast.mT) / 2), tokens * of_heads(spread))
+    parting = Parting(mean, spread, between, prediction, feedback)
     left = rest - between.mT @ prediction
-    return (own, closed_form(of_other, tokens * (left + left.mT) / 2)), Parting(
-        mean, spread, between, prediction, feedback
+    exact = closed_form(of_other, tokens * (left + left.mT) / 2)
+    left = _left_of_rest(parting, rest, own, _nominal_distortion(own, exact))
+    return (own, closed_form(of_other, tokens * (left + left.mT) / 2)), parting
+
+
+def _nominal_distortion(fast: BasisPair, rest: BasisPair) -> Tensor:
+    """Distortion of each fast channel with NOMINAL_BITS a number, [num_kv_heads, channels]."""
+    bits = nominal_bits([fast.singular_values.square(), rest.singular_values.square()])[0]
+    return torch.tensor([GAUSSIAN_DISTORTION[width] for width in bits.flatten().tolist()]).double().view_as(bits)
+
+
+def _left_of_rest(parting: Parting, rest: Tensor, fast: BasisPair, distortion: Tensor) -> Tensor:
+    """Covariance of what is coded of the rest, [num_groups, others, others], given errors of fast codes.
+
+    A channel y of variance v with distortion d is read as (1 - d) y + n, n of variance v d (1 - d).
+    """
+    groups = len(rest)
+    encode, decode = (blocks_of(basis.unflatten(0, (groups, -1))) for basis in (fast.encode, fast.decode))
+    prediction, feedback = parting.predicted_from(fast, distortion).prediction, parting.feedback
+    lost = distortion.unflatten(0, (groups, -1)).flatten(1).unsqueeze(-1)
+    known = lost * (decode.mT @ feedback) + (1 - lost) * (decode.mT @ prediction)
+    spread, between = encode.mT @ parting.spread @ encode, encode.mT @ parting.between
+    noise = decode.mT @ (feedback - prediction)
+    variance = spread.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * lost * (1 - lost)
+    shared = between.mT @ known
+    return rest - shared - shared.mT + known.mT @ spread @ known + noise.mT @ (variance * noise)
+
+
+def nominal_bits(costs: Sequence[Tensor]) -> list[Tensor]:
+    """Bits of every channel by reverse water-filling, NOMINAL_BITS a channel on average.
+
+    Args:
+        costs: of each latent, [number, channels], what the loss of a whole channel costs.
+    """
+    widths = torch.tensor(FITTED_BITS, dtype=torch.float64)
+    tiny = torch.finfo(torch.float64).tiny
+    wanted = [cost.clamp(min=tiny).log2() / 2 for cost in costs]
+
+    def at(level: float) -> list[Tensor]:
+        return [(own.unsqueeze(-1) - level - widths).abs().argmin(-1) for own in wanted]
+
+    low, high = (
+        float(function([own.min() if function is min else own.max() for own in wanted])) for function in (min, max)
     )
+    low, high = low - max(FITTED_BITS), high
+    total = NOMINAL_BITS * sum(own.numel() for own in wanted)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        bits = sum(float(widths[index].sum()) for index in at(middle))
+        low, high = (middle, high) if bits > total else (low, middle)
+    return [torch.tensor(FITTED_BITS)[index] for index in at(high)]

@@ -12,13 +12,8 @@ from ...checkpoint.bases import ChannelCode, LayerBases, fast_numbers, other_num
 from ...kernels.rows import scale_nibble, scale_of
 from ..bases.information import LayerFisher
 from ..bases.moments import stored_name
+from ..bases.parted import nominal_bits
 from .side import FITTED_BITS, SideCodes, side_codes
-
-NOMINAL_BITS = 3.3
-"""Bits a number at which the codes of a layer are taken for given where bits are not known yet: the channels by whose
-length a row is scaled, and the errors of fast codes that the rest makes up for."""
-
-BISECTIONS = 60
 
 
 def parted_codes(bases: LayerBases, gradients: LayerFisher) -> tuple[SideCodes, ...]:
@@ -110,28 +105,3 @@ def _read(latents: Tensor, codes: Sequence[ChannelCode], scale: Tensor) -> Tenso
     """What latents, [number, tokens, channels], are read as from their codes."""
     scaled = latents / scale.unsqueeze(-1)
     return torch.stack([c.decode(c.encode(z)) for c, z in zip(codes, scaled, strict=True)]) * scale.unsqueeze(-1)
-
-
-def nominal_bits(costs: Sequence[Tensor]) -> list[Tensor]:
-    """Bits of every channel by reverse water-filling, NOMINAL_BITS a channel on average.
-
-    Args:
-        costs: of each latent, [number, channels], what the loss of a whole channel costs.
-    """
-    widths = torch.tensor(FITTED_BITS, dtype=torch.float64)
-    tiny = torch.finfo(torch.float64).tiny
-    wanted = [cost.clamp(min=tiny).log2() / 2 for cost in costs]
-
-    def at(level: float) -> list[Tensor]:
-        return [(own.unsqueeze(-1) - level - widths).abs().argmin(-1) for own in wanted]
-
-    low, high = (
-        float(function([own.min() if function is min else own.max() for own in wanted])) for function in (min, max)
-    )
-    low, high = low - max(FITTED_BITS), high
-    total = NOMINAL_BITS * sum(own.numel() for own in wanted)
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        bits = sum(float(widths[index].sum()) for index in at(middle))
-        low, high = (middle, high) if bits > total else (low, middle)
-    return [torch.tensor(FITTED_BITS)[index] for index in at(high)]
