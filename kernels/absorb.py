@@ -20,18 +20,14 @@ ADDRESSES = ["begin", "until", "query_start"]
 """Pointers that the kernel is not specialised on being multiples of 16 bytes, which depends on the part of a batch."""
 
 
-CHUNK = tl.constexpr(16)
-"""Planes, or dimensions without RoPE, that a product takes at a time."""
-
-
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def absorb_kernel(
     query, basis, constants, starts, absorbed, constant, fast_query, begin, until, query_start,
     groups, max_blocks, query_stride, head_stride, scale,
     CODED: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr, FAST_PLANES: tl.constexpr, PLANES: tl.constexpr,
     SLOW: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, COUNT: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+    COUNT: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Absorb one query head of one new token, for COUNT blocks at a time.
 
@@ -39,16 +35,17 @@ def absorb_kernel(
 
     Tensors:
         query: [tokens, num_heads, head_dim], rotated.
-        basis: [groups, HEADS, 2 * SLOW + REST, CHUNK, operands, COLUMNS], rows of the query basis as decoding reads a
-            latent: first and second halves of each chunk of slow planes, then of dimensions without RoPE.
-        constants: [groups, HEADS, 2 * SLOW + REST, CHUNK, 8], the same rows of the constant key, and of that which the
+        basis: [groups, HEADS, SLOW + REST, CHUNK, operands, COLUMNS], rows of the query basis as decoding reads a
+            latent: of CHUNK / 2 slow planes both halves, so often, then of dimensions without RoPE.
+        constants: [groups, HEADS, SLOW + REST, CHUNK, 8], the same rows of the constant key, and of that which the
             scale of a key multiplies; each is the sum of two numbers, for precision. The other columns are 0.
-        starts: [blocks, 2, FAST_PLANES + SLOW * CHUNK], float32, cos and sin of the beginnings of blocks, times
+        starts: [blocks, 2, FAST_PLANES + SLOW * CHUNK / 2], float32, cos and sin of the beginnings of blocks, times
             RoPE's attention factor; 0 behind the last plane.
         absorbed, constant, fast_query: outputs, in the form of `decode_kernel`'s arguments. Products are in the dtype
             of the first.
     Constants:
-        SLOW, REST: chunks of slow planes, and of dimensions without RoPE. FAST: fast planes, padded. 0 means none.
+        CHUNK: dimensions that a product takes at a time. SLOW, REST: chunks of slow planes, and of dimensions without
+            RoPE. FAST: fast planes, padded. 0 means none.
         FAST_PLANES, PLANES: number of fast planes, and of all planes.
         BLOCK: positions of a block; 0 for a single block at position 0.
         SCALED: whether rows have a scale. PART: columns of an operand at a time.
@@ -57,8 +54,9 @@ def absorb_kernel(
     DTYPE: tl.constexpr = absorbed.dtype.element_ty
     OPERANDS: tl.constexpr = CODED if CODED else 1
     PARTS: tl.constexpr = COLUMNS // PART
-    CHUNKS: tl.constexpr = 2 * SLOW + REST
-    STARTS: tl.constexpr = FAST_PLANES + SLOW * CHUNK
+    CHUNKS: tl.constexpr = SLOW + REST
+    HALF: tl.constexpr = CHUNK // 2
+    STARTS: tl.constexpr = FAST_PLANES + SLOW * HALF
     ROWS: tl.constexpr = HEADS * PER_HEAD
     head = tl.program_id(1)
     sequence = tl.program_id(2) // TOKENS
@@ -83,7 +81,7 @@ def absorb_kernel(
         column = tl.arange(0, PART)
         within = tl.arange(0, CHUNK)
         eight = tl.arange(0, 8)
-        # What all blocks share: the basis, and the query, of slow planes both halves.
+        # What all blocks share: the basis, and the query: of slow planes what cos and what sin is multiplied with.
         matrices = ()
         for i in tl.static_range(PARTS):
             for j in tl.static_range(OPERANDS):
@@ -96,16 +94,17 @@ def absorb_kernel(
                 of_constants += (tl.load(own_constants + ((within + c * CHUNK) * 8)[:, None] + eight[None, :]),)
         halves = ()
         for c in tl.static_range(SLOW):
-            halves += halves_of(own, within + (FAST_PLANES + c * CHUNK), PLANES)
+            halves += halves_of(own, within % HALF + (FAST_PLANES + c * HALF), within >= HALF, PLANES)
         still = ()
         for c in tl.static_range(REST):
             dimension = within + (2 * PLANES + c * CHUNK)
             q = tl.load(own + dimension, mask=dimension < HEAD_DIM, other=0.0).to(tl.float32)
             still += ((tl.zeros((COUNT, CHUNK), tl.float32) + q[None, :]).to(DTYPE),)
         if FAST:
-            fast_plane = tl.arange(0, FAST)
-            fast_halves = halves_of(own, tl.where(fast_plane < FAST_PLANES, fast_plane, PLANES), PLANES)
-            known_plane = tl.minimum(fast_plane, FAST_PLANES - 1)
+            both = tl.arange(0, 2 * FAST)
+            fast_plane = both % FAST
+            fast_halves = halves_of(own, tl.where(fast_plane < FAST_PLANES, fast_plane, PLANES), both >= FAST, PLANES)
+            fast_plane = tl.minimum(fast_plane, FAST_PLANES - 1)
         own_row = new * ROWS + head % ROWS
         for start in range(first_block, blocks, tl.num_programs(0) * COUNT):
             block = start + place
@@ -116,9 +115,10 @@ def absorb_kernel(
             at_start = starts + (block_0 + tl.minimum(block, blocks - 1))[:, None] * (2 * STARTS)
             rotated = ()
             for c in tl.static_range(SLOW):
-                plane = (within + (FAST_PLANES + c * CHUNK))[None, :]
-                q0, q1 = back(halves[2 * c], halves[2 * c + 1], at_start + plane, STARTS)
-                rotated += (q0.to(DTYPE), q1.to(DTYPE))
+                plane = (within % HALF + (FAST_PLANES + c * HALF))[None, :]
+                cos = tl.load(at_start + plane)
+                sin = tl.load(at_start + STARTS + plane)
+                rotated += ((halves[2 * c][None, :] * cos + halves[2 * c + 1][None, :] * sin).to(DTYPE),)
             for c in tl.static_range(REST):
                 rotated += (still[c],)
             # Constants of the block's logits: of the constant keys, less what operands have too much.
@@ -149,23 +149,19 @@ def absorb_kernel(
                 else:
                     tl.store(constant + index, (unscaled + scaled) * scale, mask=inside)
             if FAST:
-                q0, q1 = back(fast_halves[0], fast_halves[1], at_start + known_plane[None, :], STARTS)
-                out = fast_query + index[:, None] * (2 * FAST) + fast_plane[None, :]
-                tl.store(out, q0.to(DTYPE), mask=inside[:, None])
-                tl.store(out + FAST, q1.to(DTYPE), mask=inside[:, None])
+                cos = tl.load(at_start + fast_plane[None, :])
+                sin = tl.load(at_start + STARTS + fast_plane[None, :])
+                q = fast_halves[0][None, :] * cos + fast_halves[1][None, :] * sin
+                tl.store(fast_query + index[:, None] * (2 * FAST) + both[None, :], q.to(DTYPE), mask=inside[:, None])
 
 
 @triton.jit
-def halves_of(query, plane, PLANES: tl.constexpr):
-    """Both halves of some planes of a query, float32; 0 in planes from PLANES on."""
-    first = tl.load(query + plane, mask=plane < PLANES, other=0.0).to(tl.float32)
-    second = tl.load(query + PLANES + plane, mask=plane < PLANES, other=0.0).to(tl.float32)
-    return first, second
+def halves_of(query, plane, second, PLANES: tl.constexpr):
+    """What rotating a query back multiplies with cos and sin, in first or second halves of some planes, float32.
 
-
-@triton.jit
-def back(first, second, starts, STARTS: tl.constexpr):
-    """Rotate both halves of planes back to the beginnings of blocks, [blocks, planes]."""
-    cos = tl.load(starts)
-    sin = tl.load(starts + STARTS)
-    return first[None, :] * cos + second[None, :] * sin, second[None, :] * cos - first[None, :] * sin
+    q0 cos + q1 sin and q1 cos - q0 sin; 0 in planes from PLANES on.
+    """
+    there = plane < PLANES
+    of_cos = tl.load(query + tl.where(second, PLANES + plane, plane), mask=there, other=0.0).to(tl.float32)
+    of_sin = tl.load(query + tl.where(second, plane, PLANES + plane), mask=there, other=0.0).to(tl.float32)
+    return of_cos, tl.where(second, -of_sin, of_sin)

@@ -19,7 +19,7 @@ from rotor.checkpoint.kernel_config import Tile
 from rotor.checkpoint.layout import LayerLayout
 from rotor.errors import UsageError
 
-from .absorb import CHUNK, absorb_kernel
+from .absorb import absorb_kernel
 from .decode import SPAN, decode_kernel, excess, most_spans, sixteenth
 from .defaults import decode_tile, slices_per_sm
 from .finish import finish_kernel
@@ -69,7 +69,8 @@ class BlockRotations:
         padded = padded_columns(fast)
         places = torch.stack([_pad(table[:block, :fast] / cos[0, :fast], padded) for table in (cos, sin)])
         starts = torch.stack([cos[::block], sin[::block]], dim=1)
-        starts = _pad(starts, fast + chunks_of(planes - fast) * CHUNK.value)
+        chunk = absorbed_at_a_time(planes - fast)
+        starts = _pad(starts, fast + -(-2 * (planes - fast) // chunk) * chunk // 2)
         return cls(starts.contiguous(), places.to(product_dtype(layout, dtype)).contiguous())
 
 
@@ -77,9 +78,9 @@ def _pad(x: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
 
 
-def chunks_of(count: int) -> int:
-    """How many products of `absorb` take so many planes or dimensions."""
-    return -(-count // CHUNK.value)
+def absorbed_at_a_time(slow_planes: int) -> int:
+    """Dimensions that a product of `absorb` takes at a time: 64, or 32 where that leaves fewer empty."""
+    return 64 if -2 * slow_planes % 64 < 32 else 32
 
 
 def _pad_rows(x: Tensor, dim: int, rows: int) -> Tensor:
@@ -126,7 +127,8 @@ class DecodeLayer:
         self.fast = padded_columns(self.fast_planes)
         rest = 0 if self.folded else shape.head_dim - 2 * self.planes
         slow = self.planes - self.fast_planes
-        self.slow_chunks, self.rest_chunks = chunks_of(slow), chunks_of(rest)
+        self.chunk = absorbed_at_a_time(slow)
+        self.slow_chunks, self.rest_chunks = -(-2 * slow // self.chunk), -(-rest // self.chunk)
         self.slow = self.folded or bool(self.slow_chunks or self.rest_chunks)
         widths = [group.key.width // self.operands for group in layout.groups]
         value_widths = [group.values.width // self.operands for group in layout.groups]
@@ -223,10 +225,10 @@ class DecodeLayer:
     def _in_chunks(self, rows: Tensor) -> Tensor:
         """Rows of slow planes and of dimensions without RoPE, [heads, head_dim, ...], as `absorb` takes them: [heads,
         chunks, chunk, ...]."""
-        planes, size = self.planes, CHUNK.value
+        planes, half = self.planes, self.chunk // 2
         slow = rows[:, : 2 * planes].unflatten(1, (2, planes))[:, :, self.fast_planes :]
-        slow = _pad_rows(slow, 2, self.slow_chunks * size).unflatten(2, (-1, size)).transpose(1, 2).flatten(1, 2)
-        rest = _pad_rows(rows[:, 2 * planes :], 1, self.rest_chunks * size).unflatten(1, (-1, size))
+        slow = _pad_rows(slow, 2, self.slow_chunks * half).unflatten(2, (-1, half)).transpose(1, 2).flatten(2, 3)
+        rest = _pad_rows(rows[:, 2 * planes :], 1, self.rest_chunks * self.chunk).unflatten(1, (-1, self.chunk))
         return torch.cat([slow, rest], dim=1)
 
     def _fast_parts(self) -> tuple[Tensor, Tensor]:
@@ -321,11 +323,17 @@ class DecodeLayer:
             "PLANES": self.planes, "SLOW": self.slow_chunks, "HEAD_DIM": self.shape.head_dim,
             "REST": self.rest_chunks, "BLOCK": self.block, "HEADS": self.heads, "PER_HEAD": self.per_head,
             "TOKENS": tokens, "COLUMNS": self.columns, "PART": part_of(self.columns),
-            "COUNT": 32 if self.block else 16, "PRECISION": precision(self.dtype),
+            "CHUNK": self.chunk, "COUNT": 128 if self.wide else 32 if self.block else 16,
+            "PRECISION": precision(self.dtype),
         }  # fmt: skip
 
+    @property
+    def wide(self) -> bool:
+        """Whether a program of `absorb` is eight warps that meet 128 blocks at a time."""
+        return self.block > 0 and self.columns > 32 and self.dtype.itemsize == 2
+
     def absorb_options(self) -> dict[str, int]:
-        return {"num_warps": 2, "num_stages": 1}
+        return {"num_warps": 8, "num_stages": 1} if self.wide else {"num_warps": 2, "num_stages": 2}
 
 
 def absorbing_programs(chunks: int, warps: int, sms: int) -> int:
