@@ -151,8 +151,8 @@ def absorb_kernel(
             if FAST:
                 cos = tl.load(at_start + fast_plane[None, :])
                 sin = tl.load(at_start + STARTS + fast_plane[None, :])
-                q = fast_halves[0][None, :] * cos + fast_halves[1][None, :] * sin
-                tl.store(fast_query + index[:, None] * (2 * FAST) + both[None, :], q.to(DTYPE), mask=inside[:, None])
+                fast = fast_halves[0][None, :] * cos + fast_halves[1][None, :] * sin
+                tl.store(fast_query + index[:, None] * (2 * FAST) + both[None, :], fast.to(DTYPE), mask=inside[:, None])
 
 
 @triton.jit

@@ -22,7 +22,14 @@ from .ranges import KeyRanges, ranges_of_codes
 from .remembered import Remembered, version_of
 from .rotary import Rotation
 from .slots import ExactSlots
-from .stock import Varlen, packed_attention, prompt_attention, prompt_with_exact
+from .stock import (
+    Varlen,
+    packed_attention,
+    packed_with_exact,
+    prompt_attention,
+    prompt_with_exact,
+    prompts_alone,
+)
 
 
 def rows_attention(
@@ -97,6 +104,8 @@ def attend_pages(
     total_kv_len: int | None = None,
     varlen: Varlen | None = None,
     out: Tensor | None = None,
+    exact: ExactSlots | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Causal attention of packed queries over pages, which hold the rows of the new tokens already.
 
@@ -117,23 +126,32 @@ def attend_pages(
         total_kv_len: for prompts, an upper bound of all keys together; None asks the device and waits for it.
         varlen: for prompts, an engine's attention over packed sequences, see `stock.Varlen`.
         out: [tokens, sum over query heads of value width] to write into.
+        exact: in a layer with exact tokens, of sequences that decode these with the new ones; of prompts those before,
+            which all new tokens then attend to exactly, None where nothing lies before.
+        new: there, keys after RoPE and values of the new tokens, [tokens, num_kv_heads, head_dim].
     Returns:
-        [tokens, sum over query heads of value width], dtype of query; undefined for tokens of no sequence.
+        [tokens, sum over query heads of value width], dtype of query; in a layer with exact tokens [tokens, num_heads *
+        head_dim]. Undefined for tokens of no sequence.
     """
     if max_query_len * parameters.heads_per_group <= MOST_ROWS and not kernels.materialise:
         if keys is None:
             keys = ranges_of_pages(query_start_loc, kv_lens, len(query), max_query_len, window)
-        prepared = _prepared(parameters, kernels, keys, rotation, query)
+        prepared = _prepared(parameters, kernels, keys, rotation, query, exact=exact)
         return decode_attention(query, key, value, **prepared, block_table=block_table, max_kv_len=max_kv_len, out=out)
+    if new is not None and exact is None:
+        output = prompts_alone(query, *new, parameters, query_start_loc, max_query_len, window, varlen)
+        return output if out is None else out.copy_(output)
     start = torch.zeros(len(kv_lens) + 1, dtype=torch.int32, device=kv_lens.device)
     torch.cumsum(kv_lens, 0, dtype=torch.int32, out=start[1:])
     total = total_kv_len
     if total is None:
         total = len(kv_lens) * max_kv_len if capturing(key.device) else int(start[-1])
     pages = PagesOf(block_table, kv_lens, start, total, max_kv_len)
-    output = packed_attention(
-        query, key, value, parameters, rotation, pages, query_start_loc, max_query_len, window, varlen
-    )
+    around = query_start_loc, max_query_len, window, varlen
+    if exact is not None and new is not None:
+        output = packed_with_exact(query, key, value, parameters, rotation, pages, *around, exact, new)
+    else:
+        output = packed_attention(query, key, value, parameters, rotation, pages, *around)
     return output if out is None else out.copy_(output)
 
 

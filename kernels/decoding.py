@@ -316,24 +316,28 @@ class DecodeLayer:
             "RELOAD_SHARED": tiles.lean, "PRECISION": precision(self.dtype), "ASM": assembled(),
         }  # fmt: skip
 
-    def absorb_constants(self, tokens: int) -> dict[str, Any]:
+    def absorb_shape(self, many: bool) -> tuple[int, int, int]:
+        """Blocks that a program of `absorb` takes at a time, its warps and stages: the fastest on an H100.
+
+        Args:
+            many: there are as many queries as SMs.
+        """
+        if not self.block or self.dtype.itemsize != 2:
+            return (32 if self.block else 16), 2, 2
+        if many and self.shape.head_dim > 64:
+            return 64, 4, 1
+        return (128, 8, 1) if self.columns > 32 else (32, 2, 2)
+
+    def absorb_constants(self, tokens: int, blocks: int) -> dict[str, Any]:
+        """Constants of the absorbing kernel, for so many blocks at a time."""
         return {
             "CODED": self.word_operands, "SCALED": self.scaled,
             "FAST": self.fast, "FAST_PLANES": self.fast_planes,
             "PLANES": self.planes, "SLOW": self.slow_chunks, "HEAD_DIM": self.shape.head_dim,
             "REST": self.rest_chunks, "BLOCK": self.block, "HEADS": self.heads, "PER_HEAD": self.per_head,
             "TOKENS": tokens, "COLUMNS": self.columns, "PART": part_of(self.columns),
-            "CHUNK": self.chunk, "COUNT": 128 if self.wide else 32 if self.block else 16,
-            "PRECISION": precision(self.dtype),
+            "CHUNK": self.chunk, "COUNT": blocks, "PRECISION": precision(self.dtype),
         }  # fmt: skip
-
-    @property
-    def wide(self) -> bool:
-        """Whether a program of `absorb` is eight warps that meet 128 blocks at a time."""
-        return self.block > 0 and self.columns > 32 and self.dtype.itemsize == 2
-
-    def absorb_options(self) -> dict[str, int]:
-        return {"num_warps": 8, "num_stages": 1} if self.wide else {"num_warps": 2, "num_stages": 2}
 
 
 def absorbing_programs(chunks: int, warps: int, sms: int) -> int:
@@ -450,19 +454,18 @@ def decode_attention(
 
         with device_guard(key.device):
             if not layer.folded:
-                constants = layer.absorb_constants(tokens)
+                heads, sms = groups * layer.group_rows, sm_count(key.device)
+                blocks_each, warps, stages = layer.absorb_shape(heads * sequences * tokens >= sms)
                 align = math.gcd(16, queries.stride(0), queries.stride(1))
-                chunks = -(-max_blocks // constants["COUNT"])
-                heads = groups * layer.group_rows
-                warps = layer.absorb_options()["num_warps"]
-                shared = absorbing_programs(chunks, heads * sequences * tokens * warps, sm_count(key.device))
+                chunks = -(-max_blocks // blocks_each)
+                shared = absorbing_programs(chunks, heads * sequences * tokens * warps, sms)
                 assert layer.absorb_basis is not None
                 absorb_kernel[shared, heads, sequences * tokens](
                     queries, *layer.absorb_basis,
                     constant if rotations is None else rotations.starts, absorbed, constant, fast_query, begin, until,
                     none if starts is None else starts, groups, max_blocks, queries.stride(0) // align,
-                    queries.stride(1) // align, log2, ALIGN=align, enable_fp_fusion=True, **layer.absorb_options(),
-                    **constants,
+                    queries.stride(1) // align, log2, ALIGN=align, enable_fp_fusion=True, num_warps=warps,
+                    num_stages=stages, **layer.absorb_constants(tokens, blocks_each),
                 )  # fmt: skip
             decode_kernel[(programs,)](
                 queries if layer.folded else absorbed, constant, fast_query, keys, values,

@@ -234,6 +234,65 @@ def packed_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
+def prompts_alone(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    window: int | None = None,
+    varlen: Varlen | None = None,
+) -> Tensor:
+    """Causal attention of packed prompts before which nothing lies, to their own keys and values.
+
+    Args:
+        key, value: [tokens, num_kv_heads, head_dim], keys after RoPE. The others as in `packed_attention`.
+    """
+    around = query_start_loc, query_start_loc, max_query_len, max_query_len
+    options = parameters.scaling, window, parameters.softcap
+    return (varlen or _one_by_one)(query, key, value, *around, *options).flatten(1)
+
+
+def packed_with_exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    rotation: Rotation | None,
+    pages: PagesOf,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    window: int | None,
+    varlen: Varlen | None,
+    exact: ExactSlots,
+    new: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Causal attention of packed prompts in a layer with exact tokens, [tokens, num_heads * head_dim].
+
+    Rows are expanded to keys and values of each head, and the exact ones put in their places. An attention over packed
+    sequences has one key for a place, so that all new tokens attend exactly to what was among the newest before them.
+
+    Args:
+        exact: exact tokens before the new ones. new: keys after RoPE and values of these.
+    """
+    one_more = pages._replace(tokens=pages.tokens + 1)  # where slots without a token go
+    sides = _expanded(key, value, parameters, query.dtype, rotation, 0, one_more)
+    before = pages.kv_start[:-1, None] + exact.index
+    before = torch.where(exact.index >= 0, before, pages.tokens).flatten()
+    stop = query_start_loc[1:].contiguous()
+    token = torch.arange(len(query), device=query.device)
+    sequence = torch.searchsorted(stop, token, right=True).clamp(max=len(stop) - 1)
+    own = pages.kv_start[sequence] + pages.kv_lens[sequence] - (stop[sequence] - token)
+    own = torch.where(token < stop[-1], own, pages.tokens)
+    for side, slots, added in zip(sides, (exact.key, exact.value), new, strict=True):
+        side[before.long()] = slots.transpose(1, 2).flatten(0, 1)
+        side[own.long()] = added
+    around = query_start_loc, pages.kv_start, max_query_len, pages.longest
+    options = parameters.scaling, window, parameters.softcap
+    return (varlen or _one_by_one)(query, *sides, *around, *options).flatten(1)
+
+
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     """A `Varlen` by SDPA, one sequence after another."""
     query_start, kv_start, _, _, scaling, window, softcap = rest

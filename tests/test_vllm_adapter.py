@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM in an environment of its own: mak
 pytestmark = pytest.mark.vllm
 
 BACKEND, SPECS = "vllm.v1.attention.backend", "vllm.v1.kv_cache_interface"
+MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 LAYERS, ROTARY = "vllm.model_executor.layers", "vllm.model_executor.layers.rotary_embedding"
 SIGNATURES = {
     # what vLLM calls, and we define
@@ -48,6 +49,30 @@ SIGNATURES = {
     f"{LAYERS}.attention.attention:unified_kv_cache_update": "key value layer_name",
     f"{LAYERS}.attention.attention:unified_attention_with_output": (
         "query key value output layer_name output_scale output_block_scale kv_cache_dummy_dep"
+    ),
+    f"{LAYERS}.attention.attention:get_attention_context": "layer_name",
+    f"{MANAGERS}:resolve_block_hashes": (
+        "block_hashes hash_block_size block_size supports_fine_grained_hash_lookup alignment_tokens"
+    ),
+    f"{MANAGERS}:SlidingWindowManager.find_longest_cache_hit": (
+        "block_hashes max_length kv_cache_group_ids block_pool kv_cache_spec drop_eagle_block alignment_tokens "
+        "dcp_world_size pcp_world_size"
+    ),
+    f"{MANAGERS}:SlidingWindowManager.remove_skipped_blocks": (
+        "self request_id processed_computed_tokens num_prompt_tokens"
+    ),
+    f"{MANAGERS}:SlidingWindowManager._remove_blocks_in_range": "self request_id first_block last_block",
+    f"{MANAGERS}:SlidingWindowManager.add_local_computed_blocks": (
+        "self request_id new_computed_blocks num_local_computed_tokens num_external_computed_tokens"
+    ),
+    f"{MANAGERS}:SlidingWindowManager.get_num_blocks_to_allocate": (
+        "self request_id num_tokens new_computed_blocks total_computed_tokens num_local_computed_tokens "
+        "num_tokens_main_model apply_admission_cap prefill_end"
+    ),
+    f"{MANAGERS}:SlidingWindowManager._get_num_evictable_blocks": "blocks",
+    f"{SPECS}:SlidingWindowSpec.max_admission_blocks_per_request": "self max_in_flight_tokens max_model_len",
+    "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": (
+        "kvcache_spec_cls manager_class uniform_type_base_spec"
     ),
     "vllm.model_executor.models.utils:extract_layer_index": "layer_name num_attn_module",
     "vllm.utils.torch_utils:_encode_layer_name": "layer_name",

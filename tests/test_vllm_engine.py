@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,13 @@ from support.vllm_engine import (
     refused,
     served_elsewhere,
     served_tokens,
+    tokens_in_passes,
 )
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from rotor.calibration.calibrate import calibrate
 from rotor.checkpoint.channels import Numbers
-from rotor.checkpoint.layout import POST_ROPE, KeyForm, pre_rope
+from rotor.checkpoint.layout import POST_ROPE, ExactTokens, KeyForm, pre_rope
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.policies import find_policy
 from rotor.search.export.export import export
@@ -136,6 +138,40 @@ def test_tokens_are_those_of_transformers(name: str, folder_of, expected) -> Non
         assert cache_tokens(llm) == CACHE_BYTES // (16 * (max(rows) if mixed else sum(rows))) * 16
 
 
+EXACT = {
+    "llama": ("llama", ROTOR, "qkvo", ExactTokens(3, 20)),
+    "llama, no first tokens": ("llama", numbers(1, POST_ROPE), "", ExactTokens(0, 33)),
+    "gemma2": ("gemma2", joint(1, KeyForm(16, 2)), "", ExactTokens(3, 8)),
+    "gpt2": ("gpt2", joint(2, POST_ROPE), "qkvo", ExactTokens(4, 20)),
+    "qwen3": ("qwen3", numbers(2, KeyForm(64, 3)), "", ExactTokens(4, 128)),
+}
+"""Layers with exact tokens: beside a window shorter than a page, without RoPE, more of them than most prompts have."""
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_tokens_are_kept_in_pages_of_their_own(name: str, tiny, tmp_path: Path) -> None:
+    """Prompts attend exactly to what passes with them, and to the first and the newest tokens before. So tokens are
+    those of transformers in the same passes: whole, in chunks, and behind a prefix that the cache holds."""
+    family, layout_of, biases, exact = EXACT[name]
+    folder = write_random(tiny(family), tmp_path / "out", lambda shape: replace(layout_of(shape), exact=exact), biases)
+
+    def serve(times: int, **options) -> list[list[int]]:
+        with engine(folder, kv_cache_memory_bytes=8 << 20, **options) as llm:
+            return [served_tokens(llm) for _ in range(times)][-1]
+
+    whole = serve(1, enable_prefix_caching=False, max_num_batched_tokens=4096)
+    assert whole == tokens_in_passes(folder, PROMPTS, lambda length: [])
+    chunks = serve(1, enable_prefix_caching=False, max_num_batched_tokens=64, max_num_seqs=1)
+    assert chunks == tokens_in_passes(folder, PROMPTS, lambda length: list(range(64, length, 64)))
+    if name == "llama":  # no place for exact tokens: prompts at once are exact all the same
+        alone = {"disable_hybrid_kv_cache_manager": True, "enable_prefix_caching": False}
+        assert [row[0] for row in serve(1, **alone, max_num_batched_tokens=4096)] == [row[0] for row in whole]
+    behind = serve(2, max_num_batched_tokens=4096)
+    ends = iter([[(len(prompt) - 1) // 16 * 16] if len(prompt) > 16 else [] for prompt in PROMPTS])
+    others = PROMPTS[:-1]  # the last prompt begins as another does, behind which it may have passed the first time
+    assert behind[:-1] == tokens_in_passes(folder, others, lambda length: next(ends))
+
+
 def test_prompts_of_1_to_1000_tokens_in_mixed_batches(tmp_path: Path) -> None:
     """Twelve requests whose prompts pass in chunks of at most 300 tokens a step, beside those that decode already, with
     no prefix cache and pages of a block of positions."""
@@ -149,6 +185,9 @@ def test_prompts_of_1_to_1000_tokens_in_mixed_batches(tmp_path: Path) -> None:
     with engine(folder, max_model_len=1024, kv_cache_memory_bytes=16 << 20, **limits, **alone) as llm:
         assert served_tokens(llm, prompts) == expected_tokens(folder, prompts)
 
+
+AT_ONCE = {"enable_prefix_caching": False, "max_num_batched_tokens": 4096, "kv_cache_memory_bytes": 8 << 20}
+"""Whole prompts, which layers with exact tokens attend to exactly."""
 
 CALIBRATED = [
     ("llama", "rotor"),
@@ -169,7 +208,7 @@ def test_tokens_of_exported_checkpoints_are_those_of_transformers(
     overrides = [*SHORT, "ranks.multiple_of=4" if recipe == "fdc" else "codes.tokens=512", *ROWS_ALONE]
     run = calibrate(tiny(family), tmp_path / "run", recipe, overrides)
     folder = export(run.folder, tmp_path / "out", compression=0.4, measure=False).folder
-    with engine(folder, **CHUNKS) as llm:
+    with engine(folder, **AT_ONCE) as llm:
         assert served_tokens(llm) == expected_tokens(folder)
 
 
@@ -318,5 +357,5 @@ def test_a_checkpoint_without_weights_is_served_as_with_them(tmp_path: Path) -> 
         export(run.folder, tmp_path / name, compression=0.4, measure=False, without_weights=name == "apart").folder
         for name in ("whole", "apart")
     )
-    with engine(apart) as llm:
+    with engine(apart, **AT_ONCE) as llm:
         assert served_tokens(llm) == expected_tokens(whole)

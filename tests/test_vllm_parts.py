@@ -34,9 +34,11 @@ ROOT = Path(__file__).parent.parent
 
 def paged_layer(shard: Shard, own: dict[str, Tensor | None], dtype: torch.dtype, table: Rotation | None) -> PagedLayer:
     layout, shape = shard.layout, shard.shape
-    parameters = AttentionParameters(layout, shape, 0.25, own.get("query_basis"), own.get("key_constant"))
-    rotation = table if layout.in_blocks else None
-    return PagedLayer(shard, dtype, parameters, own.get("key_basis"), own.get("key_shift"), rotation, None, None)
+    names = ("key_basis", "key_shift", "value_basis", "value_shift", "output_basis", "value_constant")
+    parameters = AttentionParameters(
+        layout, shape, 0.25, own.get("query_basis"), own.get("key_constant"), None, *map(own.get, names)
+    )
+    return PagedLayer(shard, dtype, parameters, table if layout.in_blocks else None, None, None)
 
 
 @pytest.mark.parametrize("name", ["joint, pre", "numbers, no RoPE", "joint, no RoPE"])

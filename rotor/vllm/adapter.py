@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
@@ -39,12 +40,14 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from ..checkpoint import CompressedSection, is_compressed
+from ..checkpoint import CompressedSection, ExactTokens, is_compressed
 from ..kernels.rotary import Rotation
+from ..logs import log
 from .attention import RotorSelfAttention
 from .layers import Loading, Plan
-from .pages import PagedLayer, StepRequests
+from .pages import ExactPages, PagedLayer, StepRequests
 from .served import PREFIX
+from .windows import FirstAndNewestSpec
 
 __all__: list[str] = []
 
@@ -123,9 +126,8 @@ def _attention(native: Any, plan: Plan, vllm_config: Any) -> RotorSelfAttention:
     layer = plan.paged_layer(module, float(attn.impl.scale), softcap, attn.sliding_window, device)
     layer.varlen = _varlen(layer.widest, plan.dtype)
     vllm_config.compilation_config.static_forward_context.pop(attn.layer_name)
-    module.attn = RotorCache(
-        attn, layer, module.shard.parts, plan.row_bytes[index], len(set(plan.kinds or ())) > 1, vllm_config
-    )
+    mixed = len(set(plan.kinds or ())) > 1 or plan.keeps_exact
+    module.attn = RotorCache(attn, layer, module.shard.parts, plan.row_bytes[index], mixed, vllm_config)
     return module
 
 
@@ -232,6 +234,7 @@ class RotorCache(nn.Module, AttentionLayerBase):
         self.num_heads, self.num_kv_heads = parameters.shape.num_heads, 1
         self.head_size, self.head_size_v = row_bytes, 0
         self.max_tp_shards, self.output_width = parts, parameters.heads_per_group * parameters.layout.value_width
+        self.exact: ExactCache | None = None
         self.sliding_window = layer.window
         self.kv_cache_dtype = "auto"
         self.kv_sharing_target_layer_name = None
@@ -242,6 +245,13 @@ class RotorCache(nn.Module, AttentionLayerBase):
             captured = AttentionCGSupport.UNIFORM_BATCH
         self._backend = _backend(captured, mixed)
         vllm_config.compilation_config.static_forward_context[self.layer_name] = self
+        if parameters.layout.exact is not None:
+            self.output_width = parameters.shape.num_heads * parameters.shape.head_dim
+            if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+                _say_that_none_are_kept()
+            else:
+                self.exact = ExactCache(self, layer, parameters.layout.exact, vllm_config)
+                self.impl.exact_name = self.exact.layer_name
 
     def get_attn_backend(self) -> type[RotorBackend]:
         return self._backend
@@ -261,13 +271,70 @@ class RotorCache(nn.Module, AttentionLayerBase):
             return SlidingWindowSpec(sliding_window=self.sliding_window, **fields)
         return FullAttentionSpec(**fields)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write the rows of new tokens and attend; returns the outputs of all query heads side by side."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, exact_key: Tensor | None = None) -> Tensor:
+        """Write the rows of new tokens and attend; returns the outputs of all query heads side by side.
+
+        Args:
+            exact_key: in a layer with exact tokens, keys after RoPE; `value` then has heads.
+        """
         output = torch.empty(query.shape[0], self.output_width, dtype=query.dtype, device=query.device)
         name = _encode_layer_name(self.layer_name)
         written = torch.ops.vllm.unified_kv_cache_update(key, value, name)
+        if exact_key is not None:
+            key = exact_key
+        if self.exact is not None:
+            of_exact = _encode_layer_name(self.exact.layer_name)
+            written = torch.cat([written, torch.ops.vllm.unified_kv_cache_update(key, value, of_exact)])
         torch.ops.vllm.unified_attention_with_output(query, key, value, output, name, kv_cache_dummy_dep=written)
         return output
+
+
+@lru_cache(maxsize=1)
+def _say_that_none_are_kept() -> None:
+    log.warning(
+        "vLLM's hybrid cache manager is off, so that there is no place for exact tokens: earlier tokens are all read "
+        "from codes, with less accuracy than the checkpoint's"
+    )
+
+
+class ExactCache(nn.Module, AttentionLayerBase):
+    """The first and the newest tokens of a layer in the model's dtype: a cache of its own, of pages that vLLM manages.
+
+    Args:
+        cache: of the layer's rows, which attends to both.
+    """
+
+    supports_dcp = False
+
+    def __init__(self, cache: RotorCache, layer: PagedLayer, exact: ExactTokens, vllm_config: Any) -> None:
+        super().__init__()
+        self.layer_name, self.attn_type = f"{cache.layer_name}.exact", cache.attn_type
+        self.num_heads, self.num_kv_heads = cache.num_heads, 1
+        self.head_size, self.head_size_v = layer.exact_bytes, 0
+        self.max_tp_shards = layer.shard.parts * layer.shard.sharing
+        self.sliding_window, self.first = exact.within(layer.window).newest, exact.first
+        self.kv_cache_dtype = "auto"
+        self.kv_sharing_target_layer_name = None
+        self.kv_cache = torch.tensor([])
+        self.impl = ExactImpl(cache.num_heads, layer.exact_bytes, layer.parameters.scaling, layer=layer)
+        self._backend = cache.get_attn_backend()
+        vllm_config.compilation_config.static_forward_context[self.layer_name] = self
+
+    def get_attn_backend(self) -> type[RotorBackend]:
+        return self._backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec:
+        kind = FirstAndNewestSpec if self.first else SlidingWindowSpec
+        return kind(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            head_size=self.head_size,
+            head_size_v=0,
+            dtype=torch.uint8,
+            dcp_sharded=False,
+            max_tp_shards=self.max_tp_shards,
+            sliding_window=self.sliding_window,
+        )
 
 
 class RotorImpl(AttentionImpl[AttentionMetadata]):
@@ -277,6 +344,7 @@ class RotorImpl(AttentionImpl[AttentionMetadata]):
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, 1
         self.sliding_window, self.kv_cache_dtype = layer.window, "auto"
         self.layer = layer
+        self.exact_name: str | None = None
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -298,8 +366,22 @@ class RotorImpl(AttentionImpl[AttentionMetadata]):
         if attn_metadata is None:  # vLLM measures the memory of a step
             self.layer.prepare(output.device)
             return output.fill_(0)
-        self.layer.attend_step(query, kv_cache[:, 0], attn_metadata, output)
+        exact = None
+        if self.exact_name is not None:
+            metadata, _, pages, _ = get_attention_context(self.exact_name)
+            exact = ExactPages(pages[:, 0], metadata.block_table)
+        new = None if self.layer.parameters.layout.exact is None else (key, value)
+        self.layer.attend_step(query, kv_cache[:, 0], attn_metadata, output, exact, new)
         return output
+
+
+class ExactImpl(RotorImpl):
+    """Writes exact tokens; the layer of the rows attends to them."""
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        self.layer.write_exactly(key, value, kv_cache[:, 0], slot_mapping)
 
 
 class RotorBackend(AttentionBackend):

@@ -53,6 +53,7 @@ class RotorSelfAttention(CompressedProjections):
                 rotation = within_blocks((cos, sin), first, layout.form)
             for name, table in zip(("cos", "sin", "key_cos", "key_sin"), (cos, sin, *rotation), strict=True):
                 self.register_buffer(name, table, persistent=False)
+        self.rotates = rotation is not None
         self.rotates_keys = rotation is not None and layout.fast_planes < shape.rotary_planes
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -84,17 +85,27 @@ class RotorSelfAttention(CompressedProjections):
             hidden_states: [tokens, hidden_size]. positions: [tokens], where the model has RoPE.
         """
         query, key, value = self.projected(hidden_states)
+        exact: list[Tensor] = []
         if self.query_basis is not None:
-            assert positions is not None
-            query = self._rotated(query, (self.cos, self.sin), positions).flatten(1)
+            query = self._as_attended(query, positions).flatten(1)
+        if self.shard.layout.exact is not None:
+            exact.append(self._as_attended(key, positions).flatten(1))
+            value = value.flatten(1)
         if self.key_basis is not None:
             if self.rotates_keys:
                 assert positions is not None
                 places = positions if self.block is None else positions % self.block
                 key = self._rotated(key, (self.key_cos, self.key_sin), places)
             key = key.flatten(1)
-        output = self.reduce(self.o_proj(self.attn(query, key, value)))
+        output = self.reduce(self.o_proj(self.attn(query, key, value, *exact)))
         return (output, None) if self.returns_tuple else output
+
+    def _as_attended(self, heads: Tensor, positions: Tensor | None) -> Tensor:
+        """Rotate heads by their positions, where the model has RoPE."""
+        if not self.rotates:
+            return heads
+        assert positions is not None
+        return self._rotated(heads, (self.cos, self.sin), positions)
 
     @staticmethod
     def _rotated(heads: Tensor, rotation: Rotation, places: Tensor) -> Tensor:

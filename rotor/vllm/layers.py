@@ -78,6 +78,11 @@ class Plan:
         """Kinds of the layers (sliding windows and full attention), or None."""
         return getattr(self.config, "layer_types", None)
 
+    @property
+    def keeps_exact(self) -> bool:
+        """Whether layers keep their newest tokens exactly beside their rows."""
+        return any(layout.exact is not None for layout in self.layouts)
+
     @cached_property
     def row_bytes(self) -> list[int]:
         """Bytes of a token in the cache of each layer."""
@@ -96,12 +101,6 @@ class Plan:
     def check(self, cache_dtype: str, lora: bool, context_parallel: int) -> None:
         """Check that the checkpoint can do what vLLM is asked for; raises UsageError if not."""
         check_size(self.layouts, self.shape, self.ranks)
-        if any(layout.exact is not None for layout in self.layouts):
-            raise UsageError(
-                f"{self.model}: keeps its first and newest tokens exactly, for which vLLM's cache of rows has no "
-                "place.",
-                "Export it with --set exact.first=0 --set exact.newest=0, or serve with transformers.",
-            )
         policy = getattr(self.section, "cache", None)
         if policy is not None:
             raise UsageError(
@@ -170,15 +169,24 @@ class Plan:
         layout, shape = module.shard.layout, module.shard.shape
         # The file describes whole layers.
         kernels = self.kernels.layers[module.index] if self.ranks == 1 else default_layer(layout)
-        parameters = AttentionParameters(
-            layout, shape, scaling, module.query_basis, module.key_constant, softcap, scales=code_scales(module)
-        )
         return PagedLayer(
             module.shard,
             self.dtype,
-            parameters,
-            module.key_basis,
-            module.key_shift,
+            AttentionParameters(
+                layout,
+                shape,
+                scaling,
+                module.query_basis,
+                module.key_constant,
+                softcap,
+                module.key_basis,
+                module.key_shift,
+                module.value_basis,
+                module.value_shift,
+                module.output_basis,
+                module.value_constant,
+                code_scales(module),
+            ),
             (module.cos, module.sin) if layout.in_blocks else None,
             window,
             kernels if layer_served(layout, shape, self.dtype, device) else None,

@@ -5,18 +5,20 @@ Imports nothing of vLLM. The Triton kernels run where they serve the layer, else
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checkpoint import LayerKernels
+from ..kernels.exact import ExactKeys, RowKeys, attend_to_both, project_rows
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import partial_attention, project_keys
 from ..kernels.rotary import Rotation, when_read
 from ..kernels.rows import pack_layer, row_dtype
+from ..kernels.slots import ExactSlots
 from .shards import Shard
 
 
@@ -38,6 +40,7 @@ class StepRequests:
     seq_lens: Tensor
     block_table: Tensor
     _requests: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    _bounds: dict[tuple[int, int, int], ExactBounds] = field(default_factory=dict)
 
     def requests(self, first: int, end: int, window: int | None) -> dict[str, Any]:
         """Arguments of `attend_pages` for requests that all decode, or are all prompts; made once a step.
@@ -67,13 +70,73 @@ class StepRequests:
             known |= {"query_start_loc": locations, "kv_lens": kv_lens}
         return known
 
+    def bounds(
+        self, first: int, end: int, newest: int, held: int = 0, block_table: Tensor | None = None
+    ) -> ExactBounds:
+        """The exact tokens of the same requests, made once a step. Requests that decode read the newest with the new
+        ones, prompts those before the new ones; both the first.
+
+        Args:
+            held: first tokens that are kept, in a sequence's first page. block_table: of exact tokens; None: none are
+                kept, and `newest` is 1.
+        """
+        known = self._bounds.get((first, end, newest))
+        if known is None:
+            decodes = end == self.num_decodes
+            starts, kv_lens = self.query_start_loc[first : end + 1], self.seq_lens[first:end]
+            token = torch.arange(self.starts[first], self.starts[end], device=kv_lens.device)
+            stop = starts[1:].contiguous()
+            sequence = torch.searchsorted(stop, token, right=True).clamp(max=len(stop) - 1)
+            position = kv_lens[sequence] - (stop[sequence] - token)
+            old = kv_lens - (stop - starts[:-1])
+            count = newest - 1 + self.most_decoded if decodes else newest - 1
+            index = (kv_lens if decodes else old)[:, None] + torch.arange(-count, 0, device=kv_lens.device)
+            until = torch.minimum(position - newest + 1, old[sequence]).clamp(min=0)
+            if block_table is None:
+                codes = torch.zeros_like(old)
+                index = torch.where(index >= old[:, None], index, -1)
+            else:
+                codes = torch.where(block_table[first:end, 0] > 0, held, 0)  # page 0 is empty
+                index = torch.where(index >= codes[:, None], index, -1)
+                sink = torch.arange(held, device=kv_lens.device).expand(len(kv_lens), -1)
+                there = (sink < codes[:, None]) & (sink < (kv_lens if decodes else old)[:, None])
+                index = torch.cat([torch.where(there, sink, -1), index], -1)
+            known = ExactBounds(index.int(), codes.int(), until.int())
+            self._bounds[first, end, newest] = known
+        return known
+
+    def alone(self, first: int, end: int) -> bool:
+        """Whether nothing lies before the new tokens of these requests."""
+        return all(
+            self.lengths[request] == self.starts[request + 1] - self.starts[request] for request in range(first, end)
+        )
+
+
+class ExactBounds(NamedTuple):
+    """Which exact tokens requests read from pages, and which keys codes serve; see `kernels.slots.ExactSlots`."""
+
+    places: Tensor
+    first: Tensor
+    until: Tensor
+
+
+class ExactPages(NamedTuple):
+    """Pages of exact tokens, [num_pages, page_size, bytes], and where those of each request of a step are.
+
+    block_table: [requests, pages of a sequence]; entries of tokens before the newest are not read.
+    """
+
+    pages: Tensor
+    block_table: Tensor
+
 
 @dataclass
 class PagedLayer:
     """A layer's rows in pages [num_pages, page_size, bytes], uint8, and attention over them.
 
     shard: this rank's part of the layer. dtype: the model's. A row may end with padding bytes.
-    key_basis, key_shift: map keys into their latents, where the basis is not folded.
+    parameters: of the rank's KV heads, with what maps keys of whole groups into latents; where tokens are kept exactly,
+        values too.
     rotation: RoPE's cos and sin by position, where keys are stored in blocks. window: a query attends to itself and the
         window - 1 keys before it.
     kernels: how the layer is launched; None: plain PyTorch serves it. varlen: the engine's attention for prompts; None:
@@ -83,8 +146,6 @@ class PagedLayer:
     shard: Shard
     dtype: torch.dtype
     parameters: AttentionParameters
-    key_basis: Tensor | None
-    key_shift: Tensor | None
     rotation: Rotation | None
     window: int | None
     kernels: LayerKernels | None
@@ -107,48 +168,134 @@ class PagedLayer:
             slots: [tokens]: page times page_size plus the row in it; negative: the token is not kept.
         """
         key, value, shard, layout = key[: len(slots)], value[: len(slots)], self.shard, self.shard.layout
-        if self.key_basis is not None:
+        p = self.parameters
+        if p.key_basis is not None:
             key = key.unflatten(-1, (-1, shard.shape.head_dim))
+        if p.value_basis is not None:
+            value = value.unflatten(-1, (-1, shard.shape.head_dim))
         if self.kernels is not None:
             from ..kernels.append import append  # imports Triton
 
-            bases = {"key_basis": self.key_basis, "key_shift": self.key_shift, "scales": self.parameters.scales}
-            to = {"out": self.rows(pages), "slots": slots}
-            append(key[None], value[None], shard.key_layout, shard.key_shape, **bases, **to)
+            append(
+                key[None], value[None], shard.key_layout, shard.key_shape, key_basis=p.key_basis, key_shift=p.key_shift,
+                value_basis=p.value_basis, value_shift=p.value_shift, scales=p.scales, out=self.rows(pages), slots=slots,
+            )  # fmt: skip
             return
-        if self.key_basis is not None:
+        if p.value_basis is not None:
+            whole = replace(p, layout=shard.key_layout, shape=shard.key_shape)
+            latents = project_rows(key.transpose(0, 1)[None], value.transpose(0, 1)[None], whole)
+            key, value = latents[0][0, 0], latents[1][0, 0]
+        elif p.key_basis is not None:
             heads = key.transpose(0, 1)[None]
-            key = project_keys(heads, self.key_basis, shard.key_layout, self.key_shift, value[None, None])[0, 0]
+            key = project_keys(heads, p.key_basis, shard.key_layout, p.key_shift, value[None, None])[0, 0]
         # Asking which tokens are kept would wait for the device; the others go into page 0, which engines leave unused.
         slots, page_size = slots.clamp(min=0).long(), pages.shape[1]
-        packed = pack_layer(key, layout, True, self.parameters.scales), pack_layer(value, layout, keys=False)
+        packed = pack_layer(key, layout, True, p.scales), pack_layer(value, layout, keys=False)
         for rows, new in zip(layout.stored_sides(*self.rows(pages)), packed, strict=False):
             rows[slots // page_size, slots % page_size] = new
 
-    def attend_step(self, query: Tensor, pages: Tensor, step: StepRequests, output: Tensor) -> None:
-        """Attend for a step's tokens, into `output` [at least tokens, sum over query heads of value width].
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of a token that is kept exactly, keys and values side by side."""
+        return 2 * self.shard.shape.num_kv_heads * self.shard.shape.head_dim * self.dtype.itemsize
+
+    def write_exactly(self, key: Tensor, value: Tensor, pages: Tensor, slots: Tensor) -> None:
+        """Write new tokens into pages of exact tokens, [num_pages, page_size, at least exact_bytes].
+
+        Args:
+            key, value: [at least tokens, *], heads of whole groups side by side, keys after RoPE.
+            slots: as of `write`.
+        """
+        sides = [self.shard.own_heads(side[: len(slots)]).flatten(1) for side in (key, value)]
+        places, page_size = slots.clamp(min=0).long(), pages.shape[1]
+        pages[places // page_size, places % page_size, : self.exact_bytes] = torch.cat(sides, -1).view(torch.uint8)
+
+    def read_exactly(self, pages: Tensor, block_table: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Read exact keys and values of tokens, [..., num_kv_heads, head_dim] each.
+
+        Args:
+            block_table: [..., pages of a sequence]. index: [..., tokens], of tokens whose pages are there.
+        """
+        shape, page_size = self.shard.shape, pages.shape[1]
+        numbers = pages[..., : self.exact_bytes].view(self.dtype)
+        index = index.clamp(min=0).long()
+        found = numbers[block_table.gather(-1, index // page_size).long(), index % page_size]
+        key, value = found.unflatten(-1, (2, shape.num_kv_heads, shape.head_dim)).unbind(-3)
+        return key, value
+
+    def attend_step(
+        self,
+        query: Tensor,
+        pages: Tensor,
+        step: StepRequests,
+        output: Tensor,
+        exact: ExactPages | None = None,
+        new: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Attend for a step's tokens, into `output` [at least tokens, sum over query heads of value width], or in a
+        layer with exact tokens of head_dim.
 
         Args:
             query: [at least tokens, *], rotated heads side by side, or absorbed ones.
+            exact, new: in a layer with exact tokens, their pages (None where none are kept but the new ones), and the
+                new tokens as of `write_exactly`.
         """
         shape, rows = self.shard.shape, self.rows(pages)
-        if shape.rotary_dim:
+        if self.parameters.query_basis is not None:
             query = query.unflatten(-1, (shape.num_heads, shape.head_dim))
         if self.kernels is None:
             for request, (start, end) in enumerate(pairwise(step.starts)):
                 if end > start:
                     table, kv_len = step.block_table[request], int(step.seq_lens[request])
-                    output[start:end] = self.attend_sequence(query[start:end], rows, table, kv_len)
+                    if new is None:
+                        output[start:end] = self.attend_sequence(query[start:end], rows, table, kv_len)
+                    else:
+                        kept = None if exact is None else ExactPages(exact.pages, exact.block_table[request])
+                        key, value = self._own(new, slice(start, end))
+                        output[start:end] = self.attend_exactly(query[start:end], key, value, rows, table, kv_len, kept)
             return
         from ..kernels.attention import attend_pages  # imports Triton
 
         runs = [(0, step.num_decodes)] if step.num_decodes else []
         for first, end in runs + within(step.lengths, step.num_decodes, self.most_keys):
             part = slice(step.starts[first], step.starts[end])
+            around: dict[str, Any] = {}
+            if new is not None:
+                around["new"] = of_run = self._own(new, part)
+                around["exact"] = self._slots(exact, of_run, step, first, end)
             attend_pages(
                 query[part], *rows, self.parameters, self.kernels, **step.requests(first, end, self.window),
-                rotation=self.rotation, window=self.window, varlen=self.varlen, out=output[part],
+                rotation=self.rotation, window=self.window, varlen=self.varlen, out=output[part], **around,
             )  # fmt: skip
+
+    def _own(self, new: tuple[Tensor, Tensor], part: slice) -> tuple[Tensor, Tensor]:
+        """Some of the new tokens, this rank's heads, [tokens, num_kv_heads, head_dim]."""
+        return self.shard.own_heads(new[0][part]), self.shard.own_heads(new[1][part])
+
+    def _slots(
+        self, exact: ExactPages | None, new: tuple[Tensor, Tensor], step: StepRequests, first: int, end: int
+    ) -> ExactSlots | None:
+        """What the kernels read of exact tokens before the new ones of prompts, or with those of requests that decode;
+        None where nothing lies before.
+
+        Args:
+            new: keys and values of the new tokens, [tokens, num_kv_heads, head_dim].
+        """
+        tokens = self.parameters.layout.exact
+        assert tokens is not None
+        if end != step.num_decodes and step.alone(first, end):
+            return None
+        if exact is None:
+            bounds = step.bounds(first, end, 1)
+            last = step.query_start_loc[first + 1 : end + 1] - step.starts[first]
+            count = bounds.places.shape[1]
+            place = last[:, None] + torch.arange(-count, 0, device=last.device)
+            key, value = (side[place.clamp(min=0)].transpose(1, 2) for side in new)
+            return ExactSlots(key, value, *bounds)
+        held = min(tokens.first, exact.pages.shape[1])
+        bounds = step.bounds(first, end, tokens.within(self.window).newest, held, exact.block_table)
+        sides = self.read_exactly(exact.pages, exact.block_table[first:end], bounds.places)
+        return ExactSlots(sides[0].transpose(1, 2), sides[1].transpose(1, 2), *bounds)
 
     def attend_sequence(self, query: Tensor, rows: tuple[Tensor, Tensor], block_table: Tensor, kv_len: int) -> Tensor:
         """Causal attention of the last tokens of a sequence over its pages, in plain PyTorch.
@@ -176,6 +323,58 @@ class PagedLayer:
         heads = query.transpose(0, 1) if query.dim() == 3 else query
         output, _ = partial_attention(heads[None], key, value, self.parameters, key_rotation, visible[None, None])
         return output[0].to(query.dtype)
+
+    def attend_exactly(
+        self,
+        query: Tensor,
+        new_key: Tensor,
+        new_value: Tensor,
+        rows: tuple[Tensor, Tensor],
+        block_table: Tensor,
+        kv_len: int,
+        kept: ExactPages | None,
+    ) -> Tensor:
+        """The same in a layer with exact tokens: the first and the newest are read from pages of their own.
+
+        Args:
+            new_key, new_value: of these tokens, [seq_len, num_kv_heads, head_dim], keys after RoPE.
+            kept: exact tokens before these, of this sequence; None: there are none.
+        Returns:
+            [seq_len, num_heads * head_dim] in query's dtype.
+        """
+        layout, seq_len = self.parameters.layout, len(query)
+        assert layout.exact is not None
+        window = kv_len if self.window is None else self.window
+        newest, old = 1 if kept is None else min(layout.exact.newest, window), kv_len - seq_len
+        position = torch.arange(old, kv_len, device=query.device)[:, None]
+        first = 0 if kept is None else self._first_held(kept)
+        start = max(0, old - newest + 1)
+        index = torch.cat([torch.arange(*of, device=query.device) for of in ((min(first, start),), (start, kv_len))])
+        near = (index >= old) | (index > position - newest) | (index < first)
+        seen = (index <= position) & (index > position - window) & near
+        sides = new_key, new_value
+        if kept is not None:
+            before = self.read_exactly(*kept, index[:-seq_len])
+            sides = torch.cat([before[0], new_key]), torch.cat([before[1], new_value])
+        places = torch.arange(max(0, old - window + 1), old, device=query.device)
+        coded = (places > position - window) & (places <= position - newest) & (places >= first)
+        of_rows = None
+        if len(places):
+            page_size = rows[0].shape[1]
+            pages = block_table[places // page_size].long()
+            key, value = (side[pages, places % page_size][None, None] for side in rows)
+            rotation = None
+            if self.rotation is not None:
+                rotation = when_read(self.rotation, layout.form, places)
+            of_rows = RowKeys(query.transpose(0, 1)[None], key, value, rotation, coded[None, None])
+        exact = ExactKeys(*(side.transpose(0, 1)[None] for side in sides), seen[None, None])
+        return attend_to_both(query.transpose(0, 1)[None], exact, of_rows, self.parameters)[0]
+
+    def _first_held(self, kept: ExactPages) -> int:
+        """How many first tokens the first page of a sequence holds exactly: none in page 0, which is empty."""
+        exact = self.parameters.layout.exact
+        assert exact is not None
+        return min(exact.first, kept.pages.shape[1]) if int(kept.block_table[0]) else 0
 
     def decodes(self, tokens: int) -> bool:
         """Whether requests of so many new tokens decode without the host, so that a CUDA graph may hold them."""

@@ -54,6 +54,15 @@ class Shard:
             parts = [part.chunk(self.sharing, spec.head_axis)[self.rank % self.sharing] for part in parts]
         return torch.cat(parts, spec.axis)
 
+    def own_heads(self, heads: Tensor) -> Tensor:
+        """This rank's KV heads, [tokens, num_kv_heads, head_dim].
+
+        Args:
+            heads: [tokens, num_kv_heads of its groups * head_dim].
+        """
+        groups = heads.unflatten(-1, (len(self.groups), self.key_layout.group_size, -1))
+        return groups.chunk(self.sharing, 2)[self.rank % self.sharing].flatten(1, 2)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of this rank's part of each tensor."""
         whole = ((name, torch.empty(spec.shape, device="meta")) for name, spec in self.tensors.items())

@@ -9,8 +9,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 pytest.importorskip("vllm", reason="needs vLLM in an environment of its own: make test-vllm")
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.models import registry
@@ -97,6 +98,28 @@ def expected_tokens(
             pad_token_id=0,
         )
         found.append(output[0, len(prompt) :].tolist())
+    return found
+
+
+def tokens_in_passes(
+    folder: Path, prompts: list[list[int]], passes: Callable[[int], list[int]], new_tokens: int = NEW_TOKENS
+) -> list[list[int]]:
+    """transformers' greedy tokens in float32 where prompts are given in several passes.
+
+    Args:
+        passes: length of a prompt -> where its passes end but for the last.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for prompt in prompts:
+        row, cache, own = torch.tensor([prompt]), DynamicCache(config=model.config), []
+        with torch.no_grad():
+            for start, end in pairwise([0, *passes(len(prompt)), len(prompt)]):
+                logits = model(row[:, start:end], past_key_values=cache).logits
+            for _ in range(new_tokens):
+                own.append(int(logits[0, -1].argmax()))
+                logits = model(torch.tensor([own[-1:]]), past_key_values=cache).logits
+        found.append(own)
     return found
 
 

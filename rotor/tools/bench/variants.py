@@ -185,9 +185,10 @@ def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dic
     """Loops of each kernel of a decode step of one token a sequence, and the keys that a program serves."""
     length, sequences = STEP.context_tokens, STEP.batch_size
     groups, step = len(layer.layout.groups), layer.step(kernels.tile(arch))
-    chunks = -(-(length // layer.block if layer.block else 1) // layer.absorb_constants(1)["COUNT"])
-    warps = layer.absorb_options()["num_warps"]
-    programs = absorbing_programs(chunks, groups * layer.group_rows * sequences * warps, SMS)
+    queries = groups * layer.group_rows * sequences
+    blocks, warps, _ = layer.absorb_shape(many=True)
+    chunks = -(-(length // layer.block if layer.block else 1) // blocks)
+    programs = absorbing_programs(chunks, queries * warps, SMS)
     tiles = sequences * groups * length / step / (SMS * kernels.slices_per_sm)
     parts = 1 + tiles * step / length
     loops = Loop(1), Loop(parts, (Loop(1), Loop(tiles / parts)))

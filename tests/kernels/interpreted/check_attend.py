@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.kernel_cases import LAYERS, Case, case_of, causal, in_pages, packed_queries
+from support import kernel_truth as truth
+from support.kernel_cases import LAYERS, Case, case_of, causal, exact_keys, in_pages, packed_queries, with_values
 
 from rotor.kernels import attention
 from rotor.kernels.attention import attend_pages, rows_attention
@@ -102,3 +103,40 @@ def test_what_is_known_of_a_mask_serves_later_layers_only() -> None:
         assert len(seen) == 3
     finally:
         attention.ranges_of = original
+
+
+@pytest.mark.parametrize(
+    ("name", "news", "window"), [("fast", [1, 1, 1], 41), ("apart", [3, 1, 2], None), ("fast", [37, 5, 40], 41)]
+)
+def test_pages_of_a_layer_with_exact_tokens(name, news, window) -> None:
+    """Requests that decode, and prompts, whose new tokens all see the same exact ones before them."""
+    lengths, newest = [37, 16, 90], 12
+    case = with_values(case_of(name, 3, 90, 90))
+    pages = in_pages(case, lengths, 16)
+    prompts = max(news) > 16
+    counts = [new if prompts else max(news) for new in news]
+    exact = exact_keys(case, lengths, counts, [0, 0, 0], 0, newest)
+    shape, packed, found, new, until = case.parameters.shape, [], [], [], []
+    for b, (length, count) in enumerate(zip(lengths, news, strict=True)):
+        old, at = length - count, slice(b, b + 1)
+        token = torch.arange(count)
+        own = (torch.zeros_like(token) if prompts else token) + old - newest + 1
+        until.append(own.clamp(min=0).int())
+        query = case.query[at, :, old:length]
+        slots = replace(exact, key=exact.key[at], value=exact.value[at], index=exact.index[at], first=exact.first[at],
+                        until=until[b][None])  # fmt: skip
+        args = query, case.key[at, :length], case.value[at, :length], case.parameters, causal(1, count, length, window)
+        found.append(truth.with_exact(*args, slots, case.rotation)[0])
+        packed.append(query[0].transpose(0, 1))
+        place = torch.stack([(exact.index[b] == row).int().argmax() for row in range(old, length)])
+        new.append(torch.stack([side[b][:, place].transpose(0, 1) for side in (exact.key, exact.value)]))
+        if prompts:
+            exact.index[b][exact.index[b] >= old] = -1
+    assert shape.num_kv_heads == exact.key.shape[1]
+    got = attend_pages(
+        torch.cat(packed), pages.key, pages.value, case.parameters, default_layer(case.parameters.layout),
+        block_table=pages.block_table, query_start_loc=torch.tensor([0, *news]).cumsum(0).int(),
+        kv_lens=pages.kv_lens, max_query_len=max(news), max_kv_len=90, rotation=case.rotation, window=window,
+        exact=replace(exact, until=torch.cat(until)), new=tuple(torch.cat(new, 1)),
+    )  # fmt: skip
+    check(got, torch.cat(found))
