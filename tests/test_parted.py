@@ -17,8 +17,9 @@ from rotor.calibration.bases.moments import LayerStatistics, stored_name
 from rotor.calibration.bases.parted import parted_bases
 from rotor.calibration.codes.layer import GroupChannels, LayerCodes, by_latent, coded_bases, layer_codes
 from rotor.calibration.codes.quantiser import measure_channels
-from rotor.checkpoint.bases import BasisPair, ChannelCode, LayerBases, Parting, fast_numbers, other_numbers
+from rotor.checkpoint.bases import BasisPair, ChannelCode, FoldedBasis, LayerBases, Parting, fast_numbers, other_numbers
 from rotor.checkpoint.channels import Channels, Numbers, Parted
+from rotor.checkpoint.folding import joint_side, reading_rounded
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerForm, LayerLayout
 from rotor.checkpoint.parted import parted_basis
 from rotor.checkpoint.projections import AttentionWeights
@@ -272,3 +273,27 @@ def test_with_a_scale_a_row_all_lengths_are_alike() -> None:
         loss = coded_loss(bases, codes, plan.channels[0], part, cost, SHAPE)
         relative.append(loss / float(length.square().mean()))
     assert max(relative) < 2 * min(relative)
+
+
+def test_reading_makes_up_for_the_rounding_of_what_encodes() -> None:
+    """All channels at 16 bits, keys far from 0, the bases that encode in bfloat16: read as if they were not rounded."""
+    shape, form, size = SHAPE, KeyForm(8, 3), 2
+    latent = Parted(Channels.of_bits([16] * 52), (Channels.of_bits([16] * 6),) * 2)
+    bases = random_parted(latent, form, size, shape, generator(), mean=20.0)
+    basis, _ = parted_basis(bases, 0, latent, shape)
+    sides = [joint_side(basis, side, size) for side in (0, 1)]
+    keys, values = reading_rounded([sides[0]], [sides[1]], torch.bfloat16, folds_values=False)
+    assert basis.mean is not None
+    numbers = [own.mean + normal(200, len(own.encode), seed=7) for own in sides if own.mean is not None]
+
+    def errors(key: FoldedBasis, value: FoldedBasis) -> float:
+        """Of the numbers as read from what rounded bases put out, before codes."""
+        assert key.shift is not None
+        put_out = key.shift + sum(
+            x @ own.encode.bfloat16().double() for x, own in zip(numbers, (key, value), strict=True)
+        )
+        read = [put_out @ own.read.T + own.mean for own in (key, value) if own.mean is not None]
+        return max(float((a - b).abs().max()) for a, b in zip(read, numbers, strict=True))
+
+    assert errors(keys[0], values[0]) < 1e-9
+    assert errors(*sides) > 1e-2

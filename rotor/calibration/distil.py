@@ -76,7 +76,7 @@ class DistilledModel:
             ]
             for layer, code in zip(bases, codes, strict=True)
         ]
-        self._bases = bases
+        self._bases, self._codes = bases, codes
         self._stored = StoredKeys(network.model, network.family, network.shape)
         self.channels: list[GroupChannels] = []
 
@@ -119,9 +119,9 @@ class DistilledModel:
 
     def trained(self) -> Iterator[tuple[LayerBases, LayerCodes]]:
         """The trained bases and codes of each layer."""
-        for bases, sides in zip(self._bases, self._layers, strict=True):
+        for bases, before, sides in zip(self._bases, self._codes, self._layers, strict=True):
             pairs, codes = zip(*(side.trained() for side in sides), strict=True)
-            yield replace(bases, latents=pairs), LayerCodes(codes, self.form.joint)
+            yield replace(bases, latents=pairs), replace(before, sides=codes)
 
     def _plan(self, compression: float) -> list[GroupChannels]:
         plan = self.path.at_compression(compression) or self.path.plans()[-1]
@@ -154,9 +154,10 @@ class DistilledModel:
         *fast, rest = self._layers[layer]
         *of_fast, of_rest = by_latent(self.channels[layer])
         form, size, shape = self.form.keys[layer], self.form.group_size, self.network.shape
-        parting = self._bases[layer].parting
+        parting, ratio = self._bases[layer].parting, None
         assert parting is not None
         if fast:
+            ratio = self._codes[layer].ratio(of_fast[0])
             parting = parting.predicted_from(*fast[0].distortions(of_fast[0]))
         mean, feedback, prediction = (
             tensor.to(numbers) for tensor in (parting.mean, parting.feedback, parting.prediction)
@@ -168,7 +169,7 @@ class DistilledModel:
         known = own
         if fast:
             known = from_heads(fast[0].unrounded(by_head(own, size), of_fast[0]), size)
-        energy, count = rest.energy(left + (known - own) @ feedback - known @ prediction, of_rest)
+        energy, count = rest.energy(left + (known - own) @ feedback - known @ prediction, of_rest, ratio)
         if fast:
             of_heads, counts = fast[0].energy(by_head(own, size), of_fast[0])
             energy = energy + of_heads.unflatten(0, (-1, size)).sum(1)
@@ -179,7 +180,7 @@ class DistilledModel:
             scaled = fast[0].through(by_head(own / scale, size), of_fast[0])
             read = scale * from_heads(scaled, size)
         target = left + (read - own) @ feedback - read @ prediction
-        rest_read = scale * rest.through(target / scale, of_rest) + read @ prediction
+        rest_read = scale * rest.through(target / scale, of_rest, ratio) + read @ prediction
         found = torch.empty_like(centred).index_copy(-1, at, read).index_copy(-1, others, rest_read)
         return found + mean.unsqueeze(1)
 

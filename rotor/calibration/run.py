@@ -33,7 +33,7 @@ from ..models.hub import find_model
 from ..recipe import Recipe, load_stored_recipe
 from .bases.moments import pack_symmetric, unpack_symmetric
 from .codes.layer import GroupChannels, LayerCodes, coded_bases
-from .codes.side import FITTED_BITS, SideCodes
+from .codes.side import FITTED_BITS, FastErrors, SideCodes
 
 INFO, WEIGHT_FISHER = "run.json", "fisher.safetensors"
 DISTILLED = "distilled"
@@ -122,7 +122,8 @@ def _bases_tensors(bases: LayerBases) -> dict[str, Tensor]:
 
 
 def _codes_tensors(codes: LayerCodes) -> dict[str, Tensor]:
-    return {
+    errors = {} if codes.errors is None else vars(codes.errors)
+    return {f"errors.{name}": tensor.clone().contiguous() for name, tensor in errors.items()} | {
         f"{side}.{name}": tensor.contiguous()
         for side, side_codes in zip(latent_names(codes.joint, len(codes.sides)), codes.sides, strict=True)
         for name, tensor in vars(side_codes).items()
@@ -174,7 +175,13 @@ def read_codes(path: Path, form: LayerForm, shape: AttentionShape) -> LayerCodes
             widths = () if part in ("weight", "variance", "length") else (len(FITTED_BITS),)
             parts[part] = tensors.checked(f"{side}.{part}", (*widths, *size))
         sides.append(SideCodes(**parts))
-    return LayerCodes(tuple(sides), form.joint)
+    if not form.fast_columns:
+        return LayerCodes(tuple(sides), form.joint)
+    groups, columns = latent_sizes(form, shape)[1][-1]
+    fast = form.group_size * form.fast_columns
+    expected = {"base": (groups, columns), "each": (groups, fast, columns), "nominal": (groups, fast)}
+    errors = FastErrors(**{name: tensors.checked(f"errors.{name}", size) for name, size in expected.items()})
+    return LayerCodes(tuple(sides), form.joint, errors)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ...checkpoint.channels import PLANE, Parted, aligned, read_alike
+from ...checkpoint.channels import NIBBLE_BITS, PLANE, Parted, aligned, read_alike
 from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_per_token
 from ..codes.layer import GroupChannels, LayerCodes, channels_bytes
 from ..codes.side import SideCodes
@@ -19,6 +21,11 @@ from .plan import COMPRESSION_SLACK, Plan, RankPath
 PATH_RESOLUTION = 1024
 """Neighbouring plans of a path differ by at least 1/1024 of the uncompressed bytes; plans in between are made on
 demand."""
+
+PLANE_BITS = PLANE * NIBBLE_BITS
+
+MOST_FAST_BITS = 10
+"""Most bits a number of a fast latent, on average."""
 
 UNIT_BYTES = PLANE // 2
 """Bytes by which rows grow, the unit in which bytes are split."""
@@ -66,24 +73,25 @@ class _ApartBits(_LayerBits):
 class _JointBits(_LayerBits):
     """Curves of the latents of joint groups.
 
-    fast: of each KV head, empty where no plane is fast. rest: of each group. Fast latents of a layer have the same
-    number of planes, since one kernel reads them all; every number is tried.
+    fast: of each KV head, empty where no plane is fast. rest: by the planes of a fast latent (0 without any), of each
+    group, given those fast codes. Fast latents of a layer have the same number of planes, since one kernel reads them
+    all; every number is tried.
     """
 
     fast: tuple[BitCurve, ...]
-    rest: tuple[BitCurve, ...]
+    rest: dict[int, tuple[BitCurve, ...]]
 
     @cached_property
     def _of_planes(self) -> dict[int, tuple[float, list[np.ndarray], BitPath]]:
         """By the planes of a fast latent: loss of all of them, planes of the rest of each group that fit in 0, 1, ...
         units of its row, and the best split of units among groups."""
-        groups = len(self.rest)
         found = {}
-        for planes in range(1, len(self.fast[0].loss)) if self.fast else [0]:
+        for planes, rest in self.rest.items():
+            groups = len(rest)
             loss = sum(float(curve.loss[planes]) for curve in self.fast)
             before = planes * len(self.fast) // groups
-            fitting = [_fitting(len(curve.loss), before, groups) for curve in self.rest]
-            losses = [np.where(own < 0, np.inf, curve.loss[own]) for curve, own in zip(self.rest, fitting, strict=True)]
+            fitting = [_fitting(len(curve.loss), before, groups) for curve in rest]
+            losses = [np.where(own < 0, np.inf, curve.loss[own]) for curve, own in zip(rest, fitting, strict=True)]
             found[planes] = loss, fitting, bit_path(losses)
         return found
 
@@ -107,9 +115,10 @@ class _JointBits(_LayerBits):
         planes = int(self._best[1][units])
         _, fitting, path = self._of_planes[planes]
         split = path.split(min(units, len(path.loss) - 1))
-        size = len(self.fast) // len(self.rest)
+        rest = self.rest[planes]
+        size = len(self.fast) // len(rest)
         found: list[Parted] = []
-        for index, (curve, own, count) in enumerate(zip(self.rest, fitting, split, strict=True)):
+        for index, (curve, own, count) in enumerate(zip(rest, fitting, split, strict=True)):
             fast = tuple(head.channels(planes) for head in self.fast[index * size : (index + 1) * size])
             found.append(Parted(curve.channels(int(own[count])), fast))
         return [(key, None) for key in read_alike(found)]
@@ -122,13 +131,25 @@ def _fitting(planes: int, before: int, groups: int) -> np.ndarray:
 
 
 def _layer_bits(codes: LayerCodes, widths: tuple[int, ...]) -> _LayerBits:
-    def curves(side: SideCodes, scaled: bool = False) -> tuple[BitCurve, ...]:
-        return tuple(bit_curve(side.losses(index, widths), widths, scaled) for index in range(len(side.weight)))
+    def curves(side: SideCodes) -> tuple[BitCurve, ...]:
+        return tuple(bit_curve(side.losses(index, widths), widths) for index in range(len(side.weight)))
 
     if not codes.joint:
         return _ApartBits(tuple(curves(side) for side in codes.sides))
-    *fast, rest = codes.sides
-    return _JointBits(curves(fast[0]) if fast else (), curves(rest, scaled=True))
+    *fast_sides, rest = codes.sides
+
+    def of_rest(ratio: Tensor) -> tuple[BitCurve, ...]:
+        groups = range(len(rest.weight))
+        losses = [ratio[index] * rest.losses(index, widths) for index in groups]
+        return tuple(bit_curve(losses[index], widths, True, rest.order(index)) for index in groups)
+
+    if not fast_sides:
+        return _JointBits((), {0: of_rest(torch.ones_like(rest.weight))})
+    fast = curves(fast_sides[0])
+    most = min(len(fast[0].loss) - 1, -(-MOST_FAST_BITS * fast_sides[0].weight.shape[1] // PLANE_BITS))
+    planes = range(1, max(most, 1) + 1)
+    ratios = {count: codes.ratio([curve.channels(count) for curve in fast]) for count in planes}
+    return _JointBits(fast, {count: of_rest(ratio) for count, ratio in ratios.items()})
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ...checkpoint.bases import BasisPair, Parting, blocks_of, fast_numbers, other_numbers, solved
 from ...checkpoint.layout import LayerForm
-from ...numerics import one_thread
 from ..codes.side import FITTED_BITS
 from .kq import closed_form
 from .method import Inputs
@@ -59,23 +58,31 @@ def parted_bases(inputs: Inputs, form: LayerForm) -> tuple[tuple[BasisPair, ...]
     mean = inputs.statistics.sums[f"{name}_mean"] / tokens
     if not len(fast):
         return (closed_form(of_other, tokens * rest),), Parting(mean, spread, between, between, between)
-    with one_thread():
-        feedback = -torch.linalg.solve(of_other, of_both.mT).mT
     prediction = solved(spread, between)
-    of_fast = of_fast + of_both @ feedback.mT
     count = form.fast_columns
 
     def of_heads(moments: Tensor) -> Tensor:
         """The blocks of each head on the diagonal, [num_kv_heads, 2 F, 2 F]."""
         blocks = moments.unflatten(-1, (-1, count)).unflatten(-3, (-1, count)).diagonal(dim1=-4, dim2=-2)
-        return blocks.movedim(-1, -3).flatten(0, 1)
+        return _symmetric(blocks.movedim(-1, -3).flatten(0, 1))
 
-    own = closed_form(of_heads((of_fast + of_fast.mT) / 2), tokens * of_heads(spread))
-    parting = Parting(mean, spread, between, prediction, feedback)
-    left = rest - between.mT @ prediction
-    exact = closed_form(of_other, tokens * (left + left.mT) / 2)
-    left = _left_of_rest(parting, rest, own, _nominal_distortion(own, exact))
-    return (own, closed_form(of_other, tokens * (left + left.mT) / 2)), parting
+    # An error e of the fast numbers moves what is predicted by e P, at this cost; stored channels of the rest answer.
+    first = closed_form(of_other, tokens * _symmetric(rest - between.mT @ prediction))
+    alone = of_fast + prediction @ of_both.mT + of_both @ prediction.mT + prediction @ of_other @ prediction.mT
+    met = (of_both + prediction @ of_other) @ first.decode
+    cost = (first.decode * (of_other @ first.decode)).sum(1, keepdim=True)
+    own = closed_form(of_heads(alone), tokens * of_heads(spread))
+    stored = nominal_bits([own.singular_values.square(), first.singular_values.square()])[1] > 0
+    answer = -met / cost * stored.unsqueeze(1)
+    own = closed_form(of_heads(alone + met @ answer.mT), tokens * of_heads(spread))
+    parting = Parting(mean, spread, between, prediction, prediction + answer @ first.decode.mT)
+    distortion = _nominal_distortion(own, first)
+    left = _left_of_rest(parting, rest, own, distortion)
+    return (own, closed_form(of_other, tokens * _symmetric(left))), parting
+
+
+def _symmetric(moments: Tensor) -> Tensor:
+    return (moments + moments.mT) / 2
 
 
 def _nominal_distortion(fast: BasisPair, rest: BasisPair) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from ...checkpoint.bases import BasisPair, LayerBases
 from ...checkpoint.channels import Channels, Parted, aligned
 from ..bases.information import LayerFisher
 from ..bases.moments import vector_names
 from .parted import parted_codes
-from .side import SideCodes, side_codes
+from .side import FastErrors, SideCodes, side_codes
 
 Coded = Channels | Parted
 """Channels of a row of codes."""
@@ -37,10 +39,27 @@ def channels_bytes(channels: list[GroupChannels]) -> int:
 
 @dataclass(frozen=True)
 class LayerCodes:
-    """Codes of each latent of a layer, in the order of `LayerBases.latents`; joint: keys and values together."""
+    """Codes of each latent of a layer, in the order of `LayerBases.latents`.
+
+    joint: keys and values are coded together. errors: what fast codes do to the rest; None without fast latents.
+    """
 
     sides: tuple[SideCodes, ...]
     joint: bool
+    errors: FastErrors | None = None
+
+    def with_fast(self, channels: Sequence[Channels]) -> LayerCodes:
+        """The same with the codes of the rest for fast latents of these channels."""
+        return replace(self, sides=(self.sides[0], self.sides[1].stretched(self.ratio(channels))))
+
+    def ratio(self, channels: Sequence[Channels]) -> Tensor:
+        """Variances of the rest, given fast latents of these channels, over those that its codes were fitted to."""
+        assert self.errors is not None
+        fast = self.sides[0]
+        codes = [fast.code(head, own)[1] for head, own in enumerate(channels)]
+        order = torch.stack([fast.order(head) for head in range(len(codes))])
+        lost = fast.distortions(codes)
+        return self.errors.ratio(torch.empty_like(lost).scatter(-1, order, lost))
 
     @property
     def qk(self) -> SideCodes:
@@ -64,7 +83,8 @@ def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
     Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """
     if bases.joint:
-        return LayerCodes(parted_codes(bases, gradients), joint=True)
+        sides_of_joint, errors = parted_codes(bases, gradients)
+        return LayerCodes(sides_of_joint, True, errors)
     names = vector_names(bases.form, bases.joint)
     sides = []
     for name, pair in zip(names, bases.latents, strict=True):
@@ -84,6 +104,8 @@ def coded_bases(
     """
     latents: list[BasisPair] = []
     parting = bases.parting
+    if codes.errors is not None:
+        codes = codes.with_fast(by_latent(channels)[0])
     for pair, side, own in zip(bases.latents, codes.sides, by_latent(channels), strict=True):
         coded = [side.code(group, latent) for group, latent in enumerate(own)]
         order = torch.stack([order for order, _ in coded])

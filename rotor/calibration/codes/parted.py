@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...checkpoint.bases import ChannelCode, LayerBases, fast_numbers, other_numbers
+from ...checkpoint.bases import BasisPair, ChannelCode, LayerBases, Parting, blocks_of, fast_numbers, other_numbers
 from ...kernels.rows import scale_nibble, scale_of
 from ..bases.information import LayerFisher
 from ..bases.moments import stored_name
 from ..bases.parted import nominal_bits
-from .side import FITTED_BITS, SideCodes, side_codes
+from .side import FITTED_BITS, FastErrors, SideCodes, side_codes
 
 
-def parted_codes(bases: LayerBases, gradients: LayerFisher) -> tuple[SideCodes, ...]:
+def parted_codes(bases: LayerBases, gradients: LayerFisher) -> tuple[tuple[SideCodes, ...], FastErrors | None]:
     """Fit the codes of a joint layer's latents, in the order of `LayerBases.latents`; see `layer_codes`.
 
     The gradient by the errors of fast codes is that by fast numbers and by what the rest takes up of them. The rest's
@@ -60,7 +60,8 @@ def parted_codes(bases: LayerBases, gradients: LayerFisher) -> tuple[SideCodes, 
     ]
     scale, first_scale = (_scales(z, lengths, size) for z in (known, latents(first)))
 
-    found = []
+    found: list[SideCodes] = []
+    of_errors = None
     errors = x.new_zeros(*x.shape[:-1], len(fast))
     if fast_pairs:
         pair, of_heads = fast_pairs[0], scale.repeat_interleave(size, 0)
@@ -71,12 +72,32 @@ def parted_codes(bases: LayerBases, gradients: LayerFisher) -> tuple[SideCodes, 
         mean, step, lost = (tensor.gather(0, index)[0] for tensor in (own.mean, own.scale, own.distortion))
         codes = [ChannelCode(*parts) for parts in zip(bits[0], mean, step, strict=True)]
         errors = from_heads((_read(known[0], codes, of_heads) - known[0]) @ pair.decode.mT, size)
-        parting = parting.predicted_from(pair, lost.clamp(max=1.0))
+        lost = lost.clamp(max=1.0)
+        of_errors = _fast_errors(parting, pair, rest, known[-1], share, lost)
+        parting = parting.predicted_from(pair, lost)
     read = x[..., fast] + errors
     target = (x[..., other] + errors @ parting.feedback - read @ parting.prediction) @ rest.encode
     exact = (latents(first)[-1] / first_scale.unsqueeze(-1)).squeeze(1)
     own = side_codes(rest, of_rest, target, by_latents[-1], share, exact, scale)
-    return (*found, replace(own, length=lengths[-1]))
+    return (*found, replace(own, length=lengths[-1])), of_errors
+
+
+def _fast_errors(
+    parting: Parting, fast: BasisPair, rest: BasisPair, known: Tensor, share: Tensor, lost: Tensor
+) -> FastErrors:
+    """What errors of fast codes add to the variances of the rest: e (B - P) E, with errors of channels uncorrelated.
+
+    Args:
+        known: latents of the rest before errors, [num_groups, tokens, channels]. lost: distortions, [num_kv_heads,
+            channels].
+    """
+    groups = len(known)
+    decode = blocks_of(fast.decode.unflatten(0, (groups, -1)))
+    encode = blocks_of(fast.encode.unflatten(0, (groups, -1)))
+    moved = decode.mT @ (parting.feedback - parting.prediction) @ rest.encode
+    variance = (encode.mT @ parting.spread @ encode).diagonal(dim1=-2, dim2=-1)
+    base = (share[:, None] * known.square()).sum(1)
+    return FastErrors(base, variance.unsqueeze(-1) * moved.square(), lost.unflatten(0, (groups, -1)).flatten(1))
 
 
 def by_head(numbers: Tensor, group_size: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,32 @@ FITTED_BITS = (0, *reversed(WIDTHS))
 TOKEN_GRADIENT_SHARE = 0.5
 """Weight of a token's squared gradient in the cost of its error; the rest is the mean over tokens, as one gradient is a
 noisy estimate. See artifacts/NOTES.md."""
+
+
+@dataclass(frozen=True)
+class FastErrors:
+    """Variance that the latents of the rest of joint groups have from the errors of fast codes; float64.
+
+    base: [num_groups, channels], without errors. each: [num_groups, fast channels of a group, channels], what a fast
+    channel that is not stored adds. nominal: [num_groups, fast channels of a group], distortions at which the codes of
+    the rest were fitted.
+    """
+
+    base: Tensor
+    each: Tensor
+    nominal: Tensor
+
+    def ratio(self, distortion: Tensor) -> Tensor:
+        """Variances over those that codes were fitted to, [num_groups, channels].
+
+        Args:
+            distortion: of the fast channels of each KV head, in the order of the bases.
+        """
+        lost = distortion.reshape(self.nominal.shape)
+        return self._variance(lost) / self._variance(self.nominal).clamp(min=torch.finfo(torch.float64).tiny)
+
+    def _variance(self, lost: Tensor) -> Tensor:
+        return self.base + (lost.unsqueeze(1) @ self.each).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -54,6 +80,11 @@ class SideCodes:
         bits[: channels.rank] = torch.tensor(channels.bits)
         index = _widths(bits)
         return order, ChannelCode(bits, self.mean[index, group, order], self.scale[index, group, order])
+
+    def stretched(self, ratio: Tensor) -> SideCodes:
+        """The codes of latents whose variances are these times as large, [num_groups, channels]; the order stays."""
+        root = ratio.sqrt()
+        return replace(self, mean=self.mean * root, scale=self.scale * root, length=self.length / ratio)
 
     def distortions(self, codes: Sequence[ChannelCode]) -> Tensor:
         """Distortion of the codes that `code` gave for each group, in their order, [num_groups, channels]."""

@@ -65,23 +65,33 @@ class TrainedCode:
         for tensor in (*self.mixes, *self.code_parameters):
             tensor.requires_grad_()
 
-    def through(self, vectors: Tensor, channels: Sequence[Channels]) -> Tensor:
+    def through(self, vectors: Tensor, channels: Sequence[Channels], ratio: Tensor | None = None) -> Tensor:
         """Encode, round and decode keys or values.
 
         Args:
             vectors: [num_groups, tokens, n], float32.
             channels: channels of each group.
+            ratio: see `SideCodes.stretched`.
         """
+        root = self._roots(ratio)
         return torch.stack(
-            [self._group(group, *both) for group, both in enumerate(zip(vectors, channels, strict=True))]
+            [self._group(group, *both, root[group]) for group, both in enumerate(zip(vectors, channels, strict=True))]
         )
 
+    def _roots(self, ratio: Tensor | None) -> Tensor:
+        """Square roots of the ratio of each channel in the order of plans, [num_groups, channels]."""
+        if ratio is None:
+            return torch.ones_like(self._length)
+        return self._ordered(ratio).sqrt().to(self._length)
+
     @torch.no_grad()
-    def energy(self, vectors: Tensor, channels: Sequence[Channels]) -> tuple[Tensor, Tensor]:
+    def energy(
+        self, vectors: Tensor, channels: Sequence[Channels], ratio: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Sum of the weighted squares of stored latents, [num_groups, tokens], and how many have a weight."""
         energies, counts = [], []
         for group, (own, latent) in enumerate(zip(vectors, channels, strict=True)):
-            length = self._length[group, : latent.rank]
+            length = (self._length[group] / self._roots(ratio)[group].square())[: latent.rank]
             energies.append((self._latent(group, own)[:, : latent.rank].square() * length).sum(-1))
             counts.append(length.count_nonzero())
         return torch.stack(energies), torch.stack(counts)
@@ -106,21 +116,22 @@ class TrainedCode:
         latent = vectors @ self._encode[group]
         return latent + (latent - self._middle[group]) @ (self._per_unit[group] * self.mixes[0][group]).T
 
-    def _group(self, group: int, vectors: Tensor, channels: Channels) -> Tensor:
+    def _group(self, group: int, vectors: Tensor, channels: Channels, root: Tensor) -> Tensor:
         rank, device = channels.rank, vectors.device
         bits = torch.tensor(channels.bits, device=device)
         width = torch.tensor([FITTED_BITS.index(bits_of_channel) for bits_of_channel in channels.bits], device=device)
         index = torch.arange(rank, device=device)
         half = 2.0 ** (bits - 1)
-        mean = self.means[width, group, index]
-        scale = self.log_scales[width, group, index].exp()
+        mean = self.means[width, group, index] * root[:rank]
+        scale = self.log_scales[width, group, index].exp() * root[:rank]
         encode_mix, decode_mix = (self._per_unit[group] * mix[group] for mix in self.mixes)
         middle = self._middle[group]
         latent = vectors @ self._encode[group]
         latent = latent[..., :rank] + (latent - middle) @ encode_mix[:rank].T
         level = torch.maximum(torch.minimum((latent - mean) / scale, half * (1 - 1e-6)), -half)
         read = mean + scale * (level + (level.detach().floor() + 0.5 - level.detach()))
-        read = torch.cat([read, self.means[0, group, rank:].expand(*read.shape[:-1], -1)], dim=-1)
+        missing = self.means[0, group, rank:] * root[rank:]
+        read = torch.cat([read, missing.expand(*read.shape[:-1], -1)], dim=-1)
         read = read + (read - middle) @ decode_mix.T
         return read @ self._decode[group].T
 
