@@ -141,7 +141,7 @@ def test_attention_while_training_is_that_of_the_compressed_model(run: Run):
     before = replace(run, recipe=replace(run.recipe, distil=replace(run.recipe.distil, steps=0)))
     compressed.compress(before.bases(plan.channels), plan.ranks)
     expected = batch_logits(compressed, rows)
-    assert relative_error(found, expected) < 0.1 * relative_error(uncompressed, expected)
+    assert relative_error(found, expected) < 0.2 * relative_error(uncompressed, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "gpt_neox"])
