@@ -55,6 +55,6 @@ def test_pages_give_what_rows_in_one_piece_give(name: str, seq_len: int, window:
         together = query.transpose(0, 1) if shape.rotary_dim else query
         expected = attention(together[None], key[None, None], value[None, None], parameters, of_keys, mask[None, None])
         shard = shard_of(layout, shape, "", 0, 1)
-        layer = PagedLayer(shard, torch.float64, parameters, None, None, rotation, window, None)
+        layer = PagedLayer(shard, torch.float64, parameters, rotation, window, None)
         got = layer.attend_sequence(query, (in_pages(key, table), in_pages(value, table)), table, KV_LEN)
         torch.testing.assert_close(got, expected[0], rtol=1e-9, atol=1e-9 if softcap is None else 1e-4)

@@ -33,6 +33,7 @@ class PolicyModels:
             domain = "post" if kind == "post" else "pre"
             if kind == "codes":
                 more = ["codes.bits=[0,4,8,16]", "codes.tokens=512", "tokens.count=1024", "tokens.seq_len=64"]
+                more += ["exact.first=0", "exact.newest=0"]  # no policy keeps tokens exactly
                 overrides = [f"groups.domain={domain}", "groups.size=2", *more, *FAST_EVALUATION, *SHORT_TEXT]
                 run = calibrate(self.tiny("llama"), folder / "run", "rotor", overrides)
             else:

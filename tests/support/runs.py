@@ -47,6 +47,8 @@ SMALL_OPTIONS = [
 ]
 
 SMALL_STUDY = [
+    "exact.first=0",
+    "exact.newest=0",
     "tokens.count=1024",
     "tokens.seq_len=64",
     "evaluation.lookup_prompts=4",

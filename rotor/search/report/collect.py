@@ -98,6 +98,10 @@ def collect_checkpoint(
     shape = run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)
     data.head_dim = shape.head_dim
     layouts = [LayerLayout.from_dict(own, ROTOR_JSON) for own in report["layouts"]]
+    if len(layouts) != shape.num_layers:
+        raise CheckpointError(
+            f"{ROTOR_JSON}: {len(layouts)} layouts, expected {shape.num_layers}.", "Get the checkpoint again."
+        )
     data.ranks = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in layouts]
     data.ranks_of = "of this checkpoint"
     element = size["element_bytes"]
