@@ -66,6 +66,8 @@ def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> T
     work = widest // layout.operands * layout.planes * rows * (1 + layout.latents_per_group) // 2
     if not layout.coded:
         return Tile(64, 2, 2) if work <= 1024 else Tile(32, 4 if work <= 8192 else 8, 2)
+    if layout.fast_planes > 16:
+        return Tile(32, 2 if layout.fast_planes <= 32 else 4, 2)
     if layout.fast_planes and work <= 1024:
         return Tile(64, 2, 3) if layout.group_size > 1 else Tile(64, 1, 2)
     if layout.fast_planes:

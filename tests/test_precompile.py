@@ -67,15 +67,15 @@ def test_named_layouts() -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("name", "arch", "goal"),
-    [("llama3-8b-64x2", 90, 20.0), ("smollm2-64x3", 90, 24.0), ("llama3-8b-numbers-64x1", 80, 24.0)],
+    ("name", "arch", "goal", "spilled_bytes"),
+    [("llama3-8b-64x2", 90, 17.0, 96), ("smollm2-64x3", 90, 25.0, 384), ("llama3-8b-numbers-64x1", 80, 24.0, 48)],
 )
-def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, decoding_alone) -> None:
-    """And as many as predictions look up."""
+def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, spilled_bytes, decoding_alone) -> None:
+    """And as many as predictions look up. Tiles that spill less were slower on an H100."""
     (layer,) = count_layers([named_subjects()[name]], [arch])
     assert [kernel.error for kernel in layer.kernels] == [None] * len(layer.kernels)
     assert goal / 3 < layer.instructions_per_key < goal
-    assert layer.spilled_bytes <= 48  # of the tiles that were fastest on an H100; see test_compile
+    assert layer.spilled_bytes <= spilled_bytes
     assert [kernel.name.partition(" ")[0] for kernel in layer.kernels] == ["absorb", "decode", "join"]
     assert all(16 <= kernel.registers <= 255 for kernel in layer.kernels)
     of = named_subjects()[name]

@@ -178,7 +178,8 @@ class PagedLayer:
 
             append(
                 key[None], value[None], shard.key_layout, shard.key_shape, key_basis=p.key_basis, key_shift=p.key_shift,
-                value_basis=p.value_basis, value_shift=p.value_shift, scales=p.scales, out=self.rows(pages), slots=slots,
+                value_basis=p.value_basis, value_shift=p.value_shift, scales=p.scales, out=self.rows(pages),
+                slots=slots,
             )  # fmt: skip
             return
         if p.value_basis is not None:

