@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...checkpoint.bases import BasisPair, ChannelCode
+from ...checkpoint.bases import BasisPair, ChannelCode, latent_sizes
 from ...checkpoint.channels import WIDTHS, Channels
+from ...checkpoint.layout import AttentionShape, LayerForm
 from .quantiser import measure_channels
 
 FITTED_BITS = (0, *reversed(WIDTHS))
@@ -100,9 +101,14 @@ def _widths(bits: Tensor) -> Tensor:
     return torch.tensor([FITTED_BITS.index(width) for width in bits.tolist()])
 
 
-def codes_bytes(channels: int) -> int:
-    """Bytes of SideCodes with this many channels: three numbers, and three at each of FITTED_BITS."""
-    return 8 * channels * (3 + 3 * len(FITTED_BITS))
+def codes_bytes(form: LayerForm, shape: AttentionShape) -> int:
+    """Bytes of a layer's codes: three numbers a channel and three at each of FITTED_BITS; and `FastErrors`."""
+    sizes = latent_sizes(form, shape)[1]
+    numbers = sum(count * columns for count, columns in sizes) * (3 + 3 * len(FITTED_BITS))
+    if form.fast_columns:
+        fast, (groups, columns) = form.group_size * form.fast_columns, sizes[-1]
+        numbers += groups * (columns + fast + fast * columns)
+    return 8 * numbers
 
 
 def side_codes(

@@ -133,7 +133,7 @@ class ModelOutline:
             stored = [stored_bytes(shape, group_size, name, samples) for name in wanted_gradients(form)]
             gradients = sum(stored)
             running, solving = 3 * running, solving + 9 * max(stored)
-            codes = form.latents_per_group * codes_bytes(groups * form.columns(shape.head_dim))
+            codes = codes_bytes(form, shape)
             if recipe.distil.steps:  # the trained bases and codes
                 codes += codes + bases
         kept_bytes = shape.num_layers * (outputs + bases + codes)
