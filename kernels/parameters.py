@@ -101,6 +101,11 @@ def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
     return logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
 
 
+def shown_by(mask: Tensor) -> Tensor:
+    """Tell which keys a mask shows, bool; one that is added hides by the least number of its dtype, or infinity."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
 def scaled_and_capped(logits: Tensor, scaling: float, softcap: float | None) -> Tensor:
     """Scale products of queries and keys, and bound them if the model has a soft cap."""
     logits = logits * scaling

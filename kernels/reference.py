@@ -18,7 +18,7 @@ from torch.nn import functional
 from rotor.checkpoint.layout import LayerLayout
 
 from .logits import AbsorbedQueries, ClassRows, RebuiltKeys, absorbed_queries
-from .parameters import AttentionParameters, masked, scaled_and_capped, seq_len_of
+from .parameters import AttentionParameters, masked, scaled_and_capped, seq_len_of, shown_by
 from .rotary import Rotation
 
 BLOCK_ELEMENTS_CPU = 1 << 18
@@ -115,7 +115,7 @@ def attention(
 
 
 class Beyond(NamedTuple):
-    """Which keys of whole rows are read as codes: those beyond the exact ones. The queries are the last of the tokens.
+    """The keys of whole rows that are read as codes: those beyond the exact ones. Queries are the last tokens.
 
     lag: a query reads the codes of the token so many before it, and of older ones.
     exact: [batch_size or 1, kv_len] bool, tokens whose codes no query reads; None: there are none.
@@ -204,8 +204,7 @@ def _may_absorb(parameters: AttentionParameters, seq_len: int, rotation: Rotatio
 def _attended(mask: Tensor) -> range:
     """Range of keys that some query attends to, extended at the front to whole blocks: it leaves out padding and the
     empty rest of a static cache."""
-    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    places = visible.flatten(0, -2).any(0).nonzero()
+    places = shown_by(mask).flatten(0, -2).any(0).nonzero()
     if not len(places):
         return range(0 if mask.dtype == torch.bool else mask.shape[-1])
     first = int(places[0])
@@ -308,6 +307,10 @@ def dense_attention(
         packed = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
         output = functional.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
         return output.reshape(output.shape[0], 1, -1)
+    if query.device.type == "cuda" and attention_mask is not None and query.shape[1] != key.shape[1]:
+        # With a mask PyTorch has no fused kernel for heads that share keys, and would store all logits.
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
     v_width = value.shape[-1]
     width = max(query.shape[-1], v_width)
     if seq_len > 1 and query.shape[-1] != v_width:

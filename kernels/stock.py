@@ -147,7 +147,8 @@ def _of_class(
         own_mask = mask  # a mask over heads has all of the class
         if mask is not None and mask.shape[1] > 1:
             own_mask = mask.unflatten(1, (-1, size, each))[:, :, place].flatten(1, 2)
-        return heads_attention(own, keys[:, place::size], values, parameters.scaling, own_mask, parameters.softcap)
+        found = dense_attention(own, keys[:, place::size], values, parameters.scaling, own_mask, parameters.softcap)
+        return found.unflatten(2, (own.shape[1], -1))
 
     return _by_place(queries, keys.shape[-1], values, cls, attend_at)
 
@@ -178,22 +179,6 @@ def _by_place(
         found = of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts, dim=-1)
         outputs.append(found[..., : cls.value.width].unflatten(-2, (cls.count, -1)))
     return torch.stack(outputs, dim=-3).flatten(-4)
-
-
-def heads_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, softcap: float | None
-) -> Tensor:
-    """Attention of [batch_size, heads, seq_len, width] over as many or fewer key and value heads.
-
-    Returns [batch_size, seq_len, heads, width].
-    """
-    by_sdpa = query.device.type == "cuda" and softcap is None
-    if by_sdpa and mask is not None and query.shape[2] > 1 and query.shape[1] != key.shape[1]:
-        # With a mask PyTorch has no fused kernel for heads that share keys, and would store all logits.
-        times = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-    output = dense_attention(query, key, value, scaling, mask, softcap=softcap)
-    return output.unflatten(2, (query.shape[1], -1))
 
 
 def packed_attention(
@@ -309,5 +294,6 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor
         if window is not None:
             visible &= index > position - window
         q, k, v = (side.transpose(0, 1).unsqueeze(0) for side in (query[start:end], key[own], value[own]))
-        output[start:end] = heads_attention(q, k, v, scaling, visible[None, None], softcap)[0]
+        found = dense_attention(q, k, v, scaling, visible[None, None], softcap)
+        output[start:end] = found[0].unflatten(-1, (query.shape[1], -1))
     return output

@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..checkpoint import LayerLayout
 from ..errors import UsageError
-from ..kernels.parameters import seq_len_of
+from ..kernels.parameters import seq_len_of, shown_by
 from ..kernels.rotary import Rotation, rotate
 from ..runtime import AttentionCall, RotaryTable, RowStore, attend_to_rows
 from .store import Stored, mapped, tensor_bytes
@@ -224,7 +224,7 @@ def real_tokens(mask: Tensor | None, batch_size: int, length: int) -> list[int]:
     if mask is None or length == 1:
         return [length] * batch_size
     last = mask[:, :, -1, -length:]
-    shown = (last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2).any(1)
+    shown = shown_by(last).any(1)
     if bool((shown[:, :-1] & ~shown[:, 1:]).any()):
         raise _padding_inside()
     counts: list[int] = shown.expand(batch_size, -1).sum(-1).tolist()

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..kernels.decoded import decoded_attention
+from ..kernels.parameters import shown_by
 from .attention import RotorAttention
 from .rope import TokenSpan
 from .steps import AttentionCall, CacheRows, RowStore
@@ -49,9 +49,7 @@ def first_seen(mask: Tensor) -> Tensor:
     Args:
         mask: [batch_size or 1, heads or 1, seq_len, seq_len], bool (True: attend) or added to the logits.
     """
-    itself = mask.diagonal(dim1=-2, dim2=-1)
-    real = itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
-    return real.any(1).int().argmax(-1)
+    return shown_by(mask.diagonal(dim1=-2, dim2=-1)).any(1).int().argmax(-1)
 
 
 @contextmanager

@@ -23,10 +23,14 @@ from transformers.cache_utils import (
 from ..checkpoint import ExactTokens
 from ..errors import UsageError
 from ..kernels.exact import ExactKeys
+from ..kernels.parameters import shown_by
 from .rope import TokenSpan
 
 FAR = 1 << 40
 """Index of the first token of a sequence that has been nothing but padding so far."""
+
+LATEST = 1 << 30
+"""Largest index of a token that kernels take: what is beyond has not begun."""
 
 REMEMBERED_QUERIES = 64
 """New tokens up to which masks are kept for the layers that follow; those of longer passes are large."""
@@ -61,7 +65,7 @@ class SeenTokens(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Which keys of a pass are read from rows, and which exactly.
+    """The keys of a pass, divided into those read from rows and those read exactly.
 
     rows: mask over rows; None: all in `keys`. keys: rows that some query reads lie within it, from a multiple of 64 on;
     None: not known, empty: none. exact: mask over SeenTokens.key; None: all.
@@ -145,7 +149,7 @@ class ExactRows:
             place = torch.arange(span.seq_len, device=mask.device)
             column = place + (span.query_offset - span.kv_offset)
             itself = mask.expand(-1, -1, span.seq_len, -1)[:, :, place, column]
-            real = _visible(itself).any(1).expand(len(like), -1)
+            real = shown_by(itself).any(1).expand(len(like), -1)
             found = torch.where(real.any(-1), real.int().argmax(-1) + span.query_offset, FAR)
             self.begin = found if self.begin is None else torch.minimum(self.begin, found)
         if isinstance(self.begin, Tensor) and _on_host(self.begin):
@@ -162,7 +166,7 @@ class ExactRows:
         if by_kernel and writable and new.key.shape[2] == 1 and not torch.compiler.is_compiling():
             from ..kernels.store import store  # imports Triton
 
-            begin = min(self.begin, FAR >> 10) if isinstance(self.begin, int) else self.begin
+            begin = min(self.begin, LATEST) if isinstance(self.begin, int) else self.begin
             store(self.keys, self.values, new.key, new.value, self.exact.first, offset, begin)
             return
         self.keys = self._stored(self.keys, new.key, offset)
@@ -222,9 +226,10 @@ def host_span(span: TokenSpan) -> TokenSpan:
     return span._replace(query_offset=int(offset) if _on_host(offset) else offset.clone())
 
 
-def _visible(mask: Tensor) -> Tensor:
-    """Which keys a mask shows."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+def ring_index(exact: ExactTokens, length: Any, device: torch.device) -> Tensor:
+    """Index of the token in each slot of the ring behind `length` tokens, [newest]; below 0 where there is none."""
+    last = length - 1
+    return last - (last - torch.arange(exact.newest, device=device)) % exact.newest  # type: ignore[no-any-return]
 
 
 def divided(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: TokenSpan) -> Division:
@@ -246,8 +251,7 @@ def divided(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: Tok
     by_row = ~(new | ring | (index - begin < exact.first))
     by_row = by_row if by_row.dim() == 3 else by_row[None]
 
-    last = seen.length - 1
-    newest = last - (last - torch.arange(exact.newest, device=device)) % exact.newest
+    newest = ring_index(exact, seen.length, device)
     first = begin + torch.arange(exact.first, device=device)  # [first] or [batch_size, 1, first]
     in_ring = (query - first < exact.newest) & (first >= seen.until)
     of_first = (first < seen.length) & (first >= kv_offset) & ~in_ring
@@ -264,7 +268,7 @@ def divided(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: Tok
         new_columns = torch.arange(seq_len, device=device) + (offset - kv_offset)
         shown = torch.cat([shown, mask[..., new_columns].expand(*shown.shape[:2], seq_len, -1)], -1)
     rows = _restricted(mask, by_row)
-    return Division(rows, _rows_seen(_visible(rows)), shown)
+    return Division(rows, _rows_seen(shown_by(rows)), shown)
 
 
 def _columns(mask: Tensor, places: Tensor, batch_size: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
+from ..kernels.parameters import shown_by
 
 SHIFTS = "rotor_shifts"
 """Attribute of a cache that a model with keys before RoPE has filled: position less index of its tokens,
@@ -111,8 +112,7 @@ def _compare(shifts: Tensor, mask: Tensor | None, first: int) -> None:
     UsageError if not."""
     attended = torch.ones_like(shifts, dtype=torch.bool)
     if mask is not None:
-        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        attended &= visible[..., : shifts.shape[1]].any(1).any(1)
+        attended &= shown_by(mask)[..., : shifts.shape[1]].any(1).any(1)
     last = attended.long().cumsum(-1).argmax(-1, keepdim=True)
     wrong = attended & (shifts != shifts.gather(1, last))
     if bool(wrong.any()):

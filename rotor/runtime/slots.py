@@ -1,4 +1,4 @@
-"""Which slots of exact tokens, and which rows, the kernels read in a pass; computed once for layers that share it."""
+"""Slots of exact tokens, and rows, that the kernels read in a pass; computed once for layers that share it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from torch import Tensor
 
 from ..checkpoint import ExactTokens
 from ..kernels.slots import ExactSlots
-from .exact import SeenTokens
+from .exact import LATEST, SeenTokens, ring_index
 from .rope import TokenSpan
-
-LATEST = 1 << 30
-"""Largest index of a token: what is beyond, has not begun."""
 
 
 class Bounds(NamedTuple):
@@ -40,8 +37,7 @@ def bounds_of(exact: ExactTokens, seen: SeenTokens, span: TokenSpan) -> Bounds:
     begin = begin.clamp(max=LATEST)[:, None]
     codes = begin + exact.first
     first = begin + torch.arange(exact.first, device=device)
-    last = seen.length - 1
-    newest = (last - (last - torch.arange(exact.newest, device=device)) % exact.newest).expand(batch_size, -1)
+    newest = ring_index(exact, seen.length, device).expand(batch_size, -1)
     index = [
         torch.where(first < seen.length, first, -1),
         torch.where((newest >= max(seen.until, 0)) & (newest >= codes), newest, -1),

@@ -38,7 +38,7 @@ def test_causal_prompts(name) -> None:
 @pytest.mark.parametrize(("name", "seq_len"), [("fast", 37), ("fast", 1)])
 def test_values_wider_than_fused_kernels_take(name, seq_len, monkeypatch) -> None:
     """They are attended to in parts."""
-    case, widths, attend = case_of(name, 2, seq_len, 37), [], stock.heads_attention
+    case, widths, attend = case_of(name, 2, seq_len, 37), [], stock.dense_attention
     (cls, *_) = case.parameters.layout.classes()
     most = max(case.parameters.shape.head_dim, cls.value.width - 8)
     monkeypatch.setattr(stock, "FUSED_WIDTH", most)
@@ -47,7 +47,7 @@ def test_values_wider_than_fused_kernels_take(name, seq_len, monkeypatch) -> Non
         widths.append((key.shape[-1], value.shape[-1]))
         return attend(query, key, value, *rest)
 
-    monkeypatch.setattr(stock, "heads_attention", watched)
+    monkeypatch.setattr(stock, "dense_attention", watched)
     exact, _ = case.exact(causal(2, seq_len, 37))
     check(prompt(case), exact)
     assert cls.value.width > most
