@@ -28,7 +28,7 @@ INFORMATION_DAMPING = 1e-5
 """Share of the mean information that is added to that of each number: what has none must not take up errors."""
 
 
-NOMINAL_BITS = 4.0
+NOMINAL_BITS = 2.5
 """Bits a number at which the codes of a layer are taken for given where bits are not known yet: for the errors of fast
 codes that the rest makes up for, and for the channels by whose length a row is scaled."""
 
