@@ -115,8 +115,8 @@ def kl_div(run: Run, rows: torch.Tensor, compression: float) -> float:
 def test_the_loss_falls_on_other_rows_and_the_exact_bases_stay(run: Run):
     rows = torch.randint(300, 4000, (4, 128), generator=torch.Generator().manual_seed(9))
     before = replace(run, recipe=replace(run.recipe, distil=replace(run.recipe.distil, steps=0)))
-    for compression in (0.9, 0.92):
-        assert kl_div(run, rows, compression) < kl_div(before, rows, compression)
+    for compression in (0.85, 0.9):
+        assert kl_div(run, rows, compression) < 0.99 * kl_div(before, rows, compression)
     exact = run.layer_bases(0).latents[0]
     identity = torch.eye(exact.encode.shape[1], dtype=torch.float64).expand(len(exact.encode), -1, -1)
     torch.testing.assert_close(exact.encode @ exact.decode.mT, identity)
@@ -124,11 +124,13 @@ def test_the_loss_falls_on_other_rows_and_the_exact_bases_stay(run: Run):
     assert relative_error(trained.encode, exact.encode) > 1e-4
 
 
-def test_attention_while_training_is_that_of_the_compressed_model(run: Run):
+@pytest.mark.parametrize("compression", [0.85, 0.9])
+def test_attention_while_training_is_that_of_the_compressed_model(run: Run, compression: float):
+    """But for numbers on the edge of two levels: one in the first layer moves those behind it over their own edges."""
     layers = range(run.shape.num_layers)
     codes = [run.layer_codes(layer) for layer in layers]
     path = BitsPath(codes, run.shape, run.recipe.codes.bits, 2)
-    plan = path.at_compression(0.85)
+    plan = path.at_compression(compression)
     assert plan is not None
     network = LayerwiseModel.of(weights_of(Checkpoint(DEMO_MODEL), CPU, torch.float32, False).model)
     model = DistilledModel(network, run.form, [run.layer_bases(layer) for layer in layers], codes, path)
@@ -141,7 +143,7 @@ def test_attention_while_training_is_that_of_the_compressed_model(run: Run):
     before = replace(run, recipe=replace(run.recipe, distil=replace(run.recipe.distil, steps=0)))
     compressed.compress(before.bases(plan.channels), plan.ranks)
     expected = batch_logits(compressed, rows)
-    assert relative_error(found, expected) < 0.2 * relative_error(uncompressed, expected)
+    assert relative_error(found, expected) < 0.1 * relative_error(uncompressed, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "gpt_neox"])

@@ -38,8 +38,9 @@ from .gradients import all_states, head_gradient
 COMPRESSION_RANGE = (0.78, 0.92)
 """Range of the compression of the plans that training draws."""
 
-BASIS_RATE = 1.0
-"""Adam's learning rate for bases, relative to the change of each number that costs an equal part of the first loss."""
+BASIS_RATE = {True: 0.1, False: 4.0}
+"""Adam's learning rate for bases, of joint latents (True) and of others, relative to the change of each number that
+costs an equal part of the first loss. In joint groups what fast latents are read as moves the rest too."""
 
 CODE_RATE = 2e-3
 """Adam's learning rate for means (in units of the 4-bit scale) and for logarithms of scales."""
@@ -98,7 +99,7 @@ class DistilledModel:
         count = max(1, min(len(sequences), tokens // sequences.shape[1]))
         self.channels = self._plan(sum(COMPRESSION_RANGE) / 2)
         before = self._backward(sequences[:count], expected[:count])
-        rate = BASIS_RATE * math.sqrt(before / sum(mix.numel() for mix in mixes))
+        rate = BASIS_RATE[self.form.joint] * math.sqrt(before / sum(mix.numel() for mix in mixes))
         optimiser = torch.optim.Adam(
             [{"params": mixes, "rate": rate}, {"params": code_parameters, "rate": CODE_RATE}], betas=(0.9, 0.99)
         )
