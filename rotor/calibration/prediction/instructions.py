@@ -10,7 +10,7 @@ Other sizes are derived from the table:
 - Shorter blocks of positions multiply the count by the factor of the narrowest entry.
 - Keys and values of different widths cost the mean of both; joint latents of numbers cost as much as two latents.
 - Each split plane, whose crumbs are read too, adds SPLIT_PLANE_SHARE.
-- Absorbing for heads of another size than HEAD_DIM takes the share ABSORBED_ANYWAY as it is, and the rest in proportion.
+- Absorbing for heads of another size than HEAD_DIM takes ABSORBED_ANYWAY as it is, and the rest in proportion.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def look_up(table: Table, wanted: Specialisation) -> Counts:
         def distance(key: Specialisation) -> tuple[float, bool]:
             return abs(math.log(_rebuilt(key) / size)), key.kv_heads != wanted.kv_heads
 
-        whole = {key: key._replace(fast_planes=0, kv_heads=1) for key in table if key.fast_planes}
-        nearest = min((key for key, without in whole.items() if without in table), key=distance)
-        added = table[nearest].decode - table[whole[nearest]].decode
+        without = {key: key._replace(fast_planes=0, kv_heads=1) for key in table if key.fast_planes}
+        nearest = min((key for key, other in without.items() if other in table), key=distance)
+        added = table[nearest].decode - table[without[nearest]].decode
         decode += added * size / _rebuilt(nearest)
     if wanted.rope_block != BLOCK:
         block, _ = _padded((*SHORT_BLOCKS, BLOCK), wanted.rope_block)
