@@ -15,12 +15,11 @@ from rotor.tools.bench.subjects import PAGE, subject_of
 def count(wanted: Specialisation) -> dict[str, float]:
     """Warp instructions a key and group, and the most that a thread spills."""
     decode = absorb = spilled = 0.0
-    (layer,) = count_layers([subject_of(str(wanted), wanted)], [90])
+    (layer,) = count_layers([subject_of(str(wanted), wanted)], [90], step_alone=True)
     for kernel in layer.kernels:
         if kernel.error is not None:
             sys.exit(f"{wanted}, {kernel.name}: {kernel.error}")
-        if kernel.instructions_per_key is None:
-            continue
+        assert kernel.instructions_per_key is not None
         number = kernel.instructions_per_key * wanted.kv_heads
         spilled = max(spilled, kernel.spilled_bytes or 0)
         decode, absorb = (decode, absorb + number) if kernel.name.startswith("absorb") else (decode + number, absorb)

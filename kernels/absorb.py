@@ -1,11 +1,9 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, var-annotated"
 """Absorb queries before decoding: rotate them back to the beginning of each block of keys, and multiply by the basis.
 
 Let b be the beginning of a block. Decoding multiplies latents by (R^-b q)_slow times the slow rows of the key basis.
-(R^-b q)_slow times the constant key is the part of the logits that all keys of the block share. (R^-b q)_fast is
-multiplied with rebuilt planes. Each of these is a sum over planes p of cos(b w_p) times one vector plus sin(b w_p)
-times another, and the vectors do not depend on b. So a program computes these matrices once for a query head, and
-multiplies a table of the blocks' rotations with them.
+(R^-b q)_slow times the constant key is the part of the logits that all keys of the block share; where rows have a scale
+there is a second one, which the scale of a key multiplies. (R^-b q)_fast is multiplied with rebuilt planes.
 """
 
 from __future__ import annotations
@@ -13,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INTEGERS = [
-    "groups", "max_blocks", "query_stride", "head_stride", "basis_stride",
-]  # fmt: skip
+from .decode import excess
+
+INTEGERS = ["groups", "max_blocks", "query_stride", "head_stride"]
 """Integer arguments that the kernel is not specialised on: one compiled kernel serves all values."""
 
 ADDRESSES = ["begin", "until", "query_start"]
@@ -24,13 +22,12 @@ ADDRESSES = ["begin", "until", "query_start"]
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def absorb_kernel(
-    query, basis, key_constant, slow_starts, fast_starts, absorbed, constant, fast_query, table,
-    begin, until, query_start,
-    groups, max_blocks, query_stride, head_stride, basis_stride, scale,
-    CODED: tl.constexpr, CONSTANT: tl.constexpr, FAST: tl.constexpr, FAST_PLANES: tl.constexpr, PLANES: tl.constexpr,
+    query, basis, constants, starts, absorbed, constant, fast_query, begin, until, query_start,
+    groups, max_blocks, query_stride, head_stride, scale,
+    CODED: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr, FAST_PLANES: tl.constexpr, PLANES: tl.constexpr,
     SLOW: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, COUNT: tl.constexpr,
-    ALIGN: tl.constexpr, BASIS_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+    COUNT: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Absorb one query head of one new token, for COUNT blocks at a time.
 
@@ -38,20 +35,28 @@ def absorb_kernel(
 
     Tensors:
         query: [tokens, num_heads, head_dim], rotated.
-        basis: [HEADS * HEAD_DIM, sum of widths]. key_constant: [num_kv_heads, HEAD_DIM], float32.
-        slow_starts: [blocks, 2, SLOW], fast_starts: [blocks, 2, 2 * FAST]. They have cos and sin of the beginnings of
-            blocks, times RoPE's attention factor, each as a rounded number and the rounding error.
-        absorbed, constant, fast_query: outputs, in the form of `decode_kernel`'s arguments.
+        basis: [groups, HEADS, SLOW + REST, CHUNK, operands, COLUMNS], rows of the query basis as decoding reads a
+            latent: of CHUNK / 2 slow planes both halves, so often, then of dimensions without RoPE.
+        constants: [groups, HEADS, SLOW + REST, CHUNK, 8], the same rows of the constant key, and of that which the
+            scale of a key multiplies; each is the sum of two numbers, for precision. The other columns are 0.
+        starts: [blocks, 2, FAST_PLANES + SLOW * CHUNK / 2], float32, cos and sin of the beginnings of blocks, times
+            RoPE's attention factor; 0 behind the last plane.
+        absorbed, constant, fast_query: outputs, in the form of `decode_kernel`'s arguments. Products are in the dtype
+            of the first.
     Constants:
-        SLOW: cos and sin of slow planes, padded. FAST: fast planes, padded. REST: dimensions without RoPE, padded.
-            0 means none.
+        CHUNK: dimensions that a product takes at a time. SLOW, REST: chunks of slow planes, and of dimensions without
+            RoPE. FAST: fast planes, padded. 0 means none.
         FAST_PLANES, PLANES: number of fast planes, and of all planes.
         BLOCK: positions of a block; 0 for a single block at position 0.
-        ALIGN, BASIS_ALIGN: units of the strides of queries and bases.
+        SCALED: whether rows have a scale. PART: columns of an operand at a time.
+        ALIGN: unit of the strides of queries.
     """
-    DTYPE: tl.constexpr = query.dtype.element_ty
-    OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
+    DTYPE: tl.constexpr = absorbed.dtype.element_ty
     OPERANDS: tl.constexpr = CODED if CODED else 1
+    PARTS: tl.constexpr = COLUMNS // PART
+    CHUNKS: tl.constexpr = SLOW + REST
+    HALF: tl.constexpr = CHUNK // 2
+    STARTS: tl.constexpr = FAST_PLANES + SLOW * HALF
     ROWS: tl.constexpr = HEADS * PER_HEAD
     head = tl.program_id(1)
     sequence = tl.program_id(2) // TOKENS
@@ -69,101 +74,94 @@ def absorb_kernel(
         blocks = tl.where(token < tl.load(query_start + sequence + 1), blocks, 0)
     first_block = tl.program_id(0) * COUNT
     if first_block < blocks:
-        width = COLUMNS if EXACT else tl.load(table + group * 8)
         own = query + token.to(tl.int64) * query_stride * ALIGN + head * head_stride * ALIGN
-        const = key_constant + head // PER_HEAD * HEAD_DIM
-        columns = tl.arange(0, COLUMNS)
-        some = (columns < width)[None, :]
-        basis_row = (basis_stride * BASIS_ALIGN).to(tl.int64)
-        of_head = basis + tl.load(table + group * 8 + 5) * BASIS_ALIGN
-        of_head += head % ROWS // PER_HEAD * HEAD_DIM * basis_row + columns[None, :]
+        own_basis = basis + (head // PER_HEAD).to(tl.int64) * (CHUNKS * CHUNK * OPERANDS * COLUMNS)
+        own_constants = constants + head // PER_HEAD * (CHUNKS * CHUNK * 8)
         place = tl.arange(0, COUNT)
-        # Rows of the matrices: cos of the slow planes, then sin, with q0 b0 + q1 b1 and q1 b0 - q0 b1.
-        k = tl.arange(0, SLOW if SLOW else 16)
-        of_sin = k >= PLANES - FAST_PLANES
-        p = FAST_PLANES + tl.where(of_sin, k - (PLANES - FAST_PLANES), k)
-        rotates = k < 2 * (PLANES - FAST_PLANES)
-        d = tl.arange(0, REST if REST else 16)
-        rest = d < HEAD_DIM - 2 * PLANES
+        column = tl.arange(0, PART)
+        within = tl.arange(0, CHUNK)
+        eight = tl.arange(0, 8)
+        # What all blocks share: the basis, and the query: of slow planes what cos and what sin is multiplied with.
         matrices = ()
-        added = ()
-        if SLOW:
-            x = tl.load(own + tl.where(of_sin, PLANES + p, p), mask=rotates, other=0.0).to(tl.float32)
-            y = tl.load(own + tl.where(of_sin, p, PLANES + p), mask=rotates, other=0.0).to(tl.float32)
-            y = tl.where(of_sin, -y, y)
+        for i in tl.static_range(PARTS):
             for j in tl.static_range(OPERANDS):
-                at = of_head + j * width + p[:, None] * basis_row
-                b0 = tl.load(at, mask=rotates[:, None] & some, other=0.0).to(tl.float32)
-                b1 = tl.load(at + PLANES * basis_row, mask=rotates[:, None] & some, other=0.0).to(tl.float32)
-                matrices += ((x[:, None] * b0 + y[:, None] * b1).to(DTYPE),)
-            if CONSTANT:
-                # The same with the constant key, split into two numbers of DTYPE for an exact product.
-                c0 = tl.load(const + p, mask=rotates, other=0.0)
-                c1 = tl.load(const + PLANES + p, mask=rotates, other=0.0)
-                of_constant = x * c0 + y * c1
-                high = of_constant.to(DTYPE)
-                low = (of_constant - high.to(tl.float32)).to(DTYPE)
-                two = tl.arange(0, 8)[None, :]
-                constants = tl.where(two == 0, high[:, None], tl.where(two == 1, low[:, None], 0.0)).to(DTYPE)
-        # Dimensions without RoPE add the same vector and number in every block.
-        still = 0.0
-        if REST:
-            q = tl.load(own + 2 * PLANES + d, mask=rest, other=0.0).to(tl.float32)
-            for j in tl.static_range(OPERANDS):
-                at = of_head + j * width + (2 * PLANES + d)[:, None] * basis_row
-                rows = tl.load(at, mask=rest[:, None] & some, other=0.0).to(tl.float32)
-                added += (tl.sum(q[:, None] * rows, 0),)
-            if CONSTANT:
-                still = tl.sum(q * tl.load(const + 2 * PLANES + d, mask=rest, other=0.0), 0)
+                for c in tl.static_range(CHUNKS):
+                    at = own_basis + ((within + c * CHUNK) * (OPERANDS * COLUMNS))[:, None] + column[None, :]
+                    matrices += (tl.load(at + (j * COLUMNS + i * PART)),)
+        of_constants = ()
+        if CODED:
+            for c in tl.static_range(CHUNKS):
+                of_constants += (tl.load(own_constants + ((within + c * CHUNK) * 8)[:, None] + eight[None, :]),)
+        halves = ()
+        for c in tl.static_range(SLOW):
+            halves += halves_of(own, within % HALF + (FAST_PLANES + c * HALF), within >= HALF, PLANES)
+        still = ()
+        for c in tl.static_range(REST):
+            dimension = within + (2 * PLANES + c * CHUNK)
+            q = tl.load(own + dimension, mask=dimension < HEAD_DIM, other=0.0).to(tl.float32)
+            still += ((tl.zeros((COUNT, CHUNK), tl.float32) + q[None, :]).to(DTYPE),)
         if FAST:
-            # Matrix that rotates the query's fast planes: rows for cos and sin, columns for both halves of the planes,
-            # each quadrant diagonal.
-            f = tl.arange(0, 2 * FAST)
-            column_plane = f % FAST
-            row_sin = (f >= FAST)[:, None]
-            dimension = tl.where(row_sin == (f >= FAST)[None, :], column_plane[None, :], PLANES + column_plane[None, :])
-            diagonal = (column_plane[:, None] == column_plane[None, :]) & (column_plane < FAST_PLANES)[None, :]
-            of_fast = tl.load(own + dimension, mask=diagonal, other=0.0).to(tl.float32)
-            of_fast = tl.where(row_sin & (f >= FAST)[None, :], -of_fast, of_fast).to(DTYPE)
-        ones = tl.full((COLUMNS, 8), 1.0, DTYPE)
-        row = group * (TOKENS * ROWS) + new * ROWS + head % ROWS
+            both = tl.arange(0, 2 * FAST)
+            fast_plane = both % FAST
+            fast_halves = halves_of(own, tl.where(fast_plane < FAST_PLANES, fast_plane, PLANES), both >= FAST, PLANES)
+            fast_plane = tl.minimum(fast_plane, FAST_PLANES - 1)
+        own_row = new * ROWS + head % ROWS
         for start in range(first_block, blocks, tl.num_programs(0) * COUNT):
-            # COUNT blocks: a table of their rotations times the matrices above.
-            inside = start + place < blocks
-            index = (sequence.to(tl.int64) * max_blocks + start + place) * groups * (TOKENS * ROWS) + row
-            at_block = block_0 + start + place
+            block = start + place
+            inside = block < blocks
+            of_group = (sequence * max_blocks + block) * groups + group
+            index = of_group * (TOKENS * ROWS) + own_row
+            # The query at the beginnings of COUNT blocks.
+            at_start = starts + (block_0 + tl.minimum(block, blocks - 1))[:, None] * (2 * STARTS)
+            rotated = ()
+            for c in tl.static_range(SLOW):
+                plane = (within % HALF + (FAST_PLANES + c * HALF))[None, :]
+                cos = tl.load(at_start + plane)
+                sin = tl.load(at_start + STARTS + plane)
+                rotated += ((halves[2 * c][None, :] * cos + halves[2 * c + 1][None, :] * sin).to(DTYPE),)
+            for c in tl.static_range(REST):
+                rotated += (still[c],)
+            # Constants of the block's logits: of the constant keys, less what operands have too much.
             shared = tl.zeros((COUNT, 8), tl.float32)
-            sums = tl.zeros((COUNT, 8), tl.float32)
-            if SLOW:
-                starts_at = slow_starts + at_block[:, None] * (2 * SLOW) + k[None, :]
-                start_rotation = tl.load(starts_at, mask=inside[:, None], other=0.0)
-                if CONSTANT:
-                    shared = tl.dot(start_rotation, constants, shared, input_precision=PRECISION)
-                    rest_of = tl.load(starts_at + SLOW, mask=inside[:, None], other=0.0)
-                    shared = tl.dot(rest_of, constants, shared, input_precision=PRECISION)
-            for j in tl.static_range(OPERANDS):
-                product = tl.zeros((COUNT, COLUMNS), tl.float32)
-                if REST:
-                    product += added[j][None, :]
-                if SLOW:
-                    product = tl.dot(start_rotation, matrices[j], product, input_precision=PRECISION)
-                rounded = product.to(DTYPE)
-                out = absorbed + index[:, None] * (OPERANDS * COLUMNS) + j * COLUMNS + columns[None, :]
-                tl.store(out, rounded, mask=inside[:, None])
-                if OFFSET > 0:
-                    sums = tl.dot(rounded, ones, sums, input_precision=PRECISION)
             if CODED:
-                # Part of the logits that all keys of a block share, less the offset of the digits that decoding reads.
-                of_block = tl.sum(shared, 1) + still - (OFFSET / 8) * tl.sum(sums, 1)
-                tl.store(constant + index, of_block * scale, mask=inside)
+                for c in tl.static_range(CHUNKS):
+                    shared = tl.dot(rotated[c], of_constants[c], shared, input_precision=PRECISION)
+            for i in tl.static_range(PARTS):
+                for j in tl.static_range(OPERANDS):
+                    product = tl.zeros((COUNT, PART), tl.float32)
+                    for c in tl.static_range(CHUNKS):
+                        matrix = matrices[(i * OPERANDS + j) * CHUNKS + c]
+                        product = tl.dot(rotated[c], matrix, product, input_precision=PRECISION)
+                    rounded = product.to(DTYPE)
+                    out = absorbed + index[:, None] * (OPERANDS * COLUMNS) + (j * COLUMNS + i * PART) + column[None, :]
+                    tl.store(out, rounded, mask=inside[:, None])
+                    if CODED:
+                        less = tl.where((eight == 2)[None, :], -excess(j, DTYPE), tl.zeros((PART, 8), tl.float32))
+                        shared = tl.dot(rounded, less.to(DTYPE), shared, input_precision=PRECISION)
+            if CODED:
+                of_scale = (eight // 2 == 1)[None, :]
+                scaled = tl.sum(tl.where(of_scale, shared, 0.0), 1)
+                unscaled = tl.sum(tl.where(of_scale, 0.0, shared), 1)
+                if SCALED:
+                    pair = constant + 2 * of_group * (TOKENS * ROWS) + own_row
+                    tl.store(pair, unscaled * scale, mask=inside)
+                    tl.store(pair + TOKENS * ROWS, scaled, mask=inside)
+                else:
+                    tl.store(constant + index, (unscaled + scaled) * scale, mask=inside)
             if FAST:
-                # Fast planes of the query, rotated back; the second product adds the rounding error of cos and sin.
-                fast_at = fast_starts + at_block[:, None] * (4 * FAST) + f[None, :]
-                of_block_fast = tl.zeros((COUNT, 2 * FAST), tl.float32)
-                own_start = tl.load(fast_at, mask=inside[:, None], other=0.0)
-                of_block_fast = tl.dot(own_start, of_fast, of_block_fast, input_precision=PRECISION)
-                own_start = tl.load(fast_at + 2 * FAST, mask=inside[:, None], other=0.0)
-                of_block_fast = tl.dot(own_start, of_fast, of_block_fast, input_precision=PRECISION)
-                tl.store(
-                    fast_query + index[:, None] * (2 * FAST) + f[None, :], of_block_fast.to(DTYPE), mask=inside[:, None]
-                )
+                cos = tl.load(at_start + fast_plane[None, :])
+                sin = tl.load(at_start + STARTS + fast_plane[None, :])
+                fast = fast_halves[0][None, :] * cos + fast_halves[1][None, :] * sin
+                tl.store(fast_query + index[:, None] * (2 * FAST) + both[None, :], fast.to(DTYPE), mask=inside[:, None])
+
+
+@triton.jit
+def halves_of(query, plane, second, PLANES: tl.constexpr):
+    """What rotating a query back multiplies with cos and sin, in first or second halves of some planes, float32.
+
+    q0 cos + q1 sin and q1 cos - q0 sin; 0 in planes from PLANES on.
+    """
+    there = plane < PLANES
+    of_cos = tl.load(query + tl.where(second, PLANES + plane, plane), mask=there, other=0.0).to(tl.float32)
+    of_sin = tl.load(query + tl.where(second, plane, PLANES + plane), mask=there, other=0.0).to(tl.float32)
+    return of_cos, tl.where(second, -of_sin, of_sin)

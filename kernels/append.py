@@ -3,16 +3,19 @@
 
 In a layer with exact tokens keys are also rotated as attention takes them, and values are projected here.
 
-All of it is one launch. A program makes some words of a group's row for some tokens. A table says which digit is in
-each of the four planes of a word. The columns of the basis are gathered by this table, so that the columns of the
-product are the nibbles, plane by plane, followed by the lower crumbs of split planes. A channel with several digits is
-computed once for each, which costs little beside reading the basis.
+All of it is one launch, but for joint groups of codes: there it leaves latents in memory, which `coding` codes by a
+second one. A program makes some words of a group's row for some tokens. A table says which digit is in each of the four
+planes of a word. The columns of the basis are gathered by this table, so that the columns of the product are the
+nibbles, plane by plane, followed by the lower crumbs of split planes. A channel with several digits is computed once
+for each, which costs little beside reading the basis.
 
 Lower bound of the time: bytes of the basis, keys and rows over memory bandwidth; in decoding the basis is nearly all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,11 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotor.checkpoint.channels import CRUMB_BITS, SIGNED, WORD_PLANES, Channels, Digit
+from rotor.checkpoint.channels import Channels
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
 
+from .coding import EMPTY, code, coding_plan, digits_of, packed, planes_of
 from .launch import device_table, launch, padded, precision
 from .rotary import Rotation
+from .rows import CodeScales, as_loaded
 
 KEYS, VALUES, QUERIES, EXACT_KEYS = 0, 1, 2, 3
 """Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head, rotate a KV head."""
@@ -40,14 +45,14 @@ COLUMNS = 64
 NONE, WHOLE, BLOCK = 0, 1, 2
 """Rotation of stored keys: none, all planes by the position, or slow planes by the position in the block."""
 
-EMPTY = -1
-"""Entry of the digit table without a digit."""
+LATENT_BYTES = 64 << 20
+"""Most bytes of latents that a launch leaves to the next; more tokens are appended in parts."""
 
 INTEGERS = [
-    "tokens", "seq_len", "table_rows", "index_batch", "block", "fast", "page", "query_batch", "query_position",
-    "query_head", "key_batch", "key_position", "key_head", "value_batch", "value_position", "value_head",
-    "basis_stride", "value_basis_stride", "table_stride", "key_page", "key_row", "value_page", "value_row",
-    "num_heads", "rotated_heads",
+    "first_token", "tokens", "seq_len", "table_rows", "index_batch", "block", "fast", "page", "query_batch",
+    "query_position", "query_head", "key_batch", "key_position", "key_head", "value_batch", "value_position",
+    "value_head", "basis_stride", "value_basis_stride", "table_stride", "key_page", "key_row", "value_page",
+    "value_row", "num_heads", "rotated_heads",
 ]  # fmt: skip
 """Integer arguments that the kernel is not specialised on: one compiled kernel serves all lengths."""
 
@@ -182,47 +187,29 @@ def rotate_head(
         tl.store(query_out + target[:, None] + 2 * HALF + place[None, :], own, mask=there)
 
 
-@triton.jit
-def packed(latents, place, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr):
-    """Quantise latents, given plane by plane, and pack them into words of four nibbles, [ROWS, COLUMNS / PLANES] int32.
-
-    With 8 planes the first four have nibbles and higher crumbs, the others the lower crumbs of planes 3, 2, 1 and 0.
-    place: entries of the digit table, see `Plan`.
-    """
-    known = tl.maximum(place, 0)
-    # The code of the channel: floor, clamped to its bits, made unsigned.
-    half = (1 << tl.maximum((known >> 5) % 32 - 1, 0)).to(tl.float32)
-    code = tl.minimum(tl.maximum(tl.floor(latents), -half[None, :]), half[None, :] - 1.0) + half[None, :]
-    # The digit of that code; an empty place has the nibble 8, which is read as 0.
-    plane = tl.arange(0, COLUMNS) // (COLUMNS // PLANES)
-    crumb = known % 2
-    digit = (code.to(tl.int32) >> ((known >> 1) % 16)[None, :]) & (15 - 12 * crumb)[None, :]
-    digit = tl.where((place >= 0)[None, :], digit, tl.where(plane < 4, 8, 0)[None, :])
-    digit = digit << tl.where(plane < 4, 4 * plane + 2 * crumb, 28 - 4 * plane)[None, :]
-    return tl.sum(tl.reshape(digit, (ROWS, PLANES, COLUMNS // PLANES)), 1)
-
-
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def append_kernel(
     query, key, value, key_basis, key_shift, value_basis, value_shift, cos, sin, index, slots, query_out, key_rows,
     value_rows, places, jobs,
-    tokens, seq_len, table_rows, index_batch, block, fast, page, query_batch, query_position, query_head, key_batch,
-    key_position, key_head, value_batch, value_position, value_head, basis_stride, value_basis_stride, table_stride,
-    key_page, key_row, value_page, value_row, num_heads, rotated_heads,
+    first_token, tokens, seq_len, table_rows, index_batch, block, fast, page, query_batch, query_position, query_head,
+    key_batch, key_position, key_head, value_batch, value_position, value_head, basis_stride, value_basis_stride,
+    table_stride, key_page, key_row, value_page, value_row, num_heads, rotated_heads,
     SIZE: tl.constexpr, MODE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr,
     REST_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, CODED: tl.constexpr,
     FOLDED: tl.constexpr, PART: tl.constexpr, SHIFT: tl.constexpr, VALUE_BASIS: tl.constexpr,
     VALUE_SHIFT: tl.constexpr, QUERY: tl.constexpr, EXACT: tl.constexpr, INDEX: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr, PLANES: tl.constexpr,
+    LATENTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
+    PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Do one job for ROWS tokens; see `append`. Grid: blocks of ROWS tokens, jobs.
+    """Do one job for ROWS of the tokens first_token ... tokens - 1; see `append`. Grid: blocks of ROWS tokens, jobs.
 
     MODE: rotation of keys (NONE, WHOLE, BLOCK). FOLDED: keys are given as latents. PART: `value` is the values' part of
     joint latents and is added to that of the keys. SHIFT: the basis has a shift. VALUE_BASIS: values are given as
     heads, and have a basis; VALUE_SHIFT: which has a shift. QUERY: there are queries to rotate; EXACT: and keys, which
     are written behind them. INDEX, SLOTS: `index` or `slots` is given. PLANES: planes of the digit table, 4 or 8.
+    LATENTS: write latents for `coding`, whose first row is that of first_token.
     """
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = first_token + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
     job = jobs + tl.program_id(1) * FIELDS
     kind, head, start = tl.load(job), tl.load(job + 1), tl.load(job + 2)
@@ -285,7 +272,7 @@ def append_kernel(
                 VALUE_BASIS, VALUE_SHIFT, SIZE, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, PRECISION,
             )  # fmt: skip
         # Write to the token's row, or to its slot in pages; a negative slot is not written.
-        slot = token.to(tl.int64)
+        slot = (token - first_token if LATENTS else token).to(tl.int64)
         stored = valid
         if SLOTS:
             slot = tl.load(slots + token, mask=valid, other=-1).to(tl.int64)
@@ -294,7 +281,7 @@ def append_kernel(
         if CODED:
             out = first_word + tl.arange(0, COLUMNS // PLANES)
             full = tl.arange(0, COLUMNS // PLANES) < held
-            result = tl.where(full[None, :], packed(latents, place, ROWS, COLUMNS, PLANES), 0)
+            result = tl.where(full[None, :], packed(latents, place, token, ROWS, COLUMNS, PLANES), 0)
             mask = stored[:, None] & (tl.arange(0, COLUMNS // PLANES) < written)[None, :]
         else:
             out = first_word + tl.arange(0, COLUMNS)
@@ -341,10 +328,11 @@ def append(
     value_shift: Tensor | None = None,
     rotation: Rotation | None = None,
     index: Tensor | None = None,
+    scales: CodeScales | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     slots: Tensor | None = None,
 ) -> Appended:
-    """Make the rows of new tokens, and rotate their queries, in one launch.
+    """Make the rows of new tokens, and rotate their queries, in one launch; of joint groups of codes in two.
 
     Args:
         key: if the key basis is folded (`layout.folds_keys`), latents [batch_size, seq_len, key_rank], the output of
@@ -364,57 +352,114 @@ def append(
         index: integers, [seq_len] or [batch_size, seq_len], the row of `rotation` for each token. Row 0 is the
             beginning of a block of positions, so row i is position i mod rope_block of its block. By default token t
             of sequence b has row b * seq_len + t, or t in a table of seq_len rows.
+        scales: how the latents of joint groups are coded; None of others.
         out: rows to write into, in place of new ones: [batch_size, 1, seq_len, bytes] each, or with `slots` pages
             [num_pages, page_size, bytes]; rows of numbers are in the model's dtype. A joint layer ignores the second.
         slots: [batch_size * seq_len], integers, page * page_size + index in the page for each token; negative for none.
     """
     batch_size, seq_len = key.shape[:2]
+    tokens = batch_size * seq_len
     if value is not None and not value.shape[-1]:
         value = None
     exact = layout.exact is not None
     as_it_is = out is None and not layout.coded and not exact
-    plan = tables_of(layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, key.device)
     rows = _new_rows(key, value, layout, shape, as_it_is) if out is None else out
-    sides = [
-        side.view(torch.int16) if layout.coded else side for side in (rows[0], rows[0] if layout.joint else rows[1])
-    ]
+    sides = [as_loaded(side, layout) for side in (rows[0], rows[0] if layout.joint else rows[1])]
     rotated_keys = shape.num_kv_heads if exact and rotation is not None else 0
     rotated = None
     if query is not None:
         rotated = query.new_empty(batch_size, seq_len, shape.num_heads + rotated_keys, shape.head_dim)
-    tokens = batch_size * seq_len
-    if tokens and len(plan.jobs):
-        cos, sin = (key, key) if rotation is None else rotation
-        if index is not None and index.dim() == 2 and index.stride(1) != 1:
-            index = index.contiguous()
-        at = 1 if slots is None else 0  # rows are [batch_size, 1, seq_len, .], pages [num_pages, page_size, .]
-        row_strides = [stride for side in sides for stride in (side.stride(0), side.stride(1 + at))]
-        source = key if value is None else value
-        asked = query if query is not None else key.unsqueeze(2)
-        rows_each, warps = (16, 4) if tokens <= 512 else (64, 8)  # of a program
-        grid = (triton.cdiv(tokens, rows_each), len(plan.jobs))
-        launch(
-            append_kernel, grid, asked, key, source, key if key_basis is None else key_basis,
-            key if key_shift is None else key_shift, key if value_basis is None else value_basis,
-            key if value_shift is None else value_shift, cos, sin, plan.jobs if index is None else index,
-            plan.jobs if slots is None else slots, key if rotated is None else rotated, *sides, plan.places, plan.jobs,
-            tokens, seq_len, tokens if rotation is None else len(cos),
-            index.stride(0) if index is not None and index.dim() == 2 and len(index) > 1 else 0,
-            layout.rope_block or 1, layout.fast_planes, seq_len if slots is None else sides[0].shape[1],
-            *asked.stride()[:3], key.stride(0), key.stride(1), key.stride(2) if key.dim() == 4 else 0,
-            source.stride(0), source.stride(1), source.stride(2) if exact else 0,
-            0 if key_basis is None else key_basis.stride(0), 0 if value_basis is None else value_basis.stride(0),
-            cos.stride(0), *row_strides, shape.num_heads, shape.num_heads + rotated_keys, **plan.constants,
-            PART=layout.joint and value is not None, SHIFT=key_shift is not None, VALUE_BASIS=exact,
-            VALUE_SHIFT=value_shift is not None, QUERY=query is not None, EXACT=rotated_keys > 0,
-            INDEX=index is not None, SLOTS=slots is not None, ROWS=rows_each, num_warps=warps,
-        )  # fmt: skip
+    at = 1 if slots is None else 0  # rows are [batch_size, 1, seq_len, .], pages [num_pages, page_size, .]
+    page = seq_len if slots is None else sides[0].shape[1]
+    row_strides = [stride for side in sides for stride in (side.stride(0), side.stride(1 + at))]
+    bases = key_basis, key_shift, value_basis, value_shift
+    call = _Call(key, value, layout, shape, query, rotated, rotated_keys, bases, rotation, index)
+    if not layout.scaled:
+        call.launch(range(tokens), sides, page, row_strides, slots, as_it_is)
+    else:
+        assert scales is not None
+        of_rows = page, row_strides[0], row_strides[1]
+        if layout.folds_keys(shape):
+            call.launch(range(tokens), sides, page, row_strides, slots, True)  # queries alone
+            code(key, layout, scales, sides[0], of_rows, range(tokens), seq_len, slots)
+        else:
+            most = max(1, LATENT_BYTES // (4 * layout.key_rank))
+            for start in range(0, tokens, most):
+                part = range(start, min(start + most, tokens))
+                latents = torch.empty(len(part), layout.key_rank, dtype=torch.float32, device=key.device)
+                call.launch(part, [latents, latents], len(part), [0, layout.key_rank] * 2)
+                code(latents, layout, scales, sides[0], of_rows, part, seq_len, slots)
     if rotated is not None:
         query, keys = rotated.transpose(1, 2).split([shape.num_heads, rotated_keys], dim=1)
         key = keys.transpose(1, 2) if rotated_keys else key
     if not exact or value is None:
         return Appended(query, *rows, rotated=rotated)
     return Appended(query, *rows, key.transpose(1, 2), value.transpose(1, 2), rotated)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the launches of one call of `append` share.
+
+    rotated: gets the queries, and behind them rotated_keys keys. bases: of keys and their shift, of values and theirs.
+    """
+
+    key: Tensor
+    value: Tensor | None
+    layout: LayerLayout
+    shape: AttentionShape
+    query: Tensor | None
+    rotated: Tensor | None
+    rotated_keys: int
+    bases: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    rotation: Rotation | None
+    index: Tensor | None
+
+    def launch(
+        self,
+        tokens: range,
+        sides: Sequence[Tensor],
+        page: int,
+        row_strides: Sequence[int],
+        slots: Tensor | None = None,
+        as_it_is: bool = False,
+    ) -> None:
+        """Launch the kernel for some tokens, counted through the sequences.
+
+        Args:
+            sides: rows of keys and of values to write into, or latents of joint groups. row_strides: of both, from one
+                page (or sequence) of `page` tokens to the next, and from one token to the next.
+            as_it_is: outputs of projections are rows already.
+        """
+        key, value, layout, shape, query = self.key, self.value, self.layout, self.shape, self.query
+        rotation, index, exact = self.rotation, self.index, self.layout.exact is not None
+        plan = tables_of(layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, key.device)
+        if not tokens or not len(plan.jobs):
+            return
+        cos, sin = (key, key) if rotation is None else rotation
+        if index is not None and index.dim() == 2 and index.stride(1) != 1:
+            index = index.contiguous()
+        source = key if value is None else value
+        asked = query if query is not None else key.unsqueeze(2)
+        key_basis, key_shift, value_basis, value_shift = self.bases
+        rows_each, warps = (16, 4) if len(tokens) <= 512 else (64, 8)  # of a program
+        batch_size, seq_len = key.shape[:2]
+        launch(
+            append_kernel, (triton.cdiv(len(tokens), rows_each), len(plan.jobs)), asked, key, source,
+            *(key if each is None else each for each in self.bases), cos, sin,
+            plan.jobs if index is None else index, plan.jobs if slots is None else slots,
+            key if self.rotated is None else self.rotated, *sides, plan.places, plan.jobs, tokens.start, tokens.stop,
+            seq_len, batch_size * seq_len if rotation is None else len(cos),
+            index.stride(0) if index is not None and index.dim() == 2 and len(index) > 1 else 0,
+            layout.rope_block or 1, layout.fast_planes, page, *asked.stride()[:3], key.stride(0), key.stride(1),
+            key.stride(2) if key.dim() == 4 else 0, source.stride(0), source.stride(1),
+            source.stride(2) if exact else 0, 0 if key_basis is None else key_basis.stride(0),
+            0 if value_basis is None else value_basis.stride(0), cos.stride(0), *row_strides, shape.num_heads,
+            shape.num_heads + self.rotated_keys, **plan.constants,
+            PART=layout.joint and value is not None, SHIFT=key_shift is not None, VALUE_BASIS=exact,
+            VALUE_SHIFT=value_shift is not None, QUERY=query is not None, EXACT=self.rotated_keys > 0,
+            INDEX=index is not None, SLOTS=slots is not None, ROWS=rows_each, num_warps=warps,
+        )  # fmt: skip
 
 
 def _new_rows(
@@ -435,8 +480,7 @@ def _new_rows(
 class Plan(NamedTuple):
     """Tables of a layer on a device.
 
-    places: the digit table, for the layer's key rows and then its value rows. An entry is 1024 times the digit's column
-        of the basis, plus 32 times its channel's bits, plus 2 times its first bit, plus 1 for a crumb; or EMPTY.
+    places: the digit table, see `digits_of`, for the layer's key rows and then its value rows.
     jobs: [jobs, FIELDS].
     constants: constexpr arguments of the kernel.
     """
@@ -464,7 +508,7 @@ def tables_of(
         rotated: keys are rotated by the kernel.
     """
     folded = layout.folds_keys(shape)
-    planes = WORD_PLANES if layout.operands <= WORD_PLANES else 2 * WORD_PLANES
+    planes = planes_of(layout)
     places: list[int] = []
     jobs: list[list[int]] = []
     size, unit = dtype.itemsize, 2 if layout.coded else dtype.itemsize
@@ -474,9 +518,13 @@ def tables_of(
         for number, (group, offsets) in enumerate(zip(layout.groups, layout.byte_offsets(size), strict=True)):
             latent, dest = (group.key, offsets[0] // unit) if keys else (group.values, offsets[1] // unit)
             kind, head = (KEYS if keys else VALUES), number * layout.group_size
-            if isinstance(latent, Channels):
+            if layout.scaled:
+                for done in range(0, latent.rank, COLUMNS):
+                    left = latent.rank - done
+                    jobs.append([kind, head, column + done, 0, column + done, left, left])
+            elif isinstance(latent, Channels):
                 first, words = len(places), latent.words
-                places += _digits(latent, column, planes)
+                places += [entry for plane in digits_of(latent, column, planes) for entry in plane]
                 following = layout.byte_offsets(size)[number + 1 :]
                 end = following[0][not keys] if following else layout.read_bytes(size)[not keys]
                 written = end // unit - dest
@@ -496,36 +544,18 @@ def tables_of(
     constants = {
         "SIZE": layout.group_size, "MODE": mode if half and rotated else NONE, "HALF": half,
         "HALF_PADDED": padded(half or 1), "REST": rest, "REST_PADDED": padded(rest or 1),
-        "HEAD_DIM": shape.head_dim, "HEAD_PADDED": padded(shape.head_dim), "CODED": layout.coded,
-        "FOLDED": folded, "COLUMNS": COLUMNS, "FIELDS": FIELDS, "PRECISION": precision(dtype), "PLANES": planes,
+        "HEAD_DIM": shape.head_dim, "HEAD_PADDED": padded(shape.head_dim),
+        "CODED": layout.coded and not layout.scaled, "LATENTS": layout.scaled, "FOLDED": folded,
+        "COLUMNS": COLUMNS, "FIELDS": FIELDS, "PRECISION": precision(dtype), "PLANES": planes,
     }  # fmt: skip
     return Plan(device_table(places or [EMPTY], device), device_table(jobs, device), constants)
 
 
-def _digits(latent: Channels, before: int, planes: int) -> list[int]:
-    """Entries of the digit table for a latent: plane by plane the highest digits, then, with 8 planes, lower crumbs.
-
-    Args:
-        before: columns of the basis before those of this latent.
-    """
-
-    def entry(digits: tuple[Digit, ...], number: int) -> int:
-        if len(digits) <= number:
-            return EMPTY
-        channel, bit, bits = digits[number]
-        return ((before + channel) * 32 + latent.bits[channel]) * 32 + 2 * bit + (bits == CRUMB_BITS)
-
-    by_plane = [latent.slots[i : i + latent.words] for i in range(0, len(latent.slots), latent.words)]
-    numbered = [(plane, 0) for plane in by_plane] + [(plane, 1) for plane in reversed(by_plane)]
-    return [entry(digits, number) for plane, number in numbered[:planes] for digits in plane]
-
-
-assert SIGNED == 8, "`packed` writes this nibble to empty slots"
-
-
 def prepare(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> None:
     """Put a layer's tables on the device, before a CUDA graph is captured."""
+    if layout.scaled:
+        coding_plan(layout, device)
     for query in (False, True):
-        for as_it_is in (False, not layout.coded and layout.exact is None):
+        for as_it_is in (False, layout.scaled or (not layout.coded and layout.exact is None)):
             for rotated in (False, True):
                 tables_of(layout, shape, dtype, query, as_it_is, rotated, device)

@@ -1,17 +1,28 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, var-annotated"
 """Decoding: up to 64 query rows of a group (query heads times new tokens) against the rows of a layer's cache.
 
 Keys are the long side of the matrix products (16 keys by 8 query rows), so that a group with few query heads wastes
-little. A program is one or two warps. A tile has the keys of one block of positions (or of a part of it), so it needs
+little. A program is one or a few warps. A tile has the keys of one block of positions (or of a part of it), so it needs
 one absorbed query per query row: `absorb` has multiplied the query's slow planes with the basis, and has collected the
 constant parts of the logits. Fast planes of keys are rebuilt in the tile: latents times `fast_basis`, plus a constant,
 rotated by the position in the block (a table), rounded, and multiplied with the query's fast planes, which `absorb` has
-rotated back to the beginning of the block.
+rotated back to the beginning of the block. A head's fast planes are rebuilt from its own words where it has a fast
+latent, else from the whole latent.
 
-A nibble or crumb n is read as 128 + n (bfloat16) or 1024 + n (float16), which takes one or two instructions for two of
-them. This offset, and the 8 that makes nibbles signed, is subtracted from the logits with the constants, and from the
+Codes are multiplied in float16 whatever the model's dtype: it takes four instructions for two words. The two nibbles of
+a byte are read as the lower one and as the byte, each plus 1024, at which the last bit of the mantissa counts ones. So
+absorbed queries have the higher nibble's column less for the lower one, and the end of a slice takes the higher nibble
+out of the byte. What an operand has too much (`excess`) is subtracted from the logits with the constants, and from the
 weighted values after each tile. Left in the sums it would grow with the length, and so would the rounding error of
-tensor cores. The rows of the next tile are loaded while this one is computed. Logits are exponents of 2.
+tensor cores.
+
+Rows of joint groups have a scale, which multiplies a key's logits before constants are added, and its weight before
+values are summed: a product with a column of ones spreads its nibble over the query rows. The operand in its place is
+read as 1.
+
+A tile is loaded twice, as [keys, columns] and as [columns, keys]: Triton then copies packed words to shared memory,
+reads them as operands of products (`ldmatrix`) and unpacks them in registers. The next tiles are loaded while one is
+computed. Logits are exponents of 2.
 
 Each program works through its slice of the line of tiles (see `ranges`) and writes one partial result for each
 (sequence, group) in the slice; `join` combines them.
@@ -33,61 +44,98 @@ UNSEEN = tl.constexpr(-1e20)
 """Largest logit before any key is attended: far above every masked logit, however scaled, so that masked keys have
 weight 0; and far below every other logit."""
 
+SPAN = 16
+"""Words that a product reads at a time where heads have fast latents of their own."""
+
+
+@triton.constexpr_function
+def excess(operand, dtype):
+    """What an operand of codes has too much, as kernels of a dtype read it: 1024, and 8 of each nibble or crumb.
+
+    Operands are the lower nibble of a word's lower byte, this byte, the lower nibble of the higher byte, and this byte;
+    then the lower crumbs of nibble 3, 2, 1 and 0, those of a byte's higher nibble 16 times.
+    """
+    if dtype == tl.float32:
+        return 0.0
+    return 1032.0 if sixteenth(operand) == 0 else 1160.0 if operand < 4 else 1152.0
+
+
+@triton.constexpr_function
+def sixteenth(operand):
+    """Whether an operand counts sixteenths of a unit: a byte, or a crumb of a byte's higher nibble."""
+    return operand in (1, 3, 4, 6)
+
+
+@triton.constexpr_function
+def first_span(head, fast_words):
+    """The first span of a row that has words of a head's fast latent."""
+    return head * fast_words // SPAN
+
+
+@triton.constexpr_function
+def spans_of(head, fast_words, all_spans):
+    """How many spans have words of a head's fast latent; all spans where it has none of its own."""
+    return -(-(head + 1) * fast_words // SPAN) - head * fast_words // SPAN if fast_words else all_spans
+
+
+@triton.constexpr_function
+def most_spans(heads, fast_words, all_spans):
+    """The most spans that a fast latent lies in."""
+    return (
+        max(-(-(h + 1) * fast_words // SPAN) - h * fast_words // SPAN for h in range(heads))
+        if fast_words
+        else all_spans
+    )
+
 
 @triton.jit
-def operands(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+def operands(words, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Unpack a tile of rows into the operands of matrix products.
 
-    Words give CODED operands: their four planes of nibbles, then the lower crumbs of the last planes. A tile of numbers
-    is its only operand.
+    Words give CODED operands, as in `excess`. A tile of numbers is its only operand.
     """
-    unpacked = ()
-    if CODED:
-        tile = tile.to(tl.uint16, bitcast=True)
-        for j in tl.static_range(CODED):
-            unpacked += (digit(tile, 4 * j if j < 4 else 28 - 4 * j, 15 if j < 4 else 3, DTYPE, ASM),)
-        if tl.float32 != DTYPE:
-            unpacked = as_numbers(unpacked, CODED, DTYPE)
+    if not CODED:
+        unpacked = (words,)
+    elif tl.float32 == DTYPE:
+        wide = words.to(tl.int32) & 0xFFFF
+        unpacked = (number(wide & 15, 8), number(wide & 255, 8 * 17), number((wide >> 8) & 15, 8))
+        unpacked += (number(wide >> 8, 8 * 17),)
+        for j in tl.static_range(4, CODED):
+            unpacked += (number((wide >> (28 - 4 * j)) & 3, 8) * (16.0 if sixteenth(j) else 1.0),)
     else:
-        unpacked += (tile,)
+        words = words.to(tl.uint16, bitcast=True)
+        if ASM:
+            found = tl.inline_asm_elementwise("{ prmt.b32 $1, $4, 0x64646464, 0x4240; and.b32 $0, $1, 0x640F640F; prmt.b32 $3, $4, 0x64646464, 0x4341; and.b32 $2, $3, 0x640F640F; }", "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        else:
+            low = ((words & 0xFF) | 0x6400).to(tl.uint16)
+            high = ((words >> 8) | 0x6400).to(tl.uint16)
+            found = (low & 0x640F, low, high & 0x640F, high)
+        unpacked = (as_half(found[0]), as_half(found[1]), as_half(found[2]), as_half(found[3]))
+        for j in tl.static_range(4, CODED):
+            unpacked += (as_half(crumb(found[3] if j < 6 else found[1], sixteenth(j), ASM)),)
     return unpacked
 
 
 @triton.jit
-def as_numbers(digits, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """Reinterpret 16-bit words as numbers of DTYPE."""
-    numbers = ()
-    for j in tl.static_range(COUNT):
-        numbers += (digits[j].to(DTYPE, bitcast=True),)
-    return numbers
+def number(digit, LESS: tl.constexpr):
+    return (digit - LESS).to(tl.float32)
 
 
 @triton.jit
-def digit(words, SHIFT: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Extract (words >> SHIFT) & MASK: minus 8 in float32, else as the bits of that digit plus 128 or 1024.
-
-    At 128 (bfloat16) and 1024 (float16) the last bit of the mantissa counts ones, so the digit is just put there.
-    """
-    if tl.float32 == DTYPE:
-        return (((words >> SHIFT) & MASK).to(tl.int32) - 8).to(tl.float32)
-    elif not ASM:
-        ONES: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
-        return (((words >> SHIFT) & MASK) | ONES).to(tl.uint16)
-    else:
-        shift: tl.constexpr = "12" if SHIFT == 12 else "8" if SHIFT == 8 else "4" if SHIFT == 4 else "0"
-        both: tl.constexpr = "0x000F000F, " if MASK == 15 else "0x00030003, "
-        ones: tl.constexpr = "0x64006400" if tl.float16 == DTYPE else "0x43004300"
-        text: tl.constexpr = "{ .reg .b32 t; shr.u32 t, $1, " + shift + "; lop3.b32 $0, t, " + both + ones + ", 0xEA; }"
-        return tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.uint16, is_pure=True, pack=2)
+def as_half(words):
+    """Reinterpret words as numbers of float16."""
+    return words.to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def opaque_copy(tile, zero, ASM: tl.constexpr):
-    """Copy a tile opaquely (`tile | zero`), so that the compiler unpacks it again instead of keeping registers."""
+def crumb(byte, HIGHER: tl.constexpr, ASM: tl.constexpr):
+    """The lower crumb of a byte's lower nibble plus 1024, or 16 times that of its higher one plus 1024."""
     if not ASM:
-        return tile
-    zero = tl.zeros(tile.shape, tl.int32) + zero
-    return tl.inline_asm_elementwise("or.b32 $0, $1, $2;", "=r,r,r,r", [tile, zero], dtype=tl.int16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        return byte & (0x6430 if HIGHER else 0x6403)
+    elif HIGHER:
+        return tl.inline_asm_elementwise("and.b32 $0, $1, 0x64306430;", "=r,r", [byte], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+    else:
+        return tl.inline_asm_elementwise("and.b32 $0, $1, 0x64036403;", "=r,r", [byte], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
 
 
 @triton.jit
@@ -145,9 +193,9 @@ def rows_at(
 
 
 @triton.jit
-def load_rows(pointers, width, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
-    """Load a tile as [KEYS, COLUMNS]."""
-    column = tl.arange(0, COLUMNS)[None, :]
+def load_rows(pointers, width, FIRST: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
+    """Load COLUMNS columns of a tile, from FIRST on, as [KEYS, COLUMNS]."""
+    column = FIRST + tl.arange(0, COLUMNS)[None, :]
     if EXACT:
         return tl.load(pointers[:, None] + column)
     else:
@@ -155,9 +203,9 @@ def load_rows(pointers, width, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def load_columns(pointers, width, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
-    """Load a tile as [COLUMNS, KEYS]."""
-    column = tl.arange(0, COLUMNS)[:, None]
+def load_columns(pointers, width, FIRST: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
+    """Load COLUMNS columns of a tile, from FIRST on, as [COLUMNS, KEYS]."""
+    column = FIRST + tl.arange(0, COLUMNS)[:, None]
     if EXACT:
         return tl.load(pointers[None, :] + column)
     else:
@@ -178,47 +226,51 @@ Pointers to rows always are: for an unaligned view `decoding` passes an earlier 
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def decode_kernel(
-    query, constant, fast_query, key, value, fast_basis, fast_constant, rotations, partial, partial_lse, table,
-    begin, until, first, end, query_start, block_table, mask, holes,
+    query, constant, fast_query, key, value, fast_basis, fast_constant, places, constant_keys, partial, partial_lse,
+    table, begin, until, first, end, query_start, block_table, mask, holes,
     batch_size, groups, max_blocks, query_stride, key_start, key_block, key_row, value_start, value_block, value_row,
     table_stride, mask_stride, scale, softcap,
-    CODED: tl.constexpr, JOINT: tl.constexpr, FOLDED: tl.constexpr, SLOW: tl.constexpr, CONSTANT: tl.constexpr,
-    FAST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+    DTYPE: tl.constexpr, CODED: tl.constexpr, JOINT: tl.constexpr, SCALED: tl.constexpr, FAST_WORDS: tl.constexpr,
+    FOLDED: tl.constexpr, SLOW: tl.constexpr, CONSTANT: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PART: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_PART: tl.constexpr, EXACT: tl.constexpr,
     VALUE_EXACT: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, RELOAD_SHARED: tl.constexpr, HEADS_PER_DOT: tl.constexpr, REUNPACK_PLANES: tl.constexpr,
-    PACKED: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-    ASM: tl.constexpr,
+    STAGES: tl.constexpr, RELOAD_SHARED: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Attend to one slice of the line of tiles.
 
     Tensors:
         query: absorbed queries [batch_size, max_blocks, groups, rows, operands, COLUMNS], where operands are those of a
-            word (1 for numbers); with FOLDED [tokens, ...].
-        constant: [batch_size, max_blocks, groups, rows], part of the logits that all keys of a block share.
+            word (1 for numbers); with FOLDED [tokens, ...], of nibbles and crumbs.
+        constant: [batch_size, max_blocks, groups, 2, rows], part of the logits that all keys of a block share; and the
+            part that the scale of a key multiplies, in units of 1 / `scale`.
         fast_query: [batch_size, max_blocks, groups, rows, 2, FAST].
-        fast_basis: [groups, HEADS, operands, 2, FAST, COLUMNS]. fast_constant: [groups, HEADS, 2, FAST].
-        rotations: [2, BLOCK, FAST], cos and sin of positions in a block.
-        partial: [slots, rows, operands, VALUE_COLUMNS], and partial_lse [slots, rows]: the results.
+        fast_basis: [groups, HEADS, most spans, operands, 2, FAST, PART]. fast_constant: [groups, HEADS, 2, FAST].
+        places: [2, BLOCK, FAST], cos and sin of positions in a block.
+        constant_keys: [groups, HEADS, 2, BLOCK, FAST], fast planes of the constant key at each of them.
+        partial: [slots, rows, operands, VALUE_COLUMNS], and partial_lse [slots, rows]: the results, of nibbles.
         table: [groups, 8]. Entries 0 and 1: columns of an operand of keys, and the first element in a row (in units of
             KEY_ALIGN); 2 and 3: the same of values (VALUE_ALIGN); 4, 5, 6: offset of the group in queries (FOLDED), in
             the basis (in units of BASIS_ALIGN) and in the output.
     Constants:
-        CODED: operands of a word, 0 for numbers.
+        DTYPE: of the products. CODED: operands of a word, 0 for numbers.
+        JOINT: values are read from the rows of keys. SCALED: rows have a scale, behind HEADS fast latents of FAST_WORDS
+            words.
         BLOCK: positions of a block, 0 for all positions in one. FAST: fast planes, padded; 0 for none.
+        PART, VALUE_PART: columns that are loaded at a time.
         RELOAD_SHARED: what every tile loads again although all share it, which frees registers: constants (1),
             rotations (2), or both (3).
-        HEADS_PER_DOT: KV heads whose fast planes one product rebuilds.
-        REUNPACK_PLANES: planes of joint latents that are unpacked again for values, which frees registers.
-        PACKED: load a tile twice, as [keys, columns] and as [columns, keys]. Triton then copies packed words to shared
-            memory, reads them as operands of products (`ldmatrix`) and unpacks them in registers. Otherwise a tile is
-            unpacked first and takes four times the space in shared memory.
     """
-    DTYPE: tl.constexpr = query.dtype.element_ty
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
     OPERANDS: tl.constexpr = CODED if CODED else 1
     LIVE: tl.constexpr = TOKENS * HEADS * PER_HEAD
-    OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
+    PARTS: tl.constexpr = COLUMNS // PART
+    VALUE_PARTS: tl.constexpr = (VALUE_COLUMNS + VALUE_PART - 1) // VALUE_PART
+    WHOLE: tl.constexpr = VALUE_COLUMNS % VALUE_PART == 0
+    CONSTANTS: tl.constexpr = 2 if SCALED else 1
+    SCALE_WORD: tl.constexpr = HEADS * FAST_WORDS
+    SPANS: tl.constexpr = most_spans(HEADS, FAST_WORDS, PARTS)
     # Arguments in units of elements, and indices that all tiles share.
     program = tl.program_id(0)
     key += key_start * KEY_ALIGN
@@ -227,19 +279,19 @@ def decode_kernel(
     value_row *= VALUE_ALIGN
     key_block = key_block.to(tl.int64) * KEY_ALIGN
     value_block = value_block.to(tl.int64) * VALUE_ALIGN
-    column = tl.arange(0, COLUMNS)
-    value_column = tl.arange(0, VALUE_COLUMNS)
+    column = tl.arange(0, PART)
+    value_column = tl.arange(0, VALUE_PART)
     place = tl.arange(0, KEYS)
     row = tl.arange(0, ROWS)
-    # Columns of rebuilt fast planes: HEADS_PER_DOT heads side by side.
-    rebuilt = tl.arange(0, HEADS_PER_DOT * FAST if FAST else 16)
-    plane = rebuilt if HEADS_PER_DOT == 1 else rebuilt % FAST
-    of_head = rebuilt * 0 if HEADS_PER_DOT == 1 else rebuilt // FAST
+    plane = tl.arange(0, FAST if FAST else 16)
     # Query rows: new tokens, then KV heads, then query heads; rows from LIVE on are padding.
     live = row < LIVE
     token = row // (HEADS * PER_HEAD)
     head = row % (HEADS * PER_HEAD)
     ones = tl.full((16, KEYS), 1.0, DTYPE)
+    if SCALED:
+        # Spreads what is in the scale's place over all query rows.
+        spread = tl.where((column == SCALE_WORD % PART)[:, None], 1.0, tl.zeros((PART, ROWS), tl.float32)).to(DTYPE)
 
     # This program's slice of the line: tiles position ... stop - 1.
     total = count_tiles(begin, until, batch_size, STEP) * groups
@@ -270,20 +322,34 @@ def decode_kernel(
             q_live = live & (q_token < (sequence + 1 if TOKENS == 1 else tl.load(query_start + sequence + 1)))
             queries = ()
             c = tl.zeros((ROWS,), tl.float32)
-            for j in tl.static_range(OPERANDS):
-                some = q_live[None, :] & (column < width)[:, None]
-                queries += (tl.load(query + q_row[None, :] + (j * width + column)[:, None], mask=some, other=0.0),)
-                c -= OFFSET * scale * tl.sum(queries[j].to(tl.float32), 0)
+            scaled_c = tl.zeros((ROWS,), tl.float32)
+            for i in tl.static_range(PARTS):
+                for j in tl.static_range(OPERANDS):
+                    folded = folded_query(query + q_row, q_live, width, column + i * PART, j, CODED)
+                    if SCALED and j == 0 and i == SCALE_WORD // PART:
+                        # In place of the scale is read what stands for 1.
+                        of_one = tl.load(query + q_row + SCALE_WORD, mask=q_live, other=0.0).to(tl.float32)
+                        scaled_c += of_one
+                        folded -= tl.where((column == SCALE_WORD % PART)[:, None], of_one[None, :], 0.0)
+                    queries += (folded.to(DTYPE),)
+                    if CODED:
+                        scaled_c -= excess(j, DTYPE) * tl.sum(folded.to(DTYPE).to(tl.float32), 0)
+            if not SCALED:
+                c = scaled_c * scale
         else:
             q_group = (sequence.to(tl.int64) * max_blocks * groups + group) * LIVE
             q_block = groups * LIVE
             q_row = row[None, :] * (OPERANDS * COLUMNS) + column[:, None]
             if BLOCK == 0:
                 queries = ()
-                for j in tl.static_range(OPERANDS):
-                    pointers = query + q_group * (OPERANDS * COLUMNS) + j * COLUMNS + q_row
-                    queries += (tl.load(pointers, mask=live[None, :], other=0.0),)
-                c = tl.load(constant + q_group + row, mask=live, other=0.0)
+                for i in tl.static_range(PARTS):
+                    for j in tl.static_range(OPERANDS):
+                        pointers = query + q_group * (OPERANDS * COLUMNS) + (j * COLUMNS + i * PART) + q_row
+                        queries += (tl.load(pointers, mask=live[None, :], other=0.0),)
+                c = tl.load(constant + CONSTANTS * q_group + row, mask=live, other=0.0)
+                scaled_c = c
+                if SCALED:
+                    scaled_c = tl.load(constant + CONSTANTS * q_group + LIVE + row, mask=live, other=0.0)
         # With several new tokens each query row has a range of keys; a mask is read only for ranges with holes.
         if TOKENS > 1:
             new = tl.load(query_start + sequence) + token
@@ -298,94 +364,98 @@ def decode_kernel(
             else:
                 open_ = tl.load(holes + new + tl.zeros_like(place)) != 0
 
-        # State of the online softmax: largest logit, sum of weights, weighted sum of values.
+        # State of the online softmax: largest logit, sum of weights (and of weights times scales), weighted values.
         largest = tl.full((ROWS,), UNSEEN, tl.float32)
         total_weight = tl.zeros((ROWS,), tl.float32)
+        total_scaled = tl.zeros((ROWS,), tl.float32)
         weighted = ()
-        for _ in tl.static_range(OPERANDS):
-            weighted += (tl.zeros((VALUE_COLUMNS, ROWS), tl.float32),)
+        for _ in tl.static_range(VALUE_PARTS * OPERANDS):
+            weighted += (tl.zeros((VALUE_PART, ROWS), tl.float32),)
         page = page_of(block_table, sequence, tile_0, b, u, table_stride, STEP, KEYS, PAGE)
-        # `ahead` has the rows of the tile that is computed next, and `page` the page of the tile after it.
-        if not PACKED:
-            rows_of_tile = rows_at(keys, page, tile_0, b, u, key_block, key_row, STEP, KEYS, PAGE)
-            ahead = (load_rows(rows_of_tile, width, COLUMNS, EXACT),)
-            if not JOINT:
-                rows_of_tile = rows_at(values, page, tile_0, b, u, value_block, value_row, STEP, KEYS, PAGE)
-                ahead += (load_rows(rows_of_tile, value_width, VALUE_COLUMNS, VALUE_EXACT),)
-            after = tl.minimum(tile_0 + 1, tile_1 - 1)
-            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
         for tile in tl.range(tile_0, tile_1, num_stages=STAGES):
-            if PACKED:
-                rows_of_tile = rows_at(keys, page, tile, b, u, key_block, key_row, STEP, KEYS, PAGE)
-                now = (load_rows(rows_of_tile, width, COLUMNS, EXACT),)
-                if not JOINT:
-                    rows_of_tile = rows_at(values, page, tile, b, u, value_block, value_row, STEP, KEYS, PAGE)
-                now += (load_columns(rows_of_tile, value_width, VALUE_COLUMNS, VALUE_EXACT),)
-                after = tl.minimum(tile + 1, tile_1 - 1)
-                page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
-            else:
-                now = ahead
-            z = operands(now[0], CODED, DTYPE, ASM)
+            rows_of_tile = rows_at(keys, page, tile, b, u, key_block, key_row, STEP, KEYS, PAGE)
+            now = ()
+            for i in tl.static_range(PARTS):
+                now += (load_rows(rows_of_tile, width, i * PART, PART, EXACT),)
+            if not JOINT:
+                rows_of_tile = rows_at(values, page, tile, b, u, value_block, value_row, STEP, KEYS, PAGE)
+            now_values = ()
+            for i in tl.static_range(VALUE_PARTS):
+                now_values += (
+                    load_columns(rows_of_tile, value_width, i * VALUE_PART, VALUE_PART, VALUE_EXACT and WHOLE),
+                )
+            # The page of the next tile.
+            after = tl.minimum(tile + 1, tile_1 - 1)
+            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
             # 0, but unknown to the compiler, which therefore loads constants in every tile.
             zero = tile >> 30 if RELOAD_SHARED % 2 else 0
+            z = ()
+            for i in tl.static_range(PARTS):
+                z += operands(now[i], CODED, DTYPE, ASM)
             # Slow planes: latents times absorbed queries. The constant of the block enters with the softmax.
             if BLOCK > 0:
                 block = q_group + (tile * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
-                c = (
-                    tl.load(constant + block + row)
-                    if ROWS == LIVE
-                    else tl.load(constant + block + row, mask=live, other=0.0)
-                )
+                c = of_rows(constant + CONSTANTS * block + row, live, ROWS == LIVE)
+                if SCALED:
+                    scaled_c = of_rows(constant + CONSTANTS * block + LIVE + row, live, ROWS == LIVE)
             logits = tl.zeros((KEYS, ROWS), tl.float32)
+            if SCALED:
+                logits += scaled_c[None, :]
             if SLOW:
-                for j in tl.static_range(OPERANDS):
-                    if BLOCK > 0:
-                        pointers = query + block * (OPERANDS * COLUMNS) + j * COLUMNS + q_row
-                        q = tl.load(pointers) if ROWS == LIVE else tl.load(pointers, mask=live[None, :], other=0.0)
-                    else:
-                        q = queries[j]
-                    logits = tl.dot(z[j], q, logits, input_precision=PRECISION)
+                for i in tl.static_range(PARTS):
+                    for j in tl.static_range(OPERANDS):
+                        if BLOCK > 0:
+                            pointers = query + block * (OPERANDS * COLUMNS) + (j * COLUMNS + i * PART) + q_row
+                            q = of_rows(pointers, live[None, :], ROWS == LIVE)
+                        else:
+                            q = queries[i * OPERANDS + j]
+                        logits = tl.dot(z[i * OPERANDS + j], q, logits, input_precision=PRECISION)
             # Fast planes: rebuild both halves of the keys, rotate them, multiply them with the queries' fast planes.
             if FAST > 0:
                 at = place + (tile >> 30 if RELOAD_SHARED // 2 else 0) if KEYS == BLOCK else tile * STEP % BLOCK + place
                 if KEYS > STEP:
                     at = tl.minimum(at, BLOCK - 1)
-                at_place = rotations + at[:, None] * FAST + tl.arange(0, FAST)[None, :]
-                cos = tl.load(at_place)
-                sin = tl.load(at_place + BLOCK * FAST)
-                if HEADS_PER_DOT > 1:
-                    cos = cos[:, None, :].broadcast_to((KEYS, HEADS_PER_DOT, FAST))
-                    cos = cos.reshape((KEYS, HEADS_PER_DOT * FAST))
-                    sin = sin[:, None, :].broadcast_to((KEYS, HEADS_PER_DOT, FAST))
-                    sin = sin.reshape((KEYS, HEADS_PER_DOT * FAST))
-                for h in tl.static_range(0, HEADS, HEADS_PER_DOT):
-                    c_h = fast_constant + (group * HEADS + h + of_head) * (2 * FAST) + plane + zero
-                    b_h = fast_basis + (group * HEADS + h + of_head)[None, :] * (OPERANDS * 2 * FAST * COLUMNS)
-                    b_h += column[:, None] + plane[None, :] * COLUMNS
-                    k0 = tl.zeros((KEYS, HEADS_PER_DOT * FAST), tl.float32) + tl.load(c_h)[None, :]
-                    k1 = tl.zeros((KEYS, HEADS_PER_DOT * FAST), tl.float32) + tl.load(c_h + FAST)[None, :]
-                    for j in tl.static_range(OPERANDS):
-                        b_j = b_h + j * (2 * FAST * COLUMNS)
-                        k0 = tl.dot(z[j], tl.load(b_j), k0, input_precision=PRECISION)
-                        k1 = tl.dot(z[j], tl.load(b_j + FAST * COLUMNS), k1, input_precision=PRECISION)
+                at_place = at[:, None] * FAST + plane[None, :]
+                cos = tl.load(places + at_place)
+                sin = tl.load(places + BLOCK * FAST + at_place)
+                for h in tl.static_range(HEADS):
+                    c_h = fast_constant + (group * HEADS + h) * (2 * FAST) + plane + zero
+                    b_h = fast_basis + (group * HEADS + h) * (SPANS * OPERANDS * 2 * FAST * PART) + zero
+                    b_h += column[:, None] + plane[None, :] * PART
+                    k0 = tl.zeros((KEYS, FAST), tl.float32) + tl.load(c_h)[None, :]
+                    k1 = tl.zeros((KEYS, FAST), tl.float32) + tl.load(c_h + FAST)[None, :]
+                    for i in tl.static_range(spans_of(h, FAST_WORDS, PARTS)):
+                        for j in tl.static_range(OPERANDS):
+                            b_j = b_h + (i * OPERANDS + j) * (2 * FAST * PART)
+                            z_j = z[(first_span(h, FAST_WORDS) + i) * OPERANDS + j]
+                            k0 = tl.dot(z_j, tl.load(b_j), k0, input_precision=PRECISION)
+                            k1 = tl.dot(z_j, tl.load(b_j + FAST * PART), k1, input_precision=PRECISION)
                     k0, k1 = rotated(k0, k1, cos, sin, DTYPE, ASM)
                     # A query row reads the planes of its KV head; for other heads its query is 0.
-                    own = (head // PER_HEAD)[None, :] == (h + of_head)[:, None]
+                    own = (head // PER_HEAD == h)[None, :]
                     if ROWS > LIVE:
                         own &= live[None, :]
                     f_h = fast_query + (block + row)[None, :] * (2 * FAST) + plane[:, None]
                     logits = tl.dot(k0, tl.load(f_h, mask=own, other=0.0), logits, input_precision=PRECISION)
                     logits = tl.dot(k1, tl.load(f_h + FAST, mask=own, other=0.0), logits, input_precision=PRECISION)
-            # Start loading the next tile, and the page of the one after it.
-            if not PACKED:
-                after = tl.minimum(tile + 1, tile_1 - 1)
-                rows_of_tile = rows_at(keys, page, after, b, u, key_block, key_row, STEP, KEYS, PAGE)
-                ahead = (load_rows(rows_of_tile, width, COLUMNS, EXACT),)
-                if not JOINT:
-                    rows_of_tile = rows_at(values, page, after, b, u, value_block, value_row, STEP, KEYS, PAGE)
-                    ahead += (load_rows(rows_of_tile, value_width, VALUE_COLUMNS, VALUE_EXACT),)
-                after = tl.minimum(tile + 2, tile_1 - 1)
-                page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
+            if SCALED:
+                nibble = tl.dot(
+                    z[SCALE_WORD // PART * OPERANDS], spread, tl.zeros((KEYS, ROWS), tl.float32),
+                    input_precision=PRECISION,
+                )  # fmt: skip
+                scales = tl.exp2((nibble - excess(0, DTYPE)) * 0.5)
+                logits = logits * scales
+                # Fast planes of the constant keys, which are not scaled.
+                for h in tl.static_range(HEADS if FAST > 0 else 0):
+                    own = (head // PER_HEAD == h)[None, :]
+                    if ROWS > LIVE:
+                        own &= live[None, :]
+                    f_h = fast_query + (block + row)[None, :] * (2 * FAST) + plane[:, None]
+                    k_h = constant_keys + (group * HEADS + h) * (2 * BLOCK * FAST) + at_place
+                    for half in tl.static_range(2):
+                        f = tl.load(f_h + half * FAST, mask=own, other=0.0)
+                        k = tl.load(k_h + half * (BLOCK * FAST))
+                        logits = tl.dot(k, f, logits, input_precision=PRECISION)
             # Keys of this tile that each query row attends to.
             start = tile * STEP
             if TOKENS > 1:
@@ -422,33 +492,64 @@ def decode_kernel(
                     weights = tl.exp2(logits * scale - now_largest[None, :])
             shrink = tl.exp2(largest - now_largest)
             largest = now_largest
-            weights = weights.to(DTYPE)
-            tile_weights = tl.dot(ones, weights, tl.zeros((16, ROWS), tl.float32), input_precision=PRECISION)
+            if SCALED:
+                total_weight = total_weight * shrink + tl.sum(weights, 0)
+                weights = weights * scales
+            rounded = weights.to(DTYPE)
+            tile_weights = tl.dot(ones, rounded, tl.zeros((16, ROWS), tl.float32), input_precision=PRECISION)
             tile_weight = tl.max(tile_weights, 0)  # all 16 rows are equal
-            total_weight = total_weight * shrink + tile_weight
-            # Values: the same latents if joint, else the tile's second rows. The digits' offset is subtracted here.
-            if PACKED or not JOINT:
-                z = operands(now[1], CODED, DTYPE, ASM)
-            elif REUNPACK_PLANES > 0:
-                reunpacked = operands(opaque_copy(now[0], tile >> 30, ASM), CODED, DTYPE, ASM)
+            if SCALED:
+                total_scaled = total_scaled * shrink + tile_weight
+            else:
+                total_weight = total_weight * shrink + tile_weight
+            # Values: what operands have too much is subtracted here.
             added = ()
-            for j in tl.static_range(OPERANDS):
-                z_j = reunpacked[j] if JOINT and j < REUNPACK_PLANES else z[j]
-                if not PACKED:
-                    z_j = tl.trans(z_j)
-                kept = weighted[j] * shrink[None, :]
-                if OFFSET > 0:
-                    kept -= (OFFSET * tile_weight)[None, :]
-                added += (tl.dot(z_j, weights, kept, input_precision=PRECISION),)
+            for i in tl.static_range(VALUE_PARTS):
+                v = operands(now_values[i], CODED, DTYPE, ASM)
+                for j in tl.static_range(OPERANDS):
+                    kept = weighted[i * OPERANDS + j] * shrink[None, :]
+                    if CODED:
+                        kept -= (excess(j, DTYPE) * tile_weight)[None, :]
+                    added += (tl.dot(v[j], rounded, kept, input_precision=PRECISION),)
             weighted = added
 
-        # The partial result of this (sequence, group). `late` is 0, but unknown to the compiler, which therefore
-        # computes addresses here instead of keeping them in registers during the loop.
-        late = position >> 30 if REUNPACK_PLANES else 0
+        # The partial result of this (sequence, group), of nibbles: a byte's higher one is what it has beside the lower.
+        # In place of the scale stands 1, by its weights.
         seen = largest > UNSEEN
         sums = tl.where(seen, total_weight, 1.0)
         out = partial + slot.to(tl.int64) * (LIVE * OPERANDS * VALUE_COLUMNS)
-        out += (row + late)[None, :] * (OPERANDS * VALUE_COLUMNS) + (value_column + late)[:, None]
-        for j in tl.static_range(OPERANDS):
-            tl.store(out + j * VALUE_COLUMNS, weighted[j] / sums[None, :], mask=live[None, :])
-        tl.store(partial_lse + slot * LIVE + row + late, tl.where(seen, largest + tl.log2(sums), NEG_INF), mask=live)
+        out += row[None, :] * (OPERANDS * VALUE_COLUMNS) + value_column[:, None]
+        for i in tl.static_range(VALUE_PARTS):
+            for j in tl.static_range(OPERANDS):
+                result = weighted[i * OPERANDS + j]
+                if CODED and sixteenth(j):
+                    result = (result - weighted[i * OPERANDS + j - 1] if j < 4 else result) * 0.0625
+                if SCALED and j == 0 and i == SCALE_WORD // VALUE_PART:
+                    result = tl.where((value_column == SCALE_WORD % VALUE_PART)[:, None], total_scaled[None, :], result)
+                stored = (
+                    live[None, :] if WHOLE else live[None, :] & (i * VALUE_PART + value_column < VALUE_COLUMNS)[:, None]
+                )
+                tl.store(out + j * VALUE_COLUMNS + i * VALUE_PART, result / sums[None, :], mask=stored)
+        tl.store(partial_lse + slot * LIVE + row, tl.where(seen, largest + tl.log2(sums), NEG_INF), mask=live)
+
+
+@triton.jit
+def of_rows(pointers, live, ALL: tl.constexpr):
+    """Load numbers of query rows, of which those that are padding have 0."""
+    if ALL:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=live, other=0.0)
+
+
+@triton.jit
+def folded_query(rows, live, width, column, OPERAND: tl.constexpr, CODED: tl.constexpr):
+    """An operand's part of absorbed queries, [PART, ROWS] float32, from those of nibbles: see `excess`."""
+    some = live[None, :] & (column < width)[:, None]
+    at = rows[None, :] + column[:, None]
+    q = tl.load(at + OPERAND * width, mask=some, other=0.0).to(tl.float32)
+    if CODED and sixteenth(OPERAND):
+        q *= 0.0625
+    elif CODED and OPERAND < 4:
+        q -= tl.load(at + (OPERAND + 1) * width, mask=some, other=0.0).to(tl.float32) * 0.0625
+    return q

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from rotor.checkpoint.layout import LayerLayout
 from rotor.errors import UsageError
 
 from .absorb import absorb_kernel
-from .decode import decode_kernel
+from .decode import SPAN, decode_kernel, excess, most_spans, sixteenth
 from .defaults import decode_tile, slices_per_sm
 from .finish import finish_kernel
 from .join import join_kernel
@@ -39,6 +38,9 @@ save."""
 MOST_ROWS = 64
 """Most query rows of a group that one tile takes."""
 
+ABSORBING_WARPS = 32
+"""Warps of absorbing programs on an SM."""
+
 ABSORBED_BYTES = 256 << 20
 """Most bytes of absorbed queries in one launch; larger batches are launched in parts."""
 
@@ -47,35 +49,43 @@ ABSORBED_BYTES = 256 << 20
 class BlockRotations:
     """RoPE's tables by block and by place in a block.
 
-    slow: [blocks, 2, columns], fast: [blocks, 2, 2 * planes]: cos and sin of the positions where blocks begin, in the
-    compute dtype, and the error of that rounding. places: [2, rope_block, planes], without RoPE's attention factor.
+    starts: [blocks, 2, planes and zeros], float32, cos and sin of the positions where blocks begin. places: [2,
+    rope_block, fast planes], in the dtype of products, without RoPE's attention factor.
     """
 
-    slow: Tensor
-    fast: Tensor
+    starts: Tensor
     places: Tensor
 
     @classmethod
     def of(cls, rotation: Rotation, layout: LayerLayout, dtype: torch.dtype) -> BlockRotations:
-        """Make them from cos and sin by position, [positions, rotary_dim], of a layer in blocks."""
+        """Make them from cos and sin by position, [positions, rotary_dim], of a layer in blocks.
+
+        Args:
+            dtype: of the model.
+        """
         assert layout.rope_block is not None
         block, planes, fast = layout.rope_block, rotation[0].shape[-1] // 2, layout.fast_planes
         cos, sin = (table[:, :planes].float() for table in rotation)
         padded = padded_columns(fast)
-        starts = torch.cat([cos[::block, fast:], sin[::block, fast:]], dim=-1)
-        starts = _pad(starts, padded_columns(2 * (planes - fast)))
-        of_fast = torch.cat([_pad(table[::block, :fast], padded) for table in (cos, sin)], dim=-1)
         places = torch.stack([_pad(table[:block, :fast] / cos[0, :fast], padded) for table in (cos, sin)])
-        return cls(_split(starts, dtype), _split(of_fast, dtype), places.to(dtype).contiguous())
+        starts = torch.stack([cos[::block], sin[::block]], dim=1)
+        chunk = absorbed_at_a_time(planes - fast)
+        starts = _pad(starts, fast + -(-2 * (planes - fast) // chunk) * chunk // 2)
+        return cls(starts.contiguous(), places.to(product_dtype(layout, dtype)).contiguous())
 
 
 def _pad(x: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
 
 
-def _split(x: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = x.to(dtype)
-    return torch.stack([rounded, (x - rounded.float()).to(dtype)], dim=1).contiguous()
+def absorbed_at_a_time(slow_planes: int) -> int:
+    """Dimensions that a product of `absorb` takes at a time: 64, or 32 where that leaves fewer empty."""
+    return 64 if -2 * slow_planes % 64 < 32 else 32
+
+
+def _pad_rows(x: Tensor, dim: int, rows: int) -> Tensor:
+    """Fill up a dimension of a tensor with zeros."""
+    return _pad(x.movedim(dim, -1), rows).movedim(-1, dim)
 
 
 def padded_columns(count: int) -> int:
@@ -83,15 +93,30 @@ def padded_columns(count: int) -> int:
     return padded(count) if count else 0
 
 
+def product_dtype(layout: LayerLayout, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a layer's rows are multiplied in, in a model of a dtype: codes take float16 for bfloat16 too."""
+    return torch.float16 if layout.coded and dtype.itemsize == 2 else dtype
+
+
+def part_of(columns: int) -> int:
+    """Columns that are loaded at a time, a power of two of which there are whole ones."""
+    return math.gcd(columns, MOST_PART)
+
+
+MOST_PART = 64
+"""Most columns of keys or values that are loaded at a time."""
+
+
 class DecodeLayer:
     """Tables and constants of a layer's launches, on one device and in one dtype."""
 
     def __init__(self, parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> None:
         layout, shape = parameters.layout, parameters.shape
-        self.layout, self.shape, self.dtype, self.device = layout, shape, dtype, device
+        self.layout, self.shape, self.device = layout, shape, device
+        self.dtype = product_dtype(layout, dtype)
         self.scaling, self.softcap = parameters.scaling, parameters.softcap
         self.operands = layout.operands  # of a word; 1 of numbers
-        self.joint = layout.joint
+        self.joint, self.scaled, self.fast_words = layout.joint, layout.scaled, layout.fast_words
         self.word_operands = layout.word_operands
         self.heads, self.per_head = layout.group_size, shape.heads_per_kv
         self.group_rows = self.heads * self.per_head
@@ -101,12 +126,14 @@ class DecodeLayer:
         self.fast_planes = layout.fast_planes
         self.fast = padded_columns(self.fast_planes)
         rest = 0 if self.folded else shape.head_dim - 2 * self.planes
-        self.slow_columns = padded_columns(2 * (self.planes - self.fast_planes))
-        self.rest_columns = padded_columns(rest)
-        self.slow = self.folded or bool(self.slow_columns or self.rest_columns)
+        slow = self.planes - self.fast_planes
+        self.chunk = absorbed_at_a_time(slow)
+        self.slow_chunks, self.rest_chunks = -(-2 * slow // self.chunk), -(-rest // self.chunk)
+        self.slow = self.folded or bool(self.slow_chunks or self.rest_chunks)
         widths = [group.key.width // self.operands for group in layout.groups]
         value_widths = [group.values.width // self.operands for group in layout.groups]
-        self.columns, self.value_columns = padded_columns(max(widths)), padded_columns(max(value_widths))
+        self.columns, self.value_columns = (-(-max(side) // SPAN) * SPAN for side in (widths, value_widths))
+        self.part = SPAN if self.fast_words else part_of(self.columns)
         self.exact = set(widths) == {self.columns}
         self.value_exact = set(value_widths) == {self.value_columns}
         self.row_size = layout.word_bytes(dtype.itemsize)
@@ -118,19 +145,17 @@ class DecodeLayer:
             starts.append(tuple(places))
             places = [places[0] + group.key.width, places[1] + group.values.width]
         # Aliases, so that a parameter for which this is remembered does not live as long as this.
-        basis = None if parameters.query_basis is None else parameters.query_basis.detach()
-        self.basis = None if basis is None else basis.to(dtype)
+        self.basis = basis = None if parameters.query_basis is None else parameters.query_basis.detach()
         of_output = parameters.output_basis
         self.output_basis = None if of_output is None else of_output.detach().to(dtype)
         of_values = parameters.value_constant
         self.value_constant = None if of_values is None else of_values.detach()
         stride = 0 if self.output_basis is None else self.output_basis.stride(0)
         self.output_align = math.gcd(16, *(value for _, value in starts), stride)
-        self.basis_align = math.gcd(16, *(key for key, _ in starts), 0 if basis is None else basis.stride(0))
         for i, (key_first, value_first) in enumerate(starts):
             at = (offsets[i][0], offsets[i][1])
             rows.append([
-                widths[i], at[0], value_widths[i], at[1], self.group_rows * key_first, key_first // self.basis_align,
+                widths[i], at[0], value_widths[i], at[1], self.group_rows * key_first, 0,
                 self.group_rows * value_first, value_first // self.output_align,
             ])  # fmt: skip
         self.rows, self.output_width = rows, self.group_rows * places[1]
@@ -138,6 +163,9 @@ class DecodeLayer:
             self.output_width = shape.num_heads * shape.head_dim
         self._tables: dict[tuple[int, int], Tensor] = {}
         self.constant = None if parameters.key_constant is None else parameters.key_constant.detach()
+        self.scaled_constant = None if basis is None or not self.scaled else self._scaled_constant()
+        self.absorb_basis = None if basis is None or self.folded else self._absorb_basis()
+        self._constant_keys: tuple[BlockRotations, Tensor] | None = None
         self.fast_basis: Tensor | None = None
         self.fast_constant: Tensor | None = None
         if self.fast:
@@ -151,37 +179,119 @@ class DecodeLayer:
             self._tables[key_align, value_align] = device_table(rows, self.device)
         return self._tables[key_align, value_align]
 
-    def _fast_parts(self) -> tuple[Tensor, Tensor]:
-        """Basis and constant by which fast planes are rebuilt: [groups, heads, operands, 2, fast, columns] and
-        [groups, heads, 2, fast]."""
+    def _columns(self, group: int, first: int) -> Tensor:
+        """The query basis of a group as decoding reads its latent, [heads, head_dim, operands, columns], float32.
+
+        Args:
+            first: columns of the groups before.
+        """
         assert self.basis is not None
-        layout, planes, head_dim = self.layout, self.planes, self.shape.head_dim
-        parts = self.basis.new_zeros(len(layout.groups), self.heads, self.operands, 2, self.fast, self.columns)
+        width = self.layout.groups[group].key.width
+        own = self.basis[:, first : first + width].float().unflatten(0, (self.heads, self.shape.head_dim))
+        columns = _pad(own.unflatten(-1, (self.operands, -1)), self.columns).clone()
+        if self.scaled:
+            columns[:, :, 0, self.scale_word] = 0  # in place of the scale is read what stands for 1
+        for j in range(self.operands if self.word_operands else 0):
+            if sixteenth(j):
+                columns[:, :, j] /= 16
+                if j < 4:
+                    columns[:, :, j - 1] -= columns[:, :, j]
+        return columns
+
+    def _scaled_constant(self) -> Tensor:
+        """The constant keys that scales multiply, [num_kv_heads, head_dim], float32."""
+        assert self.basis is not None
+        found, first = [], self.scale_word
+        for group in self.layout.groups:
+            found.append(self.basis[:, first].float().unflatten(0, (self.heads, -1)))
+            first += group.key.width
+        return torch.cat(found)
+
+    def _absorb_basis(self) -> tuple[Tensor, Tensor]:
+        """The basis and the constants that `absorb` multiplies with, see `absorb_kernel`."""
+        found, first = [], 0
+        for g, group in enumerate(self.layout.groups):
+            found.append(self._in_chunks(self._columns(g, first)))
+            first += group.key.width
+        keys = [self.constant, self.scaled_constant]
+        columns = torch.zeros(self.shape.num_kv_heads, self.shape.head_dim, 8, device=self.device)
+        for column, key in zip((0, 2), keys, strict=True):
+            if key is not None:
+                columns[..., column] = key.to(self.dtype)
+                columns[..., column + 1] = key.float() - columns[..., column]
+        basis, constants = torch.stack(found), self._in_chunks(columns)
+        return basis.to(self.dtype).contiguous(), constants.to(self.dtype).contiguous()
+
+    def _in_chunks(self, rows: Tensor) -> Tensor:
+        """Rows of slow planes and of dimensions without RoPE, [heads, head_dim, ...], as `absorb` takes them: [heads,
+        chunks, chunk, ...]."""
+        planes, half = self.planes, self.chunk // 2
+        slow = rows[:, : 2 * planes].unflatten(1, (2, planes))[:, :, self.fast_planes :]
+        slow = _pad_rows(slow, 2, self.slow_chunks * half).unflatten(2, (-1, half)).transpose(1, 2).flatten(2, 3)
+        rest = _pad_rows(rows[:, 2 * planes :], 1, self.rest_chunks * self.chunk).unflatten(1, (-1, self.chunk))
+        return torch.cat([slow, rest], dim=1)
+
+    def _fast_parts(self) -> tuple[Tensor, Tensor]:
+        """Basis and constant by which fast planes are rebuilt: [groups, heads, spans, operands, 2, fast, part] and
+        [groups, heads, 2, fast]."""
+        layout, planes, count = self.layout, self.planes, self.fast_planes
+        spans = most_spans(self.heads, self.fast_words, self.columns // self.part)
+        size = len(layout.groups), self.heads, spans, self.operands, 2, self.fast, self.part
+        parts = torch.zeros(size, device=self.device)
         constants = torch.zeros(len(layout.groups), self.heads, 2, self.fast, device=self.device)
+        word = torch.arange(self.columns, device=self.device)
         place = 0
         for g, group in enumerate(layout.groups):
-            own = self.basis[:, place : place + group.key.width].unflatten(0, (self.heads, head_dim))
-            halves = own[:, : 2 * planes].unflatten(1, (2, planes))[:, :, : self.fast_planes]
-            operands = halves.unflatten(-1, (self.operands, -1)).permute(0, 3, 1, 2, 4)
-            parts[g, :, :, :, : self.fast_planes, : operands.shape[-1]] = operands
-            constants[g, :, :, : self.fast_planes] = -self.offset * halves.float().sum(-1)
+            halves = self._columns(g, place)[:, : 2 * planes].unflatten(1, (2, planes))[:, :, :count]
+            columns = halves.permute(0, 3, 1, 2, 4)  # [heads, operands, 2, planes, columns]
+            for head in range(self.heads):
+                first = head * self.fast_words // self.part * self.part
+                own = columns[head]
+                if self.fast_words:
+                    own = own * (word // self.fast_words == head)
+                own = _pad(own[..., first : first + spans * self.part], spans * self.part)
+                parts[g, head, ..., :count, :] = own.unflatten(-1, (spans, -1)).permute(3, 0, 1, 2, 4)
             place += group.key.width
-        if self.constant is not None:
-            own_constants = self.constant[:, : 2 * planes].unflatten(1, (2, planes))[:, :, : self.fast_planes]
-            constants[..., : self.fast_planes] += own_constants.unflatten(0, (-1, self.heads))
-        return parts.contiguous(), constants
+        parts = parts.to(self.dtype)
+        for j in range(self.operands if self.word_operands else 0):
+            constants -= self.excess(j) * parts[:, :, :, j].float().sum((2, 5))
+        added = self.scaled_constant if self.scaled else self.constant
+        if added is not None:
+            constants[..., :count] += self._fast_planes_of(added)
+        return parts, constants
 
-    @cached_property
-    def offset(self) -> float:
-        """Excess of an operand over the number that it stands for, a nibble or crumb less 8."""
-        if not self.word_operands or self.dtype == torch.float32:
-            return 0.0
-        return 1032.0 if self.dtype == torch.float16 else 136.0
+    def _fast_planes_of(self, keys: Tensor) -> Tensor:
+        """Fast planes of a key of each KV head, [num_kv_heads, head_dim]: [groups, heads, 2, fast planes]."""
+        halves = keys[:, : 2 * self.planes].float().unflatten(1, (2, self.planes))[:, :, : self.fast_planes]
+        return halves.unflatten(0, (-1, self.heads))
+
+    def constant_keys(self, rotations: BlockRotations) -> Tensor:
+        """Fast planes of the constant keys, rotated to each place in a block: [groups, heads, 2, rope_block, fast].
+
+        Made once for the rotations of a model.
+        """
+        if self._constant_keys is None or self._constant_keys[0] is not rotations:
+            assert self.constant is not None
+            k0, k1 = self._fast_planes_of(self.constant).unsqueeze(-2).unbind(2)
+            cos, sin = rotations.places.float()[..., : self.fast_planes]
+            both = torch.stack([k0 * cos - k1 * sin, k1 * cos + k0 * sin], dim=2)
+            keys = _pad(both, self.fast).to(self.dtype).contiguous()
+            self._constant_keys = rotations, keys
+        return self._constant_keys[1]
+
+    def excess(self, operand: int) -> float:
+        """What an operand of codes has too much, see `decode.excess`."""
+        return float(excess(operand, getattr(triton.language, str(self.dtype).removeprefix("torch."))))
+
+    @property
+    def scale_word(self) -> int:
+        """The word of a row that has its scale, and the scale's column; 0 without one."""
+        return self.heads * self.fast_words
 
     @property
     def has_constant(self) -> bool:
         """Whether a logit is added to all keys of a block."""
-        return self.word_operands > 0 and not (self.folded and self.offset == 0)
+        return self.word_operands > 0 and not (self.folded and (self.scaled or self.dtype == torch.float32))
 
     def tiles(self, tokens: int = 1, capability: int = 90) -> Tile:
         """The tile by rule, for so many new tokens."""
@@ -194,35 +304,49 @@ class DecodeLayer:
     def constants(self, tokens: int, tiles: Tile, page: int, mask: bool, softcap: bool) -> dict[str, Any]:
         """Constants of the decode kernel, except the alignment of a cache's strides."""
         return {
-            "CODED": self.word_operands, "JOINT": self.joint, "FOLDED": self.folded, "SLOW": self.slow,
-            "CONSTANT": self.has_constant, "FAST": self.fast, "BLOCK": self.block, "HEADS": self.heads,
-            "PER_HEAD": self.per_head, "TOKENS": tokens,
+            "DTYPE": getattr(triton.language, str(self.dtype).removeprefix("torch.")), "CODED": self.word_operands,
+            "JOINT": self.joint, "SCALED": self.scaled, "FAST_WORDS": self.fast_words, "FOLDED": self.folded,
+            "SLOW": self.slow, "CONSTANT": self.has_constant, "FAST": self.fast, "BLOCK": self.block,
+            "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens,
             "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
-            "VALUE_COLUMNS": self.value_columns, "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page,
-            "MASK": mask, "SOFTCAP": softcap, "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)),
-            "STAGES": tiles.stages, "RELOAD_SHARED": tiles.lean,
-            "HEADS_PER_DOT": math.gcd(tiles.together, self.heads),
-            "REUNPACK_PLANES": tiles.again if self.joint and self.word_operands and not tiles.packed else 0,
-            "PACKED": tiles.packed, "PRECISION": precision(self.dtype), "ASM": assembled(),
+            "PART": self.part, "VALUE_COLUMNS": self.value_columns,
+            "VALUE_PART": max(part_of(self.value_columns), min(MOST_PART, SPAN * tiles.warps)),
+            "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page, "MASK": mask, "SOFTCAP": softcap,
+            "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)), "STAGES": tiles.stages,
+            "RELOAD_SHARED": tiles.lean, "PRECISION": precision(self.dtype), "ASM": assembled(),
         }  # fmt: skip
 
-    def absorb_constants(self, tokens: int) -> dict[str, Any]:
+    def absorb_shape(self, many: bool) -> tuple[int, int, int]:
+        """Blocks that a program of `absorb` takes at a time, its warps and stages: the fastest on an H100.
+
+        Args:
+            many: there are as many queries as SMs.
+        """
+        if not self.block or self.dtype.itemsize != 2:
+            return (32 if self.block else 16), 2, 2
+        if many and self.shape.head_dim > 64:
+            return 64, 4, 1
+        return (128, 8, 1) if self.columns > 32 else (32, 2, 2)
+
+    def absorb_constants(self, tokens: int, blocks: int) -> dict[str, Any]:
+        """Constants of the absorbing kernel, for so many blocks at a time."""
         return {
-            "CODED": self.word_operands, "CONSTANT": self.constant is not None, "FAST": self.fast,
-            "FAST_PLANES": self.fast_planes, "PLANES": self.planes, "SLOW": self.slow_columns,
-            "HEAD_DIM": self.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
-            "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens, "COLUMNS": self.columns,
-            "EXACT": self.exact, "COUNT": 128 if self.wide else 32 if self.block else 16,
-            "BASIS_ALIGN": self.basis_align, "PRECISION": precision(self.dtype),
+            "CODED": self.word_operands, "SCALED": self.scaled,
+            "FAST": self.fast, "FAST_PLANES": self.fast_planes,
+            "PLANES": self.planes, "SLOW": self.slow_chunks, "HEAD_DIM": self.shape.head_dim,
+            "REST": self.rest_chunks, "BLOCK": self.block, "HEADS": self.heads, "PER_HEAD": self.per_head,
+            "TOKENS": tokens, "COLUMNS": self.columns, "PART": part_of(self.columns),
+            "CHUNK": self.chunk, "COUNT": blocks, "PRECISION": precision(self.dtype),
         }  # fmt: skip
 
-    @property
-    def wide(self) -> bool:
-        """Whether a program of `absorb` is eight warps that meet 128 blocks at a time."""
-        return self.block > 0 and self.columns >= 64 and self.dtype.itemsize == 2
 
-    def absorb_options(self) -> dict[str, int]:
-        return {"num_warps": 8, "num_stages": 1} if self.wide else {"num_warps": 2, "num_stages": 2}
+def absorbing_programs(chunks: int, warps: int, sms: int) -> int:
+    """Programs that share the blocks of one query: some for each SM, but few, as each reads the basis.
+
+    Args:
+        warps: of one program for each query.
+    """
+    return min(chunks, max(1, ABSORBING_WARPS * sms // warps))
 
 
 def assembled() -> bool:
@@ -288,7 +412,7 @@ def decode_attention(
     output = query.new_empty(query.shape[0], layer.output_width) if out is None else out
     if ranges.query_start is not None:
         output.zero_()  # tokens of no sequence
-    per_sequence = max_blocks * groups * rows * layer.operands * layer.columns * query.element_size()
+    per_sequence = max_blocks * groups * rows * layer.operands * layer.columns * layer.dtype.itemsize
     most = batch_size if layer.folded else max(1, min(batch_size, ABSORBED_BYTES // per_sequence))
     for start in range(0, batch_size, most):
         part = slice(start, min(start + most, batch_size))
@@ -312,40 +436,44 @@ def decode_attention(
 
         # What a kernel leaves to the next: absorbed queries, constant logits and fast queries of each block; then a
         # result and its log-sum-exp for each slice of the work.
-        ratio = query.element_size()
+        ratio = layer.dtype.itemsize
         blocks = 0 if layer.folded else sequences * max_blocks * groups * rows
         slots = (programs + sequences * groups) * rows
         sizes = (
-            -(-blocks * layer.operands * layer.columns * ratio // 4), blocks, -(-blocks * 2 * layer.fast * ratio // 4),
+            -(-blocks * layer.operands * layer.columns * ratio // 4), blocks * (1 + layer.scaled),
+            -(-blocks * 2 * layer.fast * ratio // 4),
             slots * layer.operands * layer.value_columns, slots,
         )  # fmt: skip
         memory = _memory(sizes, key.device)
-        absorbed, constant, fast_query = memory[0].view(query.dtype), memory[1], memory[2].view(query.dtype)
+        absorbed, constant, fast_query = memory[0].view(layer.dtype), memory[1], memory[2].view(layer.dtype)
         partial, partial_lse = memory[3], memory[4]
         none = begin  # stands for a tensor that a kernel does not read
+        constant_keys = None
+        if rotations is not None and layer.scaled and layer.fast:
+            constant_keys = layer.constant_keys(rotations)
 
         with device_guard(key.device):
             if not layer.folded:
-                constants = layer.absorb_constants(tokens)
+                heads, sms = groups * layer.group_rows, sm_count(key.device)
+                blocks_each, warps, stages = layer.absorb_shape(heads * sequences * tokens >= sms)
                 align = math.gcd(16, queries.stride(0), queries.stride(1))
-                chunks = -(-max_blocks // constants["COUNT"])
-                heads = groups * layer.group_rows
-                shared = min(chunks, max(1, 4 * sm_count(key.device) // (heads * sequences * tokens)))
-                assert layer.basis is not None
-                slow, fast = (rotations.slow, rotations.fast) if rotations is not None else (queries, queries)
+                chunks = -(-max_blocks // blocks_each)
+                shared = absorbing_programs(chunks, heads * sequences * tokens * warps, sms)
+                assert layer.absorb_basis is not None
                 absorb_kernel[shared, heads, sequences * tokens](
-                    queries, layer.basis, constant if layer.constant is None else layer.constant, slow, fast, absorbed,
-                    constant, fast_query, table, begin, until, none if starts is None else starts, groups, max_blocks,
-                    queries.stride(0) // align, queries.stride(1) // align,
-                    layer.basis.stride(0) // layer.basis_align, log2, ALIGN=align, enable_fp_fusion=True,
-                    **layer.absorb_options(), **constants,
+                    queries, *layer.absorb_basis,
+                    constant if rotations is None else rotations.starts, absorbed, constant, fast_query, begin, until,
+                    none if starts is None else starts, groups, max_blocks, queries.stride(0) // align,
+                    queries.stride(1) // align, log2, ALIGN=align, enable_fp_fusion=True, num_warps=warps,
+                    num_stages=stages, **layer.absorb_constants(tokens, blocks_each),
                 )  # fmt: skip
             decode_kernel[(programs,)](
                 queries if layer.folded else absorbed, constant, fast_query, keys, values,
                 absorbed if layer.fast_basis is None else layer.fast_basis,
                 constant if layer.fast_constant is None else layer.fast_constant,
-                absorbed if rotations is None else rotations.places, partial, partial_lse, table, begin, until, first,
-                end, none if starts is None else starts,
+                absorbed if rotations is None else rotations.places,
+                absorbed if constant_keys is None else constant_keys, partial, partial_lse, table,
+                begin, until, first, end, none if starts is None else starts,
                 none if pages is None else pages, none if mask is None else mask, none if holes is None else holes,
                 sequences, groups, max_blocks, queries.stride(0), key_start // key_align, keys.stride(0) // key_align,
                 keys.stride(1) // key_align, value_start // value_align, values.stride(0) // value_align,

@@ -1,8 +1,7 @@
 """The kernel_config.json of a model that nobody has tuned: tiles and warps by rule.
 
-`rotor export` writes it, and checkpoints without the file run by it. Those for sm_90 were the fastest on an H100
-(artifacts/benchmarks, docs/speed.md); those for sm_80 take the fewest instructions a key without spilling
-(`rotor compile`), and no GPU has confirmed them.
+`rotor export` writes it, and checkpoints without the file run by it. Tiles of layers with fast planes were the fastest
+on an H100, the others go by counts of instructions (`rotor compile`); `rotor gpu --tune OUT` measures more.
 """
 
 from __future__ import annotations
@@ -57,53 +56,25 @@ def slices_per_sm(layout: LayerLayout, tile: Tile) -> int:
 
 
 def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> Tile:
-    """The tile of decoding (heads of 128, bfloat16): for sm_90 the fastest on an H100 at 8 x 32768 keys, for sm_80 the
-    one with the fewest instructions that does not spill.
+    """The tile of decoding: with fast planes the fastest on an H100 at 8 x 32768 keys (bfloat16).
 
-    64 keys and one warp up to 128 nibbles and 8 rows, without fast planes or with few of a narrow latent. Wider latents
-    and more rows take two warps or more and tiles of 32 keys; four KV heads together take four warps. On sm_90 tiles
-    pass shared memory packed and are unpacked behind it, which moves a quarter of the bytes.
+    Two warps share 64 keys, or 32 where rows are wide and query rows many; one does where a narrow row is of one KV
+    head. The rule is the same for all architectures.
     """
     rows = max(8, _power(query_rows))
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
-    width = layout.planes * max(16, _power(widest // layout.operands)) * (1 + layout.latents_per_group) / 2
-    fast = max(16, _power(layout.fast_planes)) if layout.fast_planes else 0
-    work = int(width * rows)
+    work = widest // layout.operands * layout.planes * rows * (1 + layout.latents_per_group) // 2
     if not layout.coded:
-        return Tile(64, 2, 2, packed=True) if work <= 1024 else Tile(32, 4 if work <= 8192 else 8, 2)
-    return _hopper_tile(layout, work, fast) if capability >= 90 else _ampere_tile(layout, work, fast)
-
-
-def _hopper_tile(layout: LayerLayout, work: int, fast: int) -> Tile:
-    """work: nibbles of a latent times query rows. fast: fast planes, as they are padded."""
-    if not fast:
-        warps = _power(max(1, min(8, work // 2048)))
-        if not layout.joint and warps == 1:
-            return Tile(32, 1, 2, packed=True)
-        return Tile(64, warps, 3 if work <= 512 else 2, packed=warps == 1)
-    if fast <= 16 and work <= 512:
-        return Tile(64, 1, 3, packed=True)
-    if fast <= 16 and work <= 1024 and layout.group_size == 1:
-        return Tile(64, 2, 3, packed=True)
-    if fast <= 16 and work <= 1024:
-        return Tile(64, 2, 2, lean=3, together=2, packed=True)
-    if layout.group_size == 4 and fast == 16 and (layout.rope_block or 0) >= 64 and work <= 4096:
-        return Tile(64, 4, 1, lean=1, together=4, packed=True)  # products of four KV heads are those of a warp group
-    return Tile(32, 2 if work <= 4096 else 4, 2, lean=1)
-
-
-def _ampere_tile(layout: LayerLayout, work: int, fast: int) -> Tile:
-    """Arguments as in `_hopper_tile`."""
-    if not fast:
-        warps = _power(max(1, min(8, work // 2048)))
-        return Tile(64, warps, 2, packed=not layout.joint and warps == 1)
-    if work <= 512 and fast <= 16:
-        return Tile(64, 1, 2)
-    if work <= 1024 and fast <= 16:
-        return Tile(64, 2, 2) if layout.group_size == 1 else Tile(64, 2, 1, lean=1)
-    if layout.group_size == 4 and fast == 16 and (layout.rope_block or 0) >= 64 and work <= 4096:
-        return Tile(64, 4, 1, lean=3, again=1)
-    return Tile(32, 2 if work <= 4096 else 4, 1, lean=1)
+        return Tile(64, 2, 2) if work <= 1024 else Tile(32, 4 if work <= 8192 else 8, 2)
+    if layout.fast_planes > 16:
+        return Tile(32, 2 if layout.fast_planes <= 32 else 4, 2)
+    if layout.fast_planes and work <= 1024:
+        return Tile(64, 2, 3) if layout.group_size > 1 else Tile(64, 1, 2)
+    if layout.fast_planes:
+        return Tile(64, 2, 2) if work <= 4096 else Tile(32, 2, 3)
+    if work > 2048:
+        return Tile(64, 2, 2)
+    return Tile(64, 1, 3) if layout.joint else Tile(32, 1, 2)
 
 
 def _power(number: int) -> int:

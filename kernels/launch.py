@@ -32,8 +32,8 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def device_table(rows: Sequence[Any], device: torch.device) -> Tensor:
-    """int32, on a device; whoever asks keeps it.
+def device_table(rows: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """A table on a device; whoever asks keeps it.
 
     Raises:
         UsageError: a CUDA graph is being captured, which would copy the table, and own its memory.
@@ -43,7 +43,7 @@ def device_table(rows: Sequence[Any], device: torch.device) -> Tensor:
             "a compressed layer runs for the first time while a CUDA graph is captured.",
             "Run the model once before; capturing needs that anyway, to compile kernels.",
         )
-    return torch.tensor(rows, dtype=torch.int32).to(device)
+    return torch.tensor(rows, dtype=dtype).to(device)
 
 
 @lru_cache(maxsize=16)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rotor.checkpoint.channels import SCALE_MIDDLE, SCALE_STEPS, Parted
 from rotor.checkpoint.layout import AttentionShape, GroupClass, LayerLayout
 
 from .launch import launch, padded, precision
@@ -38,21 +39,41 @@ ADDRESSES = ["key", "value", "basis", "constant", "cos", "sin", "block_table", "
 
 
 @triton.jit
-def plane_of(words, PLANE: tl.constexpr, CODED: tl.constexpr, kind: tl.constexpr):
-    """Extract signed nibbles of a plane, or lower crumbs, as an operand of attention; numbers stay as they are."""
+def plane_of(words, word, PLANE: tl.constexpr, CODED: tl.constexpr, SCALE_WORD: tl.constexpr, kind: tl.constexpr):
+    """Extract signed nibbles of a plane, or lower crumbs, as an operand of attention; numbers stay as they are.
+
+    word: which words these are. SCALE_WORD: that of the scale, whose nibble is read as 1; negative without one.
+    """
     if not CODED:
         return words.to(kind)
-    elif PLANE < 4:
-        return (((words.to(tl.int32) >> (4 * PLANE)) & 15) - 8).to(kind)
-    else:
+    elif PLANE >= 4:
         return (((words.to(tl.int32) >> (28 - 4 * PLANE)) & 3) - 8).to(kind)
+    else:
+        nibble = ((words.to(tl.int32) >> (4 * PLANE)) & 15) - 8
+        if PLANE == 0 and SCALE_WORD >= 0:
+            nibble = tl.where((word == SCALE_WORD)[None, :], 1, nibble)
+        return nibble.to(kind)
+
+
+@triton.jit
+def scales_of(rows, place, there, first, SCALE_WORD: tl.constexpr, MIDDLE: tl.constexpr, STEPS: tl.constexpr):
+    """The scales of some keys of a group, [KEYS, 1] float32; 1 for rows without one.
+
+    Loaded in this shape: Triton 3.6 fails to compile one that is made of [KEYS].
+    """
+    if SCALE_WORD < 0:
+        return tl.full((place.shape[0], 1), 1.0, tl.float32)
+    else:
+        nibble = tl.load(rows + (place + first + SCALE_WORD)[:, None], mask=there[:, None], other=0).to(tl.int32) & 15
+        return tl.exp2((nibble - MIDDLE).to(tl.float32) / STEPS)
 
 
 @triton.jit
 def copy_latents(
-    rows, place, there, first, words, out, target, width, KEYS: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
+    rows, place, there, scales, first, words, out, target, width, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+    CODED: tl.constexpr, SCALE_WORD: tl.constexpr,
 ):  # fmt: skip
-    """Copy a group's signed nibbles (or numbers) of some keys, and fill up to `width` with zeros."""
+    """Copy a group's signed nibbles (or numbers) of some keys, times scales, and fill up to `width` with zeros."""
     kind: tl.constexpr = out.dtype.element_ty
     column = tl.arange(0, BLOCK)
     planes: tl.constexpr = CODED if CODED else 1
@@ -61,7 +82,10 @@ def copy_latents(
         tile = tl.load(rows + (place + first + start)[:, None] + column[None, :], mask=held, other=0)
         for plane in tl.static_range(planes):
             to = out + (target + plane * words + start)[:, None] + column[None, :]
-            tl.store(to, plane_of(tile, plane, CODED, kind), mask=held)
+            latents = plane_of(tile, start + column, plane, CODED, SCALE_WORD, kind)
+            if SCALE_WORD >= 0:
+                latents = (latents.to(tl.float32) * scales).to(kind)
+            tl.store(to, latents, mask=held)
     for start in range(planes * words, width, BLOCK):
         held = there[:, None] & (start + column < width)[None, :]
         tl.store(out + (target + start)[:, None] + column[None, :], tl.zeros((KEYS, BLOCK), kind), mask=held)
@@ -87,7 +111,8 @@ def materialise_kernel(
     keys_width, values_batch, values_token, values_head, values_width,
     SIZE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     LATENTS: tl.constexpr, CONSTANT: tl.constexpr, CODED: tl.constexpr, PAGED: tl.constexpr, KEYS: tl.constexpr,
-    BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SCALE_WORD: tl.constexpr, MIDDLE: tl.constexpr,
+    STEPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Expand KEYS keys of one KV head, or the values of a group; see `materialise`.
 
@@ -95,6 +120,8 @@ def materialise_kernel(
 
     CODED: operands of a word, 0 for numbers. LATENTS: keys stay latents (a model without RoPE). HALF: rotary planes, 0
     if stored keys are not rotated when they are read. REST: dimensions without RoPE. PAGED: rows are in pages.
+    SCALE_WORD: of a group's row, which has the scale in its lowest nibble; negative without one. MIDDLE, STEPS: the
+    nibble of a scale of 1, and nibbles by which it doubles.
     """
     sequence = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1) % (SIZE + 1)
@@ -114,17 +141,18 @@ def materialise_kernel(
         key_place, value_place = unit * key_batch + row * key_row, unit * value_batch + row * value_row
     kind: tl.constexpr = keys.dtype.element_ty
     if tl.program_id(0) * KEYS < kv_len:
+        scales = scales_of(key, key_place, there, key_start + group * key_group, SCALE_WORD, MIDDLE, STEPS)
         if head == SIZE:
             begin = target * values_batch + index.to(tl.int64) * values_token + group * values_head
             copy_latents(
-                value, value_place, there, value_start + group * value_group, value_words, values, begin, values_width,
-                KEYS, VALUE_BLOCK, CODED,
+                value, value_place, there, scales, value_start + group * value_group, value_words, values, begin,
+                values_width, KEYS, VALUE_BLOCK, CODED, SCALE_WORD,
             )  # fmt: skip
         elif LATENTS:
             begin = target * keys_batch + index.to(tl.int64) * keys_token + group * keys_head
             copy_latents(
-                key, key_place, there, key_start + group * key_group, key_words, keys, begin, keys_width, KEYS, BLOCK,
-                CODED,
+                key, key_place, there, scales, key_start + group * key_group, key_words, keys, begin, keys_width, KEYS,
+                BLOCK, CODED, SCALE_WORD,
             )  # fmt: skip
         else:
             # A key: latents times the rows of the basis, for both halves of the rotary planes and for the rest.
@@ -140,7 +168,7 @@ def materialise_kernel(
                 place = (key_place + key_start + group * key_group + start)[:, None] + word[None, :]
                 tile = tl.load(key + place, mask=there[:, None] & within[None, :], other=0)
                 for plane in tl.static_range(planes):
-                    latents = plane_of(tile, plane, CODED, kind)
+                    latents = plane_of(tile, start + word, plane, CODED, SCALE_WORD, kind)
                     at = plane * key_words + start + word
                     if HALF > 0:
                         one = rebuilt(latents, own, basis_stride, 0, at, within, one, HALF, HALF_PADDED, PRECISION)
@@ -154,6 +182,8 @@ def materialise_kernel(
             added = constant + (first_head + kv_head) * dim
             if HALF > 0:
                 plane = tl.arange(0, HALF_PADDED)
+                if SCALE_WORD >= 0:
+                    one, two = one * scales, two * scales
                 if CONSTANT:
                     one += tl.load(added + plane, mask=plane < HALF, other=0.0)[None, :]
                     two += tl.load(added + HALF + plane, mask=plane < HALF, other=0.0)[None, :]
@@ -171,6 +201,8 @@ def materialise_kernel(
                 tl.store(out + HALF + plane[None, :], (two * own_cos + one * own_sin).to(kind), mask=held)
             if REST > 0:
                 place = tl.arange(0, REST_PADDED)
+                if SCALE_WORD >= 0:
+                    rest = rest * scales
                 if CONSTANT:
                     rest += tl.load(added + 2 * HALF + place, mask=place < REST, other=0.0)[None, :]
                 held = there[:, None] & (place < REST)[None, :]
@@ -276,6 +308,7 @@ def constants_of(
         "SIZE": 1 if latents else layout.group_size, "HALF": half, "HALF_PADDED": padded(half or 1), "REST": rest,
         "REST_PADDED": padded(rest or 1), "LATENTS": latents, "CONSTANT": layout.coded and not latents,
         "CODED": layout.coded * planes, "PAGED": paged, "KEYS": KEYS, "BLOCK": min(64, padded(cls.key.width // planes)),
-        "VALUE_BLOCK": min(64, padded(cls.value.width // planes)), "PRECISION": precision(dtype), "num_warps": 8,
-        "num_stages": 1,
+        "VALUE_BLOCK": min(64, padded(cls.value.width // planes)),
+        "SCALE_WORD": cls.key.scale_word if isinstance(cls.key, Parted) else -1, "MIDDLE": SCALE_MIDDLE,
+        "STEPS": SCALE_STEPS, "PRECISION": precision(dtype), "num_warps": 8, "num_stages": 1,
     }  # fmt: skip

@@ -28,7 +28,7 @@ from .append import append as append_rows
 from .attention import rows_attention
 from .parameters import AttentionParameters, seq_len_of
 from .rotary import Rotation
-from .rows import row_dtype
+from .rows import CodeScales, row_dtype
 from .slots import ExactSlots
 
 
@@ -54,6 +54,9 @@ def _append(
     key_shift: Tensor | None,
     value_basis: Tensor | None,
     value_shift: Tensor | None,
+    scale_shift: Tensor | None,
+    scale_length: Tensor | None,
+    scale_errors: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     index: Tensor | None,
@@ -62,9 +65,12 @@ def _append(
     """`append.append` into new rows; the first result is what it rotated, or empty."""
     layout, shape, _ = described(layer)
     rotation = None if cos is None or sin is None else (cos, sin)
+    scales = None
+    if scale_shift is not None and scale_length is not None:
+        scales = CodeScales(scale_shift, scale_length, scale_errors)
     made = append_rows(
         key, value, layout, shape, query=query, key_basis=key_basis, key_shift=key_shift, value_basis=value_basis,
-        value_shift=value_shift, rotation=rotation, index=index,
+        value_shift=value_shift, rotation=rotation, index=index, scales=scales,
     )  # fmt: skip
     rotated = key.new_empty(0) if made.rotated is None else made.rotated
     inputs = {side.untyped_storage().data_ptr() for side in (key, value) if side is not None}
@@ -74,7 +80,10 @@ def _append(
 
 
 @_append.register_fake
-def _(key, value, query, key_basis, key_shift, value_basis, value_shift, cos, sin, index, layer):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    key, value, query, key_basis, key_shift, value_basis, value_shift, scale_shift, scale_length, scale_errors,
+    cos, sin, index, layer,
+):  # fmt: skip
     layout, shape, _ = described(layer)
     if key.device.type != "cuda" or torch.cuda.is_available():
         with unset_fake_temporarily():
@@ -111,12 +120,13 @@ def append(
     if not torch.compiler.is_compiling():
         names = ("key_basis", "key_shift", "value_basis", "value_shift")
         made = append_rows(
-            key, value, p.layout, p.shape, query=asked, rotation=rotation, index=index,
+            key, value, p.layout, p.shape, query=asked, rotation=rotation, index=index, scales=p.scales,
             **dict(zip(names, bases, strict=True)),
         )  # fmt: skip
         return made if made.query is not None else made._replace(query=_as_attended(query))
     cos, sin = rotation or (None, None)
-    rotated, *rows = _append(key, value, asked, *bases, cos, sin, index, text)
+    scales = p.scales or (None, None, None)
+    rotated, *rows = _append(key, value, asked, *bases, *scales, cos, sin, index, text)
     if asked is not None:
         query = rotated[:, :, : p.shape.num_heads]
         key = rotated[:, :, p.shape.num_heads :] if p.value_basis is not None else key

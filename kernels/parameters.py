@@ -9,6 +9,8 @@ from torch import Tensor
 
 from rotor.checkpoint.layout import AttentionShape, GroupClass, LayerLayout
 
+from .rows import CodeScales
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionParameters:
@@ -25,6 +27,7 @@ class AttentionParameters:
     value_basis: [group_size * head_dim, value rank], value_shift: [value rank] float32: map new values into latents.
     output_basis: [group_size * head_dim, value_width], value_constant: [num_kv_heads, head_dim] float32: map what
         attention over rows puts out to the values of each head. These four only in a layer with exact tokens.
+    scales: how latents of joint groups are coded; None of others.
     """
 
     layout: LayerLayout
@@ -39,6 +42,7 @@ class AttentionParameters:
     value_shift: Tensor | None = None
     output_basis: Tensor | None = None
     value_constant: Tensor | None = None
+    scales: CodeScales | None = None
 
     @property
     def heads_per_group(self) -> int:

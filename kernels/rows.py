@@ -9,11 +9,44 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rotor.checkpoint.channels import NIBBLE_BITS, SIGNED, WORD_PLANES, Channels, Digit, Latent, aligned
+from rotor.checkpoint.channels import (
+    NIBBLE_BITS,
+    SCALE,
+    SCALE_MIDDLE,
+    SCALE_STEPS,
+    SIGNED,
+    WORD_PLANES,
+    Channels,
+    Digit,
+    Latent,
+    Numbers,
+    Parted,
+    aligned,
+)
 from rotor.checkpoint.layout import LayerLayout
+from rotor.checkpoint.projections import CompressedProjections
 
 SIGN_BITS = 0x8888 - (1 << 16)
 """The highest bit of each nibble of a word."""
+
+
+class CodeScales(NamedTuple):
+    """How the latents of joint groups are coded, see `rotor.checkpoint.tensors.layer_tensors`.
+
+    shift, length: [rank], float32, of a layer or a group. errors: flat, of a layer; of a group [fast rank, rank of the
+    rest]; None where no plane is fast.
+    """
+
+    shift: Tensor
+    length: Tensor
+    errors: Tensor | None
+
+
+def code_scales(tensors: CompressedProjections) -> CodeScales | None:
+    """How a layer's latents are coded, where their rows have a scale."""
+    if tensors.code_shift is None or tensors.length_weight is None:
+        return None
+    return CodeScales(tensors.code_shift, tensors.length_weight, tensors.error_basis)
 
 
 def pack(latents: Tensor, channels: Channels) -> Tensor:
@@ -24,15 +57,75 @@ def pack(latents: Tensor, channels: Channels) -> Tensor:
     Returns:
         [..., bytes], uint8.
     """
+    return pack_codes(_codes(_wide(latents), channels), channels)
+
+
+def pack_parted(latents: Tensor, parted: Parted, scales: CodeScales) -> Tensor:
+    """Choose the scale of a row, code fast latents, then the rest by their errors, and pack them.
+
+    Args:
+        latents: [..., rank], as projections put them out. scales: of the group.
+    Returns:
+        [..., bytes], uint8.
+    """
+    codes, nibble = parted_codes(latents, parted, scales)
+    rows, first = [], 0
+    for part in parted.parts:
+        of_part = codes[..., first : first + part.rank]
+        rows.append(pack_codes(of_part, part, nibble if part.scaled else None))
+        first += part.rank
+    return torch.cat(rows, dim=-1)
+
+
+def parted_codes(latents: Tensor, parted: Parted, scales: CodeScales) -> tuple[Tensor, Tensor]:
+    """Codes [..., rank] and the nibble of the scale [..., 1] of what `pack_parted` packs, int32."""
+    wide = _wide(latents)
+    shift, length = (tensor.to(wide.dtype) for tensor in scales[:2])
+    energy = (wide.square() * length).sum(-1, keepdim=True)
+    nibble = scale_nibble(energy)
+    scaled = wide / scale_of(nibble).to(wide.dtype) + shift
+    fast, rest = scaled[..., : parted.fast_rank], scaled[..., parted.fast_rank :]
+    codes, first = [], 0
+    for part in parted.fast:
+        codes.append(_codes(fast[..., first : first + part.rank], part))
+        first += part.rank
+    if scales.errors is not None:
+        half = torch.cat([_slots_of(part, wide.device).half for part in parted.fast])
+        errors = torch.cat(codes, dim=-1) - half + 0.5 - fast
+        rest = rest + errors.to(wide.dtype) @ scales.errors.to(wide.dtype)
+    return torch.cat([*codes, _codes(rest, parted.rest)], dim=-1), nibble
+
+
+def scale_nibble(energy: Tensor) -> Tensor:
+    """The nibble of the scale of a row whose latents have this weighted mean square, int32."""
+    steps = energy.clamp(min=2.0**-SCALE_MIDDLE).log2().mul(SCALE_STEPS / 2).round() + SCALE_MIDDLE
+    return steps.clamp(0, 15).to(torch.int32)
+
+
+def scale_of(nibble: Tensor) -> Tensor:
+    """The scale of a nibble, float32."""
+    return torch.exp2((nibble - SCALE_MIDDLE).float() / SCALE_STEPS)
+
+
+def _wide(latents: Tensor) -> Tensor:
+    return latents.to(torch.promote_types(latents.dtype, torch.float32))
+
+
+def _codes(latents: Tensor, channels: Channels) -> Tensor:
+    """Floor and clamp the latents of a group, [..., rank], to codes, int32."""
     half = _slots_of(channels, latents.device).half
-    wide = latents.to(torch.promote_types(latents.dtype, torch.float32))
-    return pack_codes((wide.floor().clamp(-half, half - 1) + half).to(torch.int32), channels)
+    return (latents.floor().clamp(-half, half - 1) + half).to(torch.int32)
 
 
-def pack_codes(codes: Tensor, channels: Channels) -> Tensor:
-    """Pack the codes of a group's channels, [..., rank] int32, into rows, [..., bytes] uint8."""
+def pack_codes(codes: Tensor, channels: Channels, scale: Tensor | None = None) -> Tensor:
+    """Pack the codes of a group's channels, [..., rank] int32, into rows, [..., bytes] uint8.
+
+    Args:
+        scale: [..., 1], int32, the nibble of the scale of a row that has one.
+    """
     slots = _slots_of(channels, codes.device)
-    codes = torch.cat([codes, codes.new_tensor([SIGNED, 0]).expand(*codes.shape[:-1], 2)], dim=-1)  # of what is empty
+    empty = codes.new_tensor([SIGNED, 0]).expand(*codes.shape[:-1], 2)
+    codes = torch.cat([codes, empty] if scale is None else [codes, empty, scale], dim=-1)
     nibbles = (codes[..., slots.channel] >> slots.bit).bitwise_and_(slots.mask)
     if slots.crumb is not None:
         first = slots.first
@@ -50,9 +143,23 @@ def unpack_codes(rows: Tensor, channels: Channels) -> Tensor:
     for slot, digits in enumerate(channels.slots):
         nibble = nibbles[..., slot]
         for number, digit in enumerate(digits):
+            if digit.channel == SCALE:
+                continue
             bits = nibble if digit.bits == NIBBLE_BITS else nibble >> 2 if number == 0 else nibble & 3
             codes[..., digit.channel] += bits << digit.bit
     return codes
+
+
+def unpack_parted(rows: Tensor, parted: Parted, dtype: torch.dtype) -> Tensor:
+    """Unpack rows of a joint group, [..., bytes] uint8, to what attention multiplies with: operands times the scale.
+
+    The operand in the scale's slot is the scale itself. [..., width].
+    """
+    operands = unpack(rows, parted.split, torch.promote_types(dtype, torch.float32))
+    place = parted.scale_word
+    scale = scale_of(operands[..., place : place + 1] + SIGNED).to(operands.dtype)
+    operands[..., place] = 1.0
+    return operands.mul_(scale).to(dtype)
 
 
 def unpack(rows: Tensor, split: int, dtype: torch.dtype) -> Tensor:
@@ -64,12 +171,13 @@ def unpack(rows: Tensor, split: int, dtype: torch.dtype) -> Tensor:
     return torch.cat(planes, dim=-1).to(dtype)
 
 
-def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool) -> Tensor:
+def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool, scales: CodeScales | None = None) -> Tensor:
     """Pack the key row, or the value row, of a layer.
 
     Args:
         latents: [..., at least the sum of ranks], groups side by side, as projections put them out.
         keys: the key latents, else the value latents: an empty row where these are in the keys'.
+        scales: how joint groups are coded.
     Returns:
         [..., bytes of the row], uint8; of a layer of numbers `latents` as they are.
     """
@@ -78,6 +186,9 @@ def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool) -> Tensor:
         return latents
     if not latents.shape[-1]:
         return latents.to(torch.uint8)
+    if layout.scaled:
+        assert scales is not None
+        return _pack_joint(latents, layout, scales)
     rows, first = [], 0
     for cls in layout.classes():
         latent, stride = (cls.key, cls.key_stride) if keys else (cls.value, cls.value_stride)
@@ -85,6 +196,21 @@ def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool) -> Tensor:
         of_class = latents[..., first : first + cls.count * latent.rank].unflatten(-1, (cls.count, latent.rank))
         rows.append(_strided(pack(of_class, latent), stride))
         first += cls.count * latent.rank
+    return torch.cat(rows, dim=-1)
+
+
+def _pack_joint(latents: Tensor, layout: LayerLayout, scales: CodeScales) -> Tensor:
+    rows, channel, product = [], 0, 0
+    for group in layout.groups:
+        parted = group.key
+        assert isinstance(parted, Parted)
+        own, size = slice(channel, channel + parted.rank), parted.fast_rank * parted.rest.rank
+        errors = None
+        if scales.errors is not None:
+            errors = scales.errors[product : product + size].view(parted.fast_rank, parted.rest.rank)
+        packed = pack_parted(latents[..., own], parted, CodeScales(scales.shift[own], scales.length[own], errors))
+        rows.append(functional.pad(packed, (0, parted.stride(len(layout.groups), 2) - packed.shape[-1])))
+        channel, product = own.stop, product + size
     return torch.cat(rows, dim=-1)
 
 
@@ -112,12 +238,24 @@ def resize_layer(rows: Tensor, layout: LayerLayout, to: LayerLayout, keys: bool)
         latent, kept = (group.key, other.key) if keys else (group.values, other.values)
         first = starts[0 if keys else 1] // size
         of_group = rows[..., first : first + latent.row_bytes(size) // size]
-        if isinstance(latent, Channels) and isinstance(kept, Channels):
-            packed = pack_codes(_resized(unpack_codes(of_group, latent), kept), kept)
-            resized.append(_strided(packed.unsqueeze(-2), aligned(kept.row_bytes(), len(to.groups))))
-        else:
+        if isinstance(latent, Numbers) or isinstance(kept, Numbers):
             resized.append(functional.pad(of_group, (0, kept.width - latent.width)))
+        else:
+            packed = _resized_row(of_group, latent, kept)
+            resized.append(_strided(packed.unsqueeze(-2), aligned(kept.row_bytes(), len(to.groups))))
     return torch.cat(resized, dim=-1)
+
+
+def _resized_row(rows: Tensor, latent: Channels | Parted, kept: Channels | Parted) -> Tensor:
+    """Rows of a group, [..., bytes], with the channels of another latent."""
+    if isinstance(latent, Parted) and isinstance(kept, Parted):
+        sizes = [part.row_bytes() for part in latent.parts]
+        parts = zip(rows.split(sizes, -1), latent.parts, kept.parts, strict=True)
+        return torch.cat([_resized_row(row, *both) for row, *both in parts], dim=-1)
+    assert isinstance(latent, Channels)
+    assert isinstance(kept, Channels)
+    scale = rows[..., :1].bitwise_and(15).int() if latent.scaled else None
+    return pack_codes(_resized(unpack_codes(rows, latent), kept), kept, scale)
 
 
 def read_class(rows: Tensor, latent: Latent, first_byte: int, stride: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -133,7 +271,10 @@ def read_class(rows: Tensor, latent: Latent, first_byte: int, stride: int, count
     groups = rows[..., first_byte // size : (first_byte + count * stride) // size].unflatten(
         -1, (count, stride // size)
     )
-    return unpack(groups[..., : latent.row_bytes()], latent.split, dtype) if isinstance(latent, Channels) else groups
+    if isinstance(latent, Numbers):
+        return groups
+    own = groups[..., : latent.row_bytes()]
+    return unpack_parted(own, latent, dtype) if isinstance(latent, Parted) else unpack(own, latent.split, dtype)
 
 
 def _resized(codes: Tensor, to: Channels) -> Tensor:
@@ -151,8 +292,8 @@ class _Slots(NamedTuple):
     """The slots of a latent as tensors.
 
     half: half the number of codes of each channel. channel, bit, mask: of the digit in each slot; the channel of an
-    empty slot is `rank`. first: the first slot that is cut. crumb: channels of the lower crumbs from there on,
-    `rank + 1` where one is missing; None if no slot is cut.
+    empty slot is `rank`, of the scale `rank + 2`. first: the first slot that is cut. crumb: channels of the lower
+    crumbs from there on, `rank + 1` where one is missing; None if no slot is cut.
     """
 
     half: Tensor
@@ -167,6 +308,7 @@ class _Slots(NamedTuple):
 def _slots_of(channels: Channels, device: torch.device) -> _Slots:
     half = torch.tensor([2.0 ** (bits - 1) for bits in channels.bits], device=device)
     highest = [digits[0] if digits else Digit(channels.rank, 0, NIBBLE_BITS) for digits in channels.slots]
+    highest = [digit._replace(channel=channels.rank + 2) if digit.channel == SCALE else digit for digit in highest]
     digits = torch.tensor([(digit.channel, digit.bit, 2**digit.bits - 1) for digit in highest], device=device)
     cut = [own for own in channels.slots if own and own[0].bits < NIBBLE_BITS]
     crumb = [own[1].channel if len(own) > 1 else channels.rank + 1 for own in cut]

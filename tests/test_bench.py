@@ -105,7 +105,7 @@ def test_requests_that_are_refused(folder: Path) -> None:
 
 
 def test_tuning_tries_no_tile_above_a_block() -> None:
-    layout = named_subjects()["joint-64-fast"].layout
+    layout = named_subjects()["llama3-8b-64x2"].layout
     own = default_layer(layout)
     tried = dict(tuning.search(own, layout, 90, lambda kernels: kernels.sm_90.stages - kernels.slices_per_sm / 64))
     assert next(iter(tried)) == own
@@ -114,11 +114,11 @@ def test_tuning_tries_no_tile_above_a_block() -> None:
     assert [*tried][-1].materialise
     assert all(kernels.sm_80 == own.sm_80 for kernels in tried)
     best = min(tried, key=lambda kernels: tried[kernels])
-    assert (best.sm_90.stages, best.sm_90.warps, best.slices_per_sm) == (1, 1, 32)
+    assert (best.sm_90.stages, best.sm_90.warps, best.slices_per_sm) == (1, 2, 16)
 
 
 def test_tuning_tries_one_that_does_not_run_no_further() -> None:
-    layout = named_subjects()["joint-64"].layout
+    layout = named_subjects()["llama3-8b-post-128x1"].layout
     own = default_layer(layout)
     tried = [kernels for kernels, _ in tuning.search(own, layout, 80, lambda kernels: float("inf"))]
     assert len(tried) == len(set(tried)) == len(tuning.launches(own, layout, 80)[0]) + 1

@@ -6,7 +6,9 @@ import torch
 
 from rotor.calibration.allocation.bits import BitsPath
 from rotor.calibration.allocation.plan import Plan
-from rotor.calibration.codes.layer import FITTED_BITS, LayerCodes, SideCodes, channels_bytes
+from rotor.calibration.codes.layer import LayerCodes, channels_bytes
+from rotor.calibration.codes.side import FITTED_BITS, SideCodes
+from rotor.checkpoint.channels import Channels
 from rotor.checkpoint.layout import AttentionShape
 
 
@@ -18,7 +20,8 @@ def side(groups: int, columns: int, size: float, seed: int) -> SideCodes:
     distortion = torch.tensor([4.0**-bits for bits in FITTED_BITS], dtype=torch.float64)
     nothing = torch.zeros(len(FITTED_BITS), groups, columns, dtype=torch.float64)
     spread = distortion[:, None, None].expand_as(nothing).clone()
-    return SideCodes(torch.ones(groups, columns, dtype=torch.float64), variance, nothing, nothing + 1, spread)
+    weight = torch.ones(groups, columns, dtype=torch.float64)
+    return SideCodes(weight, variance, nothing, nothing + 1, spread, 0 * weight)
 
 
 def predicted_loss(layers: list[LayerCodes], plan: Plan) -> float:
@@ -26,7 +29,8 @@ def predicted_loss(layers: list[LayerCodes], plan: Plan) -> float:
     total = 0.0
     for layer, groups in zip(layers, plan.channels, strict=True):
         for group, pair in enumerate(groups):
-            for own, channels in zip((layer.qk, layer.vo), pair, strict=True):
+            for own, channels in zip(layer.sides, pair, strict=True):
+                assert isinstance(channels, Channels)
                 _, code = own.code(group, channels)
                 losses = own.losses(group, FITTED_BITS)[:, own.order(group)]
                 index = torch.tensor([FITTED_BITS.index(bits) for bits in code.bits.tolist()])
@@ -35,7 +39,7 @@ def predicted_loss(layers: list[LayerCodes], plan: Plan) -> float:
 
 
 def layer_codes(groups: int, columns: int, size: float, seed: int) -> LayerCodes:
-    return LayerCodes(side(groups, columns, size, seed), side(groups, columns, size, seed + 10))
+    return LayerCodes((side(groups, columns, size, seed), side(groups, columns, size, seed + 10)), joint=False)
 
 
 WIDE = AttentionShape(num_layers=2, num_heads=16, num_kv_heads=4, head_dim=32, hidden_size=512, rotary_dim=32)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import relative_error
+from support.parted_truth import read_numbers
 from support.runs import SHORT_TEXT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -18,7 +19,7 @@ from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run, layer_path
 from rotor.checkpoint.bases import BasisPair, LayerBases
 from rotor.checkpoint.folding import model_layouts
-from rotor.checkpoint.layout import POST_ROPE, kv_bytes_per_token
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, kv_bytes_per_token
 from rotor.errors import CheckpointError, RecipeError, UsageError
 from rotor.kernels.rotary import rotate, when_read
 from rotor.models.compressed import CompressedCheckpoint
@@ -83,7 +84,7 @@ class CodedCache(DynamicCache):
     def code(self, key: Tensor, value: Tensor, bases: LayerBases) -> tuple[Tensor, Tensor]:
         """Keys as they are stored, and values."""
         if bases.joint:
-            return fake_both(key, value, bases)
+            return fake_both(key, value, bases, self.network.shape)
         key = fake(key, bases.qk, bases.group_size)
         return key, fake(value, bases.vo, bases.group_size)
 
@@ -103,22 +104,13 @@ def fake(x: Tensor, pair: BasisPair, group_size: int) -> Tensor:
     return read.unflatten(3, (group_size, -1)).permute(1, 0, 3, 2, 4).flatten(1, 2).to(x.dtype)
 
 
-def fake_both(key: Tensor, value: Tensor, bases: LayerBases) -> tuple[Tensor, Tensor]:
-    """Keys and values [batch_size, num_kv_heads, seq_len, head_dim] through codes of their joint latents and back."""
-
-    def grouped(x: Tensor) -> Tensor:
-        return x.double().unflatten(1, (-1, bases.group_size)).permute(1, 0, 3, 2, 4).flatten(3)
-
-    latents = [
-        k @ a + v @ b for k, v, a, b in zip(grouped(key), grouped(value), bases.qk.encode, bases.vo.encode, strict=True)
-    ]
-    read = [code.decode(code.encode(z)) for z, code in zip(latents, bases.latents[0].codes, strict=True)]
-
-    def back(pair: BasisPair) -> Tensor:
-        found = torch.stack([z @ decode.T for z, decode in zip(read, pair.decode, strict=True)])
-        return found.unflatten(3, (bases.group_size, -1)).permute(1, 0, 3, 2, 4).flatten(1, 2).to(key.dtype)
-
-    return back(bases.qk), back(bases.vo)
+def fake_both(key: Tensor, value: Tensor, bases: LayerBases, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+    """Keys and values [batch_size, num_kv_heads, seq_len, head_dim] through the codes of joint groups and back."""
+    numbers = torch.cat([key, value], dim=-1).unflatten(1, (-1, bases.group_size)).permute(1, 0, 3, 2, 4).flatten(3)
+    read = torch.stack([read_numbers(own, bases, group, shape)[0] for group, own in enumerate(numbers)])
+    both = read.unflatten(3, (bases.group_size, -1)).permute(1, 0, 3, 2, 4).flatten(1, 2).to(key.dtype)
+    key, value = both.chunk(2, dim=-1)
+    return key, value
 
 
 def coded_logits(network: CompressibleModel, layers: list[LayerBases]) -> Tensor:
@@ -193,8 +185,11 @@ def test_bits_of_a_run_can_be_changed_on_export(coded_run, tmp_path: Path):
     """Other widths; and numbers of 16 bits, by ranks."""
     run = coded_run("llama", "rotor")
     mixed = export(run.folder, tmp_path / "mixed", compression=0.7, overrides=["codes.bits=[0,4,16]"])
-    widths = {bits for layer in mixed.report["ranks"]["channels"] for pair in layer for side in pair for bits in side}
-    assert widths == {"4", "16"}
+    channels = mixed.report["ranks"]["channels"]
+    latents = [
+        latent for layer in channels for pair in layer for side in pair for latent in (*side["fast"], side["rest"])
+    ]
+    assert {bits for latent in latents for bits in latent} == {"4", "16"}
     assert not [check for check in validate(mixed.folder, recipe=run.recipe).checks if check.status == "fail"]
     numbers = ["codes.bits=[0,16]", "ranks.method=uniform"]
     with pytest.raises(UsageError, match=r"share latents.*bits of codes alone"):
@@ -246,8 +241,8 @@ def test_damaged_codes_of_a_run_are_refused(coded_run, tmp_path: Path):
     path = next((copy / "tables").glob("[0-9a-f]*.json"))
     tables, run = json.loads(path.read_text()), Run.open(copy)
     point = next(p for p in tables["points"] if p["channels"])
-    for wrong, text in (({"n3": 8}, r"points\[0\]\.channels.*n3"), ({"n4": 1600}, "as many as ranks says")):
-        point["channels"][0][0][0] = wrong
+    for wrong, text in (({"n3": 8}, r"points\[0\]\.channels.*"), ({"n4": 1600}, "as many as ranks says")):
+        point["channels"][0][0][0]["rest"] = wrong
         path.write_text(json.dumps(tables))
         with pytest.raises(CheckpointError, match=text):
             RankTable.named(run, path.stem)

@@ -14,7 +14,7 @@ from rotor.calibration.prediction.cost import (
     uncompressed_decode_seconds,
     uncompressed_layer_time,
 )
-from rotor.calibration.prediction.decode_times import decode_times, group_sizes, largest_fast_group, uniform_layout
+from rotor.calibration.prediction.decode_times import best_group_size, decode_times, group_sizes, uniform_layout
 from rotor.calibration.prediction.devices import bundled_devices, find_device
 from rotor.calibration.prediction.instructions import (
     BLOCK,
@@ -24,7 +24,7 @@ from rotor.calibration.prediction.instructions import (
     group_instructions,
     look_up,
 )
-from rotor.checkpoint.channels import Channels, Numbers
+from rotor.checkpoint.channels import Channels, Numbers, Parted
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerForm, LayerLayout, pre_rope
 from rotor.errors import RecipeError
 
@@ -36,7 +36,10 @@ JOINT = LayerForm(BLOCKS, 1, joint=True)
 
 
 def joint(places: int, heads: int = 1, form: KeyForm = BLOCKS) -> LayerLayout:
-    groups = (GroupLayout(tuple(range(i, i + heads)), Channels(n4=places), None) for i in range(0, 8, heads))
+    """Rows of so many nibbles, 16 of them of the fast planes of each head."""
+    fast = (Channels(n4=16),) * heads if form.fast_planes else ()
+    row = Parted(Channels(n4=places - 16 * len(fast) - 1), fast)
+    groups = (GroupLayout(tuple(range(i, i + heads)), row, None) for i in range(0, 8, heads))
     return LayerLayout(tuple(groups), *form)
 
 
@@ -72,7 +75,8 @@ def test_the_uncompressed_layer_takes_its_bytes() -> None:
 def test_the_longer_of_reading_and_issuing(table) -> None:
     layout = joint(64)
     time = layer_time(layout, LLAMA, H200, STEP)
-    assert time.cache_bytes == STEP.keys * 8 * 32
+    absorbed = 2 * 4 * 64 * 2 / 64  # of four query heads, written and read, once a block
+    assert time.cache_bytes == STEP.keys * 8 * (32 + absorbed)
     assert time.instructions == STEP.keys * 8 * (64 + 1.5)
     assert time.attention_s == H200.issue_seconds(time.instructions) > H200.read_seconds(time.cache_bytes)
     unknown = replace(H200, sms=None)
@@ -97,7 +101,7 @@ def test_instructions_by_what_kernels_are_compiled_for(table) -> None:
     assert of(joint(64), replace(LLAMA, num_heads=8 * 64)) == 8 * 64 + 24  # as two of the most rows
     assert of(joint(64, form=KeyForm(16, 0))) == 4 * 64 + 4 * 1.5  # four blocks for one
     assert of(joint(64, form=KeyForm(8, 0))) == 8 * 64 + 8 * 1.5
-    assert of(joint(64), replace(LLAMA, head_dim=64, rotary_dim=64)) == 64 + 0.75
+    assert of(joint(64), replace(LLAMA, head_dim=64, rotary_dim=64)) == pytest.approx(64 + 0.7 * 1.5)
     assert of(joint(64, form=KeyForm(64, 16))) == 64 + 16 + 1.5
     assert of(joint(64, form=KeyForm(64, 18))) == 64 + 32 + 1.5  # padded
     apart = LayerLayout((GroupLayout((0,), Channels(n4=64), Channels(n4=128)),))
@@ -124,11 +128,14 @@ def test_the_bundled_table_is_whole() -> None:
 
 def test_sizes_of_groups_by_time(table) -> None:
     assert group_sizes(LLAMA) == [1, 2, 4, 8]
-    assert largest_fast_group(LLAMA, JOINT, True, H200, STEP) == 1  # all alike in attention; o_proj grows
-    slow = replace(H200, bandwidth_bytes_per_s=1e10)
-    assert largest_fast_group(LLAMA, JOINT, True, slow, STEP) == 8
+    assert best_group_size(LLAMA, JOINT, True, H200, STEP) == 1  # all alike in attention; o_proj grows
+    slow = replace(H200, bandwidth_bytes_per_s=1e10)  # where bytes decide, and absorbed queries with them
+    assert best_group_size(LLAMA, JOINT, True, slow, STEP) == 2
+    assert best_group_size(replace(LLAMA, num_heads=8), JOINT, True, slow, STEP) == 8
     layout = uniform_layout(LLAMA, JOINT, 0.125, True)
-    assert layout.groups[0].key == Channels(n4=128)
+    assert layout.groups[0].key == Parted(Channels(n4=127))
+    fast = uniform_layout(LLAMA, LayerForm(KeyForm(64, 16), 2, joint=True), 0.125, True).groups[0].key
+    assert fast == Parted(Channels(n4=191), (Channels(n4=32),) * 2)
     assert uniform_layout(LLAMA, LayerForm(POST_ROPE, 2), 0.5, False).groups[3].value == Numbers(128)
 
 

@@ -26,7 +26,6 @@ from rotor.policies import (
 from rotor.policies.budgets import SqueezeBudgets, squeeze_shares, three_means
 from rotor.policies.eviction import KeptTokens
 from rotor.search.evaluation.cached import final_states_through_cache
-from rotor.search.probe import full_ranks
 
 GROUPS, HEADS, PROMPT, TOKENS = 2, 3, 12, 20
 ALL_METHODS = [
@@ -193,7 +192,7 @@ def test_positions_within_the_cache_of_compressed_rows(domain: str, tiny, tmp_pa
     for compressed in (False, True):
         if compressed:
             bases = run.bases()
-            network.compress(bases, [[full_ranks(b)] * len(b.qk.encode) for b in bases])
+            network.compress(bases, [[b.full_ranks] * b.num_groups for b in bases])
         for positions in ("cache", "sequence"):
             policy = Streaming(tokens=12, positions=positions)
             states.append(final_states_through_cache(network, rows, 20, policy))

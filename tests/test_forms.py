@@ -7,13 +7,14 @@ import dataclasses
 import pytest
 import torch
 from support.compare import relative_error
+from support.random_layers import scales_of
 from torch import Tensor
 
 from rotor.calibration.codes.quantiser import measure_channels
-from rotor.checkpoint.bases import BasisPair, ChannelCode, LayerBases
+from rotor.checkpoint.bases import BasisPair, ChannelCode, LayerBases, Parting, latent_sizes
 from rotor.checkpoint.channels import Numbers
 from rotor.checkpoint.folding import fold_layer, layer_layout
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, KeyForm
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, KeyForm, LayerForm
 from rotor.checkpoint.projections import AttentionWeights
 from rotor.checkpoint.tensors import layer_tensors
 from rotor.kernels.parameters import AttentionParameters
@@ -47,23 +48,34 @@ def weights_of(shape: AttentionShape) -> AttentionWeights:
     return AttentionWeights(**found, o_weight=0.3 * normal(shape.hidden_size, heads, seed=5))
 
 
-def pair_of(width: int, seed: int) -> tuple[Tensor, Tensor]:
-    """encode, decode, [1, width, width], with encode decode^T = I."""
-    vectors, scales = torch.linalg.qr(normal(width, width, seed=seed))[0], (0.3 * normal(width, seed=seed + 1)).exp()
-    return (vectors / scales)[None], (vectors * scales)[None]
+def pair_of(count: int, width: int, seed: int) -> BasisPair:
+    """encode, decode, [count, width, width], with encode decode^T = I."""
+    vectors = torch.linalg.qr(normal(count, width, width, seed=seed))[0]
+    scales = (0.3 * normal(width, seed=seed + 1)).exp()
+    return BasisPair(vectors / scales, vectors * scales, torch.ones(count, width))
 
 
 def bases_of(form: KeyForm, shape: AttentionShape, joint: bool, coded: bool) -> LayerBases:
     """All columns of one group of all heads, coded at 16 bits or as numbers."""
     width = shape.num_kv_heads * shape.head_dim
-    columns = 2 * width if joint else width
-    latents = [BasisPair(*pair_of(columns, seed=30 + 2 * i), torch.ones(1, columns)) for i in range(1 if joint else 2)]
+    size = shape.num_kv_heads
+    _, sizes = latent_sizes(LayerForm(form, size, joint), shape)
+    latents = [pair_of(*own, seed=30 + 2 * i) for i, own in enumerate(sizes)]
+    parting = None
+    if joint:
+        fast = size * 2 * form.fast_planes
+        between = [0.2 * normal(1, fast, 2 * width - fast, seed=50 + i) for i in range(3)]
+        parting = Parting(normal(1, 2 * width, seed=53), torch.eye(fast).double()[None], *between)
     if not coded:
-        return LayerBases(form, shape.num_kv_heads, tuple(latents))
-    fit = measure_channels(8 * normal(600, columns, seed=40), None, (16,))
-    code = ChannelCode(torch.full((columns,), 16), fit.mean[0], fit.scale[0])
-    coded_latents = tuple(dataclasses.replace(pair, codes=(code,)) for pair in latents)
-    return LayerBases(form, shape.num_kv_heads, coded_latents)
+        return LayerBases(form, size, tuple(latents), None, parting)
+    found = []
+    for pair in latents:
+        columns = pair.encode.shape[-1]
+        fit = measure_channels((2 if joint else 8) * normal(600, columns, seed=40), None, (16,))
+        code = ChannelCode(torch.full((columns,), 16), fit.mean[0], fit.scale[0])
+        lengths = torch.ones_like(pair.singular_values)
+        found.append(dataclasses.replace(pair, codes=(code,) * len(pair.encode), lengths=lengths))
+    return LayerBases(form, size, tuple(found), None, parting)
 
 
 def source(hidden: Tensor, weights: AttentionWeights, shape: AttentionShape) -> Tensor:
@@ -82,8 +94,7 @@ def source(hidden: Tensor, weights: AttentionWeights, shape: AttentionShape) -> 
 
 def compressed(hidden: Tensor, weights: AttentionWeights, bases: LayerBases, shape: AttentionShape) -> Tensor:
     """The rewritten layer by its own tensors and plain attention."""
-    size = bases.qk.encode.shape[-1]
-    layout = layer_layout(bases, [(size, size)])
+    layout = layer_layout(bases, [bases.full_ranks])
     t = fold_layer(weights, bases, layout, shape)
     assert list(t) == list(layer_tensors(layout, shape, weights.bias_names))
 
@@ -103,7 +114,7 @@ def compressed(hidden: Tensor, weights: AttentionWeights, bases: LayerBases, sha
         stored = within_blocks((cos, sin), torch.arange(SEQ_LEN), form) if blocks else (cos, sin)
         shift = t.get("key_shift")
         key = project_keys(rotate(key, *stored), t["key_basis"], layout, shift, value if layout.joint else None)
-    key_rows = pack_layer(key, layout, keys=True)
+    key_rows = pack_layer(key, layout, True, scales_of(t))
     value_rows = key_rows[..., :0] if layout.joint else pack_layer(value, layout, keys=False)
     parameters = AttentionParameters(layout, shape, shape.head_dim**-0.5, t.get("query_basis"), t.get("key_constant"))
     return attention(query, key_rows, value_rows, parameters, read) @ t["o_proj.weight"].T + t.get("o_proj.bias", 0)
@@ -162,7 +173,6 @@ def test_with_all_planes_fast_blocks_do_not_matter(block: int) -> None:
 
 
 def rewritten(weights: AttentionWeights, bases: LayerBases, shape: AttentionShape) -> dict[str, Tensor]:
-    size = bases.qk.encode.shape[-1]
-    layout = layer_layout(bases, [(size, size)])
+    layout = layer_layout(bases, [bases.full_ranks])
     assert isinstance(layout.groups[0].key, Numbers)
     return fold_layer(weights, bases, layout, shape)

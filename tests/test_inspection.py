@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from rotor.calibration.bases.information import stored_bytes
 from rotor.calibration.bases.layer import bases_bytes
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.codes.layer import codes_bytes
+from rotor.calibration.codes.side import codes_bytes
 from rotor.calibration.partial import PartialRun
 from rotor.calibration.planning.form import wanted_gradients
 from rotor.calibration.planning.inspection import inspect
@@ -132,10 +132,9 @@ def test_the_estimated_bytes_of_a_run_are_those_of_its_files(tiny, tmp_path: Pat
         patch.setattr(PartialRun, "keep", keep)
         run = calibrate(tiny("llama"), tmp_path / "run", spec)
     form, shape = run.form.layer(0), run.shape
-    channels = shape.num_kv_heads // form.group_size * form.columns(shape.head_dim)
     files = {kind: load_file(layer_path(run.folder, kind, 0)).values() for kind in ("bases", "codes")}
     written = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in files.items()}
-    assert written["codes"] == form.latents_per_group * codes_bytes(channels)
+    assert written["codes"] == codes_bytes(form, shape)
     stored = sum(stored_bytes(shape, form.group_size, name, 1024) for name in wanted_gradients(form))
     assert kept["gradients-0000.safetensors"] == pytest.approx(stored, rel=0.05)
     if recipe == "rotor":  # else encode and decode are the same, and written once

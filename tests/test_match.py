@@ -99,27 +99,27 @@ def test_a_study_of_a_model_with_windows(tiny, tmp_path: Path) -> None:
     settings += ["evaluation.source=text", f"evaluation.path={ROOT / 'docs'}", "evaluation.seq_len=64"]
     settings += ["evaluation.search_tokens=128", "evaluation.report_tokens=256"]
     settings += ["exact.first=0", "exact.newest=0"]
-    options = {"parts": ["match"], "sizes": [60, 200], "plots": False}
+    options = {"parts": ["match"], "sizes": [80, 200], "plots": False}
     result = study(tiny("gemma3_text"), tmp_path / "study", ["rotor"], settings, **options)
     names = ["fp8, one scale", "4 bits a token and head", "KIVI-4", "KIVI-2", "KVTC-4"]
-    assert list(result.records) == [f"match/{name}" for name in (*names, "rotor, 60 bytes", "rotor, 200 bytes")]
+    assert list(result.records) == [f"match/{name}" for name in (*names, "rotor, 80 bytes", "rotor, 200 bytes")]
     records = {name.partition("/")[2]: record for name, record in result.records.items()}
     whole = 2 * 4 * 16 * 4  # float32, of a layer
     fp8 = records["fp8, one scale"]["sizes"]
     assert fp8 == {str(n): whole / 4 * (12 + n) / n for n in (2048, 32768)}
-    few, many = records["rotor, 60 bytes"], records["rotor, 200 bytes"]
+    few, many = records["rotor, 80 bytes"], records["rotor, 200 bytes"]
     assert few["kl_div"] > many["kl_div"] > 0
-    assert few["sizes"]["2048"] <= 60 * 1.2
+    assert few["sizes"]["2048"] <= 80 * 1.2
     text = (tmp_path / "study" / "summary.md").read_text()
     assert "## Bytes to match" in text
     assert text.count("| fp8, one scale |") == 3
     with (tmp_path / "study" / "match.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["name"] for row in rows] == [*names, "rotor, 60 bytes", "rotor, 200 bytes"]
+    assert [row["name"] for row in rows] == [*names, "rotor, 80 bytes", "rotor, 200 bytes"]
     assert float(rows[0]["kv_bytes_per_token_at_2048"]) == pytest.approx(fp8["2048"])
     kept = [*settings, "exact.first=2", "exact.newest=16"]
-    more = study(tiny("gemma3_text"), tmp_path / "exact", ["rotor"], kept, **options | {"sizes": [60]})
-    exact = {name.partition("/")[2]: record for name, record in more.records.items()}["rotor, 60 bytes"]
+    more = study(tiny("gemma3_text"), tmp_path / "exact", ["rotor"], kept, **options | {"sizes": [80]})
+    exact = {name.partition("/")[2]: record for name, record in more.records.items()}["rotor, 80 bytes"]
     added = whole * ((2 + 12) + (2 + 16))  # of the layer with a window of 12, and of the other
     assert exact["sizes"] == {n: pytest.approx(size + added / int(n)) for n, size in few["sizes"].items()}
     assert exact["kl_div"] < few["kl_div"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.random_layers import LAYERS, random_tensors, rotation_table
+from support.random_layers import LAYERS, random_tensors, rotation_table, scales_of
 from torch import Tensor
 
 from rotor.kernels.parameters import AttentionParameters
@@ -36,7 +36,8 @@ def test_pages_give_what_rows_in_one_piece_give(name: str, seq_len: int, window:
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator, dtype=torch.float64)
 
-    key = pack_layer(4 * normal(KV_LEN, layout.key_rank), layout, True)
+    tensors = random_tensors(layout, shape)
+    key = pack_layer(4 * normal(KV_LEN, layout.key_rank), layout, True, scales_of(tensors))
     value = key if layout.joint else pack_layer(4 * normal(KV_LEN, layout.value_rank), layout, False)
     heads = shape.num_heads // len(layout.groups)
     sizes = (shape.num_heads, shape.head_dim) if shape.rotary_dim else (heads * layout.key_width,)
@@ -47,7 +48,6 @@ def test_pages_give_what_rows_in_one_piece_give(name: str, seq_len: int, window:
     mask = (index <= position) & (index > position - (window or KV_LEN))
     of_keys = None if rotation is None else when_read(rotation, layout.form)
     table = torch.randperm(-(-KV_LEN // PAGE), generator=generator).int()
-    tensors = random_tensors(layout, shape)
     for softcap in (None, 3.0):
         parameters = AttentionParameters(
             layout, shape, 0.25, tensors.get("query_basis"), tensors.get("key_constant"), softcap

@@ -41,52 +41,61 @@ def decoding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_named_layouts() -> None:
     """Bytes that each removes of 512 a key and KV head."""
-    found = {name: subject.layout for name, subject in named_subjects().items()}
-    removed = {name: 1 - kv_bytes_per_token([layout], 2) / (8 * 512) for name, layout in found.items()}
+    found = named_subjects()
+    removed = {}
+    for name, of in found.items():
+        whole = 4 * of.shape.num_kv_heads * of.shape.head_dim
+        removed[name] = 1 - kv_bytes_per_token([of.layout], 2) / whole
     assert removed == {
-        "joint-64-fast": 0.9375,
-        "joint-64-fast-split": 0.9375,
-        "joint-128-fast": 0.875,
-        "joint-128x2-fast": 0.9375,
-        "joint-256x4-fast": 0.9375,
-        "joint-64": 0.9375,
-        "joint-128": 0.875,
-        "apart-64": 0.875,
-        "numbers-64": 0.5,
+        "llama3-8b-64x2": 0.9375,
+        "llama3-8b-128x1": 0.875,
+        "llama3-8b-128x2": 0.875,
+        "llama3-8b-128x2-split": 0.875,
+        "llama3-8b-128x4": 0.875,
+        "llama3-8b-256x2": 0.75,
+        "qwen3-8b-128x2": 0.875,
+        "smollm2-64x3": 0.875,
+        "smollm2-128x3": 0.75,
+        "gemma3-270m-256x1": 0.875,
+        "llama3-8b-post-128x1": 0.875,
+        "llama3-8b-apart-64x1": 0.875,
+        "llama3-8b-numbers-64x1": 0.5,
     }
-    assert found["joint-256x4-fast"].form == (64, 16)
-    assert found["apart-64"].form == (None, 0)
+    assert found["llama3-8b-128x4"].layout.form == (64, 16)
+    assert found["llama3-8b-apart-64x1"].layout.form == (None, 0)
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("name", "arch", "goal"), [("joint-64-fast", 90, 20.0), ("joint-64-fast-split", 90, 20.0), ("numbers-64", 80, 24.0)]
+    ("name", "arch", "goal", "spilled_bytes"),
+    [("llama3-8b-64x2", 90, 17.0, 96), ("smollm2-64x3", 90, 25.0, 384), ("llama3-8b-numbers-64x1", 80, 24.0, 48)],
 )
-def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, decoding_alone) -> None:
-    """And as many as predictions look up."""
+def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, spilled_bytes, decoding_alone) -> None:
+    """And as many as predictions look up. Tiles that spill less were slower on an H100."""
     (layer,) = count_layers([named_subjects()[name]], [arch])
     assert [kernel.error for kernel in layer.kernels] == [None] * len(layer.kernels)
     assert goal / 3 < layer.instructions_per_key < goal
-    assert layer.spilled_bytes <= 48  # of the tiles that were fastest on an H100; see test_compile
+    assert layer.spilled_bytes <= spilled_bytes
     assert [kernel.name.partition(" ")[0] for kernel in layer.kernels] == ["absorb", "decode", "join"]
     assert all(16 <= kernel.registers <= 255 for kernel in layer.kernels)
-    device, keys = DEVICES[arch], STEP.keys * 8
+    of = named_subjects()[name]
+    heads = of.shape.num_kv_heads
+    device, keys = DEVICES[arch], STEP.keys * heads
     issued, read = (
         device.issue_seconds(keys * layer.instructions_per_key),
         device.read_seconds(keys * layer.bytes_per_key),
     )
-    assert layer.share == pytest.approx(max(issued, read) / device.read_seconds(keys * 512))
+    assert layer.share == pytest.approx(max(issued, read) / device.read_seconds(keys * 4 * of.shape.head_dim))
     if arch == 90:
-        of = named_subjects()[name]
         looked_up = group_instructions(of.layout, of.layout.groups[0], of.shape)
-        assert looked_up == pytest.approx(layer.instructions_per_key, rel=0.15)
+        assert looked_up / of.layout.group_size == pytest.approx(layer.instructions_per_key, rel=0.15)
 
 
 @needs_triton
 def test_one_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch, decoding_alone) -> None:
     from rotor.tools.bench.variants import Variant
 
-    compile_variant, some = Variant.compile, {"joint-64": named_subjects()["joint-64"]}
+    compile_variant, some = Variant.compile, {"llama3-8b-post-128x1": named_subjects()["llama3-8b-post-128x1"]}
 
     def compile_or_fail(variant):
         if variant.name.startswith("absorb"):
@@ -102,7 +111,7 @@ def test_one_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch
     assert data["failed"] == 1
     assert data["predicted_for"] == {"sm_90": "h200"}
     (layer,) = data["layers"]
-    assert (layer["layout"], layer["arch"], layer["instructions_per_key"]) == ("joint-64", "sm_90", None)
+    assert (layer["layout"], layer["arch"], layer["instructions_per_key"]) == ("llama3-8b-post-128x1", "sm_90", None)
     assert [k["error"] for k in layer["kernels"]] == ["RuntimeError: out of registers", None, None]
     text = CliRunner().invoke(app, call[:-1])  # `-q` says nothing
     assert text.exit_code == 1

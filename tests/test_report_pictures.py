@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="figures need matplotlib")
 from matplotlib.figure import Figure
 from support.pages import Page
 
-from rotor.checkpoint.channels import Channels, Numbers
+from rotor.checkpoint.channels import Channels, Numbers, Parted
 from rotor.checkpoint.layout import GroupLayout
 from rotor.recipe import load_recipe
 from rotor.search.evaluation.accuracy import Fidelity
@@ -37,10 +37,10 @@ def made(layers: int = 5, coded: bool = False, joint: bool = False) -> ReportDat
     data.chosen = data.points[1]
     data.target, data.metric = 0.99, "some ratio"
     channels = Channels(n16=4, n8=8, n4=16)
-    latents = (channels, None) if joint else (channels, channels) if coded else (Numbers(24), Numbers(8))
+    latents = (Parted(channels), None) if joint else (channels, channels) if coded else (Numbers(24), Numbers(8))
     data.ranks, data.head_dim = [[GroupLayout((0, 1), *latents)] * 2 for _ in range(layers)], 32
     data.ranks_of = "of this point"
-    data.spectra_of = {"joint": "2 heads"} if joint else {"qk": "after RoPE, 1 head a group", "vo": "1 head a group"}
+    data.spectra_of = {"rest": "2 heads"} if joint else {"qk": "after RoPE, 1 head a group", "vo": "1 head a group"}
     data.spectra = [{side: [1.0, 0.1, 0.01] for side in data.spectra_of} for _ in range(layers)]
     return data
 

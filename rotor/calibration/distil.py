@@ -21,23 +21,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..checkpoint.bases import LayerBases
+from ..checkpoint.bases import LayerBases, fast_numbers, other_numbers
 from ..checkpoint.layout import ModelForm
 from ..errors import NumericsError
+from ..kernels.rows import scale_nibble, scale_of
 from ..models.layerwise import LayerwiseModel
 from ..progress import Advance
 from .allocation.bits import BitsPath
-from .bases.moments import latent_names
+from .bases.moments import vector_names
 from .capture import StoredKeys, observed_attention
-from .codes.layer import GroupChannels, LayerCodes
+from .codes.layer import GroupChannels, LayerCodes, by_latent
+from .codes.parted import by_head, from_heads
 from .codes.training import TrainedCode
 from .gradients import all_states, head_gradient
 
 COMPRESSION_RANGE = (0.78, 0.92)
 """Range of the compression of the plans that training draws."""
 
-BASIS_RATE = 4.0
-"""Adam's learning rate for bases, relative to the change of each number that costs an equal part of the first loss."""
+BASIS_RATE = {True: 0.1, False: 4.0}
+"""Adam's learning rate for bases, of joint latents (True) and of others, relative to the change of each number that
+costs an equal part of the first loss. In joint groups what fast latents are read as moves the rest too."""
 
 CODE_RATE = 2e-3
 """Adam's learning rate for means (in units of the 4-bit scale) and for logarithms of scales."""
@@ -66,12 +69,15 @@ class DistilledModel:
         path: BitsPath,
     ) -> None:
         self.network, self.form, self.path = network, form, path
-        self._names = [latent_names(keys, form.joint) for keys in form.keys]
+        self._names = [vector_names(keys, form.joint) for keys in form.keys]
         self._layers = [
-            [TrainedCode(pair, side, network.device) for pair, side in zip(layer.latents, code.sides, strict=True)]
+            [
+                TrainedCode(pair, side, network.device, form.joint)
+                for pair, side in zip(layer.latents, code.sides, strict=True)
+            ]
             for layer, code in zip(bases, codes, strict=True)
         ]
-        self._bases = bases
+        self._bases, self._codes = bases, codes
         self._stored = StoredKeys(network.model, network.family, network.shape)
         self.channels: list[GroupChannels] = []
 
@@ -93,7 +99,7 @@ class DistilledModel:
         count = max(1, min(len(sequences), tokens // sequences.shape[1]))
         self.channels = self._plan(sum(COMPRESSION_RANGE) / 2)
         before = self._backward(sequences[:count], expected[:count])
-        rate = BASIS_RATE * math.sqrt(before / sum(mix.numel() for mix in mixes))
+        rate = BASIS_RATE[self.form.joint] * math.sqrt(before / sum(mix.numel() for mix in mixes))
         optimiser = torch.optim.Adam(
             [{"params": mixes, "rate": rate}, {"params": code_parameters, "rate": CODE_RATE}], betas=(0.9, 0.99)
         )
@@ -114,9 +120,9 @@ class DistilledModel:
 
     def trained(self) -> Iterator[tuple[LayerBases, LayerCodes]]:
         """The trained bases and codes of each layer."""
-        for bases, sides in zip(self._bases, self._layers, strict=True):
+        for bases, before, sides in zip(self._bases, self._codes, self._layers, strict=True):
             pairs, codes = zip(*(side.trained() for side in sides), strict=True)
-            yield replace(bases, latents=pairs), LayerCodes(*codes)
+            yield replace(bases, latents=pairs), replace(before, sides=codes)
 
     def _plan(self, compression: float) -> list[GroupChannels]:
         plan = self.path.at_compression(compression) or self.path.plans()[-1]
@@ -126,14 +132,16 @@ class DistilledModel:
     def read(self, layer: int, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Encode and decode the keys and values of a layer; attention computes with the result."""
         seq_len, size = tensors["value"].shape[2], self.form.group_size
-        decoded = []
         stored = self._stored.of(self._names[layer], layer, seq_len, tensors)
-        for index, name in enumerate(self._names[layer]):
-            vectors = stored[name].float()
-            by_group = vectors.unflatten(1, (-1, size)).flatten(2).transpose(0, 1)
-            channels = [group[index] for group in self.channels[layer]]
-            read = self._layers[layer][index].through(by_group, channels)  # type: ignore[arg-type]
-            decoded.append(read.transpose(0, 1).unflatten(2, (size, -1)).flatten(1, 2))
+        vectors = [
+            stored[name].float().unflatten(1, (-1, size)).flatten(2).transpose(0, 1) for name in self._names[layer]
+        ]
+        if self.form.joint:
+            read = [self._through_joint(layer, vectors[0])]
+        else:
+            sides = zip(self._layers[layer], vectors, by_latent(self.channels[layer]), strict=True)
+            read = [side.through(own, channels) for side, own, channels in sides]
+        decoded = [own.transpose(0, 1).unflatten(2, (size, -1)).flatten(1, 2) for own in read]
         key, value = decoded if len(decoded) > 1 else decoded[0].chunk(2, dim=-1)
         key = self._stored.when_read(layer, key, seq_len, self.form.keys[layer])
 
@@ -141,6 +149,41 @@ class DistilledModel:
             return tensor.unflatten(0, (-1, seq_len)).transpose(1, 2).to(tensors[name].dtype)
 
         return as_before(key, "key_post"), as_before(value, "value")
+
+    def _through_joint(self, layer: int, numbers: Tensor) -> Tensor:
+        """Code the numbers of joint groups, [num_groups, tokens, n], as `checkpoint.bases.Parting` says."""
+        *fast, rest = self._layers[layer]
+        *of_fast, of_rest = by_latent(self.channels[layer])
+        form, size, shape = self.form.keys[layer], self.form.group_size, self.network.shape
+        parting, ratio = self._bases[layer].parting, None
+        assert parting is not None
+        if fast:
+            ratio = self._codes[layer].ratio(of_fast[0])
+            parting = parting.predicted_from(*fast[0].distortions(of_fast[0]))
+        mean, feedback, prediction = (
+            tensor.to(numbers) for tensor in (parting.mean, parting.feedback, parting.prediction)
+        )
+        at = fast_numbers(form, size, shape).flatten().to(numbers.device)
+        others = other_numbers(form, size, shape).to(numbers.device)
+        centred = numbers - mean.unsqueeze(1)
+        own, left = centred[..., at], centred[..., others]
+        known = own
+        if fast:
+            known = from_heads(fast[0].unrounded(by_head(own, size), of_fast[0]), size)
+        energy, count = rest.energy(left + (known - own) @ feedback - known @ prediction, of_rest, ratio)
+        if fast:
+            of_heads, counts = fast[0].energy(by_head(own, size), of_fast[0])
+            energy = energy + of_heads.unflatten(0, (-1, size)).sum(1)
+            count = count + counts.unflatten(0, (-1, size)).sum(1)
+        scale = scale_of(scale_nibble(energy / count.unsqueeze(1))).unsqueeze(-1)
+        read = own
+        if fast:
+            scaled = fast[0].through(by_head(own / scale, size), of_fast[0])
+            read = scale * from_heads(scaled, size)
+        target = left + (read - own) @ feedback - read @ prediction
+        rest_read = scale * rest.through(target / scale, of_rest, ratio) + read @ prediction
+        found = torch.empty_like(centred).index_copy(-1, at, read).index_copy(-1, others, rest_read)
+        return found + mean.unsqueeze(1)
 
     def _backward(self, sequences: Tensor, expected: Tensor) -> float:
         """Add the gradients of the mean KL divergence to those of the parameters; returns the divergence.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..checked import Reader
 from ..checkpoint.atomic import replacing
-from ..checkpoint.bases import BasisPair, LayerBases, check_stored, stacked_pair
+from ..checkpoint.bases import BasisPair, LayerBases, Parting, check_stored, latent_names, latent_sizes
 from ..checkpoint.file_names import RECIPE
 from ..checkpoint.layout import AttentionShape, KeyForm, LayerForm, ModelForm
 from ..checkpoint.manifest import Manifest
@@ -32,10 +32,10 @@ from ..errors import CheckpointError, MissingError, UsageError
 from ..models.hub import find_model
 from ..recipe import Recipe, load_stored_recipe
 from .bases.moments import pack_symmetric, unpack_symmetric
-from .codes.layer import FITTED_BITS, GroupChannels, LayerCodes, SideCodes, coded_bases
+from .codes.layer import GroupChannels, LayerCodes, coded_bases
+from .codes.side import FITTED_BITS, FastErrors, SideCodes
 
 INFO, WEIGHT_FISHER = "run.json", "fisher.safetensors"
-SIDES = ("qk", "vo")
 DISTILLED = "distilled"
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
@@ -108,20 +108,24 @@ def write_distilled(folder: Path, layer: int, bases: LayerBases, codes: LayerCod
 
 def _bases_tensors(bases: LayerBases) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for side, pair in zip(SIDES, bases.sides, strict=True):
+    for side, pair in zip(latent_names(bases.joint, len(bases.latents)), bases.latents, strict=True):
         for name in ("encode", "decode", "singular_values", "shift", "constant"):
             tensor = getattr(pair, name)
             if tensor is not None and not (name == "decode" and torch.equal(pair.encode, tensor)):
                 tensors[f"{side}.{name}"] = tensor.contiguous()
     if bases.outputs is not None:
         tensors["outputs"] = pack_symmetric(bases.outputs)
+    if bases.parting is not None:
+        parts = vars(bases.parting).items()
+        tensors |= {f"parting.{name}": tensor.clone().contiguous() for name, tensor in parts if tensor.numel()}
     return tensors
 
 
 def _codes_tensors(codes: LayerCodes) -> dict[str, Tensor]:
-    return {
+    errors = {} if codes.errors is None else vars(codes.errors)
+    return {f"errors.{name}": tensor.clone().contiguous() for name, tensor in errors.items()} | {
         f"{side}.{name}": tensor.contiguous()
-        for side, side_codes in zip(SIDES, codes.sides, strict=False)  # values may share the latent of keys
+        for side, side_codes in zip(latent_names(codes.joint, len(codes.sides)), codes.sides, strict=True)
         for name, tensor in vars(side_codes).items()
     }
 
@@ -143,29 +147,41 @@ def read_bases(path: Path, form: LayerForm, shape: AttentionShape, refit: bool =
         return BasisPair(encode, decode, tensors[f"{side}.singular_values"], shift, constant)
 
     outputs = unpack_symmetric(tensors["outputs"]) if refit else None
-    sides = pair("qk"), pair("vo")
-    latents = (stacked_pair(*sides, form.group_size),) if form.joint else sides
-    bases = LayerBases(form.keys, form.group_size, latents, outputs)
+    latents = tuple(pair(name) for name in latent_sizes(form, shape)[0])
+    parting = _read_parting(tensors, form, shape) if form.joint else None
+    bases = LayerBases(form.keys, form.group_size, latents, outputs, parting)
     bases.check(shape, str(path))
     return bases
+
+
+def _read_parting(tensors: _Stored, form: LayerForm, shape: AttentionShape) -> Parting:
+    """What `_bases_tensors` wrote; without fast planes all but the mean is empty, and not stored."""
+    mean = tensors["parting.mean"]
+    parts = [field.name for field in fields(Parting)[1:]]
+    if form.fast_columns:
+        return Parting(mean, *(tensors[f"parting.{name}"] for name in parts))
+    groups, columns = shape.num_kv_heads // form.group_size, form.columns(shape.head_dim)
+    empty = [mean.new_zeros(groups, 0, 0 if name == "spread" else columns) for name in parts]
+    return Parting(mean, *empty)
 
 
 def read_codes(path: Path, form: LayerForm, shape: AttentionShape) -> LayerCodes:
     """Read the codes that `write_codes` or `write_distilled` wrote; raises the same errors as `read_bases`."""
     tensors = _Stored(path)
     sides = []
-    for side in SIDES[: form.latents_per_group]:
+    for side, size in zip(*latent_sizes(form, shape), strict=True):
         parts = {}
         for part in (attribute.name for attribute in fields(SideCodes)):
-            widths = () if part in ("weight", "variance") else (len(FITTED_BITS),)
-            parts[part] = tensors.checked(f"{side}.{part}", (*widths, *_columns(form, shape)))
+            widths = () if part in ("weight", "variance", "length") else (len(FITTED_BITS),)
+            parts[part] = tensors.checked(f"{side}.{part}", (*widths, *size))
         sides.append(SideCodes(**parts))
-    return LayerCodes(*sides)
-
-
-def _columns(form: LayerForm, shape: AttentionShape) -> tuple[int, int]:
-    """Number of groups, and columns of each latent."""
-    return shape.num_kv_heads // form.group_size, form.columns(shape.head_dim)
+    if not form.fast_columns:
+        return LayerCodes(tuple(sides), form.joint)
+    groups, columns = latent_sizes(form, shape)[1][-1]
+    fast = form.group_size * form.fast_columns
+    expected = {"base": (groups, columns), "each": (groups, fast, columns), "nominal": (groups, fast)}
+    errors = FastErrors(**{name: tensors.checked(f"errors.{name}", size) for name, size in expected.items()})
+    return LayerCodes(tuple(sides), form.joint, errors)
 
 
 @dataclass(frozen=True)
@@ -260,13 +276,13 @@ class Run:
         self.verify(path)
         return codes
 
-    def spectra(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Read the singular values of a layer's qk and vo, each [num_groups, columns]; raises like `layer_bases`."""
+    def spectra(self, layer: int) -> dict[str, Tensor]:
+        """Read the singular values of a layer's latents by name, each [number, columns]; raises like `layer_bases`."""
         path = layer_path(self.folder, "bases", layer)
-        names = [f"{side}.singular_values" for side in SIDES]
-        tensors = _Stored(path, names)
+        names, sizes = latent_sizes(self.form.layer(layer), self.shape)
+        tensors = _Stored(path, [f"{name}.singular_values" for name in names])
         self.verify(path)
-        return tensors.checked(names[0], self.columns), tensors.checked(names[1], self.columns)
+        return {name: tensors.checked(f"{name}.singular_values", size) for name, size in zip(names, sizes, strict=True)}
 
     @property
     def form(self) -> ModelForm:
@@ -276,8 +292,9 @@ class Run:
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Number of groups of a layer, and columns of each latent."""
-        return _columns(self.form.layer(0), self.shape)
+        """Number of groups of a layer, and numbers that a row of each is made of."""
+        form = self.form.layer(0)
+        return self.shape.num_kv_heads // form.group_size, form.columns(self.shape.head_dim)
 
 
 class RunBases(Sequence[LayerBases]):
@@ -296,7 +313,8 @@ class RunBases(Sequence[LayerBases]):
         index = range(len(self))[index]
         if self.channels is None:
             return self.run.layer_bases(index)
-        kinds = (DISTILLED, DISTILLED) if self.run.recipe.distil.steps else ("bases", "codes")
-        bases = self.run.layer_bases(index, kinds[0])
-        codes = self.run.layer_codes(index, kinds[1])
-        return coded_bases(bases, codes, self.channels[index])
+        bases = self.run.layer_bases(index)
+        if not self.run.recipe.distil.steps:
+            return coded_bases(bases, self.run.layer_codes(index), self.channels[index])
+        trained, codes = self.run.layer_bases(index, DISTILLED), self.run.layer_codes(index, DISTILLED)
+        return coded_bases(trained, codes, self.channels[index], bases)

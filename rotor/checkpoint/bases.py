@@ -1,7 +1,8 @@
 """Bases of a layer: what a run stores of them, and what is left of them once codes are folded in.
 
 Data types alone: `rotor.calibration` computes them, `folding` makes weights of them. A group's *latent* is one number a
-channel; a joint latent has keys and values in it, otherwise a group has one of each.
+channel. A joint group has a latent of the fast planes of each KV head, and one of the rest of its keys and values;
+otherwise a group has one of keys and one of values.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, NumericsError
-from .channels import Channels, Latent, Numbers
-from .layout import AttentionShape, KeyForm, LayerLayout, LayerRanks
+from ..numerics import one_thread
+from .channels import Channels, Latent, Numbers, Parted
+from .layout import AttentionShape, KeyForm, LayerForm, LayerLayout, LayerRanks
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class BasisPair:
     shift: [num_groups, columns], added to the latent, and constant: [num_groups, dim], added to what is read; where
         bases were trained.
     codes: of each group, of its columns in descending order of bits; empty where the latent is stored as numbers.
+    lengths: [num_groups, columns], of joint groups of codes: weights of the squares of a token's latents in its scale.
     """
 
     encode: Tensor
@@ -69,6 +72,7 @@ class BasisPair:
     shift: Tensor | None = None
     constant: Tensor | None = None
     codes: tuple[ChannelCode, ...] = ()
+    lengths: Tensor | None = None
 
     def ordered(self, order: Tensor) -> BasisPair:
         """The columns of each group in another order, [num_groups, columns]; without codes."""
@@ -83,49 +87,142 @@ class BasisPair:
 
 
 @dataclass(frozen=True)
+class Parting:
+    """What ties the latents of joint groups together, float64.
+
+    The numbers of a group are each head's key and then its value, head by head, n = 2 * group_size * head_dim. Its fast
+    ones are the fast planes of each key (`fast_numbers`); the rest are the others. With the fast ones read as f^, off
+    by e, the rest r is coded as r + e feedback - f^ prediction, and read with f^ prediction added.
+
+    mean: [num_groups, n], of the numbers; what is coded is what differs from it.
+    spread: [num_groups, fast, fast], covariance of the fast numbers; between: [num_groups, fast, others].
+    prediction, feedback: [num_groups, fast, others]. The prediction is that from the fast numbers themselves, until
+        codes are known (`predicted_from`).
+    """
+
+    mean: Tensor
+    spread: Tensor
+    between: Tensor
+    prediction: Tensor
+    feedback: Tensor
+
+    def predicted_from(self, fast: BasisPair, distortion: Tensor) -> Parting:
+        """The same with the rest predicted from the codes of fast numbers, by least squares.
+
+        A code y^ of a channel y of variance v with distortion d is taken for the mean of its level: E[y^ y] = (1 - d) v
+        and E[y^ (y^ - y)] = 0; what it has of other channels is in proportion.
+
+        Args:
+            fast: bases of the fast numbers of each KV head. distortion: [num_kv_heads, channels], share of the variance
+                that is lost; 1 of a channel that is not stored.
+        """
+        groups = len(self.mean)
+        encode, decode = (blocks_of(basis.unflatten(0, (groups, -1))) for basis in (fast.encode, fast.decode))
+        lost = distortion.unflatten(0, (groups, -1)).flatten(1)
+        kept = 1 - lost
+        spread, between = encode.mT @ self.spread @ encode, encode.mT @ self.between
+        own = torch.diag_embed(spread.diagonal(dim1=-2, dim2=-1))
+        of_codes = kept.unsqueeze(-1) * ((spread - own) * kept.unsqueeze(-2) + own)
+        moved = (spread - own) * lost.unsqueeze(-2) @ decode.mT @ self.feedback
+        found = solved(of_codes, kept.unsqueeze(-1) * (between - moved))
+        return replace(self, prediction=encode @ found)
+
+
+def solved(moments: Tensor, right: Tensor) -> Tensor:
+    """Solve symmetric systems, damped so that numbers without variance have no part; [..., n, m]."""
+    size = moments.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(moments.dtype).tiny).sqrt()
+    scaled = moments / (size.unsqueeze(-1) * size.unsqueeze(-2))
+    eye = torch.eye(moments.shape[-1], dtype=moments.dtype, device=moments.device)
+    with one_thread():
+        return torch.linalg.solve(scaled + PREDICTION_DAMPING * eye, right / size.unsqueeze(-1)) / size.unsqueeze(-1)
+
+
+PREDICTION_DAMPING = 1e-7
+"""Share of each variance that is added when the rest is predicted from fast numbers."""
+
+
+def blocks_of(parts: Tensor) -> Tensor:
+    """Place [groups, heads, n, m] on the diagonals of [groups, heads * n, heads * m]."""
+    return torch.stack([torch.block_diag(*of_group) for of_group in parts])
+
+
+def fast_numbers(form: KeyForm, group_size: int, shape: AttentionShape) -> Tensor:
+    """Indices of the fast planes of each KV head among the numbers of a joint group, [group_size, 2 * fast_planes]."""
+    plane = torch.arange(form.fast_planes)
+    own = torch.cat([plane, plane + shape.rotary_planes])
+    return 2 * shape.head_dim * torch.arange(group_size)[:, None] + own
+
+
+def other_numbers(form: KeyForm, group_size: int, shape: AttentionShape) -> Tensor:
+    """Indices of the numbers of a joint group that are not `fast_numbers`."""
+    other = torch.ones(2 * group_size * shape.head_dim, dtype=torch.bool)
+    other[fast_numbers(form, group_size, shape).flatten()] = False
+    return other.nonzero().flatten()
+
+
+@dataclass(frozen=True)
 class LayerBases:
     """Bases of one layer, batched over its groups.
 
     form: how RoPE stands in the keys that are stored.
-    latents: the bases of the keys' and of the values' latent; or of one joint latent of both, whose rows are a head's
-        key and then its value, head by head.
+    latents: the bases of the keys' and of the values' latent. Of joint groups those of fast planes, batched over KV
+        heads (missing where no plane is fast), and those of the rest.
     outputs: [num_heads, n, n], second moments of each query head's attention output over its group's stacked values
         (n = group_size * head_dim), by which each head's slice of W_o is refitted at the rank it gets; None: it is not.
+    parting: of joint groups; None of others.
     """
 
     form: KeyForm
     group_size: int
     latents: tuple[BasisPair, ...]
     outputs: Tensor | None = None
+    parting: Parting | None = None
 
     @property
     def joint(self) -> bool:
-        """Whether keys and values share a latent, of twice as many columns."""
-        return len(self.latents) == 1
+        """Whether keys and values are coded together."""
+        return self.parting is not None
 
     @property
-    def sides(self) -> tuple[BasisPair, BasisPair]:
-        """The bases of keys and of values. A joint latent is the sum of what both encode, plus their shift once."""
+    def coded(self) -> bool:
+        """Whether the latents have codes."""
+        return bool(self.latents[-1].codes)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.latents[-1].encode)
+
+    @property
+    def full_ranks(self) -> tuple[int, int]:
+        """Ranks of keys and of values that remove nothing: all columns."""
         if self.joint:
-            return split_pair(self.latents[0], self.group_size)
-        return self.latents[0], self.latents[1]
+            *fast, rest = (pair.encode.shape[-1] for pair in self.latents)
+            return (self.group_size * sum(fast) + rest,) * 2
+        return self.qk.encode.shape[-1], self.vo.encode.shape[-1]
 
     @property
     def qk(self) -> BasisPair:
-        """The key side: encode is applied to keys, decode to queries, or to key latents to rebuild keys."""
-        return self.sides[0]
+        """The key side, of groups that are not joint: encode is applied to keys, decode to queries or key latents."""
+        assert self.parting is None
+        return self.latents[0]
 
     @property
     def vo(self) -> BasisPair:
-        """The value side: encode is folded into W_v, decode into W_o."""
-        return self.sides[1]
+        """The value side, of groups that are not joint: encode is folded into W_v, decode into W_o."""
+        assert self.parting is None
+        return self.latents[1]
 
     def stored_latents(self, ranks: LayerRanks) -> list[tuple[Latent, ...]]:
         """What the cache holds of each group: its channels by bits where they are coded, else the first `ranks`."""
-        if not self.latents[0].codes:
-            return [tuple(Numbers(rank) for rank in of_group[: len(self.latents)]) for of_group in ranks]
-        codes = zip(*(latent.codes for latent in self.latents), strict=True)
-        return [tuple(Channels.of_bits(code.bits.tolist()) for code in of_group) for of_group in codes]
+        if not self.coded:
+            return [tuple(Numbers(rank) for rank in of_group[: 1 if self.joint else 2]) for of_group in ranks]
+        channels = [[Channels.of_bits(code.bits.tolist()) for code in pair.codes] for pair in self.latents]
+        if not self.joint:
+            return list(zip(*channels, strict=True))
+        *fast, rest = channels
+        size = self.group_size
+        heads = [fast[0][i * size : (i + 1) * size] if fast else [] for i in range(len(rest))]
+        return [(Parted(own, tuple(of_heads)),) for own, of_heads in zip(rest, heads, strict=True)]
 
     def check(self, shape: AttentionShape, where: str) -> None:
         """Check bases that were computed, or read from a file.
@@ -136,16 +233,37 @@ class LayerBases:
             CheckpointError: shapes that are not of such a layer. NumericsError: a NaN or Inf; names the tensor.
         """
         groups, width = shape.num_kv_heads // self.group_size, self.group_size * shape.head_dim
-        columns = 2 * width if self.joint else width
-        for side, pair in zip(("qk", "vo"), self.sides, strict=True):
-            for name in ("encode", "decode"):
-                check_stored(getattr(pair, name), (groups, width, columns), f"{where}: {side}.{name}")
-            check_stored(pair.singular_values, (groups, columns), f"{where}: {side}.singular_values")
-            for name, size in (("shift", columns), ("constant", width)):
-                if getattr(pair, name) is not None:
-                    check_stored(getattr(pair, name), (groups, size), f"{where}: {side}.{name}")
+        names, sizes = latent_sizes(LayerForm(self.form, self.group_size, self.joint), shape)
+        for name, (count, columns), pair in zip(names, sizes, self.latents, strict=True):
+            for part in ("encode", "decode"):
+                check_stored(getattr(pair, part), (count, columns, columns), f"{where}: {name}.{part}")
+            check_stored(pair.singular_values, (count, columns), f"{where}: {name}.singular_values")
+            for part in ("shift", "constant"):
+                if getattr(pair, part) is not None:
+                    check_stored(getattr(pair, part), (count, columns), f"{where}: {name}.{part}")
         if self.outputs is not None:
             check_stored(self.outputs, (shape.num_heads, width, width), f"{where}: outputs")
+        if self.parting is not None:
+            fast = self.group_size * 2 * self.form.fast_planes
+            between = (groups, fast, 2 * width - fast)
+            sizes_of = {"mean": (groups, 2 * width), "spread": (groups, fast, fast)}
+            for field in fields(Parting):
+                expected = sizes_of.get(field.name, between)
+                check_stored(getattr(self.parting, field.name), expected, f"{where}: parting.{field.name}")
+
+
+def latent_sizes(form: LayerForm, shape: AttentionShape) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
+    """Names of a layer's latents, and how many of each there are with how many numbers."""
+    groups, columns, fast = shape.num_kv_heads // form.group_size, form.columns(shape.head_dim), form.fast_columns
+    sizes = [(groups, columns - form.group_size * fast)]
+    if not form.joint or fast:
+        sizes.insert(0, (shape.num_kv_heads, fast) if fast else (groups, columns))
+    return latent_names(form.joint, len(sizes)), sizes
+
+
+def latent_names(joint: bool, count: int) -> tuple[str, ...]:
+    """Names of the latents of a layer that has so many."""
+    return ("fast", "rest")[-count:] if joint else ("qk", "vo")
 
 
 def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:
@@ -163,38 +281,6 @@ def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:
         raise NumericsError(f"{where} has elements that are NaN or Inf.", "Run `rotor calibrate` again.")
 
 
-def split_pair(joint: BasisPair, group_size: int) -> tuple[BasisPair, BasisPair]:
-    """Split the bases of joint latents into the rows of keys and those of values; both keep shift and codes."""
-
-    def side(index: int) -> BasisPair:
-        def rows(basis: Tensor) -> Tensor:
-            return basis.unflatten(1, (group_size, 2, -1))[:, :, index].flatten(1, 2)
-
-        return replace(
-            joint,
-            encode=rows(joint.encode),
-            decode=rows(joint.decode),
-            singular_values=joint.singular_values.clone(),  # safetensors writes no memory twice
-            shift=None if joint.shift is None else joint.shift.clone(),
-            constant=None if joint.constant is None else rows(joint.constant),
-        )
-
-    return side(0), side(1)
-
-
-def stacked_pair(keys: BasisPair, values: BasisPair, group_size: int) -> BasisPair:
-    """Stack the two sides of joint latents, the inverse of `split_pair`."""
-
-    def rows(*sides: Tensor) -> Tensor:
-        return torch.stack([side.unflatten(1, (group_size, -1)) for side in sides], dim=2).flatten(1, 3)
-
-    constant = None
-    if keys.constant is not None and values.constant is not None:
-        constant = rows(keys.constant, values.constant)
-    encode, decode = rows(keys.encode, values.encode), rows(keys.decode, values.decode)
-    return replace(keys, encode=encode, decode=decode, constant=constant)
-
-
 @dataclass(frozen=True)
 class FoldedBasis:
     """How keys or values x of a group, side by side, n numbers, become a latent and are read from it; float64.
@@ -206,6 +292,7 @@ class FoldedBasis:
     shift: [rank]; None, as the next two, unless the latent is coded.
     offset: [rank], what the signed nibbles of a channel lack of the middle of a level and of the mean, in scales.
     dropped: [n], the mean of the channels that are not stored.
+    mean: [n], of joint groups of codes: what their scale does not multiply.
     """
 
     latent: Latent
@@ -214,15 +301,26 @@ class FoldedBasis:
     shift: Tensor | None = None
     offset: Tensor | None = None
     dropped: Tensor | None = None
+    mean: Tensor | None = None
 
     @property
     def decode(self) -> Tensor:
-        """`read` with a column for each nibble and crumb that attention reads of a row."""
-        return self.read @ levels_of(self.latent).to(self.read) if isinstance(self.latent, Channels) else self.read
+        """`read` with a column for each nibble and crumb that attention reads of a row, and one for its scale."""
+        if isinstance(self.latent, Numbers):
+            return self.read
+        decode = self.read @ levels_of(self.latent).to(self.read)
+        if isinstance(self.latent, Parted):
+            decode[..., self.latent.scale_word] = self._of_codes
+        return decode
 
     @property
     def constant(self) -> Tensor:
-        """What is added to the nibbles' part of x, [..., n]."""
+        """What is added to what a row is read as, [..., n]."""
+        return self._of_codes if self.mean is None else self.mean
+
+    @property
+    def _of_codes(self) -> Tensor:
+        """What is added to the nibbles' part of x, [..., n]; a scale multiplies both."""
         assert self.offset is not None
         assert self.dropped is not None
         return self.read @ self.offset + self.dropped
@@ -231,6 +329,8 @@ class FoldedBasis:
         """The same for a projection whose shift is larger by `by`, [rank], than what was asked for."""
         assert self.shift is not None
         assert self.offset is not None
+        if self.mean is not None:
+            return replace(self, shift=self.shift + by, mean=self.mean - self.read @ by)
         return replace(self, shift=self.shift + by, offset=self.offset - by)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -245,18 +345,42 @@ class FoldedBasis:
 
 
 @dataclass(frozen=True)
+class ScaledCode:
+    """How the latents of a joint group of codes are scaled and coded, float64; `tensors.layer_tensors` has the formula.
+
+    shift, length: [rank]. errors: [fast rank, rank of the rest]; None where no plane is fast.
+    """
+
+    shift: Tensor
+    length: Tensor
+    errors: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class FoldedBases:
-    """The folded bases of a layer's groups, in the order of its layout: what a checkpoint without weights stores."""
+    """The folded bases of a layer's groups, in the order of its layout: what a checkpoint without weights stores.
+
+    codes: of joint groups of codes.
+    """
 
     keys: Sequence[FoldedBasis]
     values: Sequence[FoldedBasis]
+    codes: Sequence[ScaledCode] = ()
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that `read` takes: `key.encode`, `value.read` and so on, of all groups side by side."""
-        return {
+        sides = {
             f"{side}.{name}": torch.cat([basis.tensors()[name] for basis in bases], -1)
             for side, bases in (("key", self.keys), ("value", self.values))
             for name in bases[0].tensors()
+        }
+        return sides | {f"code.{name}": tensor for name, tensor in self.code_tensors().items()}
+
+    def code_tensors(self) -> dict[str, Tensor]:
+        """The parts of `codes`, of all groups one after another, flat."""
+        parts = {name: [getattr(code, name) for code in self.codes] for name in ("shift", "length", "errors")}
+        return {
+            name: torch.cat([x.flatten() for x in own]) for name, own in parts.items() if own and own[0] is not None
         }
 
     @classmethod
@@ -270,28 +394,45 @@ class FoldedBases:
         """
         size = layout.group_size * shape.head_dim
         names = [field.name for field in fields(FoldedBasis)[1:]]
+        names = names if layout.scaled else names[:-1] if layout.coded else names[:2]
+
+        def checked(name: str, shapes: list[list[int]]) -> Tensor:
+            tensor = get(name)
+            if list(tensor.shape) not in shapes or tensor.dtype != torch.float64:
+                raise CheckpointError(
+                    f"{where}: {name} is {tensor.dtype} of {list(tensor.shape)}, expected float64 of {shapes[0]} by "
+                    "config.json.",
+                    "Get the checkpoint again.",
+                )
+            return tensor
+
         sides: dict[str, list[FoldedBasis]] = {}
         for side in ("key", "value"):
             latents = [group.key if side == "key" else group.values for group in layout.groups]
             ranks = [latent.rank for latent in latents]
             parts: list[Sequence[Tensor]] = []
-            for name in names if layout.coded else names[:2]:
-                tensor, widths = get(f"{side}.{name}"), [size] * len(ranks) if name == "dropped" else ranks
+            for name in names:
+                widths = [size] * len(ranks) if name in ("dropped", "mean") else ranks
                 before = [size] if name in ("encode", "read") else []
                 allowed = [before, [shape.heads_per_kv, size]] if (side, name) == ("value", "read") else [before]
-                shapes = [[*sizes, sum(widths)] for sizes in allowed]
-                if list(tensor.shape) not in shapes or tensor.dtype != torch.float64:
-                    raise CheckpointError(
-                        f"{where}: {side}.{name} is {tensor.dtype} of {list(tensor.shape)}, expected float64 of "
-                        f"{shapes[0]} by config.json.",
-                        "Get the checkpoint again.",
-                    )
+                tensor = checked(f"{side}.{name}", [[*sizes, sum(widths)] for sizes in allowed])
                 parts.append(tensor.split(widths, -1))
             sides[side] = [FoldedBasis(*parts_of_group) for parts_of_group in zip(latents, *parts, strict=True)]
-        return cls(sides["key"], sides["value"])
+        parted = [group.key for group in layout.groups if isinstance(group.key, Parted)]
+        ranks = [latent.rank for latent in parted]
+        products = [latent.fast_rank * latent.rest.rank for latent in parted]
+        codes = []
+        if parted:
+            shifts, lengths = (checked(f"code.{name}", [[sum(ranks)]]).split(ranks) for name in ("shift", "length"))
+            errors: list[Tensor | None] = [None] * len(parted)
+            if layout.fast_planes:
+                flat = checked("code.errors", [[sum(products)]]).split(products)
+                errors = [part.view(latent.fast_rank, -1) for part, latent in zip(flat, parted, strict=True)]
+            codes = [ScaledCode(*own) for own in zip(shifts, lengths, errors, strict=True)]
+        return cls(sides["key"], sides["value"], codes)
 
 
-def levels_of(channels: Channels) -> Tensor:
+def levels_of(channels: Channels | Parted) -> Tensor:
     """How many levels of each channel a unit of each column counts, [rank, width], float64."""
     levels = torch.zeros(channels.rank, channels.width, dtype=torch.float64)
     for place, column in enumerate(channels.columns):

@@ -18,6 +18,13 @@ an empty slot between both holds the nibble 8. With W = slots / 4 little-endian 
 4 j + 3) of word w is slot j W + w: one shift and one mask take a plane's nibbles out of the words, side by side, and
 nothing is interleaved. The lower crumbs of the last W slots are read as columns 4 W to 5 W - 1, those of the W slots
 before them as the next W, as far as slots are cut (`split`).
+
+A group whose keys and values are coded together has several latents in its row, and a scale for all of them
+(`Parted`): the words of each KV head's fast latent, head by head, then those of the rest, whose first slot is the
+scale. With the nibble n there, s = 2^((n - 8) / 2), and a channel is read as s (mean + scale (u + 1/2 - 2^(bits - 1))).
+The row is read as one latent of all its words: operand j of word w is column j W + w, with W words in the row. The
+operand in the scale's slot is read as 1, so that its column of a basis has what codes add as a constant to what the
+scale multiplies.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ from functools import cached_property, lru_cache
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import PlainValidator, WithJsonSchema
+from typing_extensions import NotRequired, TypedDict
 
 from ..errors import CheckpointError
 
@@ -50,8 +58,25 @@ SIGNED = 8
 EDITED = "The folder was edited or is from another version of rotor; export it again."
 
 
+class PartedInfo(TypedDict):
+    """Channels by bits of a joint group, see `Parted`, as files have them."""
+
+    fast: NotRequired[list[dict[str, int]]]
+    rest: dict[str, int]
+
+
+SCALE = -1
+"""In place of a channel: the scale of a row."""
+
+SCALE_MIDDLE = 8
+"""Nibble of a scale of 1; a step of a scale is the square root of 2."""
+
+SCALE_STEPS = 2
+"""Steps of a scale by which it doubles."""
+
+
 class Digit(NamedTuple):
-    """Part of a channel's code that a slot holds: `bits` bits from `bit` on."""
+    """Part of a channel's code that a slot holds: `bits` bits from `bit` on; the channel may be SCALE."""
 
     channel: int
     bit: int
@@ -63,6 +88,7 @@ class Channels:
     """A latent of codes: how many channels it has at each of WIDTHS.
 
     split: planes of nibbles that attention reads a second time for their lower crumbs; at least those that are cut.
+    scaled: the first slot holds the scale of the row. least_words: words of the row are filled up to so many.
 
     Raises:
         CheckpointError: a count is negative; there is no channel; more planes are split than there are.
@@ -75,6 +101,8 @@ class Channels:
     n4: int = 0
     n2: int = 0
     split: int = 0
+    scaled: bool = False
+    least_words: int = 0
 
     def __post_init__(self) -> None:
         if min(self.counts) < 0 or not self.rank:
@@ -87,7 +115,8 @@ class Channels:
     @classmethod
     def of_bits(cls, bits: Sequence[int]) -> Channels:
         """Channels of these widths; those of 0 bits are not stored."""
-        return cls(*(bits.count(width) for width in WIDTHS))
+        n16, n12, n8, n6, n4, n2 = (bits.count(width) for width in WIDTHS)
+        return cls(n16, n12, n8, n6, n4, n2)
 
     coded = True
     planes = WORD_PLANES
@@ -106,8 +135,8 @@ class Channels:
     @cached_property
     def words(self) -> int:
         """Words of 16 bits in a row."""
-        bits = sum(bits * count for bits, count in zip(WIDTHS, self.counts, strict=True))
-        return -(-bits // (PLANE * NIBBLE_BITS)) * PLANE // WORD_PLANES
+        bits = sum(bits * count for bits, count in zip(WIDTHS, self.counts, strict=True)) + NIBBLE_BITS * self.scaled
+        return max(self.least_words, -(-bits // (PLANE * NIBBLE_BITS)) * PLANE // WORD_PLANES)
 
     @property
     def operands(self) -> int:
@@ -126,10 +155,11 @@ class Channels:
 
     @cached_property
     def slots(self) -> tuple[tuple[Digit, ...], ...]:
-        """What each slot holds: a nibble, a higher and a lower crumb (which may be missing), or nothing."""
+        """What each slot holds: the scale, a nibble, a higher and a lower crumb (which may be missing), or nothing."""
         crumbs = [Digit(channel, 0, CRUMB_BITS) for channel, bits in enumerate(self.bits) if bits % NIBBLE_BITS]
         cut = [tuple(crumbs[i : i + 2]) for i in range(0, len(crumbs), 2)]
-        whole: list[tuple[Digit, ...]] = [
+        whole: list[tuple[Digit, ...]] = [(Digit(SCALE, 0, NIBBLE_BITS),)] * self.scaled
+        whole += [
             (Digit(channel, bit, NIBBLE_BITS),)
             for channel, bits in enumerate(self.bits)
             for bit in range(bits - NIBBLE_BITS, -1, -NIBBLE_BITS)
@@ -142,7 +172,8 @@ class Channels:
         nibbles, crumbs = [], []
         for digits in self.slots:
             cut = bool(digits) and digits[0].bits == CRUMB_BITS
-            nibbles.append({digit.channel: 0.25 if cut else 2.0**digit.bit for digit in digits[:1]})
+            channels = [digit for digit in digits[:1] if digit.channel != SCALE]
+            nibbles.append({digit.channel: 0.25 if cut else 2.0**digit.bit for digit in channels})
             crumbs.append({digits[0].channel: -0.25, digits[1].channel: 1.0} if len(digits) > 1 else {})
         planes = [crumbs[i * self.words : (i + 1) * self.words] for i in reversed(range(WORD_PLANES))]
         return tuple(nibbles + [column for plane in planes[: self.split] for column in plane])
@@ -172,6 +203,119 @@ class Channels:
         """{bits: channels} of the widths in use, and `split`."""
         counts = {str(bits): count for bits, count in zip(WIDTHS, self.counts, strict=True) if count}
         return counts | ({"split": self.split} if self.split else {})
+
+
+@dataclass(frozen=True, order=True)
+class Parted:
+    """The latents of a group that codes keys and values together, with a scale; the same interface as `Channels`.
+
+    rest: slow planes of the keys and all values of the group's KV heads, coded last; it holds the scale.
+    fast: one latent for each KV head's fast planes; none where no plane is fast. All are filled up to as many words.
+
+    Channels are numbered in the order of the row: those of each fast latent, head by head, then those of the rest.
+    """
+
+    rest: Channels
+    fast: tuple[Channels, ...] = ()
+
+    coded = True
+    planes = WORD_PLANES
+    """Nibbles of a word."""
+
+    def __post_init__(self) -> None:
+        words = max((latent.words for latent in self.fast), default=0)
+        *fast, rest = [*(replace(x, least_words=words) for x in self.fast), replace(self.rest, scaled=True)]
+        *fast, rest = read_alike([*fast, rest])
+        object.__setattr__(self, "fast", tuple(fast))
+        object.__setattr__(self, "rest", rest)
+
+    @property
+    def parts(self) -> tuple[Channels, ...]:
+        """The latents, in the order of the row."""
+        return (*self.fast, self.rest)
+
+    @cached_property
+    def rank(self) -> int:
+        """Channels of all latents: what projections put out."""
+        return sum(part.rank for part in self.parts)
+
+    @property
+    def fast_rank(self) -> int:
+        """Channels of all fast latents."""
+        return self.rank - self.rest.rank
+
+    @cached_property
+    def words(self) -> int:
+        """Words of 16 bits in a row."""
+        return sum(part.words for part in self.parts)
+
+    @property
+    def fast_words(self) -> int:
+        """Words of the fast latent of a KV head."""
+        return self.fast[0].words if self.fast else 0
+
+    @property
+    def scale_word(self) -> int:
+        """The word whose lowest nibble is the scale, which is also its column."""
+        return self.words - self.rest.words
+
+    @property
+    def split(self) -> int:
+        """Planes of nibbles that are read a second time for their lower crumbs, the same of all latents."""
+        return self.rest.split
+
+    @property
+    def operands(self) -> int:
+        """How many numbers attention reads out of a word."""
+        return self.rest.operands
+
+    @property
+    def width(self) -> int:
+        """Columns of the basis that reads a row."""
+        return self.operands * self.words
+
+    @property
+    def word_operands(self) -> int:
+        """Operands of a word of codes; numbers have 0."""
+        return self.operands
+
+    @cached_property
+    def bits(self) -> tuple[int, ...]:
+        """Bits of each channel."""
+        return tuple(bits for part in self.parts for bits in part.bits)
+
+    @cached_property
+    def columns(self) -> tuple[dict[int, float], ...]:
+        """{channel: levels} of each column, see `Channels`; the scale's has none."""
+        found: list[dict[int, float]] = [{} for _ in range(self.width)]
+        word = channel = 0
+        for part in self.parts:
+            for place, levels in enumerate(part.columns):
+                operand, own = divmod(place, part.words)
+                found[operand * self.words + word + own] = {channel + c: count for c, count in levels.items()}
+            word, channel = word + part.words, channel + part.rank
+        return tuple(found)
+
+    def element_bytes(self, model_bytes: int) -> int:
+        """Bytes of an element of a row as tensors hold it: uint8."""
+        return 1
+
+    def word_bytes(self, model_bytes: int) -> int:
+        """Bytes of what a kernel loads as one element of a row."""
+        return WORD_BYTES
+
+    def row_bytes(self, model_bytes: int = 2) -> int:
+        """Bytes of a token's row, whatever the model's dtype."""
+        return WORD_BYTES * self.words
+
+    def stride(self, groups: int, model_bytes: int) -> int:
+        """Bytes from one group to the next in the row of a layer of so many groups."""
+        return aligned(self.row_bytes(), groups)
+
+    def to_dict(self) -> PartedInfo:
+        """Each latent as `Channels.to_dict` has it."""
+        rest: PartedInfo = {"rest": self.rest.to_dict()}
+        return {"fast": [latent.to_dict() for latent in self.fast], **rest} if self.fast else rest
 
 
 @dataclass(frozen=True, order=True)
@@ -205,8 +349,8 @@ class Numbers:
         return self.rank
 
 
-Latent = Channels | Numbers
-"""What the cache holds of a token for the keys or the values of a group, or for both."""
+Latent = Channels | Parted | Numbers
+"""What the cache holds of a token for the keys or the values of a group, or for both (`Parted`)."""
 
 
 MAX_RANK = 1 << 24
@@ -217,6 +361,11 @@ def _stored_latent(data: Any) -> Latent:
     """Read what `to_dict` gave."""
     if type(data) is int and 0 < data <= MAX_RANK:
         return Numbers(data)
+    if isinstance(data, dict) and "rest" in data and data.keys() <= {"fast", "rest"}:
+        parts = [_stored_latent(part) for part in (*data.get("fast", ()), data["rest"])]
+        *fast, rest = (part for part in parts if isinstance(part, Channels))
+        if len(fast) + 1 == len(parts):
+            return Parted(rest, tuple(fast))
     names = [*map(str, WIDTHS), "split"]
     if isinstance(data, dict) and data.keys() <= set(names):
         counts = [data.get(name, 0) for name in names]
@@ -228,18 +377,30 @@ def _stored_latent(data: Any) -> Latent:
 StoredLatent = Annotated[
     Latent,
     PlainValidator(_stored_latent),
-    WithJsonSchema({"expected": f"a number of channels, or channels by bits ({', '.join(map(str, WIDTHS))})"}),
+    WithJsonSchema(
+        {
+            "expected": f"a number of channels, channels by bits ({', '.join(map(str, WIDTHS))}), or a rest of such "
+            "channels with fast latents of such"
+        }
+    ),
 ]
 """A latent as `to_dict` writes it to a file."""
 
 
-AnyLatent = TypeVar("AnyLatent", Channels, Latent)
+AnyLatent = TypeVar("AnyLatent", bound=Latent)
 
 
 def read_alike(latents: Sequence[AnyLatent]) -> list[AnyLatent]:
-    """Give all latents of a layer the same number of split planes, so that one kernel reads them all."""
-    most = max((latent.split for latent in latents if isinstance(latent, Channels)), default=0)
-    return [replace(latent, split=most) if isinstance(latent, Channels) else latent for latent in latents]
+    """Give all latents of a layer as many split planes, and fast ones as many words: one kernel reads them all."""
+    most = max((latent.split for latent in latents if not isinstance(latent, Numbers)), default=0)
+    words = max((latent.fast_words for latent in latents if isinstance(latent, Parted)), default=0)
+
+    def alike(latent: Latent) -> Any:
+        if isinstance(latent, Parted):
+            return Parted(replace(latent.rest, split=most), tuple(replace(x, least_words=words) for x in latent.fast))
+        return replace(latent, split=most) if isinstance(latent, Channels) else latent
+
+    return [alike(latent) for latent in latents]
 
 
 @lru_cache(maxsize=4096)

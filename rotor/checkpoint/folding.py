@@ -23,6 +23,7 @@ from ..numerics import one_thread
 from .bases import BasisPair, ChannelCode, FoldedBases, FoldedBasis, LayerBases, levels_of
 from .channels import SIGNED, Channels, Latent
 from .layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout, LayerRanks, ordered_by_class
+from .parted import parted_basis
 from .projections import AttentionWeights
 from .tensors import layer_tensors
 
@@ -71,8 +72,10 @@ def fold_bases(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) ->
     Raises:
         NumericsError: a code cannot be folded.
     """
-    qk, vo = bases.sides
+    if bases.joint:
+        return _fold_joint(bases, layout, shape)
     keys, values = [], []
+    qk, vo = bases.latents
     for group in layout.groups:
         index = group.kv_heads[0] // layout.group_size  # in the order of the bases
         keys.append(_truncated(qk, index, group.key))
@@ -82,6 +85,33 @@ def fold_bases(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) ->
             value = _refit(value, outputs, layout.group_size)
         values.append(value)
     return FoldedBases(keys, values)
+
+
+def _fold_joint(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) -> FoldedBases:
+    keys: list[FoldedBasis] = []
+    values: list[FoldedBasis] = []
+    codes = []
+    for group in layout.groups:
+        assert not isinstance(group.key, Channels)
+        basis, code = parted_basis(bases, group.kv_heads[0] // layout.group_size, group.key, shape)
+        _check_folded(basis)
+        for side, sides in enumerate((keys, values)):
+            sides.append(joint_side(basis, side, layout.group_size))
+        if code is not None:
+            codes.append(code)
+    return FoldedBases(keys, values, codes)
+
+
+def joint_side(basis: FoldedBasis, side: int, group_size: int) -> FoldedBasis:
+    """Keys (0) or values (1) of a basis of both, head by head."""
+
+    def rows(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.unflatten(0, (group_size, 2, -1))[:, side].flatten(0, 1)
+
+    encode, read = (
+        tensor.unflatten(0, (group_size, 2, -1))[:, side].flatten(0, 1) for tensor in (basis.encode, basis.read)
+    )
+    return replace(basis, encode=encode, read=read, dropped=rows(basis.dropped), mean=rows(basis.mean))
 
 
 def _truncated(pair: BasisPair, group: int, latent: Latent) -> FoldedBasis:
@@ -131,10 +161,14 @@ def fold_code(
     dropped = decode[:, rank:] @ code.mean[rank:] + (0 if constant is None else constant)
     before = ((0 if shift is None else shift[:rank]) - mean) / scale
     folded = FoldedBasis(channels, encode[:, :rank] / scale, decode[:, :rank] * scale, before, offset, dropped)
-    for name, tensor in folded.tensors().items():
+    _check_folded(folded)
+    return folded
+
+
+def _check_folded(basis: FoldedBasis) -> None:
+    for name, tensor in basis.tensors().items():
         if not torch.isfinite(tensor).all():
             raise NumericsError(f"{name} is not finite with the code folded in.", "Calibrate with --dtype float32.")
-    return folded
 
 
 def _refit(basis: FoldedBasis, outputs: Tensor, group_size: int) -> FoldedBasis:
@@ -180,6 +214,8 @@ def _rewritten(
     weights: AttentionWeights, bases: FoldedBases, layout: LayerLayout, shape: AttentionShape
 ) -> dict[str, Tensor]:
     keys, values = ([basis.on(weights.v_weight.device) for basis in side] for side in (bases.keys, bases.values))
+    if layout.scaled and not layout.folds_keys(shape):
+        keys, values = reading_rounded(keys, values, weights.v_weight.dtype, layout.folds_values)
     key_encode, value_encode = [basis.encode for basis in keys], [basis.encode for basis in values]
     key_decode = [basis.decode for basis in keys]
     folds_keys, folds_queries, folds_values = layout.folds_keys(shape), layout.folds_queries(shape), layout.folds_values
@@ -226,6 +262,8 @@ def _rewritten(
             tensors["o_proj.bias"] = _with_constants(weights.o_bias, columns, constants, layout)
         else:
             tensors["value_constant"] = _constants(values, shape)
+    names = {"shift": "code_shift", "length": "length_weight", "errors": "error_basis"}
+    tensors |= {names[name]: tensor for name, tensor in bases.code_tensors().items()}
     specs = layer_tensors(layout, shape, weights.bias_names)
     made = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     assert {name: tuple(tensor.shape) for name, tensor in made.items()} == {n: s.shape for n, s in specs.items()}
@@ -233,6 +271,32 @@ def _rewritten(
         name: _cast(made[name], torch.float32 if spec.float32 else _dtype_of(name, weights), weights.prefix + name)
         for name, spec in specs.items()
     }
+
+
+def reading_rounded(
+    keys: list[FoldedBasis], values: list[FoldedBasis], dtype: torch.dtype, folds_values: bool
+) -> tuple[list[FoldedBasis], list[FoldedBasis]]:
+    """Move what reads the latents of joint groups by what rounding changes in the bases that make them.
+
+    The rest is what fast planes leave of keys and values, a difference of large numbers: rounded to bfloat16, the basis
+    alone costs ten times the loss of the codes. With x = p R^T + mean, a basis E + D puts out p (1 + R^T D) about
+    the mean, so that (1 + R^T D)^-1 R^T reads x.
+    """
+    found: tuple[list[FoldedBasis], list[FoldedBasis]] = [], []
+    for pair in zip(keys, values, strict=True):
+        rounded = [basis.encode.to(dtype).to(basis.encode.dtype) - basis.encode for basis in pair]
+        if folds_values:
+            rounded[1] = torch.zeros_like(rounded[1])
+        eye = torch.eye(pair[0].encode.shape[1], dtype=pair[0].encode.dtype, device=pair[0].encode.device)
+        put_out = eye + sum(basis.read.mT @ moved for basis, moved in zip(pair, rounded, strict=True))
+        of_mean = torch.zeros_like(eye[0])
+        for basis, moved in zip(pair, rounded, strict=True):
+            assert basis.mean is not None
+            of_mean = of_mean + basis.mean @ moved
+        for side, basis in zip(found, pair, strict=True):
+            assert basis.shift is not None
+            side.append(replace(basis, read=torch.linalg.solve(put_out, basis.read.mT).mT, shift=basis.shift - of_mean))
+    return found
 
 
 def _constants(bases: list[FoldedBasis], shape: AttentionShape) -> Tensor:

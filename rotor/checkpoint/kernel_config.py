@@ -33,18 +33,12 @@ class Tile:
 
     keys: of a tile, at most a block of positions. warps: of a program. stages: of its copies.
     lean: what each tile loads again instead of holding it in registers: constants (1), rotations (2), both (3).
-    together: KV heads whose fast planes one product rebuilds; it divides the heads of a group.
-    again: planes of joint latents that are unpacked a second time for values.
-    packed: whether tiles go through shared memory packed, and each product unpacks its own operands.
     """
 
     keys: Annotated[int, OneOf((16, 32, 64, 128))]
     warps: Annotated[int, OneOf((1, 2, 4, 8))] = 1
     stages: Annotated[int, Field(ge=1, le=6)] = 2
     lean: Annotated[int, Field(ge=0, le=3)] = 0
-    together: Annotated[int, OneOf((1, 2, 4, 8))] = 1
-    again: Annotated[int, Field(ge=0, le=4)] = 0
-    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ class KernelConfig:
     """The kernels of a model, layer by layer. version: of the file format; other versions are refused."""
 
     layers: tuple[LayerKernels, ...]
-    version: Literal[3] = 3
+    version: Literal[4] = 4
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` reads, in JSON's types."""
@@ -117,11 +111,11 @@ class KernelConfig:
 
 
 def layout_class(layout: LayerLayout) -> str:
-    """What the kernels of a layer are compiled for, in words: `joint 128x2, T 64, F 13`.
+    """What the kernels of a layer are compiled for, in words: `joint 256x2, T 64, F 13 in 32`.
 
-    Nibbles (or numbers) of the classes of groups with their KV heads, the block within which keys are rotated, fast
-    planes, planes whose crumbs are read too; `apart` where values have latents of their own, `numbers` where there are
-    no codes.
+    Nibbles (or numbers) of the rows of the classes of groups with their KV heads, the block within which keys are
+    rotated, fast planes and nibbles of a fast latent, planes whose crumbs are read too; `apart` where values have
+    latents of their own, `numbers` where there are no codes.
     """
     nibbles = layout.planes
     kind = ("joint", "apart")[layout.latents_per_group - 1] if layout.coded else "numbers"
@@ -130,5 +124,6 @@ def layout_class(layout: LayerLayout) -> str:
         sides = "+".join(str(side.width // layout.operands * nibbles) for side in layout.groups[cls.start].latents)
         widths.append(f"{sides}x{layout.group_size}" + (f" ({cls.count})" if cls.count < len(layout.groups) else ""))
     form = "" if layout.rope_block is None else f", T {layout.rope_block}, F {layout.fast_planes}"
+    form += f" in {nibbles * layout.fast_words}" if layout.fast_words else ""
     split = f", split {layout.operands - nibbles}" if layout.operands > nibbles else ""
     return f"{kind} {', '.join(widths)}{form}{split}"

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 from ..checked import Expect, Reader
 from ..errors import CheckpointError
-from .channels import EDITED, MAX_RANK, Latent, StoredLatent, read_alike
+from .channels import EDITED, MAX_RANK, Latent, Parted, StoredLatent, read_alike
 
 MOST_ROPE_BLOCK = 64
 """Positions of the largest block; the block of layers whose planes are all fast."""
@@ -124,12 +124,17 @@ class LayerForm(NamedTuple):
 
     @property
     def latents_per_group(self) -> int:
-        """What a group stores of a token: one latent of both, or one of keys and one of values."""
+        """Rows that a group stores of a token: one of both, or one of keys and one of values."""
         return 1 if self.joint else 2
 
     def columns(self, head_dim: int) -> int:
-        """Numbers of a token that a latent of a group is made of."""
+        """Numbers of a token that a row of a group is made of."""
         return self.group_size * head_dim * (2 if self.joint else 1)
+
+    @property
+    def fast_columns(self) -> int:
+        """Numbers of a token that a fast latent is made of; 0 where there is none."""
+        return 2 * self.keys.fast_planes if self.joint else 0
 
     def in_words(self, shape: AttentionShape) -> str:
         """`joint, pre-RoPE, 2 heads`; `apart` where keys and values have a latent each."""
@@ -167,9 +172,9 @@ class ModelForm(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """KV heads that share a key latent and a value latent.
+    """KV heads that share a key latent and a value latent, or latents of both.
 
-    value: None where keys and values share one latent (joint), which is in the key row.
+    key: in a joint group of keys and values, and where it is coded `Parted`. value: None in a joint group.
     """
 
     kv_heads: tuple[int, ...]
@@ -192,8 +197,12 @@ class GroupLayout:
 
     @property
     def ranks_in_words(self) -> str:
-        """Ranks of keys and values as `48+32`, or as `96 joint`."""
-        return f"{self.key.rank} joint" if self.value is None else f"{self.key.rank}+{self.value.rank}"
+        """Ranks of keys and values as `48+32`; of a joint group its fast latents and the rest, as `(20+22)+96`."""
+        if self.value is not None:
+            return f"{self.key.rank}+{self.value.rank}"
+        if not isinstance(self.key, Parted) or not self.key.fast:
+            return str(self.key.rank)
+        return f"({'+'.join(str(latent.rank) for latent in self.key.fast)})+{self.key.rest.rank}"
 
     def to_dict(self) -> dict[str, Any]:
         value = {} if self.value is None else {"value": self.value.to_dict()}
@@ -248,7 +257,7 @@ class LayerLayout:
     """The groups of one layer, in the order in which its rows hold them (by class, widest first).
 
     All groups of a layer have the same number of KV heads and of split planes (see `Channels`); either all are coded or
-    none, and either all are joint or none. One kernel reads them all.
+    none, and either all are joint or none. Coded joint groups have `Parted` latents. One kernel reads them all.
 
     rope_block: T, a power of two up to MOST_ROPE_BLOCK; None: all positions.
     fast_planes: F, planes stored before RoPE; 0 without a rope_block.
@@ -287,8 +296,19 @@ class LayerLayout:
 
     @property
     def joint(self) -> bool:
-        """Whether keys and values share their latents: attention then reads both from the key rows."""
+        """Whether keys and values are coded together: attention then reads both from the key rows, with their scale."""
         return self.groups[0].joint
+
+    @property
+    def scaled(self) -> bool:
+        """Whether rows have a scale, as those of joint groups of codes."""
+        return isinstance(self.groups[0].key, Parted)
+
+    @property
+    def fast_words(self) -> int:
+        """Words of each fast latent; 0 without any."""
+        key = self.groups[0].key
+        return key.fast_words if isinstance(key, Parted) else 0
 
     @property
     def coded(self) -> bool:
@@ -315,7 +335,7 @@ class LayerLayout:
 
     @property
     def latents_per_group(self) -> int:
-        """What a group stores of a token: one latent of both, or one of keys and one of values."""
+        """Rows that a group stores of a token: one of both, or one of keys and one of values."""
         return len(self.groups[0].latents)
 
     def values_from(self, key: Side, value: Side) -> Side:
@@ -462,6 +482,12 @@ class LayerLayout:
             raise reader.fail("groups", sorted(sizes), "groups of one size, at least one KV head each")
         if len({(latent.coded, group.joint) for group in layout.groups for latent in group.latents}) != 1:
             raise reader.fail("groups", data["groups"], "groups that are all coded or not, and all joint or not")
+        for group in layout.groups:
+            if (layout.coded and isinstance(group.key, Parted) != group.joint) or isinstance(group.value, Parted):
+                raise reader.fail("groups", group.to_dict(), "latents with a rest and no value, or a key and a value")
+            count = layout.group_size if layout.fast_planes else 0
+            if isinstance(group.key, Parted) and len(group.key.fast) != count:
+                raise reader.fail("groups", group.to_dict(), f"{count} fast latents")
         return layout
 
 
@@ -479,6 +505,9 @@ def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None
         for group in layout.groups:
             if max(latent.rank for latent in group.latents) > columns:
                 raise reader.fail("ranks", group.ranks_in_words, f"at most {columns}")
+            fast = group.key.fast if isinstance(group.key, Parted) else ()
+            if any(latent.rank > 2 * layout.fast_planes for latent in fast):
+                raise reader.fail("ranks", group.ranks_in_words, f"fast latents of at most {2 * layout.fast_planes}")
 
 
 def ordered_by_class(groups: Iterable[GroupLayout], form: KeyForm) -> LayerLayout:

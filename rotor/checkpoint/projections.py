@@ -119,6 +119,9 @@ class CompressedProjections(nn.Module):
     query_basis: nn.Parameter | None
     key_shift: nn.Parameter | None
     key_constant: nn.Parameter | None
+    code_shift: nn.Parameter | None
+    length_weight: nn.Parameter | None
+    error_basis: nn.Parameter | None
     value_basis: nn.Parameter | None
     output_basis: nn.Parameter | None
     value_shift: nn.Parameter | None

@@ -14,6 +14,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from ..checked import Expect, Reader
 from ..errors import CheckpointError
+from .channels import PartedInfo
 from .json_files import read_json
 from .layout import AttentionShape, RopeBlock
 
@@ -102,7 +103,7 @@ class PlanRanks(TypedDict):
 
     exact: Ranks
     stored: Ranks
-    channels: NotRequired[list[list[list[dict[str, int]]]]]
+    channels: NotRequired[list[list[list[dict[str, int] | PartedInfo]]]]
 
 
 class SizeInfo(TypedDict):

@@ -58,7 +58,7 @@ def _length(tokens: int) -> str:
 
 def _print_decode_times(inspection: Inspection) -> None:
     """Candidates down, shares of the bytes removed across; without layouts that no kernel attends to."""
-    served = {(t.candidate, t.scenario): t for t in inspection.decode_times if t.instructions_per_key}
+    served = {(t.candidate, t.scenario): t for t in inspection.decode_times if t.instructions_per_key or t.chosen}
     scenarios = list(dict.fromkeys(t.scenario for t in inspection.decode_times))
     rows = []
     for candidate in dict.fromkeys(name for name, _ in served):
@@ -73,10 +73,17 @@ def _print_decode_times(inspection: Inspection) -> None:
     )
     print_table(title, ("  layout of the cache",), scenarios, rows)
     say(
-        "Below 1: faster than the uncompressed model. *: what the recipe takes. joint: keys and values in one latent; "
-        "apart: in one each. fast planes: of keys, stored pre-RoPE and rebuilt by attention. heads: KV heads that "
-        "share a latent. -, and what is left out: no kernel attends to it."
+        "Below 1: faster than the uncompressed model. *: what the recipe takes. joint: keys and values coded together; "
+        "apart: a latent each. fast planes: of keys, stored pre-RoPE in a latent of each head and rebuilt by "
+        "attention. heads: KV heads that share a latent. -, and what is left out: no kernel attends to it."
     )
+    if inspection.slower is not None:
+        own, other = inspection.slower
+        better = f"{other.settings} is predicted at {other.share:.2f}" if other else "no layout is predicted below 1"
+        say(
+            f"With {own.scenario} of the cache removed this recipe's attention is predicted at {own.share:.2f} of the "
+            f"uncompressed model's time: {better}."
+        )
 
 
 def _needs(needs: ResourceEstimate) -> str:

@@ -205,6 +205,7 @@ def gpu(
     out: Path = Path("gpu.jsonl"),
     minutes: Annotated[float, typer.Option(min=0.5, max=600.0)] = 9.0,
     only: str | None = None,
+    layouts: str | None = None,
     tune: Path | None = None,
 ) -> None:
     """Test and measure the kernels on this GPU within some minutes; or tune them for a checkpoint.
@@ -219,6 +220,7 @@ def gpu(
         minutes: Time for all of it; with less than 9, fewer times, tiles and tests.
         only: Jobs to run, separated by commas: compile, correctness, times, tiles, tune, model, counters, compiled,
             sanitizer, tests.
+        layouts: Named layouts to compile, time and tune, separated by commas (default all).
         tune: Only measure tiles for this checkpoint, and write the fastest into its kernel_config.json.
     """
     check_file(out)
@@ -233,7 +235,7 @@ def gpu(
     from ..tools.bench.gpu.session import run
 
     output.progress()  # shows what the logger says
-    session = run(out, minutes, command_line(), log.info, split(only or ""))
+    session = run(out, minutes, command_line(), log.info, split(only or ""), split(layouts or ""))
     output.show({"cuda": session.cuda, "records": session.records}, lambda: say(session.summary))
     if not session.cuda:
         raise UsageError("there is no CUDA device here.", "Run it on the GPU that is to serve.")

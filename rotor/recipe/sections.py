@@ -92,23 +92,24 @@ class Groups:
     """Groups of KV heads, and where RoPE stands in the keys that are compressed."""
 
     size: Size | Literal["all", "auto"] = 1
-    """KV heads of a layer that share a latent, or `all` of them; `auto` takes as many as make attention no slower than
-    the uncompressed model's, as predicted for `objective`."""
+    """KV heads of a layer that share a latent, or `all` of them; `auto` weighs what sharing saves of the loss against
+    the predicted time of attention for `objective`, which may not be longer than the uncompressed model's."""
     domain: Literal["post", "pre", "block"] = "post"
     """Where keys are compressed: `post` RoPE, where nothing is rebuilt, or `pre`, where attention rebuilds them;
     `block`: the slow rotary planes rotated within blocks of `rope_block` positions,
     where attention rotates queries, once a block, and `fast_planes` before RoPE, which attention rebuilds. A model
     without RoPE has none of them."""
     joint: bool = False
-    """Keys and values share one latent, kept once, as both come from the same hidden state; where that can be: codes,
-    in bases by fisher without refit, of keys before RoPE or in blocks. Elsewhere they keep two latents."""
+    """Keys and values are coded together, as both come from the same hidden state: the fast planes of each KV head in a
+    latent of its own, everything else of the group in one, with a scale for each token; where that can be: codes, in
+    bases by fisher without refit, of keys before RoPE or in blocks. Elsewhere they keep a latent each."""
     rope_block: RopeBlock = MOST_ROPE_BLOCK
     """Positions of a block of domain `block`, a power of two from 2 to 64: fewer take fewer bytes at equal accuracy,
     more take less arithmetic."""
     fast_planes: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["quarter", "all"] = "quarter"
     """Rotary planes of a head, the fastest, that domain `block` stores before RoPE: more take fewer bytes at equal
-    accuracy, fewer less arithmetic. `quarter`: those that rotate by a right angle or more within a block; `all`: as
-    domain `pre`."""
+    accuracy, fewer less arithmetic. `quarter`: those that rotate by a right angle or more within a block, of more than
+    16 a multiple of 16, which kernels rebuild together; `all`: as domain `pre`."""
 
 
 @dataclass(frozen=True, config=MODEL)

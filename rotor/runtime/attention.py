@@ -29,7 +29,7 @@ from ..kernels.exact import project_rows
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
-from ..kernels.rows import pack_layer
+from ..kernels.rows import code_scales, pack_layer
 from ..logs import log
 from .exact import NewTokens
 from .rope import RotaryTable, Rotations, rope_of
@@ -155,6 +155,7 @@ class RotorAttention(CompressedProjections):
             self.value_shift,
             self.output_basis,
             self.value_constant,
+            code_scales(self),
         )
 
     def train(self, mode: bool = True) -> RotorAttention:
@@ -214,7 +215,7 @@ def plain_rows(
     if parameters.key_basis is not None:
         heads = rotated(key.transpose(1, 2), rotations.stored)
         latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, value)
-    return query, pack_layer(latents, layout, keys=True), pack_layer(value, layout, keys=False)
+    return query, pack_layer(latents, layout, True, parameters.scales), pack_layer(value, layout, keys=False)
 
 
 def new_tokens(query: Tensor, key: Tensor, value: Tensor, rotations: Rotations) -> NewTokens:
@@ -239,7 +240,7 @@ def exact_rows(
     queries = exact.query if same else rotated(query.transpose(1, 2), rotations.query)
     keys = exact.key if rotations.stored is rotations.exact else rotated(key.transpose(1, 2), rotations.stored)
     latents, values = project_rows(keys, exact.value, parameters)
-    return queries, pack_layer(latents, layout, keys=True), pack_layer(values, layout, keys=False)
+    return queries, pack_layer(latents, layout, True, parameters.scales), pack_layer(values, layout, keys=False)
 
 
 def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:

@@ -182,7 +182,7 @@ def rank_path(
             "chosen by bits of codes alone.",
             "Give codes.bits 12, 8 or 4 too, or calibrate again with --set groups.joint=false.",
         )
-    spectra = [Spectra(*run.spectra(layer)) for layer in layers]
+    spectra = [Spectra(*run.spectra(layer).values()) for layer in layers]
 
     def gradients() -> list[tuple[torch.Tensor, torch.Tensor]]:
         groups = read_weight_fisher(run.folder, run.shape).unflatten(-1, (-1, run.form.group_size)).sum(-1)

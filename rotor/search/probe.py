@@ -39,7 +39,7 @@ class Probe:
 def probes_of(bases: LayerBases, settings: Ranks) -> list[Probe]:
     """List the probes of one layer: each side at each of `probe_shares` of its columns."""
     probes = []
-    full = full_ranks(bases)
+    full = bases.full_ranks
     for side, pair in enumerate((bases.qk, bases.vo)):
         shares = [
             round_rank(int(full[side] * share), settings.multiple_of, full[side]) for share in settings.probe_shares
@@ -50,11 +50,6 @@ def probes_of(bases: LayerBases, settings: Ranks) -> list[Probe]:
             if dropped > 0:
                 probes.append(Probe(side, rank, [ranks] * len(pair.singular_values), dropped))
     return probes
-
-
-def full_ranks(bases: LayerBases) -> tuple[int, int]:
-    """Ranks of the key side and of the value side that remove nothing: all columns."""
-    return bases.qk.singular_values.shape[-1], bases.vo.singular_values.shape[-1]
 
 
 def probe(

@@ -32,6 +32,7 @@ from ..errors import CheckpointError, UsageError
 from ..kernels.defaults import config_of, default_layer
 from ..kernels.dispatch import layer_served
 from ..kernels.parameters import AttentionParameters
+from ..kernels.rows import code_scales
 from .attention import RotorSelfAttention
 from .pages import PagedLayer
 from .shards import Shard, check_size, padded_rows, row_bytes, shard_of
@@ -184,6 +185,7 @@ class Plan:
                 module.value_shift,
                 module.output_basis,
                 module.value_constant,
+                code_scales(module),
             ),
             (module.cos, module.sin) if layout.in_blocks else None,
             window,

@@ -178,7 +178,8 @@ class PagedLayer:
 
             append(
                 key[None], value[None], shard.key_layout, shard.key_shape, key_basis=p.key_basis, key_shift=p.key_shift,
-                value_basis=p.value_basis, value_shift=p.value_shift, out=self.rows(pages), slots=slots,
+                value_basis=p.value_basis, value_shift=p.value_shift, scales=p.scales, out=self.rows(pages),
+                slots=slots,
             )  # fmt: skip
             return
         if p.value_basis is not None:
@@ -190,7 +191,7 @@ class PagedLayer:
             key = project_keys(heads, p.key_basis, shard.key_layout, p.key_shift, value[None, None])[0, 0]
         # Asking which tokens are kept would wait for the device; the others go into page 0, which engines leave unused.
         slots, page_size = slots.clamp(min=0).long(), pages.shape[1]
-        packed = pack_layer(key, layout, keys=True), pack_layer(value, layout, keys=False)
+        packed = pack_layer(key, layout, True, p.scales), pack_layer(value, layout, keys=False)
         for rows, new in zip(layout.stored_sides(*self.rows(pages)), packed, strict=False):
             rows[slots // page_size, slots % page_size] = new
 

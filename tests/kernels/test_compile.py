@@ -18,9 +18,10 @@ from rotor.kernels.append import append
 from rotor.kernels.attention import ranges_of
 from rotor.kernels.decoding import BlockRotations, DecodeLayer, decode_attention
 from rotor.kernels.ranges import KeyRanges
+from rotor.tools.bench.attention import zero_scales
 from rotor.tools.bench.precompile import count_layers
 from rotor.tools.bench.sass import usage
-from rotor.tools.bench.subjects import EXACT, NAMED, PAGE, gpu_subjects, named_subjects, with_exact
+from rotor.tools.bench.subjects import EXACT, PAGE, gpu_subjects, named_subjects, with_exact
 from rotor.tools.bench.variants import layer_variants, recorded
 
 MOST_SPILLED_BYTES = 128
@@ -28,12 +29,14 @@ MOST_SPILLED_BYTES = 128
 
 NEWEST = tuple(int(n) for n in version("triton").split(".")[:2]) >= (3, 9)
 
-SPILLED_IN_PAGES = 48 if NEWEST else 192
-"""The tiles that were fastest on an H100 spill 24 to 48 bytes where heads share fast planes or planes are read twice,
-24 to 168 with the assembler of Triton 3.6; tiles that spill nothing were slower."""
+SPILLED_IN_PAGES = 96 if NEWEST else 288
+"""The tiles that were fastest on an H100 spill up to 88 bytes in layers of an 8B with two heads a row, more with the
+assembler of Triton 3.6, and where three or four heads share a row; tiles that spill nothing were slower."""
 
-QUICK = [("joint-128x2-fast", 90, PAGE), ("joint-64-fast-split", 90, PAGE), ("numbers-64", 80, 0)]
-EVERY = [(name, arch, page) for name in NAMED for arch in (80, 90) for page in (0, PAGE)]
+SPILLED_BY_MANY_HEADS = 1024
+
+QUICK = [("llama3-8b-128x2", 90, PAGE), ("llama3-8b-128x2-split", 90, PAGE), ("llama3-8b-numbers-64x1", 80, 0)]
+EVERY = [(name, arch, page) for name in named_subjects() for arch in (80, 90) for page in (0, PAGE)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in QUICK]
 
 
@@ -42,12 +45,15 @@ def test_nothing_is_spilled(name, arch, page) -> None:
     for variant in layer_variants(replace(named_subjects()[name], page=page), arch):
         registers, spilled_bytes = usage(variant.compile().asm["cubin"])
         assert registers <= 255
-        assert spilled_bytes <= (SPILLED_IN_PAGES if variant.keys and page else MOST_SPILLED_BYTES), variant.name
+        most = SPILLED_IN_PAGES if variant.keys and page else MOST_SPILLED_BYTES
+        assert spilled_bytes <= (SPILLED_BY_MANY_HEADS if name.endswith(("x3", "x4", "256x2", "256x1")) else most), (
+            variant.name
+        )
 
 
 @pytest.mark.parametrize(
     "layout",
-    [layer(KeyForm(64, 4), 2, Channels(n4=48)), layer(KeyForm(64, 0), 1, (Numbers(20), Numbers(28)))],
+    [layer(KeyForm(64, 4), 2, Channels(n4=44)), layer(KeyForm(64, 0), 1, (Numbers(20), Numbers(28)))],
     ids=["codes", "numbers"],
 )
 def test_one_kernel_serves_views_that_begin_anywhere(layout: LayerLayout) -> None:
@@ -70,9 +76,11 @@ def test_one_kernel_serves_views_that_begin_anywhere(layout: LayerLayout) -> Non
                 torch.zeros(3, 80, shape.num_kv_heads, 64, dtype=dtype),
                 torch.zeros(3, 80, layout.value_rank, dtype=dtype), layout, shape, key_basis=basis,
                 rotation=case.rotation, out=(key[:, None, :80], value[:, None, :80]),
+                scales=zero_scales(layout, dtype, torch.device("cpu")),
             )  # fmt: skip
         found.append([(variant.name, variant.source.hash()) for variant in launched])
-    assert [name for name, _ in found[0]] == ["absorb_kernel", "decode_kernel", "join_kernel", "append_kernel"]
+    names = ["absorb_kernel", "decode_kernel", "join_kernel", "append_kernel", *["code_kernel"] * layout.scaled]
+    assert [name for name, _ in found[0]] == names
     assert found[0] == found[1]
 
 
@@ -81,7 +89,7 @@ EVERY_EXACT = [(name, arch) for name in EXACT for arch in (80, 90)]
 
 @pytest.mark.parametrize(
     ("name", "arch"),
-    [case if case == ("joint-64-fast", 90) else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY_EXACT],
+    [case if case == ("llama3-8b-128x2", 90) else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY_EXACT],
 )
 def test_a_layer_with_exact_tokens_takes_few_instructions_more(name: str, arch: int) -> None:
     """A step of 8 x 32768 keys: joining alone takes 0.28 to 0.46 a key."""

@@ -9,6 +9,7 @@ from support.kernel_cases import FORMS, Channels, layer, shape_of
 from rotor.errors import UsageError
 from rotor.kernels import dispatch
 from rotor.kernels.dispatch import call_served, kernels_wanted, layer_served
+from rotor.vllm.shards import shard_of
 
 LAYOUT, SHAPE = layer(FORMS["fast"], 1, Channels(n4=64)), shape_of(1, 4, 128, 128)
 
@@ -67,10 +68,25 @@ def test_what_the_kernels_do_not_express_is_left_to_pytorch(monkeypatch) -> None
     assert not serve(dtype=torch.float64)
     assert not serve(fits=False)
     assert not serve(size=(0, 1))
-    assert serve(layer(FORMS["fast"], 1, Channels(n4=1024)))
+    assert serve(layer(FORMS["fast"], 1, Channels(n4=1007), fast=Channels(n4=8)))
     assert not serve(layer(FORMS["fast"], 1, Channels(n4=1040)))
     assert not serve(shape=shape_of(1, 4, 512, 128))
     assert not call_served(torch.zeros(1, 1, 4), None)  # gradients are wanted
+
+
+@pytest.mark.parametrize(
+    ("form", "groups", "served"),
+    [("fast", 1, False), ("pre", 1, False), ("fast", 2, True), ("block", 1, True), ("post", 1, True)],
+)
+def test_ranks_that_share_a_group_with_fast_latents_are_left_to_pytorch(monkeypatch, form, groups, served) -> None:
+    """Kernels find the scale of a row behind as many fast latents as there are heads; such a rank has fewer heads."""
+    monkeypatch.setattr(dispatch, "kernels_wanted", lambda device: True)
+    layout, shape = layer(FORMS[form], 2, *[Channels(n4=64)] * groups), shape_of(2 * groups, 4, 16, 16)
+    assert serve(layout, shape)
+    for rank in range(2):
+        shard = shard_of(layout, shape, "", rank, 2)
+        assert (shard.layout.group_size, len(shard.layout.groups)) == ((1, 1) if groups == 1 else (2, 1))
+        assert serve(shard.layout, shard.shape) == served
 
 
 def test_float32_on_a_gpu_is_left_to_pytorch(monkeypatch) -> None:

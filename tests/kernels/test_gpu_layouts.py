@@ -1,4 +1,4 @@
-"""An 8B's attention in the named layouts on a GPU, at sizes that `rotor gpu` measures."""
+"""Attention of layers of models in the named layouts on a GPU, at sizes that `rotor gpu` measures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from rotor.tools.bench.subjects import PAGE, named_subjects
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 NAMED = named_subjects()
-SHAPE = NAMED["joint-64"].shape
 LOADS = [(8, 1, 32768), (1, 1, 131072), (1, 8192, 8192)]
 
 pytestmark = [
@@ -33,7 +32,7 @@ pytestmark = [
 
 def problem_of(name: str, *load: int) -> Problem:
     generator = torch.Generator(DEVICE).manual_seed(0)
-    return random_problem(NAMED[name].layout, SHAPE, *load, DTYPE, generator)
+    return random_problem(NAMED[name].layout, NAMED[name].shape, *load, DTYPE, generator)
 
 
 def in_pages(problem: Problem, page: int) -> Callable[[], Tensor]:

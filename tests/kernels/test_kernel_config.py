@@ -27,7 +27,7 @@ def test_what_is_written_is_read_again() -> None:
     assert config == default_config(LAYOUTS)
     config.check(LAYOUTS)
     assert [layout_class(layout) for layout in LAYOUTS] == [
-        "joint 64x2 (1), 128x2 (1), T 64, F 5, split 1", "numbers 40+24x1", "apart 64+16x1, T 16, F 0, split 1"
+        "joint 96x2 (1), 176x2 (1), T 64, F 5 in 16, split 1", "numbers 40+24x1", "apart 64+16x1, T 16, F 0, split 1"
     ]  # fmt: skip
 
 
@@ -61,5 +61,5 @@ def test_the_file_of_another_model_is_refused() -> None:
         default_config(LAYOUTS).check(LAYOUTS[:2])
     with pytest.raises(CheckpointError, match=r"layers\[0\].layout: .* expected the layer of config.json, 'apart"):
         default_config(LAYOUTS).check(LAYOUTS[::-1])
-    with pytest.raises(CheckpointError, match="version: got 2, expected 3"):
-        KernelConfig.from_dict(written() | {"version": 2})
+    with pytest.raises(CheckpointError, match="version: got 3, expected 4"):
+        KernelConfig.from_dict(written() | {"version": 3})

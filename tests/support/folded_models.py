@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotor.checkpoint.channels import WIDTHS, Channels, Latent, Numbers
+from rotor.checkpoint.channels import Channels, Latent, Numbers, Parted
 from rotor.checkpoint.families import attention_shape, find_family
 from rotor.checkpoint.folding import rewrite
 from rotor.checkpoint.layout import POST_ROPE, ExactTokens, GroupLayout, KeyForm, LayerLayout
@@ -69,7 +69,7 @@ def folded(model: Any, folding: Folding, rounded: bool = False) -> Any:
     generator = torch.Generator().manual_seed(7)
     for own, module in zip(weights, modules, strict=True):
         module.to(model.dtype)
-        bases, module.codes = random_bases(drawn, shape, generator, rounded)
+        bases, module.codes = random_bases(drawn, shape, generator, rounded, mean=0.0)
         with torch.no_grad():
             for name, tensor in rewrite(own, bases, module.layout, shape).items():
                 module.get_parameter(name).copy_(tensor)
@@ -92,8 +92,7 @@ def rounding() -> Iterator[None]:
         if module.layout.coded or module.codes is None:
             return query, key, value
         of_key, of_value = module.codes
-        rounded = of_key.decode(of_key.encode(key))
-        return query, rounded, value if module.layout.joint else of_value.decode(of_value.encode(value))
+        return query, of_key(key), value if module.layout.joint else of_value(value)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RotorAttention, "_parameters_of_attention", of_module)
@@ -145,19 +144,25 @@ def layout_of(shape: Any, folding: Folding) -> LayerLayout:
     """Groups of neighbouring heads, the last first, so that their order is not the model's."""
     size, joint = folding.group_size, folding.joint
 
-    def latent(index: int, width: int) -> Latent:
-        rank = folding.rank or width
-        if folding.bits is None:
-            return Numbers(rank)
+    def channels(index: int, width: int) -> Channels:
+        assert folding.bits is not None
         own = folding.bits[index % len(folding.bits)]
-        of_each = [own[channel % len(own)] for channel in range(rank)]
-        return Channels(*(of_each.count(bits) for bits in WIDTHS))
+        return Channels.of_bits([own[channel % len(own)] for channel in range(min(folding.rank or width, width))])
 
-    width = size * shape.head_dim
+    def latent(index: int, width: int) -> Latent:
+        return Numbers(folding.rank or width) if folding.bits is None else channels(index, width)
+
+    def of_both(index: int) -> Latent:
+        fast = 2 * form.fast_planes
+        if folding.bits is None:
+            return Numbers(folding.rank or 2 * width)
+        heads = tuple(channels(index + head, fast) for head in range(size if fast else 0))
+        return Parted(channels(index, 2 * width - size * fast), heads)
+
+    form, width = folding.form if shape.rotary_dim else POST_ROPE, size * shape.head_dim
     groups = []
     for index, first in enumerate(range(shape.num_kv_heads - size, -1, -size)):
         heads = tuple(range(first, first + size))
         value = None if joint else latent(index + 1, width)
-        groups.append(GroupLayout(heads, latent(index, 2 * width if joint else width), value))
-    form = folding.form if shape.rotary_dim else POST_ROPE
+        groups.append(GroupLayout(heads, of_both(index) if joint else latent(index, width), value))
     return LayerLayout(tuple(groups), *form, folding.exact)

@@ -8,17 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotor.checkpoint.channels import Channels, Latent, Numbers
+from rotor.checkpoint.channels import Channels, Latent, Numbers, Parted
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ExactTokens, GroupLayout, KeyForm, LayerLayout
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import rotate
+from rotor.kernels.rows import CodeScales
 from rotor.kernels.slots import ExactSlots
+from rotor.tools.bench.attention import read_of_fast_latents, with_scales
 from support import kernel_truth as truth
 
 MIXED = Channels(n16=2, n12=1, n8=5, n6=6, n4=24, n2=5)
 """A latent with every width, and places left over."""
 
 WIDE = Channels(n8=20, n4=250)
+
+FAST = Channels(n8=2, n6=1, n4=6, n2=3)
+"""A latent of fast planes."""
 
 FORMS = {
     "post": POST_ROPE,
@@ -36,11 +41,15 @@ def shape_of(
     return AttentionShape(1, kv_heads * heads_per_kv, kv_heads, head_dim, 64, rotary_dim, key_norm)
 
 
-def layer(form: KeyForm, size: int, *latents: Latent | tuple[Latent, Latent]) -> LayerLayout:
-    """One group of `size` KV heads for each: one latent is joint, two are keys' and values'."""
+def layer(form: KeyForm, size: int, *latents: Latent | tuple[Latent, Latent], fast: Channels = FAST) -> LayerLayout:
+    """One group of `size` KV heads for each: two latents are keys' and values', one of codes is the rest, beside a fast
+    latent of each head.
+    """
     groups = []
     for number, of in enumerate(latents):
         key, value = of if isinstance(of, tuple) else (of, None)
+        if isinstance(key, Channels) and value is None:
+            key = Parted(key, (fast,) * (size if form.fast_planes else 0))
         groups.append(GroupLayout(tuple(range(number * size, (number + 1) * size)), key, value))
     return LayerLayout(tuple(groups), *form)
 
@@ -54,6 +63,17 @@ LAYERS = {
     "numbers": layer(FORMS["long"], 2, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),
     "no rope": layer(POST_ROPE, 2, (MIXED, WIDE), (MIXED, WIDE), (WIDE, MIXED)),
 }
+
+
+def random_scales(layout: LayerLayout, generator: torch.Generator, moved: float = 1.0) -> CodeScales | None:
+    """How latents of joint groups are coded: scales of all sizes, and errors that each move the rest by some levels."""
+    if not layout.scaled:
+        return None
+    shift, length = torch.randn(2, layout.key_rank, generator=generator)
+    latents = [group.key for group in layout.groups if isinstance(group.key, Parted)]
+    products = sum(latent.fast_rank * latent.rest.rank for latent in latents)
+    errors = moved * torch.randn(products, generator=generator) if layout.fast_planes else None
+    return CodeScales(shift, length.abs() / 100, errors)
 
 
 def rotation_table(length: int, rotary_dim: int, factor: float = 1.0, base: float = 100.0) -> tuple[Tensor, Tensor]:
@@ -115,7 +135,8 @@ def random_case(
     rows = []
     for side, width in zip(layout.row_bytes(4), (layout.key_width, layout.value_width), strict=True):
         if layout.coded:
-            rows.append(torch.randint(0, 256, (batch_size, kv_len, side), generator=generator, dtype=torch.uint8))
+            made = torch.randint(0, 256, (batch_size, kv_len, side), generator=generator, dtype=torch.uint8)
+            rows.append(with_scales(made, layout, generator) if side else made)
         else:
             rows.append(random(batch_size, kv_len, width if side else 0))
     constant = query_basis = rotation = None
@@ -125,6 +146,7 @@ def random_case(
     else:
         scale = (4.0 if layout.coded else 1.0) * max(group.key.width for group in layout.groups) ** 0.5
         query_basis = random(layout.group_size * shape.head_dim, layout.key_width, scale=1 / scale)
+        query_basis *= read_of_fast_latents(layout, shape)
         if layout.coded:
             constant = random(shape.num_kv_heads, shape.head_dim, scale=0.5)
         query = random(batch_size, shape.num_heads, seq_len, shape.head_dim)

@@ -12,13 +12,25 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rotor.checkpoint.bases import ChannelCode, FoldedBases, FoldedBasis
-from rotor.checkpoint.channels import Channels, Latent, Numbers
+from rotor.checkpoint.bases import (
+    BasisPair,
+    ChannelCode,
+    FoldedBases,
+    FoldedBasis,
+    LayerBases,
+    Parting,
+    ScaledCode,
+    levels_of,
+    other_numbers,
+)
+from rotor.checkpoint.channels import SIGNED, Channels, Latent, Numbers, Parted
 from rotor.checkpoint.families import FAMILIES, attention_shape
-from rotor.checkpoint.folding import fold_code, rewrite
+from rotor.checkpoint.folding import fold_code, joint_side, rewrite
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.parted import parted_basis
 from rotor.checkpoint.projections import AttentionWeights
 from rotor.checkpoint.section import FORMAT_VERSION, MARK
+from rotor.kernels.rows import CodeScales, parted_codes, scale_of
 from rotor.models.source import Checkpoint
 
 SHAPE = AttentionShape(1, 8, 4, 16, 64, rotary_dim=16)
@@ -26,7 +38,12 @@ NORMED = AttentionShape(1, 8, 4, 16, 64, rotary_dim=16, key_norm=True)
 PARTIAL = AttentionShape(1, 8, 4, 16, 64, rotary_dim=8)
 NO_ROPE = AttentionShape(1, 8, 4, 16, 64)
 
-WIDE, NARROW = Channels(1, 0, 2, 5), Channels(n8=3, n4=4)
+WIDE, NARROW, FAST = Channels(1, 0, 2, 5), Channels(n8=3, n4=4), Channels(n8=1, n4=4)
+
+
+def parted(rest: Channels, heads: int = 0) -> Parted:
+    """The latents of a joint group, with those of fast planes of so many KV heads."""
+    return Parted(rest, (FAST,) * heads)
 
 
 def layout_of(size: int, latents: Sequence[tuple[Latent, Latent | None]], form: KeyForm = POST_ROPE) -> LayerLayout:
@@ -37,13 +54,16 @@ def layout_of(size: int, latents: Sequence[tuple[Latent, Latent | None]], form: 
 
 
 LAYERS: dict[str, tuple[LayerLayout, AttentionShape]] = {
-    "joint, T 8, F 3": (layout_of(2, [(WIDE, None), (NARROW, None)], KeyForm(8, 3)), SHAPE),
-    "joint, T 64, F 0": (layout_of(2, [(WIDE, None)] * 2, KeyForm(64, 0)), SHAPE),
-    "joint, pre": (layout_of(1, [(WIDE, None)] * 2 + [(NARROW, None)] * 2, KeyForm(64, 8)), SHAPE),
-    "joint, pre, normed": (layout_of(4, [(WIDE, None)], KeyForm(64, 8)), NORMED),
+    "joint, T 8, F 3": (layout_of(2, [(parted(WIDE, 2), None), (parted(NARROW, 2), None)], KeyForm(8, 3)), SHAPE),
+    "joint, T 64, F 0": (layout_of(2, [(parted(WIDE), None)] * 2, KeyForm(64, 0)), SHAPE),
+    "joint, pre": (
+        layout_of(1, [(parted(WIDE, 1), None)] * 2 + [(parted(NARROW, 1), None)] * 2, KeyForm(64, 8)),
+        SHAPE,
+    ),
+    "joint, pre, normed": (layout_of(4, [(parted(WIDE, 4), None)], KeyForm(64, 8)), NORMED),
     "apart, post": (layout_of(1, [(WIDE, NARROW), (WIDE, NARROW), (NARROW, NARROW), (NARROW, WIDE)]), SHAPE),
     "apart, T 16, F 2, partial": (layout_of(2, [(WIDE, NARROW)] * 2, KeyForm(16, 2)), PARTIAL),
-    "joint, no RoPE": (layout_of(2, [(WIDE, None), (NARROW, None)]), NO_ROPE),
+    "joint, no RoPE": (layout_of(2, [(parted(WIDE), None), (parted(NARROW), None)]), NO_ROPE),
     "numbers, post": (layout_of(1, [(Numbers(n), Numbers(m)) for n, m in ((12, 8), (8, 8), (8, 4), (4, 2))]), SHAPE),
     "numbers, pre": (layout_of(2, [(Numbers(24), Numbers(16))] * 2, KeyForm(64, 8)), SHAPE),
     "numbers, no RoPE": (layout_of(4, [(Numbers(30), Numbers(20))]), NO_ROPE),
@@ -69,48 +89,136 @@ def random_tensors(
     return rewrite(weights, random_bases(layout, shape, generator)[0], layout, shape)
 
 
+def scales_of(tensors: dict[str, Tensor]) -> CodeScales | None:
+    """How the rows of a layer with these tensors are coded; None where they have no scale."""
+    if "code_shift" not in tensors:
+        return None
+    return CodeScales(tensors["code_shift"], tensors["length_weight"], tensors.get("error_basis"))
+
+
+Rounding = Callable[[Tensor], Tensor]
+"""What numbers in place of codes, [..., rank of all groups], become in the cache."""
+
+
 def random_bases(
-    layout: LayerLayout, shape: AttentionShape, generator: torch.Generator, rounded: bool = False
-) -> tuple[FoldedBases, list[ChannelCode] | None]:
-    """Bases of a layer's groups with their codes folded in, and these codes, of keys and of values, for all groups.
+    layout: LayerLayout,
+    shape: AttentionShape,
+    generator: torch.Generator,
+    rounded: bool = False,
+    mean: float = 0.1,
+) -> tuple[FoldedBases, tuple[Rounding, Rounding] | None]:
+    """Bases of a layer's groups with their codes folded in, and for numbers in place of codes what rounds them alike.
 
     Args:
         rounded: the codes are not folded in, for a layer that stores numbers in their place.
+        mean: standard deviation of the means of joint groups; numbers have none.
     """
-
-    def draw(latent: Latent, width: int, parts: int) -> tuple[list[FoldedBasis], ChannelCode | None]:
-        """Of a latent of so many numbers side by side: keys, values, or (two parts) both."""
-        square = torch.linalg.qr(torch.randn(width, width, generator=generator).double())[0][:, : latent.rank]
-        stretch = 1 + torch.rand(latent.rank, generator=generator).double()
-        mean = 0.1 * torch.randn(latent.rank, generator=generator).double()
-        pairs = zip((square * stretch).chunk(parts), (square / stretch).chunk(parts), strict=True)
-        if not isinstance(latent, Channels):
-            return [FoldedBasis(latent, *pair) for pair in pairs], None
-        bits = torch.tensor(latent.bits)
-        code = ChannelCode(bits, mean, 8.0 / 2.0**bits)
-        if rounded:
-            return [FoldedBasis(Numbers(latent.rank), *pair) for pair in pairs], code
-        return [fold_code(*pair, code, latent) for pair in pairs], code
-
-    found: list[list[FoldedBasis]] = []
-    codes: list[list[ChannelCode | None]] = []
-    width = layout.group_size * shape.head_dim
+    keys, values, codes = [], [], []
+    rounds: list[list[Rounding]] = [[], []]
     for group in layout.groups:
-        if group.value is None:
-            bases, code = draw(group.key, 2 * width, 2)
-            own = [code, code]
+        if isinstance(group.key, Parted):
+            key, value, code, rounding = _random_parted(group.key, layout, shape, generator, rounded, mean)
+            codes.append(code)
+            rounds[0].append(rounding)
+        elif group.value is None:
+            key, value = _random_basis(group.key, 2 * layout.group_size * shape.head_dim, 2, generator, rounded)[0]
         else:
-            ((key,), key_code), ((value,), value_code) = (draw(latent, width, 1) for latent in (group.key, group.value))
-            bases, own = [key, value], [key_code, value_code]
-        found.append(bases)
-        codes.append(own)
-    keys, values = zip(*found, strict=True)
-    if codes[0][0] is None:
-        return FoldedBases(keys, values), None
-    return FoldedBases(keys, values), [
-        ChannelCode(*(torch.cat([getattr(code, name) for code in side]) for name in ("bits", "mean", "scale")))
-        for side in zip(*codes, strict=True)
-    ]
+            width = layout.group_size * shape.head_dim
+            (key,), of_key = _random_basis(group.key, width, 1, generator, rounded)
+            (value,), of_value = _random_basis(group.value, width, 1, generator, rounded)
+            rounds[0].append(of_key)
+            rounds[1].append(of_value)
+        keys.append(key)
+        values.append(value)
+    bases = FoldedBases(keys, values, [] if rounded else codes)
+    if not layout.coded:
+        return bases, None
+    sizes = [group.key.rank for group in layout.groups], [group.values.rank for group in layout.groups]
+    of_keys, of_values = (_side_by_side(own, ranks) for own, ranks in zip(rounds, sizes, strict=True))
+    return bases, (of_keys, of_values)
+
+
+def _side_by_side(parts: Sequence[Rounding], ranks: Sequence[int]) -> Rounding:
+    def rounded(latents: Tensor) -> Tensor:
+        own = latents.split(list(ranks), -1)
+        return torch.cat([part(latent) for part, latent in zip(parts, own, strict=True)], dim=-1)
+
+    return rounded
+
+
+def _random_basis(
+    latent: Latent, width: int, parts: int, generator: torch.Generator, rounded: bool
+) -> tuple[list[FoldedBasis], Rounding]:
+    """A latent of so many numbers side by side: of keys, of values, or (two parts) of both."""
+    square = torch.linalg.qr(torch.randn(width, width, generator=generator).double())[0][:, : latent.rank]
+    stretch = 1 + torch.rand(latent.rank, generator=generator).double()
+    mean = 0.1 * torch.randn(latent.rank, generator=generator).double()
+    pairs = zip((square * stretch).chunk(parts), (square / stretch).chunk(parts), strict=True)
+    if not isinstance(latent, Channels):
+        return [FoldedBasis(latent, *pair) for pair in pairs], lambda latents: latents
+    bits = torch.tensor(latent.bits)
+    code = ChannelCode(bits, mean, 8.0 / 2.0**bits)
+    if rounded:
+        return [FoldedBasis(Numbers(latent.rank), *pair) for pair in pairs], lambda z: code.decode(code.encode(z))
+    return [fold_code(*pair, code, latent) for pair in pairs], lambda z: code.decode(code.encode(z))
+
+
+def _random_parted(
+    latent: Parted,
+    layout: LayerLayout,
+    shape: AttentionShape,
+    generator: torch.Generator,
+    rounded: bool,
+    mean: float,
+) -> tuple[FoldedBasis, FoldedBasis, ScaledCode, Rounding]:
+    """The latents of a joint group; all that codes do to numbers is in the rounding."""
+    bases = random_parted(latent, layout.form, layout.group_size, shape, generator, mean)
+    basis, code = parted_basis(bases, 0, latent, shape)
+    assert code is not None
+    assert basis.offset is not None
+    offset, scales = basis.offset - SIGNED * levels_of(latent).sum(1), CodeScales(code.shift, code.length, code.errors)
+
+    def rounding(latents: Tensor) -> Tensor:
+        codes, nibble = parted_codes(latents, latent, scales)
+        return (codes + offset.to(latents)) * scale_of(nibble).to(latents)
+
+    sides = [joint_side(basis, side, layout.group_size) for side in (0, 1)]
+    if rounded:
+        sides = [FoldedBasis(Numbers(latent.rank), side.encode, side.read) for side in sides]
+    return sides[0], sides[1], code, rounding
+
+
+def random_parted(
+    latent: Parted, form: KeyForm, size: int, shape: AttentionShape, generator: torch.Generator, mean: float = 0.1
+) -> LayerBases:
+    """Random bases of one joint group, coded: numbers of a standard deviation of 1 have latents of about 1.
+
+    Args:
+        mean: standard deviation of the means of numbers and of channels that are not stored.
+    """
+    other, fast = len(other_numbers(form, size, shape)), 2 * form.fast_planes
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def pair(count: int, width: int, latents: Sequence[Channels]) -> BasisPair:
+        square = torch.linalg.qr(normal(count, width, width))[0]
+        stretch = 1 + torch.rand(count, 1, width, generator=generator, dtype=torch.float64)
+        codes = []
+        for own in latents:
+            bits = torch.tensor(own.bits + (0,) * (width - own.rank))
+            means = normal(width, scale=0.1) * torch.where(bits > 0, 1.0, 10 * mean)
+            codes.append(ChannelCode(bits, means, torch.where(bits > 0, 8.0 / 2.0**bits, 1.0)))
+        lengths = stretch[:, 0] ** -2
+        both = square * stretch, square / stretch
+        return BasisPair(*both, torch.ones(count, width), codes=tuple(codes), lengths=lengths)
+
+    latents = [pair(size, fast, latent.fast)] if fast else []
+    latents.append(pair(1, other, [latent.rest]))
+    between = [normal(1, size * fast, other, scale=0.3 / max(1, size * fast) ** 0.5) for _ in range(3)]
+    spread = normal(1, size * fast, size * fast)
+    parting = Parting(normal(1, size * fast + other, scale=mean), spread, *between)
+    return LayerBases(form, size, tuple(latents), None, parting)
 
 
 def of_numbers(layout: LayerLayout) -> LayerLayout:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ...checkpoint.channels import PLANE, aligned, read_alike
+from ...checkpoint.channels import NIBBLE_BITS, PLANE, Parted, aligned, read_alike
 from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_per_token
-from ..codes.layer import GroupChannels, LayerCodes, as_pair, channels_bytes
+from ..codes.layer import GroupChannels, LayerCodes, channels_bytes
+from ..codes.side import SideCodes
 from .channel_bits import BitCurve, BitPath, bit_curve, bit_path
 from .plan import COMPRESSION_SLACK, Plan, RankPath
 
@@ -18,41 +22,134 @@ PATH_RESOLUTION = 1024
 """Neighbouring plans of a path differ by at least 1/1024 of the uncompressed bytes; plans in between are made on
 demand."""
 
+PLANE_BITS = PLANE * NIBBLE_BITS
+
+MOST_FAST_BITS = 10
+"""Most bits a number of a fast latent, on average."""
+
 UNIT_BYTES = PLANE // 2
 """Bytes by which rows grow, the unit in which bytes are split."""
 
 
+class _LayerBits(ABC):
+    """The best channels of a layer's latents for any number of units of bytes."""
+
+    @property
+    @abstractmethod
+    def path(self) -> BitPath:
+        """Best loss of any number of units."""
+
+    @abstractmethod
+    def channels(self, units: int) -> GroupChannels:
+        """Channels of each group when all of them share `units`."""
+
+
 @dataclass(frozen=True)
-class _LayerBits:
-    """Curves of a layer's latents, group by group, and the best split among them.
+class _ApartBits(_LayerBits):
+    """Curves of the latents of keys and of values, group by group."""
 
-    latents: latents per group, 2 for keys and values or 1 for a joint latent.
-    """
-
-    curves: tuple[BitCurve, ...]
-    latents: int
+    curves: tuple[tuple[BitCurve, ...], ...]
 
     @cached_property
-    def planes(self) -> tuple[np.ndarray, ...]:
+    def _each(self) -> list[BitCurve]:
+        return [curve for of_group in zip(*self.curves, strict=True) for curve in of_group]
+
+    @cached_property
+    def _planes(self) -> list[np.ndarray]:
         """Most planes of each latent that fit in 0, 1, ... units of bytes."""
-        groups = len(self.curves) // self.latents
-        fitting = []
-        for curve in self.curves:
-            sizes = np.array([aligned(UNIT_BYTES * planes, groups) // UNIT_BYTES for planes in range(len(curve.loss))])
-            fitting.append(np.searchsorted(sizes, np.arange(sizes[-1] + 1), side="right") - 1)
-        return tuple(fitting)
+        return [_fitting(len(curve.loss), 0, len(self.curves[0])) for curve in self._each]
 
     @cached_property
     def path(self) -> BitPath:
-        """Best split of any number of units among the latents."""
-        return bit_path([curve.loss[planes] for curve, planes in zip(self.curves, self.planes, strict=True)])
+        return bit_path([curve.loss[planes] for curve, planes in zip(self._each, self._planes, strict=True)])
 
     def channels(self, units: int) -> GroupChannels:
-        """Channels of each group when all of them share `units`."""
-        split = self.path.split(units)
-        latents = zip(self.curves, self.planes, split, strict=True)
+        latents = zip(self._each, self._planes, self.path.split(units), strict=True)
         sides = read_alike([curve.channels(int(planes[count])) for curve, planes, count in latents])
-        return [as_pair(sides[i : i + self.latents]) for i in range(0, len(sides), self.latents)]
+        return list(zip(sides[::2], sides[1::2], strict=True))
+
+
+@dataclass(frozen=True)
+class _JointBits(_LayerBits):
+    """Curves of the latents of joint groups.
+
+    fast: of each KV head, empty where no plane is fast. rest: by the planes of a fast latent (0 without any), of each
+    group, given those fast codes. Fast latents of a layer have the same number of planes, since one kernel reads them
+    all; every number is tried.
+    """
+
+    fast: tuple[BitCurve, ...]
+    rest: dict[int, tuple[BitCurve, ...]]
+
+    @cached_property
+    def _of_planes(self) -> dict[int, tuple[float, list[np.ndarray], BitPath]]:
+        """By the planes of a fast latent: loss of all of them, planes of the rest of each group that fit in 0, 1, ...
+        units of its row, and the best split of units among groups."""
+        found = {}
+        for planes, rest in self.rest.items():
+            groups = len(rest)
+            loss = sum(float(curve.loss[planes]) for curve in self.fast)
+            before = planes * len(self.fast) // groups
+            fitting = [_fitting(len(curve.loss), before, groups) for curve in rest]
+            losses = [np.where(own < 0, np.inf, curve.loss[own]) for curve, own in zip(rest, fitting, strict=True)]
+            found[planes] = loss, fitting, bit_path(losses)
+        return found
+
+    @cached_property
+    def _best(self) -> tuple[np.ndarray, np.ndarray]:
+        """Least loss of 0, 1, ... units, and the planes of a fast latent that reach it."""
+        size = max(len(path.loss) for _, _, path in self._of_planes.values())
+        least, chosen = np.full(size, np.inf), np.zeros(size, dtype=np.int64)
+        for planes, (loss, _, path) in self._of_planes.items():
+            total = np.full(size, path.loss[-1] + loss)
+            total[: len(path.loss)] = path.loss + loss
+            better = total < least
+            least[better], chosen[better] = total[better], planes
+        return least, chosen
+
+    @cached_property
+    def path(self) -> BitPath:
+        return BitPath(self._best[0], ())
+
+    def channels(self, units: int) -> GroupChannels:
+        planes = int(self._best[1][units])
+        _, fitting, path = self._of_planes[planes]
+        split = path.split(min(units, len(path.loss) - 1))
+        rest = self.rest[planes]
+        size = len(self.fast) // len(rest)
+        found: list[Parted] = []
+        for index, (curve, own, count) in enumerate(zip(rest, fitting, split, strict=True)):
+            fast = tuple(head.channels(planes) for head in self.fast[index * size : (index + 1) * size])
+            found.append(Parted(curve.channels(int(own[count])), fast))
+        return [(key, None) for key in read_alike(found)]
+
+
+def _fitting(planes: int, before: int, groups: int) -> np.ndarray:
+    """Most planes of a latent that fit in 0, 1, ... units of a row that begins with `before` others; -1: none."""
+    sizes = [aligned(UNIT_BYTES * (before + own), groups) // UNIT_BYTES for own in range(planes)]
+    return np.searchsorted(np.array(sizes), np.arange(sizes[-1] + 1), side="right") - 1
+
+
+def _layer_bits(codes: LayerCodes, widths: tuple[int, ...]) -> _LayerBits:
+    def curves(side: SideCodes) -> tuple[BitCurve, ...]:
+        return tuple(bit_curve(side.losses(index, widths), widths) for index in range(len(side.weight)))
+
+    if not codes.joint:
+        return _ApartBits(tuple(curves(side) for side in codes.sides))
+    *fast_sides, rest = codes.sides
+
+    def of_rest(ratio: Tensor) -> tuple[BitCurve, ...]:
+        groups = range(len(rest.weight))
+        losses = [ratio[index] * rest.losses(index, widths) for index in groups]
+        return tuple(bit_curve(losses[index], widths, True, rest.order(index)) for index in groups)
+
+    if not fast_sides:
+        return _JointBits((), {0: of_rest(torch.ones_like(rest.weight))})
+    fast = curves(fast_sides[0])
+    most = min(len(fast[0].loss) - 1, -(-MOST_FAST_BITS * fast_sides[0].weight.shape[1] // PLANE_BITS))
+    planes = range(1, max(most, 1) + 1)
+    ratios = {count: codes.ratio([curve.channels(count) for curve in fast]) for count in planes}
+    return _JointBits(fast, {count: of_rest(ratio) for count, ratio in ratios.items()})
 
 
 @dataclass(frozen=True)
@@ -106,11 +203,7 @@ class BitsPath(RankPath):
         held = shape.held_tokens(context_tokens or 1)
         row_bytes = uncompressed_kv_bytes_per_token(shape, element_bytes) // shape.num_layers
         self._held, self._uncompressed_bytes = held, row_bytes * sum(held)
-        self._layers = []
-        for layer in codes:
-            groups = range(len(layer.qk.weight))
-            curves = [bit_curve(side.losses(group, widths), widths) for group in groups for side in layer.sides]
-            self._layers.append(_LayerBits(tuple(curves), len(layer.sides)))
+        self._layers = [_layer_bits(layer, widths) for layer in codes]
         self._by_length = []
         for tokens in dict.fromkeys(held):
             layers = tuple(index for index, count in enumerate(held) if count == tokens)

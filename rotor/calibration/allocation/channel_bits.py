@@ -38,15 +38,19 @@ class BitCurve:
         return Channels(*self.counts[planes].tolist())
 
 
-def bit_curve(losses: Tensor, widths: Sequence[int]) -> BitCurve:
+def bit_curve(
+    losses: Tensor, widths: Sequence[int], scaled: bool = False, given_order: Tensor | None = None
+) -> BitCurve:
     """Compute the best widths of a latent's channels for every number of planes.
 
     Args:
         losses: [widths, channels], float64, of each channel at each of `widths` (bits, 0 among them, in any order).
+        scaled: the latent holds a scale, which takes a nibble.
+        given_order: of the channels, bits of which must not rise; None: by what they lose at 0 bits.
     """
     table, given = losses.numpy(), list(widths)
     whole = table[given.index(0)]
-    order = np.argsort(-whole, kind="stable")
+    order = np.argsort(-whole, kind="stable") if given_order is None else given_order.numpy()
     used = [width for width in WIDTHS if width in given]
     crumbs = [width // CRUMB_BITS for width in used]
     channels = len(order)
@@ -58,7 +62,9 @@ def bit_curve(losses: Tensor, widths: Sequence[int]) -> BitCurve:
         _add_channels(best, (whole - table[given.index(width)])[order], size)
         for width, size in zip(used, crumbs, strict=True)
     ]
-    planes = np.minimum(PLANE_CRUMBS * np.arange(-(-most // PLANE_CRUMBS) + 1), most)
+    taken = NIBBLE_BITS // CRUMB_BITS * scaled
+    whole_planes = np.arange(-(-(most + taken) // PLANE_CRUMBS) + 1)
+    planes = np.clip(PLANE_CRUMBS * whole_planes - taken, 0, most)
     ends = best[planes, 1:].argmax(1) + 1
     saved = best[planes, ends]
     counts = np.zeros((len(planes), len(WIDTHS)), dtype=np.int64)

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from ...checkpoint.channels import PartedInfo
 from ...checkpoint.layout import AttentionShape, LayerRanks, compression
 from ...checkpoint.schemas import PlanRanks
 from ..codes.layer import GroupChannels, channels_bytes
@@ -63,7 +64,7 @@ class Plan:
         return [element_bytes * sum(qk + v for qk, v in layer) for layer in self.ranks]
 
     @property
-    def channels_json(self) -> list[list[list[dict[str, int]]]]:
+    def channels_json(self) -> list[list[list[dict[str, int] | PartedInfo]]]:
         """Channels by bits, of each layer and group, of keys and of values or of both together; nothing for ranks."""
         layers = self.channels or []
         return [[[side.to_dict() for side in pair if side] for pair in layer] for layer in layers]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ...checkpoint.bases import BasisPair, LayerBases
+from ...checkpoint.bases import LayerBases, Parting, latent_sizes
 from ...checkpoint.layout import AttentionShape, LayerForm
 from ...checkpoint.projections import AttentionWeights
 from ...errors import NumericsError
 from ...numerics import one_thread
 from ...recipe.basis_methods import QK_METHODS, VO_METHODS
-from . import fisher
 from .information import LayerFisher
 from .method import Inputs
 from .moments import LayerStatistics, stored_name
+from .parted import parted_bases
 
 
 def needed_statistics(qk_method: str, vo_method: str, form: LayerForm, refit: bool = False) -> frozenset[str]:
@@ -27,10 +27,11 @@ def needed_statistics(qk_method: str, vo_method: str, form: LayerForm, refit: bo
 
 
 def bases_bytes(shape: AttentionShape, form: LayerForm) -> int:
-    """Bytes of a layer's bases: encode and decode of each latent, float64."""
-    groups = shape.num_kv_heads // form.group_size
-    columns = form.columns(shape.head_dim)
-    return form.latents_per_group * 2 * groups * columns**2 * 8
+    """Bytes of a layer's bases: encode and decode of each latent, and what ties those of joint groups, float64."""
+    sizes = latent_sizes(form, shape)[1]
+    fast = form.group_size * form.fast_columns
+    tied = shape.num_kv_heads // form.group_size * fast * (fast + 3 * (form.columns(shape.head_dim) - fast))
+    return 8 * (sum(2 * count * columns**2 for count, columns in sizes) + tied)
 
 
 def layer_bases(
@@ -55,8 +56,9 @@ def layer_bases(
     inputs = Inputs(statistics, weights, form.keys, gradients)
     try:
         with one_thread():
+            parting: Parting | None = None
             if form.joint:
-                latents: tuple[BasisPair, ...] = (fisher.of_both(inputs),)
+                latents, parting = parted_bases(inputs, form)
             else:
                 latents = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)
     except torch.linalg.LinAlgError as error:
@@ -65,6 +67,6 @@ def layer_bases(
             f"{' '.join(str(error).split())}",
             "Calibrate with --dtype float32, or with other bases.",
         ) from error
-    bases = LayerBases(form.keys, form.group_size, latents)
+    bases = LayerBases(form.keys, form.group_size, latents, parting=parting)
     bases.check(statistics.shape, where)
     return bases

@@ -35,8 +35,8 @@ def stored_name(form: KeyForm, joint: bool = False) -> str:
     return f"{kind}_post" if form.rope_block is None else f"{kind}_{form.rope_block}_{form.fast_planes}"
 
 
-def latent_names(form: KeyForm, joint: bool) -> tuple[str, ...]:
-    """Names of the moments of the vectors that each latent of a layer encodes."""
+def vector_names(form: KeyForm, joint: bool) -> tuple[str, ...]:
+    """Names of the moments of the vectors that a layer codes: of keys and of values, or of both together."""
     return (stored_name(form, joint),) if joint else (stored_name(form), "value")
 
 

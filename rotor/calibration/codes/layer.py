@@ -8,27 +8,28 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...checkpoint.bases import BasisPair, ChannelCode, LayerBases
-from ...checkpoint.channels import WIDTHS, Channels, aligned
+from ...checkpoint.bases import BasisPair, LayerBases
+from ...checkpoint.channels import Channels, Parted, aligned
 from ..bases.information import LayerFisher
-from ..bases.moments import latent_names
-from .quantiser import measure_channels
+from ..bases.moments import vector_names
+from .parted import parted_codes
+from .side import FastErrors, SideCodes, side_codes
 
-FITTED_BITS = (0, *reversed(WIDTHS))
-"""Bits at which every channel's code is fitted, so that any of them can be allocated later."""
+Coded = Channels | Parted
+"""Channels of a row of codes."""
 
-TOKEN_GRADIENT_SHARE = 0.5
-"""Weight of a token's squared gradient in the cost of its error; the rest is the mean over tokens, as one gradient is a
-noisy estimate. See artifacts/NOTES.md."""
-
-GroupChannels = list[tuple[Channels, Channels | None]]
-"""Channels of the key latent and of the value latent for each group of a layer, in the order of the bases; None for
-values that share the key latent."""
+GroupChannels = list[tuple[Coded, Coded | None]]
+"""Channels of the key latent and of the value latent for each group of a layer, in the order of the bases; of joint
+groups those of both, and None."""
 
 
-def as_pair(latents: Sequence[Channels]) -> tuple[Channels, Channels | None]:
-    """Pair the latents of a group in the form of GroupChannels: keys and values, or one joint latent and None."""
-    return latents[0], latents[1] if len(latents) > 1 else None
+def by_latent(channels: GroupChannels) -> list[list[Channels]]:
+    """The channels of each latent of a layer, in the order of `LayerBases.latents`."""
+    parted = [key for key, _ in channels if isinstance(key, Parted)]
+    if parted:
+        fast = [latent for key in parted for latent in key.fast]
+        return [*([fast] if fast else []), [key.rest for key in parted]]
+    return [[side for side in sides if isinstance(side, Channels)] for sides in zip(*channels, strict=True)]
 
 
 def channels_bytes(channels: list[GroupChannels]) -> int:
@@ -37,54 +38,38 @@ def channels_bytes(channels: list[GroupChannels]) -> int:
 
 
 @dataclass(frozen=True)
-class SideCodes:
-    """Fitted codes of one latent of a layer (keys, values, or both), batched over its groups; float64.
+class LayerCodes:
+    """Codes of each latent of a layer, in the order of `LayerBases.latents`.
 
-    weight: [num_groups, channels], cost in nats per token of a squared error of 1 in each channel.
-    variance: [num_groups, channels], with each token weighted by its squared gradient.
-    mean, scale, distortion: [widths, num_groups, channels], at the bits of FITTED_BITS; see ChannelFit.
+    joint: keys and values are coded together. errors: what fast codes do to the rest; None without fast latents.
     """
 
-    weight: Tensor
-    variance: Tensor
-    mean: Tensor
-    scale: Tensor
-    distortion: Tensor
+    sides: tuple[SideCodes, ...]
+    joint: bool
+    errors: FastErrors | None = None
 
-    def losses(self, group: int, widths: tuple[int, ...]) -> Tensor:
-        """Predict the loss of each channel of a group at each of `widths`, [widths, channels]."""
-        index = [FITTED_BITS.index(bits) for bits in widths]
-        return self.weight[group] * self.variance[group] * self.distortion[index, group]
+    def with_fast(self, channels: Sequence[Channels]) -> LayerCodes:
+        """The same with the codes of the rest for fast latents of these channels."""
+        return replace(self, sides=(self.sides[0], self.sides[1].stretched(self.ratio(channels))))
 
-    def order(self, group: int) -> Tensor:
-        """Indices of a group's channels in descending order of the loss without them, their order in a checkpoint."""
-        return torch.argsort(self.losses(group, (0,))[0], descending=True, stable=True)
-
-    def code(self, group: int, channels: Channels) -> tuple[Tensor, ChannelCode]:
-        """Order of a group's channels, and their codes in that order: most bits first, the rest at 0 bits."""
-        order = self.order(group)
-        bits = torch.zeros(len(order), dtype=torch.int64)
-        bits[: channels.rank] = torch.tensor(channels.bits)
-        index = torch.tensor([FITTED_BITS.index(width) for width in bits.tolist()])
-        return order, ChannelCode(bits, self.mean[index, group, order], self.scale[index, group, order])
-
-
-def codes_bytes(channels: int) -> int:
-    """Bytes of SideCodes with this many channels: weight, variance, and three numbers at each of FITTED_BITS."""
-    return 8 * channels * (2 + 3 * len(FITTED_BITS))
-
-
-@dataclass(frozen=True)
-class LayerCodes:
-    """Codes of a layer's latents: one for keys and one for values, or a joint one (vo is None)."""
-
-    qk: SideCodes
-    vo: SideCodes | None = None
+    def ratio(self, channels: Sequence[Channels]) -> Tensor:
+        """Variances of the rest, given fast latents of these channels, over those that its codes were fitted to."""
+        assert self.errors is not None
+        fast = self.sides[0]
+        codes = [fast.code(head, own)[1] for head, own in enumerate(channels)]
+        order = torch.stack([fast.order(head) for head in range(len(codes))])
+        lost = fast.distortions(codes)
+        return self.errors.ratio(torch.empty_like(lost).scatter(-1, order, lost))
 
     @property
-    def sides(self) -> tuple[SideCodes, ...]:
-        """Codes of each latent."""
-        return (self.qk,) if self.vo is None else (self.qk, self.vo)
+    def qk(self) -> SideCodes:
+        """Codes of keys that are coded apart."""
+        return self.sides[0]
+
+    @property
+    def vo(self) -> SideCodes:
+        """Codes of values that are coded apart."""
+        return self.sides[1]
 
 
 def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
@@ -97,31 +82,39 @@ def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
 
     Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """
-    names = latent_names(bases.form, bases.joint)
-    return LayerCodes(*(_side(name, pair, gradients) for name, pair in zip(names, bases.latents, strict=True)))
+    if bases.joint:
+        sides_of_joint, errors = parted_codes(bases, gradients)
+        return LayerCodes(sides_of_joint, True, errors)
+    names = vector_names(bases.form, bases.joint)
+    sides = []
+    for name, pair in zip(names, bases.latents, strict=True):
+        vectors, by_vectors, share = gradients.sampled(name)
+        first = (gradients.first(name).unsqueeze(1) @ pair.encode).squeeze(1)
+        sides.append(side_codes(pair, gradients.per_token(name), vectors @ pair.encode, by_vectors, share, first))
+    return LayerCodes(tuple(sides), joint=False)
 
 
-def _side(name: str, pair: BasisPair, gradients: LayerFisher) -> SideCodes:
-    information = gradients.per_token(name)
-    weight = torch.einsum("gir,gij,gjr->gr", pair.decode, information, pair.decode) / 2
-    vectors, vector_gradients, share = gradients.sampled(name)
-    squares = (vector_gradients @ pair.decode).square()
-    mean = (share[:, None] * squares).sum(1, keepdim=True)
-    costs = share[:, None] * (TOKEN_GRADIENT_SHARE * squares + (1 - TOKEN_GRADIENT_SHARE) * mean)
-    latents = vectors @ pair.encode
-    first = (gradients.first(name).unsqueeze(1) @ pair.encode).squeeze(1)
-    groups = zip(latents, costs, first, strict=True)
-    fits = [measure_channels(latent, cost, FITTED_BITS, exact) for latent, cost, exact in groups]
-    variance, *at_widths = zip(*fits, strict=True)
-    return SideCodes(weight.clamp(min=0), torch.stack(variance), *(torch.stack(parts, dim=1) for parts in at_widths))
+def coded_bases(
+    bases: LayerBases, codes: LayerCodes, channels: GroupChannels, exact: LayerBases | None = None
+) -> LayerBases:
+    """Order the columns of each group by their loss, and code them with the channels of a plan.
 
-
-def coded_bases(bases: LayerBases, codes: LayerCodes, channels: GroupChannels) -> LayerBases:
-    """Order the columns of each group by their loss, and code them with the channels of a plan."""
-    latents = []
-    for index, (pair, side) in enumerate(zip(bases.latents, codes.sides, strict=True)):
-        by_group = [latent for group_channels in channels if (latent := group_channels[index]) is not None]
-        coded = [side.code(group, latent) for group, latent in enumerate(by_group)]
-        ordered = pair.ordered(torch.stack([order for order, _ in coded]))
-        latents.append(replace(ordered, codes=tuple(code for _, code in coded)))
-    return replace(bases, latents=tuple(latents))
+    Args:
+        exact: the bases before they were trained, by which the rest of joint groups is predicted; None: `bases`.
+    """
+    latents: list[BasisPair] = []
+    parting = bases.parting
+    if codes.errors is not None:
+        codes = codes.with_fast(by_latent(channels)[0])
+    for pair, side, own in zip(bases.latents, codes.sides, by_latent(channels), strict=True):
+        coded = [side.code(group, latent) for group, latent in enumerate(own)]
+        order = torch.stack([order for order, _ in coded])
+        of_channels = tuple(code for _, code in coded)
+        ordered = replace(pair.ordered(order), codes=of_channels)
+        if parting is not None:
+            ordered = replace(ordered, lengths=side.length.gather(-1, order))
+            if not latents and len(bases.latents) > 1:
+                fast = (exact or bases).latents[0].ordered(order)
+                parting = parting.predicted_from(fast, side.distortions(of_channels))
+        latents.append(ordered)
+    return replace(bases, latents=tuple(latents), parting=parting)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...checkpoint.bases import BasisPair
 from ...checkpoint.channels import Channels
-from .layer import FITTED_BITS, SideCodes
+from .side import FITTED_BITS, SideCodes
 
 SINGULAR_VALUE_FLOOR = 1e-4
 """Smallest singular value that training scales by, relative to the largest."""
@@ -37,10 +37,11 @@ class TrainedCode:
     Args:
         pair: calibration's bases.
         codes: calibration's codes of the channels.
+        centred: the mean of what is coded is 0, so that m is left out and all but the codes is linear.
     """
 
-    def __init__(self, pair: BasisPair, codes: SideCodes, device: torch.device) -> None:
-        self._codes = codes
+    def __init__(self, pair: BasisPair, codes: SideCodes, device: torch.device, centred: bool = False) -> None:
+        self._codes, self._centred = codes, centred
         self._order = torch.stack([codes.order(group) for group in range(len(codes.weight))])
         self._pair = pair.ordered(self._order)
         self._unit = self._ordered(codes.scale[FITTED_BITS.index(4)])  # brings all channels to one size
@@ -57,38 +58,80 @@ class TrainedCode:
         self._per_unit = on_device(per_unit)
         self.means = on_device(self._ordered(codes.mean) / self._unit)
         self.log_scales = on_device((self._ordered(codes.scale) / self._unit).log())
-        self._middle = self.means[0].clone()
+        self._middle = torch.zeros_like(self.means[0]) if centred else self.means[0].clone()
+        self._length = on_device(self._ordered(codes.length) * self._unit.square())
         self.mixes = [torch.zeros_like(self._per_unit) for _ in range(2)]
         self.code_parameters = [self.means, self.log_scales]
         for tensor in (*self.mixes, *self.code_parameters):
             tensor.requires_grad_()
 
-    def through(self, vectors: Tensor, channels: Sequence[Channels]) -> Tensor:
+    def through(self, vectors: Tensor, channels: Sequence[Channels], ratio: Tensor | None = None) -> Tensor:
         """Encode, round and decode keys or values.
 
         Args:
             vectors: [num_groups, tokens, n], float32.
             channels: channels of each group.
+            ratio: see `SideCodes.stretched`.
         """
+        root = self._roots(ratio)
         return torch.stack(
-            [self._group(group, *both) for group, both in enumerate(zip(vectors, channels, strict=True))]
+            [self._group(group, *both, root[group]) for group, both in enumerate(zip(vectors, channels, strict=True))]
         )
 
-    def _group(self, group: int, vectors: Tensor, channels: Channels) -> Tensor:
+    def _roots(self, ratio: Tensor | None) -> Tensor:
+        """Square roots of the ratio of each channel in the order of plans, [num_groups, channels]."""
+        if ratio is None:
+            return torch.ones_like(self._length)
+        return self._ordered(ratio).sqrt().to(self._length)
+
+    @torch.no_grad()
+    def energy(
+        self, vectors: Tensor, channels: Sequence[Channels], ratio: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Sum of the weighted squares of stored latents, [num_groups, tokens], and how many have a weight."""
+        energies, counts = [], []
+        for group, (own, latent) in enumerate(zip(vectors, channels, strict=True)):
+            length = (self._length[group] / self._roots(ratio)[group].square())[: latent.rank]
+            energies.append((self._latent(group, own)[:, : latent.rank].square() * length).sum(-1))
+            counts.append(length.count_nonzero())
+        return torch.stack(energies), torch.stack(counts)
+
+    @torch.no_grad()
+    def unrounded(self, vectors: Tensor, channels: Sequence[Channels]) -> Tensor:
+        """What stored latents are read as without their rounding, [num_groups, tokens, n]."""
+        read = []
+        for group, (own, latent) in enumerate(zip(vectors, channels, strict=True)):
+            kept = self._latent(group, own)
+            kept[:, latent.rank :] = 0
+            kept = kept + kept @ (self._per_unit[group] * self.mixes[1][group]).T
+            read.append(kept @ self._decode[group].T)
+        return torch.stack(read)
+
+    def distortions(self, channels: Sequence[Channels]) -> tuple[BasisPair, Tensor]:
+        """Calibration's bases in the order of plans, and the distortion of each channel of a plan."""
+        codes = [self._codes.code(group, latent)[1] for group, latent in enumerate(channels)]
+        return self._pair, self._codes.distortions(codes)
+
+    def _latent(self, group: int, vectors: Tensor) -> Tensor:
+        latent = vectors @ self._encode[group]
+        return latent + (latent - self._middle[group]) @ (self._per_unit[group] * self.mixes[0][group]).T
+
+    def _group(self, group: int, vectors: Tensor, channels: Channels, root: Tensor) -> Tensor:
         rank, device = channels.rank, vectors.device
         bits = torch.tensor(channels.bits, device=device)
         width = torch.tensor([FITTED_BITS.index(bits_of_channel) for bits_of_channel in channels.bits], device=device)
         index = torch.arange(rank, device=device)
         half = 2.0 ** (bits - 1)
-        mean = self.means[width, group, index]
-        scale = self.log_scales[width, group, index].exp()
+        mean = self.means[width, group, index] * root[:rank]
+        scale = self.log_scales[width, group, index].exp() * root[:rank]
         encode_mix, decode_mix = (self._per_unit[group] * mix[group] for mix in self.mixes)
         middle = self._middle[group]
         latent = vectors @ self._encode[group]
         latent = latent[..., :rank] + (latent - middle) @ encode_mix[:rank].T
         level = torch.maximum(torch.minimum((latent - mean) / scale, half * (1 - 1e-6)), -half)
         read = mean + scale * (level + (level.detach().floor() + 0.5 - level.detach()))
-        read = torch.cat([read, self.means[0, group, rank:].expand(*read.shape[:-1], -1)], dim=-1)
+        missing = self.means[0, group, rank:] * root[rank:]
+        read = torch.cat([read, missing.expand(*read.shape[:-1], -1)], dim=-1)
         read = read + (read - middle) @ decode_mix.T
         return read @ self._decode[group].T
 
@@ -108,7 +151,8 @@ class TrainedCode:
         encode = encode + encode @ encode_mix.mT
         decode = decode + decode @ decode_mix
         both = encode * self._unit[:, None], decode / self._unit[:, None]
-        pair = BasisPair(*both, self._pair.singular_values, shift, constant)
+        moved = () if self._centred else (shift, constant)
+        pair = BasisPair(*both, self._pair.singular_values, *moved)
         to_calibration = self._order.argsort(-1)
         trained = exact(self.means) * self._unit, exact(self.log_scales).exp() * self._unit
         mean, scale = (tensor.gather(-1, to_calibration.expand_as(tensor)) for tensor in trained)

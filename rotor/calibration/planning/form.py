@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from ...checkpoint.layout import POST_ROPE, AttentionShape, KeyForm, LayerForm, ModelForm, pre_rope
 from ...errors import RecipeError
 from ...recipe import Recipe
-from ..bases.moments import latent_names
+from ..bases.moments import vector_names
+
+KERNEL_PLANES = 16
+"""Fast planes that kernels rebuild together: a few more than a multiple cost as much as the next one. Below one they
+are padded to it."""
 
 Frequencies = Sequence[Sequence[float]]
 """Radians by which each plane of each layer rotates from one position to the next."""
@@ -33,7 +37,7 @@ def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
 
 def wanted_gradients(form: LayerForm) -> frozenset[str]:
     """Names of the keys and values whose gradients are needed, if a recipe needs gradients."""
-    return frozenset(latent_names(form.keys, form.joint))
+    return frozenset(vector_names(form.keys, form.joint))
 
 
 def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Sequence[float] | None) -> KeyForm:
@@ -47,6 +51,8 @@ def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Sequence[float
         return POST_ROPE
     if groups.fast_planes == "quarter":
         count = sum(frequency * groups.rope_block >= math.pi / 2 for frequency in frequencies)
+        if count > KERNEL_PLANES and count < planes:
+            count -= count % KERNEL_PLANES
     else:
         count = groups.fast_planes
     if count > planes:
@@ -61,13 +67,13 @@ def _group_size(recipe: Recipe, shape: AttentionShape, form: LayerForm) -> int:
     heads = shape.num_kv_heads
     if recipe.groups.size == "auto":
         from ..prediction.cost import DecodeStep
-        from ..prediction.decode_times import largest_fast_group
+        from ..prediction.decode_times import best_group_size
         from ..prediction.devices import find_device
 
         load = recipe.objective
         device = find_device(load.device)
         step = DecodeStep(load.context_tokens, load.batch_size)
-        return largest_fast_group(shape, form, recipe.coded, device, step)
+        return best_group_size(shape, form, recipe.coded, device, step)
     size = heads if recipe.groups.size == "all" else recipe.groups.size
     if heads % size:
         raise RecipeError(

@@ -27,12 +27,15 @@ from ...options import with_fields_of
 from ...recipe import ObjectiveSettings
 from ...recipe.requests import InspectionRequest
 from ..prediction.cost import DecodeStep
-from ..prediction.decode_times import DecodeTime, decode_times
+from ..prediction.decode_times import DecodeTime, decode_times, slower
 from ..prediction.devices import find_device
 from .outline import ModelOutline, needs_whole_model
 
 WEIGHT_FILES = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
 """Names of weight files in any format. In a folder without one, config.json alone describes the model."""
+
+COMPARED = "0.875"
+"""The scenario by which `slower` goes."""
 
 CONTEXTS = (8192, 32768, 131072)
 """Sequence lengths in tokens for which the size of the cache is shown."""
@@ -77,6 +80,8 @@ class Inspection:
     bits: bits that a channel may have.
     form: form of the layers, in words.
     objective, instructions_per_cycle: device and load that decode_times are predicted for.
+    slower: the form of the recipe, where it is predicted to be slower than no compression at COMPARED of the cache
+        removed, and one that is not.
     calibrate, export, validate: resources that the commands take on this machine; `export` with --accuracy, whose
         search measures at most so many points.
     """
@@ -99,6 +104,7 @@ class Inspection:
     objective: ObjectiveSettings
     instructions_per_cycle: float
     decode_times: list[DecodeTime]
+    slower: tuple[DecodeTime, DecodeTime | None] | None
     calibrate: ResourceEstimate
     export: ResourceEstimate
     validate: ResourceEstimate
@@ -144,6 +150,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
     load = spec.objective
     device_rates = find_device(load.device)
     step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
+    times = decode_times(shape, device_rates, step, form.distinct)
     calibrating = outline.calibration(spec, target, compute_dtype, request.batch_tokens)
     streamed, _ = stream_weights("never" if needs_whole_model(spec) else "auto", calibrating, target)
     taken = calibrating[streamed]
@@ -176,7 +183,8 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         form=form.in_words(shape),
         objective=load,
         instructions_per_cycle=device_rates.instructions_per_cycle,
-        decode_times=decode_times(shape, device_rates, step, form.distinct),
+        decode_times=times,
+        slower=slower(times, COMPARED),
         calibrate=ResourceEstimate.of(taken, streamed, taken.disk_bytes, taken.kept_disk_bytes, seconds),
         export=ResourceEstimate.of(measuring[layerwise], layerwise, grown, grown, measured),
         validate=ResourceEstimate.of(measuring[layerwise], layerwise, 0, 0, validated),

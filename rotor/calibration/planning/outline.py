@@ -24,8 +24,8 @@ from ...recipe.metric_registry import primitive_metrics, report_metrics
 from ..bases.information import stored_bytes
 from ..bases.layer import bases_bytes, needed_statistics
 from ..bases.moments import CHUNK_BYTES, moment_shape, packed_bytes
-from ..codes.layer import codes_bytes
 from ..codes.quantiser import SAMPLED_TOKENS
+from ..codes.side import codes_bytes
 from ..codes.training import TRAINED_ELEMENT_BYTES
 from ..pruning import kmeans_bytes
 from .form import Frequencies, model_form, wanted_gradients
@@ -134,7 +134,7 @@ class ModelOutline:
             gradients = sum(stored)
             passed = (shape.num_layers + 2) * min(count, recipe.codes.tokens)  # tokens whose states are kept
             running, solving = 3 * running, solving + 9 * max(stored)
-            codes = form.latents_per_group * codes_bytes(groups * form.columns(shape.head_dim))
+            codes = codes_bytes(form, shape)
             if recipe.distil.steps:  # the trained bases and codes
                 codes += codes + bases
         kept_bytes = shape.num_layers * (outputs + bases + codes)

@@ -5,9 +5,10 @@ and warp instructions (`instructions.py`) over SMs x clock x instructions per cy
 The projections (q, k, v, o and the bases) are read once for the whole batch, before and after attention. The
 uncompressed model's attention is assumed to be limited by bytes alone.
 
-A layer that rebuilds keys in memory (`kernels.defaults`: more fast planes than a tile rebuilds) reads its rows, and
-writes and reads keys and values of full width. Norms, new tokens, launches and everything outside attention are left
-out.
+Queries that are absorbed once a block of positions are written and read again: as many bytes as the rows, where two KV
+heads share a latent. A layer that rebuilds keys in memory (`kernels.defaults`: more fast planes than a tile rebuilds)
+reads its rows, and writes and reads keys and values of full width. Norms, new tokens, launches and everything outside
+attention are left out.
 
 Source: the roofline model (Williams, Waterman and Patterson, 2009).
 """
@@ -76,9 +77,15 @@ def layer_time(layout: LayerLayout, shape: AttentionShape, device: Device, step:
 
 
 def layer_bytes(layout: LayerLayout, shape: AttentionShape, element_bytes: int) -> int:
-    """Bytes per token that attention of a compressed layer reads, and writes if it rebuilds keys in memory."""
-    rebuilt = 2 * uncompressed_layer_bytes(shape, element_bytes) if default_layer(layout).materialise else 0
-    return sum(layout.row_bytes(element_bytes)) + rebuilt
+    """Bytes per token that attention of a compressed layer reads and writes: rows, and absorbed queries or, if it
+    rebuilds keys in memory, these."""
+    rows = sum(layout.row_bytes(element_bytes))
+    if default_layer(layout).materialise:
+        return rows + 2 * uncompressed_layer_bytes(shape, element_bytes)
+    if layout.rope_block is None:
+        return rows
+    absorbed = layout.group_size * shape.heads_per_kv * layout.key_width * element_bytes
+    return rows + round(2 * absorbed / layout.rope_block)
 
 
 def uncompressed_layer_time(shape: AttentionShape, device: Device, step: DecodeStep) -> LayerTime:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...checkpoint.channels import PLANE, Channels, Latent, Numbers
+from ...checkpoint.channels import PLANE, Channels, Latent, Numbers, Parted
 from ...checkpoint.layout import (
     MOST_ROPE_BLOCK,
     POST_ROPE,
@@ -34,7 +34,7 @@ class DecodeTime:
     instructions_per_key: warp instructions of attention per key and KV head; 0 if keys are rebuilt in memory.
     seconds: predicted time of attention in all layers in a decode step.
     share: that time relative to the uncompressed model's.
-    chosen: whether the recipe gives this form.
+    chosen: whether the recipe gives this form. settings: fields of a recipe that give it.
     """
 
     candidate: str
@@ -44,6 +44,7 @@ class DecodeTime:
     seconds: float
     share: float
     chosen: bool = False
+    settings: str = ""
 
 
 def decode_times(
@@ -51,19 +52,19 @@ def decode_times(
 ) -> list[DecodeTime]:
     """Predict every group size in each of SCENARIOS, with coded latents and all layers alike.
 
-    Candidates are joint latents with no, FAST_PLANES and all fast planes; and separate latents of values and of keys
+    Candidates are joint groups with no, FAST_PLANES and all fast planes; and separate latents of values and of keys
     after RoPE.
 
     Args:
-        chosen: forms of a recipe's layers, which are added to the candidates.
+        chosen: forms of a recipe's layers, which are added to the candidates with all group sizes.
     """
     block, apart = MOST_ROPE_BLOCK, [(POST_ROPE, False)]
     planes = sorted({0, min(FAST_PLANES, shape.rotary_planes)})
     forms = [*((KeyForm(block, count), True) for count in planes), (pre_rope(shape), True), *apart]
     if not shape.rotary_dim:
         forms = [(POST_ROPE, True), *apart]
+    forms = list(dict.fromkeys([*((form.keys, form.joint) for form in chosen), *forms]))
     candidates = [LayerForm(keys, size, joint) for keys, joint in forms for size in group_sizes(shape)]
-    candidates = [*(form for form in chosen if form not in candidates), *candidates]
     base = uncompressed_layer_time(shape, device, step)
     times = []
     for candidate in candidates:
@@ -79,9 +80,42 @@ def decode_times(
                     shape.num_layers * time.attention_s,
                     time.attention_s / base.attention_s,
                     candidate in chosen,
+                    _settings(candidate, shape),
                 )
             )
     return times
+
+
+def _settings(form: LayerForm, shape: AttentionShape) -> str:
+    """Fields of a recipe that give a form, as --set takes them."""
+    size = f"groups.size={form.group_size}"
+    if not shape.rotary_dim:
+        return size
+    if form.keys.rope_block is None:
+        return f"groups.domain=post {size}"
+    if form.keys == pre_rope(shape):
+        return f"groups.domain=pre {size}"
+    return f"groups.fast_planes={form.keys.fast_planes} {size}"
+
+
+def slower(times: Sequence[DecodeTime], scenario: str) -> tuple[DecodeTime, DecodeTime | None] | None:
+    """The recipe's form, if it is predicted to be slower than the uncompressed model in a scenario, and what is not.
+
+    Returns:
+        None if it is no slower. Otherwise with it the form of the most KV heads a latent that is no slower, one of the
+        same key form where there is one; None without any.
+    """
+    there = [time for time in times if time.scenario == scenario]
+    own = max((time for time in there if time.chosen), key=lambda time: time.share, default=None)
+    if own is None or own.share <= 1:
+        return None
+    fast = [time for time in there if time.share <= 1]
+    same = [time for time in fast if _but_heads(time) == _but_heads(own)]
+    return own, min(same, key=lambda time: time.share, default=min(fast, key=lambda time: time.share, default=None))
+
+
+def _but_heads(time: DecodeTime) -> str:
+    return time.candidate.rpartition(",")[0]
 
 
 def group_sizes(shape: AttentionShape) -> list[int]:
@@ -93,8 +127,13 @@ COMPARED_COMPRESSION = {True: 0.875, False: 0.5}
 """Compression at which group sizes are compared, with codes (True) and without."""
 
 
-def largest_fast_group(shape: AttentionShape, form: LayerForm, coded: bool, device: Device, step: DecodeStep) -> int:
-    """Find the most KV heads that can share a latent without making attention slower, as predicted.
+SHARED_LOSS = 0.6
+"""An estimate: KL divergence at equal bytes falls with this power of the KV heads that share a latent. It is taken from
+two points of one model, SmolLM2, where three heads that share have half the KL of one each."""
+
+
+def best_group_size(shape: AttentionShape, form: LayerForm, coded: bool, device: Device, step: DecodeStep) -> int:
+    """Find how many KV heads should share a latent: predicted time of a decode step times loss is the least.
 
     At COMPARED_COMPRESSION a decode step must take no longer than the uncompressed model's, or, if all are slower, than
     with one KV head per group.
@@ -108,18 +147,24 @@ def largest_fast_group(shape: AttentionShape, form: LayerForm, coded: bool, devi
         return layer_time(layout, shape, device, step).seconds
 
     most = max(seconds(1), uncompressed_layer_time(shape, device, step).seconds)
-    return max(size for size in group_sizes(shape) if seconds(size) <= most)
+    fast = [size for size in group_sizes(shape) if seconds(size) <= most]
+    return min(fast, key=lambda size: seconds(size) * size**-SHARED_LOSS)
 
 
 def uniform_layout(shape: AttentionShape, form: LayerForm, kept: float, coded: bool) -> LayerLayout:
     """Make a layer whose groups all keep a share of their bytes, as 16-bit numbers or in channels of four bits.
 
-    A joint latent is as wide as two separate latents together.
+    A joint row is as wide as two separate latents together. Fast latents have a nibble for each number, but no more
+    than half of the row.
     """
     keys, size, joint = form
-    width = kept * size * shape.head_dim * (2 if joint else 1) * (4 if coded else 1)
-    count = max(PLANE, round(width / PLANE) * PLANE)
-    latent: Latent = Channels(n4=count) if coded else Numbers(count)
+    planes = max(1, round(kept * form.columns(shape.head_dim) * (4 if coded else 1) / PLANE))
+    latent: Latent = Channels(n4=planes * PLANE) if coded else Numbers(planes * PLANE)
+    if joint:
+        fast = max(1, min(-(-2 * keys.fast_planes // PLANE), planes // (2 * size))) if keys.fast_planes else 0
+        rest = max(1, planes - size * fast)
+        heads_of_group = range(size if fast else 0)
+        latent = Parted(Channels(n4=rest * PLANE - 1), tuple(Channels(n4=fast * PLANE) for _ in heads_of_group))
     heads = range(shape.num_kv_heads)
     groups = (GroupLayout(tuple(heads[i : i + size]), latent, None if joint else latent) for i in heads[::size])
     return LayerLayout(tuple(groups), *keys)

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from ...checkpoint import Channels, GroupLayout, Latent, LayerLayout, Numbers
-from ...checkpoint.channels import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES
+from ...checkpoint.channels import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES, Parted
 from ...kernels.parameters import seq_len_of
 from ...kernels.reference import partial_attention
 from ...kernels.rows import resize_layer
@@ -248,12 +248,19 @@ def cut_latent(latent: Latent, ratio: float) -> Latent:
     """The first channels of a latent, as many as lie in whole planes."""
     if isinstance(latent, Numbers):
         return Numbers(_kept(latent.rank, ratio, 1))
-    left = _kept(WORD_PLANES * latent.words, ratio, PLANE) * NIBBLE_BITS
+    if isinstance(latent, Parted):
+        return Parted(_cut_channels(latent.rest, ratio), tuple(_cut_channels(own, ratio) for own in latent.fast))
+    return _cut_channels(latent, ratio)
+
+
+def _cut_channels(latent: Channels, ratio: float) -> Channels:
+    left = (_kept(WORD_PLANES * latent.words, ratio, PLANE) - latent.scaled) * NIBBLE_BITS
     counts = []
     for bits, count in zip(WIDTHS, latent.counts, strict=True):
         counts.append(min(count, left // bits))
         left = left - count * bits if counts[-1] == count else 0
-    return Channels(*counts)
+    n16, n12, n8, n6, n4, n2 = counts
+    return Channels(n16, n12, n8, n6, n4, n2, scaled=latent.scaled)
 
 
 def _kept(whole: int, ratio: float, step: int) -> int:

@@ -32,7 +32,7 @@ from ...recipe.metric_registry import metric_info
 from ..evaluation.accuracy import Accuracy, chance_note
 from ..point import Point
 from ..table import TABLES, RankTable
-from .data import JOINT, SIDES, ReportData, groups_of_point
+from .data import ReportData, groups_of_point
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -178,10 +178,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         return
     names = _spectrum_names(run)
     data.spectra_of = names
-    data.spectra = [
-        {side: _mean_spectrum(layer[SIDES.index(side)] if side in SIDES else layer[0]) for side in names}
-        for layer in spectra
-    ]
+    data.spectra = [{side: _mean_spectrum(values) for side, values in layer.items()} for layer in spectra]
     if point and not data.ranks:
         data.ranks = groups_of_point(run, point)
         data.head_dim = shape.head_dim
@@ -195,11 +192,14 @@ def _windows(shape: AttentionShape) -> str:
 
 
 def _spectrum_names(run: Run) -> dict[str, str]:
-    """The form of each side's latents in words; a joint latent has one set of singular values, under `joint`."""
+    """The form of each of the latents in words, by name."""
     keys, heads, joint = run.form
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
     where = f"{' or '.join(form.in_words(run.shape) for form in dict.fromkeys(keys))}, {size}"
-    return {JOINT: where} if joint else {"qk": where, "vo": size}
+    if not joint:
+        return {"qk": where, "vo": size}
+    fast = {"fast": where} if any(form.fast_planes for form in keys) else {}
+    return fast | {"rest": where}
 
 
 def _mean_spectrum(values: Tensor) -> list[float]:

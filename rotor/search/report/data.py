@@ -6,15 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...calibration.run import Run
-from ...checkpoint.channels import Channels, Latent, Numbers
+from ...checkpoint.channels import WIDTHS, Latent, Numbers
 from ...checkpoint.layout import GroupLayout
 from ...checkpoint.schemas import TextInfo
 from ...recipe import Recipe
 from ..point import Point
-
-SIDES = ("qk", "vo")
-JOINT = "joint"
-"""Name of the one side where keys and values share a latent."""
 
 WHOLE_BITS = 16
 
@@ -35,13 +31,14 @@ class Cell:
 
     @classmethod
     def of(cls, group: GroupLayout, side: str, head_dim: int) -> Cell:
-        """side: `keys`, which stands for a joint latent too, or `values`."""
+        """side: `keys`, which stands for the latents of a joint group too, or `values`."""
         latent = group.key if side == "keys" else group.values
         channels = len(group.kv_heads) * head_dim * (2 if group.joint else 1)
         bits, widths = WHOLE_BITS * latent.rank, ""
-        if isinstance(latent, Channels):
+        if not isinstance(latent, Numbers):
             bits = sum(latent.bits)
-            widths = " ".join(f"{count}x{width}" for width, count in latent.to_dict().items())
+            counts = {width: latent.bits.count(width) for width in WIDTHS}
+            widths = " ".join(f"{count}x{width}" for width, count in counts.items() if count)
         return cls(group.kv_heads, latent.rank, channels, bits, WHOLE_BITS * channels, widths)
 
 
@@ -63,8 +60,8 @@ class ReportData:
     """Everything that the page shows.
 
     kind: `checkpoint` (a folder that export wrote) or `run` (one that calibrate wrote).
-    headline: (label, value, note). spectra: per layer and side (or JOINT) singular values over the largest, averaged
-    over the groups; spectra_of: by side, what they are of. ratios: (name, value or why there is none) of
+    headline: (label, value, note). spectra: per layer and latent singular values over the largest, averaged over the
+    groups; spectra_of: by latent, what they are of. ratios: (name, value or why there is none) of
     the point that is shown; ratios_of: the split that they are on.
     ranks: per layer its groups by KV heads, of latents of `head_dim` channels a head. chosen: of points, that which is
     shown. absent: section -> why there is nothing to show.

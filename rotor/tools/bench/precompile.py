@@ -89,10 +89,12 @@ def parse_archs(text: str) -> list[int]:
 
 
 def count_layers(
-    subjects: Iterable[Subject], archs: Sequence[int], progress: Progress | None = None
+    subjects: Iterable[Subject], archs: Sequence[int], progress: Progress | None = None, step_alone: bool = False
 ) -> list[CountedLayer]:
     """Compile every kernel that layers need and count those of a decode step; Triton's cache keeps what comes out.
 
+    Args:
+        step_alone: compile no others than those.
     Raises:
         UsageError: Triton is not installed.
     """
@@ -103,6 +105,7 @@ def count_layers(
     counted = []
     for arch, subject in product(archs, subjects):
         variants, kernels = layer_variants(subject, arch), []
+        variants = [variant for variant in variants if variant.keys or not step_alone]
         with (progress or Progress()).task(f"compile {subject.name}, sm_{arch}", len(variants), "kernels") as advance:
             for variant in variants:
                 kernels.append(_kernel(variant, arch, subject.shape.num_kv_heads))

@@ -10,9 +10,9 @@ import torch
 
 from ...calibration.prediction.cost import DecodeStep
 from ...calibration.prediction.instructions import HEAD_DIM, Specialisation
-from ...checkpoint.channels import Channels, Numbers
+from ...checkpoint.channels import PLANE, WORD_PLANES, Channels, Latent, Numbers, Parted
 from ...checkpoint.kernel_config import LayerKernels, layout_class
-from ...checkpoint.layout import AttentionShape, ExactTokens, GroupLayout, KeyForm, LayerLayout
+from ...checkpoint.layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout
 from ...kernels.defaults import default_layer
 from ...models.compressed import CompressedCheckpoint
 
@@ -52,56 +52,91 @@ def subjects_of(folder: Path) -> list[Subject]:
     ]
 
 
-NAMED = {
-    "joint-64-fast": Specialisation("joint", 64, 4, 16),
-    "joint-64-fast-split": Specialisation("joint", 64, 4, 16, split=1),
-    "joint-128-fast": Specialisation("joint", 128, 4, 16),
-    "joint-128x2-fast": Specialisation("joint", 128, 8, 16, 2),
-    "joint-256x4-fast": Specialisation("joint", 256, 16, 16, 4),
-    "joint-64": Specialisation("joint", 64, 4),
-    "joint-128": Specialisation("joint", 128, 4),
-    "apart-64": Specialisation("apart", 64, 4),
-    "numbers-64": Specialisation("numbers", 64, 4),
-}
-"""Layers that are counted without a checkpoint: 4 query heads a KV head."""
+SPLIT = 16
+"""Cut nibbles a KV head of a row whose last planes of nibbles are read twice, for their crumbs."""
 
 
-def subject_of(name: str, of: Specialisation) -> Subject:
-    """A layer of 8 KV heads of HEAD_DIM: joint latents in blocks, or those apart after RoPE; bfloat16, in pages."""
-    latent = Numbers(of.width) if of.kind == "numbers" else Channels(n4=of.width, split=of.split)
-    values, block = (None, of.rope_block) if of.kind == "joint" else (latent, None)
-    groups = (GroupLayout(tuple(range(i, i + of.kv_heads)), latent, values) for i in range(0, 8, of.kv_heads))
+def subject_of(name: str, of: Specialisation, shape: AttentionShape | None = None, layers: int = 1) -> Subject:
+    """A layer whose groups are alike, in bfloat16, in pages; codes have 4 bits a channel, or 2 where planes are split.
+
+    Args:
+        of: kind, nibbles (or numbers) and KV heads of a row, its fast planes, and the block of positions.
+        shape: by default 8 KV heads of HEAD_DIM, or as many as make whole rows.
+    """
+    if shape is None:
+        kv_heads = 8 // of.kv_heads * of.kv_heads
+        queries = kv_heads * (of.rows // of.kv_heads)
+        shape = AttentionShape(1, queries, kv_heads, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
+    key = row_of(of)
+    value, block = (None, of.rope_block) if of.kind == "joint" else (key, None)
+    heads = range(0, shape.num_kv_heads, of.kv_heads)
+    groups = (GroupLayout(tuple(range(i, i + of.kv_heads)), key, value) for i in heads)
     layout = LayerLayout(tuple(groups), block, of.fast_planes)
-    shape = AttentionShape(1, len(layout.groups) * of.rows, 8, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
-    return Subject(name, 1, layout, default_layer(layout), shape, torch.bfloat16, PAGE)
+    return Subject(name, layers, layout, default_layer(layout), shape, torch.bfloat16, PAGE)
 
 
-def named_subjects() -> dict[str, Subject]:
-    return {name: subject_of(name, of) for name, of in NAMED.items()}
+def row_of(of: Specialisation) -> Latent:
+    """The latent of a row that is full: in a joint one the fast latents have a nibble for each number, but no more than
+    half of the row."""
+    if of.kind == "numbers":
+        return Numbers(of.width)
+    if of.kind == "apart":
+        return _channels(of.width, of)
+    most = of.width // (2 * of.kv_heads) // PLANE * PLANE
+    fast = (Channels(n4=min(2 * of.fast_planes, most)),) * of.kv_heads if of.fast_planes else ()
+    slots = of.width - WORD_PLANES * sum(latent.words for latent in fast)
+    return Parted(_channels(slots - 1, of), fast)
+
+
+def _channels(nibbles: int, of: Specialisation) -> Channels:
+    cut = SPLIT * of.kv_heads if of.split else 0
+    return Channels(n4=nibbles - cut, n2=2 * cut, split=of.split)
 
 
 MODELS = {
-    "llama3-8b": (AttentionShape(32, 32, 8, 128, 4096, 128), 19, 2),
-    "qwen3-8b": (AttentionShape(36, 32, 8, 128, 4096, 128, key_norm=True), 18, 2),
-    "smollm2-135m": (AttentionShape(30, 9, 3, 64, 576, 64), 11, 3),
+    "llama3-8b": (AttentionShape(32, 32, 8, 128, 4096, 128), 16),
+    "qwen3-8b": (AttentionShape(36, 32, 8, 128, 4096, 128, key_norm=True), 16),
+    "smollm2": (AttentionShape(30, 9, 3, 64, 576, 64), 11),
+    "gemma3-270m": (AttentionShape(18, 4, 1, 256, 640, 256, key_norm=True), 32),
 }
-"""Models' shapes with the fast planes and the KV heads a latent that the recipe `rotor` gives them; all of SmolLM2's
-heads share one, as in README's export."""
+"""Models' shapes with the fast planes that the recipe `rotor` gives them; Gemma's of the layers without a window."""
 
-BLOCK = 64
+ROWS = {
+    "llama3-8b": ("64x2", "128x1", "128x2", "128x2-split", "128x4", "256x2"),
+    "qwen3-8b": ("128x2",),
+    "smollm2": ("64x3", "128x3"),
+    "gemma3-270m": ("256x1",),
+}
+"""Rows of a model: nibbles a KV head, and KV heads a row. `split`: some are cut."""
 
-
-def model_subject(name: str) -> Subject:
-    """A layer of one of MODELS, with a joint latent whose channels have 8, 4 and 2 bits and 1 / 8 of the bytes of an
-    8B's keys and values, 1 / 4 of those of heads of 64."""
-    shape, fast, size = MODELS[name]
-    latent = Channels(n8=16 * size, n4=64 * size, n2=64 * size)
-    groups = (GroupLayout(tuple(range(i, i + size)), latent, None) for i in range(0, shape.num_kv_heads, size))
-    layout = LayerLayout(tuple(groups), *KeyForm(BLOCK, fast))
-    return Subject(name, shape.num_layers, layout, default_layer(layout), shape, torch.bfloat16, PAGE)
+OTHER_FORMS = {"post-128x1": ("joint", 128), "apart-64x1": ("apart", 64), "numbers-64x1": ("numbers", 64)}
+"""Rows of an 8B without fast planes: one for keys and values in blocks, or of a latent of nibbles, or numbers, each."""
 
 
-EXACT = ("joint-64-fast", "apart-64", "llama3-8b")
+def named_subjects() -> dict[str, Subject]:
+    """Layers that are counted without a checkpoint, by model and row."""
+    found = {}
+    for model, rows in ROWS.items():
+        shape, fast = MODELS[model]
+        for row in rows:
+            size, _, split = row.partition("-")
+            nibbles, heads = map(int, size.split("x"))
+            rows_of_queries = heads * shape.heads_per_kv
+            of = Specialisation("joint", nibbles * heads, rows_of_queries, fast, heads, split=int(bool(split)))
+            found[f"{model}-{row}"] = subject_of(f"{model}-{row}", of, shape, shape.num_layers)
+    for row, (kind, width) in OTHER_FORMS.items():
+        shape, _ = MODELS["llama3-8b"]
+        of = Specialisation(kind, width, shape.heads_per_kv)
+        found[f"llama3-8b-{row}"] = subject_of(f"llama3-8b-{row}", of, shape, shape.num_layers)
+    return found
+
+
+def model_of(name: str) -> str:
+    """The model whose layer a name is of; of a layer of no model its name."""
+    return next((model for model in MODELS if name.startswith(model)), name)
+
+
+EXACT = ("llama3-8b-128x2", "llama3-8b-apart-64x1", "smollm2-64x3")
 """Layers that are also measured with exact tokens, beside those without them."""
 
 NEWEST = ExactTokens(first=4, newest=128)
@@ -115,6 +150,6 @@ def with_exact(subject: Subject) -> Subject:
 
 
 def gpu_subjects() -> dict[str, Subject]:
-    """What is measured on a GPU: layers of models, and the named ones; some also with exact tokens."""
-    found = {**{name: model_subject(name) for name in MODELS}, **named_subjects()}
+    """What is measured on a GPU: the named layers, some also with exact tokens."""
+    found = named_subjects()
     return found | {own.name: own for own in (with_exact(found[name]) for name in EXACT)}

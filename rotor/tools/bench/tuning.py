@@ -20,7 +20,10 @@ from ...kernels.launch import capability_of
 from ...models.compressed import CompressedCheckpoint
 from .attention import TOLERANCE, Problem, kernel, random_problem, relative_error
 
-KEYS, WARPS, STAGES = (32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4)
+SHAPES = (64, 1), (64, 2), (64, 4), (32, 1), (32, 2), (32, 4), (128, 4)
+"""Keys of a tile and warps that are tried."""
+
+STAGES = (1, 2, 3, 4)
 WARPS_PER_SM = (4, 8, 16, 32)
 """Warps of all programs that decoding starts on an SM."""
 
@@ -99,24 +102,13 @@ def tiles(own: Tile, layout: LayerLayout) -> list[Tile]:
 
     No tile is above a block of positions.
     """
-    most = max(16, layout.rope_block or max(KEYS))
+    most = max(16, layout.rope_block or 128)
     found = [own]
+    found += [replace(own, keys=keys, warps=warps) for keys, warps in SHAPES if keys <= most]
     found += [replace(own, stages=stages) for stages in STAGES]
-    found += [replace(own, keys=keys, warps=warps) for keys in KEYS for warps in WARPS if keys <= most]
     if layout.fast_planes:
         found += [replace(own, lean=lean) for lean in range(4)]
-        found += [replace(own, together=count) for count in (1, 2, 4, 8) if layout.group_size % count == 0]
-    if layout.joint and layout.coded:
-        found += [replace(own, again=count) for count in (0, 2, 4)]
-    if layout.coded or not layout.joint:
-        other = replace(own, packed=not own.packed, again=0)
-        found += [other, replace(other, stages=3), replace(other, warps=2)]
-    wide = replace(own, keys=min(64, most), warps=4, lean=0, again=0)
-    found += [
-        replace(wide, stages=stages, lean=lean)
-        for stages in (2, 3)
-        for lean in ((0, 1) if layout.fast_planes else (0,))
-    ]
+        found += [replace(own, keys=64, warps=2, stages=2, lean=lean) for lean in (0, 1) if most >= 64]
     return list(dict.fromkeys(found))
 
 
@@ -137,8 +129,8 @@ class Absorbing:
 
 
 ABSORBING = [
-    Absorbing(32, 2, 2), Absorbing(64, 4), Absorbing(32, 4), Absorbing(64, 8), Absorbing(16, 2, 2), Absorbing(16, 1),
-    Absorbing(128, 8), Absorbing(16, 4),
+    Absorbing(32, 2, 2), Absorbing(64, 4), Absorbing(32, 4), Absorbing(64, 2), Absorbing(32, 2), Absorbing(16, 1),
+    Absorbing(128, 8), Absorbing(32, 1),
 ]  # fmt: skip
 
 

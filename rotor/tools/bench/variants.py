@@ -18,11 +18,11 @@ from triton.runtime import driver
 from ...checkpoint.kernel_config import LayerKernels
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...kernels.append import append
-from ...kernels.decoding import BlockRotations, DecodeLayer, decode_attention, finish_constants
+from ...kernels.decoding import BlockRotations, DecodeLayer, absorbing_programs, decode_attention, finish_constants
 from ...kernels.materialise import PagesOf, materialise
 from ...kernels.parameters import AttentionParameters
 from ...kernels.ranges import KeyRanges
-from .attention import random_slots
+from .attention import random_slots, zero_scales
 from .sass import Loop
 from .subjects import STEP, Subject
 
@@ -172,6 +172,7 @@ def _append(
         query=torch.zeros(1, tokens, shape.num_heads, shape.head_dim, dtype=dtype) if rotation else None,
         key_basis=None if folded else torch.zeros(layout.group_size * shape.head_dim, layout.key_rank, dtype=dtype),
         key_shift=torch.zeros(layout.key_rank) if layout.coded and not folded else None,
+        scales=zero_scales(layout, dtype, CPU),
         rotation=rotation,
         index=places if rotation else None,
         out=pages,
@@ -184,8 +185,10 @@ def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dic
     """Loops of each kernel of a decode step of one token a sequence, and the keys that a program serves."""
     length, sequences = STEP.context_tokens, STEP.batch_size
     groups, step = len(layer.layout.groups), layer.step(kernels.tile(arch))
-    chunks = -(-(length // layer.block if layer.block else 1) // layer.absorb_constants(1)["COUNT"])
-    programs = min(chunks, max(1, 4 * SMS // (groups * layer.group_rows * sequences)))
+    queries = groups * layer.group_rows * sequences
+    blocks, warps, _ = layer.absorb_shape(many=True)
+    chunks = -(-(length // layer.block if layer.block else 1) // blocks)
+    programs = absorbing_programs(chunks, queries * warps, SMS)
     tiles = sequences * groups * length / step / (SMS * kernels.slices_per_sm)
     parts = 1 + tiles * step / length
     loops = Loop(1), Loop(parts, (Loop(1), Loop(tiles / parts)))

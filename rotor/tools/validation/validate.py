@@ -31,7 +31,6 @@ from ...recipe.requests import ValidationRequest
 from ...search import CompressibleModel, EvaluationContext, FidelityMeter, evaluation_plan
 from ...search.evaluation.cached import check_in_memory
 from ...search.evaluation.scoring import batch_logits
-from ...search.probe import full_ranks
 from .integrity import Validation, check_integrity
 from .tasks import compare_tasks
 
@@ -357,7 +356,7 @@ def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool)
     cpu = torch.device("cpu")
     network = CompressibleModel(source, DevicePlan(cpu, torch.float32, streamed), rewrite_dtype=torch.float32)
     expected = batch_logits(network, rows)
-    network.compress(bases, [[full_ranks(b)] * len(b.qk.encode) for b in bases])
+    network.compress(bases, [[b.full_ranks] * b.num_groups for b in bases])
     return float((batch_logits(network, rows) - expected).norm() / expected.norm())
 
 

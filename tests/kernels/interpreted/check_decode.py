@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support import kernel_truth as truth
-from support.kernel_cases import Channels, Numbers, causal, in_pages, layer, random_case, shape_of
+from support.kernel_cases import FAST, Channels, Numbers, causal, in_pages, layer, random_case, shape_of
 from torch import Tensor
 
 from rotor.checkpoint.kernel_config import Tile
@@ -20,16 +20,19 @@ HALF, SINGLE = torch.float16, torch.float32
 
 def layer_of(
     widths: list[int], size: int, values: list[int] | None = None, coded: bool = True, block: int | None = None,
-    fast: int = 0,
+    fast: int = 0, latent: Channels = FAST,
 ) -> LayerLayout:  # fmt: skip
-    """Groups of `size` KV heads with latents of these widths, joint where no `values` are given."""
+    """Groups of `size` KV heads with latents of these widths, joint where no `values` are given.
 
-    def latent(width: int) -> Channels | Numbers:
+    latent: of a head's fast planes.
+    """
+
+    def of_width(width: int) -> Channels | Numbers:
         return Channels(n8=width // 4, n4=width // 2) if coded else Numbers(width)
 
-    keys = [latent(width) for width in widths]
-    pairs = keys if values is None else list(zip(keys, map(latent, values), strict=True))
-    return layer(KeyForm(block, fast), size, *pairs)
+    keys = [of_width(width) for width in widths]
+    pairs = keys if values is None else list(zip(keys, map(of_width, values), strict=True))
+    return layer(KeyForm(block, fast), size, *pairs, fast=latent)
 
 
 def allowed_of(lengths: list[int], counts: list[int], window: int | None, starts: list[int] | None) -> list[Tensor]:
@@ -108,16 +111,17 @@ def test_pages(page: int, keys: int) -> None:
 
 
 def test_views_that_begin_at_no_multiple_of_16_bytes() -> None:
-    assert layer_of([48], 2, block=64).row_bytes(2)[0] == 24
-    check(layer_of([48], 2, block=64, fast=4), [97, 3], per_head=1, before=1)
+    assert [layer_of([44], 2, block=64, fast=fast).row_bytes(2)[0] for fast in (0, 4)] == [24, 40]
+    for fast in (0, 4):
+        check(layer_of([44], 2, block=64, fast=fast), [97, 3], per_head=1, before=1)
     check(layer_of([20], 1, [28], coded=False), [70, 20], before=1)
 
 
 @pytest.mark.parametrize("page", [0, 48, 64])
-def test_tiles_that_stay_packed(page: int) -> None:
-    check(layer_of([48], 1, block=64, fast=4), [97, 3], per_head=1, page=page, tiles=Tile(64, packed=True))
-    check(layer_of([32, 48], 1, [48, 16]), [70, 20], [2, 1], page=page, tiles=Tile(32, packed=True))
-    check(layer_of([40], 1, [16], coded=False), [70, 20], page=page, tiles=Tile(32, 2, packed=True))
+def test_tiles_and_pages(page: int) -> None:
+    check(layer_of([48], 1, block=64, fast=4), [97, 3], per_head=1, page=page, tiles=Tile(64))
+    check(layer_of([32, 48], 1, [48, 16]), [70, 20], [2, 1], page=page, tiles=Tile(32))
+    check(layer_of([40], 1, [16], coded=False), [70, 20], page=page, tiles=Tile(32, 2))
 
 
 @pytest.mark.parametrize("block", [4, 16, None])
@@ -150,10 +154,16 @@ def test_eight_heads_in_a_group() -> None:
     check(layer_of([48], 8, block=64, fast=5), [100, 40], per_head=1, page=64)
 
 
-@pytest.mark.parametrize(("together", "fast"), [(2, 5), (4, 16)])
-def test_heads_together(together: int, fast: int) -> None:
-    tiles = Tile(64, 4, 1, lean=1, together=together, again=together - 1)
-    check(layer_of([256, 96], 4, block=64, fast=fast), [100, 40], tiles=tiles, page=64)
+@pytest.mark.parametrize(("lean", "fast"), [(1, 5), (3, 16)])
+def test_four_heads(lean: int, fast: int) -> None:
+    check(layer_of([256, 96], 4, block=64, fast=fast), [100, 40], tiles=Tile(64, 4, 1, lean=lean), page=64)
+
+
+@pytest.mark.parametrize("nibbles", [10, 40, 70])
+def test_fast_latents_of_any_width(nibbles: int) -> None:
+    """One to five planes, so that they lie in one span of words or in more."""
+    fast = Channels(n4=nibbles - 6, n2=11)
+    check(layer_of([64, 32], 3, block=64, fast=11, latent=fast), [100, 40], head_dim=64, per_head=3)
 
 
 @pytest.mark.parametrize(("tokens", "block"), [([2, 1, 3], 64), ([16, 0, 5], None)])

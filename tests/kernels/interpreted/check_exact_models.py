@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.random_layers import NARROW, WIDE, LayoutOf, groups_of, write_random
+from support.random_layers import NARROW, WIDE, LayoutOf, groups_of, parted, write_random
 from support.tiny_models import build_tiny
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
@@ -18,7 +18,7 @@ EXACT = ExactTokens(3, 8)
 NUMBERS = (Numbers(24), Numbers(16))
 CASES: dict[str, tuple[str, LayoutOf, str]] = {
     "llama, numbers": ("llama", groups_of(2, KeyForm(8, 3), NUMBERS), "qkvo"),
-    "llama, codes": ("llama", groups_of(1, KeyForm(64, 8), (WIDE, None), (NARROW, None)), "qkvo"),
+    "llama, codes": ("llama", groups_of(1, KeyForm(64, 8), (parted(WIDE, 1), None), (parted(NARROW, 1), None)), "qkvo"),
     "qwen3, after RoPE": ("qwen3", groups_of(1, KeyForm(), (Numbers(16), Numbers(8))), ""),
     "gemma2, a window and a soft cap": ("gemma2", groups_of(2, KeyForm(64, 0), NUMBERS), ""),
     "gpt2, no RoPE": ("gpt2", groups_of(2, KeyForm(), NUMBERS), "qkvo"),

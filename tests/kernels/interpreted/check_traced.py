@@ -14,6 +14,7 @@ from support.kernel_cases import (
     exact_keys,
     layer,
     random_case,
+    random_scales,
     shape_of,
     with_values,
 )
@@ -48,7 +49,8 @@ def test_a_layer_is_one_graph(name) -> None:
     assert operators.described(text) == (layout, shape, kernels)
     case = random_case(layout, shape, 2, 1, 50)
     query, key, value, basis, shift = tensors(layout, shape, 1)
-    parameters = replace(case.parameters, key_basis=basis, key_shift=shift)
+    scales = random_scales(layout, torch.Generator().manual_seed(1))
+    parameters = replace(case.parameters, key_basis=basis, key_shift=shift, scales=scales)
     mask, index = causal(2, 1, 50)[:, None].clone(), torch.tensor([50])
     rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
     graphs = []
@@ -79,7 +81,8 @@ def test_fakes_say_what_the_operators_give() -> None:
     case = random_case(layout, shape, 2, 1, 50)
     query, key, value, basis, shift = tensors(layout, shape, 1)
     p, checks = case.parameters, ("test_schema", "test_faketensor")
-    appended = (key, value, query, basis, shift, None, None, *case.rotation, torch.tensor([50]), text)
+    scales = random_scales(layout, torch.Generator().manual_seed(1)) or (None, None, None)
+    appended = (key, value, query, basis, shift, None, None, *scales, *case.rotation, torch.tensor([50]), text)
     library.opcheck(operators._append, appended, test_utils=checks)
     rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
     attended = (
@@ -109,7 +112,8 @@ def test_a_layer_with_exact_tokens_is_one_graph(name) -> None:
     query, key, value, basis, shift = tensors(layout, shape, 1)
     value = torch.randn(key.shape, generator=torch.Generator().manual_seed(1))
     value_basis = torch.randn(layout.group_size * 16, layout.value_rank, generator=torch.Generator().manual_seed(2))
-    parameters = replace(case.parameters, key_basis=basis, key_shift=shift, value_basis=value_basis)
+    scales = random_scales(layout, torch.Generator().manual_seed(1))
+    parameters = replace(case.parameters, key_basis=basis, key_shift=shift, value_basis=value_basis, scales=scales)
     mask, index = causal(2, 1, 50)[:, None].clone(), torch.tensor([50])
     exact = exact_keys(case, [50, 50], [1, 1], [0, 0], 4, 12)
     rows, graphs = (case.key.unsqueeze(1), case.value.unsqueeze(1)), []

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ....checkpoint.kernel_config import ARCHITECTURES
-from ..subjects import gpu_subjects
+from ..subjects import gpu_subjects, model_of
 from ..tuning import launches
 from .loads import LOADS, PROMPT
 
@@ -53,22 +53,26 @@ class Job:
     missing: Callable[[], str] = str
 
 
-def jobs(out: Path) -> list[Job]:
+def jobs(out: Path, layouts: Sequence[str] = ()) -> list[Job]:
     """All jobs in order, the last of which takes what time is left.
 
     Args:
         out: the file of results; what programs write beside is named after it.
+        layouts: names of those that are compiled, timed and tuned; none for all.
     """
+    names = list(layouts or gpu_subjects())
     checkout = lambda: needs_checkout() or needs_module("pytest")  # noqa: E731
     return [
         Job(DEVICE, "clocks, versions; rates of memory and tensor cores", 2, _device),
-        Job("compile", "every kernel that is timed, on all cores", 30, _compile, at_once=CORES),
+        Job("compile", "every kernel that is timed, on all cores", 45, lambda: _compile(names), at_once=CORES),
         Job("correctness", "a step of each layout in bfloat16 beside float64", 25, _correctness, at_once=CORES,
             missing=checkout),
-        Job("times", "attention of each layout at each load beside SDPA, cold caches", 45, _times, flexible=True),
-        Job("tiles", "every tile that is tried, compiled on all cores", 65, _tiles, at_once=CORES, flexible=True),
+        Job("times", "attention of each layout at each load beside SDPA, cold caches", 45, lambda: _times(names),
+            flexible=True),
+        Job("tiles", "every tile that is tried, compiled on all cores", 65, lambda: _tiles(names), at_once=CORES,
+            flexible=True),
         Job("tune", "steps of each layout by tile, programs on an SM, and how queries are absorbed", 45,
-            lambda: _tune(out), flexible=True),
+            lambda: _tune(out, names), flexible=True),
         Job("model", "an 8B with random weights, decoding, as a CUDA graph", 50, _model, flexible=True),
         Job("counters", "instructions, pipes and stalls of kernels", 35, lambda: _counters(out),
             missing=lambda: needs_program("ncu")),
@@ -99,35 +103,40 @@ def _device() -> list[Task]:
     return [Task("rates", "device:rates")]
 
 
-def _compile() -> list[Task]:
-    """List compile tasks, the largest kernels first; a subject's loads share most kernels and so a process."""
+def _compile(names: list[str]) -> list[Task]:
+    """List compile tasks, the largest kernels first; a layout's loads share most kernels and so a process."""
     baselines = [
         Task(f"Triton, {16 - 12 * four_bits} bits", "times:flash",
              {"name": "llama3-8b", "load": "1 x 32K", "four_bits": four_bits, "lengths": [1024]}, 120)
         for four_bits in (False, True)
     ]  # fmt: skip
-    models = [Task(f"model, {name}", "model:compile_model", {"name": name}, 120) for name in reversed(MODELLED)]
+    models = [
+        Task(f"model, {name}", "model:compile_model", {"name": name}, 120)
+        for name in reversed(MODELLED)
+        if name in (UNCOMPRESSED, *names)
+    ]
     return (
         models
         + baselines
         + [
             Task(name, "times:compile_subject", {"name": name, "loads": [*LOADS, PROMPT]}, 120)
-            for name in reversed(gpu_subjects())
+            for name in reversed(names)
         ]
     )
 
 
-def _times() -> list[Task]:
-    """Load by load: PyTorch's attention, then every subject; prompts last."""
+def _times(names: list[str]) -> list[Task]:
+    """Load by load: PyTorch's attention of each model, then every layout; prompts last."""
     found = []
+    models = dict.fromkeys(map(model_of, names))
     for load in (*LOADS, PROMPT):
-        for name in UNCOMPRESSED:
+        for name in models:
             found.append(Task(f"SDPA, {name}, {load}", "times:stock", {"name": name, "load": load}))
         for four_bits in (False, True) if load != PROMPT else ():
             arguments = {"name": "llama3-8b", "load": load, "four_bits": four_bits}
             found.append(Task(f"Triton, {16 - 12 * four_bits} bits, {load}", "times:flash", arguments))
-        for name, subject in gpu_subjects().items():
-            if load == PROMPT and subject.layout.exact is not None:
+        for name in names:
+            if load == PROMPT and gpu_subjects()[name].layout.exact is not None:
                 continue  # stock attention over its own keys and values
             function = "times:prompt" if load == PROMPT else "times:decoding"
             arguments = {"name": name} if load == PROMPT else {"name": name, "load": load}
@@ -135,10 +144,11 @@ def _times() -> list[Task]:
     return found
 
 
-def _tiles() -> list[Task]:
+def _tiles(names: list[str]) -> list[Task]:
     """Most wanted first: the first tile of every layer, then the second."""
     found = []
-    for name, subject in gpu_subjects().items():
+    for name in names:
+        subject = gpu_subjects()[name]
         if name not in LIKE_OTHERS and subject.layout.exact is None:
             own, layout = subject.kernels, subject.layout
             count = max(sum(len(kind) for kind in launches(own, layout, each)) for each in ARCHITECTURES)
@@ -149,22 +159,20 @@ def _tiles() -> list[Task]:
     return [task for _, task in sorted(found, key=lambda pair: pair[0])]
 
 
-def _tune(out: Path) -> list[Task]:
+def _tune(out: Path, names: list[str]) -> list[Task]:
     return [
         Task(name, "tiles:tune", {"name": name, "compiled": str(out)}, 60)
-        for name, subject in gpu_subjects().items()
-        if name not in LIKE_OTHERS and subject.layout.exact is None
+        for name in names
+        if name not in LIKE_OTHERS and gpu_subjects()[name].layout.exact is None
     ]
 
 
-LIKE_OTHERS = ("qwen3-8b",)
-"""Layers that are tuned with another's, as those with exact tokens are: llama3-8b has one more fast plane."""
+LIKE_OTHERS = ("qwen3-8b-128x2",)
+"""Layers that are tuned with another's, as those with exact tokens are."""
 
-UNCOMPRESSED = ("llama3-8b", "smollm2-135m")
-"""Models whose uncompressed attention is measured; qwen3-8b's is llama3-8b's."""
+UNCOMPRESSED = "uncompressed"
 
-
-MODELLED = ("uncompressed", "joint-64-fast", "llama3-8b")
+MODELLED = (UNCOMPRESSED, "llama3-8b-64x2", "llama3-8b-128x2")
 """What all layers of the 8B are: uncompressed, and layouts."""
 
 
@@ -183,7 +191,10 @@ def _sanitizer() -> list[Task]:
 
 
 def _counters(out: Path) -> list[Task]:
-    arguments = {"names": ["joint-64-fast", "joint-64", "llama3-8b"], "raw": str(out.with_suffix(".ncu.csv"))}
+    arguments = {
+        "names": ["llama3-8b-128x2", "llama3-8b-64x2", "smollm2-64x3"],
+        "raw": str(out.with_suffix(".ncu.csv")),
+    }
     return [Task("ncu", "counters:count", arguments, 120)]
 
 

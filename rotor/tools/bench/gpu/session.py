@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,6 +12,7 @@ from typing import Any
 
 from ....errors import UsageError
 from ..records import provenance
+from ..subjects import gpu_subjects
 from .plan import DEVICE, Job, jobs
 from .runner import Runner
 from .summary import markdown
@@ -35,15 +36,24 @@ class Session:
         return any("failed" in record or record.get("outcome") == "failed" for record in self.records)
 
 
-def run(out: Path, minutes: float, command: str, say: Callable[[str], None], only: Collection[str] = ()) -> Session:
+def run(
+    out: Path,
+    minutes: float,
+    command: str,
+    say: Callable[[str], None],
+    only: Collection[str] = (),
+    layouts: Sequence[str] = (),
+) -> Session:
     """Describe the device, then run the jobs within the minutes; what they say is appended to `out` as it comes.
 
     Args:
-        only: names of jobs, none for all. say: gets lines about what goes on.
+        only: names of jobs, none for all. layouts: names of layouts, none for all. say: gets lines about what goes on.
     Raises:
-        UsageError: no job of that name.
+        UsageError: no job, or layout, of that name.
     """
-    planned = jobs(out)
+    if unknown := [name for name in layouts if name not in gpu_subjects()]:
+        raise UsageError(f"--layouts {unknown[0]}: no layout of that name.", f"Layouts: {', '.join(gpu_subjects())}.")
+    planned = jobs(out, layouts)
     names = [job.name for job in planned]
     if unknown := [name for name in only if name not in names]:
         raise UsageError(f"--only {unknown[0]}: no job of that name.", f"Jobs: {', '.join(names)}.")

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from ..subjects import model_of
+
 Record = dict[str, Any]
 
 
@@ -39,10 +41,6 @@ def _about(records: list[Record]) -> str:
     return "\n".join(lines)
 
 
-SHAPE_OF = {"smollm2-135m": "smollm2-135m"}
-"""The uncompressed layer that a layout is set beside, but for llama3-8b's."""
-
-
 def _times(records: list[Record]) -> str:
     timed = [record for record in records if record["job"] == "times" and "seconds" in record]
     stock: dict[tuple[str, str], float] = {}
@@ -52,7 +50,7 @@ def _times(records: list[Record]) -> str:
             stock[key] = min(stock.get(key, float("inf")), record["seconds"]["median"])
     rows: list[tuple[str, ...]] = []
     for record in timed:
-        beside = stock.get((SHAPE_OF.get(record["layout"], "llama3-8b"), record["load"]))
+        beside = stock.get((model_of(record["layout"]), record["load"]))
         seconds, predicted = record["seconds"]["median"], record.get("predicted_s")
         moved = record.get("cache_bytes")
         rows.append((
@@ -95,7 +93,7 @@ def _tuned(records: list[Record]) -> str:
     titles = (
         "layout", "load", "own tile", "us", "fastest tile", "us", "absorb with it: blocks, warps, stages", "us",
     )  # fmt: skip
-    note = "Tiles: keys x warps, stages; lean, together, again; programs an SM."
+    note = "Tiles: keys x warps, stages; lean; programs an SM."
     return f"{note}\n\n{table(titles, rows)}" if rows else ""
 
 
@@ -116,11 +114,8 @@ def tuned(records: list[Record]) -> dict[tuple[str, str], dict[str, Record]]:
 
 def _in_words(record: Record) -> str:
     """A tile that was tried."""
-    keys, warps, stages, *shared = (record["tile"][name] for name in TILE)
-    return f"{keys} x {warps}, {stages}; {', '.join(map(str, shared))}; {record['slices_per_sm']}"
-
-
-TILE = ("keys", "warps", "stages", "lean", "together", "again")
+    tile = record["tile"]
+    return f"{tile['keys']} x {tile['warps']}, {tile['stages']}; {tile['lean']}; {record['slices_per_sm']}"
 
 
 def _us(seconds: float) -> str:

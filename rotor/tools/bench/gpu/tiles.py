@@ -41,11 +41,8 @@ class AbsorbingLayer(DecodeLayer):
 
     absorbing: Absorbing
 
-    def absorb_constants(self, tokens: int) -> dict[str, Any]:
-        return {**super().absorb_constants(tokens), "COUNT": self.absorbing.blocks}
-
-    def absorb_options(self) -> dict[str, int]:
-        return {"num_warps": self.absorbing.warps, "num_stages": self.absorbing.stages}
+    def absorb_shape(self, many: bool) -> tuple[int, int, int]:
+        return self.absorbing.blocks, self.absorbing.warps, self.absorbing.stages
 
 
 def absorbing_layer(problem: Problem, absorbing: Absorbing) -> AbsorbingLayer:

@@ -22,13 +22,26 @@ from ....calibration.prediction.devices import Device, bundled_devices
 from ....kernels.append import append
 from ....kernels.attention import attend_pages, ranges_of_pages
 from ....kernels.defaults import default_layer
-from ..attention import TOLERANCE, Call, Problem, kernel, random_problem, relative_error, sdpa, uncompressed_heads
+from ..attention import (
+    TOLERANCE,
+    Call,
+    Problem,
+    kernel,
+    random_problem,
+    relative_error,
+    sdpa,
+    uncompressed_heads,
+    zero_scales,
+)
 from ..baselines import flash_decoding, random_flash
 from ..records import quartiles
-from ..subjects import PAGE, Subject, gpu_subjects
+from ..subjects import MODELS, PAGE, Subject, gpu_subjects
 from .loads import LOADS, PROMPT, PROMPT_TOKENS, RAGGED
 
 Record = dict[str, Any]
+
+DTYPE = torch.bfloat16
+"""Of uncompressed caches."""
 
 COLD_BYTES = 256 << 20
 """What the caches of one graph take together at least: several times the L2 of an H100 or H200."""
@@ -108,7 +121,10 @@ def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
     }
 
 
-OWN_KERNELS = ("append_kernel", "absorb_kernel", "decode_kernel", "join_kernel", "finish_kernel", "materialise_kernel")
+OWN_KERNELS = (
+    "append_kernel", "code_kernel", "absorb_kernel", "decode_kernel", "join_kernel", "finish_kernel",
+    "materialise_kernel",
+)  # fmt: skip
 
 
 def copies(cache_bytes: float) -> int:
@@ -202,7 +218,7 @@ def appending(subject: Subject, problems: list[Problem], device: torch.device) -
         **of_values,
         "query": query, "key_basis": basis, "rotation": rotation_table(length, subject, device),
         "key_shift": torch.zeros(layout.key_rank, device=device) if layout.coded else None,
-        "index": torch.full((batch_size, 1), length - 1, device=device),
+        "index": torch.full((batch_size, 1), length - 1, device=device), "scales": zero_scales(layout, dtype, device),
     }  # fmt: skip
 
     def call(problem: Problem) -> Call:
@@ -261,18 +277,17 @@ def predictions(subject: Subject, lengths: list[int], device: torch.device) -> R
 
 
 def stock(name: str, load: str, device: str = "cuda", size: tuple[int, int, int] | None = None) -> Iterator[Record]:
-    """PyTorch's attention over the uncompressed cache, by back end; not of ragged batches."""
-    where, subject = torch.device(device), gpu_subjects()[name]
+    """PyTorch's attention over a model's uncompressed cache, by back end; not of ragged batches."""
+    where, (shape, _) = torch.device(device), MODELS[name]
     if size is None:
         if load == RAGGED:
             return
         new = PROMPT_TOKENS if load == PROMPT else 1
         size = (1, new, PROMPT_TOKENS) if load == PROMPT else (len(LOADS[load]), new, LOADS[load][0])
-    shape = subject.shape
     cache_bytes = 4 * size[0] * size[2] * shape.num_kv_heads * shape.head_dim
     count = 2 if load == PROMPT else copies(cache_bytes)
     generator = torch.Generator(where).manual_seed(0)
-    heads = [uncompressed_heads(shape, *size, subject.dtype, generator) for _ in range(count)]
+    heads = [uncompressed_heads(shape, *size, DTYPE, generator) for _ in range(count)]
     calls = [sdpa(*own) for own in heads]
     for row, backend in BACKENDS.items():
         about = {"layout": f"{name}, uncompressed", "load": load, "row": row, "cache_bytes": cache_bytes}
@@ -289,12 +304,12 @@ def flash(
     name: str, load: str, four_bits: bool, device: str = "cuda", lengths: list[int] | None = None
 ) -> Iterator[Record]:
     """Flash-decoding in Triton over the uncompressed cache, of 16 bits or of 4 bits in groups."""
-    where, subject, lengths = torch.device(device), gpu_subjects()[name], lengths or LOADS[load]
-    sizes = subject.shape.num_heads, subject.shape.num_kv_heads, subject.shape.head_dim
+    where, (shape, _), lengths = torch.device(device), MODELS[name], lengths or LOADS[load]
+    sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
     generator = torch.Generator(where).manual_seed(0)
-    first = random_flash(sizes, lengths, four_bits, subject.dtype, generator)
+    first = random_flash(sizes, lengths, four_bits, DTYPE, generator)
     count = copies(first.cache_bytes)
-    others = [random_flash(sizes, lengths, four_bits, subject.dtype, generator) for _ in range(count - 1)]
+    others = [random_flash(sizes, lengths, four_bits, DTYPE, generator) for _ in range(count - 1)]
     calls = [flash_decoding(problem) for problem in (first, *others)]
     row = "Triton, 4 bits in groups" if four_bits else "Triton flash-decoding"
     about = {"layout": f"{name}, uncompressed", "load": load, "row": row, "cache_bytes": first.cache_bytes}
@@ -302,7 +317,7 @@ def flash(
     if load in CHECKED:
         with torch.inference_mode():
             error = {"error": relative_error(calls[0](), first.exact())}
-        error["right"] = error["error"] <= TOLERANCE[subject.dtype]
+        error["right"] = error["error"] <= TOLERANCE[DTYPE]
     yield {**about, "seconds": cold_seconds(calls, where), **error}
 
 
