@@ -138,7 +138,7 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, request: 
     Raises:
         UsageError: it cannot serve the model or its rows.
     """
-    from ..policies import find_policy
+    from ..policies import Tiers, find_policy
 
     policy = find_policy(name)
     if policy is None:
@@ -152,9 +152,9 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, request: 
             "Leave --no-measure out, or take another --cache.",
         )
     policy.check_rows(recipe.coded, recipe.groups.domain == "post")
-    if getattr(policy, "search", False) and request.accuracy is None:
+    if isinstance(policy, Tiers) and policy.search and request.accuracy is None:
         log.warning(
             "the ratios of cache policy %s are taken as they stand; --accuracy A searches those that keep A", name
         )
-        return replace(policy, search=False)  # type: ignore[call-arg]
+        return replace(policy, search=False)
     return policy
