@@ -216,10 +216,10 @@ def cache_bytes(network: CompressibleModel, prompt: int, tokens: int, policy: Po
         i: [random_rows(s[1], tokens, s[3], likes[i].keys.dtype).to(network.device) for s in shapes[i]]
         for i in set(counted)
     }
-    for index, layer in enumerate(layers if apart else ()):
+    for index in rows if policy else ():
         module = network.family.attention_module(network.model, index)
         if isinstance(module, RotorAttention):
-            layer.follow(module.layout, network.dtype)
+            layers[index].follow(module.layout, network.dtype)
     for place, (start, end) in enumerate(zip([0, *range(prompt, tokens)], range(prompt, tokens + 1), strict=True)):
         for index, (keys, values) in rows.items():
             layer = layers[index]
