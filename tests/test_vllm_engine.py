@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.random_layers import NARROW, WIDE, Form, LayoutOf, groups_of, write_random
+from support.random_layers import NARROW, WIDE, Form, LayoutOf, groups_of, parted, write_random
 from support.runs import SHORT_TEXT
 from support.tiny_models import CONFIGS, LLAMA3_ROPE, MOE, SIZES, build_tiny
 from support.vllm_engine import (
@@ -34,7 +34,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 from rotor.calibration.calibrate import calibrate
 from rotor.checkpoint.channels import Numbers
-from rotor.checkpoint.layout import POST_ROPE, ExactTokens, KeyForm, pre_rope
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ExactTokens, KeyForm, LayerLayout, pre_rope
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.policies import find_policy
 from rotor.search.export.export import export
@@ -44,7 +44,14 @@ pytestmark = pytest.mark.vllm
 
 
 def joint(size: int, form: Form) -> LayoutOf:
-    return groups_of(size, form, (WIDE, None), (NARROW, None))
+    """Joint groups of `size` KV heads (0: all of them), with fast latents where planes are fast."""
+
+    def made(shape: AttentionShape) -> LayerLayout:
+        keys = form(shape) if callable(form) else form
+        heads = (size or shape.num_kv_heads) if keys.fast_planes else 0
+        return groups_of(size, keys, (parted(WIDE, heads), None), (parted(NARROW, heads), None))(shape)
+
+    return made
 
 
 def numbers(size: int, form: Form) -> LayoutOf:
@@ -61,7 +68,7 @@ CASES: dict[str, tuple[str, LayoutOf | list[LayoutOf], str]] = {
     "llama, numbers beside codes": ("llama", [numbers(2, pre_rope), joint(4, KeyForm(16, 8))], "qkvo"),
     "gpt2, joint": ("gpt2", joint(2, POST_ROPE), "qkvo"),
     "opt, numbers": ("opt", numbers(1, POST_ROPE), "qkvo"),
-    "mistral, joint, T 64": ("mistral", joint(0, KeyForm(64, 2)), ""),
+    "mistral, joint, T 64": ("mistral", joint(0, KeyForm(64, 3)), ""),
     "mixtral, numbers, post": ("mixtral", numbers(1, POST_ROPE), ""),
     "qwen2, apart, T 32": ("qwen2", groups_of(2, KeyForm(32, 4), (WIDE, NARROW)), "qkv"),
     "qwen2_moe, joint, pre": ("qwen2_moe", joint(2, pre_rope), "qkv"),
@@ -69,7 +76,7 @@ CASES: dict[str, tuple[str, LayoutOf | list[LayoutOf], str]] = {
     "qwen3, numbers, pre": ("qwen3", numbers(1, pre_rope), ""),
     "qwen3_moe, joint, post": ("qwen3_moe", joint(4, POST_ROPE), ""),
     "gemma2, apart, post": ("gemma2", groups_of(2, POST_ROPE, (WIDE, NARROW)), ""),
-    "gemma2, joint, T 16": ("gemma2", joint(1, KeyForm(16, 2)), ""),
+    "gemma2, joint, T 16": ("gemma2", joint(1, KeyForm(16, 3)), ""),
     "gemma3, joint, rows of two widths": ("gemma3_text", [ROTOR, joint(4, KeyForm(64, 5))], ""),
     "phi3, apart, T 16": ("phi3", groups_of(1, KeyForm(16, 5), (WIDE, NARROW)), ""),
     "falcon, joint, T 64": ("falcon", joint(1, KeyForm(64, 3)), ""),
@@ -141,7 +148,7 @@ def test_tokens_are_those_of_transformers(name: str, folder_of, expected) -> Non
 EXACT = {
     "llama": ("llama", ROTOR, "qkvo", ExactTokens(3, 20)),
     "llama, no first tokens": ("llama", numbers(1, POST_ROPE), "", ExactTokens(0, 33)),
-    "gemma2": ("gemma2", joint(1, KeyForm(16, 2)), "", ExactTokens(3, 8)),
+    "gemma2": ("gemma2", joint(1, KeyForm(16, 3)), "", ExactTokens(3, 8)),
     "gpt2": ("gpt2", joint(2, POST_ROPE), "qkvo", ExactTokens(4, 20)),
     "qwen3": ("qwen3", numbers(2, KeyForm(64, 3)), "", ExactTokens(4, 128)),
 }
@@ -289,7 +296,7 @@ engine in a process (it looks through all modules that are imported). With enfor
 its stages on a CPU have no place for what passes between them, whatever the model.
 """
 
-CASES["llama, one group beside two"] = ("llama", [joint(4, KeyForm(8, 2)), ROTOR], "qkvo")
+CASES["llama, one group beside two"] = ("llama", [joint(4, KeyForm(8, 3)), ROTOR], "qkvo")
 """Of which two ranks share the first layer's group, and have one each of the second's."""
 
 PROGRAM = """
