@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.random_layers import NARROW, WIDE, layout_of
+from support.random_layers import NARROW, WIDE, layout_of, parted
 from typer.testing import CliRunner
 
 from rotor.checkpoint.layout import KeyForm
@@ -21,7 +21,7 @@ from rotor.tools.bench.bench import BenchSettings, bench
 from rotor.tools.bench.subjects import named_subjects
 
 APART = layout_of(1, [(WIDE, NARROW)] * 4)
-FAST = layout_of(2, [(WIDE, None), (NARROW, None)], KeyForm(8, 8))
+FAST = layout_of(2, [(parted(WIDE, 2), None), (parted(NARROW, 2), None)], KeyForm(8, 8))
 SMALL = BenchSettings((48,), (24,), (2,), repetitions=2, new_tokens=0)
 
 

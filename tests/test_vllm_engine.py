@@ -300,7 +300,8 @@ CASES["llama, one group beside two"] = ("llama", [joint(4, KeyForm(8, 3)), ROTOR
 """Of which two ranks share the first layer's group, and have one each of the second's."""
 
 PROGRAM = """
-import json, sys, vllm_engine as v
+import json, sys
+from support import vllm_engine as v
 if __name__ == '__main__':
     with v.engine(sys.argv[1], **json.loads(sys.argv[2])) as llm:
         print('TOKENS' + json.dumps(v.served_tokens(llm)))
@@ -314,7 +315,8 @@ def test_engines_in_processes_of_their_own_give_the_same_tokens(name: str, folde
 
 
 INTERPRETED = """
-import json, sys, vllm_engine as v
+import json, sys
+from support import vllm_engine as v
 from rotor.kernels import append, attention
 
 called = set()
