@@ -1,8 +1,8 @@
 """Attention over a sequence that lies on several processes.
 
 The tokens of a prompt are split; while a layer attends, every process gets all rows, which are small, or all tokens of
-some heads (`heads`). All processes
-have later tokens, and each attends to the rows that it keeps; their results are joined by log-sum-exp.
+some heads (`heads`). All processes have later tokens, and each attends to the rows that it keeps; their results are
+joined by log-sum-exp.
 """
 
 from __future__ import annotations

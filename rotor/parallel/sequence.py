@@ -153,7 +153,7 @@ class SequenceParallel(RowStore):
 
 
 def _element_bytes(model: Any) -> int:
-    """Of a number of the model's activations."""
+    """Bytes of a number of the model's activations."""
     dtype: torch.dtype = model.dtype
     return dtype.itemsize
 

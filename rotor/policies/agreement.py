@@ -39,7 +39,8 @@ def agreement(model: Any, policy: Tiers, sequences: Tensor) -> Tensor:
 
 
 def shared_choices(agreeing: Tensor, above: float) -> tuple[int, ...]:
-    """For each layer the one whose choice it takes: that of the layer before, where both agree by more than `above`."""
+    """Give each layer the layer whose choice it takes: the last one that chose, where both agree by more than `above`,
+    else itself."""
     leaders = [0]
     for layer in range(1, len(agreeing)):
         leaders.append(leaders[-1] if float(agreeing[leaders[-1], layer]) > above else layer)

@@ -33,7 +33,7 @@ ORDER = (
 RATIOS = ("qk_important", "qk_unimportant", "v_important", "v_unimportant")
 
 SCORE_BYTES = 4
-"""Of an important token's score."""
+"""Bytes of an important token's score."""
 
 
 @dataclass(frozen=True)
