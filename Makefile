@@ -43,6 +43,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/$(INSTALL) -e .
 	touch $@
 
+# One thread: more of them wait for each other in a model this small.
+demo: export OMP_NUM_THREADS = 1
 demo: $(VENV)/.installed
 	$(BIN)/rotor calibrate artifacts/demo-model -o runs/make-demo $(DEMO_TOKENS) --overwrite
 	$(BIN)/rotor export runs/make-demo -o out/make-demo --accuracy 0.99 $(DEMO_MEASURES) --overwrite
