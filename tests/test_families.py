@@ -208,7 +208,7 @@ def test_a_checkpoint_of_the_model_without_its_head(name: str, tiny, tmp_path: P
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor is 0.5; for llama",
         ),
-        ("llama", {"model_type": "bloom"}, "'bloom' is not supported.\nSupported: apertus, arcee, dots1, falcon,"),
+        ("llama", {"model_type": "bloom"}, "'bloom' is not supported.\nSupported: apertus, arcee, cohere, cohere2,"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name: str, change: dict, message: str, tmp_path: Path) -> None:

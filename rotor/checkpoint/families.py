@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
@@ -40,6 +41,23 @@ def _falcon_kv_heads(config: Any) -> int:
     return 1 if config.multi_query else config.num_attention_heads
 
 
+def _no_layer(config: Any) -> tuple[int, ...]:
+    return ()
+
+
+def _smollm3_without_rope(config: Any) -> tuple[int, ...]:
+    return tuple(layer for layer, rotates in enumerate(config.no_rope_layers) if not rotates)
+
+
+def _full_layers(config: Any) -> tuple[int, ...]:
+    windows = _windows(config) or [None] * config.num_hidden_layers
+    return tuple(layer for layer, window in enumerate(windows) if window is None)
+
+
+def _full_layers_beside_windows(config: Any) -> tuple[int, ...]:
+    return _full_layers(config) if _windows(config) else ()
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family: where rotor finds what it needs, and what its attention does that others do not.
@@ -51,9 +69,14 @@ class Family:
         q_proj, k_proj and v_proj.
     transposed: weights are [in_features, out_features] (transformers' Conv1D).
     norms: submodules of the attention that stay as they are (per-head norms of queries and keys, before RoPE).
+    norms_if: config field that says whether a model has the norms, where not all do.
+    wide_norms: the norms are of all heads together, called on [batch_size, seq_len, num_heads * head_dim].
     norms_heads_first: the norms are called on [batch_size, num_heads, seq_len, head_dim] instead of heads third.
     rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
     rotary_by_layer_type: the rotary embedding takes the layer's type as a third argument.
+    without_rope: reads from the config which layers do not rotate, where others do.
+    interleaved: RoPE rotates neighbouring dimensions together; rotor puts the first of each plane before the second.
+    repeats_planes: cos and sin of the rotary embedding have the two dimensions of a plane side by side, too.
     partial_rotary: RoPE may rotate only the first dimensions of a head (`partial_rotary_factor`).
     softcap: config field of the bound c of attention logits (c tanh(x / c)), where there is one.
     bypasses_interface: the attention does not call transformers' attention interface.
@@ -69,9 +92,14 @@ class Family:
     split: Split = split_blocks
     transposed: bool = False
     norms: tuple[str, ...] = ()
+    norms_if: str | None = None
+    wide_norms: bool = False
     norms_heads_first: bool = False
     rotary: str | None = "model.rotary_emb"
     rotary_by_layer_type: bool = False
+    without_rope: Callable[[Any], tuple[int, ...]] = _no_layer
+    interleaved: bool = False
+    repeats_planes: bool = False
     partial_rotary: bool = False
     softcap: str | None = None
     layer_returns_tuple: bool = False
@@ -96,7 +124,8 @@ class Family:
     @property
     def consumed(self) -> tuple[str, ...]:
         """Names (under the attention module) that the rewritten checkpoint drops."""
-        return tuple(f"{name}.{kind}" for name in self.projections for kind in ("weight", "bias"))
+        norms = tuple(f"{name}.weight" for name in self.norms) if self.wide_norms else ()
+        return (*(f"{name}.{kind}" for name in self.projections for kind in ("weight", "bias")), *norms)
 
     @property
     def value_weight(self) -> str:
@@ -123,11 +152,27 @@ class Family:
         """The third argument of the rotary embedding for a layer, if it takes one."""
         return config.layer_types[layer] if self.rotary_by_layer_type else None
 
+    def rotation(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rotary embedding, [..., rotary_dim], with both halves of the dimensions equal."""
+        if not self.repeats_planes:
+            return given
+        cos, sin = (torch.cat([table[..., ::2]] * 2, dim=-1) for table in given)
+        return cos, sin
+
+    def in_halves(self, heads: Tensor, shape: AttentionShape) -> Tensor:
+        """Reorder the dimensions of interleaved heads, [..., head_dim]: plane p becomes p and p + rotary_dim / 2."""
+        if not self.interleaved or not shape.rotary_dim:
+            return heads
+        rotated, rest = heads[..., : shape.rotary_dim], heads[..., shape.rotary_dim :]
+        return torch.cat([rotated[..., ::2], rotated[..., 1::2], rest], dim=-1)
+
 
 _LLAMA = Family("model", "layers", "self_attn")
 _QWEN3 = replace(_LLAMA, norms=("q_norm", "k_norm"))
 _LIKE_LLAMA = replace(_LLAMA, in_vllm=False)
 _LIKE_QWEN3 = replace(_QWEN3, in_vllm=False)
+_WIDE_NORMS = replace(_LIKE_QWEN3, wide_norms=True)
+_INTERLEAVED = replace(_LIKE_LLAMA, interleaved=True)
 _BY_KV_HEAD = Family(
     "transformer",
     "layers",
@@ -158,6 +203,28 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": _LIKE_LLAMA,
     "apertus": replace(_LIKE_QWEN3, norms_heads_first=True),
     "dots1": _LIKE_QWEN3,
+    "cohere": replace(_INTERLEAVED, repeats_planes=True),
+    "cohere2": replace(_INTERLEAVED, repeats_planes=True, without_rope=_full_layers),
+    "cwm": _LIKE_LLAMA,
+    "ernie4_5": _INTERLEAVED,
+    "ernie4_5_moe": _INTERLEAVED,
+    "exaone4": replace(_LIKE_QWEN3, norms_heads_first=True, without_rope=_full_layers_beside_windows),
+    "exaone_moe": replace(_LIKE_QWEN3, norms_heads_first=True, without_rope=_full_layers_beside_windows),
+    "flex_olmo": _WIDE_NORMS,
+    "glm": replace(_INTERLEAVED, partial_rotary=True),
+    "glm4": replace(_INTERLEAVED, partial_rotary=True),
+    "glm4_moe": replace(_LIKE_QWEN3, norms_if="use_qk_norm", partial_rotary=True),
+    "granitemoeshared": _LIKE_LLAMA,
+    "helium": _INTERLEAVED,
+    "hy_v3": replace(_LIKE_QWEN3, norms_heads_first=True),
+    "mellum": replace(_LIKE_QWEN3, rotary_by_layer_type=True),
+    "minimax_m2": replace(_WIDE_NORMS, partial_rotary=True),
+    "olmo": _LIKE_LLAMA,
+    "olmo2": _WIDE_NORMS,
+    "olmo3": replace(_WIDE_NORMS, rotary_by_layer_type=True),
+    "olmoe": _WIDE_NORMS,
+    "smollm3": replace(_LIKE_LLAMA, without_rope=_smollm3_without_rope),
+    "solar_open": replace(_LIKE_LLAMA, partial_rotary=True),
     "nemotron": replace(_LIKE_LLAMA, partial_rotary=True),
     "phi": replace(_LIKE_LLAMA, output="dense", partial_rotary=True),
     "stablelm": replace(_LIKE_LLAMA, partial_rotary=True),
@@ -192,6 +259,12 @@ _REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidi
 """Config fields that change attention in ways that rotor does not support."""
 
 
+def family_of(config: Any) -> Family:
+    """The family of the config of a supported model, with the norms that this model has."""
+    family = FAMILIES[config.model_type]
+    return replace(family, norms=()) if family.norms_if and not getattr(config, family.norms_if) else family
+
+
 def find_family(config: Any) -> Family:
     """Find the family of a config by its `model_type`.
 
@@ -211,7 +284,7 @@ def find_family(config: Any) -> Family:
     for flag in _REFUSED:
         if getattr(config, flag, False):
             raise UnsupportedModelError(f"config.json: {flag} is set, which rotor does not support.")
-    family = FAMILIES[model_type]
+    family = family_of(config)
     factor = _partial_rotary_factor(config)
     if factor != 1.0 and not family.partial_rotary:
         raise UnsupportedModelError(
@@ -226,7 +299,9 @@ def attention_shape(config: Any) -> AttentionShape:
     """Sizes of the attention layers from the transformers config of a supported family."""
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
-    family = FAMILIES[config.model_type]
+    family = family_of(config)
+    without_rope = family.without_rope(config)
+    rotates = family.rotary is not None and len(without_rope) < config.num_hidden_layers
     return AttentionShape(
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
@@ -234,9 +309,11 @@ def attention_shape(config: Any) -> AttentionShape:
         head_dim=head_dim,
         hidden_size=config.hidden_size,
         # transformers makes one frequency of each started pair
-        rotary_dim=2 * -(-int(head_dim * _partial_rotary_factor(config)) // 2) if family.rotary else 0,
+        rotary_dim=2 * -(-int(head_dim * _partial_rotary_factor(config)) // 2) if rotates else 0,
         key_norm=family.has_key_norm,
         windows=_windows(config),
+        wide_norms=family.wide_norms,
+        without_rope=without_rope if rotates else (),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class AttentionWeights:
 
     q_weight: [num_heads * head_dim, hidden_size]; k_weight, v_weight: [num_kv_heads * head_dim, hidden_size];
     o_weight: [hidden_size, num_heads * head_dim]. prefix: how their names in the checkpoint begin, for errors.
+    norms: weights of norms over all heads together, by their names.
     """
 
     q_weight: Tensor
@@ -35,6 +36,7 @@ class AttentionWeights:
     v_bias: Tensor | None = None
     o_bias: Tensor | None = None
     prefix: str = ""
+    norms: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def bias_names(self) -> frozenset[str]:
@@ -55,7 +57,7 @@ def read_attention(
     """
     prefix = family.stored_prefix(layer, names)
     local = frozenset(name[len(prefix) :] for name in names if name.startswith(prefix))
-    weights = split_projections(family, lambda name: get(prefix + name), local, shape)
+    weights = split_projections(family, lambda name: get(prefix + name), local, shape.layer(layer))
     weights.prefix = prefix
     query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     expected = {
@@ -81,7 +83,7 @@ def read_attention(
 
 
 def split_projections(family: Family, get: GetTensor, names: frozenset[str], shape: AttentionShape) -> AttentionWeights:
-    """Split what a family stores into the four projections of a layer.
+    """Split what a family stores into the four projections of a layer, heads as `Family.in_halves` has them.
 
     Args:
         get: reads a tensor by its name under the attention module. names: all names there.
@@ -96,6 +98,12 @@ def split_projections(family: Family, get: GetTensor, names: frozenset[str], sha
             parts.update({f"{p}_{kind}": part for p, part in zip("qkv", split, strict=True)})
         if kind == "weight" or f"{family.output}.{kind}" in names:
             parts[f"o_{kind}"] = oriented(family, get(f"{family.output}.{kind}"))
+    for name in (f"{p}_{kind}" for p in "qk" for kind in ("weight", "bias")):
+        if family.interleaved and name in parts:
+            heads = parts[name].unflatten(0, (-1, shape.head_dim)).movedim(1, -1)
+            parts[name] = family.in_halves(heads, shape).movedim(-1, 1).flatten(0, 1)
+    if family.wide_norms:
+        parts["norms"] = {name: get(f"{name}.weight") for name in family.norms}
     return AttentionWeights(**parts)
 
 
@@ -109,6 +117,7 @@ class CompressedProjections(nn.Module):
 
     Args:
         shapes: by name of the tensors that the layer has. norms: of queries and keys, by name.
+        wide_norms: these are of all heads together.
     """
 
     q_proj: nn.Linear
@@ -127,9 +136,15 @@ class CompressedProjections(nn.Module):
     value_shift: nn.Parameter | None
     value_constant: nn.Parameter | None
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], head_dim: int, norms: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        head_dim: int,
+        norms: Mapping[str, nn.Module],
+        wide_norms: bool = False,
+    ) -> None:
         super().__init__()
-        self.head_dim = head_dim
+        self.head_dim, self.wide_norms = head_dim, wide_norms
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             weight, bias = shapes.get(f"{name}.weight"), f"{name}.bias" in shapes
             self.register_module(name, None if weight is None else nn.Linear(weight[1], weight[0], bias=bias))
@@ -158,5 +173,8 @@ class CompressedProjections(nn.Module):
 
     def _heads(self, x: Tensor, norm: str) -> Tensor:
         """[..., n * head_dim] -> [..., n, head_dim], normed where the family does."""
+        norms = norm in self._modules
+        if norms and self.wide_norms:
+            x = self.get_submodule(norm)(x)
         heads = x.unflatten(-1, (-1, self.head_dim))
-        return self.get_submodule(norm)(heads) if norm in self._modules else heads
+        return self.get_submodule(norm)(heads) if norms and not self.wide_norms else heads

@@ -27,7 +27,7 @@ class TensorSpec(NamedTuple):
 
 
 def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection[str]) -> dict[str, TensorSpec]:
-    """The tensors of a layer by name under its attention module, without the norms of the source.
+    """The tensors of a layer by name under its attention module, without norms that stay as they are.
 
     q_proj puts out queries (absorbed ones, `width` of each query head, in a model without RoPE), k_proj keys or, with
     the basis inside, latents; v_proj values' latents, where these are joint their part of it (none if k_proj puts out
@@ -83,6 +83,10 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     def times(count: int, parts: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(count * part for part in parts)
 
+    if shape.wide_norms:
+        for name, count in (("q_norm.weight", heads), ("k_norm.weight", size)):
+            parts = (count * dim,) * len(groups)
+            tensors[name] = TensorSpec((sum(parts),), 0, parts, head_axis=0)
     projection("q", times(heads, widths if folds_queries else (dim,) * len(groups)), head_axis=0)
     projection("k", ranks if folds_keys else stacked)
     if layout.has_value_projection(shape):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.families import FAMILIES, Family, attention_shape
+from ..checkpoint.families import Family, attention_shape, family_of
 from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, DataError, NumericsError
 from ..numerics import first_not_finite
@@ -50,7 +50,7 @@ class LayerwiseModel:
         self.source, self.batch_tokens, self.workspace = source, batch_tokens, workspace
         self.model = source.model
         self.config: Any = self.model.config
-        self.family: Family = FAMILIES[self.config.model_type]
+        self.family: Family = family_of(self.config)
         self.shape = attention_shape(self.config)
         self.decoder = self.model.get_submodule(self.family.decoder)
         self.layers: list[nn.Module] = list(self.decoder.get_submodule(self.family.layers))[: self.shape.num_layers]

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import FAMILIES, Family, attention_shape, find_family
+from ..checkpoint import Family, attention_shape, family_of, find_family
 from ..errors import UnsupportedModelError
 from ..runtime import CacheRows, RotaryTable, rotary_tables
 from .layer import PolicyLayer
@@ -43,7 +43,7 @@ def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
     if before is not None:
         before.remove()
     if policy is not None:
-        if model.config.model_type not in FAMILIES:
+        if model.config.model_type not in family_of:
             find_family(model.config)  # says which there are
         attach_stored(model, model, policy)
 
@@ -78,7 +78,7 @@ class _Attachment:
         self.policy = policy
         self._config, self._implementation = model.config, model.config._attn_implementation
         self._handles: list[Any] = []
-        family: Family = FAMILIES[model.config.model_type]
+        family: Family = family_of(model.config)
         count = model.config.get_text_config().num_hidden_layers
         policy.layers(count)  # raises if the policy does not fit so many layers
         modules: list[Any] = [family.attention_module(network, index) for index in range(count)]

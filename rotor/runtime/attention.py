@@ -6,6 +6,7 @@ transformers' cache classes store as they are.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -64,13 +65,16 @@ class RotorAttention(CompressedProjections):
         rotary: RotaryTable | None,
     ) -> None:
         shapes = {name: spec.shape for name, spec in layer_tensors(layout, shape, biases).items()}
-        super().__init__(shapes, shape.head_dim, {name: base.get_submodule(name) for name in family.norms})
+        norms = {name: base.get_submodule(name) for name in family.norms}
+        if family.wide_norms:  # their weights are in the order of the layout, those of `base` stay as they are
+            norms = copy.deepcopy(norms)
+        super().__init__(shapes, shape.head_dim, norms, family.wide_norms)
         self.config: Any = base.config
         self.layer_idx: int = int(base.layer_idx)  # type: ignore[arg-type]
         # Falcon's attention lacks the attribute; it uses the default.
         self.scaling: float = float(getattr(base, "scaling", shape.head_dim**-0.5))
         self.softcap: float | None = getattr(self.config, family.softcap) if family.softcap else None
-        self.shape, self.layout = shape, layout
+        self.family, self.shape, self.layout = family, shape, layout
         self.is_causal = True
         self.dropout = attention_dropout(self.config)
         self.kernels: LayerKernels = default_layer(layout)
@@ -91,6 +95,8 @@ class RotorAttention(CompressedProjections):
         batch_size, seq_len, _ = hidden_states.shape
         if torch.compiler.is_compiling() and hidden_states.requires_grad:
             refuse_compiled_gradients()
+        if position_embeddings is not None:
+            position_embeddings = self.family.rotation(position_embeddings)
         cache = layer_past if past_key_values is None else past_key_values
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         store = self.store.row_store(cache, self.layer_idx)
@@ -209,7 +215,7 @@ def plain_rows(
         query, key, value: as projections and norms put them out.
     """
     layout = parameters.layout
-    if rotations.query is not None:
+    if parameters.query_basis is not None:
         query = rotated(query.transpose(1, 2), rotations.query)
     latents, value = key.unsqueeze(1), value.unsqueeze(1)
     if parameters.key_basis is not None:

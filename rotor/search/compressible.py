@@ -132,7 +132,7 @@ class CompressibleModel(LayerwiseModel):
         weights = self.attention_weights(index)
         device = next(self._originals[index].parameters()).device
         layout = layer_layout(bases, ranks, exact)
-        rewritten = fold_layer(weights, bases, layout, self.shape)
+        rewritten = fold_layer(weights, bases, layout, self.shape.layer(index))
         with torch.device("meta"):
             layouts = {index: layout}
             (module,) = replace_attention(self.model, self.family, self.shape, layouts, weights.bias_names)

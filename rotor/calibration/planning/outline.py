@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ...checkpoint.families import FAMILIES, Family, attention_shape, find_family
+from ...checkpoint.families import Family, attention_shape, family_of, find_family
 from ...checkpoint.layout import AttentionShape, LayerForm, ModelForm
 from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates
 from ...models.projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_count
@@ -268,7 +268,7 @@ def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
     Returns:
         None if frequencies depend on the length of a sequence.
     """
-    family, shape = FAMILIES[config.model_type], attention_shape(config)
+    family, shape = family_of(config), attention_shape(config).layer(layer)
     if not shape.rotary_dim:
         return ()
     kind = family.rotary_type(config, layer)
