@@ -81,6 +81,7 @@ class Family:
     softcap: config field of the bound c of attention logits (c tanh(x / c)), where there is one.
     bypasses_interface: the attention does not call transformers' attention interface.
     num_kv_heads: reads the number of KV heads from the config.
+    refused: config fields, besides those that no family may set, that must not be set.
     in_vllm: vLLM serves it, as a test says.
     """
 
@@ -105,6 +106,7 @@ class Family:
     layer_returns_tuple: bool = False
     bypasses_interface: bool = False
     num_kv_heads: Callable[[Any], int] = _kv_heads
+    refused: tuple[str, ...] = ()
     in_vllm: bool = True
 
     @property
@@ -203,7 +205,7 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": _LIKE_LLAMA,
     "apertus": replace(_LIKE_QWEN3, norms_heads_first=True),
     "dots1": _LIKE_QWEN3,
-    "cohere": replace(_INTERLEAVED, repeats_planes=True),
+    "cohere": replace(_INTERLEAVED, repeats_planes=True, refused=("use_qk_norm",)),
     "cohere2": replace(_INTERLEAVED, repeats_planes=True, without_rope=_full_layers),
     "cwm": _LIKE_LLAMA,
     "ernie4_5": _INTERLEAVED,
@@ -219,10 +221,10 @@ FAMILIES: dict[str, Family] = {
     "hy_v3": replace(_LIKE_QWEN3, norms_heads_first=True),
     "mellum": replace(_LIKE_QWEN3, rotary_by_layer_type=True),
     "minimax_m2": replace(_WIDE_NORMS, partial_rotary=True),
-    "olmo": _LIKE_LLAMA,
+    "olmo": replace(_LIKE_LLAMA, refused=("clip_qkv",)),
     "olmo2": _WIDE_NORMS,
     "olmo3": replace(_WIDE_NORMS, rotary_by_layer_type=True),
-    "olmoe": _WIDE_NORMS,
+    "olmoe": replace(_WIDE_NORMS, refused=("clip_qkv",)),
     "smollm3": replace(_LIKE_LLAMA, without_rope=_smollm3_without_rope),
     "solar_open": replace(_LIKE_LLAMA, partial_rotary=True),
     "nemotron": replace(_LIKE_LLAMA, partial_rotary=True),
@@ -255,6 +257,9 @@ def architectures() -> set[str]:
     return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name, family in FAMILIES.items() if family.in_vllm}
 
 
+_RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
+"""Models that are linear attention or state spaces alone."""
+
 _REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidirectional_attention", "qk_layernorm")
 """Config fields that change attention in ways that rotor does not support."""
 
@@ -265,6 +270,24 @@ def family_of(config: Any) -> Family:
     return replace(family, norms=()) if family.norms_if and not getattr(config, family.norms_if) else family
 
 
+def _why_not(config: Any) -> tuple[str, str]:
+    """Why a model that is in no family is not compressed, and what to do instead."""
+    model_type = getattr(config, "model_type", None)
+    refusal, language_model = f"model_type {model_type!r} is not supported", getattr(config, "text_config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{refusal}: it is an encoder and a decoder.", "rotor compresses models that are decoders alone."
+    if getattr(config, "kv_lora_rank", None) or getattr(language_model, "kv_lora_rank", None):
+        return f"{refusal}: its cache is a latent already (multi-head latent attention).", "Serve it as it is."
+    if model_type in _RECURRENT:
+        return f"{refusal}: it keeps a state of fixed size, not keys and values.", "Serve it as it is."
+    if getattr(language_model, "model_type", None) is not None:
+        return (
+            f"{refusal}: it reads more than text, by a language model {language_model.model_type!r}.",
+            f"Give a language model alone. Supported: {', '.join(sorted(FAMILIES))}.",
+        )
+    return f"{refusal}.", f"Supported: {', '.join(sorted(FAMILIES))}."
+
+
 def find_family(config: Any) -> Family:
     """Find the family of a config by its `model_type`.
 
@@ -272,19 +295,17 @@ def find_family(config: Any) -> Family:
         UnsupportedModelError: not in FAMILIES (the message lists them), or an unsupported variant of a family.
     """
     model_type = getattr(config, "model_type", None)
-    if model_type not in FAMILIES:
-        raise UnsupportedModelError(
-            f"model_type {model_type!r} is not supported.", f"Supported: {', '.join(sorted(FAMILIES))}."
-        )
+    if model_type not in FAMILIES or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(*_why_not(config))
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
             f"this {model_type} checkpoint is already quantised or compressed (config.json has a quantization_config).",
             "Give the checkpoint that it was made from; its README.md usually names it as base_model.",
         )
-    for flag in _REFUSED:
+    family = family_of(config)
+    for flag in (*_REFUSED, *family.refused):
         if getattr(config, flag, False):
             raise UnsupportedModelError(f"config.json: {flag} is set, which rotor does not support.")
-    family = family_of(config)
     factor = _partial_rotary_factor(config)
     if factor != 1.0 and not family.partial_rotary:
         raise UnsupportedModelError(
