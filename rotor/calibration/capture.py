@@ -114,6 +114,7 @@ def observed_attention(
     """
     before: dict[int, Tensor] = {}
     modules = {layer: family.attention_module(model, layer) for layer in layers}
+    layer_of = {position: layer for layer, position in enumerate(family.placed)}
 
     def attention(
         module: Any,
@@ -125,7 +126,7 @@ def observed_attention(
         softcap: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        layer = module.layer_idx
+        layer = layer_of[module.layer_idx]
         query, key = (family.in_halves(side, shape.layer(layer)) for side in (query, key))
         tensors = {"query": query, "key_post": key, "value": value}
         if layer in before:
@@ -143,7 +144,7 @@ def observed_attention(
     handles: list[Any] = []
     if family.rotary is not None:
         for layer, module in modules.items():
-            if layer in shape.without_rope:
+            if not shape.layer(layer).rotary_dim:
                 continue
             handles.append(module.get_submodule(family.key_source).register_forward_hook(keep(layer)))
     AttentionInterface.register(OBSERVED_ATTENTION, attention)

@@ -49,6 +49,26 @@ def _smollm3_without_rope(config: Any) -> tuple[int, ...]:
     return tuple(layer for layer, rotates in enumerate(config.no_rope_layers) if not rotates)
 
 
+def _scale_far_queries(config: Any, positions: Tensor) -> Tensor:
+    rope = config.rope_parameters
+    return 1 + rope["llama_4_scaling_beta"] * (1 + positions // rope["original_max_position_embeddings"]).log()
+
+
+def _all_layers(config: Any) -> tuple[int, ...]:
+    return tuple(range(config.num_hidden_layers))
+
+
+def _attention_layers(config: Any) -> tuple[int, ...]:
+    """Layers with attention among others, by the types that the config gives."""
+    return tuple(
+        layer for layer, kind in enumerate(config.layer_types) if kind.endswith("attention") and "linear" not in kind
+    )
+
+
+def _all_unless_rope(config: Any) -> tuple[int, ...]:
+    return () if config.position_embedding_type == "rope" else _all_layers(config)
+
+
 def _full_layers(config: Any) -> tuple[int, ...]:
     windows = _windows(config) or [None] * config.num_hidden_layers
     return tuple(layer for layer, window in enumerate(windows) if window is None)
@@ -68,13 +88,16 @@ class Family:
     fused, split: the projection of queries, keys and values together, and how it is split; None where they are
         q_proj, k_proj and v_proj.
     transposed: weights are [in_features, out_features] (transformers' Conv1D).
-    norms: submodules of the attention that stay as they are (per-head norms of queries and keys, before RoPE).
+    norms: submodules of the attention that stay as they are: per-head norms of queries and of keys, before RoPE.
     norms_if: config field that says whether a model has the norms, where not all do.
     wide_norms: the norms are of all heads together, called on [batch_size, seq_len, num_heads * head_dim].
     norms_heads_first: the norms are called on [batch_size, num_heads, seq_len, head_dim] instead of heads third.
     rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
     rotary_by_layer_type: the rotary embedding takes the layer's type as a third argument.
+    attention_layers: reads from the config which layers have attention; others stay as they are. Everywhere else
+        layers are counted among these, in `placed`, which `family_of` fills in.
     without_rope: reads from the config which layers do not rotate, where others do.
+    query_scale: factor of queries by the config and their positions, [batch_size, seq_len] both.
     interleaved: RoPE rotates neighbouring dimensions together; rotor puts the first of each plane before the second.
     repeats_planes: cos and sin of the rotary embedding have the two dimensions of a plane side by side, too.
     partial_rotary: RoPE may rotate only the first dimensions of a head (`partial_rotary_factor`).
@@ -94,6 +117,9 @@ class Family:
     transposed: bool = False
     norms: tuple[str, ...] = ()
     norms_if: str | None = None
+    attention_layers: Callable[[Any], tuple[int, ...]] = _all_layers
+    placed: tuple[int, ...] = ()
+    query_scale: Callable[[Any, Tensor], Tensor] | None = None
     wide_norms: bool = False
     norms_heads_first: bool = False
     rotary: str | None = "model.rotary_emb"
@@ -111,12 +137,12 @@ class Family:
 
     @property
     def has_key_norm(self) -> bool:
-        return "k_norm" in self.norms
+        return bool(self.norms)
 
     @property
     def key_source(self) -> str:
         """The submodule of the attention whose output holds the keys before RoPE."""
-        return "k_norm" if self.has_key_norm else self.fused or "k_proj"
+        return self.norms[1] if self.has_key_norm else self.fused or "k_proj"
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -135,7 +161,7 @@ class Family:
         return f"{self.projections[-2]}.weight"
 
     def attention_prefix(self, layer: int) -> str:
-        return f"{self.decoder}.{self.layers}.{layer}.{self.attention}."
+        return f"{self.decoder}.{self.layers}.{self.placed[layer]}.{self.attention}."
 
     def stored_prefix(self, layer: int, names: frozenset[str]) -> str:
         """`attention_prefix` as a checkpoint has it: a bare model (the original GPT-2) lacks its first part."""
@@ -147,12 +173,12 @@ class Family:
         return model.get_submodule(self.attention_prefix(layer)[:-1])
 
     def replace_attention(self, model: nn.Module, layer: int, module: nn.Module) -> None:
-        parent = model.get_submodule(f"{self.decoder}.{self.layers}.{layer}")
+        parent = model.get_submodule(f"{self.decoder}.{self.layers}.{self.placed[layer]}")
         setattr(parent, self.attention, module)
 
     def rotary_type(self, config: Any, layer: int) -> str | None:
         """The third argument of the rotary embedding for a layer, if it takes one."""
-        return config.layer_types[layer] if self.rotary_by_layer_type else None
+        return config.layer_types[self.placed[layer]] if self.rotary_by_layer_type else None
 
     def rotation(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary embedding, [..., rotary_dim], with both halves of the dimensions equal."""
@@ -174,6 +200,9 @@ _QWEN3 = replace(_LLAMA, norms=("q_norm", "k_norm"))
 _LIKE_LLAMA = replace(_LLAMA, in_vllm=False)
 _LIKE_QWEN3 = replace(_QWEN3, in_vllm=False)
 _WIDE_NORMS = replace(_LIKE_QWEN3, wide_norms=True)
+_LFM2 = replace(
+    _LIKE_LLAMA, output="out_proj", norms=("q_layernorm", "k_layernorm"), attention_layers=_attention_layers
+)
 _INTERLEAVED = replace(_LIKE_LLAMA, interleaved=True)
 _BY_KV_HEAD = Family(
     "transformer",
@@ -217,9 +246,15 @@ FAMILIES: dict[str, Family] = {
     "glm4": replace(_INTERLEAVED, partial_rotary=True),
     "glm4_moe": replace(_LIKE_QWEN3, norms_if="use_qk_norm", partial_rotary=True),
     "granitemoeshared": _LIKE_LLAMA,
+    "granitemoehybrid": replace(_LIKE_LLAMA, attention_layers=_attention_layers, without_rope=_all_unless_rope),
+    "jamba": replace(_LIKE_LLAMA, attention_layers=_attention_layers, rotary=None),
+    "bamba": replace(_LIKE_LLAMA, attention_layers=_attention_layers, partial_rotary=True, layer_returns_tuple=True),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(_LFM2, rotary="model.pos_emb"),
     "helium": _INTERLEAVED,
     "hy_v3": replace(_LIKE_QWEN3, norms_heads_first=True),
     "mellum": replace(_LIKE_QWEN3, rotary_by_layer_type=True),
+    "ministral3": replace(_LIKE_LLAMA, query_scale=_scale_far_queries),
     "minimax_m2": replace(_WIDE_NORMS, partial_rotary=True),
     "olmo": replace(_LIKE_LLAMA, refused=("clip_qkv",)),
     "olmo2": _WIDE_NORMS,
@@ -265,9 +300,10 @@ _REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidi
 
 
 def family_of(config: Any) -> Family:
-    """The family of the config of a supported model, with the norms that this model has."""
+    """The family of the config of a supported model, with the norms that this model has and where its layers are."""
     family = FAMILIES[config.model_type]
-    return replace(family, norms=()) if family.norms_if and not getattr(config, family.norms_if) else family
+    norms = () if family.norms_if and not getattr(config, family.norms_if) else family.norms
+    return replace(family, norms=norms, placed=family.attention_layers(config))
 
 
 def _why_not(config: Any) -> tuple[str, str]:
@@ -321,10 +357,11 @@ def attention_shape(config: Any) -> AttentionShape:
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
     family = family_of(config)
-    without_rope = family.without_rope(config)
-    rotates = family.rotary is not None and len(without_rope) < config.num_hidden_layers
+    layers, unrotated, windows = family.placed, family.without_rope(config), _windows(config)
+    without_rope = tuple(index for index, layer in enumerate(layers) if layer in unrotated)
+    rotates = family.rotary is not None and len(without_rope) < len(layers)
     return AttentionShape(
-        num_layers=config.num_hidden_layers,
+        num_layers=len(layers),
         num_heads=num_heads,
         num_kv_heads=family.num_kv_heads(config),
         head_dim=head_dim,
@@ -332,7 +369,7 @@ def attention_shape(config: Any) -> AttentionShape:
         # transformers makes one frequency of each started pair
         rotary_dim=2 * -(-int(head_dim * _partial_rotary_factor(config)) // 2) if rotates else 0,
         key_norm=family.has_key_norm,
-        windows=_windows(config),
+        windows=tuple(windows[layer] for layer in layers) if windows else (),
         wide_norms=family.wide_norms,
         without_rope=without_rope if rotates else (),
     )

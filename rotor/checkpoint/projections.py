@@ -144,7 +144,7 @@ class CompressedProjections(nn.Module):
         wide_norms: bool = False,
     ) -> None:
         super().__init__()
-        self.head_dim, self.wide_norms = head_dim, wide_norms
+        self.head_dim, self.wide_norms, self.norm_names = head_dim, wide_norms, tuple(norms)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             weight, bias = shapes.get(f"{name}.weight"), f"{name}.bias" in shapes
             self.register_module(name, None if weight is None else nn.Linear(weight[1], weight[0], bias=bias))
@@ -164,17 +164,17 @@ class CompressedProjections(nn.Module):
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
         value = key[..., :0] if self.v_proj is None else self.v_proj(hidden_states)
         if self.query_basis is not None:
-            query = self._heads(query, "q_norm")
+            query = self._heads(query, 0)
         if self.key_basis is not None:
-            key = self._heads(key, "k_norm")
+            key = self._heads(key, 1)
         if self.value_basis is not None:
             value = value.unflatten(-1, (-1, self.head_dim))
         return query, key, value
 
-    def _heads(self, x: Tensor, norm: str) -> Tensor:
-        """[..., n * head_dim] -> [..., n, head_dim], normed where the family does."""
-        norms = norm in self._modules
-        if norms and self.wide_norms:
-            x = self.get_submodule(norm)(x)
+    def _heads(self, x: Tensor, side: int) -> Tensor:
+        """[..., n * head_dim] -> [..., n, head_dim], normed where the family does; of queries (0) or keys (1)."""
+        norm = self._modules[self.norm_names[side]] if self.norm_names else None
+        if norm is not None and self.wide_norms:
+            x = norm(x)
         heads = x.unflatten(-1, (-1, self.head_dim))
-        return self.get_submodule(norm)(heads) if norms and not self.wide_norms else heads
+        return heads if norm is None or self.wide_norms else norm(heads)

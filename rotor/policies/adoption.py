@@ -79,7 +79,13 @@ class _Attachment:
         self._config, self._implementation = model.config, model.config._attn_implementation
         self._handles: list[Any] = []
         family: Family = family_of(model.config)
-        count = model.config.get_text_config().num_hidden_layers
+        count = len(family.placed)
+        if count < model.config.num_hidden_layers:
+            raise UnsupportedModelError(
+                f"cache policy {policy.method}: {count} of {model.config.num_hidden_layers} layers have attention, and "
+                "policies are for models whose layers all have.",
+                "Leave the policy out.",
+            )
         policy.layers(count)  # raises if the policy does not fit so many layers
         modules: list[Any] = [family.attention_module(network, index) for index in range(count)]
         self._compressed = [module for module in modules if hasattr(module, "store")]

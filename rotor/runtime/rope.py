@@ -120,13 +120,14 @@ class RotaryTable:
 
 def rotary_tables(network: nn.Module, family: Family, config: Any) -> list[RotaryTable | None]:
     """The table of each layer of a causal model, shared by layers of a type; None without RoPE."""
-    without_rope = family.without_rope(config.get_text_config())
-    kinds = [family.rotary_type(config, layer) for layer in range(config.get_text_config().num_hidden_layers)]
-    if family.rotary is None:
-        return [None for _ in kinds]
+    without_rope = family.without_rope(config)
+    rotates = [family.rotary is not None and layer not in without_rope for layer in family.placed]
+    if family.rotary is None or not any(rotates):
+        return [None for _ in rotates]
+    kinds = [family.rotary_type(config, layer) for layer in range(len(rotates))]
     rotary = network.get_submodule(family.rotary)
     tables = {kind: RotaryTable(rotary, kind, family.rotation) for kind in kinds}
-    return [None if layer in without_rope else tables[kind] for layer, kind in enumerate(kinds)]
+    return [tables[kind] if own else None for own, kind in zip(rotates, kinds, strict=True)]
 
 
 class NoRope:

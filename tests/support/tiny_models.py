@@ -118,6 +118,28 @@ a dense layer among sparse ones (qwen2_moe), head_dim 48, 80 and 96, and other t
 """
 
 WINDOWS: dict[str, Any] = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
+AMONG_OTHERS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+}
+AMONG_CONVOLUTIONS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "full_attention", "conv"],
+}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+FAR_QUERIES = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 ROUTED = MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 BIASED: dict[str, Any] = SIZES | {"attention_bias": True}
@@ -154,6 +176,29 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v3": ("HYV3Config", SIZES | MOE),
     "hyperclovax": ("HyperCLOVAXConfig", SIZES | {"attention_multiplier": 0.3}),
     "jais2": ("Jais2Config", SIZES),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        IMPLIED_HEAD_DIM
+        | MAMBA
+        | AMONG_OTHERS
+        | {"num_local_experts": 0, "shared_intermediate_size": 32, "position_embedding_type": "nope"},
+    ),
+    "bamba": ("BambaConfig", IMPLIED_HEAD_DIM | MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [1, 2]}),
+    "jamba": (
+        "JambaConfig",
+        IMPLIED_HEAD_DIM
+        | {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "lfm2": ("Lfm2Config", IMPLIED_HEAD_DIM | AMONG_CONVOLUTIONS),
+    "lfm2_moe": ("Lfm2MoeConfig", IMPLIED_HEAD_DIM | AMONG_CONVOLUTIONS | MOE | {"num_dense_layers": 1}),
+    "ministral3": ("Ministral3Config", SIZES | {"rope_parameters": FAR_QUERIES}),
     "mellum": ("MellumConfig", SIZES | WINDOWS | MOE),
     "minimax_m2": (
         "MiniMaxM2Config",

@@ -361,7 +361,7 @@ def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool)
 
 
 def cache_bytes_per_token(cache: Any) -> list[float]:
-    """Bytes of transformers' own cache for a token of each layer; one with a sliding window drops the older ones.
+    """Bytes of transformers' own cache for a token of each layer with attention; windows drop the older tokens.
 
     Args:
         cache: of layers [batch_size, heads, tokens, width], holding at least one token.
@@ -369,4 +369,5 @@ def cache_bytes_per_token(cache: Any) -> list[float]:
     return [
         (layer.keys.nbytes + layer.values.nbytes) / (layer.keys.shape[0] * layer.keys.shape[2])
         for layer in cache.layers
+        if hasattr(layer, "keys")  # others keep the states of linear attention
     ]
