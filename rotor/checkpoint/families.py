@@ -85,6 +85,8 @@ class Family:
     decoder: path of the module that holds the layers, under the causal model; `layers` and `attention` below it.
     layer_returns_tuple: a decoder layer returns (hidden states, ...) instead of the hidden states.
     output: the output projection, under the attention module.
+    gate: the projection of what gates the output of attention: one of its own, or q_proj, which puts out each head's
+        query and gate side by side.
     fused, split: the projection of queries, keys and values together, and how it is split; None where they are
         q_proj, k_proj and v_proj.
     transposed: weights are [in_features, out_features] (transformers' Conv1D).
@@ -112,6 +114,7 @@ class Family:
     layers: str
     attention: str
     output: str = "o_proj"
+    gate: str | None = None
     fused: str | None = None
     split: Split = split_blocks
     transposed: bool = False
@@ -152,8 +155,10 @@ class Family:
     @property
     def consumed(self) -> tuple[str, ...]:
         """Names (under the attention module) that the rewritten checkpoint drops."""
-        norms = tuple(f"{name}.weight" for name in self.norms) if self.wide_norms else ()
-        return (*(f"{name}.{kind}" for name in self.projections for kind in ("weight", "bias")), *norms)
+        norms = self.norms if self.wide_norms else ()
+        gate = () if self.gate in (None, *self.projections) else (self.gate,)
+        names = (*self.projections, *norms, *gate)
+        return tuple(f"{name}.{kind}" for name in names for kind in ("weight", "bias"))
 
     @property
     def value_weight(self) -> str:
@@ -203,6 +208,7 @@ _WIDE_NORMS = replace(_LIKE_QWEN3, wide_norms=True)
 _LFM2 = replace(
     _LIKE_LLAMA, output="out_proj", norms=("q_layernorm", "k_layernorm"), attention_layers=_attention_layers
 )
+_GATED = replace(_LIKE_QWEN3, gate="q_proj", partial_rotary=True, attention_layers=_attention_layers)
 _INTERLEAVED = replace(_LIKE_LLAMA, interleaved=True)
 _BY_KV_HEAD = Family(
     "transformer",
@@ -234,6 +240,7 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": _LIKE_LLAMA,
     "apertus": replace(_LIKE_QWEN3, norms_heads_first=True),
     "dots1": _LIKE_QWEN3,
+    "afmoe": replace(_LIKE_QWEN3, gate="gate_proj", without_rope=_full_layers),
     "cohere": replace(_INTERLEAVED, repeats_planes=True, refused=("use_qk_norm",)),
     "cohere2": replace(_INTERLEAVED, repeats_planes=True, without_rope=_full_layers),
     "cwm": _LIKE_LLAMA,
@@ -256,6 +263,9 @@ FAMILIES: dict[str, Family] = {
     "mellum": replace(_LIKE_QWEN3, rotary_by_layer_type=True),
     "ministral3": replace(_LIKE_LLAMA, query_scale=_scale_far_queries),
     "minimax_m2": replace(_WIDE_NORMS, partial_rotary=True),
+    "qwen3_5_text": _GATED,
+    "qwen3_5_moe_text": _GATED,
+    "qwen3_next": _GATED,
     "olmo": replace(_LIKE_LLAMA, refused=("clip_qkv",)),
     "olmo2": _WIDE_NORMS,
     "olmo3": replace(_WIDE_NORMS, rotary_by_layer_type=True),
@@ -371,6 +381,7 @@ def attention_shape(config: Any) -> AttentionShape:
         key_norm=family.has_key_norm,
         windows=tuple(windows[layer] for layer in layers) if windows else (),
         wide_norms=family.wide_norms,
+        gated=family.gate is not None,
         without_rope=without_rope if rotates else (),
     )
 

@@ -262,6 +262,10 @@ def _rewritten(
             tensors["o_proj.bias"] = _with_constants(weights.o_bias, columns, constants, layout)
         else:
             tensors["value_constant"] = _constants(values, shape)
+    if shape.gated:
+        for kind in ("weight", "bias"):
+            gate = _by_kv_head(getattr(weights, f"gate_{kind}"), heads, shape)
+            tensors[f"gate_proj.{kind}"] = _flatten_kv(gate)
     if shape.wide_norms:
         for name, weight in weights.norms.items():
             tensors[f"{name}.weight"] = _flatten_kv(_by_kv_head(weight, heads, shape))
@@ -399,7 +403,7 @@ def _dtype_of(name: str, weights: AttentionWeights) -> torch.dtype:
     """Dtype of the tensor that a new one replaces, else of its projection's weight, else of v_proj."""
     if "_proj." not in name:
         return weights.norms.get(name.removesuffix(".weight"), weights.v_weight).dtype
-    side, kind = name[0], name.rpartition(".")[2]
+    side, _, kind = name.partition("_proj.")
     replaced: Tensor | None = getattr(weights, f"{side}_{kind}")
     return (getattr(weights, f"{side}_weight") if replaced is None else replaced).dtype
 

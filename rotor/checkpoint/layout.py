@@ -46,6 +46,8 @@ class AttentionShape:
     wide_norms: norms of queries and keys are of all heads together, with a weight for each dimension of each head.
     windows: tokens that each layer attends to, and so holds, at most; None of a layer that holds all. Empty where all
         layers do.
+    gated: what attention puts out is multiplied by a gate of the hidden states before o_proj, so that nothing folds
+        into that.
     without_rope: layers whose queries and keys are not rotated, in a model that rotates those of others.
     """
 
@@ -58,6 +60,7 @@ class AttentionShape:
     key_norm: bool = False
     windows: tuple[int | None, ...] = ()
     wide_norms: bool = False
+    gated: bool = False
     without_rope: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -513,6 +516,8 @@ def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None
             raise reader.fail("fast_planes", layout.fast_planes, f"a number from 0 to {own.rotary_planes}")
         if layout.rope_block is not None and not own.rotary_dim:
             raise reader.fail("rope_block", layout.rope_block, "none in a layer without RoPE")
+        if shape.gated and layout.exact is None:
+            raise reader.fail("exact", None, "tokens that are kept exactly, as what attention puts out is gated")
         columns = layout.columns(shape.head_dim)
         for group in layout.groups:
             if max(latent.rank for latent in group.latents) > columns:

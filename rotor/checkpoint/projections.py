@@ -24,6 +24,7 @@ class AttentionWeights:
 
     q_weight: [num_heads * head_dim, hidden_size]; k_weight, v_weight: [num_kv_heads * head_dim, hidden_size];
     o_weight: [hidden_size, num_heads * head_dim]. prefix: how their names in the checkpoint begin, for errors.
+    gate_weight, gate_bias: of the gate that the output of attention is multiplied by, shaped as of queries.
     norms: weights of norms over all heads together, by their names.
     """
 
@@ -35,6 +36,8 @@ class AttentionWeights:
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
     o_bias: Tensor | None = None
+    gate_weight: Tensor | None = None
+    gate_bias: Tensor | None = None
     prefix: str = ""
     norms: dict[str, Tensor] = field(default_factory=dict)
 
@@ -98,6 +101,12 @@ def split_projections(family: Family, get: GetTensor, names: frozenset[str], sha
             parts.update({f"{p}_{kind}": part for p, part in zip("qkv", split, strict=True)})
         if kind == "weight" or f"{family.output}.{kind}" in names:
             parts[f"o_{kind}"] = oriented(family, get(f"{family.output}.{kind}"))
+    for kind in ("weight", "bias") if family.gate else ():
+        if family.gate == "q_proj" and f"q_{kind}" in parts:  # each head's query and gate side by side
+            both = parts[f"q_{kind}"].unflatten(0, (-1, 2, shape.head_dim))
+            parts[f"q_{kind}"], parts[f"gate_{kind}"] = both[:, 0].flatten(0, 1), both[:, 1].flatten(0, 1)
+        elif family.gate != "q_proj" and f"{family.gate}.{kind}" in names:
+            parts[f"gate_{kind}"] = get(f"{family.gate}.{kind}")
     for name in (f"{p}_{kind}" for p in "qk" for kind in ("weight", "bias")):
         if family.interleaved and name in parts:
             heads = parts[name].unflatten(0, (-1, shape.head_dim)).movedim(1, -1)
@@ -124,6 +133,7 @@ class CompressedProjections(nn.Module):
     k_proj: nn.Linear
     v_proj: nn.Linear | None
     o_proj: nn.Linear
+    gate_proj: nn.Linear | None
     key_basis: nn.Parameter | None
     query_basis: nn.Parameter | None
     key_shift: nn.Parameter | None
@@ -145,7 +155,7 @@ class CompressedProjections(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim, self.wide_norms, self.norm_names = head_dim, wide_norms, tuple(norms)
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"):
             weight, bias = shapes.get(f"{name}.weight"), f"{name}.bias" in shapes
             self.register_module(name, None if weight is None else nn.Linear(weight[1], weight[0], bias=bias))
         for name in (*BASES, *FLOAT32):

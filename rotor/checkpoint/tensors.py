@@ -48,6 +48,8 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     output_basis [g * head_dim, width]: what attention over rows puts out -> values of each head. value_shift [rank],
     where values have latents of their own, and value_constant [num_kv_heads, head_dim]: what codes add, as of keys.
 
+    gate_proj puts out what the sigmoid of multiplies the output of attention, heads as in q_proj.
+
     Args:
         biases: which of q, k, v, o have a bias in the source; what codes add makes more of them.
     """
@@ -83,6 +85,11 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     def times(count: int, parts: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(count * part for part in parts)
 
+    if shape.gated:
+        parts = times(heads, (dim,) * len(groups))
+        tensors["gate_proj.weight"] = TensorSpec((sum(parts), hidden), 0, parts, head_axis=0)
+        if "q" in biases:
+            tensors["gate_proj.bias"] = TensorSpec((sum(parts),), 0, parts, head_axis=0)
     if shape.wide_norms:
         for name, count in (("q_norm.weight", heads), ("k_norm.weight", size)):
             parts = (count * dim,) * len(groups)

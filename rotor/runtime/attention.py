@@ -136,6 +136,8 @@ class RotorAttention(CompressedProjections):
                 parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels, text, exact, span
             )
             output = store.store_and_attend(call)
+        if self.gate_proj is not None:
+            output = output * self.gate_proj(hidden_states).sigmoid()
         return self.o_proj(output), None
 
     # A compiler takes what these two return as constants. They are methods as it cannot hand layouts to functions.

@@ -126,6 +126,12 @@ AMONG_CONVOLUTIONS: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["conv", "full_attention", "full_attention", "conv"],
 }
+DELTA = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
@@ -151,6 +157,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         "Dots1Config",
         SIZES | ROUTED,
     ),
+    "afmoe": ("AfmoeConfig", SIZES | WINDOWS | MOE | {"num_dense_layers": 1, "num_shared_experts": 1}),
     "cohere": ("CohereConfig", IMPLIED_HEAD_DIM),
     "cohere2": ("Cohere2Config", IMPLIED_HEAD_DIM | WINDOWS),
     "cwm": ("CwmConfig", SIZES | WINDOWS),
@@ -212,6 +219,15 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", IMPLIED_HEAD_DIM | EXPERTS),
     "phi": ("PhiConfig", IMPLIED_HEAD_DIM | {"rope_parameters": PARTIAL, "tie_word_embeddings": False}),
     "phimoe": ("PhimoeConfig", IMPLIED_HEAD_DIM | {"attention_bias": True, "num_local_experts": 4}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", SIZES | AMONG_OTHERS | DELTA),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        SIZES | AMONG_OTHERS | DELTA | MOE | {"shared_expert_intermediate_size": 32},
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        SIZES | AMONG_OTHERS | DELTA | MOE | {"shared_expert_intermediate_size": 32, "attention_bias": True},
+    ),
     "seed_oss": ("SeedOssConfig", BIASED | {"attention_out_bias": True}),
     "smollm3": ("SmolLM3Config", IMPLIED_HEAD_DIM | {"no_rope_layers": [1, 0]}),
     "solar_open": ("SolarOpenConfig", SIZES | ROUTED),

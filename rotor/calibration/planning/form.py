@@ -25,8 +25,15 @@ def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
         frequencies: frequencies of RoPE; None if they depend on the length of a sequence. Keys stored earlier would
             then be rotated within their blocks by other frequencies than later ones, so `block` becomes `post`.
     Raises:
-        RecipeError: the group size does not divide the KV heads; more fast planes than a head has.
+        RecipeError: the group size does not divide the KV heads; more fast planes than a head has; nothing is kept
+            exactly where attention is gated.
     """
+    if shape.gated and recipe.exact.tokens is None:
+        raise RecipeError(
+            "exact.newest 0: the attention of this model is gated, so that values cannot be folded into its output "
+            "projection, as a recipe without exact tokens does.",
+            "Give --set exact.newest=128.",
+        )
     by_layer = [None] * shape.num_layers if frequencies is None else frequencies
     keys = tuple(_key_form(recipe, shape.layer(layer), own) for layer, own in enumerate(by_layer))
     rotated = [form for layer, form in enumerate(keys) if layer not in shape.without_rope]
