@@ -58,7 +58,7 @@ def test_a_family_goes_through_the_whole_pipeline(name: str, tmp_path: Path) -> 
     network, finest = in_memory(run), rank_path(run, run.recipe).plans()[0]
     groups, columns = run.columns
     whole = [[(columns, 0)] * groups] * run.shape.num_layers
-    exact = run.recipe.exact.tokens if run.shape.gated else None  # nothing folds into what a gate stands before
+    exact = run.recipe.exact.tokens if run.shape.needs_exact else None
     with torch.inference_mode():
         expected = network.model(PROMPT).logits
         assert relative_error(decoded(network.compress(run.bases(), whole, exact)), expected) < 1e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.compare import relative_error
+from support.paths import ROOT
 from support.runs import calibrated, in_memory
 from support.tiny_models import ALIKE, CONFIGS, NO_ROPE, tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
@@ -212,7 +214,7 @@ def test_a_checkpoint_of_the_model_without_its_head(name: str, tiny, tmp_path: P
             "partial_rotary_factor is 0.5; for llama",
         ),
         ("llama", {"is_encoder_decoder": True}, "'llama' is not supported: it is an encoder and a decoder."),
-        ("llama", {"model_type": "bloom"}, "'bloom' is not supported.\nSupported: apertus, arcee, cohere, cohere2,"),
+        ("llama", {"model_type": "bloom"}, "'bloom' is not supported.\nSupported: afmoe, apertus, arcee, bamba,"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name: str, change: dict, message: str, tmp_path: Path) -> None:
@@ -248,6 +250,10 @@ def test_models_that_keep_no_keys_and_values_of_their_own_are_refused_with_a_rea
     assert message in str(error.value)
 
 
-def test_every_supported_family_is_tested() -> None:
+def test_every_supported_family_is_tested_and_named() -> None:
+    lines = (ROOT / "docs" / "families.md").read_text().splitlines()
+    named = {name for line in lines if line.startswith("| ") for name in re.findall(r"\w+", line.split("|")[1])}
+    assert set(FAMILIES) <= named
+    assert f"{len(FAMILIES)} model types" in (ROOT / "README.md").read_text()
     assert {config().model_type for config in CONFIGS.values()} | ALIKE.keys() == set(FAMILIES)
     assert {name for name in CONFIGS if find_family(CONFIGS[name]()).rotary is None} == NO_ROPE

@@ -124,6 +124,7 @@ def observed_attention(
         attention_mask: Tensor | None,
         scaling: float | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         layer = layer_of[module.layer_idx]
@@ -133,7 +134,7 @@ def observed_attention(
             tensors["key_pre"] = before.pop(layer)
         if read is not None:
             key, value = read(layer, tensors)
-        output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap=softcap)
+        output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap, s_aux)
         output = output.unflatten(-1, (shape.num_heads, -1))
         report(layer, tensors, output)
         return _block_of_head(output, shape, group_size), None

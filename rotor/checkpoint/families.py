@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,7 @@ class Family:
     decoder: path of the module that holds the layers, under the causal model; `layers` and `attention` below it.
     layer_returns_tuple: a decoder layer returns (hidden states, ...) instead of the hidden states.
     output: the output projection, under the attention module.
+    sinks: the softmax has a learned logit for each query head, the attention's parameter `sinks`.
     gate: the projection of what gates the output of attention: one of its own, or q_proj, which puts out each head's
         query and gate side by side.
     fused, split: the projection of queries, keys and values together, and how it is split; None where they are
@@ -101,7 +102,7 @@ class Family:
     without_rope: reads from the config which layers do not rotate, where others do.
     query_scale: factor of queries by the config and their positions, [batch_size, seq_len] both.
     interleaved: RoPE rotates neighbouring dimensions together; rotor puts the first of each plane before the second.
-    repeats_planes: cos and sin of the rotary embedding have the two dimensions of a plane side by side, too.
+    tables: how cos and sin of the rotary embedding list planes: both halves alike, each plane twice in a row, or once.
     partial_rotary: RoPE may rotate only the first dimensions of a head (`partial_rotary_factor`).
     softcap: config field of the bound c of attention logits (c tanh(x / c)), where there is one.
     bypasses_interface: the attention does not call transformers' attention interface.
@@ -114,6 +115,7 @@ class Family:
     layers: str
     attention: str
     output: str = "o_proj"
+    sinks: bool = False
     gate: str | None = None
     fused: str | None = None
     split: Split = split_blocks
@@ -129,7 +131,7 @@ class Family:
     rotary_by_layer_type: bool = False
     without_rope: Callable[[Any], tuple[int, ...]] = _no_layer
     interleaved: bool = False
-    repeats_planes: bool = False
+    tables: Literal["halves", "neighbours", "once"] = "halves"
     partial_rotary: bool = False
     softcap: str | None = None
     layer_returns_tuple: bool = False
@@ -158,7 +160,8 @@ class Family:
         norms = self.norms if self.wide_norms else ()
         gate = () if self.gate in (None, *self.projections) else (self.gate,)
         names = (*self.projections, *norms, *gate)
-        return tuple(f"{name}.{kind}" for name in names for kind in ("weight", "bias"))
+        sinks = ("sinks",) if self.sinks else ()
+        return (*(f"{name}.{kind}" for name in names for kind in ("weight", "bias")), *sinks)
 
     @property
     def value_weight(self) -> str:
@@ -187,9 +190,10 @@ class Family:
 
     def rotation(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary embedding, [..., rotary_dim], with both halves of the dimensions equal."""
-        if not self.repeats_planes:
+        if self.tables == "halves":
             return given
-        cos, sin = (torch.cat([table[..., ::2]] * 2, dim=-1) for table in given)
+        step = 2 if self.tables == "neighbours" else 1
+        cos, sin = (torch.cat([table[..., ::step]] * 2, dim=-1) for table in given)
         return cos, sin
 
     def in_halves(self, heads: Tensor, shape: AttentionShape) -> Tensor:
@@ -241,8 +245,8 @@ FAMILIES: dict[str, Family] = {
     "apertus": replace(_LIKE_QWEN3, norms_heads_first=True),
     "dots1": _LIKE_QWEN3,
     "afmoe": replace(_LIKE_QWEN3, gate="gate_proj", without_rope=_full_layers),
-    "cohere": replace(_INTERLEAVED, repeats_planes=True, refused=("use_qk_norm",)),
-    "cohere2": replace(_INTERLEAVED, repeats_planes=True, without_rope=_full_layers),
+    "cohere": replace(_INTERLEAVED, tables="neighbours", refused=("use_qk_norm",)),
+    "cohere2": replace(_INTERLEAVED, tables="neighbours", without_rope=_full_layers),
     "cwm": _LIKE_LLAMA,
     "ernie4_5": _INTERLEAVED,
     "ernie4_5_moe": _INTERLEAVED,
@@ -252,6 +256,7 @@ FAMILIES: dict[str, Family] = {
     "glm": replace(_INTERLEAVED, partial_rotary=True),
     "glm4": replace(_INTERLEAVED, partial_rotary=True),
     "glm4_moe": replace(_LIKE_QWEN3, norms_if="use_qk_norm", partial_rotary=True),
+    "gpt_oss": replace(_LIKE_LLAMA, sinks=True, tables="once"),
     "granitemoeshared": _LIKE_LLAMA,
     "granitemoehybrid": replace(_LIKE_LLAMA, attention_layers=_attention_layers, without_rope=_all_unless_rope),
     "jamba": replace(_LIKE_LLAMA, attention_layers=_attention_layers, rotary=None),
@@ -382,6 +387,7 @@ def attention_shape(config: Any) -> AttentionShape:
         windows=tuple(windows[layer] for layer in layers) if windows else (),
         wide_norms=family.wide_norms,
         gated=family.gate is not None,
+        sinks=family.sinks,
         without_rope=without_rope if rotates else (),
     )
 

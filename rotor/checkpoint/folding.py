@@ -266,6 +266,8 @@ def _rewritten(
         for kind in ("weight", "bias"):
             gate = _by_kv_head(getattr(weights, f"gate_{kind}"), heads, shape)
             tensors[f"gate_proj.{kind}"] = _flatten_kv(gate)
+    if weights.sinks is not None:
+        tensors["sinks"] = weights.sinks.reshape(shape.num_kv_heads, -1)[heads].flatten()
     if shape.wide_norms:
         for name, weight in weights.norms.items():
             tensors[f"{name}.weight"] = _flatten_kv(_by_kv_head(weight, heads, shape))

@@ -48,6 +48,7 @@ class AttentionShape:
         layers do.
     gated: what attention puts out is multiplied by a gate of the hidden states before o_proj, so that nothing folds
         into that.
+    sinks: each query head has a learned number among its logits, which takes attention and has no value.
     without_rope: layers whose queries and keys are not rotated, in a model that rotates those of others.
     """
 
@@ -61,6 +62,7 @@ class AttentionShape:
     windows: tuple[int | None, ...] = ()
     wide_norms: bool = False
     gated: bool = False
+    sinks: bool = False
     without_rope: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -87,6 +89,13 @@ class AttentionShape:
     @property
     def heads_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def needs_exact(self) -> str:
+        """What of the model is only served beside exact tokens, in words; empty where nothing is."""
+        gate = "its attention is gated, and values cannot be folded into what a gate stands before"
+        sinks = "its softmax has learned sinks, which join with exact tokens"
+        return gate if self.gated else sinks if self.sinks else ""
 
     @property
     def rotary_planes(self) -> int:
@@ -516,8 +525,8 @@ def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None
             raise reader.fail("fast_planes", layout.fast_planes, f"a number from 0 to {own.rotary_planes}")
         if layout.rope_block is not None and not own.rotary_dim:
             raise reader.fail("rope_block", layout.rope_block, "none in a layer without RoPE")
-        if shape.gated and layout.exact is None:
-            raise reader.fail("exact", None, "tokens that are kept exactly, as what attention puts out is gated")
+        if shape.needs_exact and layout.exact is None:
+            raise reader.fail("exact", None, f"tokens that are kept exactly: {shape.needs_exact}")
         columns = layout.columns(shape.head_dim)
         for group in layout.groups:
             if max(latent.rank for latent in group.latents) > columns:

@@ -25,6 +25,7 @@ class AttentionWeights:
     q_weight: [num_heads * head_dim, hidden_size]; k_weight, v_weight: [num_kv_heads * head_dim, hidden_size];
     o_weight: [hidden_size, num_heads * head_dim]. prefix: how their names in the checkpoint begin, for errors.
     gate_weight, gate_bias: of the gate that the output of attention is multiplied by, shaped as of queries.
+    sinks: [num_heads], learned logits.
     norms: weights of norms over all heads together, by their names.
     """
 
@@ -38,6 +39,7 @@ class AttentionWeights:
     o_bias: Tensor | None = None
     gate_weight: Tensor | None = None
     gate_bias: Tensor | None = None
+    sinks: Tensor | None = None
     prefix: str = ""
     norms: dict[str, Tensor] = field(default_factory=dict)
 
@@ -111,6 +113,8 @@ def split_projections(family: Family, get: GetTensor, names: frozenset[str], sha
         if family.interleaved and name in parts:
             heads = parts[name].unflatten(0, (-1, shape.head_dim)).movedim(1, -1)
             parts[name] = family.in_halves(heads, shape).movedim(-1, 1).flatten(0, 1)
+    if family.sinks:
+        parts["sinks"] = get("sinks")
     if family.wide_norms:
         parts["norms"] = {name: get(f"{name}.weight") for name in family.norms}
     return AttentionWeights(**parts)
@@ -145,6 +149,7 @@ class CompressedProjections(nn.Module):
     output_basis: nn.Parameter | None
     value_shift: nn.Parameter | None
     value_constant: nn.Parameter | None
+    sinks: nn.Parameter | None
 
     def __init__(
         self,

@@ -48,6 +48,7 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     output_basis [g * head_dim, width]: what attention over rows puts out -> values of each head. value_shift [rank],
     where values have latents of their own, and value_constant [num_kv_heads, head_dim]: what codes add, as of keys.
 
+    sinks [num_heads]: logits of the model's own, heads as in q_proj.
     gate_proj puts out what the sigmoid of multiplies the output of attention, heads as in q_proj.
 
     Args:
@@ -90,6 +91,8 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
         tensors["gate_proj.weight"] = TensorSpec((sum(parts), hidden), 0, parts, head_axis=0)
         if "q" in biases:
             tensors["gate_proj.bias"] = TensorSpec((sum(parts),), 0, parts, head_axis=0)
+    if shape.sinks:
+        tensors["sinks"] = TensorSpec((shape.num_heads,), 0, (heads,) * len(groups), head_axis=0)
     if shape.wide_norms:
         for name, count in (("q_norm.weight", heads), ("k_norm.weight", size)):
             parts = (count * dim,) * len(groups)
@@ -123,7 +126,7 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     return tensors
 
 
-BASES = ("key_basis", "query_basis", "value_basis", "output_basis", "error_basis")
+BASES = ("key_basis", "query_basis", "value_basis", "output_basis", "error_basis", "sinks")
 """Names of the tensors in the model's dtype that are no projection's."""
 
 FLOAT32 = ("key_shift", "key_constant", "value_shift", "value_constant", "code_shift", "length_weight")

@@ -80,10 +80,9 @@ class _Attachment:
         self._handles: list[Any] = []
         family: Family = family_of(model.config)
         count = len(family.placed)
-        if count < model.config.num_hidden_layers:
+        if count < model.config.num_hidden_layers or family.sinks:
             raise UnsupportedModelError(
-                f"cache policy {policy.method}: {count} of {model.config.num_hidden_layers} layers have attention, and "
-                "policies are for models whose layers all have.",
+                f"cache policy {policy.method}: this model has layers without attention, or sinks in its softmax.",
                 "Leave the policy out.",
             )
         policy.layers(count)  # raises if the policy does not fit so many layers

@@ -144,7 +144,7 @@ class RotorAttention(CompressedProjections):
     @torch.compiler.assume_constant_result
     def _served(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the kernels serve the layer at all."""
-        return layer_served(self.layout, self.shape, dtype, device, self.rope.fits_kernels)
+        return self.sinks is None and layer_served(self.layout, self.shape, dtype, device, self.rope.fits_kernels)
 
     @torch.compiler.assume_constant_result
     def _described(self) -> str:
@@ -168,6 +168,7 @@ class RotorAttention(CompressedProjections):
             self.output_basis,
             self.value_constant,
             code_scales(self),
+            self.sinks,
         )
 
     def train(self, mode: bool = True) -> RotorAttention:

@@ -173,6 +173,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmConfig", SIZES | {"attention_bias": True, "rope_parameters": PARTIAL}),
     "glm4": ("Glm4Config", SIZES | {"rope_parameters": PARTIAL}),
     "glm4_moe": ("Glm4MoeConfig", BIASED | ROUTED | {"use_qk_norm": True, "rope_parameters": PARTIAL}),
+    "gpt_oss": ("GptOssConfig", SIZES | WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite": ("GraniteConfig", IMPLIED_HEAD_DIM | {"attention_multiplier": 0.3, "residual_multiplier": 0.5}),
     "granitemoe": ("GraniteMoeConfig", IMPLIED_HEAD_DIM | {"attention_multiplier": 0.3, "num_local_experts": 4}),
     "granitemoeshared": (

@@ -26,13 +26,11 @@ def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
             then be rotated within their blocks by other frequencies than later ones, so `block` becomes `post`.
     Raises:
         RecipeError: the group size does not divide the KV heads; more fast planes than a head has; nothing is kept
-            exactly where attention is gated.
+            exactly where that is needed.
     """
-    if shape.gated and recipe.exact.tokens is None:
+    if shape.needs_exact and recipe.exact.tokens is None:
         raise RecipeError(
-            "exact.newest 0: the attention of this model is gated, so that values cannot be folded into its output "
-            "projection, as a recipe without exact tokens does.",
-            "Give --set exact.newest=128.",
+            f"exact.newest 0: this model needs exact tokens: {shape.needs_exact}.", "Give --set exact.newest=128."
         )
     by_layer = [None] * shape.num_layers if frequencies is None else frequencies
     keys = tuple(_key_form(recipe, shape.layer(layer), own) for layer, own in enumerate(by_layer))

@@ -356,8 +356,11 @@ def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool)
     cpu = torch.device("cpu")
     network = CompressibleModel(source, DevicePlan(cpu, torch.float32, streamed), rewrite_dtype=torch.float32)
     expected = batch_logits(network, rows)
-    network.compress(bases, [[b.full_ranks] * b.num_groups for b in bases])
-    return float((batch_logits(network, rows) - expected).norm() / expected.norm())
+    exact = run.recipe.exact.tokens if run.shape.needs_exact else None
+    network.compress(bases, [[b.full_ranks] * b.num_groups for b in bases], exact)
+    with network.decoding():
+        rewritten = batch_logits(network, rows)
+    return float((rewritten - expected).norm() / expected.norm())
 
 
 def cache_bytes_per_token(cache: Any) -> list[float]:
