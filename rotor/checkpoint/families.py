@@ -324,7 +324,8 @@ def family_of(config: Any) -> Family:
 def _why_not(config: Any) -> tuple[str, str]:
     """Why a model that is in no family is not compressed, and what to do instead."""
     model_type = getattr(config, "model_type", None)
-    refusal, language_model = f"model_type {model_type!r} is not supported", getattr(config, "text_config", None)
+    refusal = f"model_type {model_type!r} is not supported"
+    language_model: Any = getattr(config, "text_config", None)
     if getattr(config, "is_encoder_decoder", False):
         return f"{refusal}: it is an encoder and a decoder.", "rotor compresses models that are decoders alone."
     if getattr(config, "kv_lora_rank", None) or getattr(language_model, "kv_lora_rank", None):

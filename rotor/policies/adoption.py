@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import Family, attention_shape, family_of, find_family
+from ..checkpoint import FAMILIES, Family, attention_shape, family_of, find_family
 from ..errors import UnsupportedModelError
 from ..runtime import CacheRows, RotaryTable, rotary_tables
 from .layer import PolicyLayer
@@ -43,7 +43,7 @@ def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
     if before is not None:
         before.remove()
     if policy is not None:
-        if model.config.model_type not in family_of:
+        if model.config.model_type not in FAMILIES:
             find_family(model.config)  # says which there are
         attach_stored(model, model, policy)
 

@@ -111,11 +111,11 @@ class RotorAttention(CompressedProjections):
             self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
         rotations = self.rope(span, position_embeddings, hidden_states, served)
 
-        query, *sides = self.projected(hidden_states)
+        query, new_key, new_value = self.projected(hidden_states)
         if self.family.query_scale is not None:
             scale = self.family.query_scale(self.config, kwargs["position_ids"]).to(query.dtype)
             query = query * scale.unflatten(-1, (-1, *[1] * (query.dim() - 2)))
-        projected = query, *sides
+        projected = query, new_key, new_value
         with torch.autocast(hidden_states.device.type, enabled=False):
             parameters, exact = self._parameters_of_attention(), None
             if kernels is None and self.layout.exact is not None:
