@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "combine/fdc and H2O, at 0",
         "The most removed",
     ),
-    "gear.py:Gear": ({"ABLATED": {"rank": (0,)}}, "gear/GEAR, rank 0", "GEAR's parts"),
+    "gear_ablations.py:Ablations": ({"ABLATED": {"rank": (0,)}}, "gear-ablations/GEAR, rank 0", "GEAR's parts"),
     "memory.py:Memory": ({"Methods": Few}, "memory/per-token-4", "What fits into 16 GB"),
     "overhead.py:Overhead": ({}, "overhead/fdc", "Overheads, predicted"),
     "shift.py:Shift": ({"TEXTS": {"numbers": lambda: "1, 2, " * 4000}}, "shift/numbers: fdc, 512 bytes", "Other text"),
