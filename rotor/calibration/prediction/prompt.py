@@ -19,24 +19,32 @@ from ...kernels.reference import fused_width
 
 def layer_flops(layout: LayerLayout, shape: AttentionShape, tokens: int) -> float:
     """Multiplications and additions of a compressed layer for a prompt of so many tokens."""
-    projections = sum(math.prod(spec.shape) for name, spec in layer_tensors(layout, shape, ()).items() if name not in BASES)
+    projections = sum(
+        math.prod(spec.shape) for name, spec in layer_tensors(layout, shape, ()).items() if name not in BASES
+    )
     heads = layout.group_size * shape.heads_per_kv
-    expanded = layout.coded or layout.in_blocks or layout.exact is not None
     attention = 0.0
     for group in layout.groups:
-        key_width = shape.head_dim if expanded else group.key.width
-        value_width = shape.head_dim if layout.exact is not None else group.values.width
+        key_width = group.key.width if layout.meets_latents(group.key, shape) else shape.head_dim
+        value_width = group.values.width
+        if layout.exact is not None:
+            key_width = value_width = shape.head_dim
         attention += heads * _attention(fused_width(key_width, value_width), tokens)
     return 2 * tokens * projections + bases_flops(layout, shape, tokens) + attention
 
 
 def bases_flops(layout: LayerLayout, shape: AttentionShape, tokens: int) -> float:
     """The part of `layer_flops` that the bases cost: what compresses keys and queries after RoPE, or rebuilds keys."""
-    times = 1 if layout.coded or layout.in_blocks else shape.heads_per_kv  # absorbing is done for every query head
-    return 2.0 * tokens * sum(
-        math.prod(spec.shape) * (times if name == "query_basis" else 1)
-        for name, spec in layer_tensors(layout, shape, ()).items()
-        if name in BASES
+    absorbs = all(layout.meets_latents(group.key, shape) for group in layout.groups)
+    times = shape.heads_per_kv if absorbs else 1  # every query head is absorbed, every KV head's key rebuilt once
+    return (
+        2.0
+        * tokens
+        * sum(
+            math.prod(spec.shape) * (times if name == "query_basis" else 1)
+            for name, spec in layer_tensors(layout, shape, ()).items()
+            if name in BASES
+        )
     )
 
 

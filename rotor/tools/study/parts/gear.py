@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from ....policies import GEAR, KCVT, KIVI, PerToken, Quantiser
-from ....policies.methods.gear import BACKBONE_PARTS
 from ....policies.store import Side, Stream, heads_together, tensor_bytes
 from ..cache_part import GROUP
 from ..caches import PROMPT_SHARE
@@ -163,8 +162,8 @@ def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def _single(states: States) -> Record:
-    """Size over that of 16 bits and least error of the first layer's values, by technique, for each of SINGLE_BITS: by
-    codes, by singular vectors and by the largest numbers (with indices of 16 bits) at the size of the codes, by GEAR."""
+    """Size over that of 16 bits and least error of the first layer's values, for each of SINGLE_BITS, by technique:
+    codes; singular vectors, and the largest numbers with indices of 16 bits, both at the size of the codes; GEAR."""
     values = states[0][1]
     together = heads_together(values)[0, 0].double()
     singular = torch.linalg.svdvals(together).square()

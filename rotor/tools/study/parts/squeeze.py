@@ -1,4 +1,4 @@
-"""The part `squeeze`: how alike hidden states are before and after attention, layer by layer (SqueezeAttention figure 2)."""
+"""The part `squeeze`: how alike hidden states are before and after attention (SqueezeAttention figure 2)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Squeeze(Part):
         yield Task(f"{self.name}/cosines", partial(_measure, study))
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
-        for record in store.part(self.name).values():
+        if record := store.records.get(f"{self.name}/cosines"):
             means, places = record["means"], record["places"]
             groups, shares = three_means(means), squeeze_shares(means, KEPT)
             rows = [
@@ -54,7 +54,8 @@ class Squeeze(Part):
             )
 
     def plots(self, store: StudyStore) -> dict[str, Callable[[Figure], None]]:
-        return {self.name: partial(_draw, record) for record in store.part(self.name).values()}
+        record = store.records.get(f"{self.name}/cosines")
+        return {self.name: partial(_draw, record)} if record else {}
 
 
 @dataclass(frozen=True)
