@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.paths import ROOT
 from support.runs import TINY_STUDY
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -16,7 +18,10 @@ from rotor.calibration.prediction.prompt import bases_flops, layer_flops, uncomp
 from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout, Numbers
 from rotor.checkpoint.layout import POST_ROPE, pre_rope
 from rotor.policies import GEAR, KCVT
+from rotor.policies.agreement import in_common
+from rotor.tools.study import scores
 from rotor.tools.study.context import StudyContext
+from rotor.tools.study.part import find_part
 from rotor.tools.study.parts import fdc, gear, squeeze, zdc
 from rotor.tools.study.store import Record
 from rotor.tools.study.study import study
@@ -129,7 +134,7 @@ def test_fdc_predicts_requests_of_every_trace(tiny, tmp_path: Path) -> None:
     for of_model in times.values():
         assert set(of_model) == set(fdc.TRACES)
         for record in of_model.values():
-            assert record["step"] < 1 < record["most"] and 0 < record["bases"] < 0.5
+            assert 0 < record["bases"] < 0.5
     of_8b = times["like an 8B"]["Cocktail"]
     assert of_8b["prompt"] < 1 < of_8b["most"]
     assert of_8b["step"] < 0.7
@@ -142,9 +147,9 @@ def test_zdc_measures_tokens_bases_and_bytes(tiny, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(zdc, "SHARES", (0.5, 0.25))
     monkeypatch.setattr(zdc, "SCALES", (0.5,))
     found, summary = records(tiny, tmp_path / "study", "zdc")
-    scores = found["zdc/scores"]
-    assert all(of == sorted(of) for of in scores["ranges"])
-    repeated = scores["repeated"]
+    of_scores = found["zdc/scores"]
+    assert all(of == sorted(of) for of in of_scores["ranges"])
+    repeated = of_scores["repeated"]
     assert set(repeated) == {f"{u}important by {b}" for u in ("", "un") for b in ("mean scores", "denominators")}
     assert all(0 <= least <= mean <= 1 for of in repeated.values() for mean, least in of)
     lost = found["zdc/degradation/zdc"]
@@ -163,9 +168,69 @@ def test_zdc_measures_tokens_bases_and_bytes(tiny, tmp_path: Path, monkeypatch: 
         assert f"Figure{'s' if 'and' in figures else ''} {figures}" in summary
 
 
+def test_scores_of_a_layer_by_hand() -> None:
+    query = torch.tensor([[[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]], [[0.0, 1.0], [1.0, 0.0], [2.0, 0.0]]])
+    key = torch.tensor([[[1.0, 1.0], [0.0, 3.0], [-1.0, 0.0]]])
+    found = scores.layer_scores(query, key, 0.5)
+    of_heads = [[[0.5], [1.0, 3.0], [1.0, 1.5, -0.5]], [[0.5], [0.5, 0.0], [1.0, 0.0, -1.0]]]
+    rows = [torch.tensor([head[token] for head in of_heads]) for token in range(3)]
+    assert found.worth["mean scores"].tolist() == pytest.approx([float(row.mean(1).sum()) for row in rows])
+    assert found.worth["denominators"].exp().tolist() == pytest.approx([float(row.exp().sum()) for row in rows])
+    assert (found.quantiles[0], found.quantiles[-1]) == (-1.0, 3.0)
+
+
+def test_choices_mark_the_most_and_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores, "SCORED", 0.5)
+    worth = torch.tensor([[3.0, 1.0, 2.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
+    assert scores.choices(worth).tolist() == [[1, 0, 1, 0], [0, 0, 1, 1]]
+    assert scores.choices(worth, least=True).tolist() == [[0, 1, 0, 1], [1, 1, 0, 0]]
+    assert in_common(scores.choices(worth))[0, 1] == 0.5
+
+
 def test_ablations_of_zdc_have_its_mean_ratios() -> None:
     found = zdc.tiers(4)
     assert found["ZDC"].shares(4) == (0.3, 0.3667, 0.4333, 0.5)
     assert found["/DL"].shares(4) == (0.4,) * 4
     alike = found["/DT"]
     assert alike.qk_important == alike.qk_unimportant == pytest.approx(0.4 * 0.4 + 0.6 * 0.7)
+
+
+PAPERS = {
+    "FDC": (13, 14),
+    "ZACK": (12, 18),
+    "ZDC": (2, 29),
+    "GEAR": (10, 7),
+    "SqueezeAttention": (3, 4),
+}
+"""Tables and figures of each paper."""
+
+
+def numbers(cell: str) -> set[tuple[str, int]]:
+    """`figures 4 to 6, table 2` -> the figures 4, 5 and 6, and table 2; letters of their parts are left out."""
+    found, kind = set(), ""
+    for words in re.split(r", | and ", cell):
+        if word := re.match(r"(table|figure)s? ", words):
+            kind = word[1]
+        first, *last = (int(number) for number in re.findall(r"\d+", words))
+        found |= {(kind, number) for number in range(first, (last or [first])[0] + 1)}
+    return found
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_page_lists_every_table_and_figure(paper: str) -> None:
+    page = (ROOT / "docs" / "papers.md").read_text("utf-8")
+    section = page.partition(f"\n## {paper}\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| ((?:table|figure)s? [^|]*) \|", section, flags=re.MULTILINE)
+    tables, figures = PAPERS[paper]
+    expected = {("table", n + 1) for n in range(tables)} | {("figure", n + 1) for n in range(figures)}
+    listed = [one for cell in cells for one in numbers(cell)]
+    assert set(listed) == expected
+
+
+def test_parts_that_the_page_names_exist() -> None:
+    page = (ROOT / "docs" / "papers.md").read_text("utf-8")
+    named = re.findall(r"--parts ([\w/.:,]+)", page)
+    assert {"fdc", "zdc", "gear", "squeeze", "methods"} <= {part for parts in named for part in parts.split(",")}
+    for parts in named:
+        for part in parts.split(","):
+            find_part(part.replace("artifacts", f"{ROOT}/artifacts"))

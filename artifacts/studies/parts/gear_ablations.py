@@ -17,7 +17,7 @@ ABLATED = {"sparsity": (0.01, 0.05, 0.1), "rank": (0, 2, 8), "loops": (1, 4)}
 
 class Ablations(CachePart):
     name = "gear-ablations"
-    title = "GEAR's parts at 2 bits (figure 4, tables 8 and 10)"
+    title = "GEAR's parts at 2 bits (figures 4a and 4b, tables 8 and 10)"
     text = (
         "All on KIVI with groups and a buffer of 64. Table 8: KIVI, outliers alone, GEAR-L, GEAR. Figure 4b: what is "
         "lost is made up for nowhere (KIVI), in the prompt alone, everywhere. Table 10: H2O at half of the tokens "

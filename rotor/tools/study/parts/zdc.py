@@ -5,15 +5,13 @@ and ratios per token beside eviction and codes (ZDC figures 4 to 9, 14 and 19 to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....calibration.capture import observed_attention
 from ....calibration.pruning import prune_sequences
 from ....checkpoint import GroupLayout, LayerLayout, Numbers
 from ....checkpoint.folding import model_layouts
@@ -23,7 +21,6 @@ from ....models.tokenizer import chat_opening
 from ....models.tokens import calibration_tokens
 from ....parallel.heads import travel
 from ....policies import GEAR, H2O, Policy, Tiers, find_policy
-from ....policies.agreement import in_common
 from ....search import CompressibleModel
 from ....search.evaluation.cached import final_states_through_cache
 from ....search.ratio_search import rising_shares
@@ -31,14 +28,9 @@ from ..cache_part import CachePart, StudiedCache, cache_records
 from ..caches import PROMPT_SHARE, CacheRecord
 from ..context import StudyContext
 from ..part import Table, Task, number
+from ..scores import SEQUENCES, measure_scores, observe, tables_of_scores
 from ..store import Record, StudyStore
 from .methods import at_equal_bytes
-
-SEQUENCES = 2
-"""Sequences of the report split in which scores are looked at, and of each text whose outputs are compared."""
-
-SCORED = 0.35
-"""Share of the tokens that are the least, or the most, important (ZDC section 3.3)."""
 
 RATIOS = (0.1, 0.3, 0.5, 0.7)
 """p of figure 14."""
@@ -69,7 +61,7 @@ class Zdc(CachePart):
     )
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
-        yield Task(f"{self.name}/scores", partial(_scores, study))
+        yield Task(f"{self.name}/scores", partial(measure_scores, study))
         for name in study.inputs.recipes:
             yield Task(f"{self.name}/degradation/{name}", partial(_degradation, study, name))
             yield Task(f"{self.name}/travel/{name}", partial(_travel, study, name))
@@ -102,8 +94,8 @@ class Zdc(CachePart):
             yield Table(["cache", *(f"{size:.0f} bytes" for size in sizes)], rows, text=text)
             text = f"Figures 19 and 22: the fewest bytes whose Q_d is at most {LOSS:g}."
             yield Table(["cache", "bytes", "Q_d"], fewest_bytes(records), text=text)
-        if scores := store.records.get(f"{self.name}/scores"):
-            yield from _tables_of_scores(scores)
+        if record := store.records.get(f"{self.name}/scores"):
+            yield from tables_of_scores(record)
         for name, record in store.part(f"{self.name}/degradation").items():
             rows = [[side, *(_of_texts(record[side][f"{ratio:g}"]) for ratio in RATIOS)] for side in ("QK", "VW_L")]
             text = (
@@ -151,80 +143,6 @@ def fewest_bytes(records: Sequence[CacheRecord]) -> list[list[str]]:
         cells = [number(best.mean_kv_bytes_per_token, 0), number(lost_perplexity(best), 3)] if best else ["none", ""]
         rows.append([best.name if best else family, *cells])
     return rows
-
-
-@torch.no_grad()
-def _observe(study: StudyContext, sequence: Tensor, look: Callable[[int, dict[str, Tensor]], None]) -> None:
-    """Let `look` see the layer, and queries, keys after RoPE and values of its attention, of one sequence."""
-    network = study.network
-    with network.uncompressed() as model:
-        layers = range(network.shape.num_layers)
-        report = lambda layer, tensors, output: look(layer, tensors)  # noqa: E731
-        with observed_attention(model, network.family, network.shape, layers, report):
-            model(input_ids=sequence.to(network.device), use_cache=False, logits_to_keep=1)
-
-
-def _scores(study: StudyContext) -> Record:
-    """Figure 6: range of the scores by layer. Figures 7 and 8: what layers' choices of tokens have in common, by the
-    distance of the layers, in the mean and at least; tokens by their mean score, and by softmax denominators."""
-    shape, sequences = study.network.shape, study.data.report[:SEQUENCES]
-    ranges = [[float("inf"), 0.0, 0.0, 0.0, 0.0, float("-inf")] for _ in range(shape.num_layers)]
-    worth: dict[str, list[Tensor]] = {"mean scores": [], "denominators": []}
-    chosen: dict[str, list[Tensor]] = {}
-
-    def look(layer: int, tensors: dict[str, Tensor]) -> None:
-        query, key = tensors["query"][0].float(), tensors["key_post"][0].float()
-        module = study.network.family.attention_module(study.network.model, layer)
-        logits = query @ key.repeat_interleave(len(query) // len(key), dim=0).mT * scaling_of(module, shape.head_dim)
-        seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
-        visible = logits[:, seen]
-        of = ranges[layer]
-        of[0], of[5] = min(of[0], float(visible.min())), max(of[5], float(visible.max()))
-        tokens = seen.sum(-1)
-        quantiles = visible.flatten().sort().values
-        for place, share in enumerate((0.01, 0.25, 0.75, 0.99), 1):
-            of[place] += float(quantiles[int(share * (len(quantiles) - 1))]) / len(sequences)
-        worth["mean scores"].append((logits.masked_fill(~seen, 0.0).sum((0, 2)) / tokens).cpu())
-        worth["denominators"].append(logits.masked_fill(~seen, -torch.inf).logsumexp((0, 2)).cpu())
-
-    for sequence in sequences.split(1):
-        for kept in worth.values():
-            kept.clear()
-        _observe(study, sequence, look)
-        for by, of_layers in worth.items():
-            for least in (False, True):
-                order = torch.stack(of_layers).argsort(dim=1, descending=not least, stable=True)
-                count = max(1, round(SCORED * sequence.shape[1]))
-                choice = torch.zeros(order.shape, dtype=torch.float64).scatter(1, order[:, :count], 1.0)
-                chosen.setdefault(f"{'un' if least else ''}important by {by}", []).append(in_common(choice))
-    common = {name: torch.stack(of).mean(0) for name, of in chosen.items()}
-    distances = range(1, shape.num_layers)
-    repeated = {
-        name: [[float(of.diagonal(d).mean()), float(of.diagonal(d).min())] for d in distances]
-        for name, of in common.items()
-    }
-    return {"ranges": ranges, "repeated": repeated}
-
-
-def scaling_of(module: Any, head_dim: int) -> float:
-    """What an attention module multiplies its scores by."""
-    return float(getattr(module, "scaling", None) or head_dim**-0.5)
-
-
-def _tables_of_scores(scores: Record) -> Iterator[Table]:
-    header = ["layer", "least", "1 %", "25 %", "75 %", "99 %", "largest"]
-    rows = [[str(layer), *(f"{value:.1f}" for value in of)] for layer, of in enumerate(scores["ranges"])]
-    text = "Figure 6: quantiles of attention scores before the softmax."
-    yield Table(header, rows, "Tokens and layers, bases and bytes (ZDC figures 4 to 9, 14 and 18)", text)
-    repeated = scores["repeated"]
-    rows = [
-        [name, *(f"{mean:.2f} ({least:.2f})" for mean, least in of_distance)] for name, of_distance in repeated.items()
-    ]
-    text = (
-        f"Figures 7 and 8: what two layers have in common of the {SCORED:g} of the tokens that are the most and the "
-        f"least important, by the distance of the layers: in the mean, and at least. {SCORED:g} is chance."
-    )
-    yield Table(["tokens", *(str(d) for d in range(1, len(scores["ranges"])))], rows, text=text)
 
 
 def _degradation(study: StudyContext, name: str) -> Record:
@@ -320,7 +238,7 @@ def _seconds(study: StudyContext) -> Record:
                 final_states_through_cache(network, request, round(PROMPT_SHARE * length), policy, step=1)
                 seconds[name] = time.perf_counter() - start
         spent.clear()
-        _observe(study, request, svd)
+        observe(study, request, svd)
         seconds["SVD"] = sum(spent)
         found[str(length)] = seconds
     return found
