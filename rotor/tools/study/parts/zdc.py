@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ....calibration.pruning import prune_sequences
 from ....checkpoint import GroupLayout, LayerLayout, Numbers
+from ....checkpoint.bases import LayerBases
 from ....checkpoint.folding import model_layouts
-from ....checkpoint.layout import POST_ROPE, LayerRanks, ordered_by_class
+from ....checkpoint.layout import POST_ROPE, ordered_by_class
 from ....errors import UsageError
 from ....models.tokenizer import chat_opening
 from ....models.tokens import calibration_tokens
@@ -34,6 +35,9 @@ from .methods import at_equal_bytes
 
 RATIOS = (0.1, 0.3, 0.5, 0.7)
 """p of figure 14."""
+
+SIDES = ("QK", "VW_L")
+"""What is compressed alone in figure 14."""
 
 PROCESSES = (2, 4, 8)
 AT = 0.3
@@ -72,10 +76,10 @@ class Zdc(CachePart):
         found = {f"H2O, {share:g} of the tokens": StudiedCache("H2O", H2O(share)) for share in SHARES}
         found |= {f"GEAR, {bits} bits": StudiedCache("GEAR", GEAR(bits)) for bits in BITS}
         for recipe in study.inputs.recipes:
-            for label, policy in tiers(study.network.shape.num_layers).items():
+            for label, ratios in tiers(study.network.shape.num_layers).items():
                 for scale in SCALES:
                     family = f"{recipe}: {label}"
-                    found[f"{family}, {scale:g}"] = StudiedCache(family, policy.scaled(scale), recipe)
+                    found[f"{family}, {scale:g}"] = StudiedCache(family, ratios.scaled(scale), recipe)
             both: dict[str, Policy] = {f"H2O-ZDC, {share:g} of the tokens": H2O(share) for share in SHARES[:2]}
             both |= {f"GEAR-ZDC, {bits} bits": GEAR(bits) for bits in BITS}
             for name, policy in both.items():
@@ -97,7 +101,7 @@ class Zdc(CachePart):
         if record := store.records.get(f"{self.name}/scores"):
             yield from tables_of_scores(record)
         for name, record in store.part(f"{self.name}/degradation").items():
-            rows = [[side, *(_of_texts(record[side][f"{ratio:g}"]) for ratio in RATIOS)] for side in ("QK", "VW_L")]
+            rows = [[side, *(_of_texts(record[side][f"{ratio:g}"]) for ratio in RATIOS)] for side in SIDES]
             text = (
                 f"Figure 14, `{name}`: D, how far attention's outputs are off in sum over their size in sum, in the "
                 "mean over layers, each by itself: of text that was calibrated on, and of each sequence of other text."
@@ -126,7 +130,7 @@ def tiers(layers: int) -> dict[str, Tiers]:
     qk = g * policy.qk_important + (1 - g) * policy.qk_unimportant
     v = g * policy.v_important + (1 - g) * policy.v_unimportant
     alike = replace(policy, qk_important=qk, qk_unimportant=qk, v_important=v, v_unimportant=v)
-    return {"ZDC": next(rising_shares(policy, layers)), "/DL": policy, "/DT": alike}
+    return {"ZDC": next(rising_shares(policy, layers), policy), "/DL": policy, "/DT": alike}
 
 
 def lost_perplexity(record: CacheRecord) -> float:
@@ -147,36 +151,40 @@ def fewest_bytes(records: Sequence[CacheRecord]) -> list[list[str]]:
 
 def _degradation(study: StudyContext, name: str) -> Record:
     """Figure 14: D by side and ratio, of text that was calibrated on and of each sequence of other text."""
-    recipe, checkpoint = study.inputs.recipes[name], study.checkpoint
-    bases = study.run(name, recipe).bases()
-    columns = bases[0].group_size * study.network.shape.head_dim
+    recipe, checkpoint, network = study.inputs.recipes[name], study.checkpoint, study.network
     if recipe.groups.joint or recipe.coded:
         raise UsageError(f"{name}: the part zdc compares keys and values by themselves, in numbers.", "Give zdc.")
+    bases = study.run(name, recipe).bases()
     writes = recipe.tokens.source == "synthetic"
     opening = chat_opening(checkpoint.folder, checkpoint.tokenizer) if writes else []
-    own = calibration_tokens(
-        recipe.tokens, checkpoint.config, checkpoint.tokenizer, study.network.source, held_out=recipe.evaluation,
-        opening=opening,
-    )  # fmt: skip
+    config, tokenizer, held_out = checkpoint.config, checkpoint.tokenizer, recipe.evaluation
+    own = calibration_tokens(recipe.tokens, config, tokenizer, network.source, None, held_out, opening)
     texts = [prune_sequences(own.sequences, recipe.prune)[:SEQUENCES], *study.data.report[:SEQUENCES].split(1)]
-    found: Record = {"QK": {f"{ratio:g}": [] for ratio in RATIOS}, "VW_L": {f"{ratio:g}": [] for ratio in RATIOS}}
-    for text in texts:
-        states, total = study.network.embed(text), {}
-        for index, of_layer in enumerate(bases):
-            with study.network.uncompressed(), study.network.layer(index):
-                exact = attention_output(study.network, index, states)
-                for ratio in RATIOS:
-                    kept = max(1, round((1 - ratio) * columns))
-                    for side, ranks in (("QK", (kept, columns)), ("VW_L", (columns, kept))):
-                        groups: LayerRanks = [ranks] * (study.network.shape.num_kv_heads // of_layer.group_size)
-                        with study.network.compressed_layer(index, of_layer, groups):
-                            off = attention_output(study.network, index, states) - exact
-                        lost = float(off.abs().sum() / exact.abs().sum()) / len(bases)
-                        total[side, ratio] = total.get((side, ratio), 0.0) + lost
-                study.network.run(index, states, states)
-        for (side, ratio), lost in total.items():
-            found[side][f"{ratio:g}"].append(lost)
+    found: Record = {side: {f"{ratio:g}": [0.0] * len(texts) for ratio in RATIOS} for side in SIDES}
+    for place, text in enumerate(texts):
+        with network.uncompressed():
+            states = network.embed(text)
+            for index, of_layer in enumerate(bases):
+                with network.layer(index):
+                    for side, ratio, lost in _lost(network, index, of_layer, states):
+                        found[side][f"{ratio:g}"][place] += lost / len(bases)
+                    network.run(index, states, states)
     return found
+
+
+def _lost(
+    network: CompressibleModel, index: int, bases: LayerBases, states: Tensor
+) -> Iterator[tuple[str, float, float]]:
+    """Side, ratio, and how far the outputs of one layer's attention are off, over their size; the layer is loaded."""
+    exact = attention_output(network, index, states)
+    columns = bases.group_size * network.shape.head_dim
+    for ratio in RATIOS:
+        kept = max(1, round((1 - ratio) * columns))
+        for side, ranks in zip(SIDES, ((kept, columns), (columns, kept)), strict=True):
+            groups = [ranks] * (network.shape.num_kv_heads // bases.group_size)
+            with network.compressed_layer(index, bases, groups):
+                off = attention_output(network, index, states) - exact
+            yield side, ratio, float(off.abs().sum() / exact.abs().sum())
 
 
 @torch.inference_mode()
@@ -219,7 +227,6 @@ def _seconds(study: StudyContext) -> Record:
     """Figures 4 and 5: seconds of requests of each of LENGTHS, by what is done to its cache."""
     policies: dict[str, Policy | None] = {"model": None, "with H2O": H2O(SHARES[1]), "with GEAR": GEAR(BITS[0])}
     network, found = study.network, Record()
-
     spent: list[float] = []
 
     def svd(layer: int, tensors: dict[str, Tensor]) -> None:
