@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from rotor.tools.study import scores
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.part import find_part
 from rotor.tools.study.parts import fdc, gear, squeeze, zdc
-from rotor.tools.study.store import Record
+from rotor.tools.study.store import Record, StudyStore
 from rotor.tools.study.study import study
 
 LLAMA = AttentionShape(32, 32, 8, 128, 4096, rotary_dim=128)
@@ -35,6 +36,14 @@ def records(tiny, out: Path, part: str, recipe: str = "zdc") -> tuple[dict[str, 
     more = ["prune.kmeans=32"] if recipe == "zdc" else []
     result = study(tiny("llama"), out, [recipe], [*TINY_STUDY, *more], parts=[part], plots=False)
     return result.records, (out / "summary.md").read_text()
+
+
+def drawn(part: str, name: str, folder: Path):
+    """The figure that a part draws of a study's records."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    settings = json.loads((folder / "results.json").read_text())["settings"]
+    find_part(part).plots(StudyStore.read(folder, settings))[name](figure)
+    return figure
 
 
 def test_gear_errors_fall_with_its_parts(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +65,9 @@ def test_gear_errors_fall_with_its_parts(tiny, tmp_path: Path, monkeypatch: pyte
         assert errors == sorted(errors)  # fewer bits, more error
     for title in ("Figures 1a and 6", "Figure 2a", "Figure 2b"):
         assert title in summary
+    lines = {line.get_label(): line for line in drawn("gear", "gear-residual", tmp_path / "study").axes[0].lines}
+    keys = found["gear/residual, 2 bits"]["spectra"]["keys"]
+    assert list(lines["residual, 2 bits: keys"].get_ydata()) == keys
 
 
 def test_gear_measures_what_codes_lose() -> None:
@@ -88,6 +100,8 @@ def test_squeeze_has_the_cosines_of_the_layers(tiny, tmp_path: Path, monkeypatch
     places = torch.tensor(record["places"], dtype=torch.float64)
     assert places.mean(1).tolist() == pytest.approx(expected, abs=1e-5)
     assert "Cosines of the layers" in summary
+    image = drawn("squeeze", "squeeze", tmp_path / "study").axes[0].images[0].get_array()
+    assert image.T.flatten().tolist() == pytest.approx(places.flatten().tolist(), abs=1e-6)
 
 
 def layout(key: int, value: int, before: bool = False) -> LayerLayout:
