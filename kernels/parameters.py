@@ -60,17 +60,8 @@ class AttentionParameters:
         return self.layout.values_from(key, value)
 
     def meets_latents(self, cls: GroupClass) -> bool:
-        """Whether prompts attend to the latents of keys as they are stored, and no key is expanded.
-
-        Always in a model without RoPE, whose queries come absorbed. After RoPE it is for numbers (codes have constants
-        too, which full keys take in) that are no wider than a head: attention's work grows with the width.
-
-        Source: FDC sections 5.1 and 6; ZACK section 5.1.
-        """
-        if self.query_basis is None:
-            return True
-        numbers = not self.layout.coded and not self.layout.in_blocks
-        return numbers and cls.key.width <= self.shape.head_dim
+        """Whether prompts attend to the latents of keys as they are stored; see LayerLayout.meets_latents."""
+        return self.layout.meets_latents(cls.key, self.shape)
 
     def basis(self, cls: GroupClass) -> Tensor:
         """The query bases of a class, [count, group_size, head_dim, width]; a view."""

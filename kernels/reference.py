@@ -273,6 +273,15 @@ def _running_softmax(
     return weighted / total.masked_fill(total == 0.0, 1.0), largest + total.log()
 
 
+def fused_width(key_width: int, value_width: int) -> int:
+    """Width to which keys and values of a prompt are padded.
+
+    PyTorch's fused kernels want equal widths, on a GPU multiples of 8; without them it stores all logits, and takes
+    three times as long.
+    """
+    return -(-max(key_width, value_width) // 8) * 8
+
+
 def dense_attention(
     query: Tensor,
     key: Tensor,
@@ -319,10 +328,8 @@ def dense_attention(
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
     v_width = value.shape[-1]
-    width = -(-max(query.shape[-1], v_width) // 8) * 8
+    width = fused_width(query.shape[-1], v_width)
     if seq_len > 1 and not query.shape[-1] == v_width == width:
-        # PyTorch's fused kernels want equal widths, on a GPU multiples of 8; without them it stores all logits, and
-        # takes three times as long.
         query, key, value = (functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     output = functional.scaled_dot_product_attention(
         query,

@@ -351,6 +351,17 @@ class LayerLayout:
         """Whether q_proj puts out absorbed queries: without RoPE, norms and exact keys nothing stands between."""
         return self.exact is None and not shape.rotary_dim and not shape.key_norm
 
+    def meets_latents(self, key: Latent, shape: AttentionShape) -> bool:
+        """Whether prompts attend to a latent of keys as it is stored, and no key is expanded.
+
+        Always in a model without RoPE, whose queries come absorbed. After RoPE it is for numbers (codes have constants
+        too, which full keys take in) that are no wider than a head: attention's work grows with the width.
+
+        Source: FDC section 5.1; ZACK section 5.1.
+        """
+        numbers = not self.coded and not self.in_blocks
+        return self.folds_queries(shape) or (numbers and key.width <= shape.head_dim)
+
     @property
     def folds_values(self) -> bool:
         """Whether the value basis is inside W_v, and what reads values inside W_o: no value is kept exactly."""
