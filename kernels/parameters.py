@@ -27,6 +27,7 @@ class AttentionParameters:
     value_basis: [group_size * head_dim, value rank], value_shift: [value rank] float32: map new values into latents.
     output_basis: [group_size * head_dim, value_width], value_constant: [num_kv_heads, head_dim] float32: map what
         attention over rows puts out to the values of each head. These four only in a layer with exact tokens.
+    sinks: [num_heads], in the order of the layout: a logit of each query head without a key; None in most models.
     scales: how latents of joint groups are coded; None of others.
     """
 
@@ -43,6 +44,7 @@ class AttentionParameters:
     output_basis: Tensor | None = None
     value_constant: Tensor | None = None
     scales: CodeScales | None = None
+    sinks: Tensor | None = None
 
     @property
     def heads_per_group(self) -> int:

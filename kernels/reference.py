@@ -289,8 +289,12 @@ def dense_attention(
     scaling: float | None,
     attention_mask: Tensor | None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Scaled-dot-product attention of [batch_size, heads, ...] queries over as many or fewer key and value heads.
+
+    Args:
+        sinks: [heads], a logit of each query head that takes attention and has no value.
 
     Returns [batch_size, seq_len, heads * value width].
     """
@@ -302,13 +306,16 @@ def dense_attention(
     if is_causal and kv_len > seq_len:
         # A prefill into an empty static cache: nothing attends behind the new keys, so leave that part out.
         key, value = key[:, :, :seq_len], value[:, :, :seq_len]
-    if softcap is not None:
+    if softcap is not None or sinks is not None:
         logits = query.unflatten(1, (key.shape[1], -1)).float() @ key.unsqueeze(2).mT.float()
         if is_causal:
             attention_mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=query.device).tril()[None, None]
         logits = masked(scaled_and_capped(logits, scaling, softcap), attention_mask)
         # A query that may attend to nothing (padding) gives zeros, as in scaled_dot_product_attention.
-        weights = torch.softmax(logits, dim=-1).nan_to_num().to(value.dtype)
+        if sinks is not None:
+            own = sinks.to(logits.dtype).reshape(key.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, own], dim=-1)
+        weights = torch.softmax(logits, dim=-1).nan_to_num().to(value.dtype)[..., : key.shape[2]]
         output = (weights.flatten(2, 3) @ value).unflatten(2, weights.shape[2:4])
         return output.permute(0, 3, 1, 2, 4).flatten(2)
     if seq_len == 1 and (attention_mask is None or attention_mask.shape[1] == 1):
