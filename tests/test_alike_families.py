@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.compare import relative_error
+from support.folded_models import Folding, folded
+from support.quick import mostly_nightly
 from support.runs import in_memory
 from support.tiny_models import ALIKE, build_tiny
 from transformers import AutoModelForCausalLM
 
 import rotor
+from rotor.checkpoint.layout import POST_ROPE, KeyForm
 from rotor.search.plan_evaluator import rank_path
 
 SMALL = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "codes.tokens=256", "groups.size=2"]
@@ -21,6 +24,16 @@ PADDING = 64
 
 
 @pytest.mark.parametrize("name", ALIKE)
+def test_at_full_rank_a_family_is_its_source(name: str, tmp_path: Path) -> None:
+    """Folded with random bases, keys after RoPE and before; the pipeline checks the rest."""
+    model = AutoModelForCausalLM.from_pretrained(build_tiny(name, tmp_path / "model"), dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = model(PROMPT).logits
+        for form in (POST_ROPE, KeyForm(8, 0)):
+            assert relative_error(folded(model, Folding(form, 2))(PROMPT).logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", mostly_nightly(ALIKE, lambda name: name == "granite"))
 def test_a_family_goes_through_the_whole_pipeline(name: str, tmp_path: Path) -> None:
     model = build_tiny(name, tmp_path / "model")
     run = rotor.calibrate(model, tmp_path / "run", "rotor", SMALL, offload="always")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.compare import relative_error
+from support.quick import mostly_nightly
 from support.runs import calibrated, in_memory
 from support.tiny_models import CONFIGS, NO_ROPE
 from transformers import AutoModelForCausalLM, StaticCache
@@ -23,14 +24,13 @@ EVERY_CASE = [
     for size in (1, "all")
     if (family, size) != ("falcon", "all")  # it has one KV head
 ] + [("llama", "post", 2), ("llama", "pre", 2), ("gpt2", "post", 2)]  # groups between one and all
-ALL_OF_THEM = {"llama", "falcon", *NO_ROPE}
-CASES = [
-    case
-    if case[0] in ALL_OF_THEM or case[1:] in (("post", 1), ("pre", "all"))
-    else pytest.param(case, marks=pytest.mark.slow)
-    for case in EVERY_CASE
-]
-"""Each family in each domain and with either size of groups; some in all pairs of both, the others among the slow."""
+PAIRS = [("post", 1), ("pre", "all"), ("pre", 1), ("post", "all")]
+QUICK = {
+    next(case for turn in range(4) if (case := (family, *PAIRS[(index + turn) % 4])) in EVERY_CASE)
+    for index, family in enumerate(CONFIGS)
+} | {("gpt2", "post", 2)}
+"""Each family once, and each pair of a domain and a size of groups with several families."""
+CASES = mostly_nightly(EVERY_CASE, lambda case: case in QUICK)
 COMPRESSION = 0.45
 PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
 

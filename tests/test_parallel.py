@@ -261,7 +261,7 @@ def test_the_command_says_what_one_process_says(checkpoint: Any) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launcher, *command], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    expected, found = continue_prompt(folder, text, 8), json.loads(done.stdout)
+    expected, found = continue_prompt(folder, text, max_new_tokens=8), json.loads(done.stdout)
     assert found["text"] == expected["text"]
     indices = INDEX_BYTES * CompressedCheckpoint(folder).shape.num_layers * (found["prompt_tokens"] + 8 - 1)
     assert found["kv_cache_bytes"] == expected["kv_cache_bytes"] + indices == sum(found["kv_cache_bytes_by_process"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from ..progress import Advance
 from ..recipe import Prune
 from .bases.moments import JOINT, LayerStatistics, named_form
 from .pruning import ClusteredStatistics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Observer = Callable[[int, dict[str, Tensor]], None]
 """Function of the layer index and the activations of one batch: `query` [tokens, num_heads, head_dim]; `value` and keys
@@ -68,7 +71,12 @@ def layer_statistics(
 
 @contextmanager
 def capture(
-    model: Any, family: Family, shape: AttentionShape, group_size: int, wanted: frozenset[str], observe: Observer
+    model: PreTrainedModel,
+    family: Family,
+    shape: AttentionShape,
+    group_size: int,
+    wanted: frozenset[str],
+    observe: Observer,
 ) -> Iterator[None]:
     """Context in which every forward pass of `model` reports the `wanted` activations of each layer to `observe`.
 
@@ -91,7 +99,7 @@ def capture(
 
 @contextmanager
 def observed_attention(
-    model: Any,
+    model: PreTrainedModel,
     family: Family,
     shape: AttentionShape,
     layers: range,
@@ -203,7 +211,7 @@ class StoredKeys:
     The conversion only rotates and stacks, so it converts gradients in the same way.
     """
 
-    def __init__(self, model: Any, family: Family, shape: AttentionShape) -> None:
+    def __init__(self, model: PreTrainedModel, family: Family, shape: AttentionShape) -> None:
         self.model, self.family, self.shape = model, family, shape
 
     def of(self, names: Iterable[str], layer: int, seq_len: int, observed: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checked import JsonObject
 from ..checkpoint.atomic import replacing, sync, write_json
 from ..checkpoint.json_differences import differences, shorten_json
 from ..checkpoint.json_files import read_json
@@ -67,7 +68,7 @@ class PartialRun:
         mark_unfinished(self.folder, "run")
         self.work.mkdir(exist_ok=True)
 
-    def agree(self, fingerprint: dict[str, Any]) -> None:
+    def agree(self, fingerprint: JsonObject) -> None:
         """Record the inputs of the run, or compare them with the recorded ones.
 
         Raises:
@@ -106,7 +107,7 @@ class PartialRun:
     def _states(self, layer: int) -> Path:
         return self.work / f"states-{layer:04d}.bin"
 
-    def _progress(self) -> dict[str, Any]:
+    def _progress(self) -> JsonObject:
         path = self.work / PROGRESS
         return read_json(path, START_AGAIN) if path.is_file() else {}
 

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..checked import JsonObject
 from ..errors import CheckpointError
 
 MAX_JSON_BYTES = 1 << 27
@@ -26,7 +27,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_json(path: Path, hint: str = "") -> dict[str, Any]:
+def read_json(path: Path, hint: str = "") -> JsonObject:
     """Read a JSON object from a file; raises CheckpointError where it is missing or not one."""
     if not path.is_file():  # a pipe would wait for its writer
         raise CheckpointError(f"{path}: no such file.", hint)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..checked import OneOf, Reader
+from ..checked import JsonObject, OneOf, Reader
 from ..errors import CheckpointError
 from .file_names import KERNEL_CONFIG
 from .json_files import read_json
@@ -77,12 +77,12 @@ class KernelConfig:
     layers: tuple[LayerKernels, ...]
     version: Literal[4] = 4
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """What `from_dict` reads, in JSON's types."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], where: str = KERNEL_CONFIG) -> KernelConfig:
+    def from_dict(cls, data: JsonObject, where: str = KERNEL_CONFIG) -> KernelConfig:
         """Read what `to_dict` wrote.
 
         Raises:

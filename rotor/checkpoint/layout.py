@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from ..checked import Expect, Reader
+from ..checked import Expect, JsonObject, Reader
 from ..errors import CheckpointError
 from .channels import EDITED, MAX_RANK, Latent, Parted, StoredLatent, read_alike
 
@@ -204,7 +204,7 @@ class GroupLayout:
             return str(self.key.rank)
         return f"({'+'.join(str(latent.rank) for latent in self.key.fast)})+{self.key.rest.rank}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         value = {} if self.value is None else {"value": self.value.to_dict()}
         return {"kv_heads": list(self.kv_heads), "key": self.key.to_dict()} | value
 
@@ -461,13 +461,13 @@ class LayerLayout:
             key_column += count * key.width
             key_byte, value_byte = key_byte + count * strides[0], value_byte + count * strides[1]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         block = {} if self.rope_block is None else {"rope_block": self.rope_block, "fast_planes": self.fast_planes}
         exact = {} if self.exact is None else {"exact": asdict(self.exact)}
         return {"groups": [group.to_dict() for group in self.groups]} | block | exact
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], where: str) -> LayerLayout:
+    def from_dict(cls, data: JsonObject, where: str) -> LayerLayout:
         """Read what `to_dict` wrote.
 
         Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..checked import Reader, shorten
+from ..checked import JsonObject, Reader, shorten
 from ..errors import CheckpointError
 from ..installing import PACKAGE
 from .channels import EDITED
@@ -67,15 +67,15 @@ class CompressedSection:
         self.format_version = reader.read(int, format_version, "format_version")
         if isinstance(layers, dict):
             self._check_counts(layers, reader)
-        self.layers = reader.read(dict[str, Any], layers or {}, "layers")
+        self.layers = reader.read(JsonObject, layers or {}, "layers")
         self.biases = sorted(reader.read(list[Literal["q", "k", "v", "o"]], biases, "biases"))
         if cache is not None:
-            self.cache = reader.read(dict[str, Any], cache, "cache")
+            self.cache = reader.read(JsonObject, cache, "cache")
         if source is not None:
             self.source = reader.read(SourceInfo, source, "source")
 
     @staticmethod
-    def _check_counts(layers: dict[str, Any], reader: Reader) -> None:
+    def _check_counts(layers: JsonObject, reader: Reader) -> None:
         if len(layers) > MOST_LAYERS:
             raise reader.fail("layers", f"{len(layers)} layers", f"at most {MOST_LAYERS}")
         for index, layer in layers.items():

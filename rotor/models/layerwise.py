@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from ..runtime.decoded import decoding
 from .memory import HEAD_POSITIONS, LOGIT_BYTES
 from .source import is_finite
 from .weights import Weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 STATES_IN_MEMORY_BYTES = 256 << 20
 """Hidden states up to this size are kept in memory, larger ones in a memory-mapped file."""
@@ -49,7 +52,7 @@ class LayerwiseModel:
     def __init__(self, source: Weights, batch_tokens: int = 2048, workspace: Path | None = None) -> None:
         self.source, self.batch_tokens, self.workspace = source, batch_tokens, workspace
         self.model = source.model
-        self.config: Any = self.model.config
+        self.config: PreTrainedConfig = self.model.config
         self.family: Family = FAMILIES[self.config.model_type]
         self.shape = attention_shape(self.config)
         self.decoder = self.model.get_submodule(self.family.decoder)
@@ -59,7 +62,7 @@ class LayerwiseModel:
         self.device, self.dtype = source.device, source.dtype
 
     @classmethod
-    def of(cls, model: Any, batch_tokens: int = 2048) -> LayerwiseModel:
+    def of(cls, model: PreTrainedModel, batch_tokens: int = 2048) -> LayerwiseModel:
         """Wrap a model whose weights are all in memory."""
         return cls(Weights(model), batch_tokens)
 

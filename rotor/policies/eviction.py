@@ -173,7 +173,7 @@ class EvictingLayer(PolicyLayer):
                 more_cos, more_sin = between(rotations.table, self.moved)
                 cos, sin = cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin
             rotations = rotations._replace(read=(cos, sin))
-        key, value = call.cache.update(call.key, call.value, call.layer_idx)
+        key, value = call.cached()
         output = attend_to_rows(call._replace(mask=mask, rotations=rotations), key, value)
         sums = None
         if self.policy.needs_weights:

@@ -106,7 +106,7 @@ class PolicyLayer(DynamicLayer, RowStore):
 
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         self.begin(call.mask, len(call.value), seq_len_of(call.query), call.query.device)
-        return attend_to_rows(call, *call.cache.update(call.key, call.value, call.layer_idx))
+        return attend_to_rows(call, *call.cached())
 
     def observe_weights(self, weights: Tensor | None) -> None:
         """Take note of the attention weights of an uncompressed model, once attention is done.

@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-from ..checked import Reader, nearest_name, shorten
+from ..checked import JsonObject, Reader, nearest_name, shorten
 from ..checkpoint import read_text, read_yaml
 from ..checkpoint.section import EDITED
 from ..errors import CheckpointError, RecipeError, UsageError
@@ -149,7 +149,7 @@ def read_stored(section: Any) -> Policy | None:
     return None if section is None else read_policy(section, reader)
 
 
-def _bundled() -> dict[str, Any]:
+def _bundled() -> JsonObject:
     folder = resources.files("rotor.recipes") / "cache"
     return {path.name[:-5]: path for path in sorted(folder.iterdir(), key=str) if path.name.endswith(".yaml")}
 

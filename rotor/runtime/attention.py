@@ -7,7 +7,7 @@ transformers' cache classes store as they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from ..logs import log
 from .exact import NewTokens
 from .rope import RotaryTable, Rotations, rope_of
 from .steps import AttentionCall, CacheRows
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedConfig
 
 # Older versions of transformers have a single class of quantised layers.
 QUANTISING = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
@@ -65,7 +68,7 @@ class RotorAttention(CompressedProjections):
     ) -> None:
         shapes = {name: spec.shape for name, spec in layer_tensors(layout, shape, biases).items()}
         super().__init__(shapes, shape.head_dim, {name: base.get_submodule(name) for name in family.norms})
-        self.config: Any = base.config
+        self.config: PreTrainedConfig = base.config  # type: ignore[assignment]
         self.layer_idx: int = int(base.layer_idx)  # type: ignore[arg-type]
         # Falcon's attention lacks the attribute; it uses the default.
         self.scaling: float = float(getattr(base, "scaling", shape.head_dim**-0.5))
@@ -186,7 +189,7 @@ class RotorAttention(CompressedProjections):
         return f"{text}, row_bytes={sum(self.layout.row_bytes(2))}" if self.layout.coded else text
 
 
-def attention_dropout(config: Any) -> float:
+def attention_dropout(config: PreTrainedConfig) -> float:
     """Share of the attention weights that the source drops in training; GPT-2 has its own name for it."""
     return float(getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None) or 0.0)
 
@@ -247,7 +250,9 @@ def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
     return x if rotation is None else rotate(x, rotation[0].to(x.dtype), rotation[1].to(x.dtype))
 
 
-def _check_pass(layout: LayerLayout, layer_idx: int, asked: dict[str, Any], mask: Tensor | None, cache: Any) -> None:
+def _check_pass(
+    layout: LayerLayout, layer_idx: int, asked: dict[str, Any], mask: Tensor | None, cache: Cache | None
+) -> None:
     """Check that a layer can do what is asked of it; raises UsageError if not.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from ..errors import UsageError
 from ..kernels.exact import ExactKeys
 from ..kernels.parameters import shown_by
 from .rope import TokenSpan
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 FAR = 1 << 40
 """Index of the first token of a sequence that has been nothing but padding so far."""
@@ -428,13 +431,13 @@ REPLACED: dict[type, type[WithExactRows]] = {
 """The stock layers that can keep exact tokens, and what takes their place."""
 
 
-def with_exact_rows(cache: Any, layer_idx: int, exact: ExactTokens) -> WithExactRows:
+def with_exact_rows(cache: Cache, layer_idx: int, exact: ExactTokens) -> WithExactRows:
     """The layer of a cache, which keeps exact tokens from now on; a stock one is replaced.
 
     Raises:
         UsageError: a layer of another kind, or one that was filled without exact tokens.
     """
-    layers: list[Any] = cache.layers
+    layers = cache.layers
     if cache.layer_class_to_replicate is not None:  # transformers makes them at the first update
         while len(layers) <= layer_idx:
             layers.append(cache.layer_class_to_replicate())

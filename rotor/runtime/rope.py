@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from ..checkpoint import AttentionShape, Family, KeyForm, LayerLayout
 from ..kernels.rotary import Rotation, when_read, within_blocks
 from .positions import PositionCheck
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedConfig
 
 TABLE_ROWS = 1024
 """Rows by which a table of cosines and sines grows."""
@@ -115,7 +118,7 @@ class RotaryTable:
         return self._read[form]
 
 
-def rotary_tables(network: nn.Module, family: Family, config: Any) -> list[RotaryTable | None]:
+def rotary_tables(network: nn.Module, family: Family, config: PreTrainedConfig) -> list[RotaryTable | None]:
     """The table of each layer of a causal model, shared by layers of a type; None without RoPE."""
     kinds = [family.rotary_type(config, layer) for layer in range(config.get_text_config().num_hidden_layers)]
     if family.rotary is None:
@@ -137,7 +140,7 @@ class NoRope:
         self,
         positions: Tensor | None,
         mask: Tensor | None,
-        cache: Any,
+        cache: Cache | None,
         layer_idx: int,
         batch_size: int,
         span: TokenSpan,
@@ -189,7 +192,7 @@ class InBlocks(NoRope):
         self,
         positions: Tensor | None,
         mask: Tensor | None,
-        cache: Any,
+        cache: Cache | None,
         layer_idx: int,
         batch_size: int,
         span: TokenSpan,

@@ -40,6 +40,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from ..checked import JsonObject
 from ..checkpoint import CompressedSection, ExactTokens, is_compressed
 from ..kernels.rotary import Rotation
 from ..logs import log
@@ -77,7 +78,7 @@ def watch(architecture: str) -> None:
     MODELS_CONFIG_MAP[architecture] = Requests
 
 
-def _plan(vllm_config: Any, stored: dict[str, Any]) -> Plan:
+def _plan(vllm_config: Any, stored: JsonObject) -> Plan:
     model, section = vllm_config.model_config, CompressedSection(**stored)
     ranks = vllm_config.parallel_config.tensor_parallel_size
     return Plan(model.hf_config, section, model.model, model.revision, model.dtype, model.max_model_len, ranks)

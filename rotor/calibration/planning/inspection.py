@@ -10,10 +10,10 @@ import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ...checked import JsonObject
 from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
 from ...errors import MissingError
 from ...models.device_plan import DevicePlan
@@ -99,7 +99,7 @@ class Inspection:
     row_start: str | None
     recipe: str
     bits: tuple[int, ...]
-    tokens: dict[str, Any]
+    tokens: JsonObject
     form: str
     objective: ObjectiveSettings
     instructions_per_cycle: float
@@ -110,7 +110,7 @@ class Inspection:
     validate: ResourceEstimate
     available_device_bytes: int | None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return asdict(self)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -29,6 +29,9 @@ from ..codes.side import codes_bytes
 from ..codes.training import TRAINED_ELEMENT_BYTES
 from ..pruning import kmeans_bytes
 from .form import Frequencies, model_form, wanted_gradients
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LIBRARIES_BYTES = 600 << 20
 """Resident memory of Python with torch and transformers imported and used (measured: 0.45 to 0.6 GB)."""
@@ -51,7 +54,7 @@ class ModelOutline:
     stored_bytes: bytes of all shards.
     """
 
-    config: Any
+    config: PreTrainedConfig
     family: Family
     shape: AttentionShape
     layers: tuple[int, ...]
@@ -66,7 +69,7 @@ class ModelOutline:
         return cls.of_headers(checkpoint.config, shapes, checkpoint.total_bytes())
 
     @classmethod
-    def of_headers(cls, config: Any, shapes: dict[str, list[int]], stored_bytes: int) -> ModelOutline:
+    def of_headers(cls, config: PreTrainedConfig, shapes: dict[str, list[int]], stored_bytes: int) -> ModelOutline:
         """Outline a model from the shapes of its tensors by name and the bytes of their files; raises like `of`."""
         family, shape = find_family(config), attention_shape(config)
         layers = [0] * shape.num_layers
@@ -90,7 +93,8 @@ class ModelOutline:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the stored weights."""
-        return self.config.dtype or torch.float32
+        stored = self.config.dtype
+        return stored if isinstance(stored, torch.dtype) else torch.float32
 
     @property
     def frequencies(self) -> Frequencies | None:
@@ -262,7 +266,7 @@ def wanted_moments(recipe: Recipe, form: LayerForm) -> frozenset[str]:
     return needed_statistics(recipe.bases.qk, recipe.bases.vo, form, recipe.bases.refit)
 
 
-def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
+def rotary_frequencies(config: PreTrainedConfig, layer: int) -> tuple[float, ...] | None:
     """Radians by which each plane of a head rotates from one position to the next; empty in a model without RoPE.
 
     Returns:
@@ -292,7 +296,7 @@ def needs_whole_model(recipe: Recipe) -> tuple[str, str] | None:
     return request, "Choose another method, e.g. --set ranks.method=global."
 
 
-def _feed_forward_width(config: Any) -> int:
+def _feed_forward_width(config: PreTrainedConfig) -> int:
     """Width of a layer's feed-forward part for one token, or the widths of its experts together."""
     widths = (getattr(config, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim"))
     dense = next((int(width) for width in widths if width), 4 * int(config.hidden_size))

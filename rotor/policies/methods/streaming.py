@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import NonNegativeInt
 
 from ...checkpoint import FAMILIES
 from ...errors import UnsupportedModelError
 from ..eviction import Eviction
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Streaming(Eviction):
         if self.moves_keys and post_rope:
             raise _cannot_move("this checkpoint's keys are compressed after RoPE, which is in their latents")
 
-    def check_config(self, config: Any) -> int:
+    def check_config(self, config: PreTrainedConfig) -> int:
         if self.moves_keys and FAMILIES[config.model_type].rotary is None:
             raise _cannot_move("this model has no RoPE")
         return super().check_config(config)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...checked import JsonObject
 from ...checkpoint.atomic import write_text
 from ...checkpoint.file_names import KERNEL_CONFIG
 from ...checkpoint.kernel_config import KernelConfig, LayerKernels, Tile
@@ -49,7 +50,7 @@ def step_seconds(call: Callable[[], Any]) -> float:
     return 1e-3 * do_bench_cudagraph(call, return_mode="median")
 
 
-def tune(folder: Path, batch_size: int = 8, tokens: int = 32768) -> list[dict[str, Any]]:
+def tune(folder: Path, batch_size: int = 8, tokens: int = 32768) -> list[JsonObject]:
     """Measure tiles, warps, stages and slices of decoding for every kind of layer, and write the fastest into the
     checkpoint's kernel_config.json, for this GPU's architecture.
 

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from .loads import LOADS
-from .plan import ROOT
-
-Record = dict[str, Any]
+from .plan import ROOT, Record
 
 KERNELS = ("append", "absorb", "decode", "join")
 

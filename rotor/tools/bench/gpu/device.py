@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ..records import describe_device, quartiles
-
-Record = dict[str, Any]
+from .plan import Record
 
 ASKED = (
     "driver_version", "clocks.current.sm", "clocks.current.memory", "clocks.max.sm", "clocks.max.memory", "power.limit",

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..subjects import model_of
-
-Record = dict[str, Any]
+from .plan import Record
 
 
 def markdown(records: list[Record]) -> str:
