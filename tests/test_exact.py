@@ -13,6 +13,7 @@ import torch
 from support.both_kinds import in_one_pass
 from support.compare import relative_error
 from support.folded_models import MIXED, Folding, folded
+from support.quick import mostly_nightly
 from support.runs import calibrated
 from support.tiny_models import CONFIGS
 from torch import Tensor
@@ -124,10 +125,15 @@ def check(got: Tensor, expected: Tensor, begin: Sequence[int]) -> None:
         assert relative_error(got[row, start:], expected[row, start:]) < TOLERANCE
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", CASES)
-def test_passes_through_a_cache_are_one_pass_with_two_kinds_of_keys(name: str, cache: str, models) -> None:
+EVERY = [(name, cache) for name in CASES for cache in CACHES]
+QUICK = {(name, [*CACHES][index % len(CACHES)]) for index, name in enumerate(CASES)}
+"""Each case with one of the caches; the others are nightly."""
+
+
+@pytest.mark.parametrize("case", mostly_nightly(EVERY, lambda case: case in QUICK), ids=str)
+def test_passes_through_a_cache_are_one_pass_with_two_kinds_of_keys(case: tuple[str, str], models) -> None:
     """Also behind padding that is no multiple of a block."""
+    name, cache = case
     model, _ = models(name)
     rows, begin = prompts(3, LENGTH), [0, 5, 3]
     with torch.no_grad():
