@@ -66,9 +66,8 @@ EVERY = [(name, prompt) for name in CASES for prompt in (1, 25)]
 QUICK = {(name, 25 if index else 1) for index, name in enumerate(CASES)}
 
 
-@pytest.mark.parametrize("case", mostly_nightly(EVERY, lambda case: case in QUICK), ids=str)
-def test_one_pass_is_a_prompt_and_steps(case: tuple[str, int], compressed) -> None:
-    name, prompt = case
+@pytest.mark.parametrize(("name", "prompt"), mostly_nightly(EVERY, lambda case: case in QUICK))
+def test_one_pass_is_a_prompt_and_steps(name: str, prompt: int, compressed) -> None:
     model, source = compressed(name)
     with torch.no_grad():
         expected = decoded(model, ROWS, prompt)

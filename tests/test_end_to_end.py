@@ -233,10 +233,10 @@ RECIPES = [
 
 
 @pytest.mark.parametrize(
-    "case", mostly_nightly(RECIPES, lambda case: case not in (("zack", "gpt2"), ("rotor-post-16", "qwen3"))), ids=str
+    ("recipe", "family"),
+    mostly_nightly(RECIPES, lambda case: case not in (("zack", "gpt2"), ("rotor-post-16", "qwen3"))),
 )
-def test_every_recipe_on_models_with_and_without_rope(case: tuple[str, str], tiny, tmp_path: Path) -> None:
-    recipe, family = case
+def test_every_recipe_on_models_with_and_without_rope(recipe: str, family: str, tiny, tmp_path: Path) -> None:
     small = ["tokens.count=512", "tokens.seq_len=64", *(["prune.kmeans=32"] if recipe == "zdc" else [])]
     ranks = ["ranks.multiple_of=4", "ranks.probe_tokens=256", "ranks.fisher_tokens=128", *FAST_EVALUATION, *SHORT_TEXT]
     run = calibrate(tiny(family), tmp_path / "run", recipe, [*small, *ranks])

@@ -56,10 +56,10 @@ def load(folder: Path, dtype: torch.dtype = torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_rewriting_in_memory_and_on_disk(case, compressed) -> None:
+@pytest.mark.parametrize(("family", "domain", "size"), CASES)
+def test_rewriting_in_memory_and_on_disk(family, domain, size, compressed) -> None:
     """With all channels it is exact; a written checkpoint equals the compression in memory, and validates."""
-    run, out = compressed(*case)
+    run, out = compressed(family, domain, size)
     network, path = in_memory(run), rank_path(run, run.recipe)
     full, plan = path.plans()[0], path.at_compression(COMPRESSION)
     assert plan is not None
@@ -78,10 +78,10 @@ def test_rewriting_in_memory_and_on_disk(case, compressed) -> None:
     assert {"full-rank rewrite", "KV bytes per token", "tensor hashes"} <= passed
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_generation(case, compressed) -> None:
+@pytest.mark.parametrize(("family", "domain", "size"), CASES)
+def test_generation(family, domain, size, compressed) -> None:
     """Cached as in a full forward pass, whatever the padding, in a dynamic as in a static cache."""
-    model = load(compressed(*case)[1])
+    model = load(compressed(family, domain, size)[1])
     settings = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     logits = {"output_logits": True, "return_dict_in_generate": True}
     output = model.generate(PROMPT, **settings, **logits)
@@ -104,9 +104,9 @@ def test_generation(case, compressed) -> None:
     assert torch.equal(static, together.sequences)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_saving_the_loaded_model_round_trips(case, compressed, tmp_path: Path) -> None:
-    model = load(compressed(*case)[1])
+@pytest.mark.parametrize(("family", "domain", "size"), CASES)
+def test_saving_the_loaded_model_round_trips(family, domain, size, compressed, tmp_path: Path) -> None:
+    model = load(compressed(family, domain, size)[1])
     model.save_pretrained(tmp_path / "again")
     again, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "again", dtype=torch.float32, output_loading_info=True

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..checked import JsonObject
+from ..checked import JsonObject, JsonObject
 from ..checkpoint.atomic import write_json, write_text
 from ..checkpoint.file_names import RECIPE
 from ..checkpoint.hashes import file_sha256

@@ -15,6 +15,8 @@ import resource
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..checked import JsonObject
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import TextStreamer
 from typing_extensions import NotRequired, TypedDict
 
+from ..checked import JsonObject
 from ..checkpoint.rewritten import source_at
 from ..errors import CheckpointError, DataError, UsageError
 from ..models.compressed import open_model

@@ -11,5 +11,11 @@ Case = TypeVar("Case")
 
 
 def mostly_nightly(cases: Iterable[Case], quick: Callable[[Case], bool]) -> list[object]:
-    """The values of one parameter; those that are not `quick` have the mark nightly."""
-    return [pytest.param(case, marks=() if quick(case) else pytest.mark.nightly) for case in cases]
+    """Values of a parameter, or tuples of several ones'; those that are not `quick` have the mark nightly."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if quick(case) else pytest.mark.nightly,
+        )
+        for case in cases
+    ]
