@@ -66,8 +66,6 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy kernels --ignore-missing-imports
-	$(BIN)/mypy tests/support
 	$(BIN)/lint-imports --no-cache
 
 test: lint

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..checked import JsonObject, JsonObject
+from ..checked import JsonObject
 from ..checkpoint.atomic import write_json, write_text
 from ..checkpoint.file_names import RECIPE
 from ..checkpoint.hashes import file_sha256
@@ -258,7 +258,7 @@ class Calibration:
             for n in layers
         ]
         codes = [read_codes(layer_path(folder, "codes", n), self.form.layer(n), self.shape) for n in layers]
-        element_bytes = (self.checkpoint.config.dtype or torch.float32).itemsize
+        element_bytes = self.checkpoint.dtype.itemsize
         context = context_tokens(self.checkpoint.config)
         path = BitsPath(codes, self.shape, self.recipe.codes.bits, element_bytes, context)
         network = LayerwiseModel(self.weights, self.request.batch_tokens, self.partial.work)
@@ -334,7 +334,7 @@ class Calibration:
                 **hashes,
             },
             "form": self.form._asdict() | {"keys": [keys._asdict() for keys in self.form.keys]},
-            "element_bytes": (config.dtype or torch.float32).itemsize,
+            "element_bytes": self.checkpoint.dtype.itemsize,
             "shape": dataclasses.asdict(self.shape),
             "tokens": about_tokens,
             "device": str(self.devices.device),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checked import JsonObject, JsonObject
+from ..checked import JsonObject
 from ..checkpoint.atomic import replacing, sync, write_json
 from ..checkpoint.json_differences import differences, shorten_json
 from ..checkpoint.json_files import read_json

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..checked import JsonObject, JsonObject, Reader
+from ..checked import JsonObject, Reader
 from ..checkpoint.atomic import replacing
 from ..checkpoint.bases import BasisPair, LayerBases, Parting, check_stored, latent_names, latent_sizes
 from ..checkpoint.file_names import RECIPE

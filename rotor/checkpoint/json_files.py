@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..checked import JsonObject, JsonObject
+from ..checked import JsonObject
 from ..errors import CheckpointError
 
 MAX_JSON_BYTES = 1 << 27

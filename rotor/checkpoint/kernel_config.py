@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..checked import JsonObject, JsonObject, OneOf, Reader
+from ..checked import JsonObject, OneOf, Reader
 from ..errors import CheckpointError
 from .file_names import KERNEL_CONFIG
 from .json_files import read_json

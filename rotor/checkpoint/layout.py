@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from ..checked import JsonObject, Expect, JsonObject, Reader
+from ..checked import Expect, JsonObject, Reader
 from ..errors import CheckpointError
 from .channels import EDITED, MAX_RANK, Latent, Parted, StoredLatent, read_alike
 

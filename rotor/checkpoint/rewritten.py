@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -122,7 +122,7 @@ class _Opened:
 
     def __init__(self, folder: Path, files: Sequence[str]) -> None:
         try:
-            self.files: dict[str, Any] = {file: safe_open(folder / file, framework="pt") for file in files}
+            self.files: dict[str, safe_open] = {file: safe_open(folder / file, framework="pt") for file in files}
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: {' '.join(str(error).split())}", "Get the folder again.") from error
         self.folder = folder

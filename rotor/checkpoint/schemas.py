@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from ..checked import JsonObject, Expect, JsonObject, Reader
+from ..checked import Expect, JsonObject, Reader
 from ..errors import CheckpointError
 from .channels import PartedInfo
 from .json_files import read_json

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..checked import JsonObject, JsonObject, Reader, shorten
+from ..checked import JsonObject, Reader, shorten
 from ..errors import CheckpointError
 from ..installing import PACKAGE
 from .channels import EDITED

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.text import Text
 
-from ..checked import JsonObject, JsonObject
+from ..checked import JsonObject
 from ..recipe.requests import (
     CalibrationRequest,
     ExportRequest,

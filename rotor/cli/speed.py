@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..checked import JsonObject, JsonObject
+from ..checked import JsonObject
 from ..checkpoint.output_folder import check_file
 from ..errors import UsageError
 from ..logs import log

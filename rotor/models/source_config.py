@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from ..checked import JsonObject, JsonObject, Reader, shorten
+from ..checked import JsonObject, Reader, shorten
 from ..checkpoint.section import is_ours
 from ..errors import CheckpointError
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checked import JsonObject, JsonObject
+from ..checked import JsonObject
 from ..errors import CheckpointError, DataError
 from . import tokenizer_trial
 

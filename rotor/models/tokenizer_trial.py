@@ -15,8 +15,6 @@ import resource
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..checked import JsonObject
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 

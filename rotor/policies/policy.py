@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..checked import JsonObject, Expect, JsonObject, Reader, shorten
+from ..checked import Expect, JsonObject, Reader, shorten
 from ..checkpoint import ExactTokens, LayerLayout
 from ..errors import UnsupportedModelError, UsageError
 from ..kernels.rows import row_dtype

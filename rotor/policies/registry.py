@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-from ..checked import JsonObject, JsonObject, Reader, nearest_name, shorten
+from ..checked import JsonObject, Reader, nearest_name, shorten
 from ..checkpoint import read_text, read_yaml
 from ..checkpoint.section import EDITED
 from ..errors import CheckpointError, RecipeError, UsageError

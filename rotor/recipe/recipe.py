@@ -10,7 +10,7 @@ import yaml
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from ..checked import JsonObject, InvalidField, JsonObject
+from ..checked import InvalidField, JsonObject
 from ..checkpoint.channels import WIDTHS
 from .basis_methods import QK_METHODS
 from .rank_methods import Need

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from ..checked import JsonObject, JsonObject, in_words, options
+from ..checked import JsonObject, in_words, options
 from .recipe import EXPORT_SECTIONS, Recipe
 
 HEAD = """# Fields of a recipe

@@ -21,7 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checked import JsonObject, JsonObject
+from ..checked import JsonObject
 from ..checkpoint import (
     FAMILIES,
     KERNEL_CONFIG,

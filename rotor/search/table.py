@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..calibration.allocation.plan import Plan, Sensitivity
 from ..calibration.run import Run
-from ..checked import JsonObject, JsonObject, Reader, plain
+from ..checked import JsonObject, Reader, plain
 from ..checkpoint.atomic import write_json
 from ..checkpoint.json_files import read_json
 from ..checkpoint.layout import ExactTokens

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from transformers import TextStreamer
 from typing_extensions import NotRequired, TypedDict
 
-from ..checked import JsonObject
 from ..checkpoint.rewritten import source_at
 from ..errors import CheckpointError, DataError, UsageError
 from ..models.compressed import open_model
@@ -84,7 +83,7 @@ def _generate(request: GenerationRequest, progress: Progress) -> Continuation:
     compute: DeviceOptions = request
     if request.parallel:
         compute = replace(request, device=join_processes(request.device))
-    place = DevicePlan.choose(compute, checkpoint.config.dtype or torch.float32)
+    place = DevicePlan.choose(compute, checkpoint.dtype)
     chat = bool(tokenizer.chat_template) and not request.raw
     text = as_chat(folder, prompt) if chat else prompt
     inputs = tokenizer(text, add_special_tokens=not chat, return_tensors="pt").to(place.device)

@@ -40,7 +40,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from ..checked import JsonObject, JsonObject
+from ..checked import JsonObject
 from ..checkpoint import CompressedSection, ExactTokens, is_compressed
 from ..kernels.rotary import Rotation
 from ..logs import log

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.registry import ModelRegistry
 
-from ..checked import JsonObject, JsonObject
+from ..checked import JsonObject
 from ..checkpoint import METHOD, is_compressed
 from ..errors import UnsupportedModelError, UsageError
 from .served import PREFIX

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ...checked import JsonObject, JsonObject
+from ...checked import JsonObject
 from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
 from ...errors import MissingError
 from ...models.device_plan import DevicePlan

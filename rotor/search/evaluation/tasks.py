@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from ...checked import JsonObject, JsonObject
+from ...checked import JsonObject
 from ...errors import CheckpointError, DataError, RotorError, UsageError
 from ...installing import pip_install
 from ...models.tokenizer import text_start

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...checked import JsonObject, JsonObject
+from ...checked import JsonObject
 from ...errors import UsageError
 from ...models.compressed import CompressedCheckpoint
 from ...models.hardware import pick_device, pick_dtype

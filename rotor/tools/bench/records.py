@@ -12,7 +12,7 @@ from statistics import quantiles
 
 import torch
 
-from ...checked import JsonObject, JsonObject
+from ...checked import JsonObject
 from ...versions import versions
 
 COMMIT = "ROTOR_COMMIT"

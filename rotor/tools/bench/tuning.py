@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...checked import JsonObject, JsonObject
+from ...checked import JsonObject
 from ...checkpoint.atomic import write_text
 from ...checkpoint.file_names import KERNEL_CONFIG
 from ...checkpoint.kernel_config import KernelConfig, LayerKernels, Tile

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ...checked import JsonObject, JsonObject
+from ...checked import JsonObject
 from ...checkpoint.families import FAMILIES
 from ...checkpoint.hashes import tensor_sha256
 from ...checkpoint.manifest import Manifest

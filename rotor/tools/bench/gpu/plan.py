@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from ....checked import JsonObject, JsonObject
+from ....checked import JsonObject
 from ....checkpoint.kernel_config import ARCHITECTURES
 from ..subjects import gpu_subjects, model_of
 from ..tuning import launches
