@@ -19,7 +19,7 @@ from typing_extensions import is_typeddict
 
 from .errors import RecipeError, RotorError
 
-JsonObject = JsonObject
+JsonObject = dict[str, Any]
 """A JSON object as it is read or written; what must be of some type is read with a `Reader`."""
 
 _shortener = reprlib.Repr()
