@@ -242,7 +242,7 @@ def ranges_of_pages(
 class _Step(threading.local):
     """The ranges of the mask of a thread's step: the layers go through it in their order, and all share its mask."""
 
-    key: tuple[Any, ...] | None = None
+    key: tuple[object, ...] | None = None
     layer = -1
     mask: Any = None
     known: KeyRanges

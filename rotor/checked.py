@@ -135,7 +135,7 @@ class Reader:
         )
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Convert a dataclass to JSON's types, which `Reader.read` reads back."""
     kind: Any = type(value)
     return _adapter(kind).dump_python(value, mode="json", by_alias=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -130,7 +131,7 @@ def observed_attention(
         attention_mask: Tensor | None,
         scaling: float | None = None,
         softcap: float | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, None]:
         layer = module.layer_idx
         tensors = {"query": query, "key_post": key, "value": value}
@@ -146,7 +147,7 @@ def observed_attention(
     def keep(layer: int) -> Callable[..., None]:
         return lambda module, inputs, output: before.update({layer: output})
 
-    handles: list[Any] = []
+    handles: list[RemovableHandle] = []
     if family.rotary is not None:
         for layer, module in modules.items():
             handles.append(module.get_submodule(family.key_source).register_forward_hook(keep(layer)))
@@ -175,7 +176,7 @@ def _forward_through_interface(
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Forward of a fused attention with RoPE that calls the attention interface."""
     fused = module.get_submodule(family.fused)(hidden_states)

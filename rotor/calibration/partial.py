@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ class PartialRun:
         if self.exists:
             remove(self.folder, "run")
 
-    def ended(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def ended(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Remove the folder after a failure, unless --resume can use it.
 
         It can if the numbers are not bad and something that took long is there, or the run was itself resumed.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 from ..checked import JsonObject
 from ..errors import CheckpointError
@@ -14,12 +13,12 @@ MAX_JSON_BYTES = 1 << 27
 """Largest JSON file that is read; the index of a model with a million tensors is smaller."""
 
 
-def json_text(data: Any) -> str:
+def json_text(data: object) -> str:
     """A value as JSON in ASCII; NaN and Infinity, which JSON lacks, become null."""
     return json.dumps(_finite(data), indent=2, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -29,12 +29,12 @@ FORMAT_VERSION = 3
 """Version of what is stored; other versions are refused."""
 
 
-def is_ours(name: Any) -> bool:
+def is_ours(name: object) -> bool:
     """Whether an attention implementation or a quantisation method is rotor's: METHOD, or a MARK of any version."""
     return isinstance(name, str) and (name == METHOD or name.startswith(f"{METHOD} ("))
 
 
-def is_compressed(config: Mapping[str, Any]) -> bool:
+def is_compressed(config: Mapping[str, object]) -> bool:
     """Whether a model's config.json is one that rotor wrote."""
     stored = config.get("quantization_config")
     return isinstance(stored, dict) and is_ours(stored.get("quant_method"))
@@ -56,11 +56,11 @@ class CompressedSection:
     def __init__(
         self,
         format_version: int = FORMAT_VERSION,
-        layers: Any = None,
-        biases: Any = (),
-        cache: Any = None,
-        source: Any = None,
-        **kwargs: Any,
+        layers: object = None,
+        biases: object = (),
+        cache: object = None,
+        source: object = None,
+        **kwargs: object,
     ) -> None:
         self.quant_method: Any = METHOD  # transformers' own type knows its own methods only
         reader = Reader("config.json, quantization_config", CheckpointError, EDITED)

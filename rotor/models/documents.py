@@ -82,7 +82,7 @@ def _of_lines(file: Path, text: str) -> list[str]:
     return documents
 
 
-def _document_of(data: Any) -> str | None:
+def _document_of(data: object) -> str | None:
     if not isinstance(data, dict):
         return None
     if isinstance(data.get("text"), str):

@@ -57,7 +57,7 @@ class LayerwiseModel:
         self.shape = attention_shape(self.config)
         self.decoder = self.model.get_submodule(self.family.decoder)
         self.layers: list[nn.Module] = list(self.decoder.get_submodule(self.family.layers))[: self.shape.num_layers]
-        self._calls: dict[tuple[Any, ...], list[LayerCall]] = {}
+        self._calls: dict[tuple[object, ...], list[LayerCall]] = {}
         self._prompt: int | None = None
         self.device, self.dtype = source.device, source.dtype
 
@@ -197,7 +197,7 @@ class LayerwiseModel:
         """Replace the forward of every layer by `instead(hidden_states, other_arguments)`."""
         before = [vars(layer).pop("forward", None) for layer in self.layers]
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> Any:
             hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
             result = instead(hidden, (args, kwargs))
             return (result, None) if self.family.layer_returns_tuple else result

@@ -44,7 +44,7 @@ class SequenceParallel(RowStore):
         self.travels = [travel(layer.layout, layer.shape, wire.count, _element_bytes(model)) for layer in self.layers]
         self.before_rope = any(layer.layout.in_blocks for layer in self.layers)
         self._pass: Pass | None = None
-        self._masks: dict[tuple[Any, ...], Tensor | None] = {}
+        self._masks: dict[tuple[object, ...], Tensor | None] = {}
 
     def say_what_travels(self) -> None:
         """Log how a prompt's tokens travel in each layer, and what all processes send of one."""

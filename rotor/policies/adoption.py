@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..checkpoint import FAMILIES, Family, attention_shape, find_family
 from ..errors import UnsupportedModelError
@@ -80,7 +81,7 @@ class _Attachment:
     def __init__(self, model: PreTrainedModel, network: nn.Module, policy: Policy) -> None:
         self.policy = policy
         self._config, self._implementation = model.config, model.config._attn_implementation
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         family: Family = FAMILIES[model.config.model_type]
         count = model.config.get_text_config().num_hidden_layers
         policy.layers(count)  # raises if the policy does not fit so many layers

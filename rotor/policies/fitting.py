@@ -110,7 +110,9 @@ class _RecordingLayer(PolicyLayer):
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         """Nothing is padding."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         key, value = (torch.zeros_like(states).requires_grad_() for states in (key_states, value_states))
         self.added, self.num_tokens = (key, value), key_states.shape[2]
         index = torch.arange(self.num_tokens, device=key_states.device).expand(1, 1, -1)

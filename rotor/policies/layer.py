@@ -91,7 +91,9 @@ class PolicyLayer(DynamicLayer, RowStore):
         """Store the new tokens of a sequence, [1, num_heads, new, width]; returns the keys and values to attend to."""
         raise NotImplementedError
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Store the new tokens; returns the keys and values that this step attends to, right-aligned by sequence."""
         if not self.begun:
             self.begin(None, len(key_states), key_states.shape[2], key_states.device)

@@ -66,7 +66,7 @@ def _of_file(path: Path) -> Any:
     return module
 
 
-def read_policy(section: Any, reader: Reader, trusted: bool = False) -> Policy:
+def read_policy(section: object, reader: Reader, trusted: bool = False) -> Policy:
     """Read a policy from plain data of unknown origin.
 
     Args:
@@ -143,7 +143,7 @@ def _text_of(name: str) -> str:
     return str(files[name].read_text("utf-8"))
 
 
-def read_stored(section: Any) -> Policy | None:
+def read_stored(section: object) -> Policy | None:
     """Read the policy that a checkpoint stores; None without one. Raises CheckpointError if it does not fit."""
     reader = Reader("config.json, quantization_config", CheckpointError, EDITED)
     return None if section is None else read_policy(section, reader)

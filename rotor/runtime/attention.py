@@ -86,9 +86,9 @@ class RotorAttention(CompressedProjections):
         hidden_states: Tensor,
         position_embeddings: Rotation | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        layer_past: Any = None,
-        **kwargs: Any,
+        past_key_values: Cache | None = None,
+        layer_past: Cache | None = None,
+        **kwargs: object,
     ) -> tuple[Tensor, None]:
         """Attend to the new tokens; GPT-NeoX and Falcon call `past_key_values` `layer_past`."""
         batch_size, seq_len, _ = hidden_states.shape
@@ -281,7 +281,7 @@ def _check_pass(
         )
 
 
-def refuse_others(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def refuse_others(module: nn.Module, *args: object, **kwargs: object) -> tuple[Tensor, None]:
     """The attention function registered as `rotor`. Compressed layers do not call it, so whoever does is in error."""
     raise UsageError(
         f"attn_implementation='rotor' was requested for {type(module).__name__}, which is not compressed.",

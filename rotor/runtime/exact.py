@@ -64,7 +64,7 @@ class SeenTokens(NamedTuple):
     value: Tensor
     begin: Tensor | int
     until: int
-    length: Any
+    length: int | Tensor
 
 
 class Division(NamedTuple):
@@ -161,7 +161,7 @@ class ExactRows:
         if isinstance(self.begin, int):
             self.latest = self.begin
 
-    def _store(self, new: NewTokens, offset: Any, by_kernel: bool) -> None:
+    def _store(self, new: NewTokens, offset: int | Tensor, by_kernel: bool) -> None:
         assert self.keys is not None
         assert self.values is not None
         assert self.begin is not None
@@ -175,7 +175,7 @@ class ExactRows:
         self.keys = self._stored(self.keys, new.key, offset)
         self.values = self._stored(self.values, new.value, offset)
 
-    def _stored(self, slots: Tensor, new: Tensor, offset: Any) -> Tensor:
+    def _stored(self, slots: Tensor, new: Tensor, offset: int | Tensor) -> Tensor:
         """Put new keys or values into their slots, in place unless gradients or inference mode forbid it."""
         tracing = torch.compiler.is_compiling()
         held = slots.requires_grad or (slots.is_inference() and not torch.is_inference_mode_enabled())
@@ -229,7 +229,7 @@ def host_span(span: TokenSpan) -> TokenSpan:
     return span._replace(query_offset=int(offset) if _on_host(offset) else offset.clone())
 
 
-def ring_index(exact: ExactTokens, length: Any, device: torch.device) -> Tensor:
+def ring_index(exact: ExactTokens, length: int | Tensor, device: torch.device) -> Tensor:
     """Index of the token in each slot of the ring behind `length` tokens, [newest]; below 0 where there is none."""
     last = length - 1
     return last - (last - torch.arange(exact.newest, device=device)) % exact.newest  # type: ignore[no-any-return]
@@ -343,12 +343,12 @@ class WithExactRows:
         self,
         key_states: Tensor,
         value_states: Tensor,
-        *args: Any,
+        *args: object,
         exact: NewTokens | None = None,
         mask: Tensor | None = None,
         span: TokenSpan | None = None,
         by_kernel: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         if exact is None or span is None:
             raise UsageError(

@@ -32,7 +32,7 @@ def keep_shifts_with_rows(cache_class: Any) -> None:
         method = getattr(cache_class, name)
 
         @wraps(method)
-        def changing(cache: Cache | None, *given: Any, **named: Any) -> Any:
+        def changing(cache: Cache | None, *given: object, **named: object) -> Any:
             found = method(cache, *given, **named)
             shifts = getattr(cache, SHIFTS, None)
             if shifts is not None:
@@ -59,8 +59,8 @@ class PositionCheck:
         cache: Cache | None,
         layer_idx: int,
         batch_size: int,
-        query_offset: Any,
-        kv_offset: Any,
+        query_offset: int | Tensor,
+        kv_offset: int | Tensor,
     ) -> None:
         """Compare the positions of a pass.
 

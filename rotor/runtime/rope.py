@@ -26,9 +26,9 @@ class TokenSpan(NamedTuple):
     indices: of the new tokens, where they are not neighbours.
     """
 
-    query_offset: Any
+    query_offset: int | Tensor
     seq_len: int
-    kv_offset: Any
+    kv_offset: int | Tensor
     kv_len: int
     indices: Tensor | None = None
 
@@ -85,7 +85,7 @@ class RotaryTable:
         kind = kinds if layer_type is None else kinds[layer_type]
         self.depends_on_length = kind == "longrope" or "dynamic" in kind
         self.check_positions = PositionCheck()
-        self._key: tuple[Any, ...] | None = None
+        self._key: tuple[object, ...] | None = None
         self._table: Rotation | None = None
         self._read: dict[KeyForm, Rotation] = {}
 
@@ -94,7 +94,7 @@ class RotaryTable:
 
         From position `end` on nothing is stored yet (a static cache), and the table may hold anything.
         """
-        key: tuple[Any, ...] = (device, dtype)
+        key: tuple[object, ...] = (device, dtype)
         rows = -(-int(length) // TABLE_ROWS) * TABLE_ROWS  # a step of decoding adds one key: not a new table each time
         if self.depends_on_length:
             # The empty rest of a static cache must not be attended to.

@@ -43,7 +43,7 @@ def _check_gpu() -> None:
         raise UsageError("there is no CUDA device here.", "Run it on the GPU that is to serve.")
 
 
-def step_seconds(call: Callable[[], Any]) -> float:
+def step_seconds(call: Callable[[], object]) -> float:
     """Median seconds of a call replayed from a CUDA graph."""
     from triton.testing import do_bench_cudagraph
 

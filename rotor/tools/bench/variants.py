@@ -68,7 +68,7 @@ def recorded(arch: int) -> Iterator[list[Variant]]:
     """
     target, found = GPUTarget("cuda", arch, 32), []
 
-    def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    def record(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
         source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
         options = {name: compile[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
         found.append(Variant(fn.jit_function.__name__, source, options, target))
@@ -108,9 +108,9 @@ def layer_variants(subject: Subject, arch: int) -> list[Variant]:
     size = page or 64
     key, value = (torch.zeros(1, size, count // unit, dtype=kind) for count in layout.read_bytes(dtype.itemsize))
     block_table = torch.zeros(1, 4, dtype=torch.int32) if page else None
-    found: dict[Any, Variant] = {}
+    found: dict[object, Variant] = {}
 
-    def keep(variants: list[Variant], name: str, work: dict[str, dict[str, Any]] | None = None) -> None:
+    def keep(variants: list[Variant], name: str, work: dict[str, dict[str, object]] | None = None) -> None:
         for variant in variants:
             kind = variant.name.removesuffix("_kernel")
             found.setdefault(
@@ -181,7 +181,7 @@ def _append(
     )
 
 
-def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dict[str, dict[str, Any]]:
+def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dict[str, dict[str, object]]:
     """Loops of each kernel of a decode step of one token a sequence, and the keys that a program serves."""
     length, sequences = STEP.context_tokens, STEP.batch_size
     groups, step = len(layer.layout.groups), layer.step(kernels.tile(arch))
@@ -200,7 +200,7 @@ def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dic
     }
 
 
-def _work_of_finishing(layer: DecodeLayer, kernels: LayerKernels, arch: int, slice_keys: float) -> dict[str, Any]:
+def _work_of_finishing(layer: DecodeLayer, kernels: LayerKernels, arch: int, slice_keys: float) -> dict[str, object]:
     """Loops of the finish kernel in a decode step, and the keys that a program serves.
 
     Args:

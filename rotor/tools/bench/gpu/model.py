@@ -57,7 +57,7 @@ GROUPED = "rotor_bench_grouped"
 
 
 def grouped_heads(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **named: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **named: object
 ) -> tuple[Tensor, None]:
     """SDPA of one new token over a full cache, the query heads of a KV head as rows of one query."""
     batch_size, num_heads, _, head_dim = query.shape
@@ -66,7 +66,7 @@ def grouped_heads(
     return output.reshape(batch_size, 1, num_heads, head_dim), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
+def _no_mask(*_: object, **__: object) -> None:
     return None
 
 
@@ -145,7 +145,7 @@ class Decoding:
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(self.tokens - 1)
 
-    def seconds(self, call: Callable[[], Any], steps: int | None = None) -> dict[str, float]:
+    def seconds(self, call: Callable[[], object], steps: int | None = None) -> dict[str, float]:
         found = []
         for _ in range(steps or STEPS):
             self.rewind()
@@ -156,7 +156,7 @@ class Decoding:
             found.append(time.perf_counter() - start)
         return quartiles(found)
 
-    def captured(self) -> Callable[[], Any]:
+    def captured(self) -> Callable[[], object]:
         """A step as a CUDA graph; where there is no GPU as it is."""
         self.rewind()
         self.finite = bool(self.step().isfinite().all())
@@ -166,7 +166,7 @@ class Decoding:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
-        replay: Callable[[], Any] = graph.replay
+        replay: Callable[[], object] = graph.replay
         return replay
 
     def _wait(self) -> None:

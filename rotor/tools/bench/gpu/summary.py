@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from ..subjects import model_of
 from .plan import Record
@@ -17,7 +16,7 @@ def markdown(records: list[Record]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def table(titles: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+def table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     """Numbers as they are given."""
     lines = [" | ".join(titles), *(" | ".join(map(str, row)) for row in rows)]
     lines.insert(1, " | ".join("---" for _ in lines[0].split(" | ")))
