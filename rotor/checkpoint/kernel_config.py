@@ -118,7 +118,6 @@ def layout_class(layout: LayerLayout) -> str:
     latents of their own, `numbers` where there are no codes.
     """
     nibbles = layout.planes
-    kind = ("joint", "apart")[layout.latents_per_group - 1] if layout.coded else "numbers"
     widths = []
     for cls in layout.classes():
         sides = "+".join(str(side.width // layout.operands * nibbles) for side in layout.groups[cls.start].latents)
@@ -126,4 +125,4 @@ def layout_class(layout: LayerLayout) -> str:
     form = "" if layout.rope_block is None else f", T {layout.rope_block}, F {layout.fast_planes}"
     form += f" in {nibbles * layout.fast_words}" if layout.fast_words else ""
     split = f", split {layout.operands - nibbles}" if layout.operands > nibbles else ""
-    return f"{kind} {', '.join(widths)}{form}{split}"
+    return f"{layout.kind} {', '.join(widths)}{form}{split}"

@@ -195,6 +195,10 @@ class GroupLayout:
         """The latents that the cache holds."""
         return (self.key,) if self.value is None else (self.key, self.value)
 
+    def columns(self, head_dim: int) -> int:
+        """Numbers of a token that a latent of the group is made of."""
+        return len(self.kv_heads) * head_dim * (2 if self.joint else 1)
+
     @property
     def ranks_in_words(self) -> str:
         """Ranks of keys and values as `48+32`; of a joint group its fast latents and the rest, as `(20+22)+96`."""
@@ -314,6 +318,11 @@ class LayerLayout:
     def coded(self) -> bool:
         """Whether the layer keeps rows of bytes (see `channels`) rather than rows of the model's dtype."""
         return self.groups[0].key.coded
+
+    @property
+    def kind(self) -> str:
+        """Which kernels serve the layer: `joint` or `apart`, rows of codes, or `numbers`."""
+        return ("joint" if self.joint else "apart") if self.coded else "numbers"
 
     @property
     def in_blocks(self) -> bool:

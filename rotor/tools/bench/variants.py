@@ -22,6 +22,7 @@ from ...kernels.decoding import BlockRotations, DecodeLayer, absorbing_programs,
 from ...kernels.materialise import PagesOf, materialise
 from ...kernels.parameters import AttentionParameters
 from ...kernels.ranges import KeyRanges
+from ...kernels.rows import row_dtype
 from .attention import random_slots, zero_scales
 from .sass import Loop
 from .subjects import STEP, Subject
@@ -104,7 +105,7 @@ def layer_variants(subject: Subject, arch: int) -> list[Variant]:
     if shape.rotary_dim:
         cos, sin = torch.zeros(2, 4 * (layout.rope_block or 64), shape.rotary_dim)
         rotation = cos, sin
-    unit, kind = (1, torch.uint8) if layout.coded else (dtype.itemsize, dtype)
+    unit, kind = layout.element_bytes(dtype.itemsize), row_dtype(layout, dtype)
     size = page or 64
     key, value = (torch.zeros(1, size, count // unit, dtype=kind) for count in layout.read_bytes(dtype.itemsize))
     block_table = torch.zeros(1, 4, dtype=torch.int32) if page else None
