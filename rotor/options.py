@@ -72,7 +72,7 @@ def without_none(hint: Any) -> Any:
     return hint
 
 
-def check_options(request: object) -> None:
+def check_options(request: Any) -> None:
     """Raise UsageError, naming the option, where a field does not fit the conditions that its type states."""
     hints = get_type_hints(type(request), include_extras=True)
     for option in fields(request):

@@ -57,7 +57,7 @@ def _in_two_lines() -> Iterator[None]:
 class Commands(typer.core.TyperGroup):
     """The commands, whose errors are RotorErrors."""
 
-    def make_context(self, *arguments: object, **keywords: Any) -> Any:
+    def make_context(self, *arguments: Any, **keywords: Any) -> Any:
         with _in_two_lines():
             return super().make_context(*arguments, **keywords)
 

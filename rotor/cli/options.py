@@ -105,7 +105,7 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     lists = {p.name: read for p in parameters if (read := _list_reader(hints[p.name])) is not None}
 
     @functools.wraps(function)
-    def call(**given: object) -> None:
+    def call(**given: Any) -> None:
         for name in given.keys() & {*NEGATED}:
             given[name] = not given[name]
         for name, read in lists.items():

@@ -164,7 +164,7 @@ def stdlib_documents() -> list[str]:
     return documents
 
 
-def require_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Raise DataError if there is no tokenizer to read text with."""
     if tokenizer is None:
         raise DataError(

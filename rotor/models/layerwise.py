@@ -197,7 +197,7 @@ class LayerwiseModel:
         """Replace the forward of every layer by `instead(hidden_states, other_arguments)`."""
         before = [vars(layer).pop("forward", None) for layer in self.layers]
 
-        def forward(*args: object, **kwargs: object) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
             result = instead(hidden, (args, kwargs))
             return (result, None) if self.family.layer_returns_tuple else result

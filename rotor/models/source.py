@@ -86,8 +86,7 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the tensors, and by default of the cache: what config.json names, else float32."""
-        stored = self.config.dtype
-        return stored if isinstance(stored, torch.dtype) else torch.float32
+        return stored_dtype(self.config)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -223,6 +222,11 @@ class Checkpoint:
                     "Download it again; in a clone of a repository run `git lfs pull`.",
                 ) from error
         return self._handles[file]
+
+
+def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """Dtype of a model's tensors: what its config names, else float32."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
 def config_of(folder: Path) -> PreTrainedConfig:

@@ -145,7 +145,7 @@ class Policy(ABC):
         Raises:
             UsageError: a cache of another kind (static, quantised), or one that was filled without the policy.
         """
-        layers = cache.layers
+        layers: list[Any] = cache.layers
         if layers and isinstance(layers[0], PolicyLayer):
             return
         for index, layer in enumerate(layers):

@@ -88,7 +88,7 @@ class RotorAttention(CompressedProjections):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         layer_past: Cache | None = None,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend to the new tokens; GPT-NeoX and Falcon call `past_key_values` `layer_past`."""
         batch_size, seq_len, _ = hidden_states.shape

@@ -130,7 +130,7 @@ class ExactRows:
             before = SeenTokens(key, value, self.begin, self.until, offset)
         self._store(new, offset, by_kernel)
         if not fixed:  # a static cache takes nothing back, so that its ring is whole
-            until = min(self.until, offset)  # tokens from there on were taken back, and come anew
+            until: Any = min(self.until, offset)  # tokens from there on were taken back, and come anew
             self.until = max(until, offset + seq_len - self.exact.newest)
         if seq_len > 1:
             return before
@@ -437,7 +437,7 @@ def with_exact_rows(cache: Cache, layer_idx: int, exact: ExactTokens) -> WithExa
     Raises:
         UsageError: a layer of another kind, or one that was filled without exact tokens.
     """
-    layers = cache.layers
+    layers: list[Any] = cache.layers
     if cache.layer_class_to_replicate is not None:  # transformers makes them at the first update
         while len(layers) <= layer_idx:
             layers.append(cache.layer_class_to_replicate())

@@ -26,9 +26,9 @@ class TokenSpan(NamedTuple):
     indices: of the new tokens, where they are not neighbours.
     """
 
-    query_offset: int | Tensor
+    query_offset: Any
     seq_len: int
-    kv_offset: int | Tensor
+    kv_offset: Any
     kv_len: int
     indices: Tensor | None = None
 

@@ -59,7 +59,7 @@ def bounds_of(exact: ExactTokens, seen: SeenTokens, span: TokenSpan) -> Bounds:
 class _Known:
     """The bounds of a pass, of layers with windows alike: valid for later layers than `layer`."""
 
-    mask: Tensor | None
+    mask: weakref.ref[Tensor] | None
     key: tuple[object, ...]
     layer: int
     bounds: Bounds

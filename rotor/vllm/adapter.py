@@ -140,7 +140,7 @@ def _varlen(width: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
 
     version = get_flash_attn_version(head_size=-(-width // 8) * 8)
 
-    def flash_attention(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Any:
+    def flash_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         query_start, kv_start, longest, longest_kv, scaling, window, softcap = rest
         return flash_attn_varlen_func(
             q,

@@ -18,7 +18,7 @@ from ...checkpoint.families import FAMILIES, Family, attention_shape, find_famil
 from ...checkpoint.layout import AttentionShape, LayerForm, ModelForm
 from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates
 from ...models.projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_count
-from ...models.source import Checkpoint
+from ...models.source import Checkpoint, stored_dtype
 from ...recipe import Evaluation, Recipe
 from ...recipe.metric_registry import primitive_metrics, report_metrics
 from ..bases.information import stored_bytes
@@ -93,8 +93,7 @@ class ModelOutline:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the stored weights."""
-        stored = self.config.dtype
-        return stored if isinstance(stored, torch.dtype) else torch.float32
+        return stored_dtype(self.config)
 
     @property
     def frequencies(self) -> Frequencies | None:

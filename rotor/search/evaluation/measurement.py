@@ -34,7 +34,7 @@ class Measurement:
         return cls(round(float(value), 6), (round(float(low), 6), round(float(high), 6)), resampled, fields)
 
     @classmethod
-    def bootstrap(cls, value: Callable[..., Any], *columns: object, **fields: float) -> Measurement:
+    def bootstrap(cls, value: Callable[..., Any], *columns: Any, **fields: float) -> Measurement:
         """A value of sums, with its interval over resampled rows: the same rows drawn for all columns (paired).
 
         Args:

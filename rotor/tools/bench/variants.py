@@ -111,7 +111,7 @@ def layer_variants(subject: Subject, arch: int) -> list[Variant]:
     block_table = torch.zeros(1, 4, dtype=torch.int32) if page else None
     found: dict[object, Variant] = {}
 
-    def keep(variants: list[Variant], name: str, work: dict[str, dict[str, object]] | None = None) -> None:
+    def keep(variants: list[Variant], name: str, work: dict[str, dict[str, Any]] | None = None) -> None:
         for variant in variants:
             kind = variant.name.removesuffix("_kernel")
             found.setdefault(
@@ -182,7 +182,7 @@ def _append(
     )
 
 
-def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dict[str, dict[str, object]]:
+def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dict[str, dict[str, Any]]:
     """Loops of each kernel of a decode step of one token a sequence, and the keys that a program serves."""
     length, sequences = STEP.context_tokens, STEP.batch_size
     groups, step = len(layer.layout.groups), layer.step(kernels.tile(arch))
@@ -201,7 +201,7 @@ def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dic
     }
 
 
-def _work_of_finishing(layer: DecodeLayer, kernels: LayerKernels, arch: int, slice_keys: float) -> dict[str, object]:
+def _work_of_finishing(layer: DecodeLayer, kernels: LayerKernels, arch: int, slice_keys: float) -> dict[str, Any]:
     """Loops of the finish kernel in a decode step, and the keys that a program serves.
 
     Args:

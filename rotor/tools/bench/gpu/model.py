@@ -57,7 +57,7 @@ GROUPED = "rotor_bench_grouped"
 
 
 def grouped_heads(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **named: object
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **named: Any
 ) -> tuple[Tensor, None]:
     """SDPA of one new token over a full cache, the query heads of a KV head as rows of one query."""
     batch_size, num_heads, _, head_dim = query.shape
