@@ -73,7 +73,7 @@ def _prompt(
     """Attention of the tokens of the prompt to each other."""
     own = parameters.mask(None if mask is None else mask[:, :, :prompt, :prompt], slice(None))
     query, key, value = (side[:, :, :prompt] for side in exact)
-    return dense_attention(query, key, value, parameters.scaling, own, parameters.softcap)
+    return dense_attention(query, key, value, parameters.scaling, own, parameters.softcap, parameters.sinks)
 
 
 def _exact_keys(

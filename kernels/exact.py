@@ -78,6 +78,8 @@ def join_rows(
 def exact_attention(query: Tensor, exact: ExactKeys, parameters: AttentionParameters) -> tuple[Tensor, Tensor]:
     """Attention over exact keys alone, with the log-sum-exp by which it is joined with that over rows.
 
+    Sinks of the model, whose values are zeros, count among the exact keys.
+
     Returns:
         [batch_size, seq_len, num_heads * head_dim], zeros where a query sees none of the keys, and the log-sum-exp of
         each query head's logits, [batch_size, seq_len, num_heads], then -inf; float32 or wider.
@@ -103,6 +105,10 @@ def exact_attention(query: Tensor, exact: ExactKeys, parameters: AttentionParame
         outputs.append(attended / total.masked_fill(total == 0.0, 1.0))
         sums.append(largest + total.log())
     output, log_sum = (torch.cat(parts, 3) if len(parts) > 1 else parts[0] for parts in (outputs, sums))
+    if parameters.sinks is not None:
+        sinks = parameters.sinks.to(wide).reshape(shape.num_kv_heads, -1, 1, 1)
+        with_sinks = torch.logaddexp(log_sum, sinks.expand_as(log_sum))
+        output, log_sum = output * torch.exp(log_sum - with_sinks), with_sinks
     return output.permute(0, 3, 1, 2, 4).flatten(2), log_sum.permute(0, 3, 1, 2, 4).flatten(2)
 
 

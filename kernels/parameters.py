@@ -27,6 +27,7 @@ class AttentionParameters:
     value_basis: [group_size * head_dim, value rank], value_shift: [value rank] float32: map new values into latents.
     output_basis: [group_size * head_dim, value_width], value_constant: [num_kv_heads, head_dim] float32: map what
         attention over rows puts out to the values of each head. These four only in a layer with exact tokens.
+    sinks: [num_heads], in the order of the layout: a logit of each query head without a key; None in most models.
     scales: how latents of joint groups are coded; None of others.
     """
 
@@ -43,6 +44,7 @@ class AttentionParameters:
     output_basis: Tensor | None = None
     value_constant: Tensor | None = None
     scales: CodeScales | None = None
+    sinks: Tensor | None = None
 
     @property
     def heads_per_group(self) -> int:
@@ -58,17 +60,8 @@ class AttentionParameters:
         return self.layout.values_from(key, value)
 
     def meets_latents(self, cls: GroupClass) -> bool:
-        """Whether prompts attend to the latents of keys as they are stored, and no key is expanded.
-
-        Always in a model without RoPE, whose queries come absorbed. After RoPE it is for numbers (codes have constants
-        too, which full keys take in) that are no wider than a head: attention's work grows with the width.
-
-        Source: FDC sections 5.1 and 6; ZACK section 5.1.
-        """
-        if self.query_basis is None:
-            return True
-        numbers = not self.layout.coded and not self.layout.in_blocks
-        return numbers and cls.key.width <= self.shape.head_dim
+        """Whether prompts attend to the latents of keys as they are stored; see LayerLayout.meets_latents."""
+        return self.layout.meets_latents(cls.key, self.shape)
 
     def basis(self, cls: GroupClass) -> Tensor:
         """The query bases of a class, [count, group_size, head_dim, width]; a view."""

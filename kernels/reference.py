@@ -273,6 +273,15 @@ def _running_softmax(
     return weighted / total.masked_fill(total == 0.0, 1.0), largest + total.log()
 
 
+def fused_width(key_width: int, value_width: int) -> int:
+    """Width to which keys and values of a prompt are padded.
+
+    PyTorch's fused kernels want equal widths, on a GPU multiples of 8; without them it stores all logits, and takes
+    three times as long.
+    """
+    return -(-max(key_width, value_width) // 8) * 8
+
+
 def dense_attention(
     query: Tensor,
     key: Tensor,
@@ -280,8 +289,12 @@ def dense_attention(
     scaling: float | None,
     attention_mask: Tensor | None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Scaled-dot-product attention of [batch_size, heads, ...] queries over as many or fewer key and value heads.
+
+    Args:
+        sinks: [heads], a logit of each query head that takes attention and has no value.
 
     Returns [batch_size, seq_len, heads * value width].
     """
@@ -293,13 +306,16 @@ def dense_attention(
     if is_causal and kv_len > seq_len:
         # A prefill into an empty static cache: nothing attends behind the new keys, so leave that part out.
         key, value = key[:, :, :seq_len], value[:, :, :seq_len]
-    if softcap is not None:
+    if softcap is not None or sinks is not None:
         logits = query.unflatten(1, (key.shape[1], -1)).float() @ key.unsqueeze(2).mT.float()
         if is_causal:
             attention_mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=query.device).tril()[None, None]
         logits = masked(scaled_and_capped(logits, scaling, softcap), attention_mask)
         # A query that may attend to nothing (padding) gives zeros, as in scaled_dot_product_attention.
-        weights = torch.softmax(logits, dim=-1).nan_to_num().to(value.dtype)
+        if sinks is not None:
+            own = sinks.to(logits.dtype).reshape(key.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, own], dim=-1)
+        weights = torch.softmax(logits, dim=-1).nan_to_num().to(value.dtype)[..., : key.shape[2]]
         output = (weights.flatten(2, 3) @ value).unflatten(2, weights.shape[2:4])
         return output.permute(0, 3, 1, 2, 4).flatten(2)
     if seq_len == 1 and (attention_mask is None or attention_mask.shape[1] == 1):
@@ -312,10 +328,8 @@ def dense_attention(
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
     v_width = value.shape[-1]
-    width = -(-max(query.shape[-1], v_width) // 8) * 8
+    width = fused_width(query.shape[-1], v_width)
     if seq_len > 1 and not query.shape[-1] == v_width == width:
-        # PyTorch's fused kernels want equal widths, on a GPU multiples of 8; without them it stores all logits, and
-        # takes three times as long.
         query, key, value = (functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     output = functional.scaled_dot_product_attention(
         query,

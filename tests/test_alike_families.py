@@ -1,8 +1,10 @@
-"""Families whose attention is that of another one: the whole pipeline, in seconds each."""
+"""Families whose attention differs from another one's in a row of data: the whole pipeline, in seconds each."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +13,40 @@ from support.folded_models import Folding, folded
 from support.quick import mostly_nightly
 from support.runs import in_memory
 from support.tiny_models import ALIKE, build_tiny
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import rotor
+from rotor.calibration.planning.inspection import inspect
 from rotor.checkpoint.layout import POST_ROPE, KeyForm
+from rotor.runtime.decoded import decoding
 from rotor.search.plan_evaluator import rank_path
+from rotor.search.report import report
 
-SMALL = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "codes.tokens=256", "groups.size=2"]
+SMALL = [
+    "tokens.source=random",
+    "tokens.count=512",
+    "tokens.seq_len=64",
+    "codes.tokens=256",
+    "groups.size=2",
+    "exact.first=2",
+    "exact.newest=8",  # fewer than a prompt, so that generation reads codes
+]
 PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
 PADDING = 64
 """A whole block of RoPE, so that codes are those of the sequence alone."""
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports have no pictures here: drawing them takes longer than all the rest."""
+    monkeypatch.setattr(report, "figures", lambda *arguments: {})
+
+
+def decoded(model: Any) -> Tensor:
+    """Logits of a prompt, each token of which reads the rows of those before it."""
+    with decoding(model.modules()):
+        return model(PROMPT, use_cache=False).logits
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -37,13 +63,21 @@ def test_at_full_rank_a_family_is_its_source(name: str, tmp_path: Path) -> None:
 def test_a_family_goes_through_the_whole_pipeline(name: str, tmp_path: Path) -> None:
     model = build_tiny(name, tmp_path / "model")
     run = rotor.calibrate(model, tmp_path / "run", "rotor", SMALL, offload="always")
+    (tmp_path / "config").mkdir()
+    shutil.copy(model / "config.json", tmp_path / "config")
+    found = inspect(tmp_path / "config", overrides=SMALL)
+    assert (found.shape, found.form) == (run.shape, run.form.in_words(run.shape))
 
-    numbers = rotor.calibrate(model, tmp_path / "numbers", "fdc", [*SMALL, "ranks.multiple_of=4"])
-    network, full = in_memory(numbers), rank_path(numbers, numbers.recipe).plans()[0]
+    network, finest = in_memory(run), rank_path(run, run.recipe).plans()[0]
+    groups, columns = run.columns
+    whole = [[(columns, 0)] * groups] * run.shape.num_layers
+    exact = run.recipe.exact.tokens if run.shape.needs_exact else None
     with torch.inference_mode():
         expected = network.model(PROMPT).logits
-        exact = network.compress(numbers.bases(full.channels), full.ranks)(PROMPT).logits
-    assert relative_error(exact, expected) < 1e-5
+        assert relative_error(decoded(network.compress(run.bases(), whole, exact)), expected) < 1e-5
+        # Codes of the widest kind, which fit only what calibration has seen as attention stores it.
+        coded = decoded(network.compress(run.bases(finest.channels), finest.ranks, exact))
+        assert relative_error(coded, expected) < 0.25
 
     rotor.export(run.folder, tmp_path / "out", compression=0.6, measure=False, context=12)
     result = rotor.validate(tmp_path / "out", measure=False)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.compare import relative_error
+from support.paths import ROOT
 from support.runs import calibrated, in_memory
-from support.tiny_models import ALIKE, CONFIGS, NO_ROPE
+from support.tiny_models import ALIKE, CONFIGS, NO_ROPE, tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
@@ -201,6 +204,8 @@ def test_a_checkpoint_of_the_model_without_its_head(name: str, tiny, tmp_path: P
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn is set"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is set"),
         ("falcon", {"alibi": True}, "alibi is set"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm is set"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is set"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
         ("gpt_neox", {"rotary_pct": 0.0}, "partial_rotary_factor is 0.0, expected above 0"),
         (
@@ -208,12 +213,13 @@ def test_a_checkpoint_of_the_model_without_its_head(name: str, tiny, tmp_path: P
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor is 0.5; for llama",
         ),
-        ("llama", {"model_type": "bloom"}, "'bloom' is not supported.\nSupported: apertus, arcee, dots1, falcon,"),
+        ("llama", {"is_encoder_decoder": True}, "'llama' is not supported: it is an encoder and a decoder."),
+        ("llama", {"model_type": "bloom"}, "'bloom' is not supported.\nSupported: afmoe, apertus, arcee, bamba,"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name: str, change: dict, message: str, tmp_path: Path) -> None:
     """Before any work: the folder has no weights."""
-    settings = CONFIGS[name]().to_dict() | change
+    settings = tiny_config(name).to_dict() | change
     if "rotary_pct" in change:
         del settings["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -223,6 +229,31 @@ def test_what_is_not_supported_is_refused_by_name(name: str, change: dict, messa
     assert message in str(error.value)
 
 
-def test_every_supported_family_is_tested() -> None:
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("DeepseekV2Config", "its cache is a latent already (multi-head latent attention).\nServe it as it is."),
+        ("DeepseekV3Config", "its cache is a latent already"),
+        ("MiniCPM3Config", "its cache is a latent already"),
+        ("KimiLinearConfig", "its cache is a latent already"),
+        ("MambaConfig", "it keeps a state of fixed size, not keys and values.\nServe it as it is."),
+        ("RwkvConfig", "it keeps a state of fixed size"),
+        ("T5Config", "it is an encoder and a decoder.\nrotor compresses models that are decoders alone."),
+        ("BartConfig", "it is an encoder and a decoder."),
+        ("Gemma3Config", "it reads more than text, by a language model 'gemma3_text'.\nGive a language model alone."),
+        ("Mistral3Config", "it reads more than text"),
+    ],
+)
+def test_models_that_keep_no_keys_and_values_of_their_own_are_refused_with_a_reason(config: str, message: str) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        find_family(getattr(transformers, config)())
+    assert message in str(error.value)
+
+
+def test_every_supported_family_is_tested_and_named() -> None:
+    lines = (ROOT / "docs" / "families.md").read_text().splitlines()
+    named = {name for line in lines if line.startswith("| ") for name in re.findall(r"\w+", line.split("|")[1])}
+    assert set(FAMILIES) <= named
+    assert f"{len(FAMILIES)} model types" in (ROOT / "README.md").read_text()
     assert {config().model_type for config in CONFIGS.values()} | ALIKE.keys() == set(FAMILIES)
     assert {name for name in CONFIGS if find_family(CONFIGS[name]()).rotary is None} == NO_ROPE

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
-from support.runs import FAST_EVALUATION, SHORT_TEXT
+from support.runs import TINY_STUDY
 
 from rotor.policies import find_policy
 from rotor.tools.study import caches, study
@@ -18,9 +18,6 @@ from rotor.tools.study.part import Part, find_part
 from rotor.tools.study.parts.methods import Methods
 
 FOLDER = ROOT / "artifacts" / "studies" / "parts"
-OVERRIDES = [*FAST_EVALUATION, *SHORT_TEXT, "tokens.source=random", "tokens.count=512", "tokens.seq_len=64"]
-OVERRIDES += ["evaluation.seq_len=64", "evaluation.report_tokens=128", "evaluation.search_tokens=64"]
-OVERRIDES += ["evaluation.metric=text", "ranks.multiple_of=1"]
 
 
 class Few(Methods):
@@ -43,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "combine/fdc and H2O, at 0",
         "The most removed",
     ),
-    "gear.py:Gear": ({"ABLATED": {"rank": (0,)}}, "gear/GEAR, rank 0", "GEAR's parts"),
+    "gear_ablations.py:Ablations": ({"ABLATED": {"rank": (0,)}}, "gear-ablations/GEAR, rank 0", "GEAR's parts"),
     "memory.py:Memory": ({"Methods": Few}, "memory/per-token-4", "What fits into 16 GB"),
     "overhead.py:Overhead": ({}, "overhead/fdc", "Overheads, predicted"),
     "shift.py:Shift": ({"TEXTS": {"numbers": lambda: "1, 2, " * 4000}}, "shift/numbers: fdc, 512 bytes", "Other text"),
@@ -64,7 +61,7 @@ def test_a_part_measures_and_shows(name: str, tiny, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(study, "find_part", with_constants)
     monkeypatch.setattr(caches, "LONG_TOKENS", 256)
     part = f"{FOLDER / name}"
-    result = study.study(tiny("llama"), tmp_path / "study", ["fdc"], OVERRIDES, parts=[part], sizes=[512], plots=False)
+    result = study.study(tiny("llama"), tmp_path / "study", ["fdc"], TINY_STUDY, parts=[part], sizes=[512], plots=False)
     assert not result.records[key].get("skipped")
     assert f"## {title}" in (tmp_path / "study" / "summary.md").read_text()
     if (

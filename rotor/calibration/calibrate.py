@@ -254,10 +254,10 @@ class Calibration:
         from .distil import DistilledModel
 
         bases = [
-            read_bases(layer_path(folder, "bases", n), self.form.layer(n), self.shape, self.recipe.bases.refit)
+            read_bases(layer_path(folder, "bases", n), self.form.layer(n), self.shape.layer(n), self.recipe.bases.refit)
             for n in layers
         ]
-        codes = [read_codes(layer_path(folder, "codes", n), self.form.layer(n), self.shape) for n in layers]
+        codes = [read_codes(layer_path(folder, "codes", n), self.form.layer(n), self.shape.layer(n)) for n in layers]
         element_bytes = self.checkpoint.dtype.itemsize
         context = context_tokens(self.checkpoint.config)
         path = BitsPath(codes, self.shape, self.recipe.codes.bits, element_bytes, context)
@@ -304,7 +304,7 @@ class Calibration:
             if self.recipe.needs_gradients:
                 kept = self.partial.kept(_gradients_of(layer))
                 assert kept is not None
-                gradients = LayerFisher.from_tensors(load_file(kept), self.shape, self.form.group_size)
+                gradients = LayerFisher.from_tensors(load_file(kept), self.shape.layer(layer), self.form.group_size)
             methods = (self.recipe.bases.qk, self.recipe.bases.vo)
             bases = layer_bases(moments, weights, self.form.layer(layer), *methods, gradients, f"layer {layer}")
             if self.recipe.bases.refit:

@@ -56,9 +56,10 @@ def layer_statistics(
         wanted: names of the moments (see LayerStatistics).
         prune: with `kmeans`, moments are those of centroids.
     """
-    statistics = LayerStatistics(network.shape, group_size)
+    shape = network.shape.layer(layer)
+    statistics = LayerStatistics(shape, group_size)
     if prune is not None and prune.kmeans is not None:
-        statistics = ClusteredStatistics(network.shape, group_size, prune=prune, layer=layer)
+        statistics = ClusteredStatistics(shape, group_size, prune=prune, layer=layer)
 
     def observe(index: int, activations: dict[str, Tensor]) -> None:
         assert index == layer
@@ -122,6 +123,7 @@ def observed_attention(
     """
     before: dict[int, Tensor] = {}
     modules = {layer: family.attention_module(model, layer) for layer in layers}
+    layer_of = {position: layer for layer, position in enumerate(family.placed)}
 
     def attention(
         module: Any,
@@ -131,15 +133,17 @@ def observed_attention(
         attention_mask: Tensor | None,
         scaling: float | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, None]:
-        layer = module.layer_idx
+        layer = layer_of[module.layer_idx]
+        query, key = (family.in_halves(side, shape.layer(layer)) for side in (query, key))
         tensors = {"query": query, "key_post": key, "value": value}
         if layer in before:
             tensors["key_pre"] = before.pop(layer)
         if read is not None:
             key, value = read(layer, tensors)
-        output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap=softcap)
+        output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap, s_aux)
         output = output.unflatten(-1, (shape.num_heads, -1))
         report(layer, tensors, output)
         return _block_of_head(output, shape, group_size), None
@@ -150,6 +154,8 @@ def observed_attention(
     handles: list[RemovableHandle] = []
     if family.rotary is not None:
         for layer, module in modules.items():
+            if not shape.layer(layer).rotary_dim:
+                continue
             handles.append(module.get_submodule(family.key_source).register_forward_hook(keep(layer)))
     AttentionInterface.register(OBSERVED_ATTENTION, attention)
     AttentionMaskInterface.register(OBSERVED_ATTENTION, sdpa_mask)  # otherwise transformers drops the mask silently
@@ -233,9 +239,7 @@ class StoredKeys:
                 continue
             keys = by_token["key_post"]
             if form.rope_block is not None:
-                keys = keys_before_rope(self.family, observed["key_pre"], self.shape).unflatten(
-                    -1, (-1, self.shape.head_dim)
-                )
+                keys = keys_before_rope(self.family, observed["key_pre"], self.shape)
                 keys = self._within_blocks(layer, keys, seq_len, form)
             joint = name.startswith(JOINT)
             converted[name] = torch.cat([keys, by_token["value"].to(keys.dtype)], dim=-1) if joint else keys
@@ -265,5 +269,5 @@ class StoredKeys:
         rotary = self.model.get_submodule(self.family.rotary)
         positions = torch.arange(count, device=device)
         like = torch.empty(0, device=device, dtype=dtype)
-        cos, sin = rotary(like, positions[None], *(() if kind is None else (kind,)))
+        cos, sin = self.family.rotation(rotary(like, positions[None], *(() if kind is None else (kind,))))
         return cos[0].to(device), sin[0].to(device)

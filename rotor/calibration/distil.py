@@ -154,7 +154,7 @@ class DistilledModel:
         """Code the numbers of joint groups, [num_groups, tokens, n], as `checkpoint.bases.Parting` says."""
         *fast, rest = self._layers[layer]
         *of_fast, of_rest = by_latent(self.channels[layer])
-        form, size, shape = self.form.keys[layer], self.form.group_size, self.network.shape
+        form, size, shape = self.form.keys[layer], self.form.group_size, self.network.shape.layer(layer)
         parting, ratio = self._bases[layer].parting, None
         assert parting is not None
         if fast:

@@ -73,7 +73,7 @@ def fisher_information(
         del leaving, gradient
     for index in reversed(range(files.backward or 0)):
         sums = GradientSums(
-            network.shape, group_size, wanted[index], sequences.numel(), sequences.shape[1], samples, index
+            network.shape.layer(index), group_size, wanted[index], sequences.numel(), sequences.shape[1], samples, index
         )
         files.load(index, sums, network)
         _layer_backward(network, index, sequences, sums, files, advance)

@@ -267,12 +267,12 @@ class Run:
         """
         path = layer_path(self.folder, kind, layer)
         self.verify(path)
-        return read_bases(path, self.form.layer(layer), self.shape, self.recipe.bases.refit)
+        return read_bases(path, self.form.layer(layer), self.shape.layer(layer), self.recipe.bases.refit)
 
     def layer_codes(self, layer: int, kind: str = "codes") -> LayerCodes:
         """Read the codes of one layer, with `kind` "distilled" the trained ones; raises like `layer_bases`."""
         path = layer_path(self.folder, kind, layer)
-        codes = read_codes(path, self.form.layer(layer), self.shape)
+        codes = read_codes(path, self.form.layer(layer), self.shape.layer(layer))
         self.verify(path)
         return codes
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .families import Family as Family
     from .families import architectures as architectures
     from .families import attention_shape as attention_shape
+    from .families import family_of as family_of
     from .families import find_family as find_family
     from .file_names import CARD as CARD
     from .file_names import KERNEL_CONFIG as KERNEL_CONFIG
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "bases": "BasisPair ChannelCode FoldedBases FoldedBasis LayerBases",
     "channels": "EDITED Channels Latent Numbers",
-    "families": "FAMILIES Family architectures attention_shape find_family",
+    "families": "FAMILIES Family architectures attention_shape family_of find_family",
     "file_names": "CARD KERNEL_CONFIG RECIPE RESULTS ROTOR_JSON",
     "folding": "fold_bases fold_layer layer_layout model_layouts rewrite",
     "hashes": "file_sha256 tensor_sha256",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
@@ -40,6 +41,43 @@ def _falcon_kv_heads(config: Any) -> int:
     return 1 if config.multi_query else config.num_attention_heads
 
 
+def _no_layer(config: Any) -> tuple[int, ...]:
+    return ()
+
+
+def _smollm3_without_rope(config: Any) -> tuple[int, ...]:
+    return tuple(layer for layer, rotates in enumerate(config.no_rope_layers) if not rotates)
+
+
+def _scale_far_queries(config: Any, positions: Tensor) -> Tensor:
+    rope = config.rope_parameters
+    return 1 + rope["llama_4_scaling_beta"] * (1 + positions // rope["original_max_position_embeddings"]).log()
+
+
+def _all_layers(config: Any) -> tuple[int, ...]:
+    return tuple(range(config.num_hidden_layers))
+
+
+def _attention_layers(config: Any) -> tuple[int, ...]:
+    """Layers with attention among others, by the types that the config gives."""
+    return tuple(
+        layer for layer, kind in enumerate(config.layer_types) if kind.endswith("attention") and "linear" not in kind
+    )
+
+
+def _all_unless_rope(config: Any) -> tuple[int, ...]:
+    return () if config.position_embedding_type == "rope" else _all_layers(config)
+
+
+def _full_layers(config: Any) -> tuple[int, ...]:
+    windows = _windows(config) or [None] * config.num_hidden_layers
+    return tuple(layer for layer, window in enumerate(windows) if window is None)
+
+
+def _full_layers_beside_windows(config: Any) -> tuple[int, ...]:
+    return _full_layers(config) if _windows(config) else ()
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family: where rotor finds what it needs, and what its attention does that others do not.
@@ -47,17 +85,29 @@ class Family:
     decoder: path of the module that holds the layers, under the causal model; `layers` and `attention` below it.
     layer_returns_tuple: a decoder layer returns (hidden states, ...) instead of the hidden states.
     output: the output projection, under the attention module.
+    sinks: the softmax has a learned logit for each query head, the attention's parameter `sinks`.
+    gate: the projection of what gates the output of attention: one of its own, or q_proj, which puts out each head's
+        query and gate side by side.
     fused, split: the projection of queries, keys and values together, and how it is split; None where they are
         q_proj, k_proj and v_proj.
     transposed: weights are [in_features, out_features] (transformers' Conv1D).
-    norms: submodules of the attention that stay as they are (per-head norms of queries and keys, before RoPE).
+    norms: submodules of the attention that stay as they are: per-head norms of queries and of keys, before RoPE.
+    norms_if: config field that says whether a model has the norms, where not all do.
+    wide_norms: the norms are of all heads together, called on [batch_size, seq_len, num_heads * head_dim].
     norms_heads_first: the norms are called on [batch_size, num_heads, seq_len, head_dim] instead of heads third.
     rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
     rotary_by_layer_type: the rotary embedding takes the layer's type as a third argument.
+    attention_layers: reads from the config which layers have attention; others stay as they are. Everywhere else
+        layers are counted among these, in `placed`, which `family_of` fills in.
+    without_rope: reads from the config which layers do not rotate, where others do.
+    query_scale: factor of queries by the config and their positions, [batch_size, seq_len] both.
+    interleaved: RoPE rotates neighbouring dimensions together; rotor puts the first of each plane before the second.
+    tables: how cos and sin of the rotary embedding list planes: both halves alike, each plane twice in a row, or once.
     partial_rotary: RoPE may rotate only the first dimensions of a head (`partial_rotary_factor`).
     softcap: config field of the bound c of attention logits (c tanh(x / c)), where there is one.
     bypasses_interface: the attention does not call transformers' attention interface.
     num_kv_heads: reads the number of KV heads from the config.
+    refused: config fields, besides those that no family may set, that must not be set.
     in_vllm: vLLM serves it, as a test says.
     """
 
@@ -65,28 +115,39 @@ class Family:
     layers: str
     attention: str
     output: str = "o_proj"
+    sinks: bool = False
+    gate: str | None = None
     fused: str | None = None
     split: Split = split_blocks
     transposed: bool = False
     norms: tuple[str, ...] = ()
+    norms_if: str | None = None
+    attention_layers: Callable[[Any], tuple[int, ...]] = _all_layers
+    placed: tuple[int, ...] = ()
+    query_scale: Callable[[Any, Tensor], Tensor] | None = None
+    wide_norms: bool = False
     norms_heads_first: bool = False
     rotary: str | None = "model.rotary_emb"
     rotary_by_layer_type: bool = False
+    without_rope: Callable[[Any], tuple[int, ...]] = _no_layer
+    interleaved: bool = False
+    tables: Literal["halves", "neighbours", "once"] = "halves"
     partial_rotary: bool = False
     softcap: str | None = None
     layer_returns_tuple: bool = False
     bypasses_interface: bool = False
     num_kv_heads: Callable[[Any], int] = _kv_heads
+    refused: tuple[str, ...] = ()
     in_vllm: bool = True
 
     @property
     def has_key_norm(self) -> bool:
-        return "k_norm" in self.norms
+        return bool(self.norms)
 
     @property
     def key_source(self) -> str:
         """The submodule of the attention whose output holds the keys before RoPE."""
-        return "k_norm" if self.has_key_norm else self.fused or "k_proj"
+        return self.norms[1] if self.has_key_norm else self.fused or "k_proj"
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -96,7 +157,11 @@ class Family:
     @property
     def consumed(self) -> tuple[str, ...]:
         """Names (under the attention module) that the rewritten checkpoint drops."""
-        return tuple(f"{name}.{kind}" for name in self.projections for kind in ("weight", "bias"))
+        norms = self.norms if self.wide_norms else ()
+        gate = () if self.gate in (None, *self.projections) else (self.gate,)
+        names = (*self.projections, *norms, *gate)
+        sinks = ("sinks",) if self.sinks else ()
+        return (*(f"{name}.{kind}" for name in names for kind in ("weight", "bias")), *sinks)
 
     @property
     def value_weight(self) -> str:
@@ -104,7 +169,7 @@ class Family:
         return f"{self.projections[-2]}.weight"
 
     def attention_prefix(self, layer: int) -> str:
-        return f"{self.decoder}.{self.layers}.{layer}.{self.attention}."
+        return f"{self.decoder}.{self.layers}.{self.placed[layer]}.{self.attention}."
 
     def stored_prefix(self, layer: int, names: frozenset[str]) -> str:
         """`attention_prefix` as a checkpoint has it: a bare model (the original GPT-2) lacks its first part."""
@@ -116,18 +181,39 @@ class Family:
         return model.get_submodule(self.attention_prefix(layer)[:-1])
 
     def replace_attention(self, model: nn.Module, layer: int, module: nn.Module) -> None:
-        parent = model.get_submodule(f"{self.decoder}.{self.layers}.{layer}")
+        parent = model.get_submodule(f"{self.decoder}.{self.layers}.{self.placed[layer]}")
         setattr(parent, self.attention, module)
 
     def rotary_type(self, config: Any, layer: int) -> str | None:
         """The third argument of the rotary embedding for a layer, if it takes one."""
-        return config.layer_types[layer] if self.rotary_by_layer_type else None
+        return config.layer_types[self.placed[layer]] if self.rotary_by_layer_type else None
+
+    def rotation(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rotary embedding, [..., rotary_dim], with both halves of the dimensions equal."""
+        if self.tables == "halves":
+            return given
+        step = 2 if self.tables == "neighbours" else 1
+        cos, sin = (torch.cat([table[..., ::step]] * 2, dim=-1) for table in given)
+        return cos, sin
+
+    def in_halves(self, heads: Tensor, shape: AttentionShape) -> Tensor:
+        """Reorder the dimensions of interleaved heads, [..., head_dim]: plane p becomes p and p + rotary_dim / 2."""
+        if not self.interleaved or not shape.rotary_dim:
+            return heads
+        rotated, rest = heads[..., : shape.rotary_dim], heads[..., shape.rotary_dim :]
+        return torch.cat([rotated[..., ::2], rotated[..., 1::2], rest], dim=-1)
 
 
 _LLAMA = Family("model", "layers", "self_attn")
 _QWEN3 = replace(_LLAMA, norms=("q_norm", "k_norm"))
 _LIKE_LLAMA = replace(_LLAMA, in_vllm=False)
 _LIKE_QWEN3 = replace(_QWEN3, in_vllm=False)
+_WIDE_NORMS = replace(_LIKE_QWEN3, wide_norms=True)
+_LFM2 = replace(
+    _LIKE_LLAMA, output="out_proj", norms=("q_layernorm", "k_layernorm"), attention_layers=_attention_layers
+)
+_GATED = replace(_LIKE_QWEN3, gate="q_proj", partial_rotary=True, attention_layers=_attention_layers)
+_INTERLEAVED = replace(_LIKE_LLAMA, interleaved=True)
 _BY_KV_HEAD = Family(
     "transformer",
     "layers",
@@ -158,6 +244,39 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": _LIKE_LLAMA,
     "apertus": replace(_LIKE_QWEN3, norms_heads_first=True),
     "dots1": _LIKE_QWEN3,
+    "afmoe": replace(_LIKE_QWEN3, gate="gate_proj", without_rope=_full_layers),
+    "cohere": replace(_INTERLEAVED, tables="neighbours", refused=("use_qk_norm",)),
+    "cohere2": replace(_INTERLEAVED, tables="neighbours", without_rope=_full_layers),
+    "cwm": _LIKE_LLAMA,
+    "ernie4_5": _INTERLEAVED,
+    "ernie4_5_moe": _INTERLEAVED,
+    "exaone4": replace(_LIKE_QWEN3, norms_heads_first=True, without_rope=_full_layers_beside_windows),
+    "exaone_moe": replace(_LIKE_QWEN3, norms_heads_first=True, without_rope=_full_layers_beside_windows),
+    "flex_olmo": _WIDE_NORMS,
+    "glm": replace(_INTERLEAVED, partial_rotary=True),
+    "glm4": replace(_INTERLEAVED, partial_rotary=True),
+    "glm4_moe": replace(_LIKE_QWEN3, norms_if="use_qk_norm", partial_rotary=True),
+    "gpt_oss": replace(_LIKE_LLAMA, sinks=True, tables="once"),
+    "granitemoeshared": _LIKE_LLAMA,
+    "granitemoehybrid": replace(_LIKE_LLAMA, attention_layers=_attention_layers, without_rope=_all_unless_rope),
+    "jamba": replace(_LIKE_LLAMA, attention_layers=_attention_layers, rotary=None),
+    "bamba": replace(_LIKE_LLAMA, attention_layers=_attention_layers, partial_rotary=True, layer_returns_tuple=True),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(_LFM2, rotary="model.pos_emb"),
+    "helium": _INTERLEAVED,
+    "hy_v3": replace(_LIKE_QWEN3, norms_heads_first=True),
+    "mellum": replace(_LIKE_QWEN3, rotary_by_layer_type=True),
+    "ministral3": replace(_LIKE_LLAMA, query_scale=_scale_far_queries),
+    "minimax_m2": replace(_WIDE_NORMS, partial_rotary=True),
+    "qwen3_5_text": _GATED,
+    "qwen3_5_moe_text": _GATED,
+    "qwen3_next": _GATED,
+    "olmo": replace(_LIKE_LLAMA, refused=("clip_qkv",)),
+    "olmo2": _WIDE_NORMS,
+    "olmo3": replace(_WIDE_NORMS, rotary_by_layer_type=True),
+    "olmoe": replace(_WIDE_NORMS, refused=("clip_qkv",)),
+    "smollm3": replace(_LIKE_LLAMA, without_rope=_smollm3_without_rope),
+    "solar_open": replace(_LIKE_LLAMA, partial_rotary=True),
     "nemotron": replace(_LIKE_LLAMA, partial_rotary=True),
     "phi": replace(_LIKE_LLAMA, output="dense", partial_rotary=True),
     "stablelm": replace(_LIKE_LLAMA, partial_rotary=True),
@@ -188,8 +307,37 @@ def architectures() -> set[str]:
     return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name, family in FAMILIES.items() if family.in_vllm}
 
 
+_RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
+"""Models that are linear attention or state spaces alone."""
+
 _REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidirectional_attention", "qk_layernorm")
 """Config fields that change attention in ways that rotor does not support."""
+
+
+def family_of(config: Any) -> Family:
+    """The family of the config of a supported model, with the norms that this model has and where its layers are."""
+    family = FAMILIES[config.model_type]
+    norms = () if family.norms_if and not getattr(config, family.norms_if) else family.norms
+    return replace(family, norms=norms, placed=family.attention_layers(config))
+
+
+def _why_not(config: Any) -> tuple[str, str]:
+    """Why a model that is in no family is not compressed, and what to do instead."""
+    model_type = getattr(config, "model_type", None)
+    refusal = f"model_type {model_type!r} is not supported"
+    language_model: Any = getattr(config, "text_config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{refusal}: it is an encoder and a decoder.", "rotor compresses models that are decoders alone."
+    if getattr(config, "kv_lora_rank", None) or getattr(language_model, "kv_lora_rank", None):
+        return f"{refusal}: its cache is a latent already (multi-head latent attention).", "Serve it as it is."
+    if model_type in _RECURRENT:
+        return f"{refusal}: it keeps a state of fixed size, not keys and values.", "Serve it as it is."
+    if getattr(language_model, "model_type", None) is not None:
+        return (
+            f"{refusal}: it reads more than text, by a language model {language_model.model_type!r}.",
+            f"Give a language model alone. Supported: {', '.join(sorted(FAMILIES))}.",
+        )
+    return f"{refusal}.", f"Supported: {', '.join(sorted(FAMILIES))}."
 
 
 def find_family(config: Any) -> Family:
@@ -199,19 +347,17 @@ def find_family(config: Any) -> Family:
         UnsupportedModelError: not in FAMILIES (the message lists them), or an unsupported variant of a family.
     """
     model_type = getattr(config, "model_type", None)
-    if model_type not in FAMILIES:
-        raise UnsupportedModelError(
-            f"model_type {model_type!r} is not supported.", f"Supported: {', '.join(sorted(FAMILIES))}."
-        )
+    if model_type not in FAMILIES or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(*_why_not(config))
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
             f"this {model_type} checkpoint is already quantised or compressed (config.json has a quantization_config).",
             "Give the checkpoint that it was made from; its README.md usually names it as base_model.",
         )
-    for flag in _REFUSED:
+    family = family_of(config)
+    for flag in (*_REFUSED, *family.refused):
         if getattr(config, flag, False):
             raise UnsupportedModelError(f"config.json: {flag} is set, which rotor does not support.")
-    family = FAMILIES[model_type]
     factor = _partial_rotary_factor(config)
     if factor != 1.0 and not family.partial_rotary:
         raise UnsupportedModelError(
@@ -226,17 +372,24 @@ def attention_shape(config: Any) -> AttentionShape:
     """Sizes of the attention layers from the transformers config of a supported family."""
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
-    family = FAMILIES[config.model_type]
+    family = family_of(config)
+    layers, unrotated, windows = family.placed, family.without_rope(config), _windows(config)
+    without_rope = tuple(index for index, layer in enumerate(layers) if layer in unrotated)
+    rotates = family.rotary is not None and len(without_rope) < len(layers)
     return AttentionShape(
-        num_layers=config.num_hidden_layers,
+        num_layers=len(layers),
         num_heads=num_heads,
         num_kv_heads=family.num_kv_heads(config),
         head_dim=head_dim,
         hidden_size=config.hidden_size,
         # transformers makes one frequency of each started pair
-        rotary_dim=2 * -(-int(head_dim * _partial_rotary_factor(config)) // 2) if family.rotary else 0,
+        rotary_dim=2 * -(-int(head_dim * _partial_rotary_factor(config)) // 2) if rotates else 0,
         key_norm=family.has_key_norm,
-        windows=_windows(config),
+        windows=tuple(windows[layer] for layer in layers) if windows else (),
+        wide_norms=family.wide_norms,
+        gated=family.gate is not None,
+        sinks=family.sinks,
+        without_rope=without_rope if rotates else (),
     )
 
 

@@ -262,6 +262,15 @@ def _rewritten(
             tensors["o_proj.bias"] = _with_constants(weights.o_bias, columns, constants, layout)
         else:
             tensors["value_constant"] = _constants(values, shape)
+    if shape.gated:
+        for kind in ("weight", "bias"):
+            gate = _by_kv_head(getattr(weights, f"gate_{kind}"), heads, shape)
+            tensors[f"gate_proj.{kind}"] = _flatten_kv(gate)
+    if weights.sinks is not None:
+        tensors["sinks"] = weights.sinks.reshape(shape.num_kv_heads, -1)[heads].flatten()
+    if shape.wide_norms:
+        for name, weight in weights.norms.items():
+            tensors[f"{name}.weight"] = _flatten_kv(_by_kv_head(weight, heads, shape))
     names = {"shift": "code_shift", "length": "length_weight", "errors": "error_basis"}
     tensors |= {names[name]: tensor for name, tensor in bases.code_tensors().items()}
     specs = layer_tensors(layout, shape, weights.bias_names)
@@ -395,8 +404,8 @@ def _fold(tensor: Tensor | None, encode: list[Tensor], layout: LayerLayout) -> T
 def _dtype_of(name: str, weights: AttentionWeights) -> torch.dtype:
     """Dtype of the tensor that a new one replaces, else of its projection's weight, else of v_proj."""
     if "_proj." not in name:
-        return weights.v_weight.dtype
-    side, kind = name[0], name.rpartition(".")[2]
+        return weights.norms.get(name.removesuffix(".weight"), weights.v_weight).dtype
+    side, _, kind = name.partition("_proj.")
     replaced: Tensor | None = getattr(weights, f"{side}_{kind}")
     return (getattr(weights, f"{side}_weight") if replaced is None else replaced).dtype
 

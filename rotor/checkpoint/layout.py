@@ -12,8 +12,9 @@ fast is pre-RoPE.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -38,12 +39,17 @@ LayerRanks = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of a model's attention layers before compression.
+    """Sizes of a model's attention layers before compression; `layer` gives those of one.
 
     rotary_dim: how many of a head's dimensions, the first ones, RoPE rotates; 0 in a model without RoPE.
     key_norm: a norm stands between k_proj and RoPE.
+    wide_norms: norms of queries and keys are of all heads together, with a weight for each dimension of each head.
     windows: tokens that each layer attends to, and so holds, at most; None of a layer that holds all. Empty where all
         layers do.
+    gated: what attention puts out is multiplied by a gate of the hidden states before o_proj, so that nothing folds
+        into that.
+    sinks: each query head has a learned number among its logits, which takes attention and has no value.
+    without_rope: layers whose queries and keys are not rotated, in a model that rotates those of others.
     """
 
     num_layers: int
@@ -54,9 +60,14 @@ class AttentionShape:
     rotary_dim: int = 0
     key_norm: bool = False
     windows: tuple[int | None, ...] = ()
+    wide_norms: bool = False
+    gated: bool = False
+    sinks: bool = False
+    without_rope: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
+        for name in ("windows", "without_rope"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
         sizes = (self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, self.hidden_size)
         problem = ""
         if not all(isinstance(size, int) and 0 < size <= MAX_RANK for size in sizes):
@@ -70,6 +81,8 @@ class AttentionShape:
             problem = f"{len(self.windows)} windows of {self.num_layers} layers: expected one a layer, or none."
         elif not all(window is None or (isinstance(window, int) and window > 0) for window in self.windows):
             problem = f"windows of {list(self.windows)} tokens: expected positive numbers."
+        elif not set(self.without_rope) <= set(range(self.num_layers)):
+            problem = f"layers {list(self.without_rope)} without RoPE: expected some of 0 to {self.num_layers - 1}."
         if problem:
             raise CheckpointError(problem, "The model's config.json or the run's run.json is damaged.")
 
@@ -78,9 +91,20 @@ class AttentionShape:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def needs_exact(self) -> str:
+        """What of the model is only served beside exact tokens, in words; empty where nothing is."""
+        gate = "its attention is gated, and values cannot be folded into what a gate stands before"
+        sinks = "its softmax has learned sinks, which join with exact tokens"
+        return gate if self.gated else sinks if self.sinks else ""
+
+    @property
     def rotary_planes(self) -> int:
         """Planes of a head that RoPE rotates, the fastest first; plane p is dimensions p and p + rotary_dim / 2."""
         return self.rotary_dim // 2
+
+    def layer(self, index: int) -> AttentionShape:
+        """The sizes as they are in one layer: without RoPE where that does not rotate."""
+        return replace(self, rotary_dim=0, without_rope=()) if index in self.without_rope else self
 
     def held_tokens(self, tokens: int) -> tuple[int, ...]:
         """Tokens that the cache of each layer holds of a sequence of so many."""
@@ -163,11 +187,10 @@ class ModelForm(NamedTuple):
 
     def in_words(self, shape: AttentionShape) -> str:
         """Describe the keys as LayerForm does; where layers differ, with how many have each form."""
-        forms = self.distinct
-        if len(forms) == 1:
-            return forms[0].in_words(shape)
-        counts = [(form, self.keys.count(form.keys)) for form in forms]
-        return "; ".join(f"{n} layer{'s' if n > 1 else ''}: {form.in_words(shape)}" for form, n in counts)
+        counts = Counter(self.layer(index).in_words(shape.layer(index)) for index in range(len(self.keys)))
+        if len(counts) == 1:
+            return next(iter(counts))
+        return "; ".join(f"{n} layer{'s' if n > 1 else ''}: {words}" for words, n in counts.items())
 
 
 @dataclass(frozen=True)
@@ -334,8 +357,19 @@ class LayerLayout:
         return self.exact is None and self.fast_planes == shape.rotary_planes and not shape.key_norm
 
     def folds_queries(self, shape: AttentionShape) -> bool:
-        """Whether q_proj puts out absorbed queries, as in a model without RoPE and without exact keys."""
-        return self.exact is None and not shape.rotary_dim
+        """Whether q_proj puts out absorbed queries: without RoPE, norms and exact keys nothing stands between."""
+        return self.exact is None and not shape.rotary_dim and not shape.key_norm
+
+    def meets_latents(self, key: Latent, shape: AttentionShape) -> bool:
+        """Whether prompts attend to a latent of keys as it is stored, and no key is expanded.
+
+        Always in a model without RoPE, whose queries come absorbed. After RoPE it is for numbers (codes have constants
+        too, which full keys take in) that are no wider than a head: attention's work grows with the width.
+
+        Source: FDC section 5.1; ZACK section 5.1.
+        """
+        numbers = not self.coded and not self.in_blocks
+        return self.folds_queries(shape) or (numbers and key.width <= shape.head_dim)
 
     @property
     def folds_values(self) -> bool:
@@ -506,10 +540,13 @@ def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None
         reader = Reader(f"config.json, layer {index}", CheckpointError, "The folder was edited; export it again.")
         if sorted(layout.kv_head_order) != list(range(shape.num_kv_heads)):
             raise reader.fail("KV heads", layout.kv_head_order, f"each of 0 to {shape.num_kv_heads - 1} once")
-        if not 0 <= layout.fast_planes <= shape.rotary_planes:
-            raise reader.fail("fast_planes", layout.fast_planes, f"a number from 0 to {shape.rotary_planes}")
-        if layout.rope_block is not None and not shape.rotary_dim:
-            raise reader.fail("rope_block", layout.rope_block, "none in a model without RoPE")
+        own = shape.layer(index)
+        if not 0 <= layout.fast_planes <= own.rotary_planes:
+            raise reader.fail("fast_planes", layout.fast_planes, f"a number from 0 to {own.rotary_planes}")
+        if layout.rope_block is not None and not own.rotary_dim:
+            raise reader.fail("rope_block", layout.rope_block, "none in a layer without RoPE")
+        if shape.needs_exact and layout.exact is None:
+            raise reader.fail("exact", None, f"tokens that are kept exactly: {shape.needs_exact}")
         columns = layout.columns(shape.head_dim)
         for group in layout.groups:
             if max(latent.rank for latent in group.latents) > columns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ class AttentionWeights:
 
     q_weight: [num_heads * head_dim, hidden_size]; k_weight, v_weight: [num_kv_heads * head_dim, hidden_size];
     o_weight: [hidden_size, num_heads * head_dim]. prefix: how their names in the checkpoint begin, for errors.
+    gate_weight, gate_bias: of the gate that the output of attention is multiplied by, shaped as of queries.
+    sinks: [num_heads], learned logits.
+    norms: weights of norms over all heads together, by their names.
     """
 
     q_weight: Tensor
@@ -34,7 +37,11 @@ class AttentionWeights:
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
     o_bias: Tensor | None = None
+    gate_weight: Tensor | None = None
+    gate_bias: Tensor | None = None
+    sinks: Tensor | None = None
     prefix: str = ""
+    norms: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def bias_names(self) -> frozenset[str]:
@@ -55,7 +62,7 @@ def read_attention(
     """
     prefix = family.stored_prefix(layer, names)
     local = frozenset(name[len(prefix) :] for name in names if name.startswith(prefix))
-    weights = split_projections(family, lambda name: get(prefix + name), local, shape)
+    weights = split_projections(family, lambda name: get(prefix + name), local, shape.layer(layer))
     weights.prefix = prefix
     query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     expected = {
@@ -81,7 +88,7 @@ def read_attention(
 
 
 def split_projections(family: Family, get: GetTensor, names: frozenset[str], shape: AttentionShape) -> AttentionWeights:
-    """Split what a family stores into the four projections of a layer.
+    """Split what a family stores into the four projections of a layer, heads as `Family.in_halves` has them.
 
     Args:
         get: reads a tensor by its name under the attention module. names: all names there.
@@ -96,6 +103,20 @@ def split_projections(family: Family, get: GetTensor, names: frozenset[str], sha
             parts.update({f"{p}_{kind}": part for p, part in zip("qkv", split, strict=True)})
         if kind == "weight" or f"{family.output}.{kind}" in names:
             parts[f"o_{kind}"] = oriented(family, get(f"{family.output}.{kind}"))
+    for kind in ("weight", "bias") if family.gate else ():
+        if family.gate == "q_proj" and f"q_{kind}" in parts:  # each head's query and gate side by side
+            both = parts[f"q_{kind}"].unflatten(0, (-1, 2, shape.head_dim))
+            parts[f"q_{kind}"], parts[f"gate_{kind}"] = both[:, 0].flatten(0, 1), both[:, 1].flatten(0, 1)
+        elif family.gate != "q_proj" and f"{family.gate}.{kind}" in names:
+            parts[f"gate_{kind}"] = get(f"{family.gate}.{kind}")
+    for name in (f"{p}_{kind}" for p in "qk" for kind in ("weight", "bias")):
+        if family.interleaved and name in parts:
+            heads = parts[name].unflatten(0, (-1, shape.head_dim)).movedim(1, -1)
+            parts[name] = family.in_halves(heads, shape).movedim(-1, 1).flatten(0, 1)
+    if family.sinks:
+        parts["sinks"] = get("sinks")
+    if family.wide_norms:
+        parts["norms"] = {name: get(f"{name}.weight") for name in family.norms}
     return AttentionWeights(**parts)
 
 
@@ -109,12 +130,14 @@ class CompressedProjections(nn.Module):
 
     Args:
         shapes: by name of the tensors that the layer has. norms: of queries and keys, by name.
+        wide_norms: these are of all heads together.
     """
 
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear | None
     o_proj: nn.Linear
+    gate_proj: nn.Linear | None
     key_basis: nn.Parameter | None
     query_basis: nn.Parameter | None
     key_shift: nn.Parameter | None
@@ -126,11 +149,18 @@ class CompressedProjections(nn.Module):
     output_basis: nn.Parameter | None
     value_shift: nn.Parameter | None
     value_constant: nn.Parameter | None
+    sinks: nn.Parameter | None
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], head_dim: int, norms: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        head_dim: int,
+        norms: Mapping[str, nn.Module],
+        wide_norms: bool = False,
+    ) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        self.head_dim, self.wide_norms, self.norm_names = head_dim, wide_norms, tuple(norms)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"):
             weight, bias = shapes.get(f"{name}.weight"), f"{name}.bias" in shapes
             self.register_module(name, None if weight is None else nn.Linear(weight[1], weight[0], bias=bias))
         for name in (*BASES, *FLOAT32):
@@ -149,14 +179,17 @@ class CompressedProjections(nn.Module):
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
         value = key[..., :0] if self.v_proj is None else self.v_proj(hidden_states)
         if self.query_basis is not None:
-            query = self._heads(query, "q_norm")
+            query = self._heads(query, 0)
         if self.key_basis is not None:
-            key = self._heads(key, "k_norm")
+            key = self._heads(key, 1)
         if self.value_basis is not None:
             value = value.unflatten(-1, (-1, self.head_dim))
         return query, key, value
 
-    def _heads(self, x: Tensor, norm: str) -> Tensor:
-        """[..., n * head_dim] -> [..., n, head_dim], normed where the family does."""
+    def _heads(self, x: Tensor, side: int) -> Tensor:
+        """[..., n * head_dim] -> [..., n, head_dim], normed where the family does; of queries (0) or keys (1)."""
+        norm = self._modules[self.norm_names[side]] if self.norm_names else None
+        if norm is not None and self.wide_norms:
+            x = norm(x)
         heads = x.unflatten(-1, (-1, self.head_dim))
-        return self.get_submodule(norm)(heads) if norm in self._modules else heads
+        return heads if norm is None or self.wide_norms else norm(heads)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, MissingError
 from .bases import FoldedBases
-from .families import FAMILIES, Family, attention_shape
+from .families import Family, attention_shape, family_of
 from .folding import rewrite
 from .hashes import file_sha256
 from .layout import AttentionShape, LayerLayout
@@ -83,7 +83,7 @@ class RewrittenTensors:
                     f"tensor {prefix}{family.value_weight} is missing.",
                     "Check that config.json belongs to these weights.",
                 )
-            for name, spec in layer_tensors(layout, shape, biases).items():
+            for name, spec in layer_tensors(layout, shape.layer(layer), biases).items():
                 self._layer_of[prefix + name], self.file_of[prefix + name] = layer, home
                 self._shapes[prefix + name] = spec.shape
 
@@ -113,7 +113,7 @@ class RewrittenTensors:
 
     def _layer(self, index: int) -> dict[str, Tensor]:
         weights = read_attention(self.family, index, self._source_names, self._read_replaced, self.shape)
-        tensors = rewrite(weights, self.bases(index), self.layouts[index], self.shape)
+        tensors = rewrite(weights, self.bases(index), self.layouts[index], self.shape.layer(index))
         return {weights.prefix + name: tensor for name, tensor in tensors.items()}
 
 
@@ -147,14 +147,14 @@ def open_rewritten(bases: Path, config: PreTrainedConfig, section: CompressedSec
         MissingError: the source is not to be had. CheckpointError: a file of it, or of the checkpoint, is another.
     """
     assert section.source is not None
-    shape, family = attention_shape(config), FAMILIES[config.model_type]
+    shape, family = attention_shape(config), family_of(config)
     layouts = section.layouts(shape)
     folder = find_source(section.source, bases.parent)
     source, stored = _Opened(folder, sorted(section.source["shards"])), _Opened(bases.parent, [bases.name])
 
     def bases_of(layer: int) -> FoldedBases:
-        where = f"{bases}, layer {layer}"
-        return FoldedBases.read(lambda name: stored.unmapped_tensor(f"{layer}.{name}"), layouts[layer], shape, where)
+        where, own = f"{bases}, layer {layer}", shape.layer(layer)
+        return FoldedBases.read(lambda name: stored.unmapped_tensor(f"{layer}.{name}"), layouts[layer], own, where)
 
     biases = frozenset(section.biases)
     return RewrittenTensors(

@@ -212,9 +212,10 @@ def check_run(info: RunInfo, reader: Reader) -> AttentionShape:
         raise reader.fail("form.keys", len(form["keys"]), f"one for each of {shape.num_layers} layers")
     for layer, keys in enumerate(form["keys"]):
         block, planes = keys["rope_block"], keys["fast_planes"]
-        if block is not None and not shape.rotary_dim:
-            raise reader.fail(f"form.keys[{layer}].rope_block", block, "null in a model without RoPE")
-        most = 0 if block is None else shape.rotary_planes
+        own = shape.layer(layer)
+        if block is not None and not own.rotary_dim:
+            raise reader.fail(f"form.keys[{layer}].rope_block", block, "null in a layer without RoPE")
+        most = 0 if block is None else own.rotary_planes
         if not 0 <= planes <= most:
             raise reader.fail(f"form.keys[{layer}].fast_planes", planes, f"a number from 0 to {most}")
     return shape

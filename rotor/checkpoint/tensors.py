@@ -27,7 +27,7 @@ class TensorSpec(NamedTuple):
 
 
 def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection[str]) -> dict[str, TensorSpec]:
-    """The tensors of a layer by name under its attention module, without the norms of the source.
+    """The tensors of a layer by name under its attention module, without norms that stay as they are.
 
     q_proj puts out queries (absorbed ones, `width` of each query head, in a model without RoPE), k_proj keys or, with
     the basis inside, latents; v_proj values' latents, where these are joint their part of it (none if k_proj puts out
@@ -47,6 +47,9 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     value_basis [g * head_dim, rank]: values -> latents (joint ones are the sum of what both bases give).
     output_basis [g * head_dim, width]: what attention over rows puts out -> values of each head. value_shift [rank],
     where values have latents of their own, and value_constant [num_kv_heads, head_dim]: what codes add, as of keys.
+
+    sinks [num_heads]: logits of the model's own, heads as in q_proj.
+    gate_proj puts out what the sigmoid of multiplies the output of attention, heads as in q_proj.
 
     Args:
         biases: which of q, k, v, o have a bias in the source; what codes add makes more of them.
@@ -83,6 +86,17 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     def times(count: int, parts: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(count * part for part in parts)
 
+    if shape.gated:
+        parts = times(heads, (dim,) * len(groups))
+        tensors["gate_proj.weight"] = TensorSpec((sum(parts), hidden), 0, parts, head_axis=0)
+        if "q" in biases:
+            tensors["gate_proj.bias"] = TensorSpec((sum(parts),), 0, parts, head_axis=0)
+    if shape.sinks:
+        tensors["sinks"] = TensorSpec((shape.num_heads,), 0, (heads,) * len(groups), head_axis=0)
+    if shape.wide_norms:
+        for name, count in (("q_norm.weight", heads), ("k_norm.weight", size)):
+            parts = (count * dim,) * len(groups)
+            tensors[name] = TensorSpec((sum(parts),), 0, parts, head_axis=0)
     projection("q", times(heads, widths if folds_queries else (dim,) * len(groups)), head_axis=0)
     projection("k", ranks if folds_keys else stacked)
     if layout.has_value_projection(shape):
@@ -112,7 +126,7 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     return tensors
 
 
-BASES = ("key_basis", "query_basis", "value_basis", "output_basis", "error_basis")
+BASES = ("key_basis", "query_basis", "value_basis", "output_basis", "error_basis", "sinks")
 """Names of the tensors in the model's dtype that are no projection's."""
 
 FLOAT32 = ("key_shift", "key_constant", "value_shift", "value_constant", "code_shift", "length_weight")

@@ -13,14 +13,15 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.families import FAMILIES, Family, attention_shape
+from ..checkpoint.families import Family, attention_shape, family_of
 from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, DataError, NumericsError
 from ..numerics import first_not_finite
@@ -53,10 +54,13 @@ class LayerwiseModel:
         self.source, self.batch_tokens, self.workspace = source, batch_tokens, workspace
         self.model = source.model
         self.config: PreTrainedConfig = self.model.config
-        self.family: Family = FAMILIES[self.config.model_type]
+        self.family: Family = family_of(self.config)
         self.shape = attention_shape(self.config)
         self.decoder = self.model.get_submodule(self.family.decoder)
-        self.layers: list[nn.Module] = list(self.decoder.get_submodule(self.family.layers))[: self.shape.num_layers]
+        layers = list(self.decoder.get_submodule(self.family.layers))[: self.config.num_hidden_layers]
+        self.layers: list[nn.Module] = layers
+        ends = [*(layer + 1 for layer in self.family.placed[:-1]), len(layers)]
+        self._parts = [range(start, end) for start, end in pairwise([0, *ends])]
         self._calls: dict[tuple[object, ...], list[LayerCall]] = {}
         self._prompt: int | None = None
         self.device, self.dtype = source.device, source.dtype
@@ -77,9 +81,14 @@ class LayerwiseModel:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """The layer, with its weights loaded inside the `with`."""
-        with self.source.loaded(index):
-            yield self.layers[index]
+        """The layer, with its weights loaded inside the `with`.
+
+        Layers without attention belong to the next one that has it, and those behind the last one to that.
+        """
+        with ExitStack() as loaded:
+            for number in self._parts[index]:
+                loaded.enter_context(self.source.loaded(number))
+            yield nn.ModuleList([self.layers[number] for number in self._parts[index]])
 
     @torch.inference_mode()
     def embed(self, sequences: Tensor, out: Tensor | None = None) -> Tensor:
@@ -101,12 +110,12 @@ class LayerwiseModel:
     @torch.inference_mode()
     def run(self, index: int, states: Tensor, out: Tensor, advance: Advance = lambda done: None) -> None:
         """Put hidden states through a layer, which must be loaded; `out` may be `states` itself."""
-        layer = self.layers[index]
+        layers = nn.ModuleList([self.layers[number] for number in self._parts[index]])
         for part in self.batches(states):
             hidden = states[part].to(self.device)
             result = self.through(index, hidden)
             if not is_finite(result):
-                where = first_not_finite(layer, lambda: self.through(index, hidden))  # noqa: B023 (called at once)
+                where = first_not_finite(layers, lambda: self.through(index, hidden))  # noqa: B023 (called at once)
                 raise NumericsError(f"layer {index}: its output is not finite{where}.", "Compute in float32.")
             out[part] = result.to(out.device)
             advance(hidden.shape[0] * hidden.shape[1])
@@ -116,10 +125,12 @@ class LayerwiseModel:
 
         Gradients flow through it where autograd is enabled.
         """
-        args, kwargs = self._call(index, *hidden.shape[:2])
         with decoding([self.family.attention_module(self.model, index)], self._prompt):
-            result = self.layers[index](hidden, *args, **kwargs)
-        return result[0] if isinstance(result, tuple) else result
+            for number in self._parts[index]:
+                args, kwargs = self._call(number, *hidden.shape[:2])
+                result = self.layers[number](hidden, *args, **kwargs)
+                hidden = result[0] if isinstance(result, tuple) else result
+        return hidden
 
     @contextmanager
     def decoding(self, prompt: int = 1) -> Iterator[None]:
@@ -172,8 +183,8 @@ class LayerwiseModel:
         with self.source.loaded("head"):
             yield logits
 
-    def _call(self, index: int, batch_size: int, seq_len: int) -> LayerCall:
-        """Arguments that the decoder calls a layer with, recorded once for each batch size."""
+    def _call(self, number: int, batch_size: int, seq_len: int) -> LayerCall:
+        """Arguments that the decoder calls its layer `number` with, recorded once for each batch size."""
         key = (self.config._attn_implementation, torch.is_inference_mode_enabled(), batch_size, seq_len)
         if key not in self._calls:
             calls: list[LayerCall] = []
@@ -186,11 +197,11 @@ class LayerwiseModel:
             nothing = torch.zeros(batch_size, seq_len, width, dtype=self.dtype, device=self.device)
             with torch.no_grad(), self._without_layers(record):
                 self.decoder(inputs_embeds=nothing, use_cache=False)
-            assert len(calls) == self.shape.num_layers
+            assert len(calls) == len(self.layers)
             if len(self._calls) > 8:  # they hold masks of sizes that are no longer used
                 self._calls.clear()
             self._calls[key] = calls
-        return self._calls[key][index]
+        return self._calls[key][number]
 
     @contextmanager
     def _without_layers(self, instead: Callable[[Tensor, LayerCall], Tensor]) -> Iterator[None]:

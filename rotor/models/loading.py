@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from ..checkpoint.families import FAMILIES
+from ..checkpoint.families import family_of
 from ..checkpoint.section import is_compressed
 from ..errors import CheckpointError, RotorError
 from ..numerics import check_parameters
@@ -102,9 +102,7 @@ def weights_of(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
         if isinstance(checkpoint, CompressedCheckpoint):
             layouts = dict(enumerate(checkpoint.layouts))
             biases = frozenset(checkpoint.section.biases)
-            for module in replace_attention(
-                model, FAMILIES[model.config.model_type], checkpoint.shape, layouts, biases
-            ):
+            for module in replace_attention(model, family_of(model.config), checkpoint.shape, layouts, biases):
                 module.to(dtype)  # weights are loaded in the dtype of the parameters
 
     return StreamedWeights(checkpoint, device, dtype, prepare)

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def keys_before_rope(family: Family, output: Tensor, shape: AttentionShape) -> Tensor:
-    """Turn the output of `family.key_source` into keys before RoPE, [batch_size * seq_len, num_kv_heads * head_dim]."""
+    """Turn the output of `family.key_source` into keys before RoPE, [batch_size * seq_len, num_kv_heads, head_dim]."""
     if family.has_key_norm:
         output = output.transpose(1, 2) if family.norms_heads_first else output
     elif family.fused is not None:
         output = split_activations(family, output, shape)[1]
-    return output.reshape(-1, shape.num_kv_heads * shape.head_dim)
+    return family.in_halves(output.reshape(-1, shape.num_kv_heads, shape.head_dim), shape)
 
 
 def split_activations(family: Family, output: Tensor, shape: AttentionShape) -> tuple[Tensor, ...]:

@@ -29,7 +29,7 @@ is not installed) transformers fetches a kernel from the hub and runs it."""
 TokenId = Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] | None
 UNSET = Literal[False] | None
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_labels", "num_experts", "num_local_experts")
-OUTPUTS = ("output_attentions", "output_hidden_states", "torchscript", "is_encoder_decoder")
+OUTPUTS = ("output_attentions", "output_hidden_states", "torchscript")
 FIELD_TYPES = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), TokenId | list[TokenId]),
     **dict.fromkeys(OUTPUTS, UNSET),

@@ -20,7 +20,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
-from ..checkpoint.families import FAMILIES
+from ..checkpoint.families import FAMILIES, family_of
 from ..errors import CheckpointError
 from .source import Checkpoint
 
@@ -74,7 +74,7 @@ class StreamedWeights(Weights):
         with torch.device("meta"):
             prepare(self.model)
         keep_softcap(self.model)
-        family = FAMILIES[checkpoint.config.model_type]
+        family = family_of(checkpoint.config)
         self._layers = f"{family.decoder}.{family.layers}."
         self._base = family.decoder.partition(".")[0]
         self._aliases = _aliases(self.model)

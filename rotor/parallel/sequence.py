@@ -38,6 +38,11 @@ class SequenceParallel(RowStore):
     def __init__(self, model: PreTrainedModel, wire: Wire) -> None:
         self.wire = wire
         self.layers = [module for module in model.modules() if isinstance(module, RotorAttention)]
+        if any(layer.layer_idx != n or layer.sinks is not None for n, layer in enumerate(self.layers)):
+            raise UsageError(
+                "a prompt over several processes: this model has layers without attention, or sinks in its softmax.",
+                "Run it in one process.",
+            )
         cached = DynamicCache(config=model.config).layers
         windows: list[int | None] = [getattr(layer, "sliding_window", None) for layer in cached]
         self.windows = (windows + [None] * len(self.layers))[: len(self.layers)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..checkpoint import FAMILIES, Family, attention_shape, find_family
+from ..checkpoint import FAMILIES, Family, attention_shape, family_of, find_family
 from ..errors import UnsupportedModelError
 from ..runtime import CacheRows, RotaryTable, rotary_tables
 from .layer import PolicyLayer
@@ -82,8 +82,13 @@ class _Attachment:
         self.policy = policy
         self._config, self._implementation = model.config, model.config._attn_implementation
         self._handles: list[RemovableHandle] = []
-        family: Family = FAMILIES[model.config.model_type]
-        count = model.config.get_text_config().num_hidden_layers
+        family: Family = family_of(model.config)
+        count = len(family.placed)
+        if count < model.config.num_hidden_layers or family.sinks:
+            raise UnsupportedModelError(
+                f"cache policy {policy.method}: this model has layers without attention, or sinks in its softmax.",
+                "Leave the policy out.",
+            )
         policy.layers(count)  # raises if the policy does not fit so many layers
         modules: list[Any] = [family.attention_module(network, index) for index in range(count)]
         self._compressed = [module for module in modules if hasattr(module, "store")]

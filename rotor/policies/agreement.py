@@ -36,9 +36,18 @@ def agreement(model: PreTrainedModel, policy: Tiers, sequences: Tensor) -> Tenso
             model(input_ids=sequence.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
             layers: list[Any] = list(cache.layers)
             chosen = torch.stack([layer.sequences[0].important for layer in layers]).double().cpu()
-            counts = chosen.sum(-1)
-            found.append(chosen @ chosen.mT / torch.maximum(counts[:, None], counts).clamp(min=1))
+            found.append(in_common(chosen))
     return torch.stack(found).mean(0)
+
+
+def in_common(chosen: Tensor) -> Tensor:
+    """Share of its tokens that each layer's choice has in common with each other's: over the more of both.
+
+    Args:
+        chosen: [layers, tokens], 1.0 or 0.0, float64.
+    """
+    counts = chosen.sum(-1)
+    return chosen @ chosen.mT / torch.maximum(counts[:, None], counts).clamp(min=1)
 
 
 def shared_choices(agreeing: Tensor, above: float) -> tuple[int, ...]:

@@ -14,6 +14,18 @@ from torch.nn import functional
 CLUSTERS = 3
 
 
+def token_cosines(before: Tensor, after: Tensor) -> Tensor:
+    """How alike the hidden states of each token are before and after a layer's attention.
+
+    Args:
+        before, after: [batch_size, seq_len, hidden_size].
+    Returns:
+        [batch_size, seq_len] float64.
+    Source: SqueezeAttention, equation 5.
+    """
+    return functional.cosine_similarity(before.double(), after.double(), dim=-1)
+
+
 def squeeze_shares(cosines: Sequence[float], p: float) -> list[float]:
     """Share of each layer in the budget that all layers would have alike; the mean over layers is 1.
 
@@ -70,7 +82,7 @@ class SqueezeBudgets:
             before, after: [batch_size, seq_len, hidden_size]. tokens: [batch_size, seq_len] bool, False for padding.
         """
         assert index == len(self._cosines)
-        cosine = functional.cosine_similarity(before.double(), after.double(), dim=-1)
+        cosine = token_cosines(before, after)
         tokens = tokens.to(cosine.device)
         seen = torch.where(tokens, cosine, 0.0)  # what stands at padding may be no number
         self._cosines.append(seen.sum(-1) / tokens.sum(-1).clamp(min=1))

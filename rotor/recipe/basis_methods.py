@@ -99,7 +99,7 @@ METHODS = (
     BasisMethod(
         "vo",
         "svd",
-        "SVD of the values stacked with the rows of W_o that read them (ZACK section 5.1)",
+        "SVD of the values stacked with the rows of W_o that read them (ZACK section 4.3)",
         "svd:of_readers_and_values",
         _READS_VALUES,
     ),

@@ -6,6 +6,7 @@ transformers' cache classes store as they are.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +68,16 @@ class RotorAttention(CompressedProjections):
         rotary: RotaryTable | None,
     ) -> None:
         shapes = {name: spec.shape for name, spec in layer_tensors(layout, shape, biases).items()}
-        super().__init__(shapes, shape.head_dim, {name: base.get_submodule(name) for name in family.norms})
+        norms = {name: base.get_submodule(name) for name in family.norms}
+        if family.wide_norms:  # their weights are in the order of the layout, those of `base` stay as they are
+            norms = copy.deepcopy(norms)
+        super().__init__(shapes, shape.head_dim, norms, family.wide_norms)
         self.config: PreTrainedConfig = base.config  # type: ignore[assignment]
         self.layer_idx: int = int(base.layer_idx)  # type: ignore[arg-type]
         # Falcon's attention lacks the attribute; it uses the default.
         self.scaling: float = float(getattr(base, "scaling", shape.head_dim**-0.5))
         self.softcap: float | None = getattr(self.config, family.softcap) if family.softcap else None
-        self.shape, self.layout = shape, layout
+        self.family, self.shape, self.layout = family, shape, layout
         self.is_causal = True
         self.dropout = attention_dropout(self.config)
         self.kernels: LayerKernels = default_layer(layout)
@@ -94,6 +98,8 @@ class RotorAttention(CompressedProjections):
         batch_size, seq_len, _ = hidden_states.shape
         if torch.compiler.is_compiling() and hidden_states.requires_grad:
             refuse_compiled_gradients()
+        if position_embeddings is not None:
+            position_embeddings = self.family.rotation(position_embeddings)
         cache = layer_past if past_key_values is None else past_key_values
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         store = self.store.row_store(cache, self.layer_idx)
@@ -108,7 +114,11 @@ class RotorAttention(CompressedProjections):
             self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
         rotations = self.rope(span, position_embeddings, hidden_states, served)
 
-        projected = self.projected(hidden_states)
+        query, new_key, new_value = self.projected(hidden_states)
+        if self.family.query_scale is not None:
+            scale = self.family.query_scale(self.config, kwargs["position_ids"]).to(query.dtype)
+            query = query * scale.unflatten(-1, (-1, *[1] * (query.dim() - 2)))
+        projected = query, new_key, new_value
         with torch.autocast(hidden_states.device.type, enabled=False):
             parameters, exact = self._parameters_of_attention(), None
             if kernels is None and self.layout.exact is not None:
@@ -129,13 +139,15 @@ class RotorAttention(CompressedProjections):
                 parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels, text, exact, span
             )
             output = store.store_and_attend(call)
+        if self.gate_proj is not None:
+            output = output * self.gate_proj(hidden_states).sigmoid()
         return self.o_proj(output), None
 
     # A compiler takes what these two return as constants. They are methods as it cannot hand layouts to functions.
     @torch.compiler.assume_constant_result
     def _served(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the kernels serve the layer at all."""
-        return layer_served(self.layout, self.shape, dtype, device, self.rope.fits_kernels)
+        return self.sinks is None and layer_served(self.layout, self.shape, dtype, device, self.rope.fits_kernels)
 
     @torch.compiler.assume_constant_result
     def _described(self) -> str:
@@ -159,6 +171,7 @@ class RotorAttention(CompressedProjections):
             self.output_basis,
             self.value_constant,
             code_scales(self),
+            self.sinks,
         )
 
     def train(self, mode: bool = True) -> RotorAttention:
@@ -212,7 +225,7 @@ def plain_rows(
         query, key, value: as projections and norms put them out.
     """
     layout = parameters.layout
-    if rotations.query is not None:
+    if parameters.query_basis is not None:
         query = rotated(query.transpose(1, 2), rotations.query)
     latents, value = key.unsqueeze(1), value.unsqueeze(1)
     if parameters.key_basis is not None:

@@ -23,7 +23,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checked import JsonObject
 from ..checkpoint import (
-    FAMILIES,
     KERNEL_CONFIG,
     MARK,
     METHOD,
@@ -32,6 +31,7 @@ from ..checkpoint import (
     Family,
     LayerLayout,
     attention_shape,
+    family_of,
     is_ours,
 )
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
@@ -91,7 +91,7 @@ class RotorQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         config = self.quantization_config
         network, shape = with_head(model), attention_shape(model.config)
-        family, layouts = FAMILIES[model.config.model_type], config.layouts(shape)
+        family, layouts = family_of(model.config), config.layouts(shape)
         section = getattr(config, "cache", None)
         self.cache_policy = None if section is None else import_module("rotor.policies").read_stored(section)
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
@@ -109,7 +109,7 @@ class RotorQuantizer(HfQuantizer):
         for config in (self.quantization_config, model.config.quantization_config):
             vars(config).pop("source", None)  # save_pretrained will write the weights
         model.config.attn_implementation = MARK  # transformers drops it, and save_pretrained must write it
-        family = FAMILIES[model.config.model_type]
+        family = family_of(model.config)
         for index, kernels in enumerate(self.kernel_config.layers):
             module = family.attention_module(network, index)
             assert isinstance(module, RotorAttention)
@@ -233,7 +233,7 @@ def replace_attention(
     tables, modules = rotary_tables(model, family, model.config), []
     for index, layout in layouts.items():
         base = family.attention_module(model, index)
-        module = RotorAttention(base, family, shape, layout, biases, tables[index])
+        module = RotorAttention(base, family, shape.layer(index), layout, biases, tables[index])
         family.replace_attention(model, index, module)
         modules.append(module)
     model.config._attn_implementation = METHOD

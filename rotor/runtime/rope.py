@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -71,15 +72,17 @@ class RotaryTable:
     """Cosines and sines by index in the cache, from the model's own rotary embedding, shared by the layers of a type.
 
     Args:
-        rotary: the model's embedding, which stays where it is.
+        rotary: the model's embedding, which stays where it is. rotation: `Family.rotation` of what that gives.
         layer_type: passed to the embedding, where it takes one.
 
     depends_on_length: whether frequencies do, so that a table holds only for the positions it was made for. Otherwise
         positions may count from the first key that the cache still holds, since only differences matter.
     """
 
-    def __init__(self, rotary: nn.Module, layer_type: str | None = None) -> None:
-        self._rotary = rotary
+    def __init__(
+        self, rotary: nn.Module, layer_type: str | None = None, rotation: Callable[[Rotation], Rotation] = lambda x: x
+    ) -> None:
+        self._rotary, self._rotation = rotary, rotation
         self._arguments = () if layer_type is None else (layer_type,)
         kinds: Any = rotary.rope_type
         kind = kinds if layer_type is None else kinds[layer_type]
@@ -104,7 +107,7 @@ class RotaryTable:
             if self.depends_on_length:
                 positions = (positions + offset).clamp(max=int(end) - 1)
             like = torch.empty(0, device=device, dtype=dtype)
-            cos, sin = self._rotary(like, positions[None], *self._arguments)
+            cos, sin = self._rotation(self._rotary(like, positions[None], *self._arguments))
             self._key, self._table, self._read = key, (cos[0].to(device), sin[0].to(device)), {}
         return self._table
 
@@ -120,12 +123,14 @@ class RotaryTable:
 
 def rotary_tables(network: nn.Module, family: Family, config: PreTrainedConfig) -> list[RotaryTable | None]:
     """The table of each layer of a causal model, shared by layers of a type; None without RoPE."""
-    kinds = [family.rotary_type(config, layer) for layer in range(config.get_text_config().num_hidden_layers)]
-    if family.rotary is None:
-        return [None for _ in kinds]
+    without_rope = family.without_rope(config)
+    rotates = [family.rotary is not None and layer not in without_rope for layer in family.placed]
+    if family.rotary is None or not any(rotates):
+        return [None for _ in rotates]
+    kinds = [family.rotary_type(config, layer) for layer in range(len(rotates))]
     rotary = network.get_submodule(family.rotary)
-    tables = {kind: RotaryTable(rotary, kind) for kind in kinds}
-    return [tables[kind] for kind in kinds]
+    tables = {kind: RotaryTable(rotary, kind, family.rotation) for kind in kinds}
+    return [tables[kind] if own else None for own, kind in zip(rotates, kinds, strict=True)]
 
 
 class NoRope:

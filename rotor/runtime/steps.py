@@ -167,7 +167,8 @@ def attend_to_prompt(exact: NewTokens, parameters: AttentionParameters, mask: Te
     if mask is not None:
         columns = mask[..., : exact.key.shape[2]]
         mask = parameters.mask(columns, slice(None))
-    return dense_attention(exact.query, exact.key, exact.value, parameters.scaling, mask, parameters.softcap)
+    numbers = exact.query, exact.key, exact.value
+    return dense_attention(*numbers, parameters.scaling, mask, parameters.softcap, parameters.sinks)
 
 
 def _check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, int, int]) -> None:

@@ -15,6 +15,7 @@ from ..checkpoint.folding import fold_layer, layer_layout
 from ..checkpoint.layout import ExactTokens, LayerRanks
 from ..checkpoint.projections import AttentionWeights, read_attention
 from ..checkpoint.tensors import FLOAT32
+from ..errors import RecipeError
 from ..models.device_plan import DevicePlan
 from ..models.layerwise import LayerwiseModel
 from ..models.source import Checkpoint
@@ -131,8 +132,13 @@ class CompressibleModel(LayerwiseModel):
     ) -> None:
         weights = self.attention_weights(index)
         device = next(self._originals[index].parameters()).device
+        if exact is None and self.shape.needs_exact:
+            raise RecipeError(
+                f"a layer is measured without exact tokens, which this model needs: {self.shape.needs_exact}.",
+                "Take the recipe rotor, or another whose ranks.method measures no layer alone.",
+            )
         layout = layer_layout(bases, ranks, exact)
-        rewritten = fold_layer(weights, bases, layout, self.shape)
+        rewritten = fold_layer(weights, bases, layout, self.shape.layer(index))
         with torch.device("meta"):
             layouts = {index: layout}
             (module,) = replace_attention(self.model, self.family, self.shape, layouts, weights.bias_names)

@@ -98,7 +98,7 @@ def find_ratios(
 
     best = find_plan(RatioPath(cache, policy), resolution, target, fidelity)
     assert isinstance(best, RatioPlan)
-    for change in (_other_shares, _rising_shares, _lighter_values):
+    for change in (_other_shares, rising_shares, _lighter_values):
         assert best.policy is not None
         paths = [RatioPath(cache, other, best.stored + resolution) for other in change(best.policy, len(cache.layouts))]
         kept = [(fidelity(path.plans()[0]).accuracy, path) for path in paths if path.plans()]
@@ -116,7 +116,7 @@ def _other_shares(policy: Tiers, layers: int) -> Iterator[Tiers]:
             yield replace(policy, important=share, layer_important=())
 
 
-def _rising_shares(policy: Tiers, layers: int) -> Iterator[Tiers]:
+def rising_shares(policy: Tiers, layers: int) -> Iterator[Tiers]:
     """Deeper layers have more important tokens (observation O3)."""
     if layers == 1 or policy.layer_important:
         return

@@ -30,6 +30,6 @@ def rewritten_tensors(
     first = read_attention(family, 0, checkpoint.names, checkpoint.meta_tensor, shape)
 
     def folded(layer: int) -> FoldedBases:
-        return fold_bases(bases(layer), layouts[layer], shape)
+        return fold_bases(bases(layer), layouts[layer], shape.layer(layer))
 
     return RewrittenTensors(family, shape, layouts, first.bias_names, checkpoint.file_of, read, folded)

@@ -46,6 +46,20 @@ SMALL_OPTIONS = [
     *TABLE_OPTIONS,
 ]
 
+TINY_STUDY = [
+    *FAST_EVALUATION,
+    *SHORT_TEXT,
+    "tokens.source=random",
+    "tokens.count=512",
+    "tokens.seq_len=64",
+    "evaluation.seq_len=64",
+    "evaluation.report_tokens=128",
+    "evaluation.search_tokens=64",
+    "evaluation.metric=text",
+    "ranks.multiple_of=1",
+]
+"""Overrides for the parts of a study on a tiny model."""
+
 SMALL_STUDY = [
     "exact.first=0",
     "exact.newest=0",

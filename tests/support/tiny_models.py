@@ -117,6 +117,37 @@ shorter than the sequences, per-head norms, two RoPEs (gemma3_text), a soft cap,
 a dense layer among sparse ones (qwen2_moe), head_dim 48, 80 and 96, and other than hidden_size / num_attention_heads.
 """
 
+WINDOWS: dict[str, Any] = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
+AMONG_OTHERS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+}
+AMONG_CONVOLUTIONS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "full_attention", "conv"],
+}
+DELTA = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+FAR_QUERIES = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+ROUTED = MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 BIASED: dict[str, Any] = SIZES | {"attention_bias": True}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -124,21 +155,83 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", BIASED),
     "dots1": (
         "Dots1Config",
-        SIZES | MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+        SIZES | ROUTED,
     ),
+    "afmoe": ("AfmoeConfig", SIZES | WINDOWS | MOE | {"num_dense_layers": 1, "num_shared_experts": 1}),
+    "cohere": ("CohereConfig", IMPLIED_HEAD_DIM),
+    "cohere2": ("Cohere2Config", IMPLIED_HEAD_DIM | WINDOWS),
+    "cwm": ("CwmConfig", SIZES | WINDOWS),
+    "ernie4_5": ("Ernie4_5Config", SIZES | {"use_bias": True}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        SIZES | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
+    ),
+    "exaone4": ("Exaone4Config", SIZES | WINDOWS),
+    "exaone_moe": ("ExaoneMoeConfig", SIZES | WINDOWS | MOE),
+    "flex_olmo": ("FlexOlmoConfig", IMPLIED_HEAD_DIM | EXPERTS),
     "gemma": ("GemmaConfig", SIZES),
+    "glm": ("GlmConfig", SIZES | {"attention_bias": True, "rope_parameters": PARTIAL}),
+    "glm4": ("Glm4Config", SIZES | {"rope_parameters": PARTIAL}),
+    "glm4_moe": ("Glm4MoeConfig", BIASED | ROUTED | {"use_qk_norm": True, "rope_parameters": PARTIAL}),
+    "gpt_oss": ("GptOssConfig", SIZES | WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite": ("GraniteConfig", IMPLIED_HEAD_DIM | {"attention_multiplier": 0.3, "residual_multiplier": 0.5}),
     "granitemoe": ("GraniteMoeConfig", IMPLIED_HEAD_DIM | {"attention_multiplier": 0.3, "num_local_experts": 4}),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        IMPLIED_HEAD_DIM | {"attention_multiplier": 0.3, "num_local_experts": 4, "shared_intermediate_size": 32},
+    ),
+    "helium": ("HeliumConfig", SIZES | {"hidden_size": 128}),
+    "hy_v3": ("HYV3Config", SIZES | MOE),
     "hyperclovax": ("HyperCLOVAXConfig", SIZES | {"attention_multiplier": 0.3}),
     "jais2": ("Jais2Config", SIZES),
-    "ministral": (
-        "MinistralConfig",
-        SIZES | {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        IMPLIED_HEAD_DIM
+        | MAMBA
+        | AMONG_OTHERS
+        | {"num_local_experts": 0, "shared_intermediate_size": 32, "position_embedding_type": "nope"},
     ),
+    "bamba": ("BambaConfig", IMPLIED_HEAD_DIM | MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [1, 2]}),
+    "jamba": (
+        "JambaConfig",
+        IMPLIED_HEAD_DIM
+        | {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "lfm2": ("Lfm2Config", IMPLIED_HEAD_DIM | AMONG_CONVOLUTIONS),
+    "lfm2_moe": ("Lfm2MoeConfig", IMPLIED_HEAD_DIM | AMONG_CONVOLUTIONS | MOE | {"num_dense_layers": 1}),
+    "ministral3": ("Ministral3Config", SIZES | {"rope_parameters": FAR_QUERIES}),
+    "mellum": ("MellumConfig", SIZES | WINDOWS | MOE),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PARTIAL},
+    ),
+    "ministral": ("MinistralConfig", SIZES | WINDOWS),
     "nemotron": ("NemotronConfig", SIZES | {"rope_parameters": PARTIAL}),
+    "olmo": ("OlmoConfig", IMPLIED_HEAD_DIM),
+    "olmo2": ("Olmo2Config", IMPLIED_HEAD_DIM),
+    "olmo3": ("Olmo3Config", IMPLIED_HEAD_DIM | WINDOWS),
+    "olmoe": ("OlmoeConfig", IMPLIED_HEAD_DIM | EXPERTS),
     "phi": ("PhiConfig", IMPLIED_HEAD_DIM | {"rope_parameters": PARTIAL, "tie_word_embeddings": False}),
     "phimoe": ("PhimoeConfig", IMPLIED_HEAD_DIM | {"attention_bias": True, "num_local_experts": 4}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", SIZES | AMONG_OTHERS | DELTA),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        SIZES | AMONG_OTHERS | DELTA | MOE | {"shared_expert_intermediate_size": 32},
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        SIZES | AMONG_OTHERS | DELTA | MOE | {"shared_expert_intermediate_size": 32, "attention_bias": True},
+    ),
     "seed_oss": ("SeedOssConfig", BIASED | {"attention_out_bias": True}),
+    "smollm3": ("SmolLM3Config", IMPLIED_HEAD_DIM | {"no_rope_layers": [1, 0]}),
+    "solar_open": ("SolarOpenConfig", SIZES | ROUTED),
     "stablelm": ("StableLmConfig", IMPLIED_HEAD_DIM | {"rope_parameters": PARTIAL, "use_qkv_bias": True}),
     "starcoder2": ("Starcoder2Config", IMPLIED_HEAD_DIM | {"sliding_window": 12}),
     "vaultgemma": ("VaultGemmaConfig", SIZES | {"sliding_window": 12, "attn_logit_softcapping": 2.0}),

@@ -7,28 +7,24 @@ ZACK section 6.5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from rotor.calibration.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from rotor.calibration.prediction.devices import find_device
-from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout, Numbers
 from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.folding import model_layouts
-from rotor.checkpoint.layout import POST_ROPE, ordered_by_class
 from rotor.errors import UsageError
 from rotor.recipe import Recipe
 from rotor.tools.bench.simulation import simulate
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.part import Part, Table, Task
+from rotor.tools.study.parts.fdc import SHAPE_8B, like_8b
 from rotor.tools.study.store import StudyStore
 
 AT = 0.5
 """Of the cache, that a recipe removes."""
-
-SHAPE_8B = AttentionShape(32, 32, 8, 128, 4096, rotary_dim=128)
-"""Of Llama 3 8B."""
 
 SEQUENCES, STRIDE = 64, 29
 """Sequences of different lengths in a batch, and the steps in which they are taken."""
@@ -108,18 +104,3 @@ def ragged_lengths(longest: int) -> list[int]:
     """Lengths of SEQUENCES sequences, in equal ratios from a 64th of the longest on, in an order that is not theirs."""
     lengths = [round(longest * 64 ** (i / (SEQUENCES - 1) - 1)) for i in range(SEQUENCES)]
     return [max(1, lengths[i * STRIDE % SEQUENCES]) for i in range(SEQUENCES)]
-
-
-def like_8b(layouts: Sequence[LayerLayout], shape: AttentionShape) -> list[LayerLayout]:
-    """Layers of an 8B, of which each KV head keeps the shares of its channels that the groups of these layers keep of
-    theirs, one after another; numbers, whose schedules differ most."""
-    groups = [(group, shape.head_dim * layout.group_size) for layout in layouts for group in layout.groups]
-    found = []
-    for layer in range(SHAPE_8B.num_layers):
-        own = []
-        for head in range(SHAPE_8B.num_kv_heads):
-            group, columns = groups[(layer * SHAPE_8B.num_kv_heads + head) % len(groups)]
-            ranks = [max(1, round(SHAPE_8B.head_dim * side.rank / columns)) for side in (group.key, group.values)]
-            own.append(GroupLayout((head,), *map(Numbers, ranks)))
-        found.append(ordered_by_class(own, POST_ROPE))
-    return found

@@ -35,7 +35,7 @@ def of_keys(inputs: Inputs) -> BasisPair:
 
 
 def of_readers_and_values(inputs: Inputs) -> BasisPair:
-    """Rotation of values stacked with the rows of W_o that read them. Source: ZACK section 5.1."""
+    """Rotation of values stacked with the rows of W_o that read them. Source: ZACK section 4.3, figure 9."""
     return of_moment(inputs.readers() + inputs.values())
 
 

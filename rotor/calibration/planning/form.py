@@ -25,11 +25,18 @@ def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
         frequencies: frequencies of RoPE; None if they depend on the length of a sequence. Keys stored earlier would
             then be rotated within their blocks by other frequencies than later ones, so `block` becomes `post`.
     Raises:
-        RecipeError: the group size does not divide the KV heads; more fast planes than a head has.
+        RecipeError: the group size does not divide the KV heads; more fast planes than a head has; nothing is kept
+            exactly where that is needed.
     """
+    if shape.needs_exact and recipe.exact.tokens is None:
+        raise RecipeError(
+            f"exact.newest 0: this model needs exact tokens: {shape.needs_exact}.", "Give --set exact.newest=128."
+        )
     by_layer = [None] * shape.num_layers if frequencies is None else frequencies
-    keys = tuple(_key_form(recipe, shape, layer_frequencies) for layer_frequencies in by_layer)
-    slowest = max(keys, key=lambda form: form.fast_planes)  # slowest to decode, as rebuilding planes takes arithmetic
+    keys = tuple(_key_form(recipe, shape.layer(layer), own) for layer, own in enumerate(by_layer))
+    rotated = [form for layer, form in enumerate(keys) if layer not in shape.without_rope]
+    # slowest to decode, as rebuilding planes takes arithmetic
+    slowest = max(rotated, key=lambda form: form.fast_planes)
     # Slow planes hardly rotate within a block, so keys are about as linear in the hidden state as values.
     joint = recipe.joins_latents and (slowest.rope_block is not None or not shape.rotary_dim)
     return ModelForm(keys, _group_size(recipe, shape, LayerForm(slowest, 1, joint)), joint)

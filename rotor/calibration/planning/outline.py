@@ -7,6 +7,7 @@ counted, because the system drops their pages when memory is short.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ...checkpoint.families import FAMILIES, Family, attention_shape, find_family
+from ...checkpoint.families import Family, attention_shape, family_of, find_family
 from ...checkpoint.layout import AttentionShape, LayerForm, ModelForm
 from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates
 from ...models.projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_count
@@ -48,7 +49,7 @@ class ModelOutline:
     """A model without its weights: everything that config and headers tell.
 
     config: the transformers config.
-    layers: elements of each decoder layer.
+    layers: elements of each decoder layer with attention, and of those before it; the last with those behind it.
     vocabulary: elements of each matrix over the vocabulary (the embedding, and the head unless tied).
     rest: elements of everything else.
     stored_bytes: bytes of all shards.
@@ -72,14 +73,14 @@ class ModelOutline:
     def of_headers(cls, config: PreTrainedConfig, shapes: dict[str, list[int]], stored_bytes: int) -> ModelOutline:
         """Outline a model from the shapes of its tensors by name and the bytes of their files; raises like `of`."""
         family, shape = find_family(config), attention_shape(config)
-        layers = [0] * shape.num_layers
+        layers, ends = [0] * shape.num_layers, family.placed
         vocabulary: list[int] = []
         rest = 0
         prefix = f"{family.decoder}.{family.layers}."
         for name, dims in shapes.items():
             index = name[len(prefix) :].partition(".")[0] if name.startswith(prefix) else ""
-            if index.isdigit() and int(index) < shape.num_layers:
-                layers[int(index)] += math.prod(dims)
+            if index.isdigit() and int(index) < config.num_hidden_layers:
+                layers[min(bisect_left(ends, int(index)), len(ends) - 1)] += math.prod(dims)
             elif len(dims) == 2 and config.vocab_size in dims:
                 vocabulary.append(math.prod(dims))
             else:
@@ -271,7 +272,7 @@ def rotary_frequencies(config: PreTrainedConfig, layer: int) -> tuple[float, ...
     Returns:
         None if frequencies depend on the length of a sequence.
     """
-    family, shape = FAMILIES[config.model_type], attention_shape(config)
+    family, shape = family_of(config), attention_shape(config).layer(layer)
     if not shape.rotary_dim:
         return ()
     kind = family.rotary_type(config, layer)

@@ -1,1 +1,1 @@
-"""Prediction of the cost of a decode step on a device: bytes, instructions and seconds."""
+"""Prediction of the cost of a decode step on a device (bytes, instructions, seconds), and of a prompt (products)."""

@@ -101,7 +101,7 @@ def uncompressed_layer_bytes(shape: AttentionShape, element_bytes: int) -> int:
 
 def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device: Device, step: DecodeStep) -> float:
     """Predict the seconds of a decode step: attention in all layers, with their projections."""
-    return sum(layer_time(layout, shape, device, step).seconds for layout in layouts)
+    return sum(layer_time(own, shape.layer(n), device, step).seconds for n, own in enumerate(layouts))
 
 
 def uncompressed_decode_seconds(shape: AttentionShape, device: Device, step: DecodeStep) -> float:

@@ -26,6 +26,7 @@ class Device:
     source: `data-sheet` (peak rates, which no kernel reaches) or `measured`.
     sms, clock_hz: streaming multiprocessors and their clock; if unknown (None), instructions set no limit.
     instructions_per_cycle: warp instructions that an SM issues per cycle in attention.
+    matmul_flops_per_s: rate of dense products in bfloat16, by which prompts are predicted; None if unknown.
     """
 
     bandwidth_bytes_per_s: Rate
@@ -33,6 +34,7 @@ class Device:
     sms: Annotated[int, Field(gt=0)] | None = None
     clock_hz: Rate | None = None
     instructions_per_cycle: Annotated[float, Field(gt=0, le=4)] = INSTRUCTIONS_PER_CYCLE
+    matmul_flops_per_s: Rate | None = None
 
     def read_seconds(self, size_bytes: float) -> float:
         """Seconds to read this many bytes from its memory."""

@@ -37,7 +37,8 @@ class GEAR(Quantiser):
     Bytes, above the backbone's: 2 rank (1 / width + 1 / run) and 4 s a number (a float16 and an int16 index; int32 in
     runs of more than 32767 tokens).
     Limits: in a short run s/2 may be less than one number, and then nothing is taken out. Padding must be known.
-    Source: GEAR section 3, equations 3 to 6, algorithms 1 and 2.
+    Source: GEAR section 3, equations 3 to 6, algorithms 1 and 2; in equation 5 outliers leave zeros, here the mean of
+        the other numbers of their vector.
     """
 
     method: ClassVar[str] = "gear"

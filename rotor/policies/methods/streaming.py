@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import NonNegativeInt
 
-from ...checkpoint import FAMILIES
+from ...checkpoint import family_of
 from ...errors import UnsupportedModelError
 from ..eviction import Eviction
 
@@ -42,8 +42,10 @@ class Streaming(Eviction):
             raise _cannot_move("this checkpoint's keys are compressed after RoPE, which is in their latents")
 
     def check_config(self, config: PreTrainedConfig) -> int:
-        if self.moves_keys and FAMILIES[config.model_type].rotary is None:
+        if self.moves_keys and family_of(config).rotary is None:
             raise _cannot_move("this model has no RoPE")
+        if self.moves_keys and (family_of(config).interleaved or family_of(config).without_rope(config)):
+            raise _cannot_move("RoPE of this model is interleaved, or not in every layer")
         return super().check_config(config)
 
     def protected(self, budget: int) -> tuple[int, int]:

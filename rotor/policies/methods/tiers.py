@@ -59,7 +59,8 @@ class Tiers(Policy):
     So generated tokens are ranked as the prompt's are.
     Bytes: both kinds of rows, a byte a token, and a float32 an important token.
     Limits: for compressed checkpoints, whose channels are nested; one that was refitted for its rank is cut no better.
-    Queries keep all channels: the paper cuts those of unimportant tokens too, which saves arithmetic but no cache. With
+    Queries keep all channels: the paper cuts those of unimportant tokens too, which saves arithmetic but no cache, and
+    a token's importance is known once its query has met all keys. With
     post-RoPE codes the denominators lack what the channels' means add to every logit of a query. Attention runs in
     plain PyTorch.
     Source: ZDC section 5.2. Its equation 6 asks for p^u < p^i and p_QK <= p_VW, its text for the opposite ("unimportant

@@ -40,10 +40,10 @@ def model_card(
     )
     weights = _where_weights_are(report["source"]) if apart else ""
     layouts = [LayerLayout.from_dict(layout, ROTOR_JSON) for layout in report["layouts"]]
-    forms = sorted({layout.form.in_words(shape) for layout in layouts})
+    forms = sorted({layout.form.in_words(shape.layer(index)) for index, layout in enumerate(layouts)})
     sizes = sorted({layout.group_size for layout in layouts})
     merged = ""
-    if not all(layout.has_value_projection(shape) for layout in layouts):
+    if not all(layout.has_value_projection(shape.layer(index)) for index, layout in enumerate(layouts)):
         merged = "Where keys and values share a latent, `k_proj` puts it out and there is no `v_proj`.\n"
     text = f"""# {name}, KV cache compressed by rotor
 

@@ -195,7 +195,8 @@ def _spectrum_names(run: Run) -> dict[str, str]:
     """The form of each of the latents in words, by name."""
     keys, heads, joint = run.form
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
-    where = f"{' or '.join(form.in_words(run.shape) for form in dict.fromkeys(keys))}, {size}"
+    words = (form.in_words(run.shape.layer(layer)) for layer, form in enumerate(keys))
+    where = f"{' or '.join(dict.fromkeys(words))}, {size}"
     if not joint:
         return {"qk": where, "vo": size}
     fast = {"fast": where} if any(form.fast_planes for form in keys) else {}

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ...checked import JsonObject
-from ...checkpoint.families import FAMILIES
+from ...checkpoint.families import family_of
 from ...checkpoint.hashes import tensor_sha256
 from ...checkpoint.manifest import Manifest
 from ...checkpoint.tensors import layer_tensors
@@ -136,11 +136,11 @@ def _check_manifest(result: Validation) -> None:
 
 def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
     """The first tensor of a layer's attention that is not what its layout says, or nothing."""
-    family = FAMILIES[checkpoint.config.model_type]
+    family = family_of(checkpoint.config)
     biases = checkpoint.section.biases
     for index, layout in enumerate(checkpoint.layouts):
         prefix = family.stored_prefix(index, checkpoint.names)
-        expected = layer_tensors(layout, checkpoint.shape, biases)
+        expected = layer_tensors(layout, checkpoint.shape.layer(index), biases)
         for name, spec in expected.items():
             if prefix + name not in checkpoint.names:
                 return f"config.json, layer {index}: {name} is missing"

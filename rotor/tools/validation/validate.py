@@ -356,12 +356,15 @@ def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool)
     cpu = torch.device("cpu")
     network = CompressibleModel(source, DevicePlan(cpu, torch.float32, streamed), rewrite_dtype=torch.float32)
     expected = batch_logits(network, rows)
-    network.compress(bases, [[b.full_ranks] * b.num_groups for b in bases])
-    return float((batch_logits(network, rows) - expected).norm() / expected.norm())
+    exact = run.recipe.exact.tokens if run.shape.needs_exact else None
+    network.compress(bases, [[b.full_ranks] * b.num_groups for b in bases], exact)
+    with network.decoding():
+        rewritten = batch_logits(network, rows)
+    return float((rewritten - expected).norm() / expected.norm())
 
 
 def cache_bytes_per_token(cache: Any) -> list[float]:
-    """Bytes of transformers' own cache for a token of each layer; one with a sliding window drops the older ones.
+    """Bytes of transformers' own cache for a token of each layer with attention; windows drop the older tokens.
 
     Args:
         cache: of layers [batch_size, heads, tokens, width], holding at least one token.
@@ -369,4 +372,5 @@ def cache_bytes_per_token(cache: Any) -> list[float]:
     return [
         (layer.keys.nbytes + layer.values.nbytes) / (layer.keys.shape[0] * layer.keys.shape[2])
         for layer in cache.layers
+        if hasattr(layer, "keys")  # others keep the states of linear attention
     ]

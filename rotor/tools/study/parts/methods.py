@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ....policies import Policy, bundled_policies, find_policy
 from ..cache_part import CachePart, StudiedCache, at_bytes, cache_records
@@ -59,18 +59,19 @@ def policies(names: Sequence[str] = ()) -> dict[str, Policy]:
     return {name: policy for name, policy in chosen.items() if not policy.rows_only}
 
 
-def at_equal_bytes(records: Sequence[CacheRecord], sizes: Sequence[float]) -> list[list[str]]:
-    """The least KL of each family at each number of bytes, and which record has it where there are several."""
+def at_equal_bytes(
+    records: Sequence[CacheRecord], sizes: Sequence[float], value: Callable[[CacheRecord], float] = lambda r: r.kl_div
+) -> list[list[str]]:
+    """The least value (KL) of each family at each number of bytes, and which record has it where there are several."""
     rows = []
     for family in dict.fromkeys(record.family for record in records):
         of_family = [record for record in records if record.family == family]
         cells = []
         for size in sizes:
             fitting = [record for record in of_family if record.mean_kv_bytes_per_token <= size * 1.005]
-            best = min(fitting, key=lambda record: record.kl_div, default=None)
-            cells.append(
-                "" if best is None else f"{best.kl_div:.5f}" + (f" ({best.name})" if best.name != family else "")
-            )
+            best = min(fitting, key=value, default=None)
+            name = f" ({best.name})" if best is not None and best.name != family else ""
+            cells.append("" if best is None else f"{value(best):.5f}{name}")
         rows.append([family, *cells])
     return [row for row in rows if any(row[1:])]
 

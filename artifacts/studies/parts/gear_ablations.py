@@ -1,6 +1,6 @@
-"""The part `gear` of a study: GEAR's ablations at 2 bits, and its tables 8 and 10 in shape.
+"""The part `gear-ablations` of a study: GEAR's ablations at 2 bits, and its tables 8 and 10 in shape.
 
-rotor study MODEL --parts artifacts/studies/parts/gear.py:Gear -o STUDY
+rotor study MODEL --parts artifacts/studies/parts/gear_ablations.py:Ablations -o STUDY
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ ABLATED = {"sparsity": (0.01, 0.05, 0.1), "rank": (0, 2, 8), "loops": (1, 4)}
 """Other values of GEAR's parameters (GEAR figure 4a)."""
 
 
-class Gear(CachePart):
-    name = "gear"
-    title = "GEAR's parts at 2 bits (figure 4, tables 8 and 10)"
+class Ablations(CachePart):
+    name = "gear-ablations"
+    title = "GEAR's parts at 2 bits (figures 4a and 4b, tables 8 and 10)"
     text = (
         "All on KIVI with groups and a buffer of 64. Table 8: KIVI, outliers alone, GEAR-L, GEAR. Figure 4b: what is "
         "lost is made up for nowhere (KIVI), in the prompt alone, everywhere. Table 10: H2O at half of the tokens "
