@@ -1,5 +1,5 @@
-# make demo      set up .venv, then calibrate, export and validate the bundled model in short: the recipe `rotor`, one
-#                target, small measurements; ends with a table
+# make demo      set up .venv with what rotor needs, then calibrate, export and validate the bundled model in short: the
+#                recipe `rotor`, one target, small measurements; ends with a table
 # make demo-full two recipes and three targets as their recipes stand
 # make reference MODEL=folder  what recipes remove at 0.99 from a model, and KL beside quantised caches: a table
 # make test      set up .venv, then lint, types, the layers of the packages, and tests
@@ -29,14 +29,23 @@ PAGES = README.md CONTRIBUTING.md LICENSE docs artifacts/NOTES.md artifacts/stud
 
 .PHONY: docs demo demo-full reference gpu gpu-bundle test test-fast test-slow test-vllm test-min lint setup clean
 
+# Modules are compiled when they are first imported: few of those that are installed are.
+INSTALL := pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+
 setup: $(VENV)/.done
 
-$(VENV)/.done: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+$(VENV)/.done: $(VENV)/.installed
+	$(BIN)/$(INSTALL) -e '.[test]'
 	touch $@
 
-demo: setup
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/$(INSTALL) -e .
+	touch $@
+
+# One thread: more of them wait for each other in a model this small.
+demo: export OMP_NUM_THREADS = 1
+demo: $(VENV)/.installed
 	$(BIN)/rotor calibrate artifacts/demo-model -o runs/make-demo $(DEMO_TOKENS) --overwrite
 	$(BIN)/rotor export runs/make-demo -o out/make-demo --accuracy 0.99 $(DEMO_MEASURES) --overwrite
 	$(BIN)/rotor validate out/make-demo

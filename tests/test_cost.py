@@ -139,6 +139,13 @@ def test_sizes_of_groups_by_time(table) -> None:
     assert uniform_layout(LLAMA, LayerForm(POST_ROPE, 2), 0.5, False).groups[3].value == Numbers(128)
 
 
+def test_sizes_that_the_bundled_counts_give() -> None:
+    """Two heads of an 8B with 8 KV heads and Llama 3's RoPE base, all three of SmolLM2-135M."""
+    smollm2 = AttentionShape(30, 9, 3, 64, 576, rotary_dim=64)
+    assert best_group_size(LLAMA, LayerForm(KeyForm(64, 16), 1, joint=True), True, H200, STEP) == 2
+    assert best_group_size(smollm2, LayerForm(KeyForm(64, 11), 1, joint=True), True, H200, STEP) == 3
+
+
 def test_times_of_an_8b(table) -> None:
     times = {(t.candidate, t.scenario): t for t in decode_times(LLAMA, H200, STEP)}
     found = times["joint, blocks of 64, 16 fast planes, 1 head", "0.875"]

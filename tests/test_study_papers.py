@@ -191,6 +191,8 @@ def test_scores_of_a_layer_by_hand() -> None:
     assert found.worth["mean scores"].tolist() == pytest.approx([float(row.mean(1).sum()) for row in rows])
     assert found.worth["denominators"].exp().tolist() == pytest.approx([float(row.exp().sum()) for row in rows])
     assert (found.quantiles[0], found.quantiles[-1]) == (-1.0, 3.0)
+    itself = scores.layer_scores(query, key, 0.5, window=1)
+    assert itself.worth["mean scores"].tolist() == pytest.approx([float(row[:, -1].sum()) for row in rows])
 
 
 def test_choices_mark_the_most_and_the_least(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,15 +27,12 @@ from ...options import with_fields_of
 from ...recipe import ObjectiveSettings
 from ...recipe.requests import InspectionRequest
 from ..prediction.cost import DecodeStep
-from ..prediction.decode_times import DecodeTime, decode_times, slower
+from ..prediction.decode_times import COMPARED_COMPRESSION, DecodeTime, decode_times, slower
 from ..prediction.devices import find_device
 from .outline import ModelOutline, needs_whole_model
 
 WEIGHT_FILES = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
 """Names of weight files in any format. In a folder without one, config.json alone describes the model."""
-
-COMPARED = "0.875"
-"""The scenario by which `slower` goes."""
 
 CONTEXTS = (8192, 32768, 131072)
 """Sequence lengths in tokens for which the size of the cache is shown."""
@@ -80,8 +77,8 @@ class Inspection:
     bits: bits that a channel may have.
     form: form of the layers, in words.
     objective, instructions_per_cycle: device and load that decode_times are predicted for.
-    slower: the form of the recipe, where it is predicted to be slower than no compression at COMPARED of the cache
-        removed, and one that is not.
+    slower: the form of the recipe, where it is predicted to be slower than no compression at COMPARED_COMPRESSION, and
+        one that is not.
     calibrate, export, validate: resources that the commands take on this machine; `export` with --accuracy, whose
         search measures at most so many points.
     """
@@ -184,7 +181,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         objective=load,
         instructions_per_cycle=device_rates.instructions_per_cycle,
         decode_times=times,
-        slower=slower(times, COMPARED),
+        slower=slower(times, f"{COMPARED_COMPRESSION[True]:g}"),
         calibrate=ResourceEstimate.of(taken, streamed, taken.disk_bytes, taken.kept_disk_bytes, seconds),
         export=ResourceEstimate.of(measuring[layerwise], layerwise, grown, grown, measured),
         validate=ResourceEstimate.of(measuring[layerwise], layerwise, 0, 0, validated),

@@ -123,8 +123,9 @@ def group_sizes(shape: AttentionShape) -> list[int]:
     return [size for size in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % size == 0]
 
 
-COMPARED_COMPRESSION = {True: 0.875, False: 0.5}
-"""Compression at which group sizes are compared, with codes (True) and without."""
+COMPARED_COMPRESSION = {True: 0.75, False: 0.5}
+"""Compression at which group sizes are compared, with codes (True) and without. Real models lose a hundredth at 0.73 to
+0.76 with codes."""
 
 
 SHARED_LOSS = 0.6

@@ -77,19 +77,19 @@ class StudyContext:
         """The checkpoint's: bytes are counted as they are served."""
         return self.checkpoint.dtype
 
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of a token in the uncompressed cache.
-
-        Raises:
-            UsageError: the model's weights are not all in memory.
-        """
+    def check_in_memory(self) -> None:
+        """Raise UsageError if the model's weights are not all in memory."""
         if self.devices.streamed:
             raise UsageError(
                 "--parts methods and others about caches: they are read step by step, which needs all weights in "
                 "memory.",
                 "Give --offload never on a machine that can hold them, or leave these parts out.",
             )
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of a token in the uncompressed cache; raises UsageError if weights are not all in memory."""
+        self.check_in_memory()
         return uncompressed_kv_bytes_per_token(attention_shape(self.checkpoint.config), self.cache_dtype.itemsize)
 
     @cached_property

@@ -28,6 +28,7 @@ QUANTILES = (0.01, 0.25, 0.75, 0.99)
 @torch.no_grad()
 def observe(study: StudyContext, sequence: Tensor, look: Callable[[int, dict[str, Tensor]], None]) -> None:
     """Let `look` see the layer, and queries, keys after RoPE and values of its attention, of one sequence."""
+    study.check_in_memory()
     network = study.network
     with network.uncompressed() as model:
         layers = range(network.shape.num_layers)
@@ -47,15 +48,17 @@ class LayerScores:
     worth: dict[str, Tensor]
 
 
-def layer_scores(query: Tensor, key: Tensor, scaling: float) -> LayerScores:
+def layer_scores(query: Tensor, key: Tensor, scaling: float, window: int | None = None) -> LayerScores:
     """Look at the scores of a causal layer.
 
     Args:
         query: [num_heads, tokens, head_dim]. key: [num_kv_heads, tokens, head_dim], after RoPE.
+        window: the newest tokens that a query sees, itself among them; None: all.
     Source: ZDC sections 3.3 and 5.2.
     """
     scores = query.float() @ key.float().repeat_interleave(len(query) // len(key), dim=0).mT * scaling
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    seen = seen if window is None else seen.triu(1 - window)
     ordered = scores[:, seen].flatten().sort().values.cpu()
     places = [round(share * (len(ordered) - 1)) for share in (0.0, *QUANTILES, 1.0)]
     worth = {
@@ -83,7 +86,8 @@ def measure_scores(study: StudyContext) -> Record:
         def look(index: int, tensors: dict[str, Tensor], layers: list[LayerScores] = layers) -> None:
             module: Any = network.family.attention_module(network.model, index)
             scaling = getattr(module, "scaling", None) or network.shape.head_dim**-0.5
-            layers.append(layer_scores(tensors["query"][0], tensors["key_post"][0], float(scaling)))
+            window = network.shape.windows[index] if network.shape.windows else None
+            layers.append(layer_scores(tensors["query"][0], tensors["key_post"][0], float(scaling), window))
 
         observe(study, sequence, look)
         quantiles.append(torch.stack([layer.quantiles for layer in layers]))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from ....errors import UsageError
 from ....policies import GEAR, KCVT, KIVI, PerToken, Quantiser
 from ....policies.store import Side, Stream, heads_together, tensor_bytes
 from ..cache_part import GROUP
@@ -76,7 +77,7 @@ class Gear(Part):
             header = ["cache", "error of keys", "error of values", *PARTS, "all"]
             text = (
                 "Figures 1a and 6. Error: the norm of what the codes lose over the norm of the numbers, all layers "
-                f"of a sequence of {next(iter(caches.values()))['tokens']} tokens of the report split; nothing "
+                f"of a sequence of at most {next(iter(caches.values()))['tokens']} tokens of the report split; nothing "
                 "waits. Parts: of a sequence whose last quarter comes after the prompt, percent of the 16-bit cache."
             )
             rows = [
@@ -111,15 +112,28 @@ class Gear(Part):
 
 @torch.no_grad()
 def _states(study: StudyContext) -> States:
-    """The cache of one sequence of the report split, a multiple of GROUP tokens where it has as many."""
-    sequence = study.data.report[:1]
-    kept = sequence.shape[1] - sequence.shape[1] % GROUP or sequence.shape[1]
+    """The cache of one sequence of the report split: of what each layer holds, the first tokens that make groups.
+
+    Raises:
+        UsageError: a layer holds less than a group.
+    """
+    study.check_in_memory()
     cache = DynamicCache(config=study.network.config)
     with study.network.uncompressed() as model:
-        ids = sequence[:, :kept].to(study.network.device)
+        ids = study.data.report[:1].to(study.network.device)
         model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     layers: list[Any] = list(cache.layers)
-    return [(layer.keys.float().cpu(), layer.values.float().cpu()) for layer in layers]
+    least = min(layer.keys.shape[2] for layer in layers)
+    if least < GROUP:
+        raise UsageError(
+            f"--parts gear: a layer holds {least} tokens of a sequence, expected at least a group of {GROUP}.",
+            f"Give longer sequences: --set evaluation.seq_len={8 * GROUP}.",
+        )
+    counts = [layer.keys.shape[2] // GROUP * GROUP for layer in layers]
+    return [
+        (layer.keys[:, :, :count].float().cpu(), layer.values[:, :, :count].float().cpu())
+        for layer, count in zip(layers, counts, strict=True)
+    ]
 
 
 def _cache(policy: Quantiser, states: States) -> Record:
@@ -133,7 +147,7 @@ def _cache(policy: Quantiser, states: States) -> Record:
                 parts[name] += size
     whole = sum(_bytes_16(numbers) for pair in states for numbers in pair)
     shares = {name: size / whole for name, size in parts.items()}
-    return {"errors": errors, "parts": shares, "tokens": states[0][0].shape[2]}
+    return {"errors": errors, "parts": shares, "tokens": max(keys.shape[2] for keys, _ in states)}
 
 
 def _stored(stream: Stream, numbers: Tensor) -> dict[str, int]:
@@ -201,9 +215,11 @@ def _spectra(bits: int, states: States) -> Record:
     streams = GEAR(bits, rank=0, new_rank=0).streams()
     spectra = {}
     for side, name in enumerate(("keys", "values")):
-        residuals = torch.cat([pair[side] - _decoded(streams[side], pair[side]) for pair in states])
-        values = torch.linalg.svdvals(residuals.double())
-        spectra[name] = (values / values[..., :1].clamp(min=1e-30)).mean((0, 1)).tolist()
+        residuals = [pair[side] - _decoded(streams[side], pair[side]) for pair in states]
+        of_layers = [torch.linalg.svdvals(residual[0].double()) for residual in residuals]
+        fewest = min(values.shape[1] for values in of_layers)  # a layer with a window may hold fewer tokens
+        values = torch.cat([values[:, :fewest] for values in of_layers])
+        spectra[name] = (values / values[:, :1].clamp(min=1e-30)).mean(0).tolist()
     return {"spectra": spectra}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from ....errors import UnsupportedModelError
 from ....policies import PolicyLayer, Window, cache_policy
 from ....policies.budgets import squeeze_shares, three_means, token_cosines
 from ....policies.eviction import EvictingLayer
@@ -35,7 +36,11 @@ class Squeeze(Part):
         yield Task(f"{self.name}/cosines", partial(_measure, study))
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
-        if record := store.records.get(f"{self.name}/cosines"):
+        title = "Cosines of the layers (SqueezeAttention figure 2)"
+        record = store.records.get(f"{self.name}/cosines", {})
+        if "skipped" in record:
+            yield Table((), (), title, f"Not measured: {record['skipped']}")
+        elif record:
             means, places = record["means"], record["places"]
             groups, shares = three_means(means), squeeze_shares(means, KEPT)
             rows = [
@@ -47,15 +52,15 @@ class Squeeze(Part):
             yield Table(
                 ["layer", "cosine", "group", "share of the budget", *starts],
                 rows,
-                "Cosines of the layers (SqueezeAttention figure 2)",
+                title,
                 "Cosine similarity of hidden states before and after a layer's attention: the mean over tokens and "
                 f"over {record['sequences']} sequences of the report split, and by the tokens' positions. Groups and "
                 f"shares are Algorithm 1's, where the third group keeps {KEPT:g} of its budget.",
             )
 
     def plots(self, store: StudyStore) -> dict[str, Callable[[Figure], None]]:
-        record = store.records.get(f"{self.name}/cosines")
-        return {self.name: partial(_draw, record)} if record else {}
+        record = store.records.get(f"{self.name}/cosines", {})
+        return {self.name: partial(_draw, record)} if "places" in record else {}
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,15 @@ class _WatchingLayer(EvictingLayer):
 @torch.no_grad()
 def _measure(study: StudyContext) -> Record:
     """Cosines of every layer: `means` over all tokens, and `places` by runs of positions, which begin at `starts`."""
+    study.check_in_memory()
+    policy = _Watching()
+    try:
+        policy.check_config(study.network.config)
+    except UnsupportedModelError as error:
+        return {"skipped": error.message}
     sequences = study.data.report
     total = torch.zeros(study.network.shape.num_layers, sequences.shape[1], dtype=torch.float64)
-    with study.network.uncompressed() as model, cache_policy(model, _Watching()):
+    with study.network.uncompressed() as model, cache_policy(model, policy):
         for sequence in sequences.split(1):
             cache = DynamicCache(config=study.network.config)
             ids = sequence.to(study.network.device)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from ....checkpoint import GroupLayout, LayerLayout, Numbers
 from ....checkpoint.bases import LayerBases
 from ....checkpoint.folding import model_layouts
 from ....checkpoint.layout import POST_ROPE, ordered_by_class
-from ....errors import UsageError
+from ....errors import UnsupportedModelError, UsageError
 from ....models.tokenizer import chat_opening
 from ....models.tokens import calibration_tokens
 from ....parallel.heads import travel
@@ -153,7 +154,9 @@ def _degradation(study: StudyContext, name: str) -> Record:
     """Figure 14: D by side and ratio, of text that was calibrated on and of each sequence of other text."""
     recipe, checkpoint, network = study.inputs.recipes[name], study.checkpoint, study.network
     if recipe.groups.joint or recipe.coded:
-        raise UsageError(f"{name}: the part zdc compares keys and values by themselves, in numbers.", "Give zdc.")
+        raise UsageError(
+            f"{name}: the part zdc compares keys and values by themselves, in numbers.", "Give --recipes zdc."
+        )
     bases = study.run(name, recipe).bases()
     writes = recipe.tokens.source == "synthetic"
     opening = chat_opening(checkpoint.folder, checkpoint.tokenizer) if writes else []
@@ -240,7 +243,7 @@ def _seconds(study: StudyContext) -> Record:
     for length in (length for length in LENGTHS if length <= study.data.report.shape[1]):
         request, seconds = study.data.report[:1, :length], {}
         for name, policy in policies.items():
-            with network.uncompressed():
+            with network.uncompressed(), suppress(UnsupportedModelError):  # sliding windows have no policy
                 start = time.perf_counter()
                 final_states_through_cache(network, request, round(PROMPT_SHARE * length), policy, step=1)
                 seconds[name] = time.perf_counter() - start
