@@ -148,8 +148,12 @@ def observed_attention(
         report(layer, tensors, output)
         return _block_of_head(output, shape, group_size), None
 
-    def keep(layer: int) -> Callable[..., None]:
-        return lambda module, inputs, output: before.update({layer: output})
+    def keep(layer: int) -> Callable[..., Tensor]:
+        def scaled(module: Any, inputs: Any, output: Tensor) -> Tensor:
+            before[layer] = output if family.key_factor == 1.0 else output * family.key_factor
+            return output if family.key_factor == 1.0 else before[layer] / family.key_factor
+
+        return scaled
 
     handles: list[RemovableHandle] = []
     if family.rotary is not None:

@@ -83,6 +83,7 @@ class Family:
     """A model family: where rotor finds what it needs, and what its attention does that others do not.
 
     decoder: path of the module that holds the layers, under the causal model; `layers` and `attention` below it.
+    stored: how checkpoints name `decoder`, where they have another name than the model.
     layer_returns_tuple: a decoder layer returns (hidden states, ...) instead of the hidden states.
     output: the output projection, under the attention module.
     sinks: the softmax has a learned logit for each query head, the attention's parameter `sinks`.
@@ -100,6 +101,7 @@ class Family:
     attention_layers: reads from the config which layers have attention; others stay as they are. Everywhere else
         layers are counted among these, in `placed`, which `family_of` fills in.
     without_rope: reads from the config which layers do not rotate, where others do.
+    key_multiplier: config field of a factor of keys; `key_factor` is what it says, as `family_of` finds it.
     query_scale: factor of queries by the config and their positions, [batch_size, seq_len] both.
     interleaved: RoPE rotates neighbouring dimensions together; rotor puts the first of each plane before the second.
     tables: how cos and sin of the rotary embedding list planes: both halves alike, each plane twice in a row, or once.
@@ -114,6 +116,7 @@ class Family:
     decoder: str
     layers: str
     attention: str
+    stored: str | None = None
     output: str = "o_proj"
     sinks: bool = False
     gate: str | None = None
@@ -124,6 +127,8 @@ class Family:
     norms_if: str | None = None
     attention_layers: Callable[[Any], tuple[int, ...]] = _all_layers
     placed: tuple[int, ...] = ()
+    key_multiplier: str | None = None
+    key_factor: float = 1.0
     query_scale: Callable[[Any, Tensor], Tensor] | None = None
     wide_norms: bool = False
     norms_heads_first: bool = False
@@ -174,8 +179,16 @@ class Family:
     def stored_prefix(self, layer: int, names: frozenset[str]) -> str:
         """`attention_prefix` as a checkpoint has it: a bare model (the original GPT-2) lacks its first part."""
         full = self.attention_prefix(layer)
+        if self.stored is not None:
+            return self.stored + full.removeprefix(self.decoder)
         bare = full.partition(".")[2]
         return bare if {f"{bare}{self.output}.weight", f"{bare}o_proj.weight"} & names else full
+
+    def module_name(self, name: str) -> str:
+        """The name in the model of a checkpoint's tensor."""
+        if self.stored is None or not name.startswith(f"{self.stored}."):
+            return name
+        return self.decoder + name.removeprefix(self.stored)
 
     def attention_module(self, model: nn.Module, layer: int) -> nn.Module:
         return model.get_submodule(self.attention_prefix(layer)[:-1])
@@ -253,6 +266,10 @@ FAMILIES: dict[str, Family] = {
     "exaone4": replace(_LIKE_QWEN3, norms_heads_first=True, without_rope=_full_layers_beside_windows),
     "exaone_moe": replace(_LIKE_QWEN3, norms_heads_first=True, without_rope=_full_layers_beside_windows),
     "flex_olmo": _WIDE_NORMS,
+    "falcon_h1": replace(_LIKE_LLAMA, key_multiplier="key_multiplier", layer_returns_tuple=True),
+    "nemotron_h": replace(
+        _LIKE_LLAMA, attention="mixer", attention_layers=_attention_layers, rotary=None, stored="backbone"
+    ),
     "glm": replace(_INTERLEAVED, partial_rotary=True),
     "glm4": replace(_INTERLEAVED, partial_rotary=True),
     "glm4_moe": replace(_LIKE_QWEN3, norms_if="use_qk_norm", partial_rotary=True),
@@ -318,7 +335,8 @@ def family_of(config: Any) -> Family:
     """The family of the config of a supported model, with the norms that this model has and where its layers are."""
     family = FAMILIES[config.model_type]
     norms = () if family.norms_if and not getattr(config, family.norms_if) else family.norms
-    return replace(family, norms=norms, placed=family.attention_layers(config))
+    factor = float(getattr(config, family.key_multiplier)) if family.key_multiplier else 1.0
+    return replace(family, norms=norms, placed=family.attention_layers(config), key_factor=factor)
 
 
 def _why_not(config: Any) -> tuple[str, str]:

@@ -103,6 +103,8 @@ def split_projections(family: Family, get: GetTensor, names: frozenset[str], sha
             parts.update({f"{p}_{kind}": part for p, part in zip("qkv", split, strict=True)})
         if kind == "weight" or f"{family.output}.{kind}" in names:
             parts[f"o_{kind}"] = oriented(family, get(f"{family.output}.{kind}"))
+    if family.key_factor != 1.0:
+        parts.update({name: parts[name] * family.key_factor for name in ("k_weight", "k_bias") if name in parts})
     for kind in ("weight", "bias") if family.gate else ():
         if family.gate == "q_proj" and f"q_{kind}" in parts:  # each head's query and gate side by side
             both = parts[f"q_{kind}"].unflatten(0, (-1, 2, shape.head_dim))

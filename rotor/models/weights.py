@@ -75,6 +75,7 @@ class StreamedWeights(Weights):
             prepare(self.model)
         keep_softcap(self.model)
         family = family_of(checkpoint.config)
+        self._module_name = family.module_name
         self._layers = f"{family.decoder}.{family.layers}."
         self._base = family.decoder.partition(".")[0]
         self._aliases = _aliases(self.model)
@@ -128,6 +129,7 @@ class StreamedWeights(Weights):
 
         Tensor names of a checkpoint that holds the bare decoder lack the first component.
         """
+        name = self._module_name(name)
         for full in (name, f"{self._base}.{name}"):
             if full.startswith(self._layers):
                 index = full[len(self._layers) :].partition(".")[0]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -422,7 +423,24 @@ class ExactStaticSlidingWindowLayer(WithExactRows, StaticSlidingWindowLayer):
     fixed = True
 
 
+# Older versions of transformers have no layers of keys and values beside a state.
+BESIDE_STATE: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", DynamicLayer)
+STATIC_BESIDE_STATE: Any = getattr(cache_utils, "LinearAttentionAndStaticFullAttentionLayer", StaticLayer)
+
+
+class ExactLayerBesideState(GrowingWithExactRows, BESIDE_STATE):  # type: ignore[misc]
+    """transformers' LinearAttentionAndFullAttentionLayer with exact tokens."""
+
+
+class ExactStaticLayerBesideState(WithExactRows, STATIC_BESIDE_STATE):  # type: ignore[misc]
+    """transformers' LinearAttentionAndStaticFullAttentionLayer with exact tokens."""
+
+    fixed = True
+
+
 REPLACED: dict[type, type[WithExactRows]] = {
+    BESIDE_STATE: ExactLayerBesideState,
+    STATIC_BESIDE_STATE: ExactStaticLayerBesideState,
     DynamicLayer: ExactDynamicLayer,
     DynamicSlidingWindowLayer: ExactSlidingWindowLayer,
     StaticLayer: ExactStaticLayer,

@@ -206,6 +206,13 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("Lfm2Config", IMPLIED_HEAD_DIM | AMONG_CONVOLUTIONS),
     "lfm2_moe": ("Lfm2MoeConfig", IMPLIED_HEAD_DIM | AMONG_CONVOLUTIONS | MOE | {"num_dense_layers": 1}),
+    "falcon_h1": ("FalconH1Config", SIZES | MAMBA | {"mamba_d_ssm": 64, "mamba_d_head": 8, "key_multiplier": 0.7}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        SIZES
+        | {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "full_attention", "mlp", "full_attention"]}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1},
+    ),
     "ministral3": ("Ministral3Config", SIZES | {"rope_parameters": FAR_QUERIES}),
     "mellum": ("MellumConfig", SIZES | WINDOWS | MOE),
     "minimax_m2": (

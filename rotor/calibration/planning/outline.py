@@ -77,7 +77,8 @@ class ModelOutline:
         vocabulary: list[int] = []
         rest = 0
         prefix = f"{family.decoder}.{family.layers}."
-        for name, dims in shapes.items():
+        for stored_name, dims in shapes.items():
+            name = family.module_name(stored_name)
             index = name[len(prefix) :].partition(".")[0] if name.startswith(prefix) else ""
             if index.isdigit() and int(index) < config.num_hidden_layers:
                 layers[min(bisect_left(ends, int(index)), len(ends) - 1)] += math.prod(dims)

@@ -372,5 +372,5 @@ def cache_bytes_per_token(cache: Any) -> list[float]:
     return [
         (layer.keys.nbytes + layer.values.nbytes) / (layer.keys.shape[0] * layer.keys.shape[2])
         for layer in cache.layers
-        if hasattr(layer, "keys")  # others keep the states of linear attention
+        if getattr(layer, "keys", None) is not None  # others keep a state, or nothing
     ]
