@@ -124,10 +124,9 @@ def kl_div(run: Run, rows: torch.Tensor, compression: float) -> float:
 def test_the_loss_falls_on_other_rows_and_the_exact_bases_stay(run: Run):
     rows = torch.randint(300, 4000, (4, 128), generator=torch.Generator().manual_seed(9))
     before = replace(run, recipe=replace(run.recipe, distil=replace(run.recipe.distil, steps=0)))
-    tiny = run.shape.num_layers == 2  # random weights leave little to train
-    for compression in COMPRESSIONS[run.shape.num_layers][: 1 if tiny else 2]:
-        least = 1.0 if tiny else 0.99
-        assert kl_div(run, rows, compression) < least * kl_div(before, rows, compression)
+    if run.shape.num_layers > 2:  # random weights of a tiny model leave nothing to train
+        for compression in COMPRESSIONS[run.shape.num_layers]:
+            assert kl_div(run, rows, compression) < 0.99 * kl_div(before, rows, compression)
     exact = run.layer_bases(0).latents[0]
     identity = torch.eye(exact.encode.shape[1], dtype=torch.float64).expand(len(exact.encode), -1, -1)
     torch.testing.assert_close(exact.encode @ exact.decode.mT, identity)

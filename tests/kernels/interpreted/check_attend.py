@@ -37,17 +37,15 @@ def test_a_step_with_padding_a_window_and_holes(name) -> None:
     check(attended(case, allowed[:, None]), case.exact(allowed)[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "seq_len"), mostly_nightly([("fast", 3), ("long", 3), ("fast", 40)], lambda case: case != ("fast", 3))
-)
-def test_a_short_prompt_and_a_long_one(name, seq_len) -> None:
-    case = case_of(name, 2, seq_len, seq_len)
+@pytest.mark.parametrize("seq_len", [3, 40])
+def test_a_short_prompt_and_a_long_one(seq_len) -> None:
+    case = case_of("fast", 2, seq_len, seq_len)
     check(attended(case), case.exact(causal(2, seq_len, seq_len))[0])
 
 
 def test_a_basis_that_is_changed_and_one_that_is_pickled() -> None:
     """What launches go by is kept with the basis, noticed to be old, and no part of what is saved."""
-    case = case_of("long", 1, 1, 40)
+    case = case_of("fast", 1, 1, 40)
     before = attended(case)
     case.parameters.query_basis.mul_(0.5)
     check(attended(case), case.exact(causal(1, 1, 40))[0])
@@ -64,7 +62,7 @@ def test_a_table_shorter_than_a_block() -> None:
 
 def test_rows_that_begin_within_a_block() -> None:
     """A window let go of the first keys of a block."""
-    case = case_of("long", 2, 1, 75, first=7)
+    case = case_of("fast", 2, 1, 75, first=7)
     check(attended(case), case.exact(causal(2, 1, 75))[0])
 
 
@@ -109,11 +107,7 @@ def test_what_is_known_of_a_mask_serves_later_layers_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "news", "window"),
-    mostly_nightly(
-        [("fast", [1, 1, 1], 41), ("apart", [3, 1, 2], None), ("fast", [37, 5, 40], 41)],
-        lambda case: case[1] != [1, 1, 1],
-    ),
+    ("name", "news", "window"), [("fast", [1, 1, 1], 41), ("apart", [3, 1, 2], None), ("fast", [37, 5, 40], 41)]
 )
 def test_pages_of_a_layer_with_exact_tokens(name, news, window) -> None:
     """Requests that decode, and prompts, whose new tokens all see the same exact ones before them."""
