@@ -4,7 +4,7 @@
 # make reference MODEL=folder  what recipes remove at 0.99 from a model, and KL beside quantised caches: a table
 # make test      set up .venv, then lint, types, the layers of the packages, and tests
 # make test-fast those that take seconds
-# make test-slow the tests marked slow or nightly
+# make test-slow the tests marked slow or nightly: what repeats, forges, kills, or goes over every case
 # make test-min  the tests on the oldest versions that pyproject.toml allows
 # make gpu       on a GPU: tests and measurements in nine minutes (MINUTES=4: in four)
 # make gpu-bundle  packages for a GPU machine without network (Python 3.12, PyTorch and Triton there), in .gpu-bundle/
@@ -75,8 +75,6 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy kernels --ignore-missing-imports
-	$(BIN)/mypy tests/support
 	$(BIN)/lint-imports --no-cache
 
 test: lint

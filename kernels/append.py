@@ -30,7 +30,7 @@ from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from .coding import EMPTY, code, coding_plan, digits_of, packed, planes_of
 from .launch import device_table, launch, padded, precision
 from .rotary import Rotation
-from .rows import CodeScales, as_loaded
+from .rows import CodeScales, as_loaded, row_dtype
 
 KEYS, VALUES, QUERIES, EXACT_KEYS = 0, 1, 2, 3
 """Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head, rotate a KV head."""
@@ -364,7 +364,7 @@ def append(
     exact = layout.exact is not None
     as_it_is = out is None and not layout.coded and not exact
     rows = _new_rows(key, value, layout, shape, as_it_is) if out is None else out
-    sides = [as_loaded(side, layout) for side in (rows[0], rows[0] if layout.joint else rows[1])]
+    sides = [as_loaded(side, layout) for side in (rows[0], layout.values_from(*rows))]
     rotated_keys = shape.num_kv_heads if exact and rotation is not None else 0
     rotated = None
     if query is not None:
@@ -467,7 +467,7 @@ def _new_rows(
 ) -> tuple[Tensor, Tensor]:
     """Allocate rows; with `as_it_is` outputs of projections that are rows of numbers already are used."""
     size = key.element_size()
-    unit, dtype = (1, torch.uint8) if layout.coded else (size, key.dtype)
+    unit, dtype = layout.element_bytes(size), row_dtype(layout, key.dtype)
     widths = (row_bytes // unit for row_bytes in layout.row_bytes(size))
     rows = [key.new_empty(key.shape[0], 1, key.shape[1], width, dtype=dtype) for width in widths]
     if as_it_is and layout.folds_keys(shape):
@@ -511,7 +511,7 @@ def tables_of(
     planes = planes_of(layout)
     places: list[int] = []
     jobs: list[list[int]] = []
-    size, unit = dtype.itemsize, 2 if layout.coded else dtype.itemsize
+    size, unit = dtype.itemsize, layout.word_bytes(dtype.itemsize)
     sides = [keys for keys in (True, False) if not (as_it_is and (folded or not keys)) and (keys or not layout.joint)]
     for keys in sides:
         column = 0

@@ -163,7 +163,7 @@ def _prepared(
     query: Tensor,
     remember: bool = True,
     exact: ExactSlots | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Arguments of `decode_attention` that do not change from step to step."""
     device, tiles, most_programs = query.device, None, None
     if keys.longest == 1:  # with more new tokens a group has more query rows, for which the file names no tile
@@ -242,7 +242,7 @@ def ranges_of_pages(
 class _Step(threading.local):
     """The ranges of the mask of a thread's step: the layers go through it in their order, and all share its mask."""
 
-    key: tuple[Any, ...] | None = None
+    key: tuple[object, ...] | None = None
     layer = -1
     mask: Any = None
     known: KeyRanges

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -301,7 +300,7 @@ class DecodeLayer:
         """Keys from one tile to the next."""
         return min(tiles.keys, self.block) if self.block else tiles.keys
 
-    def constants(self, tokens: int, tiles: Tile, page: int, mask: bool, softcap: bool) -> dict[str, Any]:
+    def constants(self, tokens: int, tiles: Tile, page: int, mask: bool, softcap: bool) -> dict[str, object]:
         """Constants of the decode kernel, except the alignment of a cache's strides."""
         return {
             "DTYPE": getattr(triton.language, str(self.dtype).removeprefix("torch.")), "CODED": self.word_operands,
@@ -328,7 +327,7 @@ class DecodeLayer:
             return 64, 4, 1
         return (128, 8, 1) if self.columns > 32 else (32, 2, 2)
 
-    def absorb_constants(self, tokens: int, blocks: int) -> dict[str, Any]:
+    def absorb_constants(self, tokens: int, blocks: int) -> dict[str, object]:
         """Constants of the absorbing kernel, for so many blocks at a time."""
         return {
             "CODED": self.word_operands, "SCALED": self.scaled,
@@ -538,7 +537,7 @@ def _memory(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
     return [part[:size] for part, size in zip(memory[: sum(whole)].split(whole), sizes, strict=True)]
 
 
-def join_constants(layer: DecodeLayer, tokens: int, tiles: Tile) -> dict[str, Any]:
+def join_constants(layer: DecodeLayer, tokens: int, tiles: Tile) -> dict[str, object]:
     return {
         "CODED": layer.word_operands, "GROUP_ROWS": layer.group_rows, "TOKENS": tokens,
         "VALUE_COLUMNS": layer.value_columns, "STEP": layer.step(tiles), "SLICES": 16,
@@ -594,7 +593,7 @@ def _finish(
     )  # fmt: skip
 
 
-def finish_constants(layer: DecodeLayer, tokens: int, tiles: Tile, share: int, mask: bool) -> dict[str, Any]:
+def finish_constants(layer: DecodeLayer, tokens: int, tiles: Tile, share: int, mask: bool) -> dict[str, object]:
     """Constants of the finish kernel, except the alignment of the exact tokens' strides."""
     apart = triton.next_power_of_2(share * tokens)
     dim = padded(layer.shape.head_dim)

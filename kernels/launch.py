@@ -13,7 +13,7 @@ from torch import Tensor
 from rotor.errors import UsageError
 
 
-def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *rest: Any, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *rest: object, **constants: Any) -> None:
     """Launch `kernel[grid](first, *rest, **constants)` on the device of its first argument.
 
     Triton launches on the current device, which in a model split over several GPUs is not always that of the layer.

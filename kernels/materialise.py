@@ -9,7 +9,7 @@ from the L2 cache, once for each block of keys and KV head.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -299,7 +299,7 @@ def materialise(
 
 def constants_of(
     layout: LayerLayout, shape: AttentionShape, cls: GroupClass, dtype: torch.dtype, paged: bool, latents: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Constexpr arguments of the kernel for a class of groups."""
     planes = layout.operands
     half = shape.rotary_planes if layout.in_blocks else 0

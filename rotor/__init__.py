@@ -21,12 +21,10 @@ Papers have short names in docstrings, recipes and help; docs/design.md lists th
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .facade import lazy
 from .runtime.registration import register_with_transformers
 from .versions import __version__
 
@@ -52,44 +50,25 @@ if TYPE_CHECKING:
     from .tools.validation.validate import validate as validate
 
 _MODULES = {
-    "ExportResult": "search.export.export",
-    "Inspection": "calibration.planning.inspection",
-    "Progress": "progress",
-    "RotorError": "errors",
-    "Run": "calibration.run",
-    "Study": "tools.study.study",
-    "Validation": "tools.validation.integrity",
-    "calibrate": "calibration.calibrate",
-    "export": "search.export.export",
-    "fit_cache_policy": "policies.fitting",
-    "inspect": "calibration.planning.inspection",
-    "materialise": "search.export.materialise",
-    "study": "tools.study.study",
-    "use_cache_policy": "policies",
-    "validate": "tools.validation.validate",
+    "calibration.calibrate": "calibrate",
+    "calibration.planning.inspection": "Inspection inspect",
+    "calibration.run": "Run",
+    "errors": "RotorError",
+    "policies": "use_cache_policy",
+    "policies.fitting": "fit_cache_policy",
+    "progress": "Progress",
+    "search.export.export": "ExportResult export",
+    "search.export.materialise": "materialise",
+    "tools.study.study": "Study study",
+    "tools.validation.integrity": "Validation",
+    "tools.validation.validate": "validate",
 }
-__all__ = [*_MODULES, "__version__"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
-    setattr(sys.modules[__name__], name, value)
-    return value
+__all__ = [*sorted(name for names in _MODULES.values() for name in names.split()), "__version__"]
+__getattr__ = lazy(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _Package(ModuleType):
-    """Some functions have the name of their module, whose import must not take their place as attributes here."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _MODULES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 register_with_transformers()

@@ -19,6 +19,9 @@ from typing_extensions import is_typeddict
 
 from .errors import RecipeError, RotorError
 
+JsonObject = dict[str, Any]
+"""A JSON object as it is read or written; what must be of some type is read with a `Reader`."""
+
 _shortener = reprlib.Repr()
 _shortener.maxstring = _shortener.maxother = _shortener.maxlong = 60
 _shortener.maxlevel = 2
@@ -38,7 +41,7 @@ class Expect:
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], JsonObject]) -> JsonObject:
         return handler(schema) | {"expected": self.words, "names": list(self.names)}
 
     def _check(self, value: Any) -> Any:
@@ -132,7 +135,7 @@ class Reader:
         )
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Convert a dataclass to JSON's types, which `Reader.read` reads back."""
     kind: Any = type(value)
     return _adapter(kind).dump_python(value, mode="json", by_alias=True)
@@ -144,16 +147,16 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 @cache
-def _schema(kind: Any) -> dict[str, Any]:
+def _schema(kind: Any) -> JsonObject:
     return _adapter(kind).json_schema()
 
 
-def options(kind: Any, path: Iterable[str | int] = ()) -> list[dict[str, Any]]:
+def options(kind: Any, path: Iterable[str | int] = ()) -> list[JsonObject]:
     """JSON schemas of the values allowed at a path inside a type: several for a union, otherwise one."""
     schema = _schema(kind)
     definitions = schema.get("$defs", {})
 
-    def resolved(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    def resolved(schema: JsonObject) -> list[JsonObject]:
         if "$ref" in schema:
             return resolved(definitions[schema["$ref"].rpartition("/")[2]])
         union = () if "expected" in schema else schema.get("anyOf", ())
@@ -165,7 +168,7 @@ def options(kind: Any, path: Iterable[str | int] = ()) -> list[dict[str, Any]]:
     return allowed
 
 
-def _below(schema: dict[str, Any], key: str | int) -> Sequence[dict[str, Any]]:
+def _below(schema: JsonObject, key: str | int) -> Sequence[JsonObject]:
     """Schemas of the values under a key of an object, or at an index of an array."""
     if isinstance(key, int):
         return schema.get("prefixItems", ())[key : key + 1] or [schema.get("items", {})]
@@ -174,7 +177,7 @@ def _below(schema: dict[str, Any], key: str | int) -> Sequence[dict[str, Any]]:
     return [properties[key]] if key in properties else [others] if isinstance(others, dict) else []
 
 
-def in_words(schema: dict[str, Any]) -> str:
+def in_words(schema: JsonObject) -> str:
     """Describe what a JSON schema asks for, in the words of errors and of the recipe reference."""
     if "expected" in schema:
         return str(schema["expected"])
@@ -189,7 +192,7 @@ def in_words(schema: dict[str, Any]) -> str:
     return words.get(kind, "null" if kind == "null" else "a mapping") + _range(schema)
 
 
-def _range(schema: dict[str, Any]) -> str:
+def _range(schema: JsonObject) -> str:
     """The bounds of a number as the end of a sentence."""
     if "minimum" in schema and "maximum" in schema:
         return f" from {schema['minimum']} to {schema['maximum']}"

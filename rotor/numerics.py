@@ -47,7 +47,7 @@ def check_parameters(module: nn.Module, where: str, prefix: str = "") -> None:
             )
 
 
-def first_not_finite(model: nn.Module, run: Callable[[], Any]) -> str:
+def first_not_finite(model: nn.Module, run: Callable[[], object]) -> str:
     """Name the first module whose output is not finite when `run` is called, as the end of an error's sentence.
 
     Inner modules finish before the modules that contain them, so this is the innermost one.

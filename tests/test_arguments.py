@@ -183,6 +183,12 @@ def test_text_is_streamed_and_chat_templates_are_applied(tiny, tmp_path: Path, c
     code, _, error = rotor(capsys, *generate, "def main(")
     assert code == 1
     assert re.search(r"its chat template cannot be applied: .*only in verse\n  Give --raw", error)
+
+
+@pytest.mark.nightly
+def test_chat_templates_without_end_are_stopped(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
+    model = shutil.copytree(tiny("llama"), tmp_path / "model")
+    generate = ["generate", model, "--max-new-tokens", "6"]
     monkeypatch.setattr("rotor.models.tokenizer.CHAT_CPU_S", 6)
     for template, why in (
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "ended with code -"),

@@ -17,12 +17,12 @@ from rotor.kernels.defaults import default_layer
 from rotor.search.export.export import export
 from rotor.tools.bench import attention, tuning
 from rotor.tools.bench.attention import pytorch_path
-from rotor.tools.bench.bench import BenchSettings, bench
+from rotor.tools.bench.bench import bench
 from rotor.tools.bench.subjects import named_subjects
 
 APART = layout_of(1, [(WIDE, NARROW)] * 4)
 FAST = layout_of(2, [(parted(WIDE, 2), None), (parted(NARROW, 2), None)], KeyForm(8, 8))
-SMALL = BenchSettings((48,), (24,), (2,), repetitions=2, new_tokens=0)
+SMALL = {"lengths": (48,), "prefill": (24,), "batch": (2,), "repetitions": 2, "new_tokens": 0}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def small_flush(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_row_of_a_cpu_is_measured_and_the_others_say_why(folder: Path) -> None:
-    report = bench(folder, SMALL, device="cpu", command="rotor bench")
+    report = bench(folder, **SMALL, device="cpu", command="rotor bench")
     assert (report["device"]["type"], report["command"]) == ("cpu", "rotor bench")
     assert {"rotor", "torch", "transformers", "python"} <= set(report["versions"])
     assert report["commit"] is None or len(report["commit"].removesuffix("-dirty")) == 40
@@ -68,7 +68,7 @@ def test_a_wrong_row_stops_the_report(folder: Path, wrong: str, seq_len: int, mo
 
     monkeypatch.setattr(attention, "pytorch_path", broken)
     with pytest.raises(NumericsError, match=rf"'rotor, PyTorch path', {seq_len} of .*nothing is reported"):
-        bench(folder, SMALL, device="cpu")
+        bench(folder, **SMALL, device="cpu")
 
 
 def test_command_line(folder: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.compare import relative_error
 from support.parted_truth import read_numbers
+from support.quick import mostly_nightly
 from support.runs import SHORT_TEXT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -135,11 +136,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "recipe", "overrides"), CASES)
-def test_compressed_model_is_the_model_with_its_keys_and_values_coded(
-    family, recipe, overrides, coded_run, tmp_path: Path
-):
+QUICK = (0, 3, 4, 6)
+"""Joint with fast planes, slow planes alone, keys and values apart, no RoPE; the others are nightly."""
+
+
+@pytest.mark.parametrize("case", mostly_nightly(range(len(CASES)), lambda case: case in QUICK))
+def test_compressed_model_is_the_model_with_its_keys_and_values_coded(case: int, coded_run, tmp_path: Path):
     """In memory, against fake quantisation of what the uncompressed model caches; then exported and loaded."""
+    family, recipe, overrides = CASES[case]
     run = coded_run(family, recipe, *overrides)
     plan = plan_of(run)
     network, model = in_memory(run, plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -64,13 +63,20 @@ def serves(policy: Policy, kind: str) -> bool:
     return kind != "codes" or isinstance(policy, Eviction)
 
 
-def on_every_kind(policies: list[Policy]) -> list[Any]:
-    """(policy, kind of rows) wherever it serves them."""
+def on_every_kind(policies: list[Policy]) -> list[object]:
+    """(policy, kind of rows) wherever it serves them; the quick tests take each policy once, and each kind."""
+    kinds = [[kind for kind in ("plain", *COMPRESSED) if serves(policy, kind)] for policy in policies]
+    quick = {(index, served[index % len(served)]) for index, served in enumerate(kinds)}
+    assert {kind for _, kind in quick} == {"plain", *COMPRESSED}
     return [
-        pytest.param(policy, kind, id=f"{policy.method}-{kind}")
-        for policy in policies
-        for kind in ("plain", *COMPRESSED)
-        if serves(policy, kind)
+        pytest.param(
+            policy,
+            kind,
+            id=f"{policy.method}-{kind}",
+            marks=() if (index, kind) in quick else pytest.mark.nightly,
+        )
+        for index, (policy, served) in enumerate(zip(policies, kinds, strict=True))
+        for kind in served
     ]
 
 

@@ -143,7 +143,7 @@ def test_an_export_counts_the_bytes_of_its_context(run: Run, tmp_path: Path) -> 
             in (folder / "README.md").read_text()
         )
         assert any(label == f"KV cache at {tokens} tokens" for label, *_ in collect(folder).sizes)
-        found[context], checked = report["layouts"], validate(folder)
+        found[context], checked = report["layouts"], validate(folder, measure=False)
         assert not checked.damaged, [check for check in checked.checks if check.status == "fail"]
         assert checked.summary["measured_compression"] == pytest.approx(report["compression"]["stored"], abs=1e-5)
     assert found[None] != found[12]

@@ -9,6 +9,7 @@ import torch
 from support.compare import relative_error
 from support.folded_models import MIXED, Folding, folded
 from support.paths import ROOT
+from support.quick import mostly_nightly
 from support.runs import calibrated
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -61,8 +62,11 @@ def decoded(model, rows, prompt: int, mask=None) -> torch.Tensor:
     return torch.cat(logits, dim=1)
 
 
-@pytest.mark.parametrize("prompt", [1, 25])
-@pytest.mark.parametrize("name", CASES)
+EVERY = [(name, prompt) for name in CASES for prompt in (1, 25)]
+QUICK = {(name, 25 if index else 1) for index, name in enumerate(CASES)}
+
+
+@pytest.mark.parametrize(("name", "prompt"), mostly_nightly(EVERY, lambda case: case in QUICK))
 def test_one_pass_is_a_prompt_and_steps(name: str, prompt: int, compressed) -> None:
     model, source = compressed(name)
     with torch.no_grad():

@@ -18,6 +18,7 @@ from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.paths import DEMO_MODEL
+from support.quick import mostly_nightly
 from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, contents
 
 from rotor.calibration.calibrate import calibrate
@@ -225,12 +226,15 @@ def test_validate_elsewhere_says_what_it_could_not_check(run_copy, tmp_path: Pat
         validate(moved, model=tmp_path / "nowhere")
 
 
+RECIPES = [
+    *((recipe, "qwen3") for recipe in ("zack", "zdc", "palu", "rotor-post-16", "fdc-uniform", "fdc-prerope")),
+    *((recipe, "gpt2") for recipe in ("zack", "rotor-post-16")),
+]
+
+
 @pytest.mark.parametrize(
     ("recipe", "family"),
-    [
-        *((recipe, "qwen3") for recipe in ("zack", "zdc", "palu", "rotor-post-16", "fdc-uniform", "fdc-prerope")),
-        *((recipe, "gpt2") for recipe in ("zack", "rotor-post-16")),
-    ],
+    mostly_nightly(RECIPES, lambda case: case not in (("zack", "gpt2"), ("rotor-post-16", "qwen3"))),
 )
 def test_every_recipe_on_models_with_and_without_rope(recipe: str, family: str, tiny, tmp_path: Path) -> None:
     small = ["tokens.count=512", "tokens.seq_len=64", *(["prune.kmeans=32"] if recipe == "zdc" else [])]

@@ -13,6 +13,7 @@ import torch
 from support.both_kinds import in_one_pass
 from support.compare import relative_error
 from support.folded_models import MIXED, Folding, folded
+from support.quick import mostly_nightly
 from support.runs import calibrated
 from support.tiny_models import CONFIGS
 from torch import Tensor
@@ -124,8 +125,12 @@ def check(got: Tensor, expected: Tensor, begin: Sequence[int]) -> None:
         assert relative_error(got[row, start:], expected[row, start:]) < TOLERANCE
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", CASES)
+EVERY = [(name, cache) for name in CASES for cache in CACHES]
+QUICK = {(name, [*CACHES][index % len(CACHES)]) for index, name in enumerate(CASES)}
+"""Each case with one of the caches; the others are nightly."""
+
+
+@pytest.mark.parametrize(("name", "cache"), mostly_nightly(EVERY, lambda case: case in QUICK))
 def test_passes_through_a_cache_are_one_pass_with_two_kinds_of_keys(name: str, cache: str, models) -> None:
     """Also behind padding that is no multiple of a block."""
     model, _ = models(name)
@@ -160,7 +165,9 @@ def filled(model: Any, rows: Tensor, begin: Sequence[int], passes: Sequence[int]
     return cache
 
 
-@pytest.mark.parametrize("name", ["fast planes", "post", "both kinds of layers"])
+@pytest.mark.parametrize(
+    "name", mostly_nightly(["fast planes", "post", "both kinds of layers"], lambda name: name != "post")
+)
 def test_sequences_are_chosen_moved_copied_and_saved_with_their_exact_tokens(name: str, models) -> None:
     model, _ = models(name)
     rows, begin, prompt, rest = prompts(3, LENGTH), [0, 5, 3], [9, 1, 1, 1], [1, 5, 1, 1]
@@ -257,7 +264,13 @@ class Offloading(DynamicCache):
         return found
 
 
-@pytest.mark.parametrize("name", ["fast planes", "window", "both kinds of layers", "no RoPE"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_nightly(
+        ["fast planes", "window", "both kinds of layers", "no RoPE"],
+        lambda name: name in ("fast planes", "both kinds of layers"),
+    ),
+)
 def test_every_cache_gives_the_same_tokens(name: str, models) -> None:
     """Greedy and beams, in a batch padded on the left by any number; chunks, prompt look-up."""
     model, _ = models(name)

@@ -42,8 +42,13 @@ from rotor.tools.validation.integrity import Validation, check_integrity
 pytestmark = pytest.mark.usefixtures("bounded_memory")
 
 SMALL_RUN = ["tokens.count=512", "tokens.seq_len=64", "ranks.multiple_of=4"]
-CASES = 250
-"""Mutations of each kind of file, the same each time."""
+
+
+@pytest.fixture(params=[50, pytest.param(250, marks=pytest.mark.nightly)], ids=["few", "many"])
+def cases(request: pytest.FixtureRequest) -> int:
+    """Mutations of each kind of file, the same each time."""
+    return request.param
+
 
 VALUES: list[Any] = [0, 1, -1, 7, 2**31, 2**63, 10**30, 0.5, -1.5, 1e308, math.nan, math.inf]
 VALUES += ["", "x", "..", "../model.safetensors", "\0", "\ud800", "F8_E4M3", "y" * 5000, "line\x1b[31m", "post"]
@@ -92,10 +97,10 @@ def clean(action: Callable[[], Any]) -> None:
     assert caught is None or (caught.message.isprintable() and 0 < len(str(caught)) < 5000)
 
 
-def mutate(base: Any, check: Callable[[bytes], None]) -> None:
+def mutate(base: Any, cases: int, check: Callable[[bytes], None]) -> None:
     """Run `check` on mutations of a JSON value: two thirds by structure, one third by bytes."""
     draw, text = random.Random(0), json.dumps(base).encode()
-    for _ in range(CASES):
+    for _ in range(cases):
         check(garbled(text, draw) if draw.random() < 1 / 3 else json.dumps(changed(base, draw)).encode())
 
 
@@ -116,7 +121,7 @@ def read_tensors(folder: Path) -> None:
         checkpoint.tensor(name)
 
 
-def test_safetensors_headers_and_indexes(tmp_path: Path) -> None:
+def test_safetensors_headers_and_indexes(cases: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
     save_file({"a": torch.ones(4, 4), "b.weight": torch.ones(8, dtype=torch.bfloat16)}, weights)
@@ -126,7 +131,7 @@ def test_safetensors_headers_and_indexes(tmp_path: Path) -> None:
         weights.write_bytes(with_header(data, header))
         clean(lambda: read_tensors(tmp_path))
 
-    mutate(header_of(data), check)
+    mutate(header_of(data), cases, check)
     weights.write_bytes(data)
 
     def check_index(content: bytes) -> None:
@@ -135,7 +140,7 @@ def test_safetensors_headers_and_indexes(tmp_path: Path) -> None:
 
     weights.rename(tmp_path / "other.safetensors")
     named = dict.fromkeys(("a", "b.weight"), "other.safetensors")
-    mutate({"metadata": {"total_size": 16}, "weight_map": named}, check_index)
+    mutate({"metadata": {"total_size": 16}, "weight_map": named}, cases, check_index)
     for entry in ("../model.safetensors", "/abs/model.safetensors", "sub/model.safetensors", ".."):
         index.write_text(json.dumps({"weight_map": {"a": entry}}))
         with pytest.raises(CheckpointError, match=r"a is in .*expected a file name in this folder"):
@@ -150,7 +155,7 @@ def read_model(folder: Path) -> None:
     check_fit(checkpoint)
 
 
-def test_configs(tiny, tmp_path: Path) -> None:
+def test_configs(cases: int, tiny, tmp_path: Path) -> None:
     model = shutil.copytree(tiny("llama"), tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
 
@@ -158,7 +163,7 @@ def test_configs(tiny, tmp_path: Path) -> None:
         (model / "config.json").write_bytes(data)
         clean(lambda: read_model(model))
 
-    mutate(config, check)
+    mutate(config, cases, check)
     for change, text in (
         ({"vocab_size": 1 << 24}, "describes a model of"),
         ({"intermediate_size": 65}, r"tensor model.layers.0.mlp.gate_proj.weight has shape \[64, 48\]"),
@@ -218,7 +223,7 @@ def made(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("file", ["rotor.json", "kernel_config.json", "config.json"])
-def test_checkpoint_files(made: Path, tmp_path: Path, file: str) -> None:
+def test_checkpoint_files(cases: int, made: Path, tmp_path: Path, file: str) -> None:
     out = shutil.copytree(made / "out", tmp_path / "out")
     written = (out / file).read_bytes()
     shape = attention_shape(Checkpoint(out).config)
@@ -232,10 +237,10 @@ def test_checkpoint_files(made: Path, tmp_path: Path, file: str) -> None:
             section = json.loads(data)["quantization_config"]
             clean(lambda: RotorConfig(**section).layouts(shape))
 
-    mutate(json.loads(written), check)
+    mutate(json.loads(written), cases, check)
 
 
-def test_run_files(made: Path, tmp_path: Path) -> None:
+def test_run_files(cases: int, made: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(made / "run", tmp_path / "run")
     run = Run.open(folder)
     latest = RankTable.latest(run)
@@ -257,15 +262,15 @@ def test_run_files(made: Path, tmp_path: Path) -> None:
         reseal(folder)
         clean(lambda: collect(Run.open(folder).folder))
 
-    mutate(measured, check_table)
-    mutate(header_of(tensors), check_bases)
+    mutate(measured, cases, check_table)
+    mutate(header_of(tensors), cases, check_bases)
     shutil.rmtree(folder / "tables")
-    mutate(json.loads(info), check_info)
+    mutate(json.loads(info), cases, check_info)
 
 
-def test_recipes() -> None:
+def test_recipes(cases: int) -> None:
     base = load_recipe("rotor").to_dict()
-    mutate(base, lambda data: clean(lambda: parse_recipe(data.decode("utf-8", "replace"), "x.yaml")))
+    mutate(base, cases, lambda data: clean(lambda: parse_recipe(data.decode("utf-8", "replace"), "x.yaml")))
 
 
 @pytest.mark.parametrize(

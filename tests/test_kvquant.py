@@ -230,8 +230,8 @@ def test_generate_fits_an_uncompressed_model(tiny, monkeypatch) -> None:
     monkeypatch.setattr(generation, "FITTED_SEQ_LEN", 32)
     fit = generation.fit_cache_policy
     monkeypatch.setattr(generation, "fit_cache_policy", lambda *of: fitted.append(of[2]) or fit(*of))
-    done = generation.continue_prompt(tiny("llama"), "hello there", 6, cache="kvquant-4")
-    whole = generation.continue_prompt(tiny("llama"), "hello there", 6, cache="none")
+    done = generation.continue_prompt(tiny("llama"), "hello there", max_new_tokens=6, cache="kvquant-4")
+    whole = generation.continue_prompt(tiny("llama"), "hello there", max_new_tokens=6, cache="none")
     assert [rows.shape for rows in fitted] == [(4, 32)]
     assert 0 < done["kv_cache_bytes"] < whole["kv_cache_bytes"]
 

@@ -15,7 +15,9 @@ from support.paths import ROOT
 BELOW_KERNELS = ("rotor.errors", "rotor.logs", "rotor.checkpoint", "rotor.checked", "rotor.installing")
 
 
+@pytest.mark.nightly
 def test_imports_go_down() -> None:
+    """`make lint`, which `make test` begins with, says the same."""
     pytest.importorskip("importlinter")
     done = subprocess.run(
         [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"],
@@ -36,21 +38,22 @@ def test_kernels_import_only_what_is_below_them() -> None:
                 assert str(node.module).startswith(BELOW_KERNELS), f"{path.name}: {node.module}"
 
 
-def imported(program: str) -> set[str]:
-    """The packages of rotor that a program has loaded at its end."""
-    program += "; print(sorted({n.split('.')[1] for n in __import__('sys').modules if n.startswith('rotor.')}))"
+def imported(*imports: str) -> list[set[str]]:
+    """The packages of rotor that a fresh process has loaded after each of these imports."""
+    loaded = "print(sorted({n.split('.')[1] for n in __import__('sys').modules if n.startswith('rotor.')}))"
+    program = "; ".join(f"import {names}; {loaded}" for names in imports)
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(ast.literal_eval(done.stdout))
+    return [set(ast.literal_eval(line)) for line in done.stdout.splitlines()]
 
 
-def test_loading_a_checkpoint_imports_nothing_of_the_offline_half() -> None:
-    """What registers rotor with transformers, and an engine's plugin, reach checkpoint, runtime and kernels alone."""
-    found = imported("import rotor, rotor.runtime.integration, rotor.checkpoint.schemas")
+def test_a_process_loads_what_it_needs() -> None:
+    """Loading a checkpoint, which registers rotor with transformers and an engine's plugin, reaches checkpoint, runtime
+    and kernels alone; calibration loads no cache policy and no search.
+    """
+    loading, calibrating = imported(
+        "rotor, rotor.runtime.integration, rotor.checkpoint.schemas", "rotor.calibration.calibrate"
+    )
     below = {"errors", "checked", "logs", "numerics", "progress", "facade", "installing", "versions"}
-    assert found <= below | {"runtime", "checkpoint", "kernels"}
-
-
-def test_calibration_loads_no_cache_policy_and_no_search() -> None:
-    loaded = imported("import rotor.calibration.calibrate")
-    assert "calibration" in loaded
-    assert not loaded & {"policies", "vllm", "search", "tools"}
+    assert loading <= below | {"runtime", "checkpoint", "kernels"}
+    assert "calibration" in calibrating
+    assert not calibrating & {"policies", "vllm", "search", "tools"}

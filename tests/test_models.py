@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.compare import relative_error
+from support.quick import mostly_nightly
 from support.runs import calibrated, in_memory
 from support.tiny_models import CONFIGS, NO_ROPE
 from transformers import AutoModelForCausalLM, StaticCache
@@ -23,14 +24,13 @@ EVERY_CASE = [
     for size in (1, "all")
     if (family, size) != ("falcon", "all")  # it has one KV head
 ] + [("llama", "post", 2), ("llama", "pre", 2), ("gpt2", "post", 2)]  # groups between one and all
-ALL_OF_THEM = {"llama", "falcon", *NO_ROPE}
-CASES = [
-    case
-    if case[0] in ALL_OF_THEM or case[1:] in (("post", 1), ("pre", "all"))
-    else pytest.param(case, marks=pytest.mark.slow)
-    for case in EVERY_CASE
-]
-"""Each family in each domain and with either size of groups; some in all pairs of both, the others among the slow."""
+PAIRS = [("post", 1), ("pre", "all"), ("pre", 1), ("post", "all")]
+QUICK = {
+    next(case for turn in range(4) if (case := (family, *PAIRS[(index + turn) % 4])) in EVERY_CASE)
+    for index, family in enumerate(CONFIGS)
+} | {("gpt2", "post", 2)}
+"""Each family once, and each pair of a domain and a size of groups with several families."""
+CASES = mostly_nightly(EVERY_CASE, lambda case: case in QUICK)
 COMPRESSION = 0.45
 PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
 
@@ -56,10 +56,10 @@ def load(folder: Path, dtype: torch.dtype = torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_rewriting_in_memory_and_on_disk(case, compressed) -> None:
+@pytest.mark.parametrize(("family", "domain", "size"), CASES)
+def test_rewriting_in_memory_and_on_disk(family, domain, size, compressed) -> None:
     """With all channels it is exact; a written checkpoint equals the compression in memory, and validates."""
-    run, out = compressed(*case)
+    run, out = compressed(family, domain, size)
     network, path = in_memory(run), rank_path(run, run.recipe)
     full, plan = path.plans()[0], path.at_compression(COMPRESSION)
     assert plan is not None
@@ -78,10 +78,10 @@ def test_rewriting_in_memory_and_on_disk(case, compressed) -> None:
     assert {"full-rank rewrite", "KV bytes per token", "tensor hashes"} <= passed
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_generation(case, compressed) -> None:
+@pytest.mark.parametrize(("family", "domain", "size"), CASES)
+def test_generation(family, domain, size, compressed) -> None:
     """Cached as in a full forward pass, whatever the padding, in a dynamic as in a static cache."""
-    model = load(compressed(*case)[1])
+    model = load(compressed(family, domain, size)[1])
     settings = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     logits = {"output_logits": True, "return_dict_in_generate": True}
     output = model.generate(PROMPT, **settings, **logits)
@@ -104,9 +104,9 @@ def test_generation(case, compressed) -> None:
     assert torch.equal(static, together.sequences)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_saving_the_loaded_model_round_trips(case, compressed, tmp_path: Path) -> None:
-    model = load(compressed(*case)[1])
+@pytest.mark.parametrize(("family", "domain", "size"), CASES)
+def test_saving_the_loaded_model_round_trips(family, domain, size, compressed, tmp_path: Path) -> None:
+    model = load(compressed(family, domain, size)[1])
     model.save_pretrained(tmp_path / "again")
     again, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "again", dtype=torch.float32, output_loading_info=True

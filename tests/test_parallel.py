@@ -19,6 +19,7 @@ from support.folded_models import MIXED, Folding, write_pair
 from support.parallel_jobs import answers, different_inputs, load, sharded_answers, traffic, without_last
 from support.parallel_processes import Processes
 from support.paths import ROOT
+from support.quick import mostly_nightly
 from torch import Tensor
 from transformers import AutoModel, DynamicCache, StaticCache
 
@@ -105,9 +106,14 @@ def check(got: dict[str, Any], expected: dict[str, Any], mask: Tensor | None, ex
 
 
 ROWS = [(case, coded) for case in CASES for coded in (False, True)]
+QUICK = {("post-1", True), ("pre-2", False), ("none-1", True), ("pre-mqa", False), ("fast-joint", True)}
 
 
-@pytest.mark.parametrize(("case", "coded"), ROWS, ids=lambda x: {False: "numbers", True: "codes"}.get(x, x))
+@pytest.mark.parametrize(
+    ("case", "coded"),
+    mostly_nightly(ROWS, lambda row: row in QUICK),
+    ids=lambda x: {False: "numbers", True: "codes"}.get(x, x),
+)
 def test_processes_equal_one(case: str, coded: bool, checkpoint: Any, processes: Processes) -> None:
     folder = str(checkpoint(case, coded))
     model = load(folder)
@@ -138,7 +144,10 @@ def test_a_group_has_one_process() -> None:
     assert [len(part) for part in group_parts(2, 3)] == [0, 1, 1]
 
 
-@pytest.mark.parametrize("case, coded", [("post-1", True), ("pre-mqa", False), ("none-1", False)])
+@pytest.mark.parametrize(
+    "case, coded",
+    mostly_nightly([("post-1", True), ("pre-mqa", False), ("none-1", False)], lambda row: row == ("none-1", False)),
+)
 def test_bytes_on_the_wire_are_those_of_the_layouts(
     case: str, coded: bool, checkpoint: Any, processes: Processes
 ) -> None:
@@ -176,6 +185,7 @@ def test_different_inputs_end_all(checkpoint: Any, processes: Processes) -> None
         assert "expected the same token ids and the same mask in every process" in found.message
 
 
+@pytest.mark.nightly
 def test_a_process_that_hangs_or_dies_ends_the_others(checkpoint: Any, tmp_path: Path) -> None:
     folder, ids = str(checkpoint("post-1")), prompt(1, 9)
     some = Processes(2, tmp_path, timeout_s=5.0)
@@ -254,6 +264,7 @@ def test_needs_processes_and_a_compressed_causal_model(checkpoint: Any, tiny: An
         dist.destroy_process_group()
 
 
+@pytest.mark.nightly
 def test_the_command_says_what_one_process_says(checkpoint: Any) -> None:
     folder, text = checkpoint("pre-1", True), "def main(arguments):\n    return [argument for argument in arguments]\n"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
@@ -261,7 +272,7 @@ def test_the_command_says_what_one_process_says(checkpoint: Any) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launcher, *command], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    expected, found = continue_prompt(folder, text, 8), json.loads(done.stdout)
+    expected, found = continue_prompt(folder, text, max_new_tokens=8), json.loads(done.stdout)
     assert found["text"] == expected["text"]
     indices = INDEX_BYTES * CompressedCheckpoint(folder).shape.num_layers * (found["prompt_tokens"] + 8 - 1)
     assert found["kv_cache_bytes"] == expected["kv_cache_bytes"] + indices == sum(found["kv_cache_bytes_by_process"])

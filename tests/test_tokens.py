@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.paths import DEMO_MODEL
+from support.quick import mostly_nightly
 from support.tiny_models import CONFIGS
 
 from rotor.errors import DataError, MissingError
@@ -49,7 +50,10 @@ def test_random_tokens_leave_special_tokens_out(demo) -> None:
     assert not torch.equal(tokens, random_tokens(64, 512, demo.config, demo.tokenizer, seed=4))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+QUICK = ("llama", "mistral", "gemma3_text", "gpt2", "falcon")
+
+
+@pytest.mark.parametrize("family", mostly_nightly(CONFIGS, lambda family: family in QUICK))
 def test_synthetic_tokens_are_those_of_sampling_without_a_cache(
     family: str, tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

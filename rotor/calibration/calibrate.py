@@ -7,13 +7,13 @@ import hashlib
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..checked import JsonObject
 from ..checkpoint.atomic import write_json, write_text
 from ..checkpoint.file_names import RECIPE
 from ..checkpoint.hashes import file_sha256
@@ -174,7 +174,7 @@ class Calibration:
                 read_attention(self.family, layer, checkpoint.names, checkpoint.unchecked_tensor, self.shape)
         return {"shards": shards, "files": checkpoint.other_hashes()}
 
-    def _sample(self) -> tuple[Tensor, dict[str, Any]]:
+    def _sample(self) -> tuple[Tensor, JsonObject]:
         """Calibration sequences, and their description for run.json."""
         spec = self.recipe.tokens
         kept = self.partial.kept(TOKENS_FILE)
@@ -258,7 +258,7 @@ class Calibration:
             for n in layers
         ]
         codes = [read_codes(layer_path(folder, "codes", n), self.form.layer(n), self.shape.layer(n)) for n in layers]
-        element_bytes = (self.checkpoint.config.dtype or torch.float32).itemsize
+        element_bytes = self.checkpoint.dtype.itemsize
         context = context_tokens(self.checkpoint.config)
         path = BitsPath(codes, self.shape, self.recipe.codes.bits, element_bytes, context)
         network = LayerwiseModel(self.weights, self.request.batch_tokens, self.partial.work)
@@ -319,12 +319,12 @@ class Calibration:
                 write_codes(self.partial.folder, layer, codes)
             self.partial.commit(layer + 1)
 
-    def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: dict[str, Any]) -> None:
+    def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: JsonObject) -> None:
         """Write run.json and the recipe, and publish the folder."""
         folder = self.partial.folder
         source = self.source
         config = self.checkpoint.config
-        info: dict[str, Any] = {
+        info: JsonObject = {
             "model": {
                 "path": str(source.folder.resolve()),
                 "name": source.name,
@@ -334,7 +334,7 @@ class Calibration:
                 **hashes,
             },
             "form": self.form._asdict() | {"keys": [keys._asdict() for keys in self.form.keys]},
-            "element_bytes": (config.dtype or torch.float32).itemsize,
+            "element_bytes": self.checkpoint.dtype.itemsize,
             "shape": dataclasses.asdict(self.shape),
             "tokens": about_tokens,
             "device": str(self.devices.device),

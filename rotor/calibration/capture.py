@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -22,6 +23,9 @@ from ..progress import Advance
 from ..recipe import Prune
 from .bases.moments import JOINT, LayerStatistics, named_form
 from .pruning import ClusteredStatistics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Observer = Callable[[int, dict[str, Tensor]], None]
 """Function of the layer index and the activations of one batch: `query` [tokens, num_heads, head_dim]; `value` and keys
@@ -69,7 +73,12 @@ def layer_statistics(
 
 @contextmanager
 def capture(
-    model: Any, family: Family, shape: AttentionShape, group_size: int, wanted: frozenset[str], observe: Observer
+    model: PreTrainedModel,
+    family: Family,
+    shape: AttentionShape,
+    group_size: int,
+    wanted: frozenset[str],
+    observe: Observer,
 ) -> Iterator[None]:
     """Context in which every forward pass of `model` reports the `wanted` activations of each layer to `observe`.
 
@@ -92,7 +101,7 @@ def capture(
 
 @contextmanager
 def observed_attention(
-    model: Any,
+    model: PreTrainedModel,
     family: Family,
     shape: AttentionShape,
     layers: range,
@@ -125,7 +134,7 @@ def observed_attention(
         scaling: float | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, None]:
         layer = layer_of[module.layer_idx]
         query, key = (family.in_halves(side, shape.layer(layer)) for side in (query, key))
@@ -146,7 +155,7 @@ def observed_attention(
 
         return scaled
 
-    handles: list[Any] = []
+    handles: list[RemovableHandle] = []
     if family.rotary is not None:
         for layer, module in modules.items():
             if not shape.layer(layer).rotary_dim:
@@ -177,7 +186,7 @@ def _forward_through_interface(
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Forward of a fused attention with RoPE that calls the attention interface."""
     fused = module.get_submodule(family.fused)(hidden_states)
@@ -213,7 +222,7 @@ class StoredKeys:
     The conversion only rotates and stacks, so it converts gradients in the same way.
     """
 
-    def __init__(self, model: Any, family: Family, shape: AttentionShape) -> None:
+    def __init__(self, model: PreTrainedModel, family: Family, shape: AttentionShape) -> None:
         self.model, self.family, self.shape = model, family, shape
 
     def of(self, names: Iterable[str], layer: int, seq_len: int, observed: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ What is done is kept batch by batch (`GradientFiles`), because this is the longe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from .capture import StoredKeys, observed_attention
 from .codes.quantiser import SAMPLED_TOKENS
 from .gradient_files import GradientFiles
 from .gradient_sums import GradientSums
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def fisher_information(
@@ -177,7 +180,7 @@ def _layer_backward(
 
 
 def weight_fisher(
-    model: Any, family: Family, shape: AttentionShape, tokens: Tensor, count: int, progress: Progress
+    model: PreTrainedModel, family: Family, shape: AttentionShape, tokens: Tensor, count: int, progress: Progress
 ) -> Tensor:
     """Sum the squared gradients of the next-token loss with respect to W_k and W_v of each KV head.
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from ..checked import JsonObject
 from ..checkpoint.atomic import replacing, sync, write_json
 from ..checkpoint.json_differences import differences, shorten_json
 from ..checkpoint.json_files import read_json
@@ -67,7 +68,7 @@ class PartialRun:
         mark_unfinished(self.folder, "run")
         self.work.mkdir(exist_ok=True)
 
-    def agree(self, fingerprint: dict[str, Any]) -> None:
+    def agree(self, fingerprint: JsonObject) -> None:
         """Record the inputs of the run, or compare them with the recorded ones.
 
         Raises:
@@ -106,7 +107,7 @@ class PartialRun:
     def _states(self, layer: int) -> Path:
         return self.work / f"states-{layer:04d}.bin"
 
-    def _progress(self) -> dict[str, Any]:
+    def _progress(self) -> JsonObject:
         path = self.work / PROGRESS
         return read_json(path, START_AGAIN) if path.is_file() else {}
 
@@ -133,7 +134,7 @@ class PartialRun:
         if self.exists:
             remove(self.folder, "run")
 
-    def ended(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def ended(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Remove the folder after a failure, unless --resume can use it.
 
         It can if the numbers are not bad and something that took long is there, or the run was itself resumed.

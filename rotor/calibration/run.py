@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..checked import Reader
+from ..checked import JsonObject, Reader
 from ..checkpoint.atomic import replacing
 from ..checkpoint.bases import BasisPair, LayerBases, Parting, check_stored, latent_names, latent_sizes
 from ..checkpoint.file_names import RECIPE
@@ -190,7 +190,7 @@ class Run:
 
     folder: Path
     recipe: Recipe
-    info: dict[str, Any]
+    info: JsonObject
     manifest: Manifest
     _verified: set[str] = field(default_factory=set, compare=False)
 

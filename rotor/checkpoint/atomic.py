@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from .json_files import json_text
 
@@ -38,7 +37,7 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_bytes(text.encode())
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_json(path: Path, data: object) -> None:
     write_text(path, f"{json_text(data)}\n")
 
 

@@ -357,7 +357,7 @@ MAX_RANK = 1 << 24
 """Upper bound of the channels of a latent; a larger number comes from a damaged file."""
 
 
-def _stored_latent(data: Any) -> Latent:
+def _stored_latent(data: object) -> Latent:
     """Read what `to_dict` gave."""
     if type(data) is int and 0 < data <= MAX_RANK:
         return Numbers(data)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
 
 
 def differences(
-    old: Any, new: Any, name: str = "", *, optional: Callable[[str], bool] = lambda name: False
-) -> Iterator[tuple[str, Any, Any]]:
+    old: object, new: object, name: str = "", *, optional: Callable[[str], bool] = lambda name: False
+) -> Iterator[tuple[str, object, object]]:
     """(dotted name, old value, new value) of everything that is not the same, in the order of the old value.
 
     Objects are compared key by key, lists of one length entry by entry; tuples count as lists. Values of different
@@ -31,7 +30,7 @@ def differences(
         yield name, old, new
 
 
-def shorten_json(value: Any) -> str:
+def shorten_json(value: object) -> str:
     """A value on one line of at most 40 characters; a hash keeps its end."""
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:18]}...{text[-6:]}"

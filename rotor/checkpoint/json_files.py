@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
+from ..checked import JsonObject
 from ..errors import CheckpointError
 
 MAX_JSON_BYTES = 1 << 27
 """Largest JSON file that is read; the index of a model with a million tensors is smaller."""
 
 
-def json_text(data: Any) -> str:
+def json_text(data: object) -> str:
     """A value as JSON in ASCII; NaN and Infinity, which JSON lacks, become null."""
     return json.dumps(_finite(data), indent=2, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -26,7 +26,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_json(path: Path, hint: str = "") -> dict[str, Any]:
+def read_json(path: Path, hint: str = "") -> JsonObject:
     """Read a JSON object from a file; raises CheckpointError where it is missing or not one."""
     if not path.is_file():  # a pipe would wait for its writer
         raise CheckpointError(f"{path}: no such file.", hint)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..checked import OneOf, Reader
+from ..checked import JsonObject, OneOf, Reader
 from ..errors import CheckpointError
 from .file_names import KERNEL_CONFIG
 from .json_files import read_json
@@ -77,12 +77,12 @@ class KernelConfig:
     layers: tuple[LayerKernels, ...]
     version: Literal[4] = 4
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """What `from_dict` reads, in JSON's types."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], where: str = KERNEL_CONFIG) -> KernelConfig:
+    def from_dict(cls, data: JsonObject, where: str = KERNEL_CONFIG) -> KernelConfig:
         """Read what `to_dict` wrote.
 
         Raises:
@@ -118,7 +118,6 @@ def layout_class(layout: LayerLayout) -> str:
     latents of their own, `numbers` where there are no codes.
     """
     nibbles = layout.planes
-    kind = ("joint", "apart")[layout.latents_per_group - 1] if layout.coded else "numbers"
     widths = []
     for cls in layout.classes():
         sides = "+".join(str(side.width // layout.operands * nibbles) for side in layout.groups[cls.start].latents)
@@ -126,4 +125,4 @@ def layout_class(layout: LayerLayout) -> str:
     form = "" if layout.rope_block is None else f", T {layout.rope_block}, F {layout.fast_planes}"
     form += f" in {nibbles * layout.fast_words}" if layout.fast_words else ""
     split = f", split {layout.operands - nibbles}" if layout.operands > nibbles else ""
-    return f"{kind} {', '.join(widths)}{form}{split}"
+    return f"{layout.kind} {', '.join(widths)}{form}{split}"

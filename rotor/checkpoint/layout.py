@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from ..checked import Expect, Reader
+from ..checked import Expect, JsonObject, Reader
 from ..errors import CheckpointError
 from .channels import EDITED, MAX_RANK, Latent, Parted, StoredLatent, read_alike
 
@@ -218,6 +218,10 @@ class GroupLayout:
         """The latents that the cache holds."""
         return (self.key,) if self.value is None else (self.key, self.value)
 
+    def columns(self, head_dim: int) -> int:
+        """Numbers of a token that a latent of the group is made of."""
+        return len(self.kv_heads) * head_dim * (2 if self.joint else 1)
+
     @property
     def ranks_in_words(self) -> str:
         """Ranks of keys and values as `48+32`; of a joint group its fast latents and the rest, as `(20+22)+96`."""
@@ -227,7 +231,7 @@ class GroupLayout:
             return str(self.key.rank)
         return f"({'+'.join(str(latent.rank) for latent in self.key.fast)})+{self.key.rest.rank}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         value = {} if self.value is None else {"value": self.value.to_dict()}
         return {"kv_heads": list(self.kv_heads), "key": self.key.to_dict()} | value
 
@@ -337,6 +341,11 @@ class LayerLayout:
     def coded(self) -> bool:
         """Whether the layer keeps rows of bytes (see `channels`) rather than rows of the model's dtype."""
         return self.groups[0].key.coded
+
+    @property
+    def kind(self) -> str:
+        """Which kernels serve the layer: `joint` or `apart`, rows of codes, or `numbers`."""
+        return ("joint" if self.joint else "apart") if self.coded else "numbers"
 
     @property
     def in_blocks(self) -> bool:
@@ -495,13 +504,13 @@ class LayerLayout:
             key_column += count * key.width
             key_byte, value_byte = key_byte + count * strides[0], value_byte + count * strides[1]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         block = {} if self.rope_block is None else {"rope_block": self.rope_block, "fast_planes": self.fast_planes}
         exact = {} if self.exact is None else {"exact": asdict(self.exact)}
         return {"groups": [group.to_dict() for group in self.groups]} | block | exact
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], where: str) -> LayerLayout:
+    def from_dict(cls, data: JsonObject, where: str) -> LayerLayout:
         """Read what `to_dict` wrote.
 
         Raises:

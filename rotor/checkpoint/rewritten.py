@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -27,6 +27,9 @@ from .projections import GetTensor, read_attention
 from .schemas import SourceInfo
 from .section import CompressedSection
 from .tensors import layer_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 BASES = "model.safetensors"
 """The file of a checkpoint without weights that holds the bases: under this name all programs look for weights."""
@@ -119,7 +122,7 @@ class _Opened:
 
     def __init__(self, folder: Path, files: Sequence[str]) -> None:
         try:
-            self.files: dict[str, Any] = {file: safe_open(folder / file, framework="pt") for file in files}
+            self.files: dict[str, safe_open] = {file: safe_open(folder / file, framework="pt") for file in files}
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: {' '.join(str(error).split())}", "Get the folder again.") from error
         self.folder = folder
@@ -135,7 +138,7 @@ class _Opened:
         return (_Opened(self.folder, [self.file_of[name]]) if name in self.file_of else self).tensor(name)
 
 
-def open_rewritten(bases: Path, config: Any, section: CompressedSection) -> RewrittenTensors:
+def open_rewritten(bases: Path, config: PreTrainedConfig, section: CompressedSection) -> RewrittenTensors:
     """Open the tensors of a checkpoint without weights.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from ..checked import Expect, Reader
+from ..checked import Expect, JsonObject, Reader
 from ..errors import CheckpointError
 from .channels import PartedInfo
 from .json_files import read_json
@@ -85,8 +85,8 @@ class RunInfo(TypedDict):
     form: FormInfo
     element_bytes: ElementBytes
     shape: dict[str, int | bool | list[int | None]]
-    tokens: NotRequired[dict[str, Any]]
-    versions: NotRequired[dict[str, Any]]
+    tokens: NotRequired[JsonObject]
+    versions: NotRequired[JsonObject]
     stages: NotRequired[dict[str, StageInfo]]
     fisher_top_share: NotRequired[list[float]]
 
@@ -137,8 +137,8 @@ class AccuracyInfo(TypedDict):
     interval_95: tuple[float, float] | None
     data: NotRequired[str | None]
     data_sha256: str | None
-    measurements: dict[str, Any]
-    base: NotRequired[dict[str, dict[str, Any] | None]]
+    measurements: JsonObject
+    base: NotRequired[dict[str, JsonObject | None]]
     left_out: NotRequired[dict[str, dict[str, str]]]
     excluded_documents: NotRequired[list[str]]
     table: NotRequired[str | None]
@@ -157,7 +157,7 @@ class TensorInfo(TypedDict):
 class CacheInfo(TypedDict):
     """The cache policy, and bytes a token with everything counted, by the number of tokens of a prompt."""
 
-    policy: dict[str, Any]
+    policy: JsonObject
     kv_bytes_per_token: dict[str, float]
 
 
@@ -182,11 +182,11 @@ class CheckpointInfo(TypedDict):
     accuracy: AccuracyInfo
     ranks: PlanRanks
     format_version: NotRequired[int]
-    versions: NotRequired[dict[str, Any]]
+    versions: NotRequired[JsonObject]
     rank_method: NotRequired[str]
     parameter: NotRequired[float]
     removed_tensors: NotRequired[list[str]]
-    layouts: list[dict[str, Any]]
+    layouts: list[JsonObject]
     tensors: dict[str, TensorInfo]
     cache: NotRequired[CacheInfo]
     texts: NotRequired[list[TextInfo]]

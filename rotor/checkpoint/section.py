@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..checked import Reader, shorten
+from ..checked import JsonObject, Reader, shorten
 from ..errors import CheckpointError
 from ..installing import PACKAGE
 from .channels import EDITED
@@ -29,12 +29,12 @@ FORMAT_VERSION = 3
 """Version of what is stored; other versions are refused."""
 
 
-def is_ours(name: Any) -> bool:
+def is_ours(name: object) -> bool:
     """Whether an attention implementation or a quantisation method is rotor's: METHOD, or a MARK of any version."""
     return isinstance(name, str) and (name == METHOD or name.startswith(f"{METHOD} ("))
 
 
-def is_compressed(config: Mapping[str, Any]) -> bool:
+def is_compressed(config: Mapping[str, object]) -> bool:
     """Whether a model's config.json is one that rotor wrote."""
     stored = config.get("quantization_config")
     return isinstance(stored, dict) and is_ours(stored.get("quant_method"))
@@ -56,26 +56,26 @@ class CompressedSection:
     def __init__(
         self,
         format_version: int = FORMAT_VERSION,
-        layers: Any = None,
-        biases: Any = (),
-        cache: Any = None,
-        source: Any = None,
-        **kwargs: Any,
+        layers: object = None,
+        biases: object = (),
+        cache: object = None,
+        source: object = None,
+        **kwargs: object,
     ) -> None:
         self.quant_method: Any = METHOD  # transformers' own type knows its own methods only
         reader = Reader("config.json, quantization_config", CheckpointError, EDITED)
         self.format_version = reader.read(int, format_version, "format_version")
         if isinstance(layers, dict):
             self._check_counts(layers, reader)
-        self.layers = reader.read(dict[str, Any], layers or {}, "layers")
+        self.layers = reader.read(JsonObject, layers or {}, "layers")
         self.biases = sorted(reader.read(list[Literal["q", "k", "v", "o"]], biases, "biases"))
         if cache is not None:
-            self.cache = reader.read(dict[str, Any], cache, "cache")
+            self.cache = reader.read(JsonObject, cache, "cache")
         if source is not None:
             self.source = reader.read(SourceInfo, source, "source")
 
     @staticmethod
-    def _check_counts(layers: dict[str, Any], reader: Reader) -> None:
+    def _check_counts(layers: JsonObject, reader: Reader) -> None:
         if len(layers) > MOST_LAYERS:
             raise reader.fail("layers", f"{len(layers)} layers", f"at most {MOST_LAYERS}")
         for index, layer in layers.items():

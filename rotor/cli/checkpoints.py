@@ -5,12 +5,19 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
 
-from ..recipe.requests import CalibrationRequest, ExportRequest, ValidationOptions, ValidationRequest
+from ..checked import JsonObject
+from ..recipe.requests import (
+    CalibrationRequest,
+    ExportRequest,
+    MaterialisationRequest,
+    ValidationOptions,
+    ValidationRequest,
+)
 from .app import check_folder, command, resumable
 from .console import print_seconds, print_table, say
 from .options import OutputOptions
@@ -119,26 +126,20 @@ def _print_export(out: Path, result: ExportResult) -> None:
 
 
 @command(epilog="Example: rotor materialise out/demo -o out/full")
-def materialise(
-    folder: Path, out: Path, output: OutputOptions, source: str | None = None, overwrite: bool = False
-) -> None:
-    """Write a checkpoint without weights with them: the folder that an export with weights writes.
+def materialise(request: MaterialisationRequest, output: OutputOptions) -> None:
+    """Write a checkpoint without weights with them: the folder that an export with weights writes."""
+    check_folder(Path(request.folder))
 
-    Args:
-        folder: What `rotor export --without-weights` wrote.
-        out: Checkpoint folder to write.
-    """
-    check_folder(folder)
+    from ..search.export.materialise import run_materialisation
 
-    from ..search.export.materialise import materialise as run_materialise
-
-    digest = run_materialise(folder, out, source=source, overwrite=overwrite, progress=output.progress())
+    digest = run_materialisation(replace(request, progress=output.progress()))
+    out = str(request.out)
 
     def text() -> None:
         say(f"{out}: written. Digest: {digest}")
-        say(f"Next: rotor validate {shlex.quote(str(out))}")
+        say(f"Next: rotor validate {shlex.quote(out)}")
 
-    output.show({"folder": str(out), "digest": digest}, text)
+    output.show({"folder": out, "digest": digest}, text)
 
 
 @command(epilog="Example: rotor validate out/demo")
@@ -187,7 +188,7 @@ def _print_checks(result: Validation) -> None:
     print_table(str(result.folder), ("check", "result", "detail"), (), rows)
 
 
-def _print_tasks(rows: list[dict[str, Any]], folder: str) -> None:
+def _print_tasks(rows: list[JsonObject], folder: str) -> None:
     cells = []
     for row in rows:
         bounds = "[{:+.3f}, {:+.3f}]".format(*row["interval"])

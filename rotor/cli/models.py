@@ -8,14 +8,13 @@ import sys
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import UsageError
 from ..logs import is_first_process, printable
-from ..options import Count, DeviceOptions
-from ..recipe.requests import InspectionRequest
+from ..recipe.requests import GenerationOptions, InspectionRequest
 from .app import command
 from .options import Json, OutputOptions
 from .plans import print_inspection
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     from ..recipe import Recipe
 
-MAX_SEED = (1 << 63) - 1
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 """Folder of sitecustomize, which every Python process runs that has it on PYTHONPATH."""
 
@@ -37,17 +35,10 @@ BOOTSTRAP = Path(__file__).parent / "bootstrap"
 )
 def generate(
     folder: str,
-    compute: DeviceOptions,
+    options: GenerationOptions,
     output: OutputOptions,
     prompt: Annotated[str | None, typer.Argument()] = None,
     prompt_file: str | None = None,
-    raw: bool = False,
-    max_new_tokens: Count = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, max=100.0)] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED)] = 0,
-    cache: str | None = None,
-    source: str | None = None,
-    parallel: Literal["sequence"] | None = None,
 ) -> None:
     """Continue a prompt with transformers' generate(); a model with a chat template answers it.
 
@@ -57,37 +48,19 @@ def generate(
         folder: A compressed checkpoint (or any model's folder or hub id).
         prompt: Text to continue, or to answer.
         prompt_file: A file in UTF-8 with the prompt, or - for stdin; its last line break is dropped.
-        raw: Continue the prompt as it is, also where the model has a chat template.
-        max_new_tokens: Tokens to generate.
-        temperature: Temperature of sampling; 0, and anything below 0.001, is greedy.
-        seed: Seed for sampling.
-        parallel: sequence: split the prompt and its cache over the processes that torchrun started.
     """
     from ..models.hub import check_name
 
-    if parallel is not None and prompt_file == "-":
+    if options.parallel is not None and prompt_file == "-":
         raise UsageError("--prompt-file -: several processes cannot all read stdin.", "Give a file.")
     text = _read_prompt(prompt, prompt_file)
     check_name(folder)
 
-    from ..checkpoint.rewritten import source_at
     from ..tools.generation import continue_prompt
 
     first = is_first_process()
-    with source_at(source):
-        result = continue_prompt(
-            folder,
-            text,
-            max_new_tokens,
-            temperature,
-            seed,
-            compute,
-            cache=cache,
-            raw=raw,
-            on_text=_show if first and not output.as_json else None,
-            progress=output.progress(),
-            parallel=parallel is not None,
-        )
+    on_text = _show if first and not output.as_json else None
+    result = continue_prompt(folder, text, **vars(options), on_text=on_text, progress=output.progress())
     if first:
         output.show(result, print)
 

@@ -26,7 +26,7 @@ NONE: Any = ()
 NEGATED = ("measure",)
 """Fields whose option says no."""
 
-INTERNAL = ("progress", "shared")
+INTERNAL = ("progress", "shared", "command")
 """Fields of requests that are no options."""
 
 HELP = {

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..checked import JsonObject
 from ..checkpoint.output_folder import check_file
 from ..errors import UsageError
 from ..logs import log
-from ..options import Count, DeviceOptions
+from ..options import Count
 from ..progress import in_bytes
+from ..recipe.requests import BenchRequest
 from .app import check_folder, command, command_line
 from .console import print_table, say
-from .options import Json, OutputOptions, numbers, split
+from .options import Json, OutputOptions, split
 
 
 @command(
@@ -136,43 +138,21 @@ def parse_lengths(text: str) -> list[int]:
 
 
 @command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 --json")
-def bench(
-    folder: Path,
-    compute: DeviceOptions,
-    output: OutputOptions,
-    lengths: str | None = None,
-    prefill: str | None = None,
-    batch: str | None = None,
-    repetitions: Count = 20,
-    new_tokens: Annotated[int, typer.Option(min=0)] = 32,
-    model: Path | None = None,
-) -> None:
+def bench(request: BenchRequest, output: OutputOptions) -> None:
     """Measure attention and generation of a checkpoint beside PyTorch's and the source model.
 
     Every row of attention is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what
     a CPU runs is measured, and the Triton kernels are listed as not measured.
-
-    Args:
-        lengths: Cached tokens when decoding, as in 8192,32768. [32768; on a CPU 2048]
-        prefill: Tokens of a prompt. [8192; on a CPU 512]
-        batch: Sequences in a batch. [1,8; on a CPU 1]
-        repetitions: Repetitions of each row of attention; whole models take a quarter of them.
-        new_tokens: Tokens that whole models generate; 0 leaves them out.
     """
-    options = (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
-    decode, prompts, batches = (None if text is None else tuple(numbers(option, text)) for option, text in options)
-    check_folder(folder)
-    progress = output.progress()
+    check_folder(request.folder)
 
-    from ..tools.bench.bench import BenchSettings
-    from ..tools.bench.bench import bench as run_bench
+    from ..tools.bench.bench import run_bench
 
-    settings = BenchSettings(decode, prompts, batches, repetitions, new_tokens)
-    result = run_bench(folder, settings, model=model, **vars(compute), command=command_line(), progress=progress)
+    result = run_bench(replace(request, command=command_line(), progress=output.progress()))
     output.show(result, lambda: _print_bench(result))
 
 
-def _print_bench(result: dict[str, Any]) -> None:
+def _print_bench(result: JsonObject) -> None:
     """Attention, whole models, and what was not measured."""
     say(f"Device: {result['device']['name']} ({result['device']['type']}), {result['dtype']}")
     rows: list[tuple[object, ...]] = []

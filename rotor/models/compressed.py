@@ -80,11 +80,6 @@ class CompressedCheckpoint(Checkpoint):
     def layouts(self) -> list[LayerLayout]:
         return self.section.layouts(self.shape)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the tensors, and by default of the cache."""
-        return self.config.dtype or torch.float32
-
     @cached_property
     def report(self) -> CheckpointInfo:
         return read_report(self.folder)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, MissingError
 from ..installing import pip_install
 from ..recipe import Tokens
 from .tokenizer import encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 JSON_LINES = (
     'Give in each line an object with a text ({"text": "..."}) or a chat ({"messages": [{"role": "user", "content": '
@@ -79,7 +82,7 @@ def _of_lines(file: Path, text: str) -> list[str]:
     return documents
 
 
-def _document_of(data: Any) -> str | None:
+def _document_of(data: object) -> str | None:
     if not isinstance(data, dict):
         return None
     if isinstance(data.get("text"), str):
@@ -103,7 +106,7 @@ def require_datasets(spec: Tokens) -> Any:
     return datasets
 
 
-def dataset_documents(spec: Tokens, tokenizer: Any, tokens: int) -> list[str]:
+def dataset_documents(spec: Tokens, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[str]:
     """Read documents of a data set in a seeded order until they make up `tokens` tokens.
 
     A data set on the hub is streamed, so that only its beginning is fetched.
@@ -161,7 +164,7 @@ def stdlib_documents() -> list[str]:
     return documents
 
 
-def require_tokenizer(tokenizer: Any) -> None:
+def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Raise DataError if there is no tokenizer to read text with."""
     if tokenizer is None:
         raise DataError(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from ..runtime.decoded import decoding
 from .memory import HEAD_POSITIONS, LOGIT_BYTES
 from .source import is_finite
 from .weights import Weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 STATES_IN_MEMORY_BYTES = 256 << 20
 """Hidden states up to this size are kept in memory, larger ones in a memory-mapped file."""
@@ -50,7 +53,7 @@ class LayerwiseModel:
     def __init__(self, source: Weights, batch_tokens: int = 2048, workspace: Path | None = None) -> None:
         self.source, self.batch_tokens, self.workspace = source, batch_tokens, workspace
         self.model = source.model
-        self.config: Any = self.model.config
+        self.config: PreTrainedConfig = self.model.config
         self.family: Family = family_of(self.config)
         self.shape = attention_shape(self.config)
         self.decoder = self.model.get_submodule(self.family.decoder)
@@ -58,12 +61,12 @@ class LayerwiseModel:
         self.layers: list[nn.Module] = layers
         ends = [*(layer + 1 for layer in self.family.placed[:-1]), len(layers)]
         self._parts = [range(start, end) for start, end in pairwise([0, *ends])]
-        self._calls: dict[tuple[Any, ...], list[LayerCall]] = {}
+        self._calls: dict[tuple[object, ...], list[LayerCall]] = {}
         self._prompt: int | None = None
         self.device, self.dtype = source.device, source.dtype
 
     @classmethod
-    def of(cls, model: Any, batch_tokens: int = 2048) -> LayerwiseModel:
+    def of(cls, model: PreTrainedModel, batch_tokens: int = 2048) -> LayerwiseModel:
         """Wrap a model whose weights are all in memory."""
         return cls(Weights(model), batch_tokens)
 

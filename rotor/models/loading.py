@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,6 +16,9 @@ from .compressed import CompressedCheckpoint, open_model
 from .source import Checkpoint, one_line
 from .weights import StreamedWeights, Weights, keep_softcap
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 CHECK_CONFIG = "Check that config.json belongs to these weights."
 MAX_SIZE_FACTOR = 4
 """A model may have this many times the elements of its shards: compression removes some, and tied ones are stored
@@ -25,7 +28,7 @@ ALWAYS_ALLOWED_ELEMENTS = 1 << 26
 """Elements that any model may have, because position tables may be larger than a tiny model."""
 
 
-def config_model(config: Any) -> Any:
+def config_model(config: PreTrainedConfig) -> Any:
     """Build the causal model of a config on the meta device."""
     with torch.device("meta"):  # eager, because Falcon looks up its attention class by the implementation
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
@@ -95,7 +98,7 @@ def weights_of(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
         return Weights(load_model(checkpoint.folder, device, dtype))
     check_fit(checkpoint)
 
-    def prepare(model: Any) -> None:
+    def prepare(model: PreTrainedModel) -> None:
         if isinstance(checkpoint, CompressedCheckpoint):
             layouts = dict(enumerate(checkpoint.layouts))
             biases = frozenset(checkpoint.section.biases)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -11,6 +11,9 @@ from ..checkpoint.families import Family, attention_shape
 from ..checkpoint.layout import AttentionShape
 from ..checkpoint.projections import oriented
 from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def keys_before_rope(family: Family, output: Tensor, shape: AttentionShape) -> Tensor:
@@ -47,7 +50,7 @@ LONG_CONTEXT = 32768
 """Tokens of a sequence whose cache is counted if no --context is given."""
 
 
-def context_tokens(config: Any, asked: int | None = None) -> int:
+def context_tokens(config: PreTrainedConfig, asked: int | None = None) -> int:
     """Tokens of a served sequence: as asked for, else the model's longest sequence, at most LONG_CONTEXT.
 
     Raises:
@@ -65,7 +68,7 @@ LONG_SEQ_LEN = 2048
 """Tokens of a long sequence of the report split."""
 
 
-def long_sequence_count(report_tokens: int, seq_len: int, config: Any) -> int:
+def long_sequence_count(report_tokens: int, seq_len: int, config: PreTrainedConfig) -> int:
     """Number of long sequences in a report split, which have half of its tokens.
 
     There are none where the model has too few positions or the other sequences are as long.
@@ -74,6 +77,6 @@ def long_sequence_count(report_tokens: int, seq_len: int, config: Any) -> int:
     return report_tokens // (2 * LONG_SEQ_LEN) if fits else 0
 
 
-def bounded_seq_len(seq_len: int, config: Any) -> int:
+def bounded_seq_len(seq_len: int, config: PreTrainedConfig) -> int:
     """Bound `seq_len` by the model's positions."""
     return min(seq_len, getattr(config, "max_position_embeddings", None) or seq_len)

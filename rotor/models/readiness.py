@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import DataError
 from ..recipe import Evaluation, Recipe
@@ -12,13 +12,16 @@ from .projections import bounded_seq_len
 from .sequences import text_sequences
 from .splits import SPLITS, calibration_share, description_of, digests, held_out_documents
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
 CHAT_ADVICE = (
     "the model has a chat template, and Python source is hardly what it is for: give text of your own with --text FILE "
     "or --set evaluation.source=text --set evaluation.path=FILE"
 )
 
 
-def check_text(recipe: Recipe, config: Any, tokenizer: Any) -> None:
+def check_text(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Check that there is enough text to calibrate and to measure accuracy afterwards.
 
     A model without a tokenizer can be measured on no text, so only a text that the recipe names is required then.
@@ -71,7 +74,7 @@ def check_text(recipe: Recipe, config: Any, tokenizer: Any) -> None:
         raise DataError(f"text {names}: too short: {', '.join(shortages)}.", hint)
 
 
-def describe_text(recipe: Recipe, tokenizer: Any) -> str:
+def describe_text(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Describe in one line the text that is calibrated on and the text that accuracy is measured on."""
     tokens = recipe.tokens
     source = {
@@ -84,7 +87,7 @@ def describe_text(recipe: Recipe, tokenizer: Any) -> str:
     return f"text: calibrates on {tokens.count} tokens of {source}; {measured}"
 
 
-def describe_evaluation(spec: Evaluation, tokenizer: Any) -> str:
+def describe_evaluation(spec: Evaluation, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Describe the text that accuracy is measured on, with a warning if a chat model is measured on source code."""
     if tokenizer is None:
         return "accuracy cannot be measured, as the model has no tokenizer to read text with"

@@ -5,7 +5,7 @@ Every sequence begins as the model is served: with the tokens that its tokenizer
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,21 +14,26 @@ from ..errors import DataError
 from .documents import require_tokenizer
 from .tokenizer import encode, text_start
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def separator_token(tokenizer: Any) -> int | None:
+
+def separator_token(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
     """The token that separates documents: BOS, else EOS; None if the tokenizer has neither."""
     if tokenizer is None:
         return None
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
 
 
-def prompt_start(tokenizer: Any) -> list[int]:
+def prompt_start(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     """First tokens of a generated prompt: those that the tokenizer puts before a text, else the separator."""
     separator = separator_token(tokenizer)
     return text_start(tokenizer) or ([] if separator is None else [separator])
 
 
-def text_sequences(documents: list[str], tokenizer: Any, seq_len: int, most: int | None = None) -> Tensor:
+def text_sequences(
+    documents: list[str], tokenizer: PreTrainedTokenizerBase, seq_len: int, most: int | None = None
+) -> Tensor:
     """Join documents by the separator token and cut them into sequences: [num_sequences, seq_len].
 
     Every sequence begins with the tokens that the tokenizer puts before a text; a separator right behind them is left

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,9 @@ from ..errors import CheckpointError, MissingError, NumericsError, RotorError, U
 from .sidecars import sidecars
 from .source_config import check_config
 from .tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -60,7 +63,7 @@ class Checkpoint:
             hint = "It is a run of `rotor calibrate`: give its source model, or what `rotor export` makes of it."
         self.config_dict = read_json(self.folder / "config.json", hint)
         check_config(self.folder / "config.json", self.config_dict)
-        self._handles: dict[str, Any] = {}
+        self._handles: dict[str, safe_open] = {}
         self._located = self._locate()
 
     @property
@@ -76,9 +79,14 @@ class Checkpoint:
         return sorted(set(self.file_of.values()))
 
     @cached_property
-    def config(self) -> Any:
+    def config(self) -> PreTrainedConfig:
         """The transformers config; code in the folder is never run."""
         return config_of(self.folder)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tensors, and by default of the cache: what config.json names, else float32."""
+        return stored_dtype(self.config)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -216,7 +224,12 @@ class Checkpoint:
         return self._handles[file]
 
 
-def config_of(folder: Path) -> Any:
+def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """Dtype of a model's tensors: what its config names, else float32."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def config_of(folder: Path) -> PreTrainedConfig:
     """Read the transformers config of a model folder; code in the folder is never run.
 
     Raises:

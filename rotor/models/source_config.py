@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from ..checked import Reader, shorten
+from ..checked import JsonObject, Reader, shorten
 from ..checkpoint.section import is_ours
 from ..errors import CheckpointError
 
@@ -44,7 +44,7 @@ FIELD_TYPES = {
 ConfigFields = TypedDict("ConfigFields", FIELD_TYPES, total=False)  # type: ignore[misc]
 
 
-def check_config(path: Path, config: dict[str, Any]) -> None:
+def check_config(path: Path, config: JsonObject) -> None:
     """Check the fields of config.json.
 
     Args:
@@ -65,7 +65,7 @@ def check_config(path: Path, config: dict[str, Any]) -> None:
                 )
 
 
-def _entries(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _entries(config: JsonObject) -> Iterator[tuple[str, Any]]:
     """All keys and values at any depth, because sub-configs are read too."""
     stack: list[Any] = [config]
     while stack:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from ..recipe import Evaluation
 from .documents import read_documents, stdlib_documents
 from .projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_count
 from .sequences import evenly_spaced, text_sequences
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 SPLITS = ("search", "report")
 LONG_SPLIT = "long"
@@ -83,7 +86,9 @@ class Documents:
     excluded: tuple[str, ...]
 
 
-def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any, calibrated: Collection[str] = ()) -> EvaluationData:
+def evaluation_data(
+    spec: Evaluation, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, calibrated: Collection[str] = ()
+) -> EvaluationData:
     """Read the text that a recipe names and split it.
 
     Args:

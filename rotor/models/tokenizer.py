@@ -13,11 +13,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checked import JsonObject
 from ..errors import CheckpointError, DataError
 from . import tokenizer_trial
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files of which every tokenizer has at least one."""
@@ -52,7 +54,7 @@ PROBE_TEXT = "a"
 CHAT_PROBE = "what a user says"
 """User message whose position in a rendered chat template shows where the template's opening ends."""
 
-_verdicts: dict[str, dict[str, Any]] = {}
+_verdicts: dict[str, JsonObject] = {}
 """Results of the trials in this process, by the SHA-256 of the tokenizer's files."""
 
 
@@ -83,7 +85,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Any:
     raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}", "Download the model again.")
 
 
-def _tried(folder: Path) -> dict[str, Any]:
+def _tried(folder: Path) -> JsonObject:
     """Result of the trial, which runs once for each content of the files."""
     digest = hashlib.sha256()
     for path in (folder / name for name in FILES if (folder / name).is_file()):
@@ -111,7 +113,7 @@ def as_chat(folder: Path, prompt: str) -> str:
     return str(verdict["text"])
 
 
-def chat_opening(folder: Path, tokenizer: Any) -> list[int]:
+def chat_opening(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens of the chat template before the user's message; empty without a template or if it fails."""
     if not getattr(tokenizer, "chat_template", None):
         return []
@@ -119,11 +121,11 @@ def chat_opening(folder: Path, tokenizer: Any) -> list[int]:
     return encode(tokenizer, text.partition(CHAT_PROBE)[0]) if CHAT_PROBE in text else []
 
 
-def _trial(folder: Path) -> dict[str, Any]:
+def _trial(folder: Path) -> JsonObject:
     return _in_child("text", folder, TRIAL_TEXT, CPU_S)
 
 
-def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> dict[str, Any]:
+def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> JsonObject:
     """Run rotor.models.tokenizer_trial in a child process."""
     command = [sys.executable, tokenizer_trial.__file__, task, str(folder.absolute()), str(MEMORY_BYTES), str(cpu_s)]
     try:
@@ -135,7 +137,7 @@ def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> dict[str, Any]:
             timeout=TIMEOUT_S,
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
         )
-        verdict: dict[str, Any] = json.loads(done.stdout.rstrip().rpartition(b"\n")[2])
+        verdict: JsonObject = json.loads(done.stdout.rstrip().rpartition(b"\n")[2])
         return verdict
     except subprocess.TimeoutExpired:
         return {"error": f"it was not done within {TIMEOUT_S:g} s"}
@@ -145,7 +147,7 @@ def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> dict[str, Any]:
         return {"error": f"the process that tried it ended with code {done.returncode} (a signal, if negative)"}
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Convert a text to ids, without special tokens around it.
 
     Raises:
@@ -154,7 +156,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return _ids(tokenizer, text, add_special_tokens=False)
 
 
-def text_start(tokenizer: Any) -> list[int]:
+def text_start(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     """Tokens that a tokenizer puts before a text by default: BOS in Gemma, Llama 3 and Mistral, nothing in many others.
 
     Models are served with these tokens, and a model trained with a BOS behaves differently without it.
@@ -170,7 +172,7 @@ def text_start(tokenizer: Any) -> list[int]:
     return whole[: next(starts, 0)]
 
 
-def _ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
     """Convert a text to ids; raises like `encode`."""
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]

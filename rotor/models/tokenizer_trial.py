@@ -13,7 +13,10 @@ import json
 import os
 import resource
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_ADDED_CHARACTERS = 1 << 20
 """Most characters that a chat template may add to the message."""
@@ -38,7 +41,7 @@ def without_torch() -> None:
     importlib.util.find_spec = find_spec
 
 
-def largest_id(tokenizer: Any) -> int:
+def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Largest id of the vocabulary without added tokens: some models have added tokens beyond their embeddings."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -47,7 +50,7 @@ def largest_id(tokenizer: Any) -> int:
     return max((number for word, number in tokenizer.get_vocab().items() if word not in added), default=-1)
 
 
-def trial(task: str, folder: str, text: str) -> dict[str, Any]:
+def trial(task: str, folder: str, text: str) -> dict[str, object]:
     without_torch()
     from transformers import AutoTokenizer
 

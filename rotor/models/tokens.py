@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from .sequences import evenly_spaced, prompt_start, text_sequences
 from .splits import calibration_share
 from .tokenizer import check_ids, text_start
 from .weights import Weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 MAX_SPAN_TOKENS = 32
 """Most tokens of a span that is repeated later in a sequence."""
@@ -43,8 +46,8 @@ class CalibrationTokens:
 
 def calibration_tokens(
     spec: Tokens,
-    config: Any,
-    tokenizer: Any,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
     weights: Weights | None = None,
     progress: Progress | None = None,
     held_out: Evaluation | None = None,
@@ -95,7 +98,7 @@ def calibration_tokens(
     return CalibrationTokens(evenly_spaced(sequences, count, what), tuple(documents))
 
 
-def ordinary_tokens(config: Any, tokenizer: Any) -> Tensor:
+def ordinary_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
     """Ids of the vocabulary without special tokens and ids unknown to the tokenizer: [n], int64, ascending."""
     special = {getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")}
     size = config.vocab_size
@@ -106,7 +109,9 @@ def ordinary_tokens(config: Any, tokenizer: Any) -> Tensor:
     return torch.tensor([i for i in range(size) if i not in flat])
 
 
-def random_tokens(count: int, seq_len: int, config: Any, tokenizer: Any, seed: int) -> Tensor:
+def random_tokens(
+    count: int, seq_len: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None, seed: int
+) -> Tensor:
     """Draw tokens uniformly from the vocabulary without special tokens: [count, seq_len].
 
     Raises:
@@ -128,8 +133,8 @@ def synthetic_tokens(
     weights: Weights,
     count: int,
     seq_len: int,
-    config: Any,
-    tokenizer: Any,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
     seed: int,
     advance: Advance = lambda done: None,
     opening: Sequence[int] = (),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from ..checkpoint.families import FAMILIES, family_of
 from ..errors import CheckpointError
 from .source import Checkpoint
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 Part = int | Literal["embedding", "head"]
 
 
@@ -32,8 +35,8 @@ class Weights:
 
     streamed = False
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model: Any = model  # modules by name, which are tensors to the type of nn.Module
         self.device = model.device
         self.dtype = model.dtype
 
@@ -180,14 +183,14 @@ class StreamedWeights(Weights):
         return CheckpointError(f"{self.checkpoint.folder}: {what}.", "Check that config.json belongs to these weights.")
 
 
-def keep_softcap(model: Any) -> None:
+def keep_softcap(model: PreTrainedModel) -> None:
     """Switch models with a soft cap from sdpa, which older versions of transformers choose and which omits the cap."""
     family = FAMILIES.get(model.config.model_type)
     if family is not None and family.softcap and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
 
 
-def empty_model(config: Any, dtype: torch.dtype) -> Any:
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """Build the causal model of a config: parameters on the meta device, real buffers (rotary frequencies, masks)."""
     with torch.device("meta"), meta_device_safe_creation_ops():
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class ShardedLayer(DynamicLayer):
         self.keys, self.values, self.indices = kept.key.contiguous(), kept.value.contiguous(), kept.indices
         return rows
 
-    def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         raise UsageError(
             "a cache that is split over processes was used outside of sequence_parallel().",
             "Keep all passes over one cache inside of one `with sequence_parallel(model, group)`.",

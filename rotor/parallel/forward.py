@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from .attention import visible
 from .cache import ShardedLayer
 from .plan import own_indices
 from .wire import Wire
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 POSITIONS_FROM_MASK = frozenset({"opt"})
 """Families that count positions by the attention mask if they are given none."""
@@ -44,7 +47,7 @@ class Pass:
 
 
 def begin_pass(
-    arguments: dict[str, Any], config: Any, wire: Wire, windows: list[int | None], before_rope: bool
+    arguments: dict[str, Any], config: PreTrainedConfig, wire: Wire, windows: list[int | None], before_rope: bool
 ) -> tuple[Pass, dict[str, Any]]:
     """Share out a forward pass.
 
@@ -98,7 +101,9 @@ def begin_pass(
     return now, changed
 
 
-def _sharded_cache(arguments: dict[str, Any], config: Any, windows: list[int | None], processes: int) -> Any:
+def _sharded_cache(
+    arguments: dict[str, Any], config: PreTrainedConfig, windows: list[int | None], processes: int
+) -> Any:
     """The cache of the pass, with layers for splitting if it is new; None if there is no cache."""
     cache, use_cache = arguments.get("past_key_values"), arguments.get("use_cache")
     if cache is None:

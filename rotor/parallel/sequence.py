@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from .forward import Pass, begin_pass
 from .heads import attend_by_heads, travel
 from .wire import Wire
 
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
 
 class SequenceParallel(RowStore):
     """This process's view of a sequence on several processes, made by `sequence_parallel`.
@@ -32,7 +35,7 @@ class SequenceParallel(RowStore):
 
     in_pytorch = True
 
-    def __init__(self, model: Any, wire: Wire) -> None:
+    def __init__(self, model: PreTrainedModel, wire: Wire) -> None:
         self.wire = wire
         self.layers = [module for module in model.modules() if isinstance(module, RotorAttention)]
         if any(layer.layer_idx != n or layer.sinks is not None for n, layer in enumerate(self.layers)):
@@ -46,7 +49,7 @@ class SequenceParallel(RowStore):
         self.travels = [travel(layer.layout, layer.shape, wire.count, _element_bytes(model)) for layer in self.layers]
         self.before_rope = any(layer.layout.in_blocks for layer in self.layers)
         self._pass: Pass | None = None
-        self._masks: dict[tuple[Any, ...], Tensor | None] = {}
+        self._masks: dict[tuple[object, ...], Tensor | None] = {}
 
     def say_what_travels(self) -> None:
         """Log how a prompt's tokens travel in each layer, and what all processes send of one."""
@@ -83,10 +86,10 @@ class SequenceParallel(RowStore):
         found = self.wire.gather("comparing", "agreement", [own], [[(1,)]] * self.wire.count)
         return [int(number) for (number,) in found]
 
-    def row_store(self, cache: Any, layer_idx: int) -> SequenceParallel:
+    def row_store(self, cache: Cache | None, layer_idx: int) -> SequenceParallel:
         return self
 
-    def token_span(self, cache: Any, layer_idx: int, seq_len: int) -> TokenSpan:
+    def token_span(self, cache: Cache | None, layer_idx: int, seq_len: int) -> TokenSpan:
         now = self.now
         return TokenSpan(0, now.length, 0, now.length, now.indices)
 
@@ -99,7 +102,8 @@ class SequenceParallel(RowStore):
         kept = now.stored[wire.rank]
         rows = Rows(call.key[:, :, : len(kept)], call.value[:, :, : len(kept)], kept)
         if call.cache is not None:
-            layer: ShardedLayer = call.cache.layers[call.layer_idx]
+            layer = call.cache.layers[call.layer_idx]
+            assert isinstance(layer, ShardedLayer)
             rows = layer.store(rows, now.length - 1)
         if now.sharded:
             every = torch.arange(now.length, device=call.key.device)
@@ -125,7 +129,7 @@ class SequenceParallel(RowStore):
             self._masks[known] = visible(queries, keys, attended, window, causal)
         return self._masks[known]
 
-    def before_forward(self, model: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+    def before_forward(self, model: PreTrainedModel, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
         """Give the model this process's tokens in place of all of them."""
         names = list(inspect.signature(model.forward).parameters)
         arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -157,14 +161,14 @@ class SequenceParallel(RowStore):
         return output
 
 
-def _element_bytes(model: Any) -> int:
+def _element_bytes(model: PreTrainedModel) -> int:
     """Bytes of a number of the model's activations."""
     dtype: torch.dtype = model.dtype
     return dtype.itemsize
 
 
 @contextmanager
-def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParallel]:
+def sequence_parallel(model: PreTrainedModel, group: Any = None) -> Iterator[SequenceParallel]:
     """Split the tokens of a compressed model's prompts over the processes of a group, and their cache with them.
 
     Every process holds the whole model and calls it with the same arguments: token ids [batch_size, seq_len], a mask

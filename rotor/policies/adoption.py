@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..checkpoint import FAMILIES, Family, attention_shape, family_of, find_family
 from ..errors import UnsupportedModelError
@@ -19,11 +20,14 @@ from .layer import PolicyLayer
 from .policy import Policy
 from .registry import find_policy
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 """Names that families have for the cache in the forward pass of their attention."""
 
 
-def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
+def use_cache_policy(model: PreTrainedModel, policy: Policy | str | None) -> None:
     """Make a causal model's own `generate` keep its cache by a policy from now on; None removes the policy.
 
     Args:
@@ -48,20 +52,20 @@ def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
         attach_stored(model, model, policy)
 
 
-def policy_of(model: Any) -> Policy | None:
+def policy_of(model: PreTrainedModel) -> Policy | None:
     """The policy of a model, given by use_cache_policy or stored in its checkpoint; None without one."""
     found = _attached.get(model)
     return None if found is None else found.policy
 
 
-def attach_stored(model: Any, network: nn.Module, policy: Policy) -> None:
+def attach_stored(model: PreTrainedModel, network: nn.Module, policy: Policy) -> None:
     """Attach the policy that a checkpoint stores; `network` is the causal model, or one made around a base model."""
     policy.check_config(model.config)
     _attached[model] = _Attachment(model, network, policy)
 
 
 @contextmanager
-def cache_policy(model: Any, policy: Policy | str | None) -> Iterator[None]:
+def cache_policy(model: PreTrainedModel, policy: Policy | str | None) -> Iterator[None]:
     """`use_cache_policy` for the length of a `with`; the policy in use before comes back after it."""
     before = policy_of(model)
     use_cache_policy(model, policy)
@@ -74,10 +78,10 @@ def cache_policy(model: Any, policy: Policy | str | None) -> Iterator[None]:
 class _Attachment:
     """A policy attached to the attention modules of a model, and their state before."""
 
-    def __init__(self, model: Any, network: nn.Module, policy: Policy) -> None:
+    def __init__(self, model: PreTrainedModel, network: nn.Module, policy: Policy) -> None:
         self.policy = policy
         self._config, self._implementation = model.config, model.config._attn_implementation
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         family: Family = family_of(model.config)
         count = len(family.placed)
         if count < model.config.num_hidden_layers or family.sinks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,12 +12,15 @@ from transformers.cache_utils import DynamicCache
 from .adoption import cache_policy
 from .methods.tiers import RATIOS, Tiers
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 AGREEMENT_SEQUENCES = 4
 """Sequences over which agreement is counted, at most."""
 
 
 @torch.no_grad()
-def agreement(model: Any, policy: Tiers, sequences: Tensor) -> Tensor:
+def agreement(model: PreTrainedModel, policy: Tiers, sequences: Tensor) -> Tensor:
     """Share of important tokens that two layers have in common, where no channel is removed.
 
     Args:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field, PositiveInt
@@ -173,7 +173,7 @@ class EvictingLayer(PolicyLayer):
                 more_cos, more_sin = between(rotations.table, self.moved)
                 cos, sin = cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin
             rotations = rotations._replace(read=(cos, sin))
-        key, value = call.cache.update(call.key, call.value, call.layer_idx)
+        key, value = call.cached()
         output = attend_to_rows(call._replace(mask=mask, rotations=rotations), key, value)
         sums = None
         if self.policy.needs_weights:
@@ -221,7 +221,9 @@ class EvictingLayer(PolicyLayer):
         places = places if places.shape[1] == 1 else places[:, head_groups.to(places.device)]
         return mask_of_places(mask, places, self.num_tokens, self.length)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         key, value = super().update(key_states, value_states)
         return self.rotated(key, self.moved) if self.policy.moves_keys else key, value
 

@@ -8,7 +8,7 @@ before RoPE, of uncompressed models alone, one layer at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from transformers.cache_utils import DynamicCache
 from ..errors import DataError, NumericsError
 from . import LayerSample, Policy, PolicyLayer, cache_policy
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 FIT_TOKENS = 4096
 """Tokens that a policy is fitted to, at most; KVQuant takes 16 sequences of 2048."""
 
 
-def fit_cache_policy(model: Any, policy: Policy, sequences: Tensor) -> Policy:
+def fit_cache_policy(model: PreTrainedModel, policy: Policy, sequences: Tensor) -> Policy:
     """Fit a policy to calibration text; a policy that needs nothing comes back as it is.
 
     Args:
@@ -44,7 +47,7 @@ def fit_cache_policy(model: Any, policy: Policy, sequences: Tensor) -> Policy:
     return policy.fitted(layer_samples(model, sequences[:count], policy.moves_keys))
 
 
-def layer_samples(model: Any, sequences: Tensor, pre_rope: bool = False) -> list[LayerSample]:
+def layer_samples(model: PreTrainedModel, sequences: Tensor, pre_rope: bool = False) -> list[LayerSample]:
     """Record the keys and values that enter each layer's cache, and the gradients of the summed loss by them.
 
     Args:
@@ -69,7 +72,7 @@ def layer_samples(model: Any, sequences: Tensor, pre_rope: bool = False) -> list
     return samples
 
 
-def _sequence_samples(model: Any, sequence: Tensor) -> list[list[Tensor]]:
+def _sequence_samples(model: PreTrainedModel, sequence: Tensor) -> list[list[Tensor]]:
     """Record keys, values and their gradients for one sequence, layer by layer."""
     cache = DynamicCache(config=model.config)
     with torch.inference_mode(False), torch.enable_grad():
@@ -107,7 +110,9 @@ class _RecordingLayer(PolicyLayer):
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         """Nothing is padding."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         key, value = (torch.zeros_like(states).requires_grad_() for states in (key_states, value_states))
         self.added, self.num_tokens = (key, value), key_states.shape[2]
         index = torch.arange(self.num_tokens, device=key_states.device).expand(1, 1, -1)

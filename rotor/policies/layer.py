@@ -91,7 +91,9 @@ class PolicyLayer(DynamicLayer, RowStore):
         """Store the new tokens of a sequence, [1, num_heads, new, width]; returns the keys and values to attend to."""
         raise NotImplementedError
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Store the new tokens; returns the keys and values that this step attends to, right-aligned by sequence."""
         if not self.begun:
             self.begin(None, len(key_states), key_states.shape[2], key_states.device)
@@ -106,7 +108,7 @@ class PolicyLayer(DynamicLayer, RowStore):
 
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         self.begin(call.mask, len(call.value), seq_len_of(call.query), call.query.device)
-        return attend_to_rows(call, *call.cache.update(call.key, call.value, call.layer_idx))
+        return attend_to_rows(call, *call.cached())
 
     def observe_weights(self, weights: Tensor | None) -> None:
         """Take note of the attention weights of an uncompressed model, once attention is done.

@@ -5,20 +5,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..checked import Expect, Reader, shorten
+from ..checked import Expect, JsonObject, Reader, shorten
 from ..checkpoint import ExactTokens, LayerLayout
 from ..errors import UnsupportedModelError, UsageError
 from ..kernels.rows import row_dtype
 from ..runtime import WithExactRows
 from .layer import PolicyLayer
 from .store import tensor_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Bits = Annotated[int, Expect((8, 4, 3, 2).__contains__, "one of 8, 4, 3, 2")]
 """Bits of a number."""
@@ -107,7 +110,7 @@ class Policy(ABC):
                 "Leave the policy out (--cache none), or export with --set exact.first=0 --set exact.newest=0.",
             )
 
-    def check_config(self, config: Any) -> int:
+    def check_config(self, config: PreTrainedConfig) -> int:
         """Check that the policy can serve a model; returns its number of layers.
 
         Raises:
@@ -136,7 +139,7 @@ class Policy(ABC):
         """Whether the policy's layers can stand in the place of such a layer of a cache."""
         return type(layer) is DynamicLayer or (self.holds_windows and type(layer) is DynamicSlidingWindowLayer)
 
-    def adopt(self, cache: Any, config: Any) -> None:
+    def adopt(self, cache: Cache, config: PreTrainedConfig) -> None:
         """Put the policy's layers in place of those of a cache that holds nothing; do nothing if it has some already.
 
         Raises:
@@ -154,7 +157,7 @@ class Policy(ABC):
                 )
         layers[:] = self.layers(config.get_text_config().num_hidden_layers)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The policy as plain data, which registry.read_policy reads."""
         kind = type(self)
         bundled = kind.__module__.startswith(f"{__package__}.")

@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-from ..checked import Reader, nearest_name, shorten
+from ..checked import JsonObject, Reader, nearest_name, shorten
 from ..checkpoint import read_text, read_yaml
 from ..checkpoint.section import EDITED
 from ..errors import CheckpointError, RecipeError, UsageError
@@ -66,7 +66,7 @@ def _of_file(path: Path) -> Any:
     return module
 
 
-def read_policy(section: Any, reader: Reader, trusted: bool = False) -> Policy:
+def read_policy(section: object, reader: Reader, trusted: bool = False) -> Policy:
     """Read a policy from plain data of unknown origin.
 
     Args:
@@ -143,13 +143,13 @@ def _text_of(name: str) -> str:
     return str(files[name].read_text("utf-8"))
 
 
-def read_stored(section: Any) -> Policy | None:
+def read_stored(section: object) -> Policy | None:
     """Read the policy that a checkpoint stores; None without one. Raises CheckpointError if it does not fit."""
     reader = Reader("config.json, quantization_config", CheckpointError, EDITED)
     return None if section is None else read_policy(section, reader)
 
 
-def _bundled() -> dict[str, Any]:
+def _bundled() -> JsonObject:
     folder = resources.files("rotor.recipes") / "cache"
     return {path.name[:-5]: path for path in sorted(folder.iterdir(), key=str) if path.name.endswith(".yaml")}
 

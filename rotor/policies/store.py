@@ -188,7 +188,7 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def stored_tensors(value: Any) -> Iterator[Tensor]:
+def stored_tensors(value: object) -> Iterator[Tensor]:
     """The plain tensors in stored objects, nested lists, tuples, dicts and tensor subclasses (such as quanto's)."""
     if isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):
@@ -203,6 +203,6 @@ def stored_tensors(value: Any) -> Iterator[Tensor]:
             yield from stored_tensors(item)
 
 
-def tensor_bytes(value: Any) -> int:
+def tensor_bytes(value: object) -> int:
     """Bytes of the tensors in `value` (see stored_tensors)."""
     return sum(tensor.numel() * tensor.element_size() for tensor in stored_tensors(value))

@@ -8,7 +8,6 @@ from functools import lru_cache
 from importlib import resources
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from ..checked import Reader, nearest_name
 from ..checkpoint.file_names import RECIPE
@@ -153,6 +152,6 @@ def override(recipe: Recipe, overrides: Iterable[str], sections: tuple[str, ...]
     return _read(data, "--set" if overrides else recipe.name)
 
 
-def _read(data: Any, where: str) -> Recipe:
+def _read(data: object, where: str) -> Recipe:
     recipe: Recipe = Reader(f"recipe {where}", hint=FIELDS_HINT).read(Recipe, data)
     return recipe

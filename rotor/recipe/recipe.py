@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from operator import attrgetter
-from typing import Any
 
 import yaml
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from ..checked import InvalidField
+from ..checked import InvalidField, JsonObject
 from ..checkpoint.channels import WIDTHS
 from .basis_methods import QK_METHODS
 from .rank_methods import Need
@@ -75,7 +74,7 @@ class Recipe:
         """What the ranks' method needs; nothing where bits are allocated instead."""
         return frozenset() if self.coded else self.ranks.rule.needs
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return dataclasses.asdict(self)
 
     def to_yaml(self) -> str:

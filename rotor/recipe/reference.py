@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
-from ..checked import in_words, options
+from ..checked import JsonObject, in_words, options
 from .recipe import EXPORT_SECTIONS, Recipe
 
 HEAD = """# Fields of a recipe
@@ -61,7 +60,7 @@ def _cells(field: RecipeField) -> list[str]:
 
 def _field(*path: str) -> RecipeField:
     *above, name = path
-    schema: dict[str, Any] = options(Recipe, above)[0]["properties"][name]
+    schema: JsonObject = options(Recipe, above)[0]["properties"][name]
     may_be = options(Recipe, path)
     default = None if "default" not in schema else json.dumps(schema["default"]).strip('"')
     text = " ".join(schema["description"].split())

@@ -1,21 +1,21 @@
-"""Requests of calibrate, export, validate, study and inspect, checked when they are made; see rotor.options.
+"""Requests: what each command is asked to do, checked when they are made; see rotor.options.
 
 UsageError names an option that does not fit. That needs no torch, and recipes only where a request has one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from ..checkpoint.file_names import RECIPE
 from ..errors import MissingError, UsageError
-from ..options import Count, DeviceOptions, MemoryOptions, Reported, check_options
+from ..options import MAX_NUMBER, Count, DeviceOptions, MemoryOptions, Reported, check_options
 
 if TYPE_CHECKING:
     from . import Recipe
@@ -25,6 +25,9 @@ else:
 Share = Annotated[float, Field(gt=0, lt=1)]
 RemovalRate = Annotated[float, Field(ge=0, lt=1)]
 ContextTokens = Annotated[int, Field(ge=1, le=1 << 32)]
+CountOrZero = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,24 @@ class ExportRequest(MemoryOptions, Goal, Reported):
 
         quick = quick_overrides(recipe, ("evaluation", "search")) if self.quick else ()
         return override(recipe, (*quick, *self.overrides), EXPORT_SECTIONS)
+
+
+@dataclass(frozen=True)
+class MaterialisationRequest(Reported):
+    """What `rotor materialise` is asked to do.
+
+    Args:
+        folder: What `rotor export --without-weights` wrote.
+        out: Checkpoint folder to write; it appears whole or not at all.
+        source: Source model of the checkpoint, if it is not where it was: a folder or a hub id.
+        overwrite: Replace a non-empty output folder.
+    """
+
+    folder: Path | str
+    out: Path | str
+    _: KW_ONLY
+    source: str | Path | None = None
+    overwrite: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,3 +331,69 @@ class InspectionRequest(DeviceOptions):
 
         quick = quick_overrides(load_recipe(self.recipe)) if self.quick else ()
         return load_recipe(self.recipe, (*quick, *self.overrides))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions(DeviceOptions):
+    """How `rotor generate` continues a prompt.
+
+    Args:
+        raw: Continue the prompt as it is, also where the model has a chat template.
+        max_new_tokens: Tokens to generate.
+        temperature: Temperature of sampling; 0, and anything below 0.001, is greedy.
+        seed: Seed for sampling.
+        cache: How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of
+            your own; default: the checkpoint's own. One that is fitted to text is fitted to what the model writes.
+        source: Source model of a checkpoint without weights, if it is not where it was: a folder or a hub id.
+        parallel: sequence: split the prompt and its cache over the processes that torchrun started.
+    """
+
+    raw: bool = False
+    max_new_tokens: Count = 64
+    temperature: Temperature = 0.0
+    seed: Seed = 0
+    cache: str | None = None
+    source: str | None = None
+    parallel: Literal["sequence"] | None = None
+
+
+@dataclass(frozen=True)
+class GenerationRequest(GenerationOptions, Reported):
+    """What `rotor generate` is asked to continue.
+
+    Args:
+        folder: A compressed checkpoint, or any model's folder or hub id.
+        prompt: Text to continue, or to answer.
+        on_text: Gets the text as it is written, some words at a time.
+    """
+
+    folder: str | Path
+    prompt: str
+    _: KW_ONLY
+    on_text: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class BenchRequest(DeviceOptions, Reported):
+    """What `rotor bench` is asked to measure.
+
+    Args:
+        folder: A checkpoint that `rotor export` wrote.
+        lengths: Cached tokens when decoding, as in 8192,32768. [32768; on a CPU 2048]
+        prefill: Tokens of a prompt. [8192; on a CPU 512]
+        batch: Sequences in a batch. [1,8; on a CPU 1]
+        repetitions: Repetitions of each row of attention; whole models take a quarter of them.
+        new_tokens: Tokens that whole models generate; 0 leaves them out.
+        model: Source model, if it is not where it was.
+        command: The command line, which is recorded.
+    """
+
+    folder: Path
+    _: KW_ONLY
+    lengths: Sequence[int] = ()
+    prefill: Sequence[int] = ()
+    batch: Sequence[int] = ()
+    repetitions: Count = 20
+    new_tokens: CountOrZero = 32
+    model: Path | None = None
+    command: str = field(default="", compare=False, repr=False)

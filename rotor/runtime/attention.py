@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from ..logs import log
 from .exact import NewTokens
 from .rope import RotaryTable, Rotations, rope_of
 from .steps import AttentionCall, CacheRows
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedConfig
 
 # Older versions of transformers have a single class of quantised layers.
 QUANTISING = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
@@ -69,7 +72,7 @@ class RotorAttention(CompressedProjections):
         if family.wide_norms:  # their weights are in the order of the layout, those of `base` stay as they are
             norms = copy.deepcopy(norms)
         super().__init__(shapes, shape.head_dim, norms, family.wide_norms)
-        self.config: Any = base.config
+        self.config: PreTrainedConfig = base.config  # type: ignore[assignment]
         self.layer_idx: int = int(base.layer_idx)  # type: ignore[arg-type]
         # Falcon's attention lacks the attribute; it uses the default.
         self.scaling: float = float(getattr(base, "scaling", shape.head_dim**-0.5))
@@ -87,8 +90,8 @@ class RotorAttention(CompressedProjections):
         hidden_states: Tensor,
         position_embeddings: Rotation | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        layer_past: Any = None,
+        past_key_values: Cache | None = None,
+        layer_past: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend to the new tokens; GPT-NeoX and Falcon call `past_key_values` `layer_past`."""
@@ -199,7 +202,7 @@ class RotorAttention(CompressedProjections):
         return f"{text}, row_bytes={sum(self.layout.row_bytes(2))}" if self.layout.coded else text
 
 
-def attention_dropout(config: Any) -> float:
+def attention_dropout(config: PreTrainedConfig) -> float:
     """Share of the attention weights that the source drops in training; GPT-2 has its own name for it."""
     return float(getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None) or 0.0)
 
@@ -260,7 +263,9 @@ def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
     return x if rotation is None else rotate(x, rotation[0].to(x.dtype), rotation[1].to(x.dtype))
 
 
-def _check_pass(layout: LayerLayout, layer_idx: int, asked: dict[str, Any], mask: Tensor | None, cache: Any) -> None:
+def _check_pass(
+    layout: LayerLayout, layer_idx: int, asked: dict[str, Any], mask: Tensor | None, cache: Cache | None
+) -> None:
     """Check that a layer can do what is asked of it; raises UsageError if not.
 
     Args:
@@ -289,7 +294,7 @@ def _check_pass(layout: LayerLayout, layer_idx: int, asked: dict[str, Any], mask
         )
 
 
-def refuse_others(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def refuse_others(module: nn.Module, *args: object, **kwargs: object) -> tuple[Tensor, None]:
     """The attention function registered as `rotor`. Compressed layers do not call it, so whoever does is in error."""
     raise UsageError(
         f"attn_implementation='rotor' was requested for {type(module).__name__}, which is not compressed.",

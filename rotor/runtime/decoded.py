@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -18,6 +18,9 @@ from ..kernels.parameters import shown_by
 from .attention import RotorAttention
 from .rope import TokenSpan
 from .steps import AttentionCall, CacheRows, RowStore
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,10 @@ class DecodedRows(RowStore):
     prompt: int = 1
     in_pytorch = True
 
-    def token_span(self, cache: Any, layer_idx: int, seq_len: int) -> TokenSpan:
+    def token_span(self, cache: Cache | None, layer_idx: int, seq_len: int) -> TokenSpan:
         return CacheRows().token_span(cache, layer_idx, seq_len)
 
-    def row_store(self, cache: Any, layer_idx: int) -> RowStore:
+    def row_store(self, cache: Cache | None, layer_idx: int) -> RowStore:
         return self if cache is None else CacheRows().row_store(cache, layer_idx)
 
     def store_and_attend(self, call: AttentionCall) -> Tensor:
@@ -73,7 +76,7 @@ def decoding(modules: Iterable[nn.Module], prompt: int | None = 1) -> Iterator[N
 
 
 @contextmanager
-def decoding_without_cache(model: Any) -> Iterator[None]:
+def decoding_without_cache(model: PreTrainedModel) -> Iterator[None]:
     """Let passes of a model of transformers that are not asked for a cache have none, and be as `decoding` has them.
 
     `generate` asks for a cache, so that its prompts are exact as they are served.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from ..errors import UsageError
 from ..kernels.exact import ExactKeys
 from ..kernels.parameters import shown_by
 from .rope import TokenSpan
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 FAR = 1 << 40
 """Index of the first token of a sequence that has been nothing but padding so far."""
@@ -62,7 +65,7 @@ class SeenTokens(NamedTuple):
     value: Tensor
     begin: Tensor | int
     until: int
-    length: Any
+    length: int | Tensor
 
 
 class Division(NamedTuple):
@@ -128,7 +131,7 @@ class ExactRows:
             before = SeenTokens(key, value, self.begin, self.until, offset)
         self._store(new, offset, by_kernel)
         if not fixed:  # a static cache takes nothing back, so that its ring is whole
-            until = min(self.until, offset)  # tokens from there on were taken back, and come anew
+            until: Any = min(self.until, offset)  # tokens from there on were taken back, and come anew
             self.until = max(until, offset + seq_len - self.exact.newest)
         if seq_len > 1:
             return before
@@ -159,7 +162,7 @@ class ExactRows:
         if isinstance(self.begin, int):
             self.latest = self.begin
 
-    def _store(self, new: NewTokens, offset: Any, by_kernel: bool) -> None:
+    def _store(self, new: NewTokens, offset: int | Tensor, by_kernel: bool) -> None:
         assert self.keys is not None
         assert self.values is not None
         assert self.begin is not None
@@ -173,7 +176,7 @@ class ExactRows:
         self.keys = self._stored(self.keys, new.key, offset)
         self.values = self._stored(self.values, new.value, offset)
 
-    def _stored(self, slots: Tensor, new: Tensor, offset: Any) -> Tensor:
+    def _stored(self, slots: Tensor, new: Tensor, offset: int | Tensor) -> Tensor:
         """Put new keys or values into their slots, in place unless gradients or inference mode forbid it."""
         tracing = torch.compiler.is_compiling()
         held = slots.requires_grad or (slots.is_inference() and not torch.is_inference_mode_enabled())
@@ -227,7 +230,7 @@ def host_span(span: TokenSpan) -> TokenSpan:
     return span._replace(query_offset=int(offset) if _on_host(offset) else offset.clone())
 
 
-def ring_index(exact: ExactTokens, length: Any, device: torch.device) -> Tensor:
+def ring_index(exact: ExactTokens, length: int | Tensor, device: torch.device) -> Tensor:
     """Index of the token in each slot of the ring behind `length` tokens, [newest]; below 0 where there is none."""
     last = length - 1
     return last - (last - torch.arange(exact.newest, device=device)) % exact.newest  # type: ignore[no-any-return]
@@ -341,12 +344,12 @@ class WithExactRows:
         self,
         key_states: Tensor,
         value_states: Tensor,
-        *args: Any,
+        *args: object,
         exact: NewTokens | None = None,
         mask: Tensor | None = None,
         span: TokenSpan | None = None,
         by_kernel: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         if exact is None or span is None:
             raise UsageError(
@@ -446,7 +449,7 @@ REPLACED: dict[type, type[WithExactRows]] = {
 """The stock layers that can keep exact tokens, and what takes their place."""
 
 
-def with_exact_rows(cache: Any, layer_idx: int, exact: ExactTokens) -> WithExactRows:
+def with_exact_rows(cache: Cache, layer_idx: int, exact: ExactTokens) -> WithExactRows:
     """The layer of a cache, which keeps exact tokens from now on; a stock one is replaced.
 
     Raises:

@@ -21,6 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..checked import JsonObject
 from ..checkpoint import (
     KERNEL_CONFIG,
     MARK,
@@ -41,6 +42,8 @@ from .rope import rotary_tables
 from .steps import NO_GRADIENTS
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
     from ..checkpoint import RewrittenTensors
 
 log = logging.getLogger("rotor")
@@ -49,7 +52,7 @@ log = logging.getLogger("rotor")
 class RotorConfig(CompressedSection, QuantizationConfigMixin):
     """The section as transformers wants it: made by `from_dict`, written by `to_dict`."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return {**super().to_dict(), "quant_method": MARK}
 
 
@@ -57,14 +60,15 @@ class RotorQuantizer(HfQuantizer):
     """Swaps the attention modules for compressed ones while the model is still on the meta device."""
 
     requires_calibration = True
+    quantization_config: RotorConfig
 
-    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+    def validate_environment(self, *args: object, device_map: object = None, **kwargs: object) -> None:
         """Let Falcon be built: it looks its attention class up by the name of the implementation.
 
         Raises:
             UsageError: weights are to be offloaded to disk from a checkpoint that has none.
         """
-        config: Any = self.quantization_config
+        config = self.quantization_config
         if config.source is not None and isinstance(device_map, dict) and "disk" in device_map.values():
             raise UsageError(
                 "device_map offloads weights to disk, and this checkpoint has none: they are rewritten while it loads.",
@@ -75,7 +79,7 @@ class RotorQuantizer(HfQuantizer):
         for name in (METHOD, MARK):
             FALCON_ATTENTION_CLASSES.setdefault(name, FalconAttention)
 
-    def update_attn_implementation(self, config: Any) -> Any:
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
         asked = config._attn_implementation
         if asked is not None and not is_ours(asked):
             log.warning("attn_implementation=%r is ignored: compressed layers always run rotor's own attention.", asked)
@@ -83,9 +87,9 @@ class RotorQuantizer(HfQuantizer):
         return config
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
-    ) -> Any:
-        config: Any = self.quantization_config
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: object
+    ) -> PreTrainedModel:
+        config = self.quantization_config
         network, shape = with_head(model), attention_shape(model.config)
         family, layouts = family_of(model.config), config.layouts(shape)
         section = getattr(config, "cache", None)
@@ -99,7 +103,7 @@ class RotorQuantizer(HfQuantizer):
             model.__dict__[REWRITTEN] = {name: LazyTensor(tensors, name) for name in tensors.file_of}
         return model
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: object) -> PreTrainedModel:
         """Give the layers their kernels and cache policy, and mark the config."""
         network = with_head(model)
         for config in (self.quantization_config, model.config.quantization_config):
@@ -107,7 +111,8 @@ class RotorQuantizer(HfQuantizer):
         model.config.attn_implementation = MARK  # transformers drops it, and save_pretrained must write it
         family = family_of(model.config)
         for index, kernels in enumerate(self.kernel_config.layers):
-            module: Any = family.attention_module(network, index)
+            module = family.attention_module(network, index)
+            assert isinstance(module, RotorAttention)
             module.kernels = kernels
         if self.cache_policy is not None:
             try:
@@ -122,7 +127,7 @@ class RotorQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         """Whether the loss has right gradients: rows of numbers do, codes have none."""
-        config: Any = self.quantization_config
+        config = self.quantization_config
         if config.coded:
             log.warning("%s", NO_GRADIENTS)
         return not config.coded
@@ -130,8 +135,7 @@ class RotorQuantizer(HfQuantizer):
     @property
     def is_qat_trainable(self) -> bool:
         """Whether the weights can be trained, not only adapters; bases stay as they are."""
-        config: Any = self.quantization_config
-        return not config.coded
+        return not self.quantization_config.coded
 
     @property
     def is_compileable(self) -> bool:
@@ -163,7 +167,7 @@ def with_rewritten(load: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(load)
-    def loading(model: Any, state_dict: Any, *rest: Any, **named: Any) -> Any:
+    def loading(model: PreTrainedModel, state_dict: Any, *rest: object, **named: object) -> Any:
         return load(model, model.__dict__.pop(REWRITTEN, state_dict), *rest, **named)
 
     return loading
@@ -173,7 +177,7 @@ def with_hint(method: Callable[..., Any], dtype: str) -> Callable[..., Any]:
     """transformers' `half` or `float` of a model, which says of a compressed one how it gets another dtype."""
 
     @wraps(method)
-    def converting(model: Any, *given: Any) -> Any:
+    def converting(model: PreTrainedModel, *given: object) -> Any:
         if isinstance(getattr(model, "hf_quantizer", None), RotorQuantizer):
             raise UsageError(
                 f".{method.__name__}(): a compressed model gets its dtype while it loads.",
@@ -184,7 +188,7 @@ def with_hint(method: Callable[..., Any], dtype: str) -> Callable[..., Any]:
     return converting
 
 
-def with_head(model: Any) -> Any:
+def with_head(model: PreTrainedModel) -> Any:
     """A causal model as it is; a base model (of AutoModel) under the name that a causal model has it by."""
     name = model.base_model_prefix
     if hasattr(model, name):
@@ -195,7 +199,7 @@ def with_head(model: Any) -> Any:
     return head
 
 
-def find_kernel_config(config: Any, checkpoint_files: list[str] | None) -> Path | None:
+def find_kernel_config(config: PreTrainedConfig, checkpoint_files: list[str] | None) -> Path | None:
     """kernel_config.json beside the weights, fetched from the hub if its cache lacks it; None where there is none.
 
     Args:
@@ -207,7 +211,7 @@ def find_kernel_config(config: Any, checkpoint_files: list[str] | None) -> Path 
     snapshots = beside.parent.parent
     if not beside.is_file() and snapshots.name == "snapshots":  # of the hub's cache
         cached_file(
-            config.name_or_path,
+            config.name_or_path or "",
             KERNEL_CONFIG,
             cache_dir=snapshots.parent.parent,
             revision=beside.parent.name,
@@ -219,7 +223,11 @@ def find_kernel_config(config: Any, checkpoint_files: list[str] | None) -> Path 
 
 
 def replace_attention(
-    model: Any, family: Family, shape: AttentionShape, layouts: dict[int, LayerLayout], biases: frozenset[str]
+    model: PreTrainedModel,
+    family: Family,
+    shape: AttentionShape,
+    layouts: dict[int, LayerLayout],
+    biases: frozenset[str],
 ) -> list[RotorAttention]:
     """Put a RotorAttention with uninitialised weights into each layer of `layouts`, and select `rotor` attention."""
     tables, modules = rotary_tables(model, family, model.config), []

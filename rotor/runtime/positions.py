@@ -8,13 +8,16 @@ whose positions skip it; several documents in a row), the result would be wrong 
 from __future__ import annotations
 
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..errors import UsageError
 from ..kernels.parameters import shown_by
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 SHIFTS = "rotor_shifts"
 """Attribute of a cache that a model with keys before RoPE has filled: position less index of its tokens,
@@ -29,7 +32,7 @@ def keep_shifts_with_rows(cache_class: Any) -> None:
         method = getattr(cache_class, name)
 
         @wraps(method)
-        def changing(cache: Any, *given: Any, **named: Any) -> Any:
+        def changing(cache: Cache | None, *given: object, **named: object) -> Any:
             found = method(cache, *given, **named)
             shifts = getattr(cache, SHIFTS, None)
             if shifts is not None:
@@ -53,11 +56,11 @@ class PositionCheck:
         self,
         positions: Tensor | None,
         mask: Tensor | None,
-        cache: Any,
+        cache: Cache | None,
         layer_idx: int,
         batch_size: int,
-        query_offset: Any,
-        kv_offset: Any,
+        query_offset: int | Tensor,
+        kv_offset: int | Tensor,
     ) -> None:
         """Compare the positions of a pass.
 
@@ -89,7 +92,7 @@ class PositionCheck:
             _compare(shifts[:, int(kv_offset) :], mask, int(kv_offset))
 
 
-def _known(cache: Any, start: int, batch_size: int) -> Tensor:
+def _known(cache: Cache | None, start: int, batch_size: int) -> Tensor:
     """The shifts of all tokens in a cache, [batch_size, start]."""
     known: Tensor | None = getattr(cache, SHIFTS, None)
     if known is not None and bool((known == known[:1]).all()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from ..checkpoint import AttentionShape, Family, KeyForm, LayerLayout
 from ..kernels.rotary import Rotation, when_read, within_blocks
 from .positions import PositionCheck
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedConfig
 
 TABLE_ROWS = 1024
 """Rows by which a table of cosines and sines grows."""
@@ -85,7 +88,7 @@ class RotaryTable:
         kind = kinds if layer_type is None else kinds[layer_type]
         self.depends_on_length = kind == "longrope" or "dynamic" in kind
         self.check_positions = PositionCheck()
-        self._key: tuple[Any, ...] | None = None
+        self._key: tuple[object, ...] | None = None
         self._table: Rotation | None = None
         self._read: dict[KeyForm, Rotation] = {}
 
@@ -94,7 +97,7 @@ class RotaryTable:
 
         From position `end` on nothing is stored yet (a static cache), and the table may hold anything.
         """
-        key: tuple[Any, ...] = (device, dtype)
+        key: tuple[object, ...] = (device, dtype)
         rows = -(-int(length) // TABLE_ROWS) * TABLE_ROWS  # a step of decoding adds one key: not a new table each time
         if self.depends_on_length:
             # The empty rest of a static cache must not be attended to.
@@ -118,7 +121,7 @@ class RotaryTable:
         return self._read[form]
 
 
-def rotary_tables(network: nn.Module, family: Family, config: Any) -> list[RotaryTable | None]:
+def rotary_tables(network: nn.Module, family: Family, config: PreTrainedConfig) -> list[RotaryTable | None]:
     """The table of each layer of a causal model, shared by layers of a type; None without RoPE."""
     without_rope = family.without_rope(config)
     rotates = [family.rotary is not None and layer not in without_rope for layer in family.placed]
@@ -142,7 +145,7 @@ class NoRope:
         self,
         positions: Tensor | None,
         mask: Tensor | None,
-        cache: Any,
+        cache: Cache | None,
         layer_idx: int,
         batch_size: int,
         span: TokenSpan,
@@ -194,7 +197,7 @@ class InBlocks(NoRope):
         self,
         positions: Tensor | None,
         mask: Tensor | None,
-        cache: Any,
+        cache: Cache | None,
         layer_idx: int,
         batch_size: int,
         span: TokenSpan,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,8 +59,8 @@ def bounds_of(exact: ExactTokens, seen: SeenTokens, span: TokenSpan) -> Bounds:
 class _Known:
     """The bounds of a pass, of layers with windows alike: valid for later layers than `layer`."""
 
-    mask: Any
-    key: tuple[Any, ...]
+    mask: weakref.ref[Tensor] | None
+    key: tuple[object, ...]
     layer: int
     bounds: Bounds
 

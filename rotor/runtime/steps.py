@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from ..kernels.slots import ExactSlots
 from .exact import NewTokens, exact_keys, host_span, remembered_division, with_exact_rows
 from .rope import Rotations, TokenSpan
 from .slots import exact_slots
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
 NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and train that."
@@ -42,13 +45,18 @@ class AttentionCall(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    cache: Any
+    cache: Cache | None
     mask: Tensor | None
     rotations: Rotations
     kernels: LayerKernels | None = None
     text: str = ""
     exact: NewTokens | None = None
     span: TokenSpan | None = None
+
+    def cached(self) -> tuple[Tensor, Tensor]:
+        """Store the rows of the new tokens in the cache, which there must be; all rows of the layer."""
+        assert self.cache is not None
+        return self.cache.update(self.key, self.value, self.layer_idx)
 
 
 class RowStore(ABC):
@@ -59,7 +67,7 @@ class RowStore(ABC):
 
     in_pytorch = False
 
-    def reads_rows(self, cache: Any) -> bool:
+    def reads_rows(self, cache: Cache | None) -> bool:
         """Whether rows are stored or read; else a layer with exact tokens makes none."""
         return True
 
@@ -79,17 +87,17 @@ class CacheRows(RowStore):
     policy: Any = None
     config: Any = None
 
-    def token_span(self, cache: Any, layer_idx: int, seq_len: int) -> TokenSpan:
+    def token_span(self, cache: Cache | None, layer_idx: int, seq_len: int) -> TokenSpan:
         """Where the tokens of a pass lie."""
         if cache is None:
             return TokenSpan(0, seq_len, 0, seq_len)
         kv_len, kv_offset = cache.get_mask_sizes(seq_len, layer_idx)
         return TokenSpan(cache.get_seq_length(layer_idx), seq_len, kv_offset, kv_len)
 
-    def reads_rows(self, cache: Any) -> bool:
+    def reads_rows(self, cache: Cache | None) -> bool:
         return cache is not None
 
-    def row_store(self, cache: Any, layer_idx: int) -> RowStore:
+    def row_store(self, cache: Cache | None, layer_idx: int) -> RowStore:
         """The store of the rows of a pass: this one, or the cache's layer if that follows a policy."""
         if self.policy is not None and cache is not None:
             self.policy.adopt(cache, self.config)
@@ -102,7 +110,7 @@ class CacheRows(RowStore):
             return _store_and_attend_exactly(call)
         if call.cache is None:
             return attend_to_rows(call, call.key, call.value)
-        return attend_to_rows(call, *call.cache.update(call.key, call.value, call.layer_idx))
+        return attend_to_rows(call, *call.cached())
 
 
 def _store_and_attend_exactly(call: AttentionCall) -> Tensor:

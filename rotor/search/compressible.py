@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from ..models.layerwise import LayerwiseModel
 from ..models.source import Checkpoint
 from ..numerics import check_parameters
 from ..runtime.integration import replace_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 EVALUATION_TOKENS = (2048, 16384)
 """Tokens that go through a layer together when accuracy is measured, on a CPU and on a GPU."""
@@ -63,7 +67,7 @@ class CompressibleModel(LayerwiseModel):
         dtype = self._rewrite_dtype
         return read_attention(self.family, layer, self.checkpoint.names, lambda n: read(n).to(dtype), self.shape)
 
-    def restore(self) -> nn.Module:
+    def restore(self) -> PreTrainedModel:
         """Put all original modules back, and return the uncompressed model."""
         self._compressed = None
         for index, module in enumerate(self._originals):
@@ -72,7 +76,7 @@ class CompressibleModel(LayerwiseModel):
         return self.model
 
     @contextmanager
-    def uncompressed(self) -> Iterator[nn.Module]:
+    def uncompressed(self) -> Iterator[PreTrainedModel]:
         """Give the uncompressed model within a `with`; the modules in use before are put back after it."""
         with self._put_back(range(self.shape.num_layers)):
             yield self.restore()
@@ -93,7 +97,7 @@ class CompressibleModel(LayerwiseModel):
 
     def compress(
         self, bases: Sequence[LayerBases], ranks: list[LayerRanks], exact: ExactTokens | None = None
-    ) -> nn.Module:
+    ) -> PreTrainedModel:
         """Compress the model by `bases` at `ranks` (of each layer, in the order of the bases), and return it.
 
         Args:

@@ -6,8 +6,6 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from ..calibration.allocation.plan import Plan
 from ..checkpoint.folding import model_layouts
 from ..errors import UsageError
@@ -36,7 +34,7 @@ class RankSearch(PlanEvaluator):
         super().__init__(
             job.run,
             job.recipe,
-            DevicePlan.choose(job.request, job.checkpoint.config.dtype or torch.float32),
+            DevicePlan.choose(job.request, job.checkpoint.dtype),
             progress,
             data=self._load_text,
             network=self._load_model,

@@ -13,13 +13,13 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
 from ..calibration.allocation.plan import Plan, Sensitivity
 from ..calibration.run import Run
-from ..checked import Reader, plain
+from ..checked import JsonObject, Reader, plain
 from ..checkpoint.atomic import write_json
 from ..checkpoint.json_files import read_json
 from ..checkpoint.layout import ExactTokens
@@ -51,7 +51,7 @@ class Context:
     """
 
     metric: str
-    settings: dict[str, Any]
+    settings: JsonObject
     data: str
     data_sha256: str
     search_sha256: str

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,6 +40,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from ..checked import JsonObject
 from ..checkpoint import CompressedSection, ExactTokens, is_compressed
 from ..kernels.rotary import Rotation
 from ..logs import log
@@ -48,6 +49,9 @@ from .layers import Loading, Plan
 from .pages import ExactPages, PagedLayer, StepRequests
 from .served import PREFIX
 from .windows import FirstAndNewestSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 __all__: list[str] = []
 
@@ -65,7 +69,7 @@ def watch(architecture: str) -> None:
 
     class Requests(native):  # type: ignore[misc, valid-type]
         @staticmethod
-        def verify_and_update_config(vllm_config: Any) -> None:
+        def verify_and_update_config(vllm_config: VllmConfig) -> None:
             native.verify_and_update_config(vllm_config)
             stored: Any = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
             if is_compressed({"quantization_config": stored}):
@@ -77,7 +81,7 @@ def watch(architecture: str) -> None:
     MODELS_CONFIG_MAP[architecture] = Requests
 
 
-def _plan(vllm_config: Any, stored: dict[str, Any]) -> Plan:
+def _plan(vllm_config: VllmConfig, stored: JsonObject) -> Plan:
     model, section = vllm_config.model_config, CompressedSection(**stored)
     ranks = vllm_config.parallel_config.tensor_parallel_size
     return Plan(model.hf_config, section, model.model, model.revision, model.dtype, model.max_model_len, ranks)
@@ -86,7 +90,7 @@ def _plan(vllm_config: Any, stored: dict[str, Any]) -> Plan:
 class Compressed:
     """Mixin before a native model class, which it builds with compressed attention and loads."""
 
-    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         plan = _plan(vllm_config, vllm_config.quant_config.config)
         loading = Loading(plan)
         self.__dict__["_rotor"] = loading  # before nn.Module's own __init__
@@ -108,7 +112,7 @@ class Compressed:
         return None if loaded is None else loaded | names
 
 
-def _attention(native: Any, plan: Plan, vllm_config: Any) -> RotorSelfAttention:
+def _attention(native: Any, plan: Plan, vllm_config: VllmConfig) -> RotorSelfAttention:
     """Make the module of a compressed layer; scale, window, soft cap, norms and RoPE are the native one's."""
     attn, index = native.attn, extract_layer_index(native.attn.layer_name)
     # Falcon sums the outputs of attention and MLP over the ranks together.
@@ -226,7 +230,7 @@ class RotorCache(nn.Module, AttentionLayerBase):
     supports_dcp = False
 
     def __init__(
-        self, native: Any, layer: PagedLayer, parts: int, row_bytes: int, mixed: bool, vllm_config: Any
+        self, native: Any, layer: PagedLayer, parts: int, row_bytes: int, mixed: bool, vllm_config: VllmConfig
     ) -> None:
         super().__init__()
         self.layer_name, self.attn_type = native.layer_name, native.attn_type
@@ -256,7 +260,7 @@ class RotorCache(nn.Module, AttentionLayerBase):
     def get_attn_backend(self) -> type[RotorBackend]:
         return self._backend
 
-    def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec:
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         fields: dict[str, Any] = {
             "block_size": vllm_config.cache_config.block_size,
             "num_kv_heads": 1,
@@ -306,7 +310,7 @@ class ExactCache(nn.Module, AttentionLayerBase):
 
     supports_dcp = False
 
-    def __init__(self, cache: RotorCache, layer: PagedLayer, exact: ExactTokens, vllm_config: Any) -> None:
+    def __init__(self, cache: RotorCache, layer: PagedLayer, exact: ExactTokens, vllm_config: VllmConfig) -> None:
         super().__init__()
         self.layer_name, self.attn_type = f"{cache.layer_name}.exact", cache.attn_type
         self.num_heads, self.num_kv_heads = cache.num_heads, 1
@@ -323,7 +327,7 @@ class ExactCache(nn.Module, AttentionLayerBase):
     def get_attn_backend(self) -> type[RotorBackend]:
         return self._backend
 
-    def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec:
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         kind = FirstAndNewestSpec if self.first else SlidingWindowSpec
         return kind(
             block_size=vllm_config.cache_config.block_size,
@@ -439,7 +443,9 @@ class RotorMetadata(StepRequests, AttentionMetadata):
 class RotorMetadataBuilder(AttentionMetadataBuilder[RotorMetadata]):
     """Builds metadata of batches whose requests of few tokens come first: one token, or those of a speculation."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 

@@ -78,7 +78,7 @@ class RotorSelfAttention(CompressedProjections):
         if parameters:
             raise CheckpointError(f"{where}: {', '.join(sorted(parameters))} is not in the checkpoint.", hint)
 
-    def forward(self, hidden_states: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, positions: Tensor | None = None, **kwargs: object) -> Any:
         """Project, rotate keys as they are stored, and attend; the key basis is applied where rows are written.
 
         Args:

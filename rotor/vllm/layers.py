@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from .pages import PagedLayer
 from .shards import Shard, check_size, padded_rows, row_bytes, shard_of
 from .stores import keep_apart, prefix_mark
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -47,7 +50,7 @@ class Plan:
     parallelism.
     """
 
-    config: Any
+    config: PreTrainedConfig
     section: CompressedSection
     model: str
     revision: str | None

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.registry import ModelRegistry
 
+from ..checked import JsonObject
 from ..checkpoint import METHOD, is_compressed
 from ..errors import UnsupportedModelError, UsageError
 from .served import PREFIX
@@ -23,7 +24,7 @@ class RotorQuantization(QuantizationConfig):
 
     refusal: ClassVar[str | None] = None
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         super().__init__()
         self.config = config
 
@@ -42,14 +43,14 @@ class RotorQuantization(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> RotorQuantization:
+    def from_config(cls, config: JsonObject) -> RotorQuantization:
         return cls(config)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> None:
         return None
 
     @classmethod
-    def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: Any, hf_config: Any = None) -> Any:
+    def override_quantization_method(cls, hf_quant_cfg: JsonObject, user_quant: Any, hf_config: Any = None) -> Any:
         """Claim compressed checkpoints, as vLLM asks each method to, and choose the compressed class.
 
         Raises:

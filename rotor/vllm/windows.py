@@ -59,7 +59,7 @@ class FirstAndNewestManager(SlidingWindowManager):
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], total_computed_tokens: int,
-        *rest: Any, **named: Any,
+        *rest: object, **named: object,
     ) -> int:  # fmt: skip
         given = request_id, num_tokens, new_computed_blocks, total_computed_tokens
         count = int(super().get_num_blocks_to_allocate(*given, *rest, **named))
@@ -80,7 +80,7 @@ class FirstAndNewestManager(SlidingWindowManager):
             own[0] = new_computed_blocks[0]
 
     @classmethod
-    def reachable_block_mask(cls, start_block: int, *rest: Any, **named: Any) -> list[bool] | None:
+    def reachable_block_mask(cls, start_block: int, *rest: object, **named: object) -> list[bool] | None:
         mask: list[bool] | None = super().reachable_block_mask(start_block, *rest, **named)
         if mask and start_block == 0:
             mask[0] = True

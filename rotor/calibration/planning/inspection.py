@@ -10,10 +10,10 @@ import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ...checked import JsonObject
 from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
 from ...errors import MissingError
 from ...models.device_plan import DevicePlan
@@ -21,7 +21,7 @@ from ...models.hardware import matmul_rate
 from ...models.hub import find_source
 from ...models.memory import Estimate, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
 from ...models.projections import context_tokens
-from ...models.source import Checkpoint, config_of
+from ...models.source import Checkpoint, config_of, stored_dtype
 from ...models.tokenizer import load_tokenizer, text_start
 from ...options import with_fields_of
 from ...recipe import ObjectiveSettings
@@ -96,7 +96,7 @@ class Inspection:
     row_start: str | None
     recipe: str
     bits: tuple[int, ...]
-    tokens: dict[str, Any]
+    tokens: JsonObject
     form: str
     objective: ObjectiveSettings
     instructions_per_cycle: float
@@ -107,7 +107,7 @@ class Inspection:
     validate: ResourceEstimate
     available_device_bytes: int | None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return asdict(self)
 
 
@@ -135,7 +135,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         implied = config_model(config)
         shapes = {name: list(parameter.shape) for name, parameter in implied.named_parameters()}
         elements = sum(parameter.numel() for parameter in implied.parameters())
-        outline = ModelOutline.of_headers(config, shapes, elements * (config.dtype or torch.float32).itemsize)
+        outline = ModelOutline.of_headers(config, shapes, elements * stored_dtype(config).itemsize)
     shape, stored = outline.shape, outline.stored_bytes
     tokenizer = load_tokenizer(source.folder, outline.config.vocab_size)
     devices = DevicePlan.choose(request, outline.dtype)

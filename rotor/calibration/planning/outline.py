@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -19,7 +19,7 @@ from ...checkpoint.families import Family, attention_shape, family_of, find_fami
 from ...checkpoint.layout import AttentionShape, LayerForm, ModelForm
 from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates
 from ...models.projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_count
-from ...models.source import Checkpoint
+from ...models.source import Checkpoint, stored_dtype
 from ...recipe import Evaluation, Recipe
 from ...recipe.metric_registry import primitive_metrics, report_metrics
 from ..bases.information import stored_bytes
@@ -30,6 +30,9 @@ from ..codes.side import codes_bytes
 from ..codes.training import TRAINED_ELEMENT_BYTES
 from ..pruning import kmeans_bytes
 from .form import Frequencies, model_form, wanted_gradients
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LIBRARIES_BYTES = 600 << 20
 """Resident memory of Python with torch and transformers imported and used (measured: 0.45 to 0.6 GB)."""
@@ -52,7 +55,7 @@ class ModelOutline:
     stored_bytes: bytes of all shards.
     """
 
-    config: Any
+    config: PreTrainedConfig
     family: Family
     shape: AttentionShape
     layers: tuple[int, ...]
@@ -67,7 +70,7 @@ class ModelOutline:
         return cls.of_headers(checkpoint.config, shapes, checkpoint.total_bytes())
 
     @classmethod
-    def of_headers(cls, config: Any, shapes: dict[str, list[int]], stored_bytes: int) -> ModelOutline:
+    def of_headers(cls, config: PreTrainedConfig, shapes: dict[str, list[int]], stored_bytes: int) -> ModelOutline:
         """Outline a model from the shapes of its tensors by name and the bytes of their files; raises like `of`."""
         family, shape = find_family(config), attention_shape(config)
         layers, ends = [0] * shape.num_layers, family.placed
@@ -92,7 +95,7 @@ class ModelOutline:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the stored weights."""
-        return self.config.dtype or torch.float32
+        return stored_dtype(self.config)
 
     @property
     def frequencies(self) -> Frequencies | None:
@@ -264,7 +267,7 @@ def wanted_moments(recipe: Recipe, form: LayerForm) -> frozenset[str]:
     return needed_statistics(recipe.bases.qk, recipe.bases.vo, form, recipe.bases.refit)
 
 
-def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
+def rotary_frequencies(config: PreTrainedConfig, layer: int) -> tuple[float, ...] | None:
     """Radians by which each plane of a head rotates from one position to the next; empty in a model without RoPE.
 
     Returns:
@@ -294,7 +297,7 @@ def needs_whole_model(recipe: Recipe) -> tuple[str, str] | None:
     return request, "Choose another method, e.g. --set ranks.method=global."
 
 
-def _feed_forward_width(config: Any) -> int:
+def _feed_forward_width(config: PreTrainedConfig) -> int:
     """Width of a layer's feed-forward part for one token, or the widths of its experts together."""
     widths = (getattr(config, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim"))
     dense = next((int(width) for width in widths if width), 4 * int(config.hidden_size))

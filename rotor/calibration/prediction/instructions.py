@@ -102,13 +102,6 @@ def read_table(data: Mapping[str, Any]) -> Table:
     }
 
 
-def kind_of(layout: LayerLayout) -> str:
-    """The kind of kernels that serve a layer; see Specialisation."""
-    if layout.coded:
-        return "joint" if layout.joint else "apart"
-    return "numbers"
-
-
 @lru_cache(maxsize=1 << 14)
 def group_instructions(layout: LayerLayout, group: GroupLayout, shape: AttentionShape) -> float:
     """Warp instructions of a decode step for one cached key of a group, for all of its query heads."""
@@ -118,7 +111,7 @@ def group_instructions(layout: LayerLayout, group: GroupLayout, shape: Attention
     total = 0.0
     for latent in (group.key, group.values):
         width, split = (latent.width, 0) if isinstance(latent, Numbers) else (WORD_PLANES * latent.words, latent.split)
-        wanted = Specialisation(kind_of(layout), width, rows, layout.fast_planes, kv_heads, block, split)
+        wanted = Specialisation(layout.kind, width, rows, layout.fast_planes, kv_heads, block, split)
         counts = look_up(bundled_table(), wanted)
         absorb = counts.absorb * of_heads * BLOCK / block if shape.rotary_dim else 0.0
         total += (counts.decode + absorb) / 2

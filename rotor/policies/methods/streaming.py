@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import NonNegativeInt
 
 from ...checkpoint import family_of
 from ...errors import UnsupportedModelError
 from ..eviction import Eviction
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Streaming(Eviction):
         if self.moves_keys and post_rope:
             raise _cannot_move("this checkpoint's keys are compressed after RoPE, which is in their latents")
 
-    def check_config(self, config: Any) -> int:
+    def check_config(self, config: PreTrainedConfig) -> int:
         if self.moves_keys and family_of(config).rotary is None:
             raise _cannot_move("this model has no RoPE")
         if self.moves_keys and (family_of(config).interleaved or family_of(config).without_rope(config)):

@@ -174,7 +174,7 @@ class TieredLayer(PolicyLayer):
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         self.begin(call.mask, len(call.value), seq_len_of(call.query), call.query.device)
         self.follow(call.parameters.layout, call.query.dtype)
-        rows = call.cache.update(call.key, call.value, call.layer_idx)
+        rows = call.cached()
         output, log_sums = partial_attention(call.query, *rows, call.parameters, call.rotations.read, call.mask)
         self.choose(log_sums)
         return output.to(call.query.dtype)

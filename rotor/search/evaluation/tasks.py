@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ...checked import JsonObject
 from ...errors import CheckpointError, DataError, RotorError, UsageError
 from ...installing import pip_install
 from ...models.tokenizer import text_start
 from .measurement import Measurement
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BATCH_SIZE = 8
 
@@ -65,7 +69,7 @@ class TaskSuite:
     def __init__(
         self,
         names: Sequence[str],
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         lengths: Sequence[int] = (4096,),
         limit: int | None = None,
         seed: int = 0,
@@ -111,7 +115,7 @@ class TaskSuite:
         except OSError as error:
             raise CheckpointError(f"{out}: cannot be written ({error.strerror}).", "Choose another place.") from error
 
-    def measure(self, model: Any, about: Mapping[str, Any], out: Path) -> DocumentScores:
+    def measure(self, model: PreTrainedModel, about: Mapping[str, Any], out: Path) -> DocumentScores:
         """Ask a model of transformers everything, and write what lm-eval writes, into a folder of the model's name.
 
         Args:
@@ -152,7 +156,7 @@ class TaskSuite:
         return document_scores(samples)
 
 
-def document_scores(samples: Mapping[str, list[dict[str, Any]]]) -> DocumentScores:
+def document_scores(samples: Mapping[str, list[JsonObject]]) -> DocumentScores:
     """Scores from lm-eval's samples: every metric that is one number for each document."""
     scores: DocumentScores = {}
     for task, of_task in samples.items():

@@ -22,8 +22,10 @@ from ...checkpoint.schemas import CheckpointInfo, TensorInfo
 from ...errors import CheckpointError, RotorError, UsageError, system_errors
 from ...models.compressed import CompressedCheckpoint, read_report
 from ...models.source import Checkpoint
+from ...options import with_fields_of
 from ...progress import Progress
 from ...recipe import load_stored_recipe
+from ...recipe.requests import MaterialisationRequest
 from ..evaluation.accuracy import Accuracy
 from ..report.report import NAME as REPORT
 from ..report.report import write_with_checkpoint
@@ -36,29 +38,20 @@ GET_AGAIN = "Get the checkpoint again, with every file that `rotor export` wrote
 
 
 @system_errors()
-def materialise(
-    folder: str | Path,
-    out: str | Path,
-    *,
-    source: str | Path | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> str:
+def run_materialisation(request: MaterialisationRequest) -> str:
     """Write a checkpoint without weights with them: every file as `export` writes it.
 
-    Args:
-        folder: what `export` with `without_weights` wrote. out: the folder to write; it appears whole or not at all.
-        source: folder or hub id of the source; by default as the checkpoint says.
     Returns:
         The digest of the folder: SHA-256 of its manifest.json.
     Raises:
         UsageError: the checkpoint has its weights. MissingError: the source is not to be had. CheckpointError: a file
             of it, or of the checkpoint, is not what it was.
     """
-    folder = Path(folder)
-    place = OutputFolder.at(out, "checkpoint")
+    folder, overwrite = Path(request.folder), request.overwrite
+    progress = request.progress or Progress()
+    place = OutputFolder.at(request.out, "checkpoint")
     place.check(overwrite, [folder])  # before anything is written there: the lock too
-    with source_at(source), exclusive(place.path):
+    with source_at(request.source), exclusive(place.path):
         checkpoint = CompressedCheckpoint(folder)
         if checkpoint.section.source is None or checkpoint.rewritten is None:
             raise UsageError(f"{folder}: has its weights.", "Copy the folder.")
@@ -73,10 +66,13 @@ def materialise(
                 if name not in (BASES, "config.json", ROTOR_JSON, CARD):
                     (staging / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(folder / name, staging / name)
-            tensors = write_shards(staging, model, checkpoint.rewritten, lambda file: None, progress or Progress())
+            tensors = write_shards(staging, model, checkpoint.rewritten, lambda file: None, progress)
             write_json(staging / "config.json", _config(checkpoint, model))
             _describe(staging, place.path, checkpoint, model, tensors)
             return write_manifest(staging, "checkpoint")
+
+
+materialise = with_fields_of(MaterialisationRequest, run_materialisation, "materialise")
 
 
 def _config(checkpoint: CompressedCheckpoint, model: Checkpoint) -> dict[str, object]:

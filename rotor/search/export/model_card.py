@@ -43,7 +43,7 @@ def model_card(
     forms = sorted({layout.form.in_words(shape.layer(index)) for index, layout in enumerate(layouts)})
     sizes = sorted({layout.group_size for layout in layouts})
     merged = ""
-    if any(layout.joint and layout.folds_keys(shape.layer(index)) for index, layout in enumerate(layouts)):
+    if not all(layout.has_value_projection(shape.layer(index)) for index, layout in enumerate(layouts)):
         merged = "Where keys and values share a latent, `k_proj` puts it out and there is no `v_proj`.\n"
     text = f"""# {name}, KV cache compressed by rotor
 

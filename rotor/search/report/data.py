@@ -33,7 +33,7 @@ class Cell:
     def of(cls, group: GroupLayout, side: str, head_dim: int) -> Cell:
         """side: `keys`, which stands for the latents of a joint group too, or `values`."""
         latent = group.key if side == "keys" else group.values
-        channels = len(group.kv_heads) * head_dim * (2 if group.joint else 1)
+        channels = group.columns(head_dim)
         bits, widths = WHOLE_BITS * latent.rank, ""
         if not isinstance(latent, Numbers):
             bits = sum(latent.bits)

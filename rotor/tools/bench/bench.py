@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...checked import JsonObject
 from ...errors import UsageError
 from ...models.compressed import CompressedCheckpoint
 from ...models.hardware import pick_device, pick_dtype
 from ...models.loading import load_model
+from ...options import with_fields_of
 from ...policies import stored_bytes
 from ...progress import Progress
+from ...recipe.requests import BenchRequest
 from .attention import bench_layer
 from .records import describe_device, provenance, quartiles
 
@@ -26,36 +27,9 @@ LAYERS = 4
 """The most layers that are measured, at equal distances; times are their sum."""
 
 
-@dataclass(frozen=True)
-class BenchSettings:
-    """What is measured.
-
-    decode_lengths: cached tokens of each sequence. prefill_lengths: of prompts. Where they or batch_sizes are None, the
-    device decides. new_tokens: that whole models generate, 0 to leave them out.
-    """
-
-    decode_lengths: tuple[int, ...] | None = None
-    prefill_lengths: tuple[int, ...] | None = None
-    batch_sizes: tuple[int, ...] | None = None
-    repetitions: int = 20
-    new_tokens: int = 32
-
-
-def bench(
-    folder: Path,
-    settings: BenchSettings,
-    *,
-    model: Path | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    command: str = "",
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+def run_bench(request: BenchRequest) -> JsonObject:
     """Measure a compressed checkpoint beside the alternatives, in one run.
 
-    Args:
-        folder: what `rotor export` wrote. model: the source model; by default where rotor.json says.
-        command: recorded.
     Returns:
         What is written as JSON.
     Raises:
@@ -63,49 +37,58 @@ def bench(
         CheckpointError: not a compressed checkpoint.
         UsageError: the device has not enough memory for it.
     """
-    checkpoint, target, left_out = CompressedCheckpoint(folder), pick_device(device), dict[str, str]()
-    chosen = pick_dtype(dtype, checkpoint.dtype, target)
-    asked = settings.decode_lengths, settings.prefill_lengths, settings.batch_sizes
+    checkpoint, target, left_out = CompressedCheckpoint(request.folder), pick_device(request.device), dict[str, str]()
+    chosen = pick_dtype(request.dtype, checkpoint.dtype, target)
+    asked = request.lengths, request.prefill, request.batch
     usual = GPU_LOADS if target.type == "cuda" else CPU_LOADS
     decode, prefill, batches = (given or default for given, default in zip(asked, usual, strict=True))
     phases = [("decode", length) for length in decode] + [("prefill", length) for length in prefill]
     loads = [(*phase, batch) for phase in phases for batch in batches]
     last, count = len(checkpoint.layouts) - 1, min(len(checkpoint.layouts), LAYERS)
     layers = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
-    folders = {"model, compressed": checkpoint.folder, "model, source": model or checkpoint.source_folder}
+    folders = {"model, compressed": checkpoint.folder, "model, source": request.model or checkpoint.source_folder}
     if not folders["model, source"].is_dir():
         left_out["model, source"] = "the source model is not where rotor.json says; give --model"
         del folders["model, source"]
     attention, records = [], []
     generator = torch.Generator(target).manual_seed(0)
     try:
-        with (progress or Progress()).task("attention", len(loads), "loads") as advance, torch.inference_mode():
+        with (request.progress or Progress()).task("attention", len(loads), "loads") as advance, torch.inference_mode():
             for load in loads:
-                attention += _attention(checkpoint, load, layers, chosen, generator, settings.repetitions, left_out)
+                attention += _attention(checkpoint, load, layers, chosen, generator, request.repetitions, left_out)
                 advance(1)
-        models = {name: load_model(path, target, chosen) for name, path in folders.items() if settings.new_tokens}
+        models = {name: load_model(path, target, chosen) for name, path in folders.items() if request.new_tokens}
         for length in sorted({*decode, *prefill}) if models else ():
             longest = min(getattr(m.config, "max_position_embeddings", None) or 1 << 30 for m in models.values())
-            if length + settings.new_tokens + 1 > longest:
+            if length + request.new_tokens + 1 > longest:
                 left_out[f"model, {length} tokens"] = f"longer than the model's {longest} positions"
                 continue
             for batch in batches:
-                records += _generated(models, settings, length, batch)
+                records += _generated(models, request, length, batch)
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"the device has too little memory: {error}", "Give a smaller --batch or --lengths."
         ) from error
     return {
-        **provenance(command),
-        "checkpoint": folder.name,
+        **provenance(request.command),
+        "checkpoint": request.folder.name,
         "device": describe_device(target),
         "dtype": str(chosen).removeprefix("torch."),
-        "settings": asdict(settings),
+        "settings": {
+            "decode_lengths": request.lengths or None,
+            "prefill_lengths": request.prefill or None,
+            "batch_sizes": request.batch or None,
+            "repetitions": request.repetitions,
+            "new_tokens": request.new_tokens,
+        },
         "layers": layers,
         "attention": attention,
         "model": records,
         "not_measured": left_out,
     }
+
+
+bench = with_fields_of(BenchRequest, run_bench, "bench")
 
 
 def _attention(
@@ -116,7 +99,7 @@ def _attention(
     generator: torch.Generator,
     repetitions: int,
     left_out: dict[str, str],
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Every row at a load, times summed over layers; `over_stock` is over SDPA."""
     phase, length, batch = load
     sizes = batch, 1 if phase == "decode" else length, length
@@ -124,7 +107,7 @@ def _attention(
         bench_layer(checkpoint.layouts[i], checkpoint.shape, sizes, dtype, generator, repetitions, left_out)
         for i in layers
     ]
-    records: list[dict[str, Any]] = []
+    records: list[JsonObject] = []
     for name in (name for name in found[0] if all(name in rows for rows in found)):
         seconds = {part: sum(rows[name][part] for rows in found) for part in ("median", "low", "high")}
         record = {"row": name, "phase": phase, "length": length, "batch_size": batch, "seconds": seconds}
@@ -133,7 +116,7 @@ def _attention(
     return [record | {"over_stock": record["seconds"]["median"] / stock} for record in records]
 
 
-def _generated(models: dict[str, Any], settings: BenchSettings, length: int, batch_size: int) -> list[dict[str, Any]]:
+def _generated(models: JsonObject, request: BenchRequest, length: int, batch_size: int) -> list[JsonObject]:
     """Models in turn: time to the first token (a prompt's), and over the source's; between tokens; cache bytes."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = min(model.config.vocab_size for model in models.values())
@@ -141,15 +124,15 @@ def _generated(models: dict[str, Any], settings: BenchSettings, length: int, bat
     first: dict[str, list[float]] = {name: [] for name in models}
     between: dict[str, list[float]] = {name: [] for name in models}
     cached = {}
-    for repetition in range(1 + max(1, settings.repetitions // 4)):
+    for repetition in range(1 + max(1, request.repetitions // 4)):
         for name, model in models.items():
             to_first, _ = _generate(model, ids, 1)
-            whole, cached[name] = _generate(model, ids, 1 + settings.new_tokens)
+            whole, cached[name] = _generate(model, ids, 1 + request.new_tokens)
             if repetition:  # once to warm up
                 first[name].append(to_first)
-                between[name].append((whole - to_first) / settings.new_tokens)
+                between[name].append((whole - to_first) / request.new_tokens)
     source = quartiles(first["model, source"])["median"] if "model, source" in first else None
-    about = {"length": length, "batch_size": batch_size, "new_tokens": settings.new_tokens}
+    about = {"length": length, "batch_size": batch_size, "new_tokens": request.new_tokens}
     return [
         {
             "row": name,

@@ -9,17 +9,17 @@ from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
 
 import torch
 
+from ...checked import JsonObject
 from ...versions import versions
 
 COMMIT = "ROTOR_COMMIT"
 """Environment variable with the commit of a copy, which git does not know or knows as changed."""
 
 
-def provenance(command: str) -> dict[str, Any]:
+def provenance(command: str) -> JsonObject:
     """What made a measurement; `command` is what the user gave."""
     more = {}
     if find_spec("triton") is not None:
@@ -39,7 +39,7 @@ def provenance(command: str) -> dict[str, Any]:
     }
 
 
-def describe_device(device: torch.device) -> dict[str, Any]:
+def describe_device(device: torch.device) -> JsonObject:
     """What identifies the device in a record."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...checked import JsonObject
 from ...checkpoint.atomic import write_text
 from ...checkpoint.file_names import KERNEL_CONFIG
 from ...checkpoint.kernel_config import KernelConfig, LayerKernels, Tile
@@ -42,14 +43,14 @@ def _check_gpu() -> None:
         raise UsageError("there is no CUDA device here.", "Run it on the GPU that is to serve.")
 
 
-def step_seconds(call: Callable[[], Any]) -> float:
+def step_seconds(call: Callable[[], object]) -> float:
     """Median seconds of a call replayed from a CUDA graph."""
     from triton.testing import do_bench_cudagraph
 
     return 1e-3 * do_bench_cudagraph(call, return_mode="median")
 
 
-def tune(folder: Path, batch_size: int = 8, tokens: int = 32768) -> list[dict[str, Any]]:
+def tune(folder: Path, batch_size: int = 8, tokens: int = 32768) -> list[JsonObject]:
     """Measure tiles, warps, stages and slices of decoding for every kind of layer, and write the fastest into the
     checkpoint's kernel_config.json, for this GPU's architecture.
 

@@ -22,6 +22,7 @@ from ...kernels.decoding import BlockRotations, DecodeLayer, absorbing_programs,
 from ...kernels.materialise import PagesOf, materialise
 from ...kernels.parameters import AttentionParameters
 from ...kernels.ranges import KeyRanges
+from ...kernels.rows import row_dtype
 from .attention import random_slots, zero_scales
 from .sass import Loop
 from .subjects import STEP, Subject
@@ -68,7 +69,7 @@ def recorded(arch: int) -> Iterator[list[Variant]]:
     """
     target, found = GPUTarget("cuda", arch, 32), []
 
-    def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    def record(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
         source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
         options = {name: compile[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
         found.append(Variant(fn.jit_function.__name__, source, options, target))
@@ -104,11 +105,11 @@ def layer_variants(subject: Subject, arch: int) -> list[Variant]:
     if shape.rotary_dim:
         cos, sin = torch.zeros(2, 4 * (layout.rope_block or 64), shape.rotary_dim)
         rotation = cos, sin
-    unit, kind = (1, torch.uint8) if layout.coded else (dtype.itemsize, dtype)
+    unit, kind = layout.element_bytes(dtype.itemsize), row_dtype(layout, dtype)
     size = page or 64
     key, value = (torch.zeros(1, size, count // unit, dtype=kind) for count in layout.read_bytes(dtype.itemsize))
     block_table = torch.zeros(1, 4, dtype=torch.int32) if page else None
-    found: dict[Any, Variant] = {}
+    found: dict[object, Variant] = {}
 
     def keep(variants: list[Variant], name: str, work: dict[str, dict[str, Any]] | None = None) -> None:
         for variant in variants:

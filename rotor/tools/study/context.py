@@ -75,8 +75,7 @@ class StudyContext:
     @property
     def cache_dtype(self) -> torch.dtype:
         """The checkpoint's: bytes are counted as they are served."""
-        dtype: torch.dtype = self.checkpoint.config.dtype or torch.float32
-        return dtype
+        return self.checkpoint.dtype
 
     def check_in_memory(self) -> None:
         """Raise UsageError if the model's weights are not all in memory."""

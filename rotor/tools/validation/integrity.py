@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from ...checked import JsonObject
 from ...checkpoint.families import family_of
 from ...checkpoint.hashes import tensor_sha256
 from ...checkpoint.manifest import Manifest
@@ -39,7 +39,7 @@ class Validation:
 
     folder: Path
     checks: list[Check] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
+    summary: JsonObject = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     accuracy: Accuracy | None = None
 

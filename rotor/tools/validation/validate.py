@@ -336,7 +336,7 @@ def _measure_with_policy(
     meter, network = _measured(source, spec, data, devices, policy, progress)
     meter.policy = meter.fitted_policy(network)
     result.accuracy = meter.accuracy({"report": meter.measure(network, "report")}, None, data.description)
-    model = network.model.to(source.config.dtype or torch.float32)
+    model = network.model.to(source.dtype)
     rows = data.report[:1].to(devices.device)
     sizes = []
     for used in (None, meter.policy):

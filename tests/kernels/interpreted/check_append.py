@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.kernel_cases import FORMS, MIXED, Channels, Numbers, layer, random_scales, rotation_table, shape_of
+from support.quick import mostly_nightly
 
 from rotor.checkpoint.layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout
 from rotor.kernels import append as append_module
@@ -40,8 +41,11 @@ def moved(scales: CodeScales | None, by: float) -> CodeScales | None:
     return scales and scales._replace(shift=scales.shift + by)
 
 
-@pytest.mark.parametrize("batch_size, seq_len", [(3, 1), (2, 19)])
-@pytest.mark.parametrize("name", CASES)
+EVERY = [(name, *size) for name in CASES for size in ((3, 1), (2, 19))]
+QUICK = {(name, *((3, 1), (2, 19))[index % 2]) for index, name in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("name, batch_size, seq_len", mostly_nightly(EVERY, lambda case: case in QUICK))
 def test_rows_are_those_of_plain_pytorch(name, batch_size, seq_len) -> None:
     layout, generator = CASES[name], torch.Generator().manual_seed(0)
     head_dim, rotary_dim = 16 if seq_len == 1 else 24, 16
@@ -127,7 +131,7 @@ def test_rows_of_a_table_by_token() -> None:
     assert torch.equal(every.key, index.key)
 
 
-@pytest.mark.parametrize("name", ["joint", "pre"])
+@pytest.mark.parametrize("name", mostly_nightly(["joint", "pre"], lambda name: name == "pre"))
 def test_many_tokens_are_appended_in_parts(name, monkeypatch) -> None:
     """Of which each leaves its latents in memory."""
     layout, generator = CASES[name], torch.Generator().manual_seed(3)
@@ -145,8 +149,7 @@ def test_many_tokens_are_appended_in_parts(name, monkeypatch) -> None:
     assert torch.equal(*made)
 
 
-@pytest.mark.parametrize("batch_size, seq_len", [(3, 1), (2, 19)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name, batch_size, seq_len", mostly_nightly(EVERY, lambda case: case not in QUICK))
 def test_exact_tokens_beside_rows(name, batch_size, seq_len) -> None:
     """Values are given as heads and projected here; keys are also rotated as attention takes them."""
     layout, generator = replace(CASES[name], exact=ExactTokens(4, 20)), torch.Generator().manual_seed(2)

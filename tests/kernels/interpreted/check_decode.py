@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import kernel_truth as truth
 from support.kernel_cases import FAST, Channels, Numbers, causal, in_pages, layer, random_case, shape_of
+from support.quick import mostly_nightly
 from torch import Tensor
 
 from rotor.checkpoint.kernel_config import Tile
@@ -16,6 +17,8 @@ from rotor.kernels.decoding import BlockRotations, DecodeLayer, _memory, decode_
 from rotor.kernels.ranges import KeyRanges
 
 HALF, SINGLE = torch.float16, torch.float32
+HEADS = [(64, 1), (80, 3), (96, 7), (128, 4), (256, 1)]
+"""Dimensions of a head, and query heads of a KV head."""
 
 
 def layer_of(
@@ -104,7 +107,7 @@ def test_joint_in_blocks(fast: int, dtype: torch.dtype) -> None:
     check(layer_of([64, 64], 1, block=64, fast=fast), [150, 64, 1], dtype=dtype, page=64)
 
 
-@pytest.mark.parametrize(("page", "keys"), [(0, 16), (16, 64), (48, 32)])
+@pytest.mark.parametrize(("page", "keys"), mostly_nightly([(0, 16), (16, 64), (48, 32)], lambda case: case[0] == 48))
 def test_pages(page: int, keys: int) -> None:
     """Of any multiple of 16."""
     check(layer_of([48], 2, block=64, fast=4), [97, 0, 64, 1], per_head=1, tiles=Tile(keys), page=page)
@@ -117,19 +120,22 @@ def test_views_that_begin_at_no_multiple_of_16_bytes() -> None:
     check(layer_of([20], 1, [28], coded=False), [70, 20], before=1)
 
 
-@pytest.mark.parametrize("page", [0, 48, 64])
+@pytest.mark.parametrize("page", mostly_nightly([0, 48, 64], lambda page: page == 64))
 def test_tiles_and_pages(page: int) -> None:
     check(layer_of([48], 1, block=64, fast=4), [97, 3], per_head=1, page=page, tiles=Tile(64))
     check(layer_of([32, 48], 1, [48, 16]), [70, 20], [2, 1], page=page, tiles=Tile(32))
     check(layer_of([40], 1, [16], coded=False), [70, 20], page=page, tiles=Tile(32, 2))
 
 
-@pytest.mark.parametrize("block", [4, 16, None])
+@pytest.mark.parametrize("block", mostly_nightly([4, 16, None], lambda block: block == 4))
 def test_blocks(block: int | None) -> None:
     check(layer_of([32, 32], 1, block=block, fast=3 if block else 0), [75, 33], per_head=3, factor=1.2)
 
 
-@pytest.mark.parametrize(("block", "coded"), [(16, True), (None, True), (16, False), (None, False)])
+@pytest.mark.parametrize(
+    ("block", "coded"),
+    mostly_nightly([(16, True), (None, True), (16, False), (None, False)], lambda case: case[1] == (case[0] is None)),
+)
 def test_apart(block: int | None, coded: bool) -> None:
     check(layer_of([64, 32], 2, [32, 48], coded, block), [70, 20], per_head=3, page=16)
 
@@ -140,7 +146,7 @@ def test_without_rope(coded: bool, values: list[int] | None) -> None:
     check(layer_of([64, 32], 1, values, coded), [70, 20], [3, 5], rotary=0)
 
 
-@pytest.mark.parametrize(("head_dim", "per_head"), [(64, 1), (80, 3), (96, 7), (128, 4), (256, 1)])
+@pytest.mark.parametrize(("head_dim", "per_head"), mostly_nightly(HEADS, lambda case: case[0] in (80, 128)))
 def test_heads(head_dim: int, per_head: int) -> None:
     check(layer_of([64], 1, block=64, fast=16), [130], head_dim=head_dim, per_head=per_head)
 
@@ -150,16 +156,17 @@ def test_partial_rotary_and_all_planes_fast() -> None:
     check(layer_of([32, 16], 2, block=64, fast=16), [70, 20], per_head=1)
 
 
+@pytest.mark.nightly
 def test_eight_heads_in_a_group() -> None:
     check(layer_of([48], 8, block=64, fast=5), [100, 40], per_head=1, page=64)
 
 
-@pytest.mark.parametrize(("lean", "fast"), [(1, 5), (3, 16)])
+@pytest.mark.parametrize(("lean", "fast"), mostly_nightly([(1, 5), (3, 16)], lambda case: case == (3, 16)))
 def test_four_heads(lean: int, fast: int) -> None:
     check(layer_of([256, 96], 4, block=64, fast=fast), [100, 40], tiles=Tile(64, 4, 1, lean=lean), page=64)
 
 
-@pytest.mark.parametrize("nibbles", [10, 40, 70])
+@pytest.mark.parametrize("nibbles", mostly_nightly([10, 40, 70], lambda nibbles: nibbles == 40))
 def test_fast_latents_of_any_width(nibbles: int) -> None:
     """One to five planes, so that they lie in one span of words or in more."""
     fast = Channels(n4=nibbles - 6, n2=11)
@@ -171,7 +178,9 @@ def test_several_tokens(tokens: list[int], block: int | None) -> None:
     check(layer_of([32], 2, block=block, fast=4 if block else 0), [70, 33, 90], tokens, page=64)
 
 
-@pytest.mark.parametrize(("block", "window"), [(64, None), (64, 40), (None, 40)])
+@pytest.mark.parametrize(
+    ("block", "window"), mostly_nightly([(64, None), (64, 40), (None, 40)], lambda case: case == (64, 40))
+)
 def test_windows_padding_holes(window: int | None, block: int | None) -> None:
     layout = layer_of([64], 1, block=block, fast=4 if block else 0)
     check(layout, [150, 90], window=window, starts=[7, 70])
@@ -184,7 +193,7 @@ def test_softcap() -> None:
     check(layer_of([64], 1), [100, 90], softcap=3.0)
 
 
-@pytest.mark.parametrize("programs", [1, 7, 40])
+@pytest.mark.parametrize("programs", mostly_nightly([1, 7, 40], lambda programs: programs == 7))
 def test_slices(programs: int) -> None:
     """However the work is cut; a batch of more sequences than are looked at together."""
     check(layer_of([32], 1, block=64), [0, 0], per_head=1, programs=programs)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from check_decode import HALF, SINGLE, allowed_of, layer_of
+from check_decode import HALF, HEADS, SINGLE, allowed_of, layer_of
 from support import kernel_truth as truth
 from support.kernel_cases import exact_keys, in_pages, random_case, shape_of, with_values
+from support.quick import mostly_nightly
 
 from rotor.checkpoint.layout import ExactTokens, LayerLayout
 from rotor.kernels import decoding
@@ -74,13 +75,15 @@ def test_joint_in_blocks(dtype: torch.dtype) -> None:
     check(layer_of([64, 64], 1, block=64, fast=5), [150, 64, 20, 3], dtype=dtype)
 
 
-@pytest.mark.parametrize("programs", [1, 40])
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+SIZES = [(size, programs) for size in (1, 2, 4, 8) for programs in (1, 40)]
+
+
+@pytest.mark.parametrize(("size", "programs"), mostly_nightly(SIZES, lambda case: case in ((2, 40), (4, 1))))
 def test_groups(size: int, programs: int) -> None:
     check(layer_of([48], size, block=64), [100, 40], per_head=1 if size > 2 else 3, programs=programs)
 
 
-@pytest.mark.parametrize(("head_dim", "per_head"), [(64, 1), (80, 3), (96, 7), (128, 4), (256, 1)])
+@pytest.mark.parametrize(("head_dim", "per_head"), mostly_nightly(HEADS, lambda case: case[0] == 80))
 def test_heads(head_dim: int, per_head: int) -> None:
     check(layer_of([64], 1, block=64, fast=16), [130], head_dim=head_dim, per_head=per_head)
 
@@ -96,6 +99,7 @@ def test_without_rope() -> None:
     check(layer_of([40], 2), [70, 20], [3, 2], rotary=0)
 
 
+@pytest.mark.nightly
 def test_wide_latents() -> None:
     check(layer_of([1000], 2), [60, 80], programs=7)
 
@@ -105,7 +109,9 @@ def test_several_tokens(tokens: list[int], block: int | None) -> None:
     check(layer_of([32], 2, block=block, fast=4 if block else 0), [70, 33, 90], tokens, page=64)
 
 
-@pytest.mark.parametrize(("window", "block"), [(None, 64), (40, 64), (10, None)])
+@pytest.mark.parametrize(
+    ("window", "block"), mostly_nightly([(None, 64), (40, 64), (10, None)], lambda case: case == (10, None))
+)
 def test_windows_padding_holes(window: int | None, block: int | None) -> None:
     """A window may be shorter than the newest tokens."""
     layout = layer_of([64], 1, block=block, fast=4 if block else 0)
@@ -115,7 +121,9 @@ def test_windows_padding_holes(window: int | None, block: int | None) -> None:
     check(layout, [100, 90], [2, 2], window=window, holes=True)
 
 
-@pytest.mark.parametrize(("first", "newest"), [(0, 16), (3, 1), (60, 80)])
+@pytest.mark.parametrize(
+    ("first", "newest"), mostly_nightly([(0, 16), (3, 1), (60, 80)], lambda case: case == (60, 80))
+)
 def test_other_numbers_of_exact_tokens(first: int, newest: int) -> None:
     """With more than a tile of them."""
     check(layer_of([32], 1, block=64), [180, 90, 1], first=first, newest=newest)

@@ -55,6 +55,7 @@ def test_times_of_a_step_and_of_a_prompt() -> None:
     counters.step(LOAD, ["tiny"], "cpu")
 
 
+@pytest.mark.nightly
 def test_times_of_a_layer_with_exact_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = with_exact(times.gpu_subjects()["tiny"])
     monkeypatch.setattr(times, "gpu_subjects", lambda: {"tiny": tiny})
@@ -64,6 +65,7 @@ def test_times_of_a_layer_with_exact_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     assert [record["layout"] for record in times.compile_subject("tiny", [LONG, PROMPT], "cpu", SMALL)] == ["tiny"]
 
 
+@pytest.mark.nightly
 def test_tiles_are_compiled_then_timed(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tiles, "COMPILED_KEYS", 20)
     monkeypatch.setattr(tuning, "WARPS_PER_SM", (1, 2))
@@ -87,6 +89,7 @@ def test_tiles_are_compiled_then_timed(monkeypatch, tmp_path: Path) -> None:
     assert "| tiny | 1 x 32K | 64 x 1, 2; 0; " in markdown(records)
 
 
+@pytest.mark.nightly
 def test_a_model_decodes(monkeypatch) -> None:
     monkeypatch.setenv("ROTOR_ATTENTION", "triton")
     monkeypatch.setattr(model, "STEPS", 1)

@@ -8,14 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from .loads import LOADS
-from .plan import ROOT
-
-Record = dict[str, Any]
+from .plan import ROOT, Record
 
 KERNELS = ("append", "absorb", "decode", "join")
 
@@ -87,7 +84,7 @@ def parse(text: str) -> Iterator[Record]:
         yield {"kernel": row["Kernel Name"].partition("(")[0].strip(), "counters": counters}
 
 
-def _number(text: Any) -> float | None:
+def _number(text: str) -> float | None:
     try:
         return float(str(text).replace(",", ""))
     except ValueError:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 
 from ..records import describe_device, quartiles
-
-Record = dict[str, Any]
+from .plan import Record
 
 ASKED = (
     "driver_version", "clocks.current.sm", "clocks.current.memory", "clocks.max.sm", "clocks.max.memory", "power.limit",
@@ -57,7 +55,7 @@ def rates(device: str = "cuda", size_bytes: int = 4 << 30, side: int = 8192, rep
         yield {"row": "clocks after load", "gpu": smi()}
 
 
-def _seconds(call: Any, device: torch.device, repetitions: int) -> dict[str, float]:
+def _seconds(call: Callable[[], object], device: torch.device, repetitions: int) -> dict[str, float]:
     found = []
     for repetition in range(repetitions + 2):
         start = time.perf_counter()

@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,15 @@ from transformers import (
     StaticCache,
 )
 
+from ....checked import JsonObject
 from ....checkpoint.families import attention_shape, find_family
 from ..records import quartiles
 from ..subjects import gpu_subjects
 from .loads import LOADS
+from .plan import Record
 
-Record = dict[str, Any]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LLAMA3_8B = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -63,11 +66,11 @@ def grouped_heads(
     return output.reshape(batch_size, 1, num_heads, head_dim), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
+def _no_mask(*_: object, **__: object) -> None:
     return None
 
 
-def random_model(name: str, device: torch.device, sizes: dict[str, Any]) -> Any:
+def random_model(name: str, device: torch.device, sizes: JsonObject) -> Any:
     """A Llama of these sizes, all of whose layers have a layout's latents; or UNCOMPRESSED."""
     from ....runtime.integration import replace_attention
 
@@ -107,7 +110,7 @@ class Decoding:
 
     finite = False
 
-    def __init__(self, model: Any, batch_size: int, tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, batch_size: int, tokens: int) -> None:
         self.model, self.device, self.tokens = model, model.device, tokens
         self.cache: Any = StaticCache(config=model.config, max_cache_len=tokens)
         self.ids = torch.zeros(batch_size, 1, dtype=torch.long, device=self.device)
@@ -142,7 +145,7 @@ class Decoding:
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(self.tokens - 1)
 
-    def seconds(self, call: Callable[[], Any], steps: int | None = None) -> dict[str, float]:
+    def seconds(self, call: Callable[[], object], steps: int | None = None) -> dict[str, float]:
         found = []
         for _ in range(steps or STEPS):
             self.rewind()
@@ -153,7 +156,7 @@ class Decoding:
             found.append(time.perf_counter() - start)
         return quartiles(found)
 
-    def captured(self) -> Callable[[], Any]:
+    def captured(self) -> Callable[[], object]:
         """A step as a CUDA graph; where there is no GPU as it is."""
         self.rewind()
         self.finite = bool(self.step().isfinite().all())
@@ -163,7 +166,7 @@ class Decoding:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
-        replay: Callable[[], Any] = graph.replay
+        replay: Callable[[], object] = graph.replay
         return replay
 
     def _wait(self) -> None:
@@ -176,7 +179,7 @@ def decoding(
     loads: list[str],
     largest: bool = True,
     device: str = "cuda",
-    sizes: dict[str, Any] | None = None,
+    sizes: JsonObject | None = None,
     lengths: dict[str, list[int]] | None = None,
 ) -> Iterator[Record]:
     """Steps of a model at some loads, then of the largest batch that fits."""
@@ -199,7 +202,7 @@ def decoding(
             yield from _largest(name, model, row_bytes)
 
 
-def _largest(name: str, model: Any, row_bytes: float) -> Iterator[Record]:
+def _largest(name: str, model: PreTrainedModel, row_bytes: float) -> Iterator[Record]:
     """The batch that memory holds, by bytes; a twentieth less where a step does not fit beside it."""
     free, total = torch.cuda.mem_get_info()
     batch_size = int((free - SPARE * total) / (row_bytes * LARGEST_TOKENS))
@@ -217,7 +220,7 @@ def _largest(name: str, model: Any, row_bytes: float) -> Iterator[Record]:
 
 
 def compiled(
-    name: str, load: str, layers: int, device: str = "cuda", sizes: dict[str, Any] | None = None
+    name: str, load: str, layers: int, device: str = "cuda", sizes: JsonObject | None = None
 ) -> Iterator[Record]:
     """Steps of a model of fewer layers, as a CUDA graph and by `torch.compile`, which makes graphs of its own."""
     with torch.inference_mode():
@@ -249,7 +252,7 @@ def _release() -> None:
         torch.cuda.empty_cache()
 
 
-def compile_model(name: str, device: str = "cuda", sizes: dict[str, Any] | None = None) -> Iterator[Record]:
+def compile_model(name: str, device: str = "cuda", sizes: JsonObject | None = None) -> Iterator[Record]:
     """Every kernel of a model's step, launched once in a model of one layer: Triton's cache keeps what it compiles."""
     start = time.perf_counter()
     with torch.inference_mode():

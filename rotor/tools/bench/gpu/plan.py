@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from ....checked import JsonObject
 from ....checkpoint.kernel_config import ARCHITECTURES
 from ..subjects import gpu_subjects, model_of
 from ..tuning import launches
 from .loads import LOADS, PROMPT
+
+Record = JsonObject
+"""A measurement, as a line of JSON."""
 
 ROOT = Path(__file__).resolve().parents[4]
 """The checkout: tests/ lies there."""
@@ -32,7 +35,7 @@ class Task:
 
     name: str
     function: str
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: JsonObject = field(default_factory=dict)
     limit_s: float = 60.0
 
 

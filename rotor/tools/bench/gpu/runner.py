@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 
-from .plan import DESCRIBE, DEVICE, Job, Task
+from .plan import DESCRIBE, DEVICE, Job, Record, Task
 
-Record = dict[str, Any]
 Said = Callable[[str], None]
 
 ENOUGH_S = 3.0

@@ -9,12 +9,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from .loads import PROMPT, RAGGED
-from .plan import ROOT
-
-Record = dict[str, Any]
+from .plan import ROOT, Record
 
 SMALL = {"8 x 32K": [200] * 3, RAGGED: [5, 130, 64], PROMPT: [80]}
 """Cached tokens, contiguous and in pages, and of a prompt."""

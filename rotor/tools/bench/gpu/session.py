@@ -8,16 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from ....errors import UsageError
 from ..records import provenance
 from ..subjects import gpu_subjects
-from .plan import DEVICE, Job, jobs
+from .plan import DEVICE, Job, Record, jobs
 from .runner import Runner
 from .summary import markdown
-
-Record = dict[str, Any]
 
 MINUTES = 9.0
 """What the plan takes."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from ..subjects import model_of
-
-Record = dict[str, Any]
+from .plan import Record
 
 
 def markdown(records: list[Record]) -> str:
@@ -18,7 +16,7 @@ def markdown(records: list[Record]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def table(titles: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+def table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     """Numbers as they are given."""
     lines = [" | ".join(titles), *(" | ".join(map(str, row)) for row in rows)]
     lines.insert(1, " | ".join("---" for _ in lines[0].split(" | ")))

@@ -15,9 +15,7 @@ from tempfile import TemporaryFile
 from threading import Thread
 from typing import Any
 
-from .plan import ROOT
-
-Record = dict[str, Any]
+from .plan import ROOT, Record
 
 QUIET = [
     "-q",

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from math import isinf
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +22,8 @@ from ..attention import TOLERANCE, Call, Problem, kernel, relative_error
 from ..subjects import gpu_subjects
 from ..tuning import Absorbing, launches, search
 from .loads import LOADS
+from .plan import Record
 from .times import cold_seconds, contiguous, copies, predictions
-
-Record = dict[str, Any]
 
 TUNED = ("8 x 32K", "1 x 32K")
 """Loads that tiles are timed at."""

@@ -37,8 +37,7 @@ from ..baselines import flash_decoding, random_flash
 from ..records import quartiles
 from ..subjects import MODELS, PAGE, Subject, gpu_subjects
 from .loads import LOADS, PROMPT, PROMPT_TOKENS, RAGGED
-
-Record = dict[str, Any]
+from .plan import Record
 
 DTYPE = torch.bfloat16
 """Of uncompressed caches."""
