@@ -24,7 +24,7 @@ from rotor.checkpoint.bases import (
     other_numbers,
 )
 from rotor.checkpoint.channels import SIGNED, Channels, Latent, Numbers, Parted
-from rotor.checkpoint.families import FAMILIES, attention_shape
+from rotor.checkpoint.families import attention_shape, family_of
 from rotor.checkpoint.folding import fold_code, joint_side, rewrite
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
 from rotor.checkpoint.parted import parted_basis
@@ -252,7 +252,7 @@ def write_random(source: Path, out: Path, layout_of: LayoutOf | Sequence[LayoutO
         layout_of: of all layers, or of each.
     """
     checkpoint = Checkpoint(source)
-    family, shape = FAMILIES[checkpoint.config.model_type], attention_shape(checkpoint.config)
+    family, shape = family_of(checkpoint.config), attention_shape(checkpoint.config)
     makers = layout_of if isinstance(layout_of, Sequence) else [layout_of] * shape.num_layers
     layouts = [make(shape) for make in makers]
     tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names}
