@@ -80,7 +80,8 @@ def test_in_activations_during_capture(model: Path, tmp_path: Path) -> None:
     """Finite weights with which layer 0 overflows."""
     edit(model / "model.safetensors", "model.layers.0.mlp.down_proj.weight", 3e38, every=True)
     tokens = ["tokens.count=512", "tokens.seq_len=64"]
-    with pytest.raises(NumericsError, match=r"layer 0: its output is not finite; the first is .* of mlp\.down_proj"):
+    first = r"the first is the output of model\.layers\.0\.mlp\.down_proj"
+    with pytest.raises(NumericsError, match=rf"layer 0: its output is not finite; {first}"):
         calibrate(model, tmp_path / "run", "fdc", tokens)
     assert not (tmp_path / "run").exists()
 

@@ -110,12 +110,11 @@ class LayerwiseModel:
     @torch.inference_mode()
     def run(self, index: int, states: Tensor, out: Tensor, advance: Advance = lambda done: None) -> None:
         """Put hidden states through a layer, which must be loaded; `out` may be `states` itself."""
-        layers = nn.ModuleList([self.layers[number] for number in self._parts[index]])
         for part in self.batches(states):
             hidden = states[part].to(self.device)
             result = self.through(index, hidden)
             if not is_finite(result):
-                where = first_not_finite(layers, lambda: self.through(index, hidden))  # noqa: B023 (called at once)
+                where = first_not_finite(self.model, lambda: self.through(index, hidden))  # noqa: B023 (at once)
                 raise NumericsError(f"layer {index}: its output is not finite{where}.", "Compute in float32.")
             out[part] = result.to(out.device)
             advance(hidden.shape[0] * hidden.shape[1])
