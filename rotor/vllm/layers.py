@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..checkpoint import (
     BASES,
-    FAMILIES,
     KERNEL_CONFIG,
     MANIFEST,
     AttentionShape,
@@ -25,6 +24,7 @@ from ..checkpoint import (
     KernelConfig,
     LayerLayout,
     attention_shape,
+    family_of,
     file_sha256,
     open_rewritten,
 )
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.config.model_type]
+        return family_of(self.config)
 
     @cached_property
     def layouts(self) -> list[LayerLayout]:
