@@ -62,7 +62,7 @@ class Plan:
     def shape(self) -> AttentionShape:
         return attention_shape(self.config)
 
-    @property
+    @cached_property
     def family(self) -> Family:
         return family_of(self.config)
 
