@@ -19,8 +19,8 @@ WORKERS ?= auto
 TESTED := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 TARGETS := 0.99 0.95 0.90
 DEMO_TOKENS := --set tokens.count=16384 --set codes.tokens=8192
-DEMO_MEASURES := --set evaluation.search_tokens=2048 --set evaluation.report_tokens=4096 \
-	--set evaluation.lookup_prompts=16 --set evaluation.copy_prompts=8 --set search.resolution=0.02
+DEMO_MEASURES := --set evaluation.search_tokens=4096 --set evaluation.report_tokens=8192 \
+	--set evaluation.lookup_prompts=12 --set evaluation.copy_prompts=8 --set search.resolution=0.02
 # Tests of values and of words: what needs no exports, no processes and no interpreter of kernels.
 FAST := $(wildcard $(foreach name,bases codes forms json recipe recipe_reference search inspection cost layers \
 	arguments installing ranks,tests/test_$(name).py))
