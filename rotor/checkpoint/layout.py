@@ -91,6 +91,11 @@ class AttentionShape:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def projection_elements(self) -> int:
+        """Weights of a layer's four projections."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+
+    @property
     def needs_exact(self) -> str:
         """What of the model is only served beside exact tokens, in words; empty where nothing is."""
         gate = "its attention is gated, and values cannot be folded into what a gate stands before"
@@ -344,7 +349,7 @@ class LayerLayout:
 
     @property
     def kind(self) -> str:
-        """Which kernels serve the layer: `joint` or `apart`, rows of codes, or `numbers`."""
+        """The kind of kernels that serve the layer: `joint` or `apart`, rows of codes, or `numbers`."""
         return ("joint" if self.joint else "apart") if self.coded else "numbers"
 
     @property

@@ -49,7 +49,7 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     where values have latents of their own, and value_constant [num_kv_heads, head_dim]: what codes add, as of keys.
 
     sinks [num_heads]: logits of the model's own, heads as in q_proj.
-    gate_proj puts out what the sigmoid of multiplies the output of attention, heads as in q_proj.
+    The sigmoid of what gate_proj puts out multiplies the output of attention; heads as in q_proj.
 
     Args:
         biases: which of q, k, v, o have a bias in the source; what codes add makes more of them.

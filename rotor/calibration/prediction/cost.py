@@ -90,7 +90,7 @@ def layer_bytes(layout: LayerLayout, shape: AttentionShape, element_bytes: int) 
 
 def uncompressed_layer_time(shape: AttentionShape, device: Device, step: DecodeStep) -> LayerTime:
     """Predict the time of a layer of the uncompressed model in a decode step."""
-    weights = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size * step.element_bytes
+    weights = shape.projection_elements * step.element_bytes
     return LayerTime.of(step.keys * uncompressed_layer_bytes(shape, step.element_bytes), 0.0, weights, device)
 
 

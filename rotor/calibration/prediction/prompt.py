@@ -50,8 +50,8 @@ def bases_flops(layout: LayerLayout, shape: AttentionShape, tokens: int) -> floa
 
 def uncompressed_layer_flops(shape: AttentionShape, tokens: int) -> float:
     """Multiplications and additions of a layer of the uncompressed model for a prompt of so many tokens."""
-    projections = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
-    return 2 * tokens * projections + shape.num_heads * _attention(fused_width(shape.head_dim, shape.head_dim), tokens)
+    attention = shape.num_heads * _attention(fused_width(shape.head_dim, shape.head_dim), tokens)
+    return 2 * tokens * shape.projection_elements + attention
 
 
 def _attention(width: int, tokens: int) -> float:

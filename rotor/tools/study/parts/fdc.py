@@ -64,7 +64,7 @@ class Server:
 
     def prompt_s(self, tokens: int) -> float:
         """Time to the first token."""
-        own = [layer_flops(layout, self.shape, tokens) for layout in self.layouts]
+        own = [layer_flops(layout, self.shape.layer(n), tokens) for n, layout in enumerate(self.layouts)]
         flops = sum(own) if own else self.shape.num_layers * uncompressed_layer_flops(self.shape, tokens)
         return (flops + 2 * tokens * self.other_weights) / self.flops_per_s
 
@@ -80,8 +80,9 @@ class Server:
 
     def bases_s(self, prompt: int, steps: int) -> float:
         """The part of a request's time that compressing on line costs, by the bases."""
-        flops = sum(bases_flops(layout, self.shape, prompt) for layout in self.layouts)
-        tensors = (layer_tensors(layout, self.shape, ()) for layout in self.layouts)
+        layers = [(layout, self.shape.layer(n)) for n, layout in enumerate(self.layouts)]
+        flops = sum(bases_flops(layout, shape, prompt) for layout, shape in layers)
+        tensors = (layer_tensors(layout, shape, ()) for layout, shape in layers)
         read = sum(prod(spec.shape) for layer in tensors for name, spec in layer.items() if name in BASES)
         return flops / self.flops_per_s + steps * self.device.read_seconds(self.element_bytes * read)
 
@@ -91,8 +92,7 @@ class Server:
             size = kv_bytes_per_token(self.layouts, self.element_bytes)
         else:
             size = uncompressed_kv_bytes_per_token(self.shape, self.element_bytes)
-        attention = 2 * (self.shape.num_heads + self.shape.num_kv_heads) * self.shape.head_dim * self.shape.hidden_size
-        weights = self.other_weights + self.shape.num_layers * attention
+        weights = self.other_weights + self.shape.num_layers * self.shape.projection_elements
         return (GPU_BYTES - self.element_bytes * weights) / (tokens * size)
 
     def most_per_s(self, prompt: int, steps: int) -> float:
@@ -166,8 +166,7 @@ def _measure(study: StudyContext, name: str, recipe: Recipe) -> Record:
         served["like an 8B"] = (SHAPE_8B, like_8b(layouts, shape), WEIGHTS_8B, 2)
     times = {}
     for model, (of, own, count, size) in served.items():
-        projections = of.num_layers * 2 * (of.num_heads + of.num_kv_heads) * of.head_dim * of.hidden_size
-        rates = (count - projections, size, device, device.matmul_flops_per_s)
+        rates = (count - of.num_layers * of.projection_elements, size, device, device.matmul_flops_per_s)
         times[model] = _times(Server(of, own, *rates), Server(of, (), *rates))
     return {"stored": plan.stored, "times": times}
 

@@ -139,7 +139,7 @@ def _states(study: StudyContext) -> States:
 def _cache(policy: Quantiser, states: States) -> Record:
     """Errors of keys and of values, and bytes of each part over those of a 16-bit cache."""
     streams = policy.streams()
-    errors = [_error([(pair[side], _decoded(streams[side], pair[side])) for pair in states]) for side in (0, 1)]
+    errors = [_error([(pair[side], _coded(streams[side], pair[side])[1]) for pair in states]) for side in (0, 1)]
     parts = dict.fromkeys(PARTS, 0.0)
     for pair in states:
         for stream, numbers in zip(streams, pair, strict=True):
@@ -163,10 +163,10 @@ def _stored(stream: Stream, numbers: Tensor) -> dict[str, int]:
     return sizes
 
 
-def _decoded(stream: Stream, numbers: Tensor) -> Tensor:
-    """Numbers as they are read once they are coded, all as one prompt."""
+def _coded(stream: Stream, numbers: Tensor) -> tuple[int, Tensor]:
+    """Bytes of numbers that are coded as one prompt, and the numbers as they are read then."""
     parts = (stream.prompt_codec or stream.codec).encode(numbers)
-    return stream.codec.decode(parts, numbers.shape[1], numbers.shape[3])
+    return tensor_bytes(parts), stream.codec.decode(parts, numbers.shape[1], numbers.shape[3])
 
 
 def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
@@ -184,15 +184,15 @@ def _single(states: States) -> Record:
     largest = together.flatten().square().sort(descending=True).values
     found: dict[str, list[tuple[float, float]]] = {"codes": [], "low rank": [], "outliers": [], "GEAR": []}
     for bits in SINGLE_BITS:
-        size, error = _coded(KCVT(bits).streams()[1], values)
+        size, read = _coded(KCVT(bits).streams()[1], values)
         rank, count = int(size / 2 / sum(together.shape)), int(size / 4)
         share = size / _bytes_16(values)
-        found["codes"].append((share, error))
+        found["codes"].append((share, _error([(values, read)])))
         found["low rank"].append((share, _without(singular, rank)))
         found["outliers"].append((share, _without(largest, count)))
-        size, error = _coded(GEAR(bits).streams()[1], values)
-        found["GEAR"].append((size / _bytes_16(values), error))
-    return dict(found)
+        size, read = _coded(GEAR(bits).streams()[1], values)
+        found["GEAR"].append((size / _bytes_16(values), _error([(values, read)])))
+    return found
 
 
 def _without(squares: Tensor, kept: int) -> float:
@@ -204,18 +204,12 @@ def _at(size: float, error: float) -> str:
     return f"{error:.3f} at {100 * size:.0f} %"
 
 
-def _coded(stream: Stream, numbers: Tensor) -> tuple[int, float]:
-    """Bytes and error of numbers that are coded as one prompt."""
-    parts = (stream.prompt_codec or stream.codec).encode(numbers)
-    return tensor_bytes(parts), _error([(numbers, _decoded(stream, numbers))])
-
-
 def _spectra(bits: int, states: States) -> Record:
     """Singular values of each head's residual over the largest, in the mean over heads and layers, of both sides."""
     streams = GEAR(bits, rank=0, new_rank=0).streams()
     spectra = {}
     for side, name in enumerate(("keys", "values")):
-        residuals = [pair[side] - _decoded(streams[side], pair[side]) for pair in states]
+        residuals = [pair[side] - _coded(streams[side], pair[side])[1] for pair in states]
         of_layers = [torch.linalg.svdvals(residual[0].double()) for residual in residuals]
         fewest = min(values.shape[1] for values in of_layers)  # a layer with a window may hold fewer tokens
         values = torch.cat([values[:, :fewest] for values in of_layers])

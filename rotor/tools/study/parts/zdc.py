@@ -48,7 +48,7 @@ LENGTHS = (128, 256, 512)
 """Tokens of a request whose seconds are measured, three quarters of them the prompt."""
 
 SHARES, SCALES, BITS = (0.75, 0.5, 0.25), (0.25, 0.5, 1.0), (4, 2)
-"""Of the tokens that H2O keeps, of the ratios of --cache zdc, and of GEAR's codes."""
+"""Shares of the tokens that H2O keeps, factors of the ratios of --cache zdc, and widths of GEAR's codes."""
 
 LOSS = 0.1
 """Q_d, the loss of perplexity at which caches are compared (ZDC section 6.3)."""
