@@ -50,10 +50,11 @@ def decoded_attention(
     mask = parameters.mask(attention_mask, slice(None))
     if mask is not None:
         mask = mask.expand(-1, -1, seq_len, seq_len)
-    own = None if mask is None else mask[:, :, :prompt, :prompt]
-    outputs = [_attend(*(side[:, :, :prompt] for side in exact), parameters, own)]
-    coded_key, coded_value = _expanded(key, value, parameters, key_rotation, query.dtype)
     exact_query, exact_key, exact_value = exact
+    given = slice(0, prompt)
+    own = None if mask is None else mask[:, :, given, given]
+    outputs = [_attend(exact_query[:, :, given], exact_key[:, :, given], exact_value[:, :, given], parameters, own)]
+    coded_key, coded_value = _expanded(key, value, parameters, key_rotation, query.dtype)
     if exact_query is not query:
         # The model counts positions from the first real token, codes from the first of the row: each query meets either
         # kind of key in dimensions of its own.
