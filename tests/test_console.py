@@ -53,7 +53,7 @@ def test_export_appends_to_the_log_how_it_ended(tmp_path: Path, capsys) -> None:
     assert error.count("--compression 0.9999") == 1
 
 
-def test_bars_on_a_terminal_alone(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_bars_on_a_terminal_alone(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
     shown: list[str] = []
 
     class Recorded(console.RichProgress):
@@ -63,7 +63,7 @@ def test_bars_on_a_terminal_alone(tmp_path: Path, capsys, monkeypatch) -> None:
 
     monkeypatch.setattr(console, "RichProgress", Recorded)
     commands = (
-        ["calibrate", DEMO_MODEL, "-o", tmp_path / "run", "--recipe", "rotor-16", *SETTINGS],
+        ["calibrate", tiny("llama"), "-o", tmp_path / "run", "--recipe", "rotor-16", *SETTINGS],
         ["export", tmp_path / "run", "-o", tmp_path / "out", "--compression", "0.5", "--set", "ranks.method=global"],
         ["validate", tmp_path / "out"],
     )

@@ -12,6 +12,7 @@ import pytest
 from support.command_line import expect_error, rotor
 from support.pages import Page
 from support.paths import DEMO_MODEL
+from support.quick import mostly_nightly
 from support.runs import reseal
 
 from rotor.calibration.run import Run
@@ -60,7 +61,7 @@ def exported(demo_run, tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-@pytest.mark.parametrize("recipe", ["fdc", "rotor-16"])
+@pytest.mark.parametrize("recipe", mostly_nightly(["fdc", "rotor-16"], lambda recipe: recipe == "fdc"))
 def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exported) -> None:
     run, out = exported(recipe)
     facts = json.loads((out / "rotor.json").read_text())

@@ -152,6 +152,7 @@ def test_attention_dropout_is_said_not_to_be_applied(exported, caplog: pytest.Lo
     assert not caplog.records
 
 
+@pytest.mark.nightly
 def test_a_compiled_model_refuses_gradients_in_one_line(coded: Path, exported) -> None:
     """Where a compiler would trace them; what needs none is compiled."""
     for folder in (coded, exported("llama-pre", compression=0.4)):

@@ -98,6 +98,7 @@ def exported(demo_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_an_export_reports_long_rows(exported: Path) -> None:
     report = collect(exported / "out")
     (told,) = (text for label, text in report.ratios if label == "rows of 2,048 tokens")
@@ -110,6 +111,7 @@ def test_an_export_reports_long_rows(exported: Path) -> None:
     assert LONG_SPLIT not in without.summary["accuracy"]
 
 
+@pytest.mark.nightly
 def test_another_report_split_keeps_what_was_searched(exported: Path) -> None:
     """Only the point that is written is measured, on the new report split."""
     from rotor.calibration.run import Run

@@ -41,7 +41,7 @@ def prompt(case: Case, mask: torch.Tensor | None = None) -> torch.Tensor:
     return stock.prompt_attention(case.query, *rows, case.parameters, case.rotation, case.first, mask)
 
 
-@pytest.mark.parametrize("name", mostly_nightly(LAYERS, lambda name: name in ("fast", "apart", "numbers", "no rope")))
+@pytest.mark.parametrize("name", mostly_nightly(LAYERS, lambda name: name in ("fast", "numbers")))
 def test_causal_prompts(name) -> None:
     """A prefill into a static cache: behind the new keys lies anything."""
     case = case_of(name, 2, 37, 37, softcap=2.0 if name in ("fast", "no rope") else None, factor=1.2)
@@ -51,7 +51,7 @@ def test_causal_prompts(name) -> None:
     check(prompt(Case(case.parameters, case.query, *rest, case.rotation)), exact)
 
 
-@pytest.mark.parametrize(("name", "seq_len"), [("fast", 37), ("fast", 1)])
+@pytest.mark.parametrize(("name", "seq_len"), mostly_nightly([("fast", 37), ("fast", 1)], lambda case: case[1] == 37))
 def test_values_wider_than_fused_kernels_take(name, seq_len, monkeypatch) -> None:
     """They are attended to in parts."""
     case, widths, attend = case_of(name, 2, seq_len, 37), [], stock.dense_attention
@@ -71,7 +71,10 @@ def test_values_wider_than_fused_kernels_take(name, seq_len, monkeypatch) -> Non
     assert seq_len == 1 or all(key == value for key, value in widths)
 
 
-@pytest.mark.parametrize(("name", "window"), [("fast", 11), ("numbers", 11), ("no rope", None)])
+@pytest.mark.parametrize(
+    ("name", "window"),
+    mostly_nightly([("fast", 11), ("numbers", 11), ("no rope", None)], lambda case: case[0] == "fast"),
+)
 def test_chunks_behind_a_cache_and_padding(name, window, monkeypatch) -> None:
     case = case_of(name, 2, 19, 70, first=5 if name == "fast" else 0)
     allowed = causal(2, 19, 70, window).clone()
@@ -84,7 +87,11 @@ def test_chunks_behind_a_cache_and_padding(name, window, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "window", "page_size"), [("apart", 11, 16), ("fast", None, 48), ("numbers", None, 16), ("no rope", 11, 48)]
+    ("name", "window", "page_size"),
+    mostly_nightly(
+        [("apart", 11, 16), ("fast", None, 48), ("numbers", None, 16), ("no rope", 11, 48)],
+        lambda case: case[0] in ("apart", "no rope"),
+    ),
 )
 def test_packed_prompts_over_pages(name, window, page_size) -> None:
     """Sequences of several lengths and new tokens, one with none."""
@@ -110,7 +117,7 @@ def latents_case(kind: str, batch_size: int, seq_len: int, kv_len: int) -> Case:
     return random_case(of, shape_of(of.group_size * len(of.groups), 3, 24, 16), batch_size, seq_len, kv_len)
 
 
-@pytest.mark.parametrize("kind", ["apart", "group", "joint"])
+@pytest.mark.parametrize("kind", mostly_nightly(["apart", "group", "joint"], lambda kind: kind == "apart"))
 def test_prompts_meet_latents_of_numbers_as_they_are_stored(kind: str, monkeypatch) -> None:
     """No key is expanded: SDPA has the width of latents, one call for all groups of a class."""
     widths, attend = [], functional.scaled_dot_product_attention
@@ -139,7 +146,7 @@ def test_latents_wider_than_heads_are_expanded() -> None:
     check(prompt(case), case.exact(causal(2, 37, 37))[0])
 
 
-@pytest.mark.parametrize("kind", ["apart", "group", "joint"])
+@pytest.mark.parametrize("kind", mostly_nightly(["apart", "group", "joint"], lambda kind: kind == "apart"))
 def test_packed_prompts_meet_latents_in_pages(kind: str) -> None:
     lengths, news, widths = [37, 16, 90], [37, 0, 20], []
     case = latents_case(kind, 3, 90, 90)
@@ -168,7 +175,10 @@ def with_exact(case: Case, exact: ExactSlots, mask: torch.Tensor | None, materia
 
 @pytest.mark.parametrize(
     ("name", "seq_len", "window"),
-    [("post", 1, None), ("apart", 3, 15), ("fast", 19, None), ("numbers", 19, 25), ("fast", 1, 25)],
+    mostly_nightly(
+        [("post", 1, None), ("apart", 3, 15), ("fast", 19, None), ("numbers", 19, 25), ("fast", 1, 25)],
+        lambda case: case in (("apart", 3, 15), ("numbers", 19, 25)),
+    ),
 )
 def test_exact_tokens_behind_rows(name, seq_len, window, monkeypatch) -> None:
     """Steps, of materialised layers too, a few tokens, and a chunk: among padding, each key in one way."""
