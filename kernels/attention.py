@@ -244,7 +244,7 @@ class _Step(threading.local):
 
     key: tuple[object, ...] | None = None
     layer = -1
-    mask: Any = None
+    mask: weakref.ref[Tensor] | None = None
     known: KeyRanges
     split: tuple[KeyRanges, tuple[int | None, ...], tuple[Any, ...], KeyRanges] | None = None
 

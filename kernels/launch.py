@@ -22,7 +22,7 @@ def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *rest: object, **c
         kernel[grid](first, *rest, **constants)
 
 
-def device_guard(device: torch.device) -> AbstractContextManager[Any]:
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the current one; does nothing on a CPU, where Triton's interpreter runs kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 

@@ -11,13 +11,17 @@ import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import core_schema, from_json, to_json
 from typing_extensions import is_typeddict
 
 from .errors import RecipeError, RotorError
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+    from pydantic_core import CoreSchema
 
 JsonObject = dict[str, Any]
 """A JSON object as it is read or written; what must be of some type is read with a `Reader`."""
@@ -38,13 +42,13 @@ class Expect:
     words: str
     names: tuple[str, ...] = ()
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], JsonObject]) -> JsonObject:
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonObject:
         return handler(schema) | {"expected": self.words, "names": list(self.names)}
 
-    def _check(self, value: Any) -> Any:
+    def _check(self, value: object) -> object:
         if not self.test(value):
             raise ValueError(self.words)
         return value
@@ -56,7 +60,7 @@ class OneOf:
 
     names: Iterable[str]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.literal_schema(list(self.names))
 
 

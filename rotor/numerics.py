@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +57,7 @@ def first_not_finite(model: nn.Module, run: Callable[[], object]) -> str:
     names: list[str] = []
 
     def hook_for(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             if not names and isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
                 names.append(name)

@@ -15,7 +15,6 @@ from rich.console import Console
 from support.command_line import rotor
 from support.paths import DEMO_MODEL, ROOT
 from support.runs import SMALL_OPTIONS as SETTINGS
-from support.runs import calibrated
 
 from rotor.cli import console
 
@@ -39,8 +38,8 @@ def test_quiet_tells_nothing_and_the_log_keeps_all(tiny, tmp_path: Path, capsys)
     assert [line[:8] for line in said[None].splitlines()] == ["memory: ", "text: ca"]
 
 
-def test_export_appends_to_the_log_how_it_ended(tmp_path: Path, capsys) -> None:
-    run = calibrated(DEMO_MODEL, tmp_path / "run", "post", 1).folder
+def test_export_appends_to_the_log_how_it_ended(run_copy, tmp_path: Path, capsys) -> None:
+    run = run_copy("fdc").folder
     assert rotor(capsys, "export", run, "-o", tmp_path / "out", "--accuracy", "0.5", "-q")[0] == 0
     assert rotor(capsys, "export", run, "-o", tmp_path / "no", "--accuracy", "0.9999", "-q")[0] in (0, 3)
     log = (run / "log.txt").read_text()
@@ -120,6 +119,7 @@ def watched(stop: str, *arguments: str | Path) -> tuple[int, str, list[str]]:
     return done.returncode, done.stdout, done.stderr.splitlines()
 
 
+@pytest.mark.nightly
 def test_inspect_imports_no_models_of_transformers() -> None:
     code, said, error = watched("nothing", "inspect", DEMO_MODEL)
     assert (code, error) == (0, ["torch transformers"])

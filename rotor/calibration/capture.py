@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -149,7 +149,7 @@ def observed_attention(
         return _block_of_head(output, shape, group_size), None
 
     def keep(layer: int) -> Callable[..., Tensor]:
-        def scaled(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        def scaled(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor:
             before[layer] = output if family.key_factor == 1.0 else output * family.key_factor
             return output if family.key_factor == 1.0 else before[layer] / family.key_factor
 
@@ -179,7 +179,7 @@ def observed_attention(
 
 
 def _forward_through_interface(
-    module: Any,
+    module: nn.Module,
     family: Family,
     shape: AttentionShape,
     attention: AttentionFunction,

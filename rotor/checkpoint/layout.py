@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 from ..checked import Expect, JsonObject, Reader
 from ..errors import CheckpointError
@@ -314,7 +314,7 @@ class LayerLayout:
         """Computed once: every launch looks the layer up in caches."""
         return self._hash
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the hash, which other processes compute otherwise."""
         return {name: value for name, value in vars(self).items() if name != "_hash"}
 
@@ -564,7 +564,7 @@ def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None
 def ordered_by_class(groups: Iterable[GroupLayout], form: KeyForm) -> LayerLayout:
     """Lay out a layer whose groups are ordered by class, widest first, ties by their KV heads."""
 
-    def key(group: GroupLayout) -> Any:
+    def key(group: GroupLayout) -> tuple[list[tuple[int, int, str]], tuple[int, ...]]:
         return [(-x.width, -x.rank, repr(x)) for x in group.latents], group.kv_heads
 
     return LayerLayout(tuple(sorted(groups, key=key)), *form)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
@@ -192,13 +192,17 @@ class CheckpointInfo(TypedDict):
     texts: NotRequired[list[TextInfo]]
 
 
-def read_file(path: Path, kind: Any, hint: str) -> Any:
+Info = TypeVar("Info")
+
+
+def read_file(path: Path, kind: type[Info], hint: str) -> Info:
     """Read a JSON file as one of the types above.
 
     Raises:
         CheckpointError: missing, not JSON, or not of that type; names the field.
     """
-    return Reader(str(path), CheckpointError, hint).read(kind, read_json(path, hint))
+    info: Info = Reader(str(path), CheckpointError, hint).read(kind, read_json(path, hint))
+    return info
 
 
 def check_run(info: RunInfo, reader: Reader) -> AttentionShape:

@@ -40,7 +40,7 @@ def read_yaml(text: str, where: str) -> Any:
 class _PlainLoader(yaml.SafeLoader):
     """Loads YAML without aliases; 1e-3 and 4.8e12 are numbers, as in YAML 1.2 and everywhere else."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.YAMLError(f"an alias (*name) in line {mark.line + 1}; write the value out")

@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from types import FrameType
 
 from ..errors import Interrupted, RotorError, from_system
 from ..logs import is_first_process
@@ -86,6 +86,6 @@ _interrupted: list[int] = []
 """Signals that asked for the end: a library that an import interrupts may raise something else in its place."""
 
 
-def _interrupt(number: int, frame: Any) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     _interrupted.append(number)
     raise KeyboardInterrupt

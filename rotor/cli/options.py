@@ -121,7 +121,7 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _default(parameter: inspect.Parameter) -> Any:
+def _default(parameter: inspect.Parameter) -> object:
     """A parameter's default as its option has it."""
     default = parameter.default
     if parameter.name in NEGATED:
@@ -144,7 +144,7 @@ def numbers(option: str, text: str) -> list[int]:
     return list(dict.fromkeys(map(int, items)))
 
 
-def _list_reader(hint: Any) -> Callable[[str, str], Sequence[Any]] | None:
+def _list_reader(hint: object) -> Callable[[str, str], Sequence[int] | Sequence[str]] | None:
     """What reads a list that is given as `A,B`, for a field that is a Sequence; None for any other."""
     if get_origin(hint) is not Sequence:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,9 @@ from ..recipe.requests import BenchRequest
 from .app import check_folder, command, command_line
 from .console import print_table, say
 from .options import Json, OutputOptions, split
+
+if TYPE_CHECKING:
+    from ..tools.bench.precompile import CountedLayer
 
 
 @command(
@@ -75,7 +78,7 @@ def compile_kernels(
         raise typer.Exit(1)
 
 
-def _print_layers(layers: list[Any], title: str) -> None:
+def _print_layers(layers: list[CountedLayer], title: str) -> None:
     """One line a layer: instructions, and the share of the uncompressed model's attention."""
     rows = []
     for x in layers:

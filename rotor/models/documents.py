@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import DataError, MissingError
 from ..installing import pip_install
@@ -13,6 +13,8 @@ from ..recipe import Tokens
 from .tokenizer import encode
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from transformers import PreTrainedTokenizerBase
 
 JSON_LINES = (
@@ -94,7 +96,7 @@ def _document_of(data: object) -> str | None:
     return "\n\n".join(map(str, said)) if all(isinstance(content, str) for content in said) else None
 
 
-def require_datasets(spec: Tokens) -> Any:
+def require_datasets(spec: Tokens) -> ModuleType:
     """Import the package that reads data sets; raises DataError if it is not installed."""
     try:
         import datasets

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..checkpoint.json_files import read_json
 from ..checkpoint.section import is_compressed
@@ -72,9 +71,14 @@ def find_model(model: str | Path, revision: str | None = None, *, weights: bool 
     hub_id = str(model)
     patterns = [*SIDECAR_PATTERNS, *(["*.safetensors"] if weights else [])]
     offline = is_offline_mode()  # some versions would ask the hub for the files of a cached commit
-    how: dict[str, Any] = {"local_files_only": offline, "allow_patterns": patterns, "ignore_patterns": IGNORED_PATTERNS}
     try:
-        folder = snapshot_download(hub_id, revision=revision, **how)
+        folder = snapshot_download(
+            hub_id,
+            revision=revision,
+            local_files_only=offline,
+            allow_patterns=patterns,
+            ignore_patterns=IGNORED_PATTERNS,
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise _explained(error, hub_id if revision is None else f"{hub_id} at revision {revision}", offline) from error
     return ModelSource(Path(folder), hub_id, Path(folder).name)

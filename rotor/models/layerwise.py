@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 STATES_IN_MEMORY_BYTES = 256 << 20
 """Hidden states up to this size are kept in memory, larger ones in a memory-mapped file."""
 
-LayerCall = tuple[tuple[Any, ...], dict[str, Any]]
+LayerCall = tuple[tuple[object, ...], dict[str, object]]
 """Positional and keyword arguments of a decoder layer, without the hidden states."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ ALWAYS_ALLOWED_ELEMENTS = 1 << 26
 """Elements that any model may have, because position tables may be larger than a tiny model."""
 
 
-def config_model(config: PreTrainedConfig) -> Any:
+def config_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the causal model of a config on the meta device."""
     with torch.device("meta"):  # eager, because Falcon looks up its attention class by the implementation
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
@@ -67,7 +68,7 @@ def check_fit(checkpoint: Checkpoint) -> None:
             )
 
 
-def load_model(folder: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Load a causal model for evaluation, from a local folder, without running code from it.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -65,9 +65,9 @@ def check_config(path: Path, config: JsonObject) -> None:
                 )
 
 
-def _entries(config: JsonObject) -> Iterator[tuple[str, Any]]:
+def _entries(config: JsonObject) -> Iterator[tuple[str, object]]:
     """All keys and values at any depth, because sub-configs are read too."""
-    stack: list[Any] = [config]
+    stack: list[object] = [config]
     while stack:
         node = stack.pop()
         if isinstance(node, dict):

@@ -16,6 +16,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
     from transformers import PreTrainedTokenizerBase
 
 MAX_ADDED_CHARACTERS = 1 << 20
@@ -35,7 +37,7 @@ def without_torch() -> None:
     """Hide torch from transformers, because its import takes longer than everything else here."""
     find = importlib.util.find_spec
 
-    def find_spec(name: str, package: str | None = None) -> Any:
+    def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
         return None if name.partition(".")[0] in ("torch", "torchvision", "accelerate") else find(name, package)
 
     importlib.util.find_spec = find_spec

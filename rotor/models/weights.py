@@ -67,7 +67,7 @@ class StreamedWeights(Weights):
         checkpoint: Checkpoint,
         device: torch.device,
         dtype: torch.dtype,
-        prepare: Callable[[Any], None] = lambda model: None,
+        prepare: Callable[[PreTrainedModel], None] = lambda model: None,
     ) -> None:
         self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
         self.model = empty_model(checkpoint.config, dtype)
@@ -190,10 +190,10 @@ def keep_softcap(model: PreTrainedModel) -> None:
         model.set_attn_implementation("eager")
 
 
-def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the causal model of a config: parameters on the meta device, real buffers (rotary frequencies, masks)."""
     with torch.device("meta"), meta_device_safe_creation_ops():
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     for name, buffer in list(model.named_buffers()):
         _set(model, name, torch.empty_like(buffer, device="cpu"))
     for parameter in model.parameters():

@@ -20,6 +20,8 @@ from .wire import Wire
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from ..runtime.steps import Arguments
+
 POSITIONS_FROM_MASK = frozenset({"opt"})
 """Families that count positions by the attention mask if they are given none."""
 
@@ -47,8 +49,8 @@ class Pass:
 
 
 def begin_pass(
-    arguments: dict[str, Any], config: PreTrainedConfig, wire: Wire, windows: list[int | None], before_rope: bool
-) -> tuple[Pass, dict[str, Any]]:
+    arguments: Arguments, config: PreTrainedConfig, wire: Wire, windows: list[int | None], before_rope: bool
+) -> tuple[Pass, Arguments]:
     """Share out a forward pass.
 
     Args:
@@ -101,9 +103,7 @@ def begin_pass(
     return now, changed
 
 
-def _sharded_cache(
-    arguments: dict[str, Any], config: PreTrainedConfig, windows: list[int | None], processes: int
-) -> Any:
+def _sharded_cache(arguments: Arguments, config: PreTrainedConfig, windows: list[int | None], processes: int) -> Any:
     """The cache of the pass, with layers for splitting if it is new; None if there is no cache."""
     cache, use_cache = arguments.get("past_key_values"), arguments.get("use_cache")
     if cache is None:
@@ -126,7 +126,7 @@ def _sharded_cache(
     return cache
 
 
-def _check_mask(mask: Any, inputs: Tensor, length: int) -> Tensor | None:
+def _check_mask(mask: object, inputs: Tensor, length: int) -> Tensor | None:
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.shape != (inputs.shape[0], length):

@@ -26,6 +26,8 @@ from .wire import Wire
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
+    from ..runtime.steps import Arguments
+
 
 class SequenceParallel(RowStore):
     """This process's view of a sequence on several processes, made by `sequence_parallel`.
@@ -129,7 +131,9 @@ class SequenceParallel(RowStore):
             self._masks[known] = visible(queries, keys, attended, window, causal)
         return self._masks[known]
 
-    def before_forward(self, model: PreTrainedModel, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+    def before_forward(
+        self, model: PreTrainedModel, args: tuple[object, ...], kwargs: Arguments
+    ) -> tuple[tuple[()], Arguments]:
         """Give the model this process's tokens in place of all of them."""
         names = list(inspect.signature(model.forward).parameters)
         arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -168,7 +172,7 @@ def _element_bytes(model: PreTrainedModel) -> int:
 
 
 @contextmanager
-def sequence_parallel(model: PreTrainedModel, group: Any = None) -> Iterator[SequenceParallel]:
+def sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup | None = None) -> Iterator[SequenceParallel]:
     """Split the tokens of a compressed model's prompts over the processes of a group, and their cache with them.
 
     Every process holds the whole model and calls it with the same arguments: token ids [batch_size, seq_len], a mask

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ class Wire:
     sent: bytes sent to other processes so far, by kind.
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank: int = dist.get_rank(group)
         self.count: int = dist.get_world_size(group)

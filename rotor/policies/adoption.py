@@ -21,7 +21,9 @@ from .policy import Policy
 from .registry import find_policy
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
+
+    from ..runtime.steps import Arguments
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 """Names that families have for the cache in the forward pass of their attention."""
@@ -127,7 +129,7 @@ class _Attachment:
         self._config._attn_implementation = self._implementation
 
 
-_attached: WeakKeyDictionary[Any, _Attachment] = WeakKeyDictionary()
+_attached: WeakKeyDictionary[PreTrainedModel, _Attachment] = WeakKeyDictionary()
 
 
 class _Hooks:
@@ -141,10 +143,12 @@ class _Hooks:
         self.policy, self.index, self.compressed, self.table = policy, index, compressed, table
         self._entered: Tensor | None = None
 
-    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: Arguments) -> None:
         self._entered = _states_of(args, kwargs)
 
-    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def before(
+        self, module: Any, args: tuple[Tensor, ...], kwargs: Arguments
+    ) -> tuple[tuple[Tensor, ...], Arguments] | None:
         layer = CacheRows(self.policy, module.config).row_store(_cache_of(kwargs), self.index)
         if not isinstance(layer, PolicyLayer):
             return None
@@ -156,7 +160,7 @@ class _Hooks:
         groups = torch.arange(shape.num_kv_heads).repeat_interleave(shape.heads_per_kv)
         return args, {**kwargs, "attention_mask": layer.visible(mask, groups)}
 
-    def after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: Arguments, output: tuple[Tensor, ...]) -> None:
         entered, self._entered = self._entered, None
         cache = _cache_of(kwargs)
         layer = None if cache is None else cache.layers[self.index]
@@ -169,10 +173,10 @@ class _Hooks:
             layer.observe_states(entered, entered + output[0])
 
 
-def _cache_of(kwargs: dict[str, Any]) -> Any:
+def _cache_of(kwargs: Arguments) -> Cache | None:
     return next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
 
 
-def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _states_of(args: tuple[Tensor, ...], kwargs: Arguments) -> Tensor:
     states: Tensor = args[0] if args else kwargs["hidden_states"]
     return states

@@ -11,7 +11,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from inspect import cleandoc, isabstract
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any
+from types import ModuleType
 
 from ..checked import JsonObject, Reader, nearest_name, shorten
 from ..checkpoint import read_text, read_yaml
@@ -49,7 +49,7 @@ def find_method(name: str, trusted: bool) -> type[Policy] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Policy) and not isabstract(kind) else None
 
 
-def _of_file(path: Path) -> Any:
+def _of_file(path: Path) -> ModuleType:
     """Import a file once, as a module of the file's name, by which a checkpoint names it."""
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path.resolve()):

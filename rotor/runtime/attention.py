@@ -39,6 +39,8 @@ from .steps import AttentionCall, CacheRows
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
+    from .steps import Arguments
+
 # Older versions of transformers have a single class of quantised layers.
 QUANTISING = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 
@@ -264,7 +266,7 @@ def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
 
 
 def _check_pass(
-    layout: LayerLayout, layer_idx: int, asked: dict[str, Any], mask: Tensor | None, cache: Cache | None
+    layout: LayerLayout, layer_idx: int, asked: Arguments, mask: Tensor | None, cache: Cache | None
 ) -> None:
     """Check that a layer can do what is asked of it; raises UsageError if not.
 

@@ -212,7 +212,7 @@ class ExactRows:
             self.begin = change(self.begin)
 
 
-def _earlier(begin: Tensor, index: Any) -> Tensor:
+def _earlier(begin: Tensor, index: int | Tensor) -> Tensor:
     return torch.minimum(begin, index) if isinstance(index, Tensor) else begin.clamp(max=index)
 
 
@@ -303,7 +303,7 @@ def _rows_seen(shown: Tensor) -> range | None:
 class _Remembered:
     """The latest divisions: the layers of a pass that are alike share them."""
 
-    known: list[tuple[Any, tuple[Any, ...], Any, Division]]
+    known: list[tuple[weakref.ref[Tensor] | None, tuple[object, ...], int | Tensor, Division]]
 
     def __call__(self, exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: TokenSpan) -> Division:
         alike = not isinstance(seen.length, Tensor) and span.seq_len <= REMEMBERED_QUERIES
@@ -371,7 +371,7 @@ class WithExactRows:
 
     def prefetch(self) -> None:
         super().prefetch()  # type: ignore[misc]
-        device: Any = getattr(self, "device", None)
+        device: torch.device | None = getattr(self, "device", None)
         if device is not None:
             self.exact_rows.map(lambda tensor: tensor.to(device, non_blocking=True))
 

@@ -42,6 +42,8 @@ from .rope import rotary_tables
 from .steps import NO_GRADIENTS
 
 if TYPE_CHECKING:
+    from types import EllipsisType
+
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ..checkpoint import RewrittenTensors
@@ -152,7 +154,7 @@ class LazyTensor:
     def __init__(self, tensors: RewrittenTensors, name: str) -> None:
         self.tensors, self.name = tensors, name
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: EllipsisType | slice) -> Tensor:
         return self.tensors.tensor(self.name)[index]
 
     def get_dtype(self) -> str:

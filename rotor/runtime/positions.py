@@ -7,8 +7,9 @@ whose positions skip it; several documents in a row), the result would be wrong 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,14 +26,14 @@ SHIFTS = "rotor_shifts"
 pickled and dropped with it."""
 
 
-def keep_shifts_with_rows(cache_class: Any) -> None:
+def keep_shifts_with_rows(cache_class: type[Cache]) -> None:
     """Let what reorders, takes or repeats the sequences of a transformers cache do so with their shifts."""
 
-    def follow(name: str, change: Any) -> None:
+    def follow(name: str, change: Callable[..., Tensor]) -> None:
         method = getattr(cache_class, name)
 
         @wraps(method)
-        def changing(cache: Cache | None, *given: object, **named: object) -> Any:
+        def changing(cache: Cache | None, *given: object, **named: object) -> object:
             found = method(cache, *given, **named)
             shifts = getattr(cache, SHIFTS, None)
             if shifts is not None:

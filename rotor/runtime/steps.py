@@ -24,7 +24,10 @@ from .rope import Rotations, TokenSpan
 from .slots import exact_slots
 
 if TYPE_CHECKING:
-    from transformers import Cache
+    from transformers import Cache, PreTrainedConfig
+
+Arguments = dict[str, Any]
+"""Keyword arguments of a forward pass of transformers', by their names."""
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
 NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and train that."
@@ -85,7 +88,7 @@ class CacheRows(RowStore):
     """Transformers' caches. policy, config: the cache policy that takes over empty caches, and the model's config."""
 
     policy: Any = None
-    config: Any = None
+    config: PreTrainedConfig | None = None
 
     def token_span(self, cache: Cache | None, layer_idx: int, seq_len: int) -> TokenSpan:
         """Where the tokens of a pass lie."""

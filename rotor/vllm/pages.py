@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from ..kernels.rotary import Rotation, when_read
 from ..kernels.rows import pack_layer, row_dtype
 from ..kernels.slots import ExactSlots
 from .shards import Shard
+
+if TYPE_CHECKING:
+    from ..kernels.stock import Varlen
 
 
 @dataclass
@@ -149,7 +152,7 @@ class PagedLayer:
     rotation: Rotation | None
     window: int | None
     kernels: LayerKernels | None
-    varlen: Any = None
+    varlen: Varlen | None = None
 
     def rows(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the rows that keys and values are read from, as bytes or as numbers of the model's dtype."""

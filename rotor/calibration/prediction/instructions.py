@@ -21,8 +21,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ...checked import JsonObject
 from ...checkpoint.channels import WORD_PLANES, Numbers
 from ...checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
 
@@ -91,7 +92,7 @@ def bundled_table() -> Table:
     return read_table(json.loads((resources.files("rotor.calibration.prediction") / TABLE).read_text("utf-8")))
 
 
-def read_table(data: Mapping[str, Any]) -> Table:
+def read_table(data: JsonObject) -> Table:
     """Read a table from the content of its file."""
     names = Specialisation._fields
     return {

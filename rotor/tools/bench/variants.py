@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime import driver
 
 from ...checkpoint.kernel_config import LayerKernels
@@ -44,7 +44,7 @@ class Variant:
 
     name: str
     source: ASTSource
-    options: dict[str, Any]
+    options: dict[str, int]
     target: GPUTarget
     loops: tuple[Loop, ...] = ()
     keys: float = 0.0
@@ -55,9 +55,18 @@ class Variant:
     def warps(self) -> int:
         return int(self.options["num_warps"])
 
-    def compile(self) -> Any:
+    def compile(self) -> CompiledKernel:
         """Triton's compiled kernel, which its own cache keeps; no GPU is needed."""
         return triton.compile(self.source, target=self.target, options=self.options)
+
+
+class Work(TypedDict, total=False):
+    """Fields of a Variant that say what its programs do in a step."""
+
+    loops: tuple[Loop, ...]
+    keys: float
+    groups: int
+    programs: int
 
 
 @contextmanager
@@ -111,7 +120,7 @@ def layer_variants(subject: Subject, arch: int) -> list[Variant]:
     block_table = torch.zeros(1, 4, dtype=torch.int32) if page else None
     found: dict[object, Variant] = {}
 
-    def keep(variants: list[Variant], name: str, work: dict[str, dict[str, Any]] | None = None) -> None:
+    def keep(variants: list[Variant], name: str, work: dict[str, Work] | None = None) -> None:
         for variant in variants:
             kind = variant.name.removesuffix("_kernel")
             found.setdefault(
@@ -182,7 +191,7 @@ def _append(
     )
 
 
-def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dict[str, dict[str, Any]]:
+def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dict[str, Work]:
     """Loops of each kernel of a decode step of one token a sequence, and the keys that a program serves."""
     length, sequences = STEP.context_tokens, STEP.batch_size
     groups, step = len(layer.layout.groups), layer.step(kernels.tile(arch))
@@ -201,7 +210,7 @@ def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dic
     }
 
 
-def _work_of_finishing(layer: DecodeLayer, kernels: LayerKernels, arch: int, slice_keys: float) -> dict[str, Any]:
+def _work_of_finishing(layer: DecodeLayer, kernels: LayerKernels, arch: int, slice_keys: float) -> Work:
     """Loops of the finish kernel in a decode step, and the keys that a program serves.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from ...calibration.allocation.plan import RankPath
 from ...calibration.calibrate import calibrate
 from ...calibration.partial import PartialRun
 from ...calibration.run import Run
+from ...checked import JsonObject
 from ...checkpoint.families import attention_shape
 from ...checkpoint.layout import uncompressed_kv_bytes_per_token
 from ...checkpoint.output_folder import OutputFolder
@@ -173,7 +173,7 @@ class StudyContext:
         return self._open[1:]
 
 
-def _without_path(recipe: Recipe) -> dict[str, Any]:
+def _without_path(recipe: Recipe) -> JsonObject:
     """Settings of a recipe without the path of its text, as the study's folder may be named in several ways."""
     data = recipe.to_dict()
     data["tokens"] = {key: value for key, value in data["tokens"].items() if key != "path"}

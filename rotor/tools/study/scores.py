@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ def measure_scores(study: StudyContext) -> Record:
         layers: list[LayerScores] = []
 
         def look(index: int, tensors: dict[str, Tensor], layers: list[LayerScores] = layers) -> None:
-            module: Any = network.family.attention_module(network.model, index)
+            module = network.family.attention_module(network.model, index)
             scaling = getattr(module, "scaling", None) or network.shape.head_dim**-0.5
             window = network.shape.windows[index] if network.shape.windows else None
             layers.append(layer_scores(tensors["query"][0], tensors["key_post"][0], float(scaling), window))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ...checkpoint.atomic import write_json
 from ...checkpoint.output_folder import check_apart
@@ -55,7 +54,7 @@ def compare_tasks(
         for model, model_policy in ((source, None), (checkpoint, policy)):
             about = {"pretrained": str(model.folder.resolve()), "dtype": str(devices.dtype).removeprefix("torch.")}
             about |= {} if model_policy is None else {"cache": f"rotor-{model_policy.method}"}
-            network: Any = devices.weights(model).model
+            network = devices.weights(model).model
             with (
                 progress.task(f"tasks of {model.folder.name}", None, ""),
                 cache_policy(network, model_policy),

@@ -13,9 +13,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from queue import Empty, Queue
 from tempfile import TemporaryFile
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .plan import ROOT, Record
+
+if TYPE_CHECKING:
+    import pytest
 
 QUIET = [
     "-q",
@@ -69,11 +72,11 @@ class Share:
     def __init__(self, share: int, shares: int, said: Queue[Record]) -> None:
         self.share, self.shares, self.said = share, shares, said
 
-    def pytest_collection_finish(self, session: Any) -> None:
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
         """After pytest's own choice by -k and -m."""
         session.items[:] = session.items[self.share :: self.shares]
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or (report.outcome != "passed" and report.when == "setup"):
             record = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 3)}
             if report.outcome != "passed":
