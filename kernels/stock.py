@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -282,11 +283,9 @@ def packed_with_exact(
     return (varlen or _one_by_one)(query, *sides, *around, *options).flatten(1)
 
 
-def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, query_start: Tensor, kv_start: Tensor, max_query_len: int,
-    max_kv_len: int, scaling: float, window: int | None, softcap: float | None,
-) -> Tensor:  # fmt: skip
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     """A `Varlen` by SDPA, one sequence after another."""
+    query_start, kv_start, _, _, scaling, window, softcap = rest
     output = torch.zeros(*query.shape[:2], value.shape[-1], dtype=query.dtype, device=query.device)
     starts, kv_starts = query_start.tolist(), kv_start.tolist()
     for sequence, (start, end) in enumerate(pairwise(starts)):

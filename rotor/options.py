@@ -50,7 +50,7 @@ def with_fields_of(
     return call
 
 
-def described_fields(request: type) -> dict[str, str]:
+def described_fields(request: Any) -> dict[str, str]:
     """Descriptions of the fields of a request, from the `Args:` of its class and of those that it extends."""
     found: dict[str, str] = {}
     for kind in reversed(request.__mro__):

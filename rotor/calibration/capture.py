@@ -189,6 +189,7 @@ def _forward_through_interface(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Forward of a fused attention with RoPE that calls the attention interface."""
+    assert family.fused is not None
     fused = module.get_submodule(family.fused)(hidden_states)
     query, key, value = (
         part.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2) for part in split_activations(family, fused, shape)

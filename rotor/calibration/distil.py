@@ -69,7 +69,7 @@ class DistilledModel:
         path: BitsPath,
     ) -> None:
         self.network, self.form, self.path = network, form, path
-        self._names = [vector_names(keys, form.joint) for keys in form.keys]
+        self._names = [vector_names(form.layer(index)) for index in range(len(bases))]
         self._layers = [
             [
                 TrainedCode(pair, side, network.device, form.joint)

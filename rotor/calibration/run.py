@@ -200,7 +200,7 @@ class Run:
         path = Path(folder)
         if not path.is_dir():
             raise MissingError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
-        info = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
+        info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
         check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
         run = cls(path, load_stored_recipe(path), info, Manifest.read(path, CALIBRATE_AGAIN))
         for name in run.manifest.added():

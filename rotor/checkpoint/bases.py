@@ -189,6 +189,11 @@ class LayerBases:
         return bool(self.latents[-1].codes)
 
     @property
+    def layer_form(self) -> LayerForm:
+        """What the layer is compressed to."""
+        return LayerForm(self.form, self.group_size, self.joint)
+
+    @property
     def num_groups(self) -> int:
         return len(self.latents[-1].encode)
 
@@ -233,7 +238,7 @@ class LayerBases:
             CheckpointError: shapes that are not of such a layer. NumericsError: a NaN or Inf; names the tensor.
         """
         groups, width = shape.num_kv_heads // self.group_size, self.group_size * shape.head_dim
-        names, sizes = latent_sizes(LayerForm(self.form, self.group_size, self.joint), shape)
+        names, sizes = latent_sizes(self.layer_form, shape)
         for name, (count, columns), pair in zip(names, sizes, self.latents, strict=True):
             for part in ("encode", "decode"):
                 check_stored(getattr(pair, part), (count, columns, columns), f"{where}: {name}.{part}")

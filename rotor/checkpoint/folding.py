@@ -253,7 +253,7 @@ def _rewritten(
             _, values = _shifted(before, values, weights.k_weight.dtype)
         elif "v" in layout.shifted_projections(shape):
             tensors["v_proj.bias"], values = _shifted(tensors["v_proj.bias"], values, weights.v_weight.dtype)
-        elif not layout.joint:
+        elif layout.has_value_shift:
             tensors["value_shift"] = torch.cat([basis.shift for basis in values if basis.shift is not None])
         if not folds_queries:
             tensors["key_constant"] = _constants(keys, shape)

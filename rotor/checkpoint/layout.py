@@ -188,7 +188,7 @@ class ModelForm(NamedTuple):
     @property
     def distinct(self) -> list[LayerForm]:
         """The forms that there are, in the order of the layers."""
-        return [LayerForm(keys, self.group_size, self.joint) for keys in dict.fromkeys(self.keys)]
+        return list(dict.fromkeys(map(self.layer, range(len(self.keys)))))
 
     def in_words(self, shape: AttentionShape) -> str:
         """Describe the keys as LayerForm does; where layers differ, with how many have each form."""
@@ -400,11 +400,16 @@ class LayerLayout:
 
     def columns(self, head_dim: int) -> int:
         """Numbers of a token that a latent of a group is made of."""
-        return self.group_size * head_dim * (2 if self.joint else 1)
+        return self.groups[0].columns(head_dim)
 
     def has_value_projection(self, shape: AttentionShape) -> bool:
         """Whether there is a v_proj; otherwise k_proj puts out latents of both."""
         return not (self.joint and self.folds_keys(shape))
+
+    @property
+    def has_value_shift(self) -> bool:
+        """Whether values have a row of codes whose means are not in W_v, which puts out values to be kept exactly."""
+        return self.coded and not self.joint and not self.folds_values
 
     def shifted_projections(self, shape: AttentionShape) -> frozenset[str]:
         """Names (k, v, o) of the projections whose bias codes add to: means of channels, and what rows lack of them."""

@@ -113,7 +113,7 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
         constant("key_constant")
     if not layout.folds_values:
         basis("value_basis", value_ranks)
-        if not layout.joint:
+        if layout.has_value_shift:
             shift("value_shift", value_ranks)
         basis("output_basis", value_widths, head_axis=0)
         constant("value_constant")

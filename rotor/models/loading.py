@@ -68,7 +68,7 @@ def check_fit(checkpoint: Checkpoint) -> None:
             )
 
 
-def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Load a causal model for evaluation, from a local folder, without running code from it.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -65,7 +65,7 @@ def check_config(path: Path, config: JsonObject) -> None:
                 )
 
 
-def _entries(config: JsonObject) -> Iterator[tuple[str, object]]:
+def _entries(config: JsonObject) -> Iterator[tuple[str, Any]]:
     """All keys and values at any depth, because sub-configs are read too."""
     stack: list[object] = [config]
     while stack:

@@ -193,13 +193,14 @@ def keep_softcap(model: PreTrainedModel) -> None:
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the causal model of a config: parameters on the meta device, real buffers (rotary frequencies, masks)."""
     with torch.device("meta"), meta_device_safe_creation_ops():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     for name, buffer in list(model.named_buffers()):
         _set(model, name, torch.empty_like(buffer, device="cpu"))
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     model.initialize_weights()  # initialises the buffers alone, as transformers does when it loads a checkpoint
-    return model.eval().requires_grad_(False)
+    whole: PreTrainedModel = model.eval().requires_grad_(False)
+    return whole
 
 
 def _aliases(model: nn.Module) -> list[list[str]]:

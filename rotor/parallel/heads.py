@@ -74,15 +74,14 @@ def attend_by_heads(call: AttentionCall, wire: Wire, owned: Sequence[Tensor], ma
     sides = []
     for cls in classes:
         of = ClassRows.of(parameters, cls, call.key, call.value, query.dtype)
-        latents = () if layout.joint else (of.values(slice(None)),)
-        sides.append((absorbed_queries(query, parameters, cls), of.latents(slice(None)), *latents))
+        latents = layout.stored_sides(of.latents(slice(None)), of.values(slice(None)))
+        sides.append((absorbed_queries(query, parameters, cls), *latents))
 
     def shapes_of(tokens: int, process: int) -> Iterator[tuple[int, ...]]:
         for cls, own in zip(classes, held[process], strict=True):
             yield batch_size, len(own), heads, tokens, cls.key.width
-            yield batch_size, len(own), tokens, cls.key.width
-            if not layout.joint:
-                yield batch_size, len(own), tokens, cls.value.width
+            for width in layout.stored_sides(cls.key.width, cls.value.width):
+                yield batch_size, len(own), tokens, width
 
     sent = [
         [side[:, own.start : own.stop] for of, own in zip(sides, mine, strict=True) for side in of] for mine in held
@@ -93,13 +92,12 @@ def attend_by_heads(call: AttentionCall, wire: Wire, owned: Sequence[Tensor], ma
     whole = iter([torch.cat(of, dim=-2)[..., order, :] for of in zip(*found, strict=True)])
     outputs = []
     for own in held[wire.rank]:
-        queries, keys = next(whole), next(whole)
-        values = keys if layout.joint else next(whole)
+        queries, keys, *values = (next(whole) for _ in range(1 + layout.latents_per_group))
         if not len(own):
             outputs.append(queries.new_empty(batch_size, len(order), 0))
             continue
         options = parameters.scaling, mask, parameters.softcap
-        outputs.append(dense_attention(queries.flatten(1, 2), keys, values, *options))
+        outputs.append(dense_attention(queries.flatten(1, 2), keys, *(values or [keys]), *options))
     back = [[output[:, indices] for output in outputs] for indices in owned]
     widths = [[own_width(cls.value.width, own, heads) for cls, own in zip(classes, mine, strict=True)] for mine in held]
     tokens = len(owned[wire.rank])

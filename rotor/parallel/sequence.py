@@ -172,7 +172,7 @@ def _element_bytes(model: PreTrainedModel) -> int:
 
 
 @contextmanager
-def sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup | None = None) -> Iterator[SequenceParallel]:
+def sequence_parallel(model: PreTrainedModel, group: Any = None) -> Iterator[SequenceParallel]:
     """Split the tokens of a compressed model's prompts over the processes of a group, and their cache with them.
 
     Every process holds the whole model and calls it with the same arguments: token ids [batch_size, seq_len], a mask

@@ -12,13 +12,13 @@ from ...numerics import one_thread
 from ...recipe.basis_methods import QK_METHODS, VO_METHODS
 from .information import LayerFisher
 from .method import Inputs
-from .moments import LayerStatistics, stored_name
+from .moments import LayerStatistics, vector_names
 from .parted import parted_bases
 
 
 def needed_statistics(qk_method: str, vo_method: str, form: LayerForm, refit: bool = False) -> frozenset[str]:
     """Names of the moments that the methods read, as capture names them; never empty."""
-    key = stored_name(form.keys, form.joint)
+    key, *_ = vector_names(form)
     if form.joint:
         return frozenset({key})
     needed = QK_METHODS[qk_method].moments | VO_METHODS[vo_method].moments

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...checkpoint.layout import AttentionShape, KeyForm
+from ...checkpoint.layout import AttentionShape, KeyForm, LayerForm
 from ...errors import NumericsError
 
 CHUNK_BYTES = 64 << 20
@@ -35,9 +35,9 @@ def stored_name(form: KeyForm, joint: bool = False) -> str:
     return f"{kind}_post" if form.rope_block is None else f"{kind}_{form.rope_block}_{form.fast_planes}"
 
 
-def vector_names(form: KeyForm, joint: bool) -> tuple[str, ...]:
+def vector_names(form: LayerForm) -> tuple[str, ...]:
     """Names of the moments of the vectors that a layer codes: of keys and of values, or of both together."""
-    return (stored_name(form, joint),) if joint else (stored_name(form), "value")
+    return (stored_name(form.keys, joint=True),) if form.joint else (stored_name(form.keys), "value")
 
 
 def named_form(name: str) -> KeyForm | None:

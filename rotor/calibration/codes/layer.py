@@ -85,7 +85,7 @@ def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
     if bases.joint:
         sides_of_joint, errors = parted_codes(bases, gradients)
         return LayerCodes(sides_of_joint, True, errors)
-    names = vector_names(bases.form, bases.joint)
+    names = vector_names(bases.layer_form)
     sides = []
     for name, pair in zip(names, bases.latents, strict=True):
         vectors, by_vectors, share = gradients.sampled(name)

@@ -44,7 +44,7 @@ def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
 
 def wanted_gradients(form: LayerForm) -> frozenset[str]:
     """Names of the keys and values whose gradients are needed, if a recipe needs gradients."""
-    return frozenset(vector_names(form.keys, form.joint))
+    return frozenset(vector_names(form))
 
 
 def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Sequence[float] | None) -> KeyForm:

@@ -171,7 +171,7 @@ def _append(
     if layout.exact is not None:
         value = torch.zeros(1, tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype)
         of_values["value_basis"] = torch.zeros(layout.group_size * shape.head_dim, layout.value_rank, dtype=dtype)
-        if layout.coded and not layout.joint:
+        if layout.has_value_shift:
             of_values["value_shift"] = torch.zeros(layout.value_rank)
     key = (1, tokens, layout.key_rank) if folded else (1, tokens, shape.num_kv_heads, shape.head_dim)
     append(

@@ -211,7 +211,7 @@ def appending(subject: Subject, problems: list[Problem], device: torch.device) -
     if layout.exact is not None:
         value = normal(batch_size, 1, shape.num_kv_heads, shape.head_dim)
         of_values["value_basis"] = normal(layout.group_size * shape.head_dim, layout.value_rank)
-        if layout.coded and not layout.joint:
+        if layout.has_value_shift:
             of_values["value_shift"] = torch.zeros(layout.value_rank, device=device)
     options: dict[str, Any] = {
         **of_values,
