@@ -1,22 +1,23 @@
 """Attention of whole rows as decoding has it, in plain PyTorch: what accuracy is measured by.
 
 Every token behind a prompt sees the newest tokens and the first ones exactly and the others through their codes, as if
-it had come alone. One pass does it for all of them: codes with a running softmax over blocks of keys, exact keys for
-one block of queries after another, both joined by their log-sum-exp.
+it had come alone. Codes are expanded to keys and values once; then one block of queries after another meets those that
+are old for it and the exact ones side by side, under one mask and one softmax.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from .exact import ExactKeys, exact_attention, join_rows
+from .logits import ClassRows
 from .parameters import AttentionParameters
-from .reference import Beyond, dense_attention, partial_attention
+from .reference import dense_attention
 from .rotary import Rotation
 
 QUERY_BLOCK = 128
-"""Queries that read exact keys together. Each block reads as many keys, and those that are exact for its first one."""
+"""Queries that read keys together. Each block reads as many keys, and those that are exact for its first one."""
 
 
 def decoded_attention(
@@ -46,59 +47,77 @@ def decoded_attention(
     assert tokens is not None
     seq_len = exact[0].shape[2]
     prompt = min(prompt, seq_len)
-    if attention_mask is not None:
-        attention_mask = attention_mask.expand(-1, -1, seq_len, seq_len)
-    outputs = [_prompt(exact, prompt, attention_mask, parameters)]
-    if prompt == seq_len:
-        return outputs[0]
+    mask = parameters.mask(attention_mask, slice(None))
+    if mask is not None:
+        mask = mask.expand(-1, -1, seq_len, seq_len)
+    exact_query, exact_key, exact_value = exact
+    given = slice(0, prompt)
+    own = None if mask is None else mask[:, :, given, given]
+    outputs = [_attend(exact_query[:, :, given], exact_key[:, :, given], exact_value[:, :, given], parameters, own)]
+    coded_key, coded_value = _expanded(key, value, parameters, key_rotation, query.dtype)
+    if exact_query is not query:
+        # The model counts positions from the first real token, codes from the first of the row: each query meets either
+        # kind of key in dimensions of its own.
+        width = query.shape[-1]
+        query = torch.cat([query, exact_query], dim=-1)
+        coded_key, exact_key = functional.pad(coded_key, (0, width)), functional.pad(exact_key, (width, 0))
     if begin is None:
         begin = torch.zeros(1, dtype=torch.int64, device=query.device)
-    is_first = torch.arange(seq_len, device=query.device) - begin[:, None] < tokens.first
-    later = None if attention_mask is None else attention_mask[:, :, prompt:]
-    beyond = Beyond(tokens.newest, is_first)
-    rows = query[:, :, prompt:], key, value, parameters, key_rotation, later
-    latents, of_rows = partial_attention(*rows, beyond=beyond)
+    index = torch.arange(seq_len, device=query.device).expand(len(begin), -1)
+    is_first = index - begin[:, None] < tokens.first
+    first = begin[:, None] + torch.arange(tokens.first, device=query.device)
+    place = first.clamp(max=seq_len - 1)
+    first_key, first_value = (_tokens(side, place) for side in (exact_key, exact_value))
     for start in range(prompt, seq_len, QUERY_BLOCK):
         queries = slice(start, min(start + QUERY_BLOCK, seq_len))
-        keys = _exact_keys(exact, begin, attention_mask, queries, parameters)
-        own = slice(queries.start - prompt, queries.stop - prompt)
-        found = exact_attention(exact[0][:, :, queries], keys, parameters)
-        outputs.append(join_rows(*found, latents[:, own], of_rows[:, own], parameters).to(query.dtype))
+        old = slice(0, max(0, queries.stop - tokens.newest))
+        near = slice(max(0, start - tokens.newest + 1), queries.stop)
+        age = index[:, queries, None] - torch.cat([index[:, old], first, index[:, near]], dim=-1)[:, None]
+        is_new = (age >= 0) & (age < tokens.newest)
+        is_coded = functional.pad(~is_first[:, old], (0, tokens.first), value=True)  # and what of the first is old
+        count = is_coded.shape[-1]
+        seen = torch.cat([(age >= tokens.newest)[..., :count] & is_coded[:, None], is_new[..., count:]], dim=-1)[
+            :, None
+        ]
+        if mask is not None:
+            columns = torch.cat([index[:, old], place, index[:, near]], dim=-1)
+            shown = _columns(mask[:, :, queries], columns)
+            seen = shown & seen if shown.dtype == torch.bool else shown.masked_fill(~seen, -torch.inf)
+        keys = torch.cat([coded_key[:, :, old], first_key, exact_key[:, :, near]], dim=2)
+        values = torch.cat([coded_value[:, :, old], first_value, exact_value[:, :, near]], dim=2)
+        outputs.append(_attend(query[:, :, queries], keys, values, parameters, seen))
     return torch.cat(outputs, dim=1)
 
 
-def _prompt(
-    exact: tuple[Tensor, Tensor, Tensor], prompt: int, mask: Tensor | None, parameters: AttentionParameters
-) -> Tensor:
-    """Attention of the tokens of the prompt to each other."""
-    own = parameters.mask(None if mask is None else mask[:, :, :prompt, :prompt], slice(None))
-    query, key, value = (side[:, :, :prompt] for side in exact)
-    return dense_attention(query, key, value, parameters.scaling, own, parameters.softcap, parameters.sinks)
+def _attend(query: Tensor, key: Tensor, value: Tensor, parameters: AttentionParameters, mask: Tensor | None) -> Tensor:
+    return dense_attention(query, key, value, parameters.scaling, mask, parameters.softcap, parameters.sinks)
 
 
-def _exact_keys(
-    exact: tuple[Tensor, Tensor, Tensor],
-    begin: Tensor,
-    mask: Tensor | None,
-    queries: slice,
-    parameters: AttentionParameters,
-) -> ExactKeys:
-    """What neighbouring queries see exactly: their newest keys, and the first of each sequence that are older."""
-    tokens = parameters.layout.exact
-    assert tokens is not None
-    _, key, value = exact
-    near = slice(max(0, queries.start - tokens.newest + 1), queries.stop)
-    index = torch.arange(queries.stop, device=key.device)
-    first = begin[:, None] + torch.arange(tokens.first, device=key.device)  # [batch_size or 1, first]
-    age = index[queries, None] - index[near]
-    is_new = ((age >= 0) & (age < tokens.newest)).expand(len(first), 1, -1, -1)
-    is_old = (index[queries, None] - first[:, None] >= tokens.newest)[:, None]
-    seen = torch.cat([is_old, is_new], dim=-1)  # [batch_size or 1, 1, queries, keys]
-    place = first.clamp(max=key.shape[2] - 1)[:, None, :, None].expand(len(key), key.shape[1], -1, key.shape[3])
-    keys, values = (torch.cat([side.gather(2, place), side[:, :, near]], dim=2) for side in (key, value))
-    if mask is None:
-        return ExactKeys(keys, values, seen)
-    own = mask[:, :, queries].expand(len(key), -1, -1, -1)
-    of_first = own.gather(-1, place[:, :1, None, :, 0].expand(*own.shape[:3], -1))
-    shown = torch.cat([of_first, own[..., near]], dim=-1)
-    return ExactKeys(keys, values, shown & seen if shown.dtype == torch.bool else shown.masked_fill(~seen, -torch.inf))
+def _tokens(side: Tensor, place: Tensor) -> Tensor:
+    """Some tokens of keys or values [batch_size, heads, seq_len, head_dim], by places [batch_size or 1, n]."""
+    index = place[:, None, :, None].expand(len(side), side.shape[1], -1, side.shape[3])
+    return side.gather(2, index)
+
+
+def _columns(mask: Tensor, place: Tensor) -> Tensor:
+    """Some columns of a mask [batch_size or 1, heads or 1, queries, seq_len], by places [batch_size or 1, n]."""
+    batch_size = max(len(mask), len(place))
+    index = place[:, None, None].expand(batch_size, *mask.shape[1:3], -1)
+    return mask.expand(batch_size, -1, -1, -1).gather(-1, index)
+
+
+def _expanded(
+    key: Tensor, value: Tensor, parameters: AttentionParameters, rotation: Rotation | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys after RoPE and values of each head that rows are read as, [batch_size, num_kv_heads, seq_len, head_dim]."""
+    keys, values = [], []
+    classes = parameters.layout.classes(dtype.itemsize)
+    for cls, basis in zip(classes, parameters.output_bases(), strict=True):
+        side = ClassRows.of(parameters, cls, key, value, dtype)
+        keys.append(side.keys(slice(None), rotation).flatten(1, 2))
+        latents = side.values(slice(None))
+        values.append(torch.einsum("bnlw,ngdw->bngld", latents, basis.to(latents.dtype)).flatten(1, 2))
+    found = torch.cat(values, dim=1)
+    if parameters.value_constant is not None:
+        found = found + parameters.value_constant[:, None]
+    return torch.cat(keys, dim=1), found.to(dtype)

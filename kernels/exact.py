@@ -119,17 +119,13 @@ def read_values(latents: Tensor, parameters: AttentionParameters) -> Tensor:
         latents: [batch_size, seq_len, sum over query heads of value width], weights of each head summing to one.
     """
     layout, heads = parameters.layout, parameters.heads_per_group
-    basis = parameters.output_basis
-    assert basis is not None
-    size, parts, column = layout.group_size, [], 0
-    for cls in layout.classes():
-        width = cls.value.width
-        own = latents[..., heads * column : heads * (column + cls.count * width)]
-        own = own.unflatten(-1, (cls.count, size, parameters.shape.heads_per_kv, width))
-        of_class = basis[:, column : column + cls.count * width].unflatten(-1, (cls.count, width))
-        of_class = of_class.unflatten(0, (size, -1)).to(own.dtype)
-        parts.append(torch.einsum("bsngpw,gdnw->bsngpd", own, of_class).flatten(2, 3))
-        column += cls.count * width
+    parts, column = [], 0
+    for cls, basis in zip(layout.classes(), parameters.output_bases(), strict=True):
+        size = heads * cls.count * cls.value.width
+        own = latents[..., column : column + size]
+        own = own.unflatten(-1, (cls.count, layout.group_size, parameters.shape.heads_per_kv, cls.value.width))
+        parts.append(torch.einsum("bsngpw,ngdw->bsngpd", own, basis.to(own.dtype)).flatten(2, 3))
+        column += size
     values = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
     if parameters.value_constant is not None:
         values = values + parameters.value_constant.to(values.dtype).unsqueeze(1)

@@ -90,12 +90,14 @@ class ClassRows(NamedTuple):
         c, rows = self.cls, self.value_rows[:, part]
         return read_class(rows, c.value, c.value_byte, c.value_stride, c.count, self.wide).transpose(1, 2)
 
-    def keys(self, part: slice, rotation: Rotation) -> Tensor:
-        """Materialised keys, rotated, [batch_size, count, group_size, keys, head_dim]."""
+    def keys(self, part: slice, rotation: Rotation | None) -> Tensor:
+        """Materialised keys, rotated where they are not stored so, [batch_size, count, group_size, keys, head_dim]."""
         basis, constant = self.parameters.basis(self.cls), self.parameters.constant(self.cls)
         keys = torch.einsum("bnlr,ngdr->bngld", self.latents(part).to(basis.dtype), basis)
         if constant is not None:
             keys = keys.to(torch.promote_types(keys.dtype, constant.dtype)) + constant.unsqueeze(2)
+        if rotation is None:
+            return keys.to(self.dtype)
         tables = (self.table(table)[..., part, :] for table in rotation)
         return rotate(keys, *(own if own.dim() == 2 else own.unsqueeze(2) for own in tables)).to(self.dtype)
 

@@ -70,6 +70,16 @@ class AttentionParameters:
         columns = columns.unflatten(-1, (cls.count, cls.key.width)).transpose(0, 1)
         return columns.unflatten(1, (self.layout.group_size, -1))
 
+    def output_bases(self) -> list[Tensor]:
+        """The output bases of each class, [count, group_size, head_dim, width]; views."""
+        assert self.output_basis is not None
+        classes = list(self.layout.classes())
+        columns = self.output_basis.split([cls.count * cls.value.width for cls in classes], dim=-1)
+        return [
+            own.unflatten(-1, (cls.count, -1)).unflatten(0, (self.layout.group_size, -1)).permute(2, 0, 1, 3)
+            for cls, own in zip(classes, columns, strict=True)
+        ]
+
     def constant(self, cls: GroupClass) -> Tensor | None:
         """The constant keys of a class, [count, group_size, head_dim]; a view."""
         size = self.layout.group_size

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,17 +113,6 @@ def attention(
     return torch.cat(outputs, dim=-1)
 
 
-class Beyond(NamedTuple):
-    """The keys of whole rows that are read as codes: those beyond the exact ones. Queries are the last tokens.
-
-    lag: a query reads the codes of the token so many before it, and of older ones.
-    exact: [batch_size or 1, kv_len] bool, tokens whose codes no query reads; None: there are none.
-    """
-
-    lag: int = 0
-    exact: Tensor | None = None
-
-
 def partial_attention(
     query: Tensor,
     key: Tensor,
@@ -133,7 +121,6 @@ def partial_attention(
     key_rotation: Rotation | None = None,
     attention_mask: Tensor | None = None,
     keys: range | None = None,
-    beyond: Beyond | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over some of the keys, with the log-sum-exp by which `join` combines it with the others.
 
@@ -141,7 +128,6 @@ def partial_attention(
         key, value: rows, not necessarily of neighbours: `key_rotation` has one row for each, `attention_mask` one
             column.
         keys: those that some query sees lie within it, from a multiple of LEAST_BLOCK on; None: found here.
-        beyond: of the rows of neighbours: which are read, of those that the mask shows.
         The others as in `attention`.
     Returns:
         [batch_size, seq_len, sum over query heads of value width], and the log-sum-exp of each query head's logits,
@@ -149,36 +135,32 @@ def partial_attention(
         the order of the layout.
     """
     seq_len, kv_len = seq_len_of(query), key.shape[2]
-    if beyond is None and attention_mask is None and seq_len > 1:
-        beyond, kv_len = Beyond(), seq_len  # a prefill into an empty static cache: nothing attends behind the new keys
-    offset = kv_len - seq_len
+    is_causal = attention_mask is None and seq_len > 1
+    if is_causal:  # a prefill into an empty static cache: nothing attends behind the new keys
+        kv_len = seq_len
     eager_cpu = query.device.type == "cpu" and not torch.compiler.is_compiling()
     if keys is None:
-        keys = range(kv_len if beyond is None else max(0, kv_len - beyond.lag))
+        keys = range(kv_len)
         if eager_cpu and attention_mask is not None and attention_mask.shape[-1] == kv_len:
-            shown = _attended(attention_mask)
-            keys = range(shown.start, min(shown.stop, keys.stop))
-    index = torch.arange(0 if beyond is None else kv_len, device=query.device)
+            keys = _attended(attention_mask)
+    index = torch.arange(kv_len if is_causal else 0, device=query.device)
     absorb = eager_cpu and key_rotation is not None and _may_absorb(parameters, seq_len, key_rotation)
 
     def active(start: int) -> slice:
-        return slice(0 if beyond is None else max(0, start + beyond.lag - offset), None)
+        return slice(start if is_causal else 0, None)
 
     outputs, sums = [], []
     for cls in parameters.layout.classes(query.element_size()):
         mask_of_class = parameters.mask(attention_mask, parameters.heads(cls))
 
-        def mask(part: slice, own: slice, whole: Tensor | None = mask_of_class) -> list[Tensor | None]:
+        def mask(part: slice, own: slice, whole: Tensor | None = mask_of_class) -> Tensor | None:
+            if is_causal:
+                return (index[part] <= index[own, None])[None, None]
             if whole is not None and whole.shape[-1] > 1:
                 whole = whole[..., part]
             if whole is not None and whole.shape[-2] > 1:
                 whole = whole[..., own, :]
-            if beyond is None:
-                return [whole]
-            seen = (index[part] + beyond.lag <= index[offset:][own, None])[None, None]
-            if beyond.exact is not None:
-                seen = seen & ~beyond.exact[:, None, None, part]
-            return [whole, seen]
+            return whole
 
         side = ClassRows.of(parameters, cls, key, value, query.dtype)
         logits: AbsorbedQueries | RebuiltKeys = (
@@ -234,8 +216,8 @@ def _on(widths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(widths, device=device)
 
 
-Mask = Callable[[slice, slice], "list[Tensor | None]"]
-"""Gives the masks of some keys for some queries, each broadcastable to [batch_size, heads, queries, keys]."""
+Mask = Callable[[slice, slice], "Tensor | None"]
+"""Gives the mask of some keys for some queries, broadcastable to [batch_size, heads, queries, keys]."""
 
 
 def _running_softmax(
@@ -259,8 +241,7 @@ def _running_softmax(
         active = seeing(start)
         latents = side.latents(part).to(side.wide)
         logits = scaled_and_capped(logits_of(latents, part, active), parameters.scaling, parameters.softcap)
-        for own in mask(part, active):
-            logits = masked(logits, own)
+        logits = masked(logits, mask(part, active))
         before = largest[..., active, :]
         now = torch.maximum(before, logits.amax(-1, keepdim=True))
         reference = now.masked_fill(now == -torch.inf, 0.0)

@@ -122,17 +122,12 @@ def _expanded(
 
     With pages [tokens, num_kv_heads, head_dim].
     """
-    assert parameters.output_basis is not None
-    layout, keys, values, column = parameters.layout, [], [], 0
-    for cls in layout.classes(dtype.itemsize):
+    keys, values = [], []
+    equation = "bnlw,ngdw->bngld" if pages is None else "lnw,ngdw->lngd"
+    for cls, basis in zip(parameters.layout.classes(dtype.itemsize), parameters.output_bases(), strict=True):
         of_keys, latents = materialise(key, value, parameters, cls, dtype, rotation, first=first, pages=pages)
-        width = cls.count * cls.value.width
-        basis = parameters.output_basis[:, column : column + width].unflatten(-1, (cls.count, -1))
-        basis = basis.unflatten(0, (layout.group_size, -1)).to(dtype)
-        equation = "bnlw,gdnw->bngld" if pages is None else "lnw,gdnw->lngd"
         keys.append(of_keys)
-        values.append(torch.einsum(equation, latents, basis).flatten(1, 2))
-        column += width
+        values.append(torch.einsum(equation, latents, basis.to(dtype)).flatten(1, 2))
     found = values[0] if len(values) == 1 else torch.cat(values, dim=1)
     if parameters.value_constant is not None:
         constant = parameters.value_constant

@@ -50,7 +50,9 @@ def decoded(model: Any) -> Tensor:
 
 
 UNLIKE = ("afmoe", "cohere2", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "smollm3")
-"""Gates, sinks or layers without RoPE: models folded by hand have none of them, so that the pipeline is quick here."""
+"""Gates, sinks or layers without RoPE: models folded by hand have none of them, so that the pipeline checks them."""
+KINDS = ("gpt_oss", "qwen3_5_text", "smollm3")
+"""The quick tests: sinks and windows, gates and layers other than attention, layers without RoPE."""
 
 
 @pytest.mark.parametrize("name", [name for name in ALIKE if name not in UNLIKE])
@@ -63,7 +65,7 @@ def test_at_full_rank_a_family_is_its_source(name: str, tmp_path: Path) -> None:
             assert relative_error(folded(model, Folding(form, 2))(PROMPT).logits, expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", mostly_nightly(ALIKE, lambda name: name == "granite" or name in UNLIKE))
+@pytest.mark.parametrize("name", mostly_nightly(ALIKE, lambda name: name in KINDS))
 def test_a_family_goes_through_the_whole_pipeline(name: str, tmp_path: Path) -> None:
     model = build_tiny(name, tmp_path / "model")
     run = rotor.calibrate(model, tmp_path / "run", "rotor", SMALL, offload="always")
