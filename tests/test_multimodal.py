@@ -32,7 +32,7 @@ SMALL = [
 ]
 PROMPT = torch.randint(8, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
 IMAGE_TOKEN, START, END = 5, 6, 7
-GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 @pytest.fixture(autouse=True)
