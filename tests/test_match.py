@@ -12,6 +12,7 @@ import torch
 from support.paths import ROOT
 
 from rotor.checkpoint.layout import AttentionShape
+from rotor.errors import UsageError
 from rotor.policies import FP8, KIVI, PerToken
 from rotor.tools.study.caches import mean_sequence_bytes, sequence_bytes
 from rotor.tools.study.parts.match import MatchRecord, bytes_of_answers, bytes_of_kl, header, match_rows
@@ -125,3 +126,9 @@ def test_a_study_of_a_model_with_windows(tiny, tmp_path: Path) -> None:
     assert exact["kl_div"] < few["kl_div"]
     again = study(tiny("gemma3_text"), tmp_path / "study", ["rotor"], settings, **options)
     assert (again.added, again.records) == (0, result.records)
+    with pytest.raises(UsageError, match="other settings: context"):
+        study(tiny("gemma3_text"), tmp_path / "study", ["rotor"], settings, context=16, **options)
+    short = study(tiny("gemma3_text"), tmp_path / "short", ["rotor"], settings, context=16, **options)
+    of_short = short.records["match/rotor, 200 bytes"]  # of a sequence whose windows hold most of it
+    assert of_short["kl_div"] > many["kl_div"]
+    assert 0 < of_short["sizes"]["2048"] < many["sizes"]["2048"]

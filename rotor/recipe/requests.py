@@ -265,6 +265,8 @@ class StudyRequest(MemoryOptions, Reported):
         caches: Cache policies of your own for the part methods, as --cache takes them.
         distance: Tokens of other text between what look-ups and copies state and what asks for it, in rows with room
             for that (1500: rows of 2048); default: evaluation.filler_tokens.
+        context: Tokens of the sequences that are served, whose bytes choose the plans of models with windows (default:
+            the model's longest, at most 32768).
         batch_tokens: Tokens in one forward pass of a calibration.
         plots: Draw the results, which needs matplotlib.
     """
@@ -279,6 +281,7 @@ class StudyRequest(MemoryOptions, Reported):
     sizes: Sequence[int] = ()
     caches: Sequence[str] = ()
     distance: Count | None = None
+    context: ContextTokens | None = None
     batch_tokens: Count = 2048
     plots: bool = True
 

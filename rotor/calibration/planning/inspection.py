@@ -137,7 +137,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         elements = sum(parameter.numel() for parameter in implied.parameters())
         outline = ModelOutline.of_headers(config, shapes, elements * stored_dtype(config).itemsize)
     shape, stored = outline.shape, outline.stored_bytes
-    tokenizer = load_tokenizer(source.folder, outline.config.vocab_size)
+    tokenizer = load_tokenizer(source.folder, outline.text_config.vocab_size)
     devices = DevicePlan.choose(request, outline.dtype)
     target, compute_dtype = devices.device, devices.dtype
     element_bytes = outline.dtype.itemsize

@@ -87,6 +87,11 @@ class StudyContext:
             )
 
     @property
+    def context_tokens(self) -> int:
+        """Tokens of the sequences whose bytes plans count."""
+        return context_tokens(self.checkpoint.config, self.request.context)
+
+    @property
     def whole_bytes(self) -> int:
         """Bytes of a token in the uncompressed cache; raises UsageError if weights are not all in memory."""
         self.check_in_memory()
@@ -167,7 +172,7 @@ class StudyContext:
                 data=lambda: self.data,
                 network=lambda: self.network,
                 meter=lambda: self.meter,
-                context_tokens=context_tokens(self.checkpoint.config),
+                context_tokens=self.context_tokens,
             )
             self._open = name, evaluator, evaluator.path
         return self._open[1:]

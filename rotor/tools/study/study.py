@@ -70,8 +70,9 @@ def run_study(request: StudyRequest) -> Study:
     checkpoint = Checkpoint(source.folder)
     with exclusive(out):
         devices = evaluation_plan(checkpoint, inputs.first, request, progress)
-        store = StudyStore.read(out, _settings(inputs, source.name, checkpoint, devices))
+        store = StudyStore.read(out, _settings(inputs, source.name, checkpoint, devices, request.context))
         context = StudyContext(inputs, store, checkpoint, devices, progress, request)
+        _ = context.context_tokens  # raises where the model has fewer positions
         store.save()
         with log_file(out, "study"):
             progress.message(f"text: {describe_evaluation(context.evaluation, checkpoint.tokenizer)}")
@@ -114,7 +115,9 @@ def _in_words(record: Record) -> str:
     return "measured"
 
 
-def _settings(inputs: StudyInputs, name: str, checkpoint: Checkpoint, devices: DevicePlan) -> Record:
+def _settings(
+    inputs: StudyInputs, name: str, checkpoint: Checkpoint, devices: DevicePlan, context: int | None
+) -> Record:
     """The settings that make records comparable: a study continues only with the same."""
     first = inputs.first
     shared = ("summary", "evaluation", "search", "cache")
@@ -126,4 +129,5 @@ def _settings(inputs: StudyInputs, name: str, checkpoint: Checkpoint, devices: D
         "evaluation": dataclasses.asdict(first.evaluation),
         "search": dataclasses.asdict(first.search),
         "recipes": {name: {key: of[key] for key in of if key not in shared} for name, of in recipes.items()},
+        **({} if context is None else {"context": context}),
     }

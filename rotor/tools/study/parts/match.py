@@ -14,7 +14,6 @@ from ....checkpoint.layout import (
     uncompressed_kv_bytes_of_sequence,
 )
 from ....errors import UnsupportedModelError
-from ....models.projections import context_tokens
 from ....policies import FP8, KIVI, KVTC, PerToken
 from ....policies.quantiser import Quantiser
 from ..caches import CacheBench, mean_sequence_bytes
@@ -102,7 +101,7 @@ class _Measured:
     def __init__(self, study: StudyContext) -> None:
         self.study, config = study, study.checkpoint.config
         self.shape = attention_shape(config)
-        self.context = context_tokens(config)
+        self.context = study.context_tokens
         before = uncompressed_kv_bytes_of_sequence(self.shape, study.cache_dtype.itemsize, self.context)
         self.whole = before / self.context
 
