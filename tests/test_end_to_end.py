@@ -32,7 +32,7 @@ from rotor.tools.validation import validate as validation
 from rotor.tools.validation.validate import validate
 
 
-@pytest.mark.parametrize("recipe", mostly_nightly(["fdc", "rotor"], lambda recipe: recipe == "rotor"))
+@pytest.mark.parametrize("recipe", mostly_nightly(["fdc", "rotor"], lambda recipe: recipe == "fdc"))
 def test_main_job(recipe: str, run_copy, tmp_path: Path, capsys) -> None:
     before = contents(DEMO_MODEL)
     run = run_copy(recipe)

@@ -72,7 +72,16 @@ def test_a_default_kernel_config_lists_the_layers_launches() -> None:
 
 
 def test_the_package_offers_what_the_commands_do() -> None:
-    """Importing it is quick, and lets transformers load checkpoints once that can load models, with nothing else and no
+    assert all(callable(getattr(rotor, name)) for name in rotor.__all__ if name != "__version__")
+    assert set(rotor.__all__) <= set(dir(rotor))
+    assert (Path(rotor.__file__).parent / "py.typed").is_file()
+    with pytest.raises(AttributeError, match="no attribute 'calibrat'"):
+        rotor.calibrat  # noqa: B018
+
+
+@pytest.mark.nightly
+def test_importing_the_package_is_quick_and_registers_it() -> None:
+    """It imports neither torch nor transformers, and lets transformers load checkpoints once that can load models, with nothing else and no
     GPU touched."""
     program = """
 import sys, rotor
@@ -86,11 +95,6 @@ print("rotor" in AUTO_QUANTIZER_MAPPING, any("rotor" in type(finder).__module__ 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["False False", "set() False", "True False"]
-    assert all(callable(getattr(rotor, name)) for name in rotor.__all__ if name != "__version__")
-    assert set(rotor.__all__) <= set(dir(rotor))
-    assert (Path(rotor.__file__).parent / "py.typed").is_file()
-    with pytest.raises(AttributeError, match="no attribute 'calibrat'"):
-        rotor.calibrat  # noqa: B018
 
 
 def test_every_dependency_is_imported() -> None:
