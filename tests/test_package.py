@@ -81,8 +81,8 @@ def test_the_package_offers_what_the_commands_do() -> None:
 
 @pytest.mark.nightly
 def test_importing_the_package_is_quick_and_registers_it() -> None:
-    """It imports neither torch nor transformers, and lets transformers load checkpoints once that can load models, with nothing else and no
-    GPU touched."""
+    """It imports neither torch nor transformers, and lets transformers load checkpoints once that can load models, with
+    nothing else and no GPU touched."""
     program = """
 import sys, rotor
 print("torch" in sys.modules, "transformers" in sys.modules)
