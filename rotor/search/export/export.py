@@ -237,7 +237,9 @@ def _report(
     """The content of rotor.json."""
     source, info = job.run.info["model"], job.run.info
     place = job.out.path.resolve()  # paths from inside it, so that the folders can be moved together
-    kept = {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source}
+    kept = {
+        key: source[key] for key in ("name", "hub_id", "revision", "shards", "files", "state_bytes") if key in source
+    }
     about = cast(ModelInfo, kept | {"path": os.path.relpath(job.checkpoint.folder.resolve(), place)})
     return {
         "format_version": FORMAT_VERSION,

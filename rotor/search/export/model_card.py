@@ -64,7 +64,7 @@ The weights of {name} with value, output and (where folded) key projections rota
 | compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
 | KV bytes of {held["tokens"]:,} tokens before, after | {held["before"]:,}, {held["after"]:,} |
-{_cache_row(report)}{measured}
+{_states_row(report)}{_cache_row(report)}{measured}
 
 {accuracy.note}
 Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens, and speed.
@@ -111,6 +111,11 @@ def _texts(report: CheckpointInfo) -> str:
         ]
         parts.append("\n" + "\n\n".join(lines) + "\n")
     return "".join(parts)
+
+
+def _states_row(report: CheckpointInfo) -> str:
+    size_bytes = report["source"].get("state_bytes")
+    return f"| bytes of a sequence's other states, which stay as they are | {size_bytes:,} |\n" if size_bytes else ""
 
 
 def _cache_row(report: CheckpointInfo) -> str:
