@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import rotor
 from rotor.calibration.planning.inspection import inspect
 from rotor.checkpoint.layout import POST_ROPE, KeyForm
+from rotor.models.compressed import CompressedCheckpoint
 from rotor.runtime.decoded import decoding
 from rotor.search.plan_evaluator import rank_path
 from rotor.search.report import report
@@ -88,6 +89,12 @@ def test_a_family_goes_through_the_whole_pipeline(name: str, tmp_path: Path) -> 
     rotor.export(run.folder, tmp_path / "out", compression=0.6, measure=False, context=12)
     result = rotor.validate(tmp_path / "out", measure=False)
     assert not result.damaged, [check for check in result.checks if check.status == "fail"]
+    states = run.info["model"]["state_bytes"]
+    assert (found.state_bytes, CompressedCheckpoint(tmp_path / "out").report["source"].get("state_bytes")) == (
+        states,
+        states,
+    )
+    assert (states > 0) == ("other states" in (tmp_path / "out" / "README.md").read_text())
 
     compressed = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}

@@ -21,7 +21,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from rotor.calibration.bases.moments import stored_name
 from rotor.calibration.capture import capture
-from rotor.checkpoint.families import FAMILIES, attention_shape, find_family
+from rotor.checkpoint.families import FAMILIES, MULTIMODAL, attention_shape, find_family
 from rotor.checkpoint.layout import pre_rope
 from rotor.checkpoint.projections import read_attention
 from rotor.errors import UnsupportedModelError
@@ -240,8 +240,9 @@ def test_what_is_not_supported_is_refused_by_name(name: str, change: dict, messa
         ("RwkvConfig", "it keeps a state of fixed size"),
         ("T5Config", "it is an encoder and a decoder.\nrotor compresses models that are decoders alone."),
         ("BartConfig", "it is an encoder and a decoder."),
-        ("Gemma3Config", "it reads more than text, by a language model 'gemma3_text'.\nGive a language model alone."),
-        ("Mistral3Config", "it reads more than text"),
+        ("Gemma3nConfig", "it reads more than text, by a language model 'gemma3n_text'.\nGive a language model alone."),
+        ("LlavaConfig", "it reads more than text"),
+        ("Qwen3VLTextConfig", "model_type 'qwen3_vl_text' is not supported"),
     ],
 )
 def test_models_that_keep_no_keys_and_values_of_their_own_are_refused_with_a_reason(config: str, message: str) -> None:
@@ -250,10 +251,16 @@ def test_models_that_keep_no_keys_and_values_of_their_own_are_refused_with_a_rea
     assert message in str(error.value)
 
 
+def test_a_model_around_a_language_model_that_is_not_supported_is_refused() -> None:
+    config = transformers.Mistral3Config(text_config={"model_type": "bloom"})
+    with pytest.raises(UnsupportedModelError, match="a mistral3 with a language model 'bloom' is not supported"):
+        find_family(config)
+
+
 def test_every_supported_family_is_tested_and_named() -> None:
     lines = (ROOT / "docs" / "families.md").read_text().splitlines()
     named = {name for line in lines if line.startswith("| ") for name in re.findall(r"\w+", line.split("|")[1])}
-    assert set(FAMILIES) <= named
-    assert f"{len(FAMILIES)} model types" in (ROOT / "README.md").read_text()
+    assert {*FAMILIES, *MULTIMODAL} <= named
+    assert f"{len(FAMILIES) + len(MULTIMODAL)} model types" in (ROOT / "README.md").read_text()
     assert {config().model_type for config in CONFIGS.values()} | ALIKE.keys() == set(FAMILIES)
     assert {name for name in CONFIGS if find_family(CONFIGS[name]()).rotary is None} == NO_ROPE

@@ -321,6 +321,8 @@ class Calibration:
 
     def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: JsonObject) -> None:
         """Write run.json and the recipe, and publish the folder."""
+        from ..models.states import state_bytes  # imports the models of transformers
+
         folder = self.partial.folder
         source = self.source
         config = self.checkpoint.config
@@ -331,6 +333,7 @@ class Calibration:
                 "hub_id": source.hub_id,
                 "revision": source.revision,
                 "model_type": config.model_type,
+                "state_bytes": state_bytes(config),
                 **hashes,
             },
             "form": self.form._asdict() | {"keys": [keys._asdict() for keys in self.form.keys]},

@@ -163,8 +163,9 @@ def observed_attention(
             handles.append(module.get_submodule(family.key_source).register_forward_hook(keep(layer)))
     AttentionInterface.register(OBSERVED_ATTENTION, attention)
     AttentionMaskInterface.register(OBSERVED_ATTENTION, sdpa_mask)  # otherwise transformers drops the mask silently
-    implementation = model.config._attn_implementation
-    model.config._attn_implementation = OBSERVED_ATTENTION
+    config = model.config.get_text_config()
+    implementation = config._attn_implementation
+    config._attn_implementation = OBSERVED_ATTENTION
     replaced = list(modules.values()) if family.bypasses_interface else []
     for module in replaced:
         module.forward = partial(_forward_through_interface, module, family, shape, attention)
@@ -173,7 +174,7 @@ def observed_attention(
     finally:
         for module in replaced:
             del module.forward
-        model.config._attn_implementation = implementation
+        config._attn_implementation = implementation
         for handle in handles:
             handle.remove()
 

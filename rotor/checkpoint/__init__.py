@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .families import attention_shape as attention_shape
     from .families import family_of as family_of
     from .families import find_family as find_family
+    from .families import is_supported as is_supported
+    from .families import language_model_setting as language_model_setting
     from .file_names import CARD as CARD
     from .file_names import KERNEL_CONFIG as KERNEL_CONFIG
     from .file_names import RECIPE as RECIPE
@@ -82,7 +84,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "bases": "BasisPair ChannelCode FoldedBases FoldedBasis LayerBases",
     "channels": "EDITED Channels Latent Numbers",
-    "families": "FAMILIES Family architectures attention_shape family_of find_family",
+    "families": "FAMILIES Family architectures attention_shape family_of find_family is_supported "
+    "language_model_setting",
     "file_names": "CARD KERNEL_CONFIG RECIPE RESULTS ROTOR_JSON",
     "folding": "fold_bases fold_layer layer_layout model_layouts rewrite",
     "hashes": "file_sha256 tensor_sha256",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,9 @@ class Family:
     """A model family: where rotor finds what it needs, and what its attention does that others do not.
 
     decoder: path of the module that holds the layers, under the causal model; `layers` and `attention` below it.
-    stored: how checkpoints name `decoder`, where they have another name than the model.
+    stored: how checkpoints name `decoder`, where they may have another name than the model.
+    auto_class: the class of transformers that loads its checkpoints.
+    mrope: positions of images and videos have three axes, so that they do not follow from a token's place in the cache.
     layer_returns_tuple: a decoder layer returns (hidden states, ...) instead of the hidden states.
     output: the output projection, under the attention module.
     sinks: the softmax has a learned logit for each query head, the attention's parameter `sinks`.
@@ -117,6 +119,8 @@ class Family:
     layers: str
     attention: str
     stored: str | None = None
+    auto_class: str = "AutoModelForCausalLM"
+    mrope: bool = False
     output: str = "o_proj"
     sinks: bool = False
     gate: str | None = None
@@ -179,16 +183,18 @@ class Family:
     def stored_prefix(self, layer: int, names: frozenset[str]) -> str:
         """`attention_prefix` as a checkpoint has it: a bare model (the original GPT-2) lacks its first part."""
         full = self.attention_prefix(layer)
-        if self.stored is not None:
-            return self.stored + full.removeprefix(self.decoder)
-        bare = full.partition(".")[2]
-        return bare if {f"{bare}{self.output}.weight", f"{bare}o_proj.weight"} & names else full
+        other = full if self.stored is None else self.stored + full.removeprefix(self.decoder)
+        forms = (other, full, full.partition(".")[2])
+        return next((form for form in forms if {f"{form}{self.output}.weight", f"{form}o_proj.weight"} & names), other)
 
     def module_name(self, name: str) -> str:
         """The name in the model of a checkpoint's tensor."""
-        if self.stored is None or not name.startswith(f"{self.stored}."):
+        if self.stored is None or name.startswith(f"{self.decoder}."):
             return name
-        return self.decoder + name.removeprefix(self.stored)
+        if name.startswith(f"{self.stored}."):
+            return self.decoder + name.removeprefix(self.stored)
+        causal = self.stored.rpartition(".")[0]  # the module that has the decoder and its head
+        return name.removeprefix(f"{causal}.") if causal else name
 
     def attention_module(self, model: nn.Module, layer: int) -> nn.Module:
         return model.get_submodule(self.attention_prefix(layer)[:-1])
@@ -199,7 +205,7 @@ class Family:
 
     def rotary_type(self, config: Any, layer: int) -> str | None:
         """The third argument of the rotary embedding for a layer, if it takes one."""
-        return config.layer_types[self.placed[layer]] if self.rotary_by_layer_type else None
+        return config.get_text_config().layer_types[self.placed[layer]] if self.rotary_by_layer_type else None
 
     def rotation(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary embedding, [..., rotary_dim], with both halves of the dimensions equal."""
@@ -314,7 +320,48 @@ FAMILIES: dict[str, Family] = {
         num_kv_heads=_falcon_kv_heads,
     ),
 }
-"""Supported `config.model_type`s."""
+"""Supported `config.model_type`s of language models."""
+
+LANGUAGE_MODELS = FAMILIES | {
+    "qwen2_5_vl_text": _LIKE_LLAMA,
+    "qwen3_vl_text": _LIKE_QWEN3,
+    "qwen3_vl_moe_text": _LIKE_QWEN3,
+}
+"""Those and the ones that come within another model alone."""
+
+LANGUAGE_MODEL = "model.language_model"
+"""Path of the decoder in a model that reads more than text."""
+
+
+class Multimodal(NamedTuple):
+    """A kind of models that read more than text by one of LANGUAGE_MODELS; `stored`, `mrope`: see Family."""
+
+    stored: str | None = None
+    mrope: bool = False
+
+    def around(self, family: Family) -> Family:
+        """The family of the language model as it is in the whole model."""
+        return replace(
+            family,
+            decoder=LANGUAGE_MODEL,
+            rotary=family.rotary and LANGUAGE_MODEL + family.rotary.removeprefix(family.decoder),
+            stored=self.stored,
+            mrope=self.mrope,
+            auto_class="AutoModelForImageTextToText",
+            in_vllm=False,
+        )
+
+
+MULTIMODAL = {
+    "gemma3": Multimodal("language_model.model"),
+    "mistral3": Multimodal("language_model.model"),
+    "qwen2_5_vl": Multimodal("model", mrope=True),
+    "qwen3_vl": Multimodal(mrope=True),
+    "qwen3_vl_moe": Multimodal(mrope=True),
+    "qwen3_5": Multimodal(mrope=True),
+    "qwen3_5_moe": Multimodal(mrope=True),
+}
+"""Supported `config.model_type`s of models that read more than text."""
 
 
 def architectures() -> set[str]:
@@ -332,11 +379,31 @@ _REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidi
 
 
 def family_of(config: Any) -> Family:
-    """The family of the config of a supported model, with the norms that this model has and where its layers are."""
-    family = FAMILIES[config.model_type]
+    """The family of the config of a supported model, with the norms that this model has and where its layers are.
+
+    Args:
+        config: the whole model's, or that of a language model.
+    """
+    whole, config = config, config.get_text_config()
+    family = LANGUAGE_MODELS[config.model_type]
+    if whole is not config:
+        family = MULTIMODAL[whole.model_type].around(family)
     norms = () if family.norms_if and not getattr(config, family.norms_if) else family.norms
     factor = float(getattr(config, family.key_multiplier)) if family.key_multiplier else 1.0
     return replace(family, norms=norms, placed=family.attention_layers(config), key_factor=factor)
+
+
+def is_supported(config: Any) -> bool:
+    """Whether a model is of a supported family, whatever its variant."""
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    multimodal = config.model_type in MULTIMODAL and config.get_text_config().model_type in LANGUAGE_MODELS
+    return multimodal or config.model_type in FAMILIES
+
+
+def language_model_setting(config: Any, value: str) -> str | dict[str, str]:
+    """A setting as config.json has it (`attn_implementation`) that `value` is of the language model alone."""
+    return value if config.get_text_config() is config else {"text_config": value}
 
 
 def _why_not(config: Any) -> tuple[str, str]:
@@ -348,31 +415,36 @@ def _why_not(config: Any) -> tuple[str, str]:
         return f"{refusal}: it is an encoder and a decoder.", "rotor compresses models that are decoders alone."
     if getattr(config, "kv_lora_rank", None) or getattr(language_model, "kv_lora_rank", None):
         return f"{refusal}: its cache is a latent already (multi-head latent attention).", "Serve it as it is."
+    if model_type in MULTIMODAL:
+        return (
+            f"a {model_type} with a language model {language_model.model_type!r} is not supported.",
+            f"Supported language models: {', '.join(sorted(LANGUAGE_MODELS))}.",
+        )
     if model_type in _RECURRENT:
         return f"{refusal}: it keeps a state of fixed size, not keys and values.", "Serve it as it is."
     if getattr(language_model, "model_type", None) is not None:
         return (
             f"{refusal}: it reads more than text, by a language model {language_model.model_type!r}.",
-            f"Give a language model alone. Supported: {', '.join(sorted(FAMILIES))}.",
+            f"Give a language model alone. Supported: {', '.join(sorted({*FAMILIES, *MULTIMODAL}))}.",
         )
-    return f"{refusal}.", f"Supported: {', '.join(sorted(FAMILIES))}."
+    return f"{refusal}.", f"Supported: {', '.join(sorted({*FAMILIES, *MULTIMODAL}))}."
 
 
 def find_family(config: Any) -> Family:
-    """Find the family of a config by its `model_type`.
+    """Find the family of a model's config by its `model_type`, and that of its language model.
 
     Raises:
-        UnsupportedModelError: not in FAMILIES (the message lists them), or an unsupported variant of a family.
+        UnsupportedModelError: not supported (the message lists them), or an unsupported variant of a family.
     """
     model_type = getattr(config, "model_type", None)
-    if model_type not in FAMILIES or getattr(config, "is_encoder_decoder", False):
+    if not is_supported(config):
         raise UnsupportedModelError(*_why_not(config))
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
             f"this {model_type} checkpoint is already quantised or compressed (config.json has a quantization_config).",
             "Give the checkpoint that it was made from; its README.md usually names it as base_model.",
         )
-    family = family_of(config)
+    family, config = family_of(config), config.get_text_config()
     for flag in (*_REFUSED, *family.refused):
         if getattr(config, flag, False):
             raise UnsupportedModelError(f"config.json: {flag} is set, which rotor does not support.")
@@ -387,10 +459,10 @@ def find_family(config: Any) -> Family:
 
 
 def attention_shape(config: Any) -> AttentionShape:
-    """Sizes of the attention layers from the transformers config of a supported family."""
+    """Sizes of the attention layers from the transformers config of a supported family, see `family_of`."""
+    family, config = family_of(config), config.get_text_config()
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
-    family = family_of(config)
     layers, unrotated, windows = family.placed, family.without_rope(config), _windows(config)
     without_rope = tuple(index for index, layer in enumerate(layers) if layer in unrotated)
     rotates = family.rotary is not None and len(without_rope) < len(layers)
@@ -408,6 +480,7 @@ def attention_shape(config: Any) -> AttentionShape:
         gated=family.gate is not None,
         sinks=family.sinks,
         without_rope=without_rope if rotates else (),
+        mrope=family.mrope,
     )
 
 

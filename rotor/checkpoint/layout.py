@@ -50,6 +50,7 @@ class AttentionShape:
         into that.
     sinks: each query head has a learned number among its logits, which takes attention and has no value.
     without_rope: layers whose queries and keys are not rotated, in a model that rotates those of others.
+    mrope: RoPE's positions have three axes, and do not follow from a token's place in the cache.
     """
 
     num_layers: int
@@ -64,6 +65,7 @@ class AttentionShape:
     gated: bool = False
     sinks: bool = False
     without_rope: tuple[int, ...] = ()
+    mrope: bool = False
 
     def __post_init__(self) -> None:
         for name in ("windows", "without_rope"):

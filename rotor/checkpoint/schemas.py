@@ -32,12 +32,16 @@ ShardName = Annotated[str, Expect(_is_shard_name, "a plain file name, *.safetens
 
 
 class ModelInfo(TypedDict):
-    """A source model; shards, files: SHA-256 of its shards, and of its other files."""
+    """A source model; shards, files: SHA-256 of its shards, and of its other files.
+
+    state_bytes: see rotor.models.states; missing in runs of earlier versions.
+    """
 
     path: str
     name: str
     shards: dict[str, str]
     files: dict[str, str]
+    state_bytes: NotRequired[int]
     hub_id: NotRequired[str | None]
     revision: NotRequired[str | None]
 

@@ -20,6 +20,7 @@ def print_inspection(inspection: Inspection) -> None:
         if inspection.row_start is None
         else inspection.row_start or "nothing of its own"
     )
+    states = inspection.state_bytes
     gpu = inspection.available_device_bytes
     print_pairs(
         ("model", inspection.name + (f" at {inspection.revision}" if inspection.revision else "")),
@@ -31,6 +32,7 @@ def print_inspection(inspection: Inspection) -> None:
             f"{shape.head_dim}, {extras}",
         ),
         ("KV cache", f"{inspection.kv_bytes_per_token:,} bytes per token: {cache}"),
+        *([("states", f"{in_bytes(states)} a sequence beside the cache, which stay as they are")] if states else []),
         ("context", f"{inspection.context_tokens:,} tokens, whose bytes an export counts (--context)"),
         ("text begins with", start),
         (

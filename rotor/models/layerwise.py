@@ -53,9 +53,9 @@ class LayerwiseModel:
     def __init__(self, source: Weights, batch_tokens: int = 2048, workspace: Path | None = None) -> None:
         self.source, self.batch_tokens, self.workspace = source, batch_tokens, workspace
         self.model = source.model
-        self.config: PreTrainedConfig = self.model.config
-        self.family: Family = family_of(self.config)
-        self.shape = attention_shape(self.config)
+        self.config: PreTrainedConfig = self.model.config.get_text_config()
+        self.family: Family = family_of(self.model.config)
+        self.shape = attention_shape(self.model.config)
         self.decoder = self.model.get_submodule(self.family.decoder)
         layers = list(self.decoder.get_submodule(self.family.layers))[: self.config.num_hidden_layers]
         self.layers: list[nn.Module] = layers

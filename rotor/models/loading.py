@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from ..checkpoint.families import family_of
 from ..checkpoint.section import is_compressed
@@ -14,7 +13,7 @@ from ..numerics import check_parameters
 from ..runtime.integration import replace_attention
 from .compressed import CompressedCheckpoint, open_model
 from .source import Checkpoint, one_line
-from .weights import StreamedWeights, Weights, keep_softcap
+from .weights import StreamedWeights, Weights, auto_class, keep_softcap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -29,9 +28,9 @@ ALWAYS_ALLOWED_ELEMENTS = 1 << 26
 
 
 def config_model(config: PreTrainedConfig) -> Any:
-    """Build the causal model of a config on the meta device."""
+    """Build the model of a config on the meta device."""
     with torch.device("meta"):  # eager, because Falcon looks up its attention class by the implementation
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
+        return auto_class(config).from_config(config, trust_remote_code=False, attn_implementation="eager")
 
 
 def check_fit(checkpoint: Checkpoint) -> None:
@@ -68,14 +67,15 @@ def check_fit(checkpoint: Checkpoint) -> None:
 
 
 def load_model(folder: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Load a causal model for evaluation, from a local folder, without running code from it.
+    """Load a model for evaluation, from a local folder, without running code from it.
 
     Raises:
         CheckpointError: the folder cannot be loaded.
     """
-    check_fit(open_model(folder))
+    checkpoint = open_model(folder)
+    check_fit(checkpoint)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(checkpoint.config).from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except RotorError:

@@ -79,4 +79,4 @@ def long_sequence_count(report_tokens: int, seq_len: int, config: PreTrainedConf
 
 def bounded_seq_len(seq_len: int, config: PreTrainedConfig) -> int:
     """Bound `seq_len` by the model's positions."""
-    return min(seq_len, getattr(config, "max_position_embeddings", None) or seq_len)
+    return min(seq_len, getattr(config.get_text_config(), "max_position_embeddings", None) or seq_len)

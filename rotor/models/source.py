@@ -91,7 +91,7 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer in the folder, or None; a child process tries it first."""
-        return load_tokenizer(self.folder, self.config.vocab_size)
+        return load_tokenizer(self.folder, self.config.get_text_config().vocab_size)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor.

@@ -94,12 +94,13 @@ def calibration_tokens(
     if held_out is not None:
         documents = calibration_share(documents, held_out)
     sequences = text_sequences(documents, tokenizer, seq_len)
-    check_ids(sequences, config.vocab_size)
+    check_ids(sequences, config.get_text_config().vocab_size)
     return CalibrationTokens(evenly_spaced(sequences, count, what), tuple(documents))
 
 
 def ordinary_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
     """Ids of the vocabulary without special tokens and ids unknown to the tokenizer: [n], int64, ascending."""
+    config = config.get_text_config()
     special = {getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")}
     size = config.vocab_size
     if tokenizer is not None:
@@ -118,7 +119,7 @@ def random_tokens(
         DataError: all tokens of the vocabulary are special.
     Source: FDC section 5.1.
     """
-    allowed = ordinary_tokens(config, tokenizer)
+    allowed, config = ordinary_tokens(config, tokenizer), config.get_text_config()
     if len(allowed) == 0:
         raise DataError(
             f"all {config.vocab_size} tokens of the vocabulary are special: there are none to draw from.",
@@ -165,7 +166,7 @@ def synthetic_tokens(
     if begin:
         given[::2] = MODEL_WRITES
         given[::2, : len(begin)] = torch.tensor(begin)
-    drawn_from = torch.arange(min(config.vocab_size, len(tokenizer))) if opening else allowed
+    drawn_from = torch.arange(min(config.get_text_config().vocab_size, len(tokenizer))) if opening else allowed
     barred = ~torch.isin(drawn_from, allowed).to(device)  # special tokens, outside chats
     allowed_there = drawn_from.to(device)
     given = given.to(device)

@@ -12,15 +12,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
-from ..checkpoint.families import FAMILIES, family_of
+from ..checkpoint.families import family_of, is_supported
 from ..errors import CheckpointError
 from .source import Checkpoint
 
@@ -185,15 +185,21 @@ class StreamedWeights(Weights):
 
 def keep_softcap(model: PreTrainedModel) -> None:
     """Switch models with a soft cap from sdpa, which older versions of transformers choose and which omits the cap."""
-    family = FAMILIES.get(model.config.model_type)
-    if family is not None and family.softcap and model.config._attn_implementation == "sdpa":
+    softcap = is_supported(model.config) and family_of(model.config).softcap
+    if softcap and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that builds and loads a model, by its config."""
+    name = family_of(config).auto_class if is_supported(config) else "AutoModelForCausalLM"
+    return getattr(transformers, name)
+
+
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """Build the causal model of a config: parameters on the meta device, real buffers (rotary frequencies, masks)."""
+    """Build the model of a config: parameters on the meta device, real buffers (rotary frequencies, masks)."""
     with torch.device("meta"), meta_device_safe_creation_ops():
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model: Any = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     for name, buffer in list(model.named_buffers()):
         _set(model, name, torch.empty_like(buffer, device="cpu"))
     for parameter in model.parameters():

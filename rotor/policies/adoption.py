@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..checkpoint import FAMILIES, Family, attention_shape, family_of, find_family
+from ..checkpoint import Family, attention_shape, family_of, find_family, is_supported
 from ..errors import UnsupportedModelError
 from ..runtime import CacheRows, RotaryTable, rotary_tables
 from .layer import PolicyLayer
@@ -47,7 +47,7 @@ def use_cache_policy(model: PreTrainedModel, policy: Policy | str | None) -> Non
     if before is not None:
         before.remove()
     if policy is not None:
-        if model.config.model_type not in FAMILIES:
+        if not is_supported(model.config):
             find_family(model.config)  # says which there are
         attach_stored(model, model, policy)
 
@@ -80,11 +80,12 @@ class _Attachment:
 
     def __init__(self, model: PreTrainedModel, network: nn.Module, policy: Policy) -> None:
         self.policy = policy
-        self._config, self._implementation = model.config, model.config._attn_implementation
+        self._config = model.config.get_text_config()
+        self._implementation = self._config._attn_implementation
         self._handles: list[RemovableHandle] = []
         family: Family = family_of(model.config)
         count = len(family.placed)
-        if count < model.config.num_hidden_layers or family.sinks:
+        if count < self._config.num_hidden_layers or family.sinks:
             raise UnsupportedModelError(
                 f"cache policy {policy.method}: this model has layers without attention, or sinks in its softmax.",
                 "Leave the policy out.",
@@ -108,7 +109,7 @@ class _Attachment:
         for index, (module, table) in enumerate(zip(modules, tables, strict=True)):
             hooks = _Hooks(policy, index, module in self._compressed, table)
             if hooks.compressed:
-                module.store = CacheRows(policy, model.config)
+                module.store = CacheRows(policy, self._config)
             else:
                 self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
             if policy.needs_states:
@@ -117,7 +118,7 @@ class _Attachment:
             if policy.needs_states or not hooks.compressed:
                 self._handles.append(module.register_forward_hook(hooks.after, with_kwargs=True))
         if policy.needs_weights and len(self._compressed) < count:
-            model.config._attn_implementation = "eager"
+            self._config._attn_implementation = "eager"
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -81,9 +81,10 @@ def decoding_without_cache(model: PreTrainedModel) -> Iterator[None]:
 
     `generate` asks for a cache, so that its prompts are exact as they are served.
     """
-    use_cache, model.config.use_cache = model.config.use_cache, False
+    config = model.config.get_text_config()
+    use_cache, config.use_cache = config.use_cache, False
     try:
         with decoding(model.modules()):
             yield
     finally:
-        model.config.use_cache = use_cache
+        config.use_cache = use_cache

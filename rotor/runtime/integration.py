@@ -33,6 +33,7 @@ from ..checkpoint import (
     attention_shape,
     family_of,
     is_ours,
+    language_model_setting,
 )
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..kernels.defaults import config_of
@@ -80,10 +81,11 @@ class RotorQuantizer(HfQuantizer):
             FALCON_ATTENTION_CLASSES.setdefault(name, FalconAttention)
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        asked = config._attn_implementation
+        language_model = config.get_text_config()
+        asked = language_model._attn_implementation
         if asked is not None and not is_ours(asked):
             log.warning("attn_implementation=%r is ignored: compressed layers always run rotor's own attention.", asked)
-        config._attn_implementation = METHOD
+        language_model._attn_implementation = METHOD
         return config
 
     def _process_model_before_weight_loading(
@@ -108,7 +110,8 @@ class RotorQuantizer(HfQuantizer):
         network = with_head(model)
         for config in (self.quantization_config, model.config.quantization_config):
             vars(config).pop("source", None)  # save_pretrained will write the weights
-        model.config.attn_implementation = MARK  # transformers drops it, and save_pretrained must write it
+        # transformers drops it, and save_pretrained must write it
+        model.config.attn_implementation = language_model_setting(model.config, MARK)
         family = family_of(model.config)
         for index, kernels in enumerate(self.kernel_config.layers):
             module = family.attention_module(network, index)
@@ -236,7 +239,7 @@ def replace_attention(
         module = RotorAttention(base, family, shape.layer(index), layout, biases, tables[index])
         family.replace_attention(model, index, module)
         modules.append(module)
-    model.config._attn_implementation = METHOD
+    model.config.get_text_config()._attn_implementation = METHOD
     return modules
 
 

@@ -123,7 +123,7 @@ class RotaryTable:
 
 def rotary_tables(network: nn.Module, family: Family, config: PreTrainedConfig) -> list[RotaryTable | None]:
     """The table of each layer of a causal model, shared by layers of a type; None without RoPE."""
-    without_rope = family.without_rope(config)
+    without_rope = family.without_rope(config.get_text_config())
     rotates = [family.rotary is not None and layer not in without_rope for layer in family.placed]
     if family.rotary is None or not any(rotates):
         return [None for _ in rotates]

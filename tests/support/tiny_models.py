@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -246,13 +247,82 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
 """Class of the config and settings of families whose attention is that of one in CONFIGS, which a test of the whole
 pipeline checks."""
 
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
+QWEN_IMAGES: dict[str, Any] = {"image_token_id": 5, "vision_start_token_id": 6, "vision_end_token_id": 7}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+PARTIAL_MROPE = PARTIAL | {"mrope_section": [2, 1, 1]}
+MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3Config",
+        SIZES | WINDOWS,
+        VISION,
+        {"mm_tokens_per_image": 4, "image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7},
+    ),
+    "mistral3": (
+        "Mistral3Config",
+        SIZES | {"model_type": "mistral", "tie_word_embeddings": False},
+        VISION | {"model_type": "pixtral"},
+        {"image_token_index": 5, "tie_word_embeddings": False},
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        IMPLIED_HEAD_DIM | {"rope_parameters": MROPE},
+        QWEN_VISION | {"out_hidden_size": 128, "window_size": 16},
+        QWEN_IMAGES,
+    ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        SIZES | {"rope_parameters": MROPE},
+        QWEN_VISION | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
+        QWEN_IMAGES | {"tie_word_embeddings": True},
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig",
+        SIZES | MOE | {"rope_parameters": MROPE},
+        QWEN_VISION | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
+        QWEN_IMAGES,
+    ),
+    "qwen3_5": (
+        "Qwen3_5Config",
+        SIZES | AMONG_OTHERS | DELTA | {"rope_parameters": PARTIAL_MROPE},
+        QWEN_VISION | {"out_hidden_size": 48},
+        QWEN_IMAGES,
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeConfig",
+        SIZES | AMONG_OTHERS | DELTA | MOE | {"shared_expert_intermediate_size": 32, "rope_parameters": PARTIAL_MROPE},
+        QWEN_VISION | {"out_hidden_size": 48},
+        QWEN_IMAGES,
+    ),
+}
+"""Models that read more than text: class of the config; settings of the language model, the vision tower, and both."""
+
 NO_ROPE = frozenset({"gpt2", "opt"})
 
 
 def tiny_config(family: str) -> Any:
-    """The config of a tiny model of a family, in CONFIGS or ALIKE."""
+    """The config of a tiny model of a family, in CONFIGS, ALIKE or MULTIMODAL."""
     if family in CONFIGS:
         return CONFIGS[family]()
+    if family in MULTIMODAL:
+        name, text, vision, both = MULTIMODAL[family]
+        return getattr(transformers, name)(text_config=dict(text), vision_config=dict(vision), **both)
     name, settings = ALIKE[family]
     return getattr(transformers, name)(**settings)
 
@@ -260,7 +330,9 @@ def tiny_config(family: str) -> Any:
 def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **save: object) -> Path:
     """A tiny model with random weights large enough that attention is not uniform; biases and norms random too."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    config = tiny_config(family)
+    auto_class = AutoModelForImageTextToText if family in MULTIMODAL else AutoModelForCausalLM
+    model = auto_class.from_config(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

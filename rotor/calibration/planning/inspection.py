@@ -72,6 +72,7 @@ class Inspection:
     """Results of `rotor inspect`.
 
     kv_cache_bytes: bytes of one sequence, by its tokens.
+    state_bytes: of one sequence beside the cache, see rotor.models.states.
     context_tokens: length of the sequence whose bytes an export counts.
     row_start: beginning of every text sequence, as text; None without a tokenizer.
     bits: bits that a channel may have.
@@ -92,6 +93,7 @@ class Inspection:
     shape: AttentionShape
     kv_bytes_per_token: int
     kv_cache_bytes: dict[int, int]
+    state_bytes: int
     context_tokens: int
     row_start: str | None
     recipe: str
@@ -119,6 +121,8 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         UnsupportedModelError: rotor cannot compress the model.
         RotorError: see rotor.errors.
     """
+    from ...models.states import state_bytes  # imports the models of transformers
+
     model = request.model
     if Path(model).is_file():
         if Path(model).name != "config.json":
@@ -137,7 +141,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         elements = sum(parameter.numel() for parameter in implied.parameters())
         outline = ModelOutline.of_headers(config, shapes, elements * stored_dtype(config).itemsize)
     shape, stored = outline.shape, outline.stored_bytes
-    tokenizer = load_tokenizer(source.folder, outline.config.vocab_size)
+    tokenizer = load_tokenizer(source.folder, outline.text_config.vocab_size)
     devices = DevicePlan.choose(request, outline.dtype)
     target, compute_dtype = devices.device, devices.dtype
     element_bytes = outline.dtype.itemsize
@@ -172,6 +176,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         kv_cache_bytes={
             n: uncompressed_kv_bytes_of_sequence(shape, element_bytes, n) for n in sorted({*CONTEXTS, served})
         },
+        state_bytes=state_bytes(outline.config),
         context_tokens=served,
         row_start=None if tokenizer is None else tokenizer.decode(text_start(tokenizer)),
         recipe=spec.name,

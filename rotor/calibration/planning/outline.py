@@ -48,7 +48,7 @@ FIXED_FREQUENCY_KINDS = ("linear", "yarn", "llama3")
 class ModelOutline:
     """A model without its weights: everything that config and headers tell.
 
-    config: the transformers config.
+    config: the transformers config of the whole model; text_config: that of its language model.
     layers: elements of each decoder layer with attention, and of those before it; the last with those behind it.
     vocabulary: elements of each matrix over the vocabulary (the embedding, and the head unless tied).
     rest: elements of everything else.
@@ -72,7 +72,7 @@ class ModelOutline:
     @classmethod
     def of_headers(cls, config: PreTrainedConfig, shapes: dict[str, list[int]], stored_bytes: int) -> ModelOutline:
         """Outline a model from the shapes of its tensors by name and the bytes of their files; raises like `of`."""
-        family, shape = find_family(config), attention_shape(config)
+        family, shape, text = find_family(config), attention_shape(config), config.get_text_config()
         layers, ends = [0] * shape.num_layers, family.placed
         vocabulary: list[int] = []
         rest = 0
@@ -80,13 +80,17 @@ class ModelOutline:
         for stored_name, dims in shapes.items():
             name = family.module_name(stored_name)
             index = name[len(prefix) :].partition(".")[0] if name.startswith(prefix) else ""
-            if index.isdigit() and int(index) < config.num_hidden_layers:
+            if index.isdigit() and int(index) < text.num_hidden_layers:
                 layers[min(bisect_left(ends, int(index)), len(ends) - 1)] += math.prod(dims)
-            elif len(dims) == 2 and config.vocab_size in dims:
+            elif len(dims) == 2 and text.vocab_size in dims:
                 vocabulary.append(math.prod(dims))
             else:
                 rest += math.prod(dims)
         return cls(config, family, shape, tuple(layers), tuple(vocabulary), rest, stored_bytes)
+
+    @property
+    def text_config(self) -> PreTrainedConfig:
+        return self.config.get_text_config()
 
     @property
     def parameters(self) -> int:
@@ -149,7 +153,9 @@ class ModelOutline:
         on_gpu = device.type == "cuda"
         stages = {"activations and statistics of one layer": running if on_gpu else max(running, solving)}
         if recipe.tokens.source == "synthetic":  # cache and logits of the sequences that are written together
-            sequence = 2 * kv_width * number * seq_len * shape.num_layers + 4 * LOGIT_COPIES * self.config.vocab_size
+            sequence = (
+                2 * kv_width * number * seq_len * shape.num_layers + 4 * LOGIT_COPIES * self.text_config.vocab_size
+            )
             written = min(num_sequences, max(1, SAMPLING_TOKENS // seq_len))
             stages["cache of the text that the model writes"] = written * sequence
         if recipe.distil.steps:
@@ -171,7 +177,7 @@ class ModelOutline:
         attention = 2 * (shape.num_heads * shape.head_dim + _kv_width(shape)) * shape.hidden_size
         outputs = shape.num_heads * (form.group_size * shape.head_dim) ** 2 * 8 if recipe.bases.refit else 0
         rewriting = 3 * outputs + 3 * bases_bytes(shape, form) + attention * 2 * 8
-        scoring = LOGIT_COPIES * max(LOGIT_BYTES[device.type], HEAD_POSITIONS * 4 * self.config.vocab_size)
+        scoring = LOGIT_COPIES * max(LOGIT_BYTES[device.type], HEAD_POSITIONS * 4 * self.text_config.vocab_size)
         work = {"activations": max(self._activations(2048, form.group_size, dtype.itemsize), scoring)}
         searched = spec.search_tokens + _prompt_tokens(spec, primitive_metrics(spec.metric))
         reported = spec.report_tokens + _prompt_tokens(spec, report_metrics(spec.metric))
@@ -256,7 +262,7 @@ class ModelOutline:
         attention = 2 * projected + shape.num_heads * shape.head_dim
         if "output" in moments and group_size > 1:
             attention += 2 * shape.num_heads * group_size * shape.head_dim
-        numbers = 4 * shape.hidden_size + max(attention, 3 * _feed_forward_width(self.config))
+        numbers = 4 * shape.hidden_size + max(attention, 3 * _feed_forward_width(self.text_config))
         copies = min(CHUNK_BYTES, tokens * shape.num_heads * group_size * shape.head_dim * 8) if moments else 0
         head = tokens * shape.heads_per_kv * shape.head_dim * 8 if moments else 0
         return tokens * numbers * number_bytes + 2 * max(copies, head)
@@ -277,6 +283,7 @@ def rotary_frequencies(config: PreTrainedConfig, layer: int) -> tuple[float, ...
     if not shape.rotary_dim:
         return ()
     kind = family.rotary_type(config, layer)
+    config = config.get_text_config()
     rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float64) / shape.rotary_dim

@@ -42,9 +42,12 @@ class Streaming(Eviction):
             raise _cannot_move("this checkpoint's keys are compressed after RoPE, which is in their latents")
 
     def check_config(self, config: PreTrainedConfig) -> int:
-        if self.moves_keys and family_of(config).rotary is None:
+        family = family_of(config)
+        if self.moves_keys and family.rotary is None:
             raise _cannot_move("this model has no RoPE")
-        if self.moves_keys and (family_of(config).interleaved or family_of(config).without_rope(config)):
+        if self.moves_keys and family.mrope:
+            raise _cannot_move("positions of images have three axes in this model")
+        if self.moves_keys and (family.interleaved or family.without_rope(config.get_text_config())):
             raise _cannot_move("RoPE of this model is interleaved, or not in every layer")
         return super().check_config(config)
 

@@ -119,7 +119,7 @@ class FidelityMeter:
         self._text[split], self._answers[split] = text, answers
         if "kl_div" in self._names[split]:
             self._references[split] = states
-        vocab_size = int(self.context.config.vocab_size)
+        vocab_size = int(self.context.config.get_text_config().vocab_size)
         if recorded["perplexity"] >= AT_CHANCE * vocab_size:
             recorded["at_chance"] = True
             self._warn(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from ...checkpoint.atomic import write_json, write_text
 from ...checkpoint.bases import LayerBases
+from ...checkpoint.families import language_model_setting
 from ...checkpoint.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
 from ...checkpoint.folding import model_layouts
 from ...checkpoint.hashes import tensor_sha256
@@ -138,7 +139,7 @@ def _write(
 
     config = dict(checkpoint.config_dict)
     dtype = checkpoint.meta_tensor(f"{family.stored_prefix(0, checkpoint.names)}{family.value_weight}").dtype
-    config["attn_implementation"] = MARK
+    config["attn_implementation"] = language_model_setting(checkpoint.config, MARK)
     config["quantization_config"] = {
         "quant_method": MARK,
         "format_version": FORMAT_VERSION,
@@ -177,7 +178,7 @@ def _write(
             },
         }
     write_json(staging / ROTOR_JSON, report)
-    write_text(staging / CARD, model_card(report, accuracy, recipe, run.shape, apart))
+    write_text(staging / CARD, model_card(report, accuracy, recipe, family, run.shape, apart))
     with progress.task("report", None, ""):
         write_with_checkpoint(staging, Path(job.request.out), report, recipe, run)
     return report, write_manifest(staging, "checkpoint")
@@ -236,7 +237,9 @@ def _report(
     """The content of rotor.json."""
     source, info = job.run.info["model"], job.run.info
     place = job.out.path.resolve()  # paths from inside it, so that the folders can be moved together
-    kept = {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source}
+    kept = {
+        key: source[key] for key in ("name", "hub_id", "revision", "shards", "files", "state_bytes") if key in source
+    }
     about = cast(ModelInfo, kept | {"path": os.path.relpath(job.checkpoint.folder.resolve(), place)})
     return {
         "format_version": FORMAT_VERSION,

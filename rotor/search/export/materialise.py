@@ -11,6 +11,7 @@ from typing import cast
 from ...calibration.run import Run
 from ...checked import Reader
 from ...checkpoint.atomic import write_json, write_text
+from ...checkpoint.families import family_of
 from ...checkpoint.file_names import CARD, ROTOR_JSON
 from ...checkpoint.json_files import read_json
 from ...checkpoint.locks import exclusive
@@ -105,7 +106,7 @@ def _describe(
     accuracy = Accuracy.read(
         checkpoint.report["accuracy"], Reader(str(checkpoint.folder / ROTOR_JSON), CheckpointError)
     )
-    write_text(staging / CARD, model_card(report, accuracy, recipe, checkpoint.shape))
+    write_text(staging / CARD, model_card(report, accuracy, recipe, family_of(checkpoint.config), checkpoint.shape))
     try:
         run = Run.open(checkpoint.run_folder)
     except RotorError as error:

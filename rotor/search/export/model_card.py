@@ -6,6 +6,7 @@ import re
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ...checkpoint.families import Family
 from ...checkpoint.file_names import ROTOR_JSON
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...checkpoint.schemas import CheckpointInfo, ModelInfo
@@ -16,12 +17,17 @@ from ..evaluation.accuracy import Accuracy
 
 
 def model_card(
-    report: CheckpointInfo, accuracy: Accuracy, recipe: Recipe, shape: AttentionShape, apart: bool = False
+    report: CheckpointInfo,
+    accuracy: Accuracy,
+    recipe: Recipe,
+    family: Family,
+    shape: AttentionShape,
+    apart: bool = False,
 ) -> str:
     """Markdown with a metadata block, from the content of rotor.json.
 
     Args:
-        accuracy: that of rotor.json.
+        accuracy: that of rotor.json. family, shape: of the source.
         apart: the weights are not in the folder.
     """
     size = report["kv_bytes_per_token"]
@@ -35,7 +41,7 @@ def model_card(
         base_model=base_model,
         base_model_relation="quantized",
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-generation" if family.auto_class == "AutoModelForCausalLM" else "image-text-to-text",
         tags=["rotor", "kv-cache", "compression"],
     )
     weights = _where_weights_are(report["source"]) if apart else ""
@@ -58,7 +64,7 @@ The weights of {name} with value, output and (where folded) key projections rota
 | compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
 | KV bytes of {held["tokens"]:,} tokens before, after | {held["before"]:,}, {held["after"]:,} |
-{_cache_row(report)}{measured}
+{_states_row(report)}{_cache_row(report)}{measured}
 
 {accuracy.note}
 Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens, and speed.
@@ -67,9 +73,9 @@ Not measured: other tasks, other languages, contexts longer than {recipe.evaluat
 
 ```python
 import rotor  # {pip_install()}
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {family.auto_class}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
+model = {family.auto_class}.from_pretrained("PATH_OF_THIS_FOLDER")
 ```
 
 {weights}Without rotor transformers refuses this checkpoint. Programs that never import rotor load it where rotor is
@@ -105,6 +111,11 @@ def _texts(report: CheckpointInfo) -> str:
         ]
         parts.append("\n" + "\n\n".join(lines) + "\n")
     return "".join(parts)
+
+
+def _states_row(report: CheckpointInfo) -> str:
+    size_bytes = report["source"].get("state_bytes")
+    return f"| bytes of a sequence's other states, which stay as they are | {size_bytes:,} |\n" if size_bytes else ""
 
 
 def _cache_row(report: CheckpointInfo) -> str:

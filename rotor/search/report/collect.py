@@ -21,7 +21,7 @@ from ...checkpoint.layout import (
     uncompressed_kv_bytes_of_sequence,
     uncompressed_kv_bytes_per_token,
 )
-from ...checkpoint.schemas import CheckpointInfo, SequenceInfo
+from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SequenceInfo
 from ...errors import CheckpointError, RotorError
 from ...models.compressed import read_report
 from ...models.projections import LONG_CONTEXT
@@ -67,7 +67,8 @@ def collect_run(run: Run) -> ReportData:
         data.ratios_of, what = ("report", "exported") if point.report else ("search", "measured")
         data.ranks_of = f"of the strongest point that was {what}: compression {point.stored:.3f}"
         data.ratios = _accuracy_of(point, table).ratio_rows(data.ratios_of)
-        _headline(data, point, _run_bytes(run, point, table.context.settings.get("context_tokens", LONG_CONTEXT)))
+        tokens = table.context.settings.get("context_tokens", LONG_CONTEXT)
+        _headline(data, point, _run_bytes(run, point, tokens), run.info["model"])
     else:
         why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` measures."
         data.absent.update({"points": why, "ranks": why})
@@ -109,7 +110,7 @@ def collect_checkpoint(
     rows = [sum(layout.row_bytes(element)) for layout in layouts]
     exact = exact_bytes_of_sequence([layout.exact for layout in layouts], shape, element)
     held = report.get("kv_bytes_of_sequence") or _sequence(shape, element, rows, exact, LONG_CONTEXT)
-    _headline(data, chosen, (size["before"], size["after"], held))
+    _headline(data, chosen, (size["before"], size["after"], held), report["source"])
     if isinstance(run, Run):  # which has other measured points, spectra and timings
         table = None if accuracy.table is None else RankTable.named(run, accuracy.table)
         point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
@@ -224,7 +225,7 @@ def _sequence(shape: AttentionShape, element: int, row_bytes: Sequence[int], exa
     return {"tokens": tokens, "before": before, "after": kv_bytes_of_sequence(row_bytes, shape, tokens) + exact}
 
 
-def _headline(data: ReportData, point: Point, size: tuple[int, int, SequenceInfo]) -> None:
+def _headline(data: ReportData, point: Point, size: tuple[int, int, SequenceInfo], model: ModelInfo) -> None:
     before, after, held = size
     fidelity = point.report or point.search
     split = "search" if point.report is None else "report"
@@ -247,3 +248,5 @@ def _headline(data: ReportData, point: Point, size: tuple[int, int, SequenceInfo
     long = f"{in_bytes(held['before'])} → {in_bytes(held['after'])}"
     share = 100 * (1 - held["after"] / held["before"])
     data.sizes.append((f"KV cache at {held['tokens']:,} tokens", long, f"one sequence, {share:.1f} % less"))
+    if states := model.get("state_bytes"):
+        data.sizes.append(("states beside the KV cache", in_bytes(states), "one sequence of any length, unchanged"))

@@ -12,6 +12,7 @@ from ...errors import UsageError
 from ...models.compressed import CompressedCheckpoint
 from ...models.hardware import pick_device, pick_dtype
 from ...models.loading import load_model
+from ...models.projections import bounded_seq_len
 from ...options import with_fields_of
 from ...policies import stored_bytes
 from ...progress import Progress
@@ -59,7 +60,7 @@ def run_bench(request: BenchRequest) -> JsonObject:
                 advance(1)
         models = {name: load_model(path, target, chosen) for name, path in folders.items() if request.new_tokens}
         for length in sorted({*decode, *prefill}) if models else ():
-            longest = min(getattr(m.config, "max_position_embeddings", None) or 1 << 30 for m in models.values())
+            longest = min(bounded_seq_len(1 << 30, m.config) for m in models.values())
             if length + request.new_tokens + 1 > longest:
                 left_out[f"model, {length} tokens"] = f"longer than the model's {longest} positions"
                 continue
@@ -119,7 +120,7 @@ def _attention(
 def _generated(models: JsonObject, request: BenchRequest, length: int, batch_size: int) -> list[JsonObject]:
     """Models in turn: time to the first token (a prompt's), and over the source's; between tokens; cache bytes."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = min(model.config.vocab_size for model in models.values())
+    vocabulary = min(model.config.get_text_config().vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (batch_size, length), generator=generator)
     first: dict[str, list[float]] = {name: [] for name in models}
     between: dict[str, list[float]] = {name: [] for name in models}

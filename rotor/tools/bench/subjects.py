@@ -45,7 +45,7 @@ def subjects_of(folder: Path) -> list[Subject]:
     """
     checkpoint = CompressedCheckpoint(folder)
     alike = Counter(zip(checkpoint.layouts, checkpoint.kernel_config.layers, strict=True))
-    softcap = bool(getattr(checkpoint.config, "attn_logit_softcapping", None))
+    softcap = bool(getattr(checkpoint.config.get_text_config(), "attn_logit_softcapping", None))
     return [
         Subject(layout_class(layout), count, layout, kernels, checkpoint.shape, checkpoint.dtype, 0, softcap)
         for (layout, kernels), count in alike.items()
