@@ -432,8 +432,9 @@ def _why_not(config: Any) -> tuple[str, str]:
             f"a {model_type} with a language model {language_model.model_type!r} is not supported.",
             f"Supported language models: {', '.join(sorted(LANGUAGE_MODELS))}.",
         )
-    unlike = _UNLIKE.get(model_type) or _UNLIKE.get(getattr(language_model, "model_type", None))
-    if unlike:
+    names = (model_type, getattr(language_model, "model_type", None))
+    unlike = next((_UNLIKE[name] for name in names if name in _UNLIKE), None)
+    if unlike is not None:
         return f"{refusal}: {unlike}.", "Serve it as it is, or with a cache that transformers quantises."
     if model_type in _RECURRENT:
         return f"{refusal}: it keeps a state of fixed size, not keys and values.", "Serve it as it is."
