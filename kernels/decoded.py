@@ -72,13 +72,12 @@ def decoded_attention(
         queries = slice(start, min(start + QUERY_BLOCK, seq_len))
         old = slice(0, max(0, queries.stop - tokens.newest))
         near = slice(max(0, start - tokens.newest + 1), queries.stop)
-        age = index[:, queries, None] - torch.cat([index[:, old], first, index[:, near]], dim=-1)[:, None]
-        is_new = (age >= 0) & (age < tokens.newest)
-        is_coded = functional.pad(~is_first[:, old], (0, tokens.first), value=True)  # and what of the first is old
-        count = is_coded.shape[-1]
-        seen = torch.cat([(age >= tokens.newest)[..., :count] & is_coded[:, None], is_new[..., count:]], dim=-1)[
-            :, None
-        ]
+        old_age, first_age, near_age = (
+            index[:, queries, None] - at[:, None] for at in (index[:, old], first, index[:, near])
+        )
+        is_coded = (old_age >= tokens.newest) & ~is_first[:, None, old]
+        is_new = (near_age >= 0) & (near_age < tokens.newest)
+        seen = torch.cat([is_coded, first_age >= tokens.newest, is_new], dim=-1)[:, None]
         if mask is not None:
             columns = torch.cat([index[:, old], place, index[:, near]], dim=-1)
             shown = _columns(mask[:, :, queries], columns)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.policy_models import PolicyModels, prompts
 from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
+from support.tiny_models import tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
@@ -122,6 +123,16 @@ def test_what_a_policy_cannot_serve_is_said(policy_models: PolicyModels, tiny, t
     holes = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1, 1]])
     with cache_policy(plain, Window()), pytest.raises(UsageError, match="not on the left"):
         plain.generate(rows, **{**options, "attention_mask": holes})
+
+
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "gpt_oss", "jamba", "lfm2", "qwen3_next"])
+def test_models_with_states_or_sinks_keep_their_caches_by_no_policy(name: str) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(name))
+    for policy in ("gear-2", Window()):
+        with pytest.raises(UnsupportedModelError) as error:
+            use_cache_policy(model, policy)
+        assert "Leave the policy out" in str(error.value) or "without a cache policy" in str(error.value)
+        assert policy_of(model) is None
 
 
 def test_bundled_policies_are_there_under_every_method() -> None:

@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 from support.compare import relative_error
 from support.quick import mostly_nightly
 from support.runs import in_memory
-from support.tiny_models import MULTIMODAL, build_tiny
+from support.tiny_models import MULTIMODAL, build_tiny, tiny_config
 from transformers import AutoModelForImageTextToText
 
 import rotor
 from rotor.calibration.planning.inspection import inspect
 from rotor.checkpoint.families import MULTIMODAL as SUPPORTED
-from rotor.errors import RecipeError
+from rotor.errors import RecipeError, UnsupportedModelError
+from rotor.policies import PolicyLayer, Streaming, cache_policy, use_cache_policy
 from rotor.search.report import report
 
 SMALL = [
@@ -105,6 +106,17 @@ def test_the_language_model_goes_through_the_whole_pipeline(name: str, tmp_path:
         tokens = compressed.generate(**inputs, **GREEDY)
         assert torch.equal(again.generate(**inputs, **GREEDY), tokens)
         assert torch.equal(compressed.generate(**inputs, cache_implementation="static", **GREEDY), tokens)
+
+
+def test_cache_policies_serve_the_language_model() -> None:
+    """Not those that move keys to other positions, where these have three axes."""
+    model: Any = AutoModelForImageTextToText.from_config(tiny_config("qwen3_vl")).eval()
+    pictured = with_image("qwen3_vl")
+    with cache_policy(model, "gear-4"):
+        cache = model.generate(**pictured, **GREEDY, return_dict_in_generate=True).past_key_values
+    assert all(isinstance(layer, PolicyLayer) for layer in cache.layers)
+    with pytest.raises(UnsupportedModelError, match="positions of images have three axes"):
+        use_cache_policy(model, Streaming(positions="cache"))
 
 
 def test_keys_before_rope_are_refused_where_images_have_positions_of_their_own(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.folded_models import MIXED, Folding, write_pair
+from support.folded_models import MIXED, Folding, folded, write_pair
 from support.parallel_jobs import answers, different_inputs, load, sharded_answers, traffic, without_last
 from support.parallel_processes import Processes
 from support.paths import ROOT
 from support.quick import mostly_nightly
+from support.tiny_models import tiny_config
 from torch import Tensor
-from transformers import AutoModel, DynamicCache, StaticCache
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache, StaticCache
 
 from rotor.checkpoint.channels import Numbers
 from rotor.checkpoint.layout import (
@@ -246,6 +247,23 @@ def test_what_cannot_be_spread_is_refused(checkpoint: Any, alone: None) -> None:
     torch.testing.assert_close(model(ids).logits, again)
     with pytest.raises(UsageError, match=r"outside of sequence_parallel\(\)|whose positions are unknown"):
         model(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bamba", "layers without attention, states beside it"),
+        ("falcon_h1", "layers without attention, states beside it"),
+        ("jamba", "layers without attention, states beside it"),
+        ("qwen3_vl", "reads more than text"),
+    ],
+)
+def test_models_with_states_or_images_are_not_spread(name: str, message: str, alone: None) -> None:
+    auto_class = AutoModelForImageTextToText if name == "qwen3_vl" else AutoModelForCausalLM
+    model = folded(auto_class.from_config(tiny_config(name)), Folding(POST_ROPE, 2))
+    with pytest.raises(UsageError, match=message) as error, sequence_parallel(model):
+        pass
+    assert error.value.hint == "Run it in one process."
 
 
 def test_needs_processes_and_a_compressed_causal_model(checkpoint: Any, tiny: Any, tmp_path: Path) -> None:

@@ -374,6 +374,18 @@ def architectures() -> set[str]:
 _RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
 """Models that are linear attention or state spaces alone."""
 
+_NORMS_BEHIND_ROPE = "norms of queries and keys stand behind RoPE, where rotor has no place for them"
+_UNLIKE = {
+    "gemma3n_text": "its last layers read the keys and values of others",
+    "gemma4_text": "its heads have two sizes, and layers may share their cache, or have keys as values",
+    "gemma4_unified_text": "its heads have two sizes, and layers may share their cache, or have keys as values",
+    "hunyuan_v1_dense": _NORMS_BEHIND_ROPE,
+    "hunyuan_v1_moe": _NORMS_BEHIND_ROPE,
+    "llama4_text": f"its layers attend within chunks, and {_NORMS_BEHIND_ROPE}",
+    "nanochat": _NORMS_BEHIND_ROPE,
+}
+"""Language models whose attention differs from that of all families: what of it is in the way."""
+
 _REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidirectional_attention", "qk_layernorm")
 """Config fields that change attention in ways that rotor does not support."""
 
@@ -420,6 +432,10 @@ def _why_not(config: Any) -> tuple[str, str]:
             f"a {model_type} with a language model {language_model.model_type!r} is not supported.",
             f"Supported language models: {', '.join(sorted(LANGUAGE_MODELS))}.",
         )
+    names = (model_type, getattr(language_model, "model_type", None))
+    unlike = next((_UNLIKE[name] for name in names if name in _UNLIKE), None)
+    if unlike is not None:
+        return f"{refusal}: {unlike}.", "Serve it as it is, or with a cache that transformers quantises."
     if model_type in _RECURRENT:
         return f"{refusal}: it keeps a state of fixed size, not keys and values.", "Serve it as it is."
     if getattr(language_model, "model_type", None) is not None:

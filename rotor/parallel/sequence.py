@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..checkpoint import FAMILIES
 from ..errors import UsageError
@@ -40,12 +40,14 @@ class SequenceParallel(RowStore):
     def __init__(self, model: PreTrainedModel, wire: Wire) -> None:
         self.wire = wire
         self.layers = [module for module in model.modules() if isinstance(module, RotorAttention)]
-        if any(layer.layer_idx != n or layer.sinks is not None for n, layer in enumerate(self.layers)):
+        cached = DynamicCache(config=model.config).layers
+        states = any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cached)
+        if states or any(layer.layer_idx != n or layer.sinks is not None for n, layer in enumerate(self.layers)):
             raise UsageError(
-                "a prompt over several processes: this model has layers without attention, or sinks in its softmax.",
+                "a prompt over several processes: this model has layers without attention, states beside it, or sinks "
+                "in its softmax.",
                 "Run it in one process.",
             )
-        cached = DynamicCache(config=model.config).layers
         windows: list[int | None] = [getattr(layer, "sliding_window", None) for layer in cached]
         self.windows = (windows + [None] * len(self.layers))[: len(self.layers)]
         self.travels = [travel(layer.layout, layer.shape, wire.count, _element_bytes(model)) for layer in self.layers]
@@ -210,6 +212,11 @@ def sequence_parallel(model: PreTrainedModel, group: Any = None) -> Iterator[Seq
             "Start with `torchrun --nproc-per-node N`, and call torch.distributed.init_process_group() first.",
         )
     layers = [module for module in model.modules() if isinstance(module, RotorAttention)]
+    if layers and model.config.get_text_config() is not model.config:
+        raise UsageError(
+            "a prompt over several processes: this model reads more than text, which has no place in the division.",
+            "Run it in one process.",
+        )
     family = FAMILIES.get(getattr(model.config, "model_type", ""))
     if not layers or family is None or model.get_output_embeddings() is None:
         raise UsageError(
