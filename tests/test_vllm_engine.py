@@ -201,6 +201,12 @@ CALIBRATED = [
     ("llama", "fdc"),
     ("qwen3", "rotor-smallest"),
     ("gpt2", "rotor"),
+    ("gemma", "rotor"),
+    ("granite", "rotor"),
+    ("granitemoe", "rotor"),
+    ("apertus", "rotor"),
+    ("nemotron", "rotor"),
+    ("hyperclovax", "rotor"),
 ]
 """Bases, codes and ranks of rotor's own, ragged rows."""
 
