@@ -54,6 +54,8 @@ def decoded_attention(
     given = slice(0, prompt)
     own = None if mask is None else mask[:, :, given, given]
     outputs = [_attend(exact_query[:, :, given], exact_key[:, :, given], exact_value[:, :, given], parameters, own)]
+    if prompt == seq_len:
+        return outputs[0]
     coded_key, coded_value = _expanded(key, value, parameters, key_rotation, query.dtype)
     if exact_query is not query:
         # The model counts positions from the first real token, codes from the first of the row: each query meets either

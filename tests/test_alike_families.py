@@ -11,7 +11,7 @@ import torch
 from support.compare import relative_error
 from support.folded_models import Folding, folded
 from support.quick import mostly_nightly
-from support.runs import in_memory
+from support.runs import WITH_EXACT, in_memory
 from support.tiny_models import ALIKE, build_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -22,26 +22,10 @@ from rotor.checkpoint.layout import POST_ROPE, KeyForm
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.runtime.decoded import decoding
 from rotor.search.plan_evaluator import rank_path
-from rotor.search.report import report
 
-SMALL = [
-    "tokens.source=random",
-    "tokens.count=512",
-    "tokens.seq_len=64",
-    "codes.tokens=256",
-    "groups.size=2",
-    "exact.first=2",
-    "exact.newest=8",  # fewer than a prompt, so that generation reads codes
-]
 PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
 PADDING = 64
 """A whole block of RoPE, so that codes are those of the sequence alone."""
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports have no pictures here: drawing them takes longer than all the rest."""
-    monkeypatch.setattr(report, "figures", lambda *arguments: {})
 
 
 def decoded(model: Any) -> Tensor:
@@ -69,10 +53,10 @@ def test_at_full_rank_a_family_is_its_source(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", mostly_nightly(ALIKE, lambda name: name in KINDS))
 def test_a_family_goes_through_the_whole_pipeline(name: str, tmp_path: Path) -> None:
     model = build_tiny(name, tmp_path / "model")
-    run = rotor.calibrate(model, tmp_path / "run", "rotor", SMALL, offload="always")
+    run = rotor.calibrate(model, tmp_path / "run", "rotor", WITH_EXACT, offload="always")
     (tmp_path / "config").mkdir()
     shutil.copy(model / "config.json", tmp_path / "config")
-    found = inspect(tmp_path / "config", overrides=SMALL)
+    found = inspect(tmp_path / "config", overrides=WITH_EXACT)
     assert (found.shape, found.form) == (run.shape, run.form.in_words(run.shape))
 
     network, finest = in_memory(run), rank_path(run, run.recipe).plans()[0]

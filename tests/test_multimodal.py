@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.compare import relative_error
 from support.quick import mostly_nightly
-from support.runs import in_memory
+from support.runs import WITH_EXACT, in_memory
 from support.tiny_models import MULTIMODAL, build_tiny, tiny_config
 from transformers import AutoModelForImageTextToText
 
@@ -20,26 +20,10 @@ from rotor.calibration.planning.inspection import inspect
 from rotor.checkpoint.families import MULTIMODAL as SUPPORTED
 from rotor.errors import RecipeError, UnsupportedModelError
 from rotor.policies import PolicyLayer, Streaming, cache_policy, use_cache_policy
-from rotor.search.report import report
 
-SMALL = [
-    "tokens.source=random",
-    "tokens.count=512",
-    "tokens.seq_len=64",
-    "codes.tokens=256",
-    "groups.size=2",
-    "exact.first=2",
-    "exact.newest=8",
-]
 PROMPT = torch.randint(8, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
 IMAGE_TOKEN, START, END = 5, 6, 7
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports have no pictures here: drawing them takes longer than all the rest."""
-    monkeypatch.setattr(report, "figures", lambda *arguments: {})
 
 
 def with_image(name: str) -> dict[str, Any]:
@@ -66,10 +50,10 @@ def test_every_kind_has_a_tiny_model() -> None:
 @pytest.mark.parametrize("name", mostly_nightly(MULTIMODAL, lambda name: name in ("gemma3", "qwen3_vl")))
 def test_the_language_model_goes_through_the_whole_pipeline(name: str, tmp_path: Path) -> None:
     model = build_tiny(name, tmp_path / "model")
-    run = rotor.calibrate(model, tmp_path / "run", "rotor", SMALL, offload="always")
+    run = rotor.calibrate(model, tmp_path / "run", "rotor", WITH_EXACT, offload="always")
     (tmp_path / "config").mkdir()
     shutil.copy(model / "config.json", tmp_path / "config")
-    found = inspect(tmp_path / "config", overrides=SMALL)
+    found = inspect(tmp_path / "config", overrides=WITH_EXACT)
     assert (found.model_type, found.shape, found.form) == (name, run.shape, run.form.in_words(run.shape))
 
     network = in_memory(run)
@@ -122,7 +106,7 @@ def test_cache_policies_serve_the_language_model() -> None:
 def test_keys_before_rope_are_refused_where_images_have_positions_of_their_own(tmp_path: Path) -> None:
     """Their keys cannot be rotated by places in the cache; recipes that store some planes so store all after RoPE."""
     model = build_tiny("qwen3_vl", tmp_path / "model")
-    assert "post-RoPE" in inspect(model, overrides=[*SMALL, "groups.domain=block"]).form
+    assert "post-RoPE" in inspect(model, overrides=[*WITH_EXACT, "groups.domain=block"]).form
     with pytest.raises(RecipeError, match="three axes") as error:
-        inspect(model, overrides=[*SMALL, "groups.domain=pre"])
+        inspect(model, overrides=[*WITH_EXACT, "groups.domain=pre"])
     assert "groups.domain=post" in str(error.value.hint)

@@ -327,7 +327,7 @@ LANGUAGE_MODELS = FAMILIES | {
     "qwen3_vl_text": _LIKE_QWEN3,
     "qwen3_vl_moe_text": _LIKE_QWEN3,
 }
-"""Those and the ones that come within another model alone."""
+"""The families by `model_type`, with the language models that come within another model alone."""
 
 LANGUAGE_MODEL = "model.language_model"
 """Path of the decoder in a model that reads more than text."""

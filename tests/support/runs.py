@@ -35,6 +35,17 @@ SHORT_TEXT = [
 ]
 """Overrides for tests that need some measurement: a text that is tokenised in no time, and few prompts."""
 
+WITH_EXACT = [
+    "tokens.source=random",
+    "tokens.count=512",
+    "tokens.seq_len=64",
+    "codes.tokens=256",
+    "groups.size=2",
+    "exact.first=2",
+    "exact.newest=8",
+]
+"""Overrides for calibrating any tiny model; exact tokens are fewer than a prompt, so that generation reads codes."""
+
 TABLE_OPTIONS = [item for setting in [*FAST_EVALUATION, *SHORT_TEXT] for item in ("--set", setting)]
 SMALL_OPTIONS = [
     "--set",
