@@ -71,13 +71,14 @@ class RotorAttention(CompressedProjections):
         rotary: RotaryTable | None,
     ) -> None:
         shapes = {name: spec.shape for name, spec in layer_tensors(layout, shape, biases).items()}
+        config: Any = base.config
         norms = {name: base.get_submodule(name) for name in family.norms}
-        if family.norms_behind_rope:
-            norms = {name: UnweightedNorm(norm, base.config.rms_norm_eps) for name, norm in norms.items()}
+        if family.norms_behind_rope is not None:
+            norms = {name: UnweightedNorm(norm, config.rms_norm_eps) for name, norm in norms.items()}
         if family.wide_norms:  # their weights are in the order of the layout, those of `base` stay as they are
             norms = copy.deepcopy(norms)
         super().__init__(shapes, shape.head_dim, norms, family.wide_norms)
-        self.config: PreTrainedConfig = base.config  # type: ignore[assignment]
+        self.config: PreTrainedConfig = config
         self.layer_idx: int = int(base.layer_idx)  # type: ignore[arg-type]
         # Falcon's attention lacks the attribute; it uses the default.
         self.scaling: float = float(getattr(base, "scaling", shape.head_dim**-0.5))
