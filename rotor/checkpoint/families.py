@@ -104,8 +104,9 @@ class Family:
         The two may be one.
     norms_if: config field that says whether a model has the norms, where not all do.
     wide_norms: the norms are of all heads together, called on [batch_size, seq_len, num_heads * head_dim].
-    norms_behind_rope: the norms stand behind RoPE, in layers with RoPE, `plain` or with a weight, `weighted`. Without the weight that is the
-        same as before RoPE, where rotor puts them, as a rotation changes no length; the weight stays behind it.
+    norms_behind_rope: the norms stand behind RoPE, in layers with RoPE: `plain`, or `weighted` with a weight. Without
+        the weight that is the same as before RoPE, where rotor puts them, as a rotation changes no length; the weight
+        stays behind it.
     norms_heads_first: the norms are called on [batch_size, num_heads, seq_len, head_dim] instead of heads third.
     rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
     rotary_by_layer_type: the rotary embedding takes the layer's type as a third argument.
@@ -427,7 +428,9 @@ def family_of(config: Any) -> Family:
         family = MULTIMODAL[whole.model_type].around(family)
     norms = () if family.norms_if and not getattr(config, family.norms_if) else family.norms
     factor = float(getattr(config, family.key_multiplier)) if family.key_multiplier else 1.0
-    return replace(family, norms=norms, placed=family.attention_layers(config), key_factor=factor)
+    behind = family.norms_behind_rope if norms else None
+    placed = family.attention_layers(config)
+    return replace(family, norms=norms, norms_behind_rope=behind, placed=placed, key_factor=factor)
 
 
 def is_supported(config: Any) -> bool:

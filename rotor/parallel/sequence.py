@@ -201,8 +201,8 @@ def sequence_parallel(model: PreTrainedModel, group: Any = None) -> Iterator[Seq
     Raises:
         UsageError: torch.distributed is not initialised, the model is not compressed, is split already, keeps its
             cache by a policy, lies on several devices, attends within chunks, or has a RoPE whose frequencies depend
-            on the length. In passes: the processes were given different inputs, a cache of a kind that cannot be split or that
-            was filled elsewhere, a mask that is not two-dimensional.
+            on the length. In passes: the processes were given different inputs, a cache of a kind that cannot be split
+            or that was filled elsewhere, a mask that is not two-dimensional.
         RotorError: in passes: another process ended, or did not answer within the group's timeout.
     Source: ZDC section 5.3; PyTorch's `context_parallel` for the shape of the call.
     """
