@@ -43,8 +43,8 @@ def prune_sequences(sequences: Tensor, prune: Prune) -> Tensor:
 class StreamingKMeans:
     """Mini-batch k-means over a stream of vectors, in constant memory.
 
-    Every vector is assigned once, in its mini-batch; a centroid is the mean of all vectors assigned to it. None is moved
-    elsewhere, because it would no longer be that mean.
+    Every vector is assigned once, in its mini-batch; a centroid is the mean of all vectors assigned to it. Centroids
+    without vectors stay where they are: one that was moved would no longer be the mean of its vectors.
     Source: Sculley, Web-scale k-means clustering, WWW 2010, algorithm 1.
     """
 
