@@ -12,13 +12,15 @@ from support.compare import relative_error
 from support.folded_models import Folding, folded
 from support.quick import mostly_nightly
 from support.runs import WITH_EXACT, in_memory
-from support.tiny_models import ALIKE, build_tiny
+from support.tiny_models import ALIKE, build_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import rotor
 from rotor.calibration.planning.inspection import inspect
+from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.layout import POST_ROPE, KeyForm
+from rotor.errors import RecipeError
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.runtime.decoded import decoding
 from rotor.search.plan_evaluator import rank_path
@@ -44,10 +46,19 @@ KINDS = ("gpt_oss", "qwen3_5_text", "smollm3")
 def test_at_full_rank_a_family_is_its_source(name: str, tmp_path: Path) -> None:
     """Folded with random bases, keys after RoPE and before; the pipeline checks the rest."""
     model = AutoModelForCausalLM.from_pretrained(build_tiny(name, tmp_path / "model"), dtype=torch.float32).eval()
+    forms = (POST_ROPE,) if attention_shape(model.config).needs_post_rope else (POST_ROPE, KeyForm(8, 0))
     with torch.inference_mode():
         expected = model(PROMPT).logits
-        for form in (POST_ROPE, KeyForm(8, 0)):
+        for form in forms:
             assert relative_error(folded(model, Folding(form, 2))(PROMPT).logits, expected) < 1e-5
+
+
+def test_weights_behind_rope_want_keys_after_it(tmp_path: Path) -> None:
+    tiny_config("hunyuan_v1_dense").save_pretrained(tmp_path)
+    assert "post-RoPE" in inspect(tmp_path, overrides=[*WITH_EXACT, "groups.domain=block"]).form
+    with pytest.raises(RecipeError, match="norms behind RoPE have weights") as error:
+        inspect(tmp_path, overrides=[*WITH_EXACT, "groups.domain=pre"])
+    assert "groups.domain=post" in str(error.value.hint)
 
 
 @pytest.mark.parametrize("name", mostly_nightly(ALIKE, lambda name: name in KINDS))
@@ -61,7 +72,7 @@ def test_a_family_goes_through_the_whole_pipeline(name: str, tmp_path: Path) -> 
 
     network, finest = in_memory(run), rank_path(run, run.recipe).plans()[0]
     groups, columns = run.columns
-    whole = [[(columns, 0)] * groups] * run.shape.num_layers
+    whole = [[(columns, 0 if run.form.joint else columns)] * groups] * run.shape.num_layers
     exact = run.recipe.exact.tokens if run.shape.needs_exact else None
     with torch.inference_mode():
         expected = network.model(PROMPT).logits

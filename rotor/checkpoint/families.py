@@ -94,9 +94,11 @@ class Family:
     fused, split: the projection of queries, keys and values together, and how it is split; None where they are
         q_proj, k_proj and v_proj.
     transposed: weights are [in_features, out_features] (transformers' Conv1D).
-    norms: submodules of the attention that stay as they are: per-head norms of queries and of keys, before RoPE.
+    norms: submodules of the attention that stay as they are: norms of queries and of keys, per head and before RoPE.
     norms_if: config field that says whether a model has the norms, where not all do.
     wide_norms: the norms are of all heads together, called on [batch_size, seq_len, num_heads * head_dim].
+    norms_behind_rope: the norms stand behind RoPE, `plain` or with a weight, `weighted`. Without the weight that is the
+        same as before RoPE, where rotor puts them, as a rotation changes no length; the weight stays behind it.
     norms_heads_first: the norms are called on [batch_size, num_heads, seq_len, head_dim] instead of heads third.
     rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
     rotary_by_layer_type: the rotary embedding takes the layer's type as a third argument.
@@ -106,6 +108,7 @@ class Family:
     key_multiplier: config field of a factor of keys; `key_factor` is what it says, as `family_of` finds it.
     query_scale: factor of queries by the config and their positions, [batch_size, seq_len] both.
     interleaved: RoPE rotates neighbouring dimensions together; rotor puts the first of each plane before the second.
+    rotates_back: RoPE rotates planes by the negative angle.
     tables: how cos and sin of the rotary embedding list planes: both halves alike, each plane twice in a row, or once.
     partial_rotary: RoPE may rotate only the first dimensions of a head (`partial_rotary_factor`).
     softcap: config field of the bound c of attention logits (c tanh(x / c)), where there is one.
@@ -135,11 +138,13 @@ class Family:
     key_factor: float = 1.0
     query_scale: Callable[[Any, Tensor], Tensor] | None = None
     wide_norms: bool = False
+    norms_behind_rope: Literal["plain", "weighted"] | None = None
     norms_heads_first: bool = False
     rotary: str | None = "model.rotary_emb"
     rotary_by_layer_type: bool = False
     without_rope: Callable[[Any], tuple[int, ...]] = _no_layer
     interleaved: bool = False
+    rotates_back: bool = False
     tables: Literal["halves", "neighbours", "once"] = "halves"
     partial_rotary: bool = False
     softcap: str | None = None
@@ -155,7 +160,7 @@ class Family:
 
     @property
     def key_source(self) -> str:
-        """The submodule of the attention whose output holds the keys before RoPE."""
+        """The submodule of the attention whose output holds the keys before RoPE, unless norms stand behind it."""
         return self.norms[1] if self.has_key_norm else self.fused or "k_proj"
 
     @property
@@ -209,11 +214,14 @@ class Family:
 
     def rotation(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary embedding, [..., rotary_dim], with both halves of the dimensions equal."""
-        if self.tables == "halves":
-            return given
-        step = 2 if self.tables == "neighbours" else 1
-        cos, sin = (torch.cat([table[..., ::step]] * 2, dim=-1) for table in given)
-        return cos, sin
+        cos, sin = given
+        if self.tables != "halves":
+            step = 2 if self.tables == "neighbours" else 1
+            cos, sin = (torch.cat([table[..., ::step]] * 2, dim=-1) for table in given)
+        if self.norms_behind_rope:  # which take YaRN's factor away
+            length = torch.hypot(cos.float(), sin.float())
+            cos, sin = (cos / length).to(cos.dtype), (sin / length).to(sin.dtype)
+        return cos, -sin if self.rotates_back else sin
 
     def in_halves(self, heads: Tensor, shape: AttentionShape) -> Tensor:
         """Reorder the dimensions of interleaved heads, [..., head_dim]: plane p becomes p and p + rotary_dim / 2."""
@@ -228,6 +236,7 @@ _QWEN3 = replace(_LLAMA, norms=("q_norm", "k_norm"))
 _LIKE_LLAMA = replace(_LLAMA, in_vllm=False)
 _LIKE_QWEN3 = replace(_QWEN3, in_vllm=False)
 _WIDE_NORMS = replace(_LIKE_QWEN3, wide_norms=True)
+_HUNYUAN = replace(_LIKE_LLAMA, norms=("query_layernorm", "key_layernorm"), norms_behind_rope="weighted")
 _LFM2 = replace(
     _LIKE_LLAMA, output="out_proj", norms=("q_layernorm", "k_layernorm"), attention_layers=_attention_layers
 )
@@ -287,10 +296,13 @@ FAMILIES: dict[str, Family] = {
     "lfm2": _LFM2,
     "lfm2_moe": replace(_LFM2, rotary="model.pos_emb"),
     "helium": _INTERLEAVED,
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": _HUNYUAN,
     "hy_v3": replace(_LIKE_QWEN3, norms_heads_first=True),
     "mellum": replace(_LIKE_QWEN3, rotary_by_layer_type=True),
     "ministral3": replace(_LIKE_LLAMA, query_scale=_scale_far_queries),
     "minimax_m2": replace(_WIDE_NORMS, partial_rotary=True),
+    "nanochat": replace(_LIKE_QWEN3, norms_behind_rope="plain", rotates_back=True),
     "qwen3_5_text": _GATED,
     "qwen3_5_moe_text": _GATED,
     "qwen3_next": _GATED,
@@ -374,15 +386,11 @@ def architectures() -> set[str]:
 _RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
 """Models that are linear attention or state spaces alone."""
 
-_NORMS_BEHIND_ROPE = "norms of queries and keys stand behind RoPE, where rotor has no place for them"
 _UNLIKE = {
     "gemma3n_text": "its last layers read the keys and values of others",
     "gemma4_text": "its heads have two sizes, and layers may share their cache, or have keys as values",
     "gemma4_unified_text": "its heads have two sizes, and layers may share their cache, or have keys as values",
-    "hunyuan_v1_dense": _NORMS_BEHIND_ROPE,
-    "hunyuan_v1_moe": _NORMS_BEHIND_ROPE,
-    "llama4_text": f"its layers attend within chunks, and {_NORMS_BEHIND_ROPE}",
-    "nanochat": _NORMS_BEHIND_ROPE,
+    "llama4_text": "its layers attend within chunks",
 }
 """Language models whose attention differs from that of all families: what of it is in the way."""
 
@@ -497,6 +505,7 @@ def attention_shape(config: Any) -> AttentionShape:
         sinks=family.sinks,
         without_rope=without_rope if rotates else (),
         mrope=family.mrope,
+        weighted_behind_rope=family.norms_behind_rope == "weighted",
     )
 
 
