@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.command_line import expect_error, rotor
 from support.paths import DEMO_MODEL
-from support.runs import FAST_EVALUATION, contents, reseal
+from support.runs import FAST_EVALUATION, SMALL_OPTIONS, contents, reseal
 
 from rotor.calibration.run import Run
 from rotor.search.plan_evaluator import rank_path
@@ -164,9 +164,10 @@ def test_a_disk_that_is_too_small_is_noticed_first(demo_run, tmp_path: Path, cap
     assert not (tmp_path / "out").exists()
 
 
-def test_json_output_of_every_command(model: Path, tmp_path: Path, capsys) -> None:
-    run, out = tmp_path / "run", tmp_path / "out"
-    calibrated = json.loads(rotor(capsys, "calibrate", model, "-o", run, "--recipe", "rotor-16", *FAST, "--json")[1])
+def test_json_output_of_every_command(tiny, tmp_path: Path, capsys) -> None:
+    model, run, out = tiny("llama"), tmp_path / "run", tmp_path / "out"
+    command = ["calibrate", model, "-o", run, "--recipe", "rotor-16", *SMALL_OPTIONS]
+    calibrated = json.loads(rotor(capsys, *command, "--json")[1])
     assert calibrated["tokens"]["count"] == 1024
     assert set(calibrated["stages"]) == {"check model", "tokens", "load model", "capture", "bases", "write"}
     exported = json.loads(rotor(capsys, "export", run, "-o", out, "--compression", "0.6", "--json")[1])

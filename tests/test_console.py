@@ -41,7 +41,6 @@ def test_quiet_tells_nothing_and_the_log_keeps_all(tiny, tmp_path: Path, capsys)
 def test_export_appends_to_the_log_how_it_ended(run_copy, tmp_path: Path, capsys) -> None:
     run = run_copy("fdc").folder
     assert rotor(capsys, "export", run, "-o", tmp_path / "out", "--accuracy", "0.5", "-q")[0] == 0
-    assert rotor(capsys, "export", run, "-o", tmp_path / "no", "--accuracy", "0.9999", "-q")[0] in (0, 3)
     log = (run / "log.txt").read_text()
     assert log.index("calibrate has finished") < log.index("export begins") < log.index("export has finished")
     assert re.search(r"DEBUG measure: \d", log)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.compare import close, relative_error
 from support.quick import mostly_nightly
-from support.runs import FAST_EVALUATION
+from support.runs import FAST_EVALUATION, SHORT_TEXT
 from support.tiny_models import CONFIGS, build_tiny
 
 from rotor.calibration.bases.moments import pack_symmetric, unpack_symmetric
@@ -91,7 +91,7 @@ def test_only_the_unit_in_use_is_in_memory(family: str, sharded, rows: torch.Ten
 def test_calibration_and_measuring_do_not_depend_on_where_weights_are(sharded, tmp_path: Path) -> None:
     """Nor does the text that the model writes."""
     folder = sharded("qwen3")
-    settings = [*SMALL, *FAST_EVALUATION, "evaluation.metric=kl_div", "tokens.source=synthetic"]
+    settings = [*SMALL, *FAST_EVALUATION, *SHORT_TEXT, "evaluation.metric=kl_div", "tokens.source=synthetic"]
     runs = {
         offload: calibrate(folder, tmp_path / offload, "rotor-16", settings, offload=offload)
         for offload in ("never", "always")

@@ -19,8 +19,8 @@ FAST_EVALUATION = [
     "evaluation.seq_len=128",
     "evaluation.search_tokens=1024",
     "evaluation.report_tokens=1024",
-    "evaluation.lookup_prompts=8",
-    "evaluation.copy_prompts=8",
+    "evaluation.lookup_prompts=4",
+    "evaluation.copy_prompts=4",
     "search.resolution=0.1",
 ]
 """Overrides for tests that need a measured table but not a precise one."""
@@ -30,8 +30,8 @@ SHORT_TEXT = [
     f"evaluation.path={ROOT / 'LICENSE'}",
     "evaluation.search_tokens=512",
     "evaluation.report_tokens=512",
-    "evaluation.lookup_prompts=8",
-    "evaluation.copy_prompts=8",
+    "evaluation.lookup_prompts=4",
+    "evaluation.copy_prompts=4",
 ]
 """Overrides for tests that need some measurement: a text that is tokenised in no time, and few prompts."""
 
