@@ -277,13 +277,14 @@ def changed(folder: Path, out: Path, change: Callable[[dict], None]) -> Path:
 
 
 def test_what_cannot_be_served_is_refused_in_one_line(
-    folder_of, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_of("llama, joint, T 64, F 3")
     refused(folder, "--kv-cache-dtype fp8", kv_cache_dtype="fp8")
     refused(folder, "LoRA: adapters are trained on", enable_lora=True)
     refused(folder, "tensor parallel size 8: layer 0 has 2 group", tensor_parallel_size=8)
-    wide = write_random(tiny("olmo2"), tmp_path / "wide", ROTOR, "")
+    of_olmo2 = {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
+    wide = changed(folder, tmp_path / "wide", lambda c: c.update(of_olmo2))
     refused(wide, "tensor parallel size 2: norms of this model are of all heads together", tensor_parallel_size=2)
     other = changed(folder, tmp_path / "other", lambda c: c.update(architectures=["CohereForCausalLM"]))
     refused(other, "CohereForCausalLM: not served compressed by vLLM")
