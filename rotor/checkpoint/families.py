@@ -45,13 +45,19 @@ def _no_layer(config: Any) -> tuple[int, ...]:
     return ()
 
 
-def _smollm3_without_rope(config: Any) -> tuple[int, ...]:
+def _by_no_rope_layers(config: Any) -> tuple[int, ...]:
     return tuple(layer for layer, rotates in enumerate(config.no_rope_layers) if not rotates)
 
 
-def _scale_far_queries(config: Any, positions: Tensor) -> Tensor:
+def _scale_far_queries(config: Any, layer: int, positions: Tensor) -> Tensor:
     rope = config.rope_parameters
     return 1 + rope["llama_4_scaling_beta"] * (1 + positions // rope["original_max_position_embeddings"]).log()
+
+
+def _scale_far_queries_without_rope(config: Any, layer: int, positions: Tensor) -> Tensor | None:
+    if config.no_rope_layers[layer] or not config.attn_temperature_tuning:
+        return None
+    return 1 + config.attn_scale * (1 + (positions + 1) // config.floor_scale).log()
 
 
 def _all_layers(config: Any) -> tuple[int, ...]:
@@ -95,10 +101,12 @@ class Family:
         q_proj, k_proj and v_proj.
     transposed: weights are [in_features, out_features] (transformers' Conv1D).
     norms: submodules of the attention that stay as they are: norms of queries and of keys, per head and before RoPE.
+        The two may be one.
     norms_if: config field that says whether a model has the norms, where not all do.
     wide_norms: the norms are of all heads together, called on [batch_size, seq_len, num_heads * head_dim].
-    norms_behind_rope: the norms stand behind RoPE, `plain` or with a weight, `weighted`. Without the weight that is the
-        same as before RoPE, where rotor puts them, as a rotation changes no length; the weight stays behind it.
+    norms_behind_rope: the norms stand behind RoPE, in layers with RoPE: `plain`, or `weighted` with a weight. Without
+        the weight that is the same as before RoPE, where rotor puts them, as a rotation changes no length; the weight
+        stays behind it.
     norms_heads_first: the norms are called on [batch_size, num_heads, seq_len, head_dim] instead of heads third.
     rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
     rotary_by_layer_type: the rotary embedding takes the layer's type as a third argument.
@@ -106,10 +114,12 @@ class Family:
         layers are counted among these, in `placed`, which `family_of` fills in.
     without_rope: reads from the config which layers do not rotate, where others do.
     key_multiplier: config field of a factor of keys; `key_factor` is what it says, as `family_of` finds it.
-    query_scale: factor of queries by the config and their positions, [batch_size, seq_len] both.
+    query_scale: factor of queries by the config, the layer among all, and their positions, or their indices in the
+        cache where the attention is given no positions, both [batch_size or 1, seq_len]; None for 1.
     interleaved: RoPE rotates neighbouring dimensions together; rotor puts the first of each plane before the second.
     rotates_back: RoPE rotates planes by the negative angle.
-    tables: how cos and sin of the rotary embedding list planes: both halves alike, each plane twice in a row, or once.
+    tables: how cos and sin of the rotary embedding list planes: both halves alike, each plane twice in a row, or once;
+        `complex`: once, as one tensor of complex numbers.
     partial_rotary: RoPE may rotate only the first dimensions of a head (`partial_rotary_factor`).
     softcap: config field of the bound c of attention logits (c tanh(x / c)), where there is one.
     bypasses_interface: the attention does not call transformers' attention interface.
@@ -136,7 +146,7 @@ class Family:
     placed: tuple[int, ...] = ()
     key_multiplier: str | None = None
     key_factor: float = 1.0
-    query_scale: Callable[[Any, Tensor], Tensor] | None = None
+    query_scale: Callable[[Any, int, Tensor], Tensor | None] | None = None
     wide_norms: bool = False
     norms_behind_rope: Literal["plain", "weighted"] | None = None
     norms_heads_first: bool = False
@@ -145,7 +155,7 @@ class Family:
     without_rope: Callable[[Any], tuple[int, ...]] = _no_layer
     interleaved: bool = False
     rotates_back: bool = False
-    tables: Literal["halves", "neighbours", "once"] = "halves"
+    tables: Literal["halves", "neighbours", "once", "complex"] = "halves"
     partial_rotary: bool = False
     softcap: str | None = None
     layer_returns_tuple: bool = False
@@ -212,12 +222,12 @@ class Family:
         """The third argument of the rotary embedding for a layer, if it takes one."""
         return config.get_text_config().layer_types[self.placed[layer]] if self.rotary_by_layer_type else None
 
-    def rotation(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def rotation(self, given: tuple[Tensor, Tensor] | Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary embedding, [..., rotary_dim], with both halves of the dimensions equal."""
-        cos, sin = given
+        cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given
         if self.tables != "halves":
             step = 2 if self.tables == "neighbours" else 1
-            cos, sin = (torch.cat([table[..., ::step]] * 2, dim=-1) for table in given)
+            cos, sin = (torch.cat([table[..., ::step]] * 2, dim=-1) for table in (cos, sin))
         if self.norms_behind_rope:  # which take YaRN's factor away
             length = torch.hypot(cos.float(), sin.float())
             cos, sin = (cos / length).to(cos.dtype), (sin / length).to(sin.dtype)
@@ -300,6 +310,15 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_moe": _HUNYUAN,
     "hy_v3": replace(_LIKE_QWEN3, norms_heads_first=True),
     "mellum": replace(_LIKE_QWEN3, rotary_by_layer_type=True),
+    "llama4_text": replace(
+        _INTERLEAVED,
+        tables="complex",
+        norms=("qk_norm", "qk_norm"),
+        norms_if="use_qk_norm",
+        norms_behind_rope="plain",
+        without_rope=_by_no_rope_layers,
+        query_scale=_scale_far_queries_without_rope,
+    ),
     "ministral3": replace(_LIKE_LLAMA, query_scale=_scale_far_queries),
     "minimax_m2": replace(_WIDE_NORMS, partial_rotary=True),
     "nanochat": replace(_LIKE_QWEN3, norms_behind_rope="plain", rotates_back=True),
@@ -310,7 +329,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": _WIDE_NORMS,
     "olmo3": replace(_WIDE_NORMS, rotary_by_layer_type=True),
     "olmoe": replace(_WIDE_NORMS, refused=("clip_qkv",)),
-    "smollm3": replace(_LIKE_LLAMA, without_rope=_smollm3_without_rope),
+    "smollm3": replace(_LIKE_LLAMA, without_rope=_by_no_rope_layers),
     "solar_open": replace(_LIKE_LLAMA, partial_rotary=True),
     "nemotron": replace(_LLAMA, partial_rotary=True),
     "phi": replace(_LIKE_LLAMA, output="dense", partial_rotary=True),
@@ -390,7 +409,6 @@ _UNLIKE = {
     "gemma3n_text": "its last layers read the keys and values of others",
     "gemma4_text": "its heads have two sizes, and layers may share their cache, or have keys as values",
     "gemma4_unified_text": "its heads have two sizes, and layers may share their cache, or have keys as values",
-    "llama4_text": "its layers attend within chunks",
 }
 """Language models whose attention differs from that of all families: what of it is in the way."""
 
@@ -410,7 +428,9 @@ def family_of(config: Any) -> Family:
         family = MULTIMODAL[whole.model_type].around(family)
     norms = () if family.norms_if and not getattr(config, family.norms_if) else family.norms
     factor = float(getattr(config, family.key_multiplier)) if family.key_multiplier else 1.0
-    return replace(family, norms=norms, placed=family.attention_layers(config), key_factor=factor)
+    behind = family.norms_behind_rope if norms else None
+    placed = family.attention_layers(config)
+    return replace(family, norms=norms, norms_behind_rope=behind, placed=placed, key_factor=factor)
 
 
 def is_supported(config: Any) -> bool:
@@ -510,10 +530,15 @@ def attention_shape(config: Any) -> AttentionShape:
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    """Tokens that each layer holds at most, see AttentionShape; a window without types of layers is all layers'."""
-    window, count = getattr(config, "sliding_window", None), config.num_hidden_layers
+    """Tokens that each layer holds at most, see AttentionShape; a window without types of layers is all layers'.
+
+    A layer that attends within chunks holds as many tokens as a chunk has, as caches of transformers do.
+    """
+    fields = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    sizes = {kind: getattr(config, field, None) or None for kind, field in fields.items()}
+    count = config.num_hidden_layers
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * count
-    windows = tuple(window if window and kind == "sliding_attention" else None for kind in types[:count])
+    windows = tuple(sizes.get(kind) for kind in types[:count])
     return windows if any(windows) else ()
 
 

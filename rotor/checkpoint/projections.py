@@ -214,7 +214,8 @@ class CompressedProjections(nn.Module):
 
     def _heads(self, x: Tensor, side: int) -> Tensor:
         """[..., n * head_dim] -> [..., n, head_dim], normed where the family does; of queries (0) or keys (1)."""
-        norm = self._modules[self.norm_names[side]] if self.norm_names else None
+        # the first name is that of queries, the last that of keys, which may be the same
+        norm = self._modules[self.norm_names[-side]] if self.norm_names else None
         if norm is not None and self.wide_norms:
             x = norm(x)
         heads = x.unflatten(-1, (-1, self.head_dim))

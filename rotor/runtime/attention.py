@@ -34,7 +34,7 @@ from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import code_scales, pack_layer
 from ..logs import log
 from .exact import NewTokens
-from .rope import RotaryTable, Rotations, rope_of
+from .rope import RotaryTable, Rotations, TokenSpan, rope_of
 from .steps import AttentionCall, CacheRows
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class RotorAttention(CompressedProjections):
     ) -> None:
         shapes = {name: spec.shape for name, spec in layer_tensors(layout, shape, biases).items()}
         config: Any = base.config
-        norms = {name: base.get_submodule(name) for name in family.norms}
+        normed = shape.rotary_dim or family.norms_behind_rope is None
+        norms = {name: base.get_submodule(name) for name in (family.norms if normed else ())}
         if family.norms_behind_rope is not None:
             norms = {name: UnweightedNorm(norm, config.rms_norm_eps) for name, norm in norms.items()}
         if family.wide_norms:  # their weights are in the order of the layout, those of `base` stay as they are
@@ -94,7 +95,7 @@ class RotorAttention(CompressedProjections):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: Rotation | None = None,
+        position_embeddings: Rotation | Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         layer_past: Cache | None = None,
@@ -104,8 +105,7 @@ class RotorAttention(CompressedProjections):
         batch_size, seq_len, _ = hidden_states.shape
         if torch.compiler.is_compiling() and hidden_states.requires_grad:
             refuse_compiled_gradients()
-        if position_embeddings is not None:
-            position_embeddings = self.family.rotation(position_embeddings)
+        given = None if position_embeddings is None else self.family.rotation(position_embeddings)
         cache = layer_past if past_key_values is None else past_key_values
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         store = self.store.row_store(cache, self.layer_idx)
@@ -118,13 +118,12 @@ class RotorAttention(CompressedProjections):
         text = self._described() if served and torch.compiler.is_compiling() else ""
         if reads_rows:
             self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
-        rotations = self.rope(span, position_embeddings, hidden_states, served)
+        rotations = self.rope(span, given, hidden_states, served)
         rotations = rotations._replace(weights=self.weights_behind_rope())
 
         query, new_key, new_value = self.projected(hidden_states)
         if self.family.query_scale is not None:
-            scale = self.family.query_scale(self.config, kwargs["position_ids"]).to(query.dtype)
-            query = query * scale.unflatten(-1, (-1, *[1] * (query.dim() - 2)))
+            query = self._scaled(query, kwargs.get("position_ids"), span)
         projected = query, new_key, new_value
         with torch.autocast(hidden_states.device.type, enabled=False):
             parameters, exact = self._parameters_of_attention(), None
@@ -149,6 +148,17 @@ class RotorAttention(CompressedProjections):
         if self.gate_proj is not None:
             output = output * self.gate_proj(hidden_states).sigmoid()
         return self.o_proj(output), None
+
+    def _scaled(self, query: Tensor, positions: Tensor | None, span: TokenSpan) -> Tensor:
+        """Scale queries, [batch_size, seq_len, ...], by their positions, or by their indices in the cache."""
+        assert self.family.query_scale is not None
+        if positions is None:
+            index = span.query_offset + torch.arange(span.seq_len, device=query.device)
+            positions = (index if span.indices is None else span.indices)[None]
+        scale = self.family.query_scale(self.config, self.layer_idx, positions)
+        if scale is None:
+            return query
+        return query * scale.to(query.dtype).unflatten(-1, (-1, *[1] * (query.dim() - 2)))
 
     # A compiler takes what these two return as constants. They are methods as it cannot hand layouts to functions.
     @torch.compiler.assume_constant_result

@@ -221,6 +221,17 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "full_attention", "mlp", "full_attention"]}
         | {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1},
     ),
+    "llama4_text": (
+        "Llama4TextConfig",
+        SIZES
+        | {"no_rope_layers": [1, 0], "attention_chunk_size": 12, "floor_scale": 128}
+        | {
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "ministral3": ("Ministral3Config", SIZES | {"rope_parameters": FAR_QUERIES}),
     "mellum": ("MellumConfig", SIZES | WINDOWS | MOE),
     "minimax_m2": (
