@@ -18,9 +18,6 @@ WORKERS ?= auto
 # One thread a process, and compiled modules kept for the processes that tests start, whatever the user's shell says.
 TESTED := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 TARGETS := 0.99 0.95 0.90
-DEMO_TOKENS := --set tokens.count=16384 --set codes.tokens=8192
-DEMO_MEASURES := --set evaluation.search_tokens=4096 --set evaluation.report_tokens=8192 \
-	--set evaluation.lookup_prompts=12 --set evaluation.copy_prompts=8 --set search.resolution=0.02
 # Tests of values and of words: what needs no exports, no processes and no interpreter of kernels.
 FAST := $(wildcard $(foreach name,bases codes forms json recipe recipe_reference search inspection cost layers \
 	arguments installing ranks,tests/test_$(name).py))
@@ -43,13 +40,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/$(INSTALL) -e .
 	touch $@
 
-# One thread: more of them wait for each other in a model this small.
-demo: export OMP_NUM_THREADS = 1
 demo: $(VENV)/.installed
-	$(BIN)/rotor calibrate artifacts/demo-model -o runs/make-demo $(DEMO_TOKENS) --overwrite
-	$(BIN)/rotor export runs/make-demo -o out/make-demo --accuracy 0.99 $(DEMO_MEASURES) --overwrite
-	$(BIN)/rotor validate out/make-demo
-	$(BIN)/python artifacts/demo.py out/make-demo
+	$(BIN)/python artifacts/demo.py
 
 demo-full: setup
 	@for recipe in fdc rotor; do \

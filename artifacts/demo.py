@@ -1,6 +1,8 @@
-"""What `make demo` ends with: the bundled model and its compressed checkpoint side by side, and what to do next.
+"""What `make demo` runs: the bundled model calibrated, exported and validated in short, then both models side by side.
 
-python artifacts/demo.py OUT
+    python artifacts/demo.py     in the root of the sources
+
+All commands run in this process: torch and transformers take longer to import than most of them to work.
 """
 
 from __future__ import annotations
@@ -17,8 +19,28 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import rotor  # noqa: F401  (lets transformers load OUT)
+from rotor.cli import main as rotor
 
+SOURCE, RUN, OUT = "artifacts/demo-model", "runs/make-demo", "out/make-demo"
+CALIBRATION = ("tokens.count=16384", "codes.tokens=8192")
+MEASURES = (
+    "evaluation.search_tokens=4096",
+    "evaluation.report_tokens=8192",
+    "evaluation.lookup_prompts=12",
+    "evaluation.copy_prompts=8",
+    "search.resolution=0.02",
+)
+
+
+def settings(assignments: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(word for assignment in assignments for word in ("--set", assignment))
+
+
+COMMANDS = (
+    ("calibrate", SOURCE, "-o", RUN, *settings(CALIBRATION), "--overwrite"),
+    ("export", RUN, "-o", OUT, "--accuracy", "0.99", *settings(MEASURES), "--overwrite"),
+    ("validate", OUT),
+)
 PROMPT, NEW_TOKENS, CONTEXT = "import unittest\n\n\nclass Test", 40, 32768
 
 
@@ -29,7 +51,19 @@ def continued(folder: Path) -> str:
     return tokenizer.decode(model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0])
 
 
-def main(out: Path) -> None:
+def run(command: tuple[str, ...]) -> None:
+    """Run a command of rotor's; ends the process if it fails."""
+    sys.argv = ["rotor", *command]
+    print(f"$ {' '.join(sys.argv)}", flush=True)
+    try:
+        rotor()
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def compare(out: Path) -> None:
+    """Print sizes, accuracy and texts of a checkpoint beside those of its source, and what to do next."""
     report = json.loads((out / "rotor.json").read_text())
     source = out / report["source"]["path"]
     size, accuracy = report["kv_bytes_per_token"], report["accuracy"]
@@ -58,4 +92,6 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for command in COMMANDS:
+        run(command)
+    compare(Path(OUT))

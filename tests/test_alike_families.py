@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ from support.compare import relative_error
 from support.folded_models import Folding, folded
 from support.quick import mostly_nightly
 from support.runs import WITH_EXACT, in_memory
-from support.tiny_models import ALIKE, build_tiny
+from support.tiny_models import ALIKE, build_tiny, tiny_config
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import rotor
 from rotor.calibration.planning.inspection import inspect
+from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.layout import POST_ROPE, KeyForm
+from rotor.errors import RecipeError
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.runtime.decoded import decoding
 from rotor.search.plan_evaluator import rank_path
@@ -34,7 +38,7 @@ def decoded(model: Any) -> Tensor:
         return model(PROMPT, use_cache=False).logits
 
 
-UNLIKE = ("afmoe", "cohere2", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "smollm3")
+UNLIKE = ("afmoe", "cohere2", "gpt_oss", "llama4_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "smollm3")
 """Gates, sinks or layers without RoPE: models folded by hand have none of them, so that the pipeline checks them."""
 KINDS = ("gpt_oss", "qwen3_5_text", "smollm3")
 """The quick tests: sinks and windows, gates and layers other than attention, layers without RoPE."""
@@ -44,10 +48,37 @@ KINDS = ("gpt_oss", "qwen3_5_text", "smollm3")
 def test_at_full_rank_a_family_is_its_source(name: str, tmp_path: Path) -> None:
     """Folded with random bases, keys after RoPE and before; the pipeline checks the rest."""
     model = AutoModelForCausalLM.from_pretrained(build_tiny(name, tmp_path / "model"), dtype=torch.float32).eval()
+    forms = (POST_ROPE,) if attention_shape(model.config).needs_post_rope else (POST_ROPE, KeyForm(8, 0))
     with torch.inference_mode():
         expected = model(PROMPT).logits
-        for form in (POST_ROPE, KeyForm(8, 0)):
+        for form in forms:
             assert relative_error(folded(model, Folding(form, 2))(PROMPT).logits, expected) < 1e-5
+
+
+def test_chunks_and_queries_scaled_by_place(tmp_path: Path) -> None:
+    """Tokens come alone and together, at the edges of chunks of 12 and within; every fourth place has a new scale."""
+    model = build_tiny("llama4_text", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"floor_scale": 4, "attn_scale": 0.5}))
+    run = rotor.calibrate(model, tmp_path / "run", "rotor", WITH_EXACT)
+    network, (groups, columns) = in_memory(run), run.columns
+    prompt = torch.randint(1, 4096, (2, 44), generator=torch.Generator().manual_seed(8))
+    edges = [0, 10, *range(11, 26), 31, 44]
+    with torch.inference_mode():
+        expected = network.model(prompt).logits
+        compressed = network.compress(run.bases(), [[(columns, 0)] * groups] * 2, run.recipe.exact.tokens)
+        config = compressed.config
+        for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=44)):
+            parts = [compressed(prompt[:, a:b], past_key_values=cache).logits for a, b in pairwise(edges)]
+            assert relative_error(torch.cat(parts, dim=1), expected) < 1e-5
+
+
+def test_weights_behind_rope_want_keys_after_it(tmp_path: Path) -> None:
+    tiny_config("hunyuan_v1_dense").save_pretrained(tmp_path)
+    assert "post-RoPE" in inspect(tmp_path, overrides=[*WITH_EXACT, "groups.domain=block"]).form
+    with pytest.raises(RecipeError, match="norms behind RoPE have weights") as error:
+        inspect(tmp_path, overrides=[*WITH_EXACT, "groups.domain=pre"])
+    assert "groups.domain=post" in str(error.value.hint)
 
 
 @pytest.mark.parametrize("name", mostly_nightly(ALIKE, lambda name: name in KINDS))
@@ -61,7 +92,7 @@ def test_a_family_goes_through_the_whole_pipeline(name: str, tmp_path: Path) -> 
 
     network, finest = in_memory(run), rank_path(run, run.recipe).plans()[0]
     groups, columns = run.columns
-    whole = [[(columns, 0)] * groups] * run.shape.num_layers
+    whole = [[(columns, 0 if run.form.joint else columns)] * groups] * run.shape.num_layers
     exact = run.recipe.exact.tokens if run.shape.needs_exact else None
     with torch.inference_mode():
         expected = network.model(PROMPT).logits

@@ -245,11 +245,7 @@ def test_what_is_not_supported_is_refused_by_name(name: str, change: dict, messa
         ("Gemma3nTextConfig", "its last layers read the keys and values of others"),
         ("Gemma4Config", "its heads have two sizes, and layers may share their cache, or have keys as values.\nServe"),
         ("Gemma4TextConfig", "its heads have two sizes"),
-        ("HunYuanDenseV1Config", "norms of queries and keys stand behind RoPE"),
-        ("HunYuanMoEV1Config", "norms of queries and keys stand behind RoPE"),
-        ("Llama4Config", "its layers attend within chunks, and norms of queries and keys stand behind RoPE"),
-        ("Llama4TextConfig", "its layers attend within chunks"),
-        ("NanoChatConfig", "norms of queries and keys stand behind RoPE"),
+        ("Llama4Config", "by a language model 'llama4_text'.\nGive a language model alone."),
         ("Qwen3VLTextConfig", "model_type 'qwen3_vl_text' is not supported"),
     ],
 )

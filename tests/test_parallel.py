@@ -255,10 +255,11 @@ def test_what_cannot_be_spread_is_refused(checkpoint: Any, alone: None) -> None:
         ("bamba", "layers without attention, states beside it"),
         ("falcon_h1", "layers without attention, states beside it"),
         ("jamba", "layers without attention, states beside it"),
+        ("llama4_text", "attend within chunks"),
         ("qwen3_vl", "reads more than text"),
     ],
 )
-def test_models_with_states_or_images_are_not_spread(name: str, message: str, alone: None) -> None:
+def test_models_with_states_chunks_or_images_are_not_spread(name: str, message: str, alone: None) -> None:
     auto_class = AutoModelForImageTextToText if name == "qwen3_vl" else AutoModelForCausalLM
     model = folded(auto_class.from_config(tiny_config(name)), Folding(POST_ROPE, 2))
     with pytest.raises(UsageError, match=message) as error, sequence_parallel(model):

@@ -312,7 +312,7 @@ class Calibration:
         codes = None
         if gradients is not None:
             with self.times.stage("codes"):
-                codes = layer_codes(bases, gradients)
+                codes = layer_codes(bases, gradients, self.devices.device)
         with self.times.stage("write"):
             write_bases(self.partial.folder, layer, bases)
             if codes is not None:

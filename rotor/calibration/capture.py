@@ -112,13 +112,14 @@ def observed_attention(
     """Context in which the attention of some layers reports the tensors that it computes with, graph included.
 
     Queries, keys after RoPE and values come from transformers' attention interface. Keys before RoPE come from a hook
-    on the key projection, or on the key norm if there is one. A family that bypasses the interface gets a forward that
-    calls it.
+    on the key projection, or on the key norm if there is one before RoPE. A family that bypasses the interface gets a
+    forward that calls it.
 
     Args:
         report: is called with the layer; with `query`, `key_post` and `value`, [batch_size, heads, seq_len, head_dim],
-            and with RoPE also `key_pre` in the shape of its module's output; and with the output, [batch_size, seq_len,
-            num_heads, group_size * head_dim], each query head's average of the stacked values of its KV head's group.
+            and with RoPE also `key_pre` in the shape of its module's output, unless norms stand behind it; and with the
+            output, [batch_size, seq_len, num_heads, group_size * head_dim], each query head's average of the stacked
+            values of its KV head's group.
         read: returns keys and values, shaped like `key_post` and `value`, that attention computes with in their place.
     """
     before: dict[int, Tensor] = {}
@@ -156,7 +157,7 @@ def observed_attention(
         return scaled
 
     handles: list[RemovableHandle] = []
-    if family.rotary is not None:
+    if family.rotary is not None and family.norms_behind_rope is None:
         for layer, module in modules.items():
             if not shape.layer(layer).rotary_dim:
                 continue
@@ -232,7 +233,7 @@ class StoredKeys:
 
         Args:
             names: `value`, or names from `stored_name`.
-            observed: `key_post`, `value` and, with RoPE, `key_pre`, as `observed_attention` reports them.
+            observed: `key_post`, `value` and perhaps `key_pre`, as `observed_attention` reports them.
         Returns:
             Each [tokens, num_kv_heads, head_dim]; joint ones are twice as wide, with each head's key before its value.
         """
@@ -245,11 +246,20 @@ class StoredKeys:
                 continue
             keys = by_token["key_post"]
             if form.rope_block is not None:
-                keys = keys_before_rope(self.family, observed["key_pre"], self.shape)
+                if "key_pre" in observed:
+                    keys = keys_before_rope(self.family, observed["key_pre"], self.shape)
+                else:
+                    keys = self._rotated_back(layer, keys, seq_len)
                 keys = self._within_blocks(layer, keys, seq_len, form)
             joint = name.startswith(JOINT)
             converted[name] = torch.cat([keys, by_token["value"].to(keys.dtype)], dim=-1) if joint else keys
         return converted
+
+    def _rotated_back(self, layer: int, keys: Tensor, seq_len: int) -> Tensor:
+        """Undo RoPE, in float32 or wider; keys are of whole sequences."""
+        dtype = torch.promote_types(keys.dtype, torch.float32)
+        cos, sin = self._rotation(layer, seq_len, keys.device, dtype)
+        return rotate(keys.to(dtype).unflatten(0, (-1, seq_len)), cos[:, None], -sin[:, None]).flatten(0, 1)
 
     def _within_blocks(self, layer: int, keys: Tensor, seq_len: int, form: KeyForm) -> Tensor:
         """Rotate the slow planes of keys within blocks, in float32 or wider; keys are of whole sequences."""

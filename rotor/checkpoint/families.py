@@ -45,13 +45,19 @@ def _no_layer(config: Any) -> tuple[int, ...]:
     return ()
 
 
-def _smollm3_without_rope(config: Any) -> tuple[int, ...]:
+def _by_no_rope_layers(config: Any) -> tuple[int, ...]:
     return tuple(layer for layer, rotates in enumerate(config.no_rope_layers) if not rotates)
 
 
-def _scale_far_queries(config: Any, positions: Tensor) -> Tensor:
+def _scale_far_queries(config: Any, layer: int, positions: Tensor) -> Tensor:
     rope = config.rope_parameters
     return 1 + rope["llama_4_scaling_beta"] * (1 + positions // rope["original_max_position_embeddings"]).log()
+
+
+def _scale_far_queries_without_rope(config: Any, layer: int, positions: Tensor) -> Tensor | None:
+    if config.no_rope_layers[layer] or not config.attn_temperature_tuning:
+        return None
+    return 1 + config.attn_scale * (1 + (positions + 1) // config.floor_scale).log()
 
 
 def _all_layers(config: Any) -> tuple[int, ...]:
@@ -94,9 +100,13 @@ class Family:
     fused, split: the projection of queries, keys and values together, and how it is split; None where they are
         q_proj, k_proj and v_proj.
     transposed: weights are [in_features, out_features] (transformers' Conv1D).
-    norms: submodules of the attention that stay as they are: per-head norms of queries and of keys, before RoPE.
+    norms: submodules of the attention that stay as they are: norms of queries and of keys, per head and before RoPE.
+        The two may be one.
     norms_if: config field that says whether a model has the norms, where not all do.
     wide_norms: the norms are of all heads together, called on [batch_size, seq_len, num_heads * head_dim].
+    norms_behind_rope: the norms stand behind RoPE, in layers with RoPE: `plain`, or `weighted` with a weight. Without
+        the weight that is the same as before RoPE, where rotor puts them, as a rotation changes no length; the weight
+        stays behind it.
     norms_heads_first: the norms are called on [batch_size, num_heads, seq_len, head_dim] instead of heads third.
     rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
     rotary_by_layer_type: the rotary embedding takes the layer's type as a third argument.
@@ -104,9 +114,12 @@ class Family:
         layers are counted among these, in `placed`, which `family_of` fills in.
     without_rope: reads from the config which layers do not rotate, where others do.
     key_multiplier: config field of a factor of keys; `key_factor` is what it says, as `family_of` finds it.
-    query_scale: factor of queries by the config and their positions, [batch_size, seq_len] both.
+    query_scale: factor of queries by the config, the layer among all, and their positions, or their indices in the
+        cache where the attention is given no positions, both [batch_size or 1, seq_len]; None for 1.
     interleaved: RoPE rotates neighbouring dimensions together; rotor puts the first of each plane before the second.
-    tables: how cos and sin of the rotary embedding list planes: both halves alike, each plane twice in a row, or once.
+    rotates_back: RoPE rotates planes by the negative angle.
+    tables: how cos and sin of the rotary embedding list planes: both halves alike, each plane twice in a row, or once;
+        `complex`: once, as one tensor of complex numbers.
     partial_rotary: RoPE may rotate only the first dimensions of a head (`partial_rotary_factor`).
     softcap: config field of the bound c of attention logits (c tanh(x / c)), where there is one.
     bypasses_interface: the attention does not call transformers' attention interface.
@@ -133,14 +146,16 @@ class Family:
     placed: tuple[int, ...] = ()
     key_multiplier: str | None = None
     key_factor: float = 1.0
-    query_scale: Callable[[Any, Tensor], Tensor] | None = None
+    query_scale: Callable[[Any, int, Tensor], Tensor | None] | None = None
     wide_norms: bool = False
+    norms_behind_rope: Literal["plain", "weighted"] | None = None
     norms_heads_first: bool = False
     rotary: str | None = "model.rotary_emb"
     rotary_by_layer_type: bool = False
     without_rope: Callable[[Any], tuple[int, ...]] = _no_layer
     interleaved: bool = False
-    tables: Literal["halves", "neighbours", "once"] = "halves"
+    rotates_back: bool = False
+    tables: Literal["halves", "neighbours", "once", "complex"] = "halves"
     partial_rotary: bool = False
     softcap: str | None = None
     layer_returns_tuple: bool = False
@@ -155,7 +170,7 @@ class Family:
 
     @property
     def key_source(self) -> str:
-        """The submodule of the attention whose output holds the keys before RoPE."""
+        """The submodule of the attention whose output holds the keys before RoPE, unless norms stand behind it."""
         return self.norms[1] if self.has_key_norm else self.fused or "k_proj"
 
     @property
@@ -207,13 +222,16 @@ class Family:
         """The third argument of the rotary embedding for a layer, if it takes one."""
         return config.get_text_config().layer_types[self.placed[layer]] if self.rotary_by_layer_type else None
 
-    def rotation(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def rotation(self, given: tuple[Tensor, Tensor] | Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary embedding, [..., rotary_dim], with both halves of the dimensions equal."""
-        if self.tables == "halves":
-            return given
-        step = 2 if self.tables == "neighbours" else 1
-        cos, sin = (torch.cat([table[..., ::step]] * 2, dim=-1) for table in given)
-        return cos, sin
+        cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given
+        if self.tables != "halves":
+            step = 2 if self.tables == "neighbours" else 1
+            cos, sin = (torch.cat([table[..., ::step]] * 2, dim=-1) for table in (cos, sin))
+        if self.norms_behind_rope:  # which take YaRN's factor away
+            length = torch.hypot(cos.float(), sin.float())
+            cos, sin = (cos / length).to(cos.dtype), (sin / length).to(sin.dtype)
+        return cos, -sin if self.rotates_back else sin
 
     def in_halves(self, heads: Tensor, shape: AttentionShape) -> Tensor:
         """Reorder the dimensions of interleaved heads, [..., head_dim]: plane p becomes p and p + rotary_dim / 2."""
@@ -228,6 +246,7 @@ _QWEN3 = replace(_LLAMA, norms=("q_norm", "k_norm"))
 _LIKE_LLAMA = replace(_LLAMA, in_vllm=False)
 _LIKE_QWEN3 = replace(_QWEN3, in_vllm=False)
 _WIDE_NORMS = replace(_LIKE_QWEN3, wide_norms=True)
+_HUNYUAN = replace(_LIKE_LLAMA, norms=("query_layernorm", "key_layernorm"), norms_behind_rope="weighted")
 _LFM2 = replace(
     _LIKE_LLAMA, output="out_proj", norms=("q_layernorm", "k_layernorm"), attention_layers=_attention_layers
 )
@@ -287,10 +306,22 @@ FAMILIES: dict[str, Family] = {
     "lfm2": _LFM2,
     "lfm2_moe": replace(_LFM2, rotary="model.pos_emb"),
     "helium": _INTERLEAVED,
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": _HUNYUAN,
     "hy_v3": replace(_LIKE_QWEN3, norms_heads_first=True),
     "mellum": replace(_LIKE_QWEN3, rotary_by_layer_type=True),
+    "llama4_text": replace(
+        _INTERLEAVED,
+        tables="complex",
+        norms=("qk_norm", "qk_norm"),
+        norms_if="use_qk_norm",
+        norms_behind_rope="plain",
+        without_rope=_by_no_rope_layers,
+        query_scale=_scale_far_queries_without_rope,
+    ),
     "ministral3": replace(_LIKE_LLAMA, query_scale=_scale_far_queries),
     "minimax_m2": replace(_WIDE_NORMS, partial_rotary=True),
+    "nanochat": replace(_LIKE_QWEN3, norms_behind_rope="plain", rotates_back=True),
     "qwen3_5_text": _GATED,
     "qwen3_5_moe_text": _GATED,
     "qwen3_next": _GATED,
@@ -298,7 +329,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": replace(_WIDE_NORMS, in_vllm=True),
     "olmo3": replace(_WIDE_NORMS, rotary_by_layer_type=True),
     "olmoe": replace(_WIDE_NORMS, refused=("clip_qkv",)),
-    "smollm3": replace(_LLAMA, without_rope=_smollm3_without_rope),
+    "smollm3": replace(_LLAMA, without_rope=_by_no_rope_layers),
     "solar_open": replace(_LIKE_LLAMA, partial_rotary=True),
     "nemotron": replace(_LLAMA, partial_rotary=True),
     "phi": replace(_LLAMA, output="dense", partial_rotary=True),
@@ -374,15 +405,10 @@ def architectures() -> set[str]:
 _RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
 """Models that are linear attention or state spaces alone."""
 
-_NORMS_BEHIND_ROPE = "norms of queries and keys stand behind RoPE, where rotor has no place for them"
 _UNLIKE = {
     "gemma3n_text": "its last layers read the keys and values of others",
     "gemma4_text": "its heads have two sizes, and layers may share their cache, or have keys as values",
     "gemma4_unified_text": "its heads have two sizes, and layers may share their cache, or have keys as values",
-    "hunyuan_v1_dense": _NORMS_BEHIND_ROPE,
-    "hunyuan_v1_moe": _NORMS_BEHIND_ROPE,
-    "llama4_text": f"its layers attend within chunks, and {_NORMS_BEHIND_ROPE}",
-    "nanochat": _NORMS_BEHIND_ROPE,
 }
 """Language models whose attention differs from that of all families: what of it is in the way."""
 
@@ -402,7 +428,9 @@ def family_of(config: Any) -> Family:
         family = MULTIMODAL[whole.model_type].around(family)
     norms = () if family.norms_if and not getattr(config, family.norms_if) else family.norms
     factor = float(getattr(config, family.key_multiplier)) if family.key_multiplier else 1.0
-    return replace(family, norms=norms, placed=family.attention_layers(config), key_factor=factor)
+    behind = family.norms_behind_rope if norms else None
+    placed = family.attention_layers(config)
+    return replace(family, norms=norms, norms_behind_rope=behind, placed=placed, key_factor=factor)
 
 
 def is_supported(config: Any) -> bool:
@@ -497,14 +525,20 @@ def attention_shape(config: Any) -> AttentionShape:
         sinks=family.sinks,
         without_rope=without_rope if rotates else (),
         mrope=family.mrope,
+        weighted_behind_rope=family.norms_behind_rope == "weighted",
     )
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    """Tokens that each layer holds at most, see AttentionShape; a window without types of layers is all layers'."""
-    window, count = getattr(config, "sliding_window", None), config.num_hidden_layers
+    """Tokens that each layer holds at most, see AttentionShape; a window without types of layers is all layers'.
+
+    A layer that attends within chunks holds as many tokens as a chunk has, as caches of transformers do.
+    """
+    fields = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    sizes = {kind: getattr(config, field, None) or None for kind, field in fields.items()}
+    count = config.num_hidden_layers
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * count
-    windows = tuple(window if window and kind == "sliding_attention" else None for kind in types[:count])
+    windows = tuple(sizes.get(kind) for kind in types[:count])
     return windows if any(windows) else ()
 
 

@@ -51,6 +51,7 @@ class AttentionShape:
     sinks: each query head has a learned number among its logits, which takes attention and has no value.
     without_rope: layers whose queries and keys are not rotated, in a model that rotates those of others.
     mrope: RoPE's positions have three axes, and do not follow from a token's place in the cache.
+    weighted_behind_rope: queries and keys are multiplied by weights of their dimensions behind RoPE.
     """
 
     num_layers: int
@@ -66,6 +67,7 @@ class AttentionShape:
     sinks: bool = False
     without_rope: tuple[int, ...] = ()
     mrope: bool = False
+    weighted_behind_rope: bool = False
 
     def __post_init__(self) -> None:
         for name in ("windows", "without_rope"):
@@ -103,6 +105,14 @@ class AttentionShape:
         gate = "its attention is gated, and values cannot be folded into what a gate stands before"
         sinks = "its softmax has learned sinks, which join with exact tokens"
         return gate if self.gated else sinks if self.sinks else ""
+
+    @property
+    def needs_post_rope(self) -> str:
+        """Why keys can only be compressed after RoPE, in words; empty where they may be before it."""
+        if self.mrope:
+            return "positions of images have three axes in this model"
+        weights = "norms behind RoPE have weights in this model, so that logits depend on more than distances"
+        return weights if self.weighted_behind_rope else ""
 
     @property
     def rotary_planes(self) -> int:

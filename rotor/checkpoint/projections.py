@@ -127,6 +127,24 @@ def oriented(family: Family, tensor: Tensor) -> Tensor:
     return tensor.mT if family.transposed and tensor.dim() == 2 else tensor
 
 
+class UnweightedNorm(nn.Module):
+    """RMS norm of heads, [..., head_dim], whose weight is for others to apply, see Family.norms_behind_rope.
+
+    Args:
+        norm: what has the weight, [head_dim], if there is one. eps: added to the mean square.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(self, norm: nn.Module, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_parameter("weight", getattr(norm, "weight", None))
+
+    def forward(self, heads: Tensor) -> Tensor:
+        return nn.functional.rms_norm(heads.float(), heads.shape[-1:], eps=self.eps).type_as(heads)
+
+
 class CompressedProjections(nn.Module):
     """The tensors of a compressed layer, as `tensors.layer_tensors` lists them, and its norms.
 
@@ -188,9 +206,16 @@ class CompressedProjections(nn.Module):
             value = value.unflatten(-1, (-1, self.head_dim))
         return query, key, value
 
+    def weights_behind_rope(self) -> tuple[Tensor | None, Tensor | None]:
+        """What rotated queries and keys are multiplied by, [head_dim] each, where norms leave their weights out."""
+        norms = [self._modules[name] for name in self.norm_names]
+        weights = [norm.weight for norm in norms if isinstance(norm, UnweightedNorm)]
+        return (weights[0], weights[-1]) if weights else (None, None)
+
     def _heads(self, x: Tensor, side: int) -> Tensor:
         """[..., n * head_dim] -> [..., n, head_dim], normed where the family does; of queries (0) or keys (1)."""
-        norm = self._modules[self.norm_names[side]] if self.norm_names else None
+        # the first name is that of queries, the last that of keys, which may be the same
+        norm = self._modules[self.norm_names[-side]] if self.norm_names else None
         if norm is not None and self.wide_norms:
             x = norm(x)
         heads = x.unflatten(-1, (-1, self.head_dim))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import torch
-from torch.utils.benchmark import Timer
 
 from ..errors import UsageError
 from ..options import DeviceOptions
@@ -51,6 +50,8 @@ def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the floating-point operations per second of a matrix product."""
+    from torch.utils.benchmark import Timer  # imports setuptools
+
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(TIMED_MATRIX_SIZE, TIMED_MATRIX_SIZE, generator=generator).to(device, dtype)
     timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=torch.get_num_threads())

@@ -200,9 +200,9 @@ def sequence_parallel(model: PreTrainedModel, group: Any = None) -> Iterator[Seq
             device (gloo a CPU, nccl GPUs), and its timeout says how long a process waits for one that hangs.
     Raises:
         UsageError: torch.distributed is not initialised, the model is not compressed, is split already, keeps its
-            cache by a policy, lies on several devices, or has a RoPE whose frequencies depend on the
-            length. In passes: the processes were given different inputs, a cache of a kind that cannot be split or that
-            was filled elsewhere, a mask that is not two-dimensional.
+            cache by a policy, lies on several devices, attends within chunks, or has a RoPE whose frequencies depend
+            on the length. In passes: the processes were given different inputs, a cache of a kind that cannot be split
+            or that was filled elsewhere, a mask that is not two-dimensional.
         RotorError: in passes: another process ended, or did not answer within the group's timeout.
     Source: ZDC section 5.3; PyTorch's `context_parallel` for the shape of the call.
     """
@@ -224,7 +224,13 @@ def sequence_parallel(model: PreTrainedModel, group: Any = None) -> Iterator[Seq
             "Load a checkpoint that `rotor export` wrote with AutoModelForCausalLM.",
         )
     devices = {parameter.device for parameter in model.parameters()}
+    chunked = "chunked_attention" in (getattr(model.config, "layer_types", None) or ())
     for wrong, message, hint in (
+        (
+            chunked,
+            "layers of this model attend within chunks, which has no place in the division.",
+            "Run it in one process.",
+        ),
         (
             any(isinstance(layer.store, SequenceParallel) for layer in layers),
             "the model is inside of another sequence_parallel().",

@@ -21,6 +21,7 @@ from ..checkpoint import (
     Family,
     LayerKernels,
     LayerLayout,
+    UnweightedNorm,
     layer_tensors,
 )
 from ..errors import UsageError
@@ -33,7 +34,7 @@ from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import code_scales, pack_layer
 from ..logs import log
 from .exact import NewTokens
-from .rope import RotaryTable, Rotations, rope_of
+from .rope import RotaryTable, Rotations, TokenSpan, rope_of
 from .steps import AttentionCall, CacheRows
 
 if TYPE_CHECKING:
@@ -70,11 +71,15 @@ class RotorAttention(CompressedProjections):
         rotary: RotaryTable | None,
     ) -> None:
         shapes = {name: spec.shape for name, spec in layer_tensors(layout, shape, biases).items()}
-        norms = {name: base.get_submodule(name) for name in family.norms}
+        config: Any = base.config
+        normed = shape.rotary_dim or family.norms_behind_rope is None
+        norms = {name: base.get_submodule(name) for name in (family.norms if normed else ())}
+        if family.norms_behind_rope is not None:
+            norms = {name: UnweightedNorm(norm, config.rms_norm_eps) for name, norm in norms.items()}
         if family.wide_norms:  # their weights are in the order of the layout, those of `base` stay as they are
             norms = copy.deepcopy(norms)
         super().__init__(shapes, shape.head_dim, norms, family.wide_norms)
-        self.config: PreTrainedConfig = base.config  # type: ignore[assignment]
+        self.config: PreTrainedConfig = config
         self.layer_idx: int = int(base.layer_idx)  # type: ignore[arg-type]
         # Falcon's attention lacks the attribute; it uses the default.
         self.scaling: float = float(getattr(base, "scaling", shape.head_dim**-0.5))
@@ -90,7 +95,7 @@ class RotorAttention(CompressedProjections):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: Rotation | None = None,
+        position_embeddings: Rotation | Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         layer_past: Cache | None = None,
@@ -100,8 +105,7 @@ class RotorAttention(CompressedProjections):
         batch_size, seq_len, _ = hidden_states.shape
         if torch.compiler.is_compiling() and hidden_states.requires_grad:
             refuse_compiled_gradients()
-        if position_embeddings is not None:
-            position_embeddings = self.family.rotation(position_embeddings)
+        given = None if position_embeddings is None else self.family.rotation(position_embeddings)
         cache = layer_past if past_key_values is None else past_key_values
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         store = self.store.row_store(cache, self.layer_idx)
@@ -114,12 +118,12 @@ class RotorAttention(CompressedProjections):
         text = self._described() if served and torch.compiler.is_compiling() else ""
         if reads_rows:
             self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
-        rotations = self.rope(span, position_embeddings, hidden_states, served)
+        rotations = self.rope(span, given, hidden_states, served)
+        rotations = rotations._replace(weights=self.weights_behind_rope())
 
         query, new_key, new_value = self.projected(hidden_states)
         if self.family.query_scale is not None:
-            scale = self.family.query_scale(self.config, kwargs["position_ids"]).to(query.dtype)
-            query = query * scale.unflatten(-1, (-1, *[1] * (query.dim() - 2)))
+            query = self._scaled(query, kwargs.get("position_ids"), span)
         projected = query, new_key, new_value
         with torch.autocast(hidden_states.device.type, enabled=False):
             parameters, exact = self._parameters_of_attention(), None
@@ -145,11 +149,23 @@ class RotorAttention(CompressedProjections):
             output = output * self.gate_proj(hidden_states).sigmoid()
         return self.o_proj(output), None
 
+    def _scaled(self, query: Tensor, positions: Tensor | None, span: TokenSpan) -> Tensor:
+        """Scale queries, [batch_size, seq_len, ...], by their positions, or by their indices in the cache."""
+        assert self.family.query_scale is not None
+        if positions is None:
+            index = span.query_offset + torch.arange(span.seq_len, device=query.device)
+            positions = (index if span.indices is None else span.indices)[None]
+        scale = self.family.query_scale(self.config, self.layer_idx, positions)
+        if scale is None:
+            return query
+        return query * scale.to(query.dtype).unflatten(-1, (-1, *[1] * (query.dim() - 2)))
+
     # A compiler takes what these two return as constants. They are methods as it cannot hand layouts to functions.
     @torch.compiler.assume_constant_result
     def _served(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the kernels serve the layer at all."""
-        return self.sinks is None and layer_served(self.layout, self.shape, dtype, device, self.rope.fits_kernels)
+        fits = self.sinks is None and not self.shape.weighted_behind_rope
+        return fits and layer_served(self.layout, self.shape, dtype, device, self.rope.fits_kernels)
 
     @torch.compiler.assume_constant_result
     def _described(self) -> str:
@@ -228,10 +244,10 @@ def plain_rows(
     """
     layout = parameters.layout
     if parameters.query_basis is not None:
-        query = rotated(query.transpose(1, 2), rotations.query)
+        query = rotated(query.transpose(1, 2), rotations.query, rotations.weights[0])
     latents, value = key.unsqueeze(1), value.unsqueeze(1)
     if parameters.key_basis is not None:
-        heads = rotated(key.transpose(1, 2), rotations.stored)
+        heads = rotated(key.transpose(1, 2), rotations.stored, rotations.weights[1])
         latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, value)
     return query, pack_layer(latents, layout, True, parameters.scales), pack_layer(value, layout, keys=False)
 
@@ -242,7 +258,8 @@ def new_tokens(query: Tensor, key: Tensor, value: Tensor, rotations: Rotations) 
     Args:
         query, key, value: heads as projections and norms put them out, [batch_size, seq_len, heads, head_dim].
     """
-    query, key = (rotated(side.transpose(1, 2), rotations.exact) for side in (query, key))
+    sides = zip((query, key), rotations.weights, strict=True)
+    query, key = (rotated(side.transpose(1, 2), rotations.exact, weight) for side, weight in sides)
     return NewTokens(query, key, value.transpose(1, 2))
 
 
@@ -255,14 +272,18 @@ def exact_rows(
         query, key: heads as projections and norms put them out.
     """
     layout, same = parameters.layout, rotations.query is rotations.exact
-    queries = exact.query if same else rotated(query.transpose(1, 2), rotations.query)
-    keys = exact.key if rotations.stored is rotations.exact else rotated(key.transpose(1, 2), rotations.stored)
+    weights = rotations.weights
+    queries = exact.query if same else rotated(query.transpose(1, 2), rotations.query, weights[0])
+    stored_so = rotations.stored is rotations.exact
+    keys = exact.key if stored_so else rotated(key.transpose(1, 2), rotations.stored, weights[1])
     latents, values = project_rows(keys, exact.value, parameters)
     return queries, pack_layer(latents, layout, True, parameters.scales), pack_layer(values, layout, keys=False)
 
 
-def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
-    return x if rotation is None else rotate(x, rotation[0].to(x.dtype), rotation[1].to(x.dtype))
+def rotated(x: Tensor, rotation: Rotation | None, weight: Tensor | None) -> Tensor:
+    """Rotate heads, [batch_size, heads, seq_len, head_dim], then multiply by the weight of a norm behind RoPE."""
+    x = x if rotation is None else rotate(x, rotation[0].to(x.dtype), rotation[1].to(x.dtype))
+    return x if weight is None else x * weight.to(x.dtype)
 
 
 def _check_pass(

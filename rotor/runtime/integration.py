@@ -94,8 +94,8 @@ class RotorQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: object
     ) -> PreTrainedModel:
         config = self.quantization_config
-        network, shape = with_head(model), attention_shape(model.config)
-        family, layouts = family_of(model.config), config.layouts(shape)
+        family, shape = family_of(model.config), attention_shape(model.config)
+        network, layouts = with_head(model, family), config.layouts(shape)
         section = getattr(config, "cache", None)
         self.cache_policy = None if section is None else import_module("rotor.policies").read_stored(section)
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
@@ -109,12 +109,12 @@ class RotorQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: object) -> PreTrainedModel:
         """Give the layers their kernels and cache policy, and mark the config."""
-        network = with_head(model)
+        family = family_of(model.config)
+        network = with_head(model, family)
         for config in (self.quantization_config, model.config.quantization_config):
             vars(config).pop("source", None)  # save_pretrained will write the weights
         # transformers drops it, and save_pretrained must write it
         model.config.attn_implementation = language_model_setting(model.config, MARK)
-        family = family_of(model.config)
         for index, kernels in enumerate(self.kernel_config.layers):
             module = family.attention_module(network, index)
             assert isinstance(module, RotorAttention)
@@ -193,9 +193,9 @@ def with_hint(method: Callable[..., Any], dtype: str) -> Callable[..., Any]:
     return converting
 
 
-def with_head(model: PreTrainedModel) -> Any:
+def with_head(model: PreTrainedModel, family: Family) -> Any:
     """A causal model as it is; a base model (of AutoModel) under the name that a causal model has it by."""
-    name = model.base_model_prefix
+    name = family.decoder.partition(".")[0]
     if hasattr(model, name):
         return model
     head: Any = nn.Module()

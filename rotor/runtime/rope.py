@@ -44,6 +44,7 @@ class Rotations(NamedTuple):
     places: in blocks, rows of `table` of the new tokens, [seq_len].
     first: in blocks, the row of the first key.
     exact: of new queries and keys as the model was given positions; that of queries where it is the same.
+    weights: what rotated queries and keys are multiplied by, [head_dim] each; None where by nothing.
     """
 
     query: Rotation | None = None
@@ -53,6 +54,7 @@ class Rotations(NamedTuple):
     places: Tensor | None = None
     first: int = 0
     exact: Rotation | None = None
+    weights: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 def rows_of(rotation: Rotation, rows: slice | Tensor) -> Rotation:

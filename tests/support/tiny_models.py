@@ -147,6 +147,8 @@ FAR_QUERIES = {
     "original_max_position_embeddings": 16,
     "llama_4_scaling_beta": 0.5,
 }
+STRETCHED = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 10.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 ROUTED = MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 BIASED: dict[str, Any] = SIZES | {"attention_bias": True}
@@ -182,6 +184,11 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         IMPLIED_HEAD_DIM | {"attention_multiplier": 0.3, "num_local_experts": 4, "shared_intermediate_size": 32},
     ),
     "helium": ("HeliumConfig", SIZES | {"hidden_size": 128}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", BIASED),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        SIZES | {"num_experts": 4, "moe_topk": 2, "rope_parameters": STRETCHED},
+    ),
     "hy_v3": ("HYV3Config", SIZES | MOE),
     "hyperclovax": ("HyperCLOVAXConfig", SIZES | {"attention_multiplier": 0.3}),
     "jais2": ("Jais2Config", SIZES),
@@ -214,6 +221,17 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "full_attention", "mlp", "full_attention"]}
         | {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1},
     ),
+    "llama4_text": (
+        "Llama4TextConfig",
+        SIZES
+        | {"no_rope_layers": [1, 0], "attention_chunk_size": 12, "floor_scale": 128}
+        | {
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "ministral3": ("Ministral3Config", SIZES | {"rope_parameters": FAR_QUERIES}),
     "mellum": ("MellumConfig", SIZES | WINDOWS | MOE),
     "minimax_m2": (
@@ -221,6 +239,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PARTIAL},
     ),
     "ministral": ("MinistralConfig", SIZES | WINDOWS),
+    "nanochat": ("NanoChatConfig", IMPLIED_HEAD_DIM | {"rope_parameters": YARN}),
     "nemotron": ("NemotronConfig", SIZES | {"rope_parameters": PARTIAL}),
     "olmo": ("OlmoConfig", IMPLIED_HEAD_DIM),
     "olmo2": ("Olmo2Config", IMPLIED_HEAD_DIM),

@@ -72,7 +72,7 @@ class LayerCodes:
         return self.sides[1]
 
 
-def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
+def layer_codes(bases: LayerBases, gradients: LayerFisher, device: torch.device | None = None) -> LayerCodes:
     """Fit the codes of every channel at every width, and weight their errors.
 
     An error e of token t costs g_t^2 e^2 / 2. Tokens with large latents often have large gradients, so the mean of the
@@ -80,17 +80,21 @@ def layer_codes(bases: LayerBases, gradients: LayerFisher) -> LayerCodes:
     mix each token's g_t^2 (TOKEN_GRADIENT_SHARE of it) with the mean over tokens. Levels are shifted so that the mean
     first token is coded exactly.
 
+    Args:
+        device: fits channels there; None: on the CPU. The result is on the CPU.
     Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """
     if bases.joint:
-        sides_of_joint, errors = parted_codes(bases, gradients)
+        sides_of_joint, errors = parted_codes(bases, gradients, device)
         return LayerCodes(sides_of_joint, True, errors)
     names = vector_names(bases.layer_form)
     sides = []
     for name, pair in zip(names, bases.latents, strict=True):
         vectors, by_vectors, share = gradients.sampled(name)
         first = (gradients.first(name).unsqueeze(1) @ pair.encode).squeeze(1)
-        sides.append(side_codes(pair, gradients.per_token(name), vectors @ pair.encode, by_vectors, share, first))
+        latents = vectors @ pair.encode
+        information = gradients.per_token(name)
+        sides.append(side_codes(pair, information, latents, by_vectors, share, first, device=device))
     return LayerCodes(tuple(sides), joint=False)
 
 

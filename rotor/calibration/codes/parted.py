@@ -16,7 +16,9 @@ from ..bases.parted import nominal_bits
 from .side import FITTED_BITS, FastErrors, SideCodes, side_codes
 
 
-def parted_codes(bases: LayerBases, gradients: LayerFisher) -> tuple[tuple[SideCodes, ...], FastErrors | None]:
+def parted_codes(
+    bases: LayerBases, gradients: LayerFisher, device: torch.device | None = None
+) -> tuple[tuple[SideCodes, ...], FastErrors | None]:
     """Fit the codes of a joint layer's latents, in the order of `LayerBases.latents`; see `layer_codes`.
 
     The gradient by the errors of fast codes is that by fast numbers and by what the rest takes up of them. The rest's
@@ -66,7 +68,7 @@ def parted_codes(bases: LayerBases, gradients: LayerFisher) -> tuple[tuple[SideC
     if fast_pairs:
         pair, of_heads = fast_pairs[0], scale.repeat_interleave(size, 0)
         exact = (latents(first)[0] / first_scale.repeat_interleave(size, 0).unsqueeze(-1)).squeeze(1)
-        own = side_codes(pair, of_latents[0], known[0], by_latents[0], share, exact, of_heads)
+        own = side_codes(pair, of_latents[0], known[0], by_latents[0], share, exact, of_heads, device=device)
         found.append(replace(own, length=lengths[0]))
         index = torch.searchsorted(torch.tensor(FITTED_BITS), bits[0]).unsqueeze(0)
         mean, step, lost = (tensor.gather(0, index)[0] for tensor in (own.mean, own.scale, own.distortion))
@@ -78,7 +80,7 @@ def parted_codes(bases: LayerBases, gradients: LayerFisher) -> tuple[tuple[SideC
     read = x[..., fast] + errors
     target = (x[..., other] + errors @ parting.feedback - read @ parting.prediction) @ rest.encode
     exact = (latents(first)[-1] / first_scale.unsqueeze(-1)).squeeze(1)
-    own = side_codes(rest, of_rest, target, by_latents[-1], share, exact, scale)
+    own = side_codes(rest, of_rest, target, by_latents[-1], share, exact, scale, device=device)
     return (*found, replace(own, length=lengths[-1])), of_errors
 
 

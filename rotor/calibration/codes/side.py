@@ -119,6 +119,8 @@ def side_codes(
     share: Tensor,
     first: Tensor,
     scale: Tensor | None = None,
+    *,
+    device: torch.device | None = None,
 ) -> SideCodes:
     """Fit the codes of one latent.
 
@@ -127,6 +129,7 @@ def side_codes(
         gradients: by these numbers, [num_groups, samples, n]. share: [samples] of all tokens. first: [num_groups,
             channels], of the mean first token, divided by its scale.
         scale: of each sample's row, [num_groups, samples]: codes are of latents divided by it.
+        device: fits channels there; None: on the CPU. The result is on the CPU.
     """
     weight = torch.einsum("gir,gij,gjr->gr", pair.decode, information, pair.decode).clamp(min=0) / 2
     squares = (gradients @ pair.decode).square()
@@ -139,7 +142,10 @@ def side_codes(
         weight = weight * torch.where(total > 0, scaled.sum(1) / total, 1.0)
         costs, latents = scaled, latents / scale.unsqueeze(-1)
     groups = zip(latents, costs, first, strict=True)
-    fits = [measure_channels(latent, cost, FITTED_BITS, exact) for latent, cost, exact in groups]
+    fits = [
+        measure_channels(latent.to(device), cost.to(device), FITTED_BITS, exact.to(device))
+        for latent, cost, exact in groups
+    ]
     variance, *parts = zip(*fits, strict=True)
-    mean_of, scale_of, distortion = (torch.stack(part, dim=1) for part in parts)
-    return SideCodes(weight, torch.stack(variance), mean_of, scale_of, distortion, length)
+    mean_of, scale_of, distortion = (torch.stack(part, dim=1).cpu() for part in parts)
+    return SideCodes(weight, torch.stack(variance).cpu(), mean_of, scale_of, distortion, length)

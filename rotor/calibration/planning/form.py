@@ -24,10 +24,10 @@ def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
     Args:
         frequencies: frequencies of RoPE; None if they depend on the length of a sequence. Keys stored earlier would
             then be rotated within their blocks by other frequencies than later ones, so `block` becomes `post`; so it
-            does where positions have three axes.
+            does where the model needs that.
     Raises:
         RecipeError: the group size does not divide the KV heads; more fast planes than a head has; keys before RoPE
-            where positions have three axes; nothing is kept exactly where that is needed.
+            where they cannot be; nothing is kept exactly where that is needed.
     """
     if shape.needs_exact and recipe.exact.tokens is None:
         raise RecipeError(
@@ -51,12 +51,12 @@ def wanted_gradients(form: LayerForm) -> frozenset[str]:
 def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Sequence[float] | None) -> KeyForm:
     """Derive how a layer's keys are stored from the frequencies of its RoPE."""
     groups, planes = recipe.groups, shape.rotary_planes
-    if not shape.rotary_dim or groups.domain == "post" or (shape.mrope and groups.domain == "block"):
+    if not shape.rotary_dim or groups.domain == "post" or (shape.needs_post_rope and groups.domain == "block"):
         return POST_ROPE
-    if shape.mrope:
+    if shape.needs_post_rope:
         raise RecipeError(
-            f"groups.domain {groups.domain}: positions of images have three axes in this model, so that keys stored "
-            "before RoPE cannot be rotated by their place in the cache.",
+            f"groups.domain {groups.domain}: {shape.needs_post_rope}, and keys stored before RoPE are rotated by their "
+            "place in the cache.",
             "Give --set groups.domain=post.",
         )
     if groups.domain == "pre" or groups.fast_planes == "all":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import NonNegativeInt
 
-from ...checkpoint import family_of
+from ...checkpoint import attention_shape, family_of
 from ...errors import UnsupportedModelError
 from ..eviction import Eviction
 
@@ -45,10 +45,12 @@ class Streaming(Eviction):
         family = family_of(config)
         if self.moves_keys and family.rotary is None:
             raise _cannot_move("this model has no RoPE")
-        if self.moves_keys and family.mrope:
-            raise _cannot_move("positions of images have three axes in this model")
-        if self.moves_keys and (family.interleaved or family.without_rope(config.get_text_config())):
-            raise _cannot_move("RoPE of this model is interleaved, or not in every layer")
+        needs_post_rope = attention_shape(config).needs_post_rope
+        if self.moves_keys and needs_post_rope:
+            raise _cannot_move(needs_post_rope)
+        unlike = family.interleaved or family.rotates_back or family.without_rope(config.get_text_config())
+        if self.moves_keys and unlike:
+            raise _cannot_move("RoPE of this model is interleaved, rotates back, or is not in every layer")
         return super().check_config(config)
 
     def protected(self, budget: int) -> tuple[int, int]:

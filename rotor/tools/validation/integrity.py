@@ -146,8 +146,9 @@ def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
                 return f"config.json, layer {index}: {name} is missing"
             if checkpoint.shape_of(prefix + name) != list(spec.shape):
                 return f"config.json, layer {index}: {name} is not {list(spec.shape)} as its layout says"
-        own = tuple(prefix + name for name in (*OWN, *family.consumed))  # others are norms, and buffers of old files
-        unexpected = (n for n in sorted(checkpoint.names) if n.startswith(own) and n[len(prefix) :] not in expected)
+        own = tuple(prefix + name for name in (*OWN, *family.consumed))  # others are buffers of old files
+        known = {*expected, *(f"{norm}.weight" for norm in family.norms)}
+        unexpected = (n for n in sorted(checkpoint.names) if n.startswith(own) and n[len(prefix) :] not in known)
         for stray in unexpected:
             return f"config.json, layer {index}: {stray} is not in its layout"
     return ""
