@@ -166,7 +166,7 @@ def test_names_of_graphs_layouts_and_operators() -> None:
 
 
 def test_the_page_of_the_first_tokens_stays_in_the_block_table() -> None:
-    """vLLM 0.33 takes pages out of a step's block table that lie further than this, an int32, before its first token."""
+    """vLLM 0.33 takes pages out of a step's block table that lie further than an int32 says before its first token."""
     import torch
 
     from rotor.vllm.windows import FirstAndNewestSpec

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -120,7 +120,7 @@ class Compressed:
         return None if loaded is None else loaded | names
 
 
-def _has_attention(module: Any) -> bool:
+def _has_attention(module: object) -> TypeGuard[nn.Module]:
     """Whether a module holds an attention layer of vLLM's."""
     return isinstance(getattr(module, "attn", None), Attention)
 
@@ -184,7 +184,6 @@ def _replaced_attention(name: str, build: Callable[[nn.Module], nn.Module]) -> I
 
     def hook(parent: nn.Module, assigned: str, module: nn.Module | None) -> nn.Module | None:
         if assigned == name and _has_attention(module):
-            assert module is not None
             return build(module)
         return None
 

@@ -122,8 +122,8 @@ class OneSequence(RotorSelfAttention):
     one sequence, [1, tokens, hidden_size].
     """
 
-    def forward(
-        self, hidden_states: Tensor, positions: Tensor | None = None, *, position_ids: Tensor, **kwargs: object
-    ) -> tuple[Tensor, None]:
-        """`attended` for the one sequence; position_ids: [1, tokens]."""
+    def forward(self, hidden_states: Tensor, positions: Tensor | None = None, **kwargs: object) -> tuple[Tensor, None]:
+        """`attended` for the one sequence; position_ids, [1, tokens], are among `kwargs`."""
+        position_ids = kwargs["position_ids"]
+        assert isinstance(position_ids, Tensor)
         return self.attended(hidden_states[0], position_ids[0])[None], None

@@ -106,7 +106,8 @@ class Plan:
         check_size(self.layouts, self.shape, self.ranks)
         if self.shape.wide_norms and self.ranks > 1:
             raise UsageError(
-                f"tensor parallel size {self.ranks}: norms of this model are of all heads together, which ranks divide.",
+                f"tensor parallel size {self.ranks}: norms of this model are of all heads together, which ranks "
+                "divide.",
                 "Choose 1.",
             )
         policy = getattr(self.section, "cache", None)
