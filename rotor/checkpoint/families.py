@@ -360,22 +360,20 @@ LANGUAGE_MODELS = FAMILIES | {
 }
 """The families by `model_type`, with the language models that come within another model alone."""
 
-LANGUAGE_MODEL = "model.language_model"
-"""Path of the decoder in a model that reads more than text."""
-
 
 class Multimodal(NamedTuple):
-    """A kind of models that read more than text by one of LANGUAGE_MODELS; `stored`, `mrope`: see Family."""
+    """A kind of models that read more than text by one of LANGUAGE_MODELS; fields: see Family."""
 
     stored: str | None = None
     mrope: bool = False
+    decoder: str = "model.language_model"
 
     def around(self, family: Family) -> Family:
         """The family of the language model as it is in the whole model."""
         return replace(
             family,
-            decoder=LANGUAGE_MODEL,
-            rotary=family.rotary and LANGUAGE_MODEL + family.rotary.removeprefix(family.decoder),
+            decoder=self.decoder,
+            rotary=family.rotary and self.decoder + family.rotary.removeprefix(family.decoder),
             stored=self.stored,
             mrope=self.mrope,
             auto_class="AutoModelForImageTextToText",
@@ -385,6 +383,7 @@ class Multimodal(NamedTuple):
 
 MULTIMODAL = {
     "gemma3": Multimodal("language_model.model"),
+    "llama4": Multimodal(decoder="language_model.model"),
     "mistral3": Multimodal("language_model.model"),
     "qwen2_5_vl": Multimodal("model", mrope=True),
     "qwen3_vl": Multimodal(mrope=True),
@@ -405,10 +404,11 @@ def architectures() -> set[str]:
 _RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
 """Models that are linear attention or state spaces alone."""
 
+_GEMMA4 = "its heads have two sizes, its values a norm, and layers may share their cache, or have keys as values"
 _UNLIKE = {
     "gemma3n_text": "its last layers read the keys and values of others",
-    "gemma4_text": "its heads have two sizes, and layers may share their cache, or have keys as values",
-    "gemma4_unified_text": "its heads have two sizes, and layers may share their cache, or have keys as values",
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
 }
 """Language models whose attention differs from that of all families: what of it is in the way."""
 
