@@ -172,8 +172,14 @@ def _prepared(
     rotations = None
     if rotation is not None and parameters.layout.in_blocks:
         rotations = block_rotations(rotation, parameters.layout, query.dtype, remember)
-    layer = decode_layer(parameters, query.dtype, device)
-    prepared = {"layer": layer, "ranges": keys, "rotations": rotations, "tiles": tiles, "most_programs": most_programs}
+    prepared = {
+        "layer": decode_layer(parameters, query.dtype, device),
+        "ranges": keys,
+        "rotations": rotations,
+        "tiles": tiles,
+        "most_programs": most_programs,
+        "remember": remember,
+    }
     if exact is None:
         return prepared
     codes = _step.codes(keys, exact) if remember else ranges_of_codes(keys, exact)

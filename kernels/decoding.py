@@ -23,7 +23,7 @@ from .decode import SPAN, decode_kernel, excess, most_spans, sixteenth
 from .defaults import decode_tile, slices_per_sm
 from .finish import finish_kernel
 from .join import join_kernel
-from .launch import capability_of, device_guard, device_table, padded, precision, sm_count
+from .launch import capability_of, capturing, device_guard, device_table, padded, precision, sm_count
 from .parameters import AttentionParameters
 from .ranges import KeyRanges
 from .rotary import Rotation
@@ -264,19 +264,22 @@ class DecodeLayer:
         halves = keys[:, : 2 * self.planes].float().unflatten(1, (2, self.planes))[:, :, : self.fast_planes]
         return halves.unflatten(0, (-1, self.heads))
 
-    def constant_keys(self, rotations: BlockRotations) -> Tensor:
+    def constant_keys(self, rotations: BlockRotations, remember: bool = True) -> Tensor:
         """Fast planes of the constant keys, rotated to each place in a block: [groups, heads, 2, rope_block, fast].
 
-        Made once for the rotations of a model.
+        Args:
+            remember: they are made once for the rotations of a model.
         """
-        if self._constant_keys is None or self._constant_keys[0] is not rotations:
-            assert self.constant is not None
-            k0, k1 = self._fast_planes_of(self.constant).unsqueeze(-2).unbind(2)
-            cos, sin = rotations.places.float()[..., : self.fast_planes]
-            both = torch.stack([k0 * cos - k1 * sin, k1 * cos + k0 * sin], dim=2)
-            keys = _pad(both, self.fast).to(self.dtype).contiguous()
+        if self._constant_keys is not None and self._constant_keys[0] is rotations:
+            return self._constant_keys[1]
+        assert self.constant is not None
+        k0, k1 = self._fast_planes_of(self.constant).unsqueeze(-2).unbind(2)
+        cos, sin = rotations.places.float()[..., : self.fast_planes]
+        both = torch.stack([k0 * cos - k1 * sin, k1 * cos + k0 * sin], dim=2)
+        keys = _pad(both, self.fast).to(self.dtype).contiguous()
+        if remember:
             self._constant_keys = rotations, keys
-        return self._constant_keys[1]
+        return keys
 
     def excess(self, operand: int) -> float:
         """What an operand of codes has too much, see `decode.excess`."""
@@ -369,6 +372,7 @@ def decode_attention(
     out: Tensor | None = None,
     exact: ExactSlots | None = None,
     attended: KeyRanges | None = None,
+    remember: bool = True,
 ) -> Tensor:
     """Attention of one or a few new tokens of each sequence over the rows of a layer.
 
@@ -385,6 +389,8 @@ def decode_attention(
         out: [tokens, sum over query heads of value width] to write into.
         exact, attended: in a layer with exact tokens, these, and the ranges of all keys, exact or not; `ranges` are
             then those of codes (`ranges.ranges_of_codes`).
+        remember: keep memory and rotated constant keys for other launches. What compiled code launches may not: its
+            memory is that of a CUDA graph, which uses it again.
     Returns:
         [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; in a layer
         with exact tokens [tokens, num_heads * head_dim]. Zeros of tokens that attend to nothing.
@@ -443,13 +449,13 @@ def decode_attention(
             -(-blocks * 2 * layer.fast * ratio // 4),
             slots * layer.operands * layer.value_columns, slots,
         )  # fmt: skip
-        memory = _memory(sizes, key.device)
+        memory = _memory(sizes, key.device, remember)
         absorbed, constant, fast_query = memory[0].view(layer.dtype), memory[1], memory[2].view(layer.dtype)
         partial, partial_lse = memory[3], memory[4]
         none = begin  # stands for a tensor that a kernel does not read
         constant_keys = None
         if rotations is not None and layer.scaled and layer.fast:
-            constant_keys = layer.constant_keys(rotations)
+            constant_keys = layer.constant_keys(rotations, remember)
 
         with device_guard(key.device):
             if not layer.folded:
@@ -519,20 +525,21 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-def _memory(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
+def _memory(sizes: tuple[int, ...], device: torch.device, remember: bool = True) -> list[Tensor]:
     """Float32 buffers that a launch leaves to the next, kept from layer to layer and from step to step.
 
-    Each begins at a multiple of 256 bytes. A CUDA graph under capture takes them from its own pool.
+    Each begins at a multiple of 256 bytes. A CUDA graph under capture takes them from its own pool, and so do the runs
+    by which torch.compile prepares a capture, which must not be remembered.
     """
     whole = [-(-size // 64) * 64 for size in sizes]
     memory, place = None, (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if not captured:
+    kept = remember and not capturing(device)
+    if kept:
         memory = _buffers.by_stream.get(place)
     if memory is None or memory.numel() < sum(whole):
         with torch.inference_mode(False):  # it serves calls in and out of that mode
             memory = torch.empty(sum(whole), dtype=torch.float32, device=device)
-        if not captured:
+        if kept:
             _buffers.by_stream[place] = memory
     return [part[:size] for part, size in zip(memory[: sum(whole)].split(whole), sizes, strict=True)]
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.kernel_cases import shape_of
 from support.random_layers import NARROW, WIDE, layout_of, parted
 from typer.testing import CliRunner
 
-from rotor.checkpoint.layout import KeyForm
+from rotor.checkpoint.layout import ExactTokens, KeyForm
 from rotor.cli.commands import app
 from rotor.errors import NumericsError, UsageError
 from rotor.kernels.defaults import default_layer
@@ -56,6 +58,19 @@ def test_every_row_of_a_cpu_is_measured_and_the_others_say_why(folder: Path) -> 
         stock = [r for r in report["attention"] if r["phase"] == phase and r["row"] == "SDPA"]
         assert min(r["over_stock"] for r in stock) == 1.0
     json.dumps(report)
+
+
+def test_a_step_with_exact_tokens_is_measured_whole_and_a_prompt_is_stock_attention() -> None:
+    layout, left_out = replace(FAST, exact=ExactTokens(2, 16)), dict[str, str]()
+    generator = torch.Generator().manual_seed(0)
+    shape = shape_of(4, 2, 16, 16)
+    step, prompt = (
+        attention.bench_layer(layout, shape, load, torch.float32, generator, 1, left_out)
+        for load in ((2, 1, 48), (2, 24, 24))
+    )
+    assert step.keys() == {"rotor, PyTorch path", "SDPA"}
+    assert prompt.keys() == {"SDPA"}
+    assert left_out.keys() == {"rotor, kernel", "rotor, prompts"}
 
 
 @pytest.mark.parametrize("seq_len", [1, 24])

@@ -35,18 +35,19 @@ def test_codes_that_are_fitted_on_a_gpu_are_those_of_the_cpu() -> None:
             torch.testing.assert_close(found, tensor, rtol=1e-6, atol=1e-9)
 
 
-def compressed(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model, calibrated and exported on the GPU."""
+    folder = tmp_path_factory.mktemp("gpu")
     rotor.calibrate(DEMO_MODEL, folder / "run", overrides=TOKENS, device="cuda")
     rotor.export(folder / "run", folder / "out", compression=0.85, measure=False, device="cuda")
     return folder / "out"
 
 
 def test_what_is_calibrated_and_exported_there_is_served_by_the_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels give what plain PyTorch gives, token by token behind a prompt, in a model with learned weights."""
-    out = compressed(tmp_path)
     tokens = torch.arange(5, 405).mul(37).remainder(4000).cuda()[None]
     logits = {}
     for choice in ("reference", "triton"):
@@ -65,9 +66,8 @@ def test_what_is_calibrated_and_exported_there_is_served_by_the_kernels(
     assert divergence.mean() < 2e-3  # of two computations in bfloat16
 
 
-def test_generation_with_a_static_cache_is_that_with_a_dynamic_one(tmp_path: Path) -> None:
+def test_generation_with_a_static_cache_is_that_with_a_dynamic_one(out: Path) -> None:
     """transformers compiles steps of static caches on a GPU by itself."""
-    out = compressed(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).to("cuda")
     prompt = torch.arange(5, 205).mul(37).remainder(4000).cuda()[None]
     found = [

@@ -35,6 +35,8 @@ def with_image(name: str) -> dict[str, Any]:
     if name == "gemma3":
         pixels = torch.randn(1, 3, 28, 28, generator=generator)
         return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": kinds}
+    if name == "llama4":
+        return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 56, 56, generator=generator)}
     if name == "mistral3":
         pixels = torch.randn(1, 3, 56, 56, generator=generator)
         return {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor([[56, 56]])}

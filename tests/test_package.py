@@ -89,7 +89,7 @@ print("torch" in sys.modules, "transformers" in sys.modules)
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 import torch
-print({"typer", "rich", "matplotlib"} & set(sys.modules), torch.cuda.is_initialized())
+print({"sklearn", "typer", "rich", "matplotlib"} & set(sys.modules), torch.cuda.is_initialized())
 print("rotor" in AUTO_QUANTIZER_MAPPING, any("rotor" in type(finder).__module__ for finder in sys.meta_path))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -101,7 +101,7 @@ def test_every_dependency_is_imported() -> None:
     """What the package declares to need, it imports somewhere."""
     declared = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     names = re.findall(r'"([a-z0-9-]+)', declared[1])
-    modules = {"pyyaml": "yaml"}
+    modules = {"pyyaml": "yaml", "scikit-learn": "sklearn"}
     source = "".join(path.read_text("utf-8") for part in ("rotor", "kernels") for path in (ROOT / part).rglob("*.py"))
     wanted = {name: modules.get(name, name.replace("-", "_")) for name in names}
     found = set(re.findall(r"^\s*(?:from|import) (\w+)", source, re.MULTILINE))

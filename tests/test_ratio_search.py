@@ -16,6 +16,7 @@ from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout, Numbers
 from rotor.errors import AccuracyError, UsageError
 from rotor.policies import Tiers, cache_policy, find_policy, packed_bytes_per_token
 from rotor.policies.agreement import agreement, agreement_in_words, shared_choices
+from rotor.recipe.sections import Search
 from rotor.search.evaluation.accuracy import Fidelity
 from rotor.search.export.export import export
 from rotor.search.ratio_search import Cache, RatioPlan, find_ratios
@@ -52,7 +53,7 @@ def test_what_removes_most_at_the_accuracy_is_found(best, loss) -> None:
         measured[plan.policy] = plan.stored, accuracy
         return Fidelity(accuracy, (accuracy, accuracy), {})
 
-    found = find_ratios(cache(), replace(START, search=True), 0.97, 0.01, measure)
+    found = find_ratios(cache(), replace(START, search=True), 0.97, Search(0.01), measure)
     stored, accuracy = measured[replace(found, search=True)]
     assert accuracy >= 0.97
     along = [saved for policy, (saved, kept) in measured.items() if kept >= 0.97 and _as_given(policy)]
@@ -72,7 +73,7 @@ def _lighter(policy: Tiers) -> bool:
 
 def test_an_accuracy_out_of_reach_is_said() -> None:
     with pytest.raises(AccuracyError, match=r"accuracy 0.99 is out of reach: the best measured is 0.5"):
-        find_ratios(cache(), START, 0.99, 0.05, lambda plan: Fidelity(0.5, (0.5, 0.5), {}))
+        find_ratios(cache(), START, 0.99, Search(0.05), lambda plan: Fidelity(0.5, (0.5, 0.5), {}))
 
 
 def test_an_export_searches_ratios(tiny, tmp_path, caplog) -> None:

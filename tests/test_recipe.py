@@ -112,6 +112,7 @@ def test_quick_takes_few_tokens_of_what_a_recipe_has(name: str) -> None:
     assert recipe.tokens.count == QUICK["tokens.count"]
     assert recipe.evaluation.quick
     assert recipe.evaluation.search_tokens == QUICK["evaluation.search_tokens"]
+    assert (recipe.search.tries, load_recipe(name).search.tries) == (0, 3)
     assert recipe.codes.bits == load_recipe(name).codes.bits
     said = CalibrationRequest("MODEL", "RUN", name, ["tokens.count=100"], quick=True).overridden_recipe
     assert said.tokens.count == 100

@@ -31,7 +31,7 @@ class Fake:
         return Fidelity(value, (value - 0.01, value + 0.01), {})
 
     def find(self, target: float, resolution: float = 0.01) -> float:
-        return find_plan(self.path, resolution, target, self).stored
+        return find_plan(self.path, Search(resolution), target, self).stored
 
 
 def cliff(edge: float, beyond: float) -> Any:
@@ -59,6 +59,9 @@ def test_a_dip_of_accuracy_does_not_end_the_search() -> None:
     fake = Fake(dipping, STEPS)
     assert 0.565 <= fake.find(0.95) <= 0.575
     assert len(fake.asked) == len(set(fake.asked)) <= 2 * Search(0.01).most_points
+    bisected = Fake(dipping, STEPS)
+    assert 0.49 <= find_plan(bisected.path, Search(0.01, tries=0), 0.95, bisected).stored <= 0.5
+    assert len(bisected.asked) < len(fake.asked)
     far = Fake(lambda saving: 0.9 if 0.2 < saving < 0.9 else 1.0, STEPS)
     assert 0.19 <= far.find(0.95) <= 0.2
 
@@ -97,7 +100,7 @@ def test_beside_the_path_units_are_taken_while_the_target_is_reached() -> None:
 
     tried: list[tuple[float, str]] = []
     path = path_of([0.2, 0.4, 0.6], lighter)
-    chosen: Any = find_plan(path, 0.01, 0.95, fidelity)
+    chosen: Any = find_plan(path, Search(0.01), 0.95, fidelity)
     assert (round(chosen.stored, 2), chosen.taken) == (0.5, "b")
     assert tried[-3:] == [(0.55, "a"), (0.55, "b"), (0.55, "c")]
-    assert find_plan(path, 0.1, 0.95, fidelity).stored == 0.4  # units below the resolution
+    assert find_plan(path, Search(0.1), 0.95, fidelity).stored == 0.4  # units below the resolution

@@ -163,3 +163,13 @@ def test_names_of_graphs_layouts_and_operators() -> None:
     source = inspect.getsource(Attention.__init__)
     for name in ("layer_name", "attn_type", "sliding_window", "impl"):
         assert f"self.{name}" in source, f"Attention sets no {name} any more"
+
+
+def test_the_page_of_the_first_tokens_stays_in_the_block_table() -> None:
+    """vLLM 0.33 takes pages out of a step's block table that lie further than an int32 says before its first token."""
+    import torch
+
+    from rotor.vllm.windows import FirstAndNewestSpec
+
+    spec = FirstAndNewestSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.uint8, sliding_window=20)
+    assert int(torch.tensor(spec.num_retained_tokens, dtype=torch.int32)) > 1_000_000_000

@@ -230,9 +230,9 @@ def test_rows_are_padded_to_the_widest_of_their_kind_only_where_there_are_two() 
 
 
 def test_versions_are_those_of_pyproject_and_of_the_documentation() -> None:
-    for version in ("0.32.0", "0.32.3+cpu", "0.32.1rc1"):
+    for version in ("0.32.0", "0.32.3+cpu", "0.32.1rc1", "0.33.0", "0.33.1+cpu"):
         assert refusal(version) is None
-    for version in ("0.33.0", "0.31.9", "1.0"):
+    for version in ("0.34.0", "0.34.0rc1", "0.31.9", "1.0"):
         assert version in (refusal(version) or "")
     project = (ROOT / "pyproject.toml").read_text()
     assert f'vllm = ["vllm{TESTED}; platform_system' in project

@@ -6,8 +6,10 @@ Source: ZDC section 5.1.
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,21 +43,20 @@ def prune_sequences(sequences: Tensor, prune: Prune) -> Tensor:
 
 
 class StreamingKMeans:
-    """Mini-batch k-means over a stream of vectors, in constant memory.
+    """K-means over a stream of vectors with scikit-learn's MiniBatchKMeans, in constant memory.
 
-    Every vector is assigned once, in its mini-batch; a centroid is the mean of all vectors assigned to it. Centroids
-    without vectors stay where they are: one that was moved would no longer be the mean of its vectors.
-    Source: Sculley, Web-scale k-means clustering, WWW 2010, algorithm 1.
+    Every vector is assigned once, in its mini-batch; a centroid is the mean of all vectors assigned to it.
     """
 
     def __init__(self, clusters: int, seed: int) -> None:
-        self._clusters = clusters
-        self._generator = np.random.default_rng(seed)
-        # The first centroids are chosen among three vectors per centroid.
+        from sklearn.cluster import MiniBatchKMeans  # slow to import
+
+        # k-means++ chooses the first centroids among three vectors per centroid, scikit-learn's default.
         self._next_batch = max(BATCH_VECTORS, 3 * clusters)
         self._waiting = np.empty((0, 0))
-        self._centroids: np.ndarray | None = None
-        self._counts = np.zeros(clusters)
+        options = {"n_init": 1, "compute_labels": False, "init_size": self._next_batch, "random_state": seed}
+        # No reassignment, because a moved centroid would no longer be the mean of its vectors.
+        self._model: Any = MiniBatchKMeans(clusters, reassignment_ratio=0, **options)
 
     def add(self, vectors: np.ndarray) -> None:
         """Add vectors [n, width], float64."""
@@ -70,34 +71,12 @@ class StreamingKMeans:
         """Centroids [k, width] and the number of vectors of each [k], float64; the number may be 0."""
         if len(self._waiting):
             self._fit(self._waiting)
-        assert self._centroids is not None
-        return self._centroids, self._counts
+        return self._model.cluster_centers_, self._model._counts  # _counts is private; a test checks that it is exact
 
     def _fit(self, batch: np.ndarray) -> None:
-        if self._centroids is None:
-            self._centroids = first_centroids(batch, self._clusters, self._generator)
-        nearest = (np.square(self._centroids).sum(1) - 2 * batch @ self._centroids.T).argmin(1)
-        own = np.bincount(nearest, minlength=self._clusters)
-        sums = self._centroids * self._counts[:, None]
-        np.add.at(sums, nearest, batch)
-        self._counts = self._counts + own
-        changed = own > 0
-        self._centroids[changed] = sums[changed] / self._counts[changed, None]
-
-
-def first_centroids(vectors: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Choose `count` of the vectors [n, width], each with a probability proportional to its squared distance from the
-    nearest one chosen before; of fewer distinct vectors the first choice is repeated.
-
-    Source: k-means++ (Arthur and Vassilvitskii, SODA 2007, section 2.2).
-    """
-    chosen = [int(generator.integers(len(vectors)))]
-    squared = np.full(len(vectors), np.inf)
-    while len(chosen) < count:
-        squared = np.minimum(squared, np.square(vectors - vectors[chosen[-1]]).sum(1))
-        total = squared.sum()
-        chosen.append(int(generator.choice(len(vectors), p=squared / total)) if total else chosen[0])
-    return vectors[chosen]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # scikit-learn warns of fewer distinct vectors than centroids
+            self._model.partial_fit(batch)
 
 
 def kmeans_bytes(clusters: int, width: int) -> int:

@@ -270,22 +270,22 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": _LLAMA,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3,
-    "arcee": _LIKE_LLAMA,
+    "arcee": _LLAMA,
     "gemma": _LLAMA,
     "granite": _LLAMA,
     "granitemoe": _LLAMA,
     "hyperclovax": _LLAMA,
-    "jais2": _LIKE_LLAMA,
+    "jais2": _LLAMA,
     "ministral": _LIKE_LLAMA,
     "phimoe": _LIKE_LLAMA,
-    "seed_oss": _LIKE_LLAMA,
-    "starcoder2": _LIKE_LLAMA,
+    "seed_oss": _LLAMA,
+    "starcoder2": _LLAMA,
     "apertus": replace(_QWEN3, norms_heads_first=True),
     "dots1": _LIKE_QWEN3,
     "afmoe": replace(_LIKE_QWEN3, gate="gate_proj", without_rope=_full_layers),
     "cohere": replace(_INTERLEAVED, tables="neighbours", refused=("use_qk_norm",)),
     "cohere2": replace(_INTERLEAVED, tables="neighbours", without_rope=_full_layers),
-    "cwm": _LIKE_LLAMA,
+    "cwm": _LLAMA,
     "ernie4_5": _INTERLEAVED,
     "ernie4_5_moe": _INTERLEAVED,
     "exaone4": replace(_LIKE_QWEN3, norms_heads_first=True, without_rope=_full_layers_beside_windows),
@@ -295,11 +295,11 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": replace(
         _LIKE_LLAMA, attention="mixer", attention_layers=_attention_layers, rotary=None, stored="backbone"
     ),
-    "glm": replace(_INTERLEAVED, partial_rotary=True),
-    "glm4": replace(_INTERLEAVED, partial_rotary=True),
+    "glm": replace(_INTERLEAVED, partial_rotary=True, in_vllm=True),
+    "glm4": replace(_INTERLEAVED, partial_rotary=True, in_vllm=True),
     "glm4_moe": replace(_LIKE_QWEN3, norms_if="use_qk_norm", partial_rotary=True),
     "gpt_oss": replace(_LIKE_LLAMA, sinks=True, tables="once"),
-    "granitemoeshared": _LIKE_LLAMA,
+    "granitemoeshared": _LLAMA,
     "granitemoehybrid": replace(_LIKE_LLAMA, attention_layers=_attention_layers, without_rope=_all_unless_rope),
     "jamba": replace(_LIKE_LLAMA, attention_layers=_attention_layers, rotary=None),
     "bamba": replace(_LIKE_LLAMA, attention_layers=_attention_layers, partial_rotary=True, layer_returns_tuple=True),
@@ -325,16 +325,16 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": _GATED,
     "qwen3_5_moe_text": _GATED,
     "qwen3_next": _GATED,
-    "olmo": replace(_LIKE_LLAMA, refused=("clip_qkv",)),
-    "olmo2": _WIDE_NORMS,
+    "olmo": replace(_LLAMA, refused=("clip_qkv",)),
+    "olmo2": replace(_WIDE_NORMS, in_vllm=True),
     "olmo3": replace(_WIDE_NORMS, rotary_by_layer_type=True),
     "olmoe": replace(_WIDE_NORMS, refused=("clip_qkv",)),
-    "smollm3": replace(_LIKE_LLAMA, without_rope=_by_no_rope_layers),
+    "smollm3": replace(_LLAMA, without_rope=_by_no_rope_layers),
     "solar_open": replace(_LIKE_LLAMA, partial_rotary=True),
     "nemotron": replace(_LLAMA, partial_rotary=True),
-    "phi": replace(_LIKE_LLAMA, output="dense", partial_rotary=True),
-    "stablelm": replace(_LIKE_LLAMA, partial_rotary=True),
-    "vaultgemma": replace(_LIKE_LLAMA, softcap="attn_logit_softcapping"),
+    "phi": replace(_LLAMA, output="dense", partial_rotary=True),
+    "stablelm": replace(_LLAMA, partial_rotary=True),
+    "vaultgemma": replace(_LLAMA, softcap="attn_logit_softcapping"),
     "phi3": replace(_LLAMA, fused="qkv_proj", partial_rotary=True),
     "gemma2": replace(_LLAMA, softcap="attn_logit_softcapping"),
     "gemma3_text": replace(_QWEN3, norms_heads_first=True, rotary_by_layer_type=True),
@@ -360,22 +360,20 @@ LANGUAGE_MODELS = FAMILIES | {
 }
 """The families by `model_type`, with the language models that come within another model alone."""
 
-LANGUAGE_MODEL = "model.language_model"
-"""Path of the decoder in a model that reads more than text."""
-
 
 class Multimodal(NamedTuple):
-    """A kind of models that read more than text by one of LANGUAGE_MODELS; `stored`, `mrope`: see Family."""
+    """A kind of models that read more than text by one of LANGUAGE_MODELS; fields: see Family."""
 
     stored: str | None = None
     mrope: bool = False
+    decoder: str = "model.language_model"
 
     def around(self, family: Family) -> Family:
         """The family of the language model as it is in the whole model."""
         return replace(
             family,
-            decoder=LANGUAGE_MODEL,
-            rotary=family.rotary and LANGUAGE_MODEL + family.rotary.removeprefix(family.decoder),
+            decoder=self.decoder,
+            rotary=family.rotary and self.decoder + family.rotary.removeprefix(family.decoder),
             stored=self.stored,
             mrope=self.mrope,
             auto_class="AutoModelForImageTextToText",
@@ -385,6 +383,7 @@ class Multimodal(NamedTuple):
 
 MULTIMODAL = {
     "gemma3": Multimodal("language_model.model"),
+    "llama4": Multimodal(decoder="language_model.model"),
     "mistral3": Multimodal("language_model.model"),
     "qwen2_5_vl": Multimodal("model", mrope=True),
     "qwen3_vl": Multimodal(mrope=True),
@@ -405,10 +404,11 @@ def architectures() -> set[str]:
 _RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
 """Models that are linear attention or state spaces alone."""
 
+_GEMMA4 = "its heads have two sizes, its values a norm, and layers may share their cache, or have keys as values"
 _UNLIKE = {
     "gemma3n_text": "its last layers read the keys and values of others",
-    "gemma4_text": "its heads have two sizes, and layers may share their cache, or have keys as values",
-    "gemma4_unified_text": "its heads have two sizes, and layers may share their cache, or have keys as values",
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
 }
 """Language models whose attention differs from that of all families: what of it is in the way."""
 

@@ -81,6 +81,7 @@ QUICK = {
     "evaluation.lookup_prompts": 8,
     "evaluation.copy_prompts": 12,
     "search.resolution": 0.02,
+    "search.tries": 0,
 }
 """What --quick sets: a first look at a model of 270 M parameters takes minutes of a core in place of hours."""
 

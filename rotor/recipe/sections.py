@@ -26,9 +26,6 @@ NAMES: dict[str, Mapping[str, BasisMethod | RankMethod]] = {
 }
 """Fields that name something registered."""
 
-SEARCH_TRIES = 3
-"""Number of gaps above a plan that reaches the target, or of plans beside it, that are tried before it is final."""
-
 MODEL = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 # The most of a count is far more than anybody needs, and less than what fills a machine's memory.
@@ -236,11 +233,13 @@ class Search:
 
     resolution: Share = 0.01
     """Bisection ends when what reaches the target and what does not are this much of compression apart."""
+    tries: Annotated[int, Field(ge=0, le=100)] = 3
+    """Gaps above a plan that reaches the target, or plans beside it, that are tried before it is final."""
 
     @property
     def most_points(self) -> int:
         """The most points that are measured for one target, where plans lie close together and accuracy falls."""
-        return max(1, math.ceil(math.log2(1 / self.resolution)) + 1 + SEARCH_TRIES)
+        return max(1, math.ceil(math.log2(1 / self.resolution)) + 1 + self.tries)
 
 
 @dataclass(frozen=True, config=MODEL)

@@ -117,7 +117,7 @@ class RankSearch(PlanEvaluator):
             self.progress.message(f"{found.policy.in_words}: removes {found.stored:.3f}, {measured.accuracy:.4f}")
             return measured
 
-        return shared(find_ratios(cache, policy, target, self.recipe.search.resolution, measure))
+        return shared(find_ratios(cache, policy, target, self.recipe.search, measure))
 
     def _plan(self) -> Plan:
         """Find the plan of the goal, and measure where the table lacks something."""
@@ -139,7 +139,7 @@ class RankSearch(PlanEvaluator):
                     self.progress.message(f"accuracy {target:g}: about {most - 1} more point(s) to measure, {left}")
             return measured
 
-        return find_plan(self.path, self.recipe.search.resolution, target, fidelity)
+        return find_plan(self.path, self.recipe.search, target, fidelity)
 
     def _load_text(self) -> EvaluationData:
         evaluation = self.recipe.evaluation

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..calibration.allocation.plan import COMPRESSION_SLACK, Plan, RankPath
 from ..checkpoint.layout import AttentionShape, LayerLayout, uncompressed_kv_bytes_per_token
+from ..recipe.sections import Search
 from .evaluation.accuracy import Fidelity
 from .search import find_plan
 
@@ -81,13 +82,14 @@ class RatioPath(RankPath):
 
 
 def find_ratios(
-    cache: Cache, policy: Tiers, target: float, resolution: float, measure: Callable[[RatioPlan], Fidelity]
+    cache: Cache, policy: Tiers, target: float, search: Search, measure: Callable[[RatioPlan], Fidelity]
 ) -> Tiers:
     """The ratios that remove most of those that keep the accuracy.
 
     Args:
         policy: where the search begins: its g, and its ratios in their proportion.
-        resolution: least difference of what two plans remove. measure: fidelity of a plan on the search split.
+        search: how plans are searched; they differ by its resolution at least.
+        measure: fidelity of a plan on the search split.
     Raises:
         AccuracyError: no ratios keep the accuracy.
     """
@@ -96,15 +98,18 @@ def find_ratios(
         assert isinstance(plan, RatioPlan)
         return measure(plan)
 
-    best = find_plan(RatioPath(cache, policy), resolution, target, fidelity)
+    best = find_plan(RatioPath(cache, policy), search, target, fidelity)
     assert isinstance(best, RatioPlan)
     for change in (_other_shares, rising_shares, _lighter_values):
         assert best.policy is not None
-        paths = [RatioPath(cache, other, best.stored + resolution) for other in change(best.policy, len(cache.layouts))]
+        paths = [
+            RatioPath(cache, other, best.stored + search.resolution)
+            for other in change(best.policy, len(cache.layouts))
+        ]
         kept = [(fidelity(path.plans()[0]).accuracy, path) for path in paths if path.plans()]
         accuracy, path = max(kept, key=lambda one: one[0], default=(-1.0, None))
         if path is not None and accuracy >= target:
-            best = find_plan(path, resolution, target, fidelity)
+            best = find_plan(path, search, target, fidelity)
             assert isinstance(best, RatioPlan)
     assert best.policy is not None
     return replace(best.policy, search=False)

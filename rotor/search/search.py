@@ -15,30 +15,31 @@ from itertools import islice, pairwise
 from ..calibration.allocation.plan import COMPRESSION_SLACK, Plan, RankPath
 from ..calibration.allocation.removal_rate import RemovalRatePath
 from ..errors import AccuracyError, UsageError
-from ..recipe.sections import SEARCH_TRIES
+from ..recipe.sections import Search
 from .evaluation.accuracy import Fidelity
 
 
 def find_plan(
     path: RankPath,
-    resolution: float,
+    search: Search,
     target: float,
     fidelity: Callable[[Plan], Fidelity],
 ) -> Plan:
     """The plan that a target leads to, by bisection over what plans save.
 
-    The first plan is in the middle of the path; each next one halves what lies between the last that reached the target
-    and the last that did not, until they are `resolution` apart or neighbours. Accuracy need not fall from plan to
-    plan: a layer may break at a width at which the predicted loss does not, and prompts are a sample. So what lies
-    between plans that were refused is tried, too, in the middle, and halved again from a plan that reaches the
-    target. Where a unit is more than `resolution`, plans beside the path follow, which take units from one layer after
-    another. Both go on as long as one of the next SEARCH_TRIES reaches the target.
+    The first plan is in the middle of the path; each next one halves what lies between the last that reached the
+    target and the last that did not, until they are `search.resolution` apart or neighbours. Accuracy need not fall
+    from plan to plan: a layer may break at a width at which the predicted loss does not, and prompts are a sample.
+    So what lies between plans that were refused is tried, too, in the middle, and halved again from a plan that
+    reaches the target. Where a unit is more than `resolution`, plans beside the path follow, which take units from
+    one layer after another. Both go on as long as one of the next `search.tries` reaches the target.
 
     Args:
         fidelity: of a plan on the search split, measured or known.
     Raises:
         AccuracyError: no plan reaches the target; names the best that was measured.
     """
+    resolution, tries = search.resolution, search.tries
     steps, tried = path.plans(), list[tuple[float, Plan]]()
     refused = {len(steps)}
 
@@ -73,9 +74,9 @@ def find_plan(
             break
         reached = steps[low]
         gaps = (pair for pair in pairwise(sorted(i for i in refused if i > low)) if room(*pair))
-        low = next((m for m in (middle_reaches(*pair) for pair in islice(gaps, SEARCH_TRIES)) if m is not None), None)
+        low = next((m for m in (middle_reaches(*pair) for pair in islice(gaps, tries)) if m is not None), None)
     while reached is not None:
-        beside = (other for other in path.lighter(reached)[:SEARCH_TRIES] if other.stored - reached.stored > resolution)
+        beside = (other for other in path.lighter(reached)[:tries] if other.stored - reached.stored > resolution)
         chosen = next(filter(reaches, beside), None)
         if chosen is None:
             return reached

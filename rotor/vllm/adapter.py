@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,10 +41,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..checked import JsonObject
-from ..checkpoint import CompressedSection, ExactTokens, is_compressed
+from ..checkpoint import CompressedSection, ExactTokens, Family, is_compressed
 from ..kernels.rotary import Rotation
 from ..logs import log
-from .attention import RotorSelfAttention
+from .attention import OneSequence, RotorSelfAttention
 from .layers import Loading, Plan
 from .pages import ExactPages, PagedLayer, StepRequests
 from .served import PREFIX
@@ -95,15 +95,23 @@ class Compressed:
         loading = Loading(plan)
         self.__dict__["_rotor"] = loading  # before nn.Module's own __init__
 
-        def build(native: nn.Module) -> RotorSelfAttention:
-            module = _attention(native, plan, vllm_config)
+        def build(
+            native: nn.Module, rotary: nn.Module | None = None, kind: type[RotorSelfAttention] = RotorSelfAttention
+        ) -> RotorSelfAttention:
+            module = _attention(native, plan, vllm_config, rotary or getattr(native, "rotary_emb", None), kind)
             loading.modules[module.index] = module
             return module
 
-        plain = copy.copy(vllm_config)
+        plain, name = copy.copy(vllm_config), plan.family.attention
         plain.quant_config = None
-        with _replaced_attention(plan.family.attention, build):
+        with _replaced_attention(name, build):
             super().__init__(vllm_config=plain, prefix=prefix)  # type: ignore[call-arg]
+        # Where vLLM runs transformers' own model, attention layers come into it once it is whole.
+        for parent in list(self.modules()):  # type: ignore[attr-defined]
+            native = getattr(parent, name, None)
+            if _has_attention(native):
+                rotary = self.get_submodule(plan.family.rotary)  # type: ignore[attr-defined]
+                setattr(parent, name, build(native, rotary, OneSequence))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         loading: Loading = self.__dict__["_rotor"]
@@ -112,16 +120,23 @@ class Compressed:
         return None if loaded is None else loaded | names
 
 
-def _attention(native: Any, plan: Plan, vllm_config: VllmConfig) -> RotorSelfAttention:
-    """Make the module of a compressed layer; scale, window, soft cap, norms and RoPE are the native one's."""
+def _has_attention(module: object) -> TypeGuard[nn.Module]:
+    """Whether a module holds an attention layer of vLLM's."""
+    return isinstance(getattr(module, "attn", None), Attention)
+
+
+def _attention(
+    native: Any, plan: Plan, vllm_config: VllmConfig, rotary: Any, kind: type[RotorSelfAttention]
+) -> RotorSelfAttention:
+    """Make the module of a compressed layer; scale, window, soft cap and norms are the native one's."""
     attn, index = native.attn, extract_layer_index(native.attn.layer_name)
     # Falcon sums the outputs of attention and MLP over the ranks together.
     reduces = all(m.reduce_results for m in native.modules() if isinstance(m, RowParallelLinear))
-    module = RotorSelfAttention(
+    module = kind(
         index,
         plan.shard(index, get_tensor_model_parallel_rank()),
         {norm: native.get_submodule(norm) for norm in plan.family.norms},
-        rotation_table(native.rotary_emb, plan.max_model_len) if plan.shape.rotary_dim else None,
+        rotation_table(rotary, plan.family, plan.max_model_len) if plan.shape.layer(index).rotary_dim else None,
         tensor_model_parallel_all_reduce if reduces and plan.ranks > 1 else lambda output: output,
         plan.family.layer_returns_tuple,
     )
@@ -168,8 +183,7 @@ def _replaced_attention(name: str, build: Callable[[nn.Module], nn.Module]) -> I
     """Within a `with`, a module that holds an attention layer of vLLM's is replaced when it is assigned as `name`."""
 
     def hook(parent: nn.Module, assigned: str, module: nn.Module | None) -> nn.Module | None:
-        if assigned == name and isinstance(getattr(module, "attn", None), Attention):
-            assert module is not None
+        if assigned == name and _has_attention(module):
             return build(module)
         return None
 
@@ -190,15 +204,20 @@ def __getattr__(name: str) -> type[nn.Module]:
     return made
 
 
-def rotation_table(rotary: Any, length: int) -> Rotation:
+def rotation_table(rotary: Any, family: Family, length: int) -> Rotation:
     """Compute cos and sin, each [length, rotary_dim], both halves equal; vLLM's are rounded to the model's dtype.
 
     Args:
-        rotary: vLLM's module, which layers share.
+        rotary: vLLM's module, which layers share, or transformers', where vLLM runs the model of that.
         length: number of positions, max_model_len. Where frequencies depend on it (longrope), vLLM has chosen one set
             of them, and so does this.
     """
     known = _rotation_tables.get(rotary)
+    if known is None and not hasattr(rotary, "_compute_cos_sin_cache"):
+        device = rotary.inv_freq.device
+        tables = rotary(torch.empty(0, dtype=torch.float32, device=device), torch.arange(length, device=device)[None])
+        cos, sin = family.rotation(tables)
+        known = _rotation_tables[rotary] = cos[0], sin[0]
     if known is None:
         arguments: tuple[Any, ...] = ()
         if hasattr(rotary, "use_long_rope"):
@@ -212,7 +231,7 @@ def rotation_table(rotary: Any, length: int) -> Rotation:
 
 
 _rotation_tables: WeakKeyDictionary[Any, Rotation] = WeakKeyDictionary()
-"""The table of each of vLLM's rotary modules, which its layers share."""
+"""The table of each rotary module, which layers share."""
 
 
 class RotorCache(nn.Module, AttentionLayerBase):

@@ -42,7 +42,7 @@ class RotorSelfAttention(CompressedProjections):
         returns_tuple: bool,
     ) -> None:
         layout, shape = shard.layout, shard.shape
-        super().__init__(shard.shapes(), shape.head_dim, norms)
+        super().__init__(shard.shapes(), shape.head_dim, norms, shape.wide_norms)
         self.requires_grad_(False)
         self.index, self.shard, self.reduce, self.returns_tuple = index, shard, reduce, returns_tuple
         self.block = layout.rope_block
@@ -79,6 +79,11 @@ class RotorSelfAttention(CompressedProjections):
             raise CheckpointError(f"{where}: {', '.join(sorted(parameters))} is not in the checkpoint.", hint)
 
     def forward(self, hidden_states: Tensor, positions: Tensor | None = None, **kwargs: object) -> Any:
+        """`attended`, as the family's layers expect it."""
+        output = self.attended(hidden_states, positions)
+        return (output, None) if self.returns_tuple else output
+
+    def attended(self, hidden_states: Tensor, positions: Tensor | None) -> Tensor:
         """Project, rotate keys as they are stored, and attend; the key basis is applied where rows are written.
 
         Args:
@@ -97,8 +102,8 @@ class RotorSelfAttention(CompressedProjections):
                 places = positions if self.block is None else positions % self.block
                 key = self._rotated(key, (self.key_cos, self.key_sin), places)
             key = key.flatten(1)
-        output = self.reduce(self.o_proj(self.attn(query, key, value, *exact)))
-        return (output, None) if self.returns_tuple else output
+        output: Tensor = self.reduce(self.o_proj(self.attn(query, key, value, *exact)))
+        return output
 
     def _as_attended(self, heads: Tensor, positions: Tensor | None) -> Tensor:
         """Rotate heads by their positions, where the model has RoPE."""
@@ -110,3 +115,15 @@ class RotorSelfAttention(CompressedProjections):
     @staticmethod
     def _rotated(heads: Tensor, rotation: Rotation, places: Tensor) -> Tensor:
         return rotate(heads, *(table[places].unsqueeze(1) for table in rotation)).to(heads.dtype)
+
+
+class OneSequence(RotorSelfAttention):
+    """The module within transformers' own layers, as vLLM runs those that it has no model for: all tokens of a step are
+    one sequence, [1, tokens, hidden_size].
+    """
+
+    def forward(self, hidden_states: Tensor, positions: Tensor | None = None, **kwargs: object) -> tuple[Tensor, None]:
+        """`attended` for the one sequence; position_ids, [1, tokens], are among `kwargs`."""
+        position_ids = kwargs["position_ids"]
+        assert isinstance(position_ids, Tensor)
+        return self.attended(hidden_states[0], position_ids[0])[None], None

@@ -104,6 +104,12 @@ class Plan:
     def check(self, cache_dtype: str, lora: bool, context_parallel: int) -> None:
         """Check that the checkpoint can do what vLLM is asked for; raises UsageError if not."""
         check_size(self.layouts, self.shape, self.ranks)
+        if self.shape.wide_norms and self.ranks > 1:
+            raise UsageError(
+                f"tensor parallel size {self.ranks}: norms of this model are of all heads together, which ranks "
+                "divide.",
+                "Choose 1.",
+            )
         policy = getattr(self.section, "cache", None)
         if policy is not None:
             raise UsageError(
@@ -158,7 +164,7 @@ class Plan:
         keep_apart(transfer, prefix_mark(file_sha256(path), str(self.dtype).removeprefix("torch.")))
 
     def shard(self, index: int, rank: int) -> Shard:
-        return shard_of(self.layouts[index], self.shape, self.section.biases, rank, self.ranks)
+        return shard_of(self.layouts[index], self.shape.layer(index), self.section.biases, rank, self.ranks)
 
     def paged_layer(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from packaging.specifiers import SpecifierSet
 
-TESTED = ">=0.32,<0.33"
+TESTED = ">=0.32,<0.34"
 """Tested versions; pyproject.toml and docs/serving.md say the same.
 
 vLLM promises entry points and the registries of models and quantisation methods. It does not promise attention

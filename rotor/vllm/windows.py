@@ -18,6 +18,14 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 class FirstAndNewestSpec(SlidingWindowSpec):
     """A sliding window, and the page with the first tokens of a sequence."""
 
+    @property
+    def num_retained_tokens(self) -> int:
+        """Tokens before a step's first that must stay readable: all, since the first page is among them.
+
+        vLLM 0.33 reads it, as an int32, and takes the pages of earlier tokens out of a step's block table.
+        """
+        return 2**31 - 1
+
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         return 1 + int(super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len))
 

@@ -293,6 +293,14 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
         VISION,
         {"mm_tokens_per_image": 4, "image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7},
     ),
+    "llama4": (
+        "Llama4Config",
+        ALIKE["llama4_text"][1] | {"tie_word_embeddings": False},
+        VISION
+        | {"intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32}
+        | {"image_size": 56, "vision_output_dim": 32},
+        {"image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7},
+    ),
     "mistral3": (
         "Mistral3Config",
         SIZES | {"model_type": "mistral", "tie_word_embeddings": False},

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import NumericsError
 from ...models.layerwise import LayerwiseModel, logit_batches
-from ...models.memory import LOGIT_BYTES
+from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES
 from ...progress import Advance
 
 KL_POSITIONS_BYTES = 1 << 24
@@ -145,7 +145,7 @@ def answer_scores(network: LayerwiseModel, rows: Tensor, answers: Tensor, states
     row, position = answers[:, 1:].nonzero(as_tuple=True)
     labels = rows[:, 1:][row, position]
     chosen = states[row, position]
-    step = max(1, LOGIT_BYTES[network.device.type] // (4 * network.config.vocab_size))
+    step = max(HEAD_POSITIONS, LOGIT_BYTES[network.device.type] // (4 * network.config.vocab_size))
     probability = []
     with network.head() as head:
         for part, wanted in zip(chosen.split(step), labels.split(step), strict=True):

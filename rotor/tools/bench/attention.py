@@ -88,10 +88,16 @@ class Problem:
         key, value, slots = wide(self.key), wide(self.value), self.slots
         if slots is None:
             return reference.attention(query, key, value, exact, rotation, mask[None, None])
-        row = torch.arange(self.kv_len, device=self.key.device)
-        coded = (row >= slots.first[:, None]) & (row < slots.until[:, :1])
-        held = ExactKeys(wide(slots.key), wide(slots.value), (slots.index >= 0)[:, None, None])
-        return attend_to_both(query, held, RowKeys(query, key, value, rotation, coded[:, None, None]), exact)
+        held, coded = held_exactly(slots, self.kv_len)
+        held = held._replace(key=wide(held.key), value=wide(held.value))
+        return attend_to_both(query, held, RowKeys(query, key, value, rotation, coded), exact)
+
+
+def held_exactly(slots: ExactSlots, kv_len: int) -> tuple[ExactKeys, Tensor]:
+    """What is kept exactly, and the mask of the rows that a step reads beside it, [batch_size, 1, 1, kv_len]."""
+    row = torch.arange(kv_len, device=slots.key.device)
+    coded = (row >= slots.first[:, None]) & (row < slots.until[:, :1])
+    return ExactKeys(slots.key, slots.value, (slots.index >= 0)[:, None, None]), coded[:, None, None]
 
 
 def random_problem(
@@ -219,6 +225,10 @@ def pytorch_path(problem: Problem) -> Call:
     if p.rotation is not None:
         cos, sin = when_read(p.rotation, p.parameters.layout.form)
         rotation = cos.to(p.query.dtype), sin.to(p.query.dtype)
+    if p.slots is not None:
+        held, coded = held_exactly(p.slots, p.kv_len)
+        rows = RowKeys(p.query, p.key, p.value, rotation, coded)
+        return lambda: attend_to_both(p.query, held, rows, p.parameters)
     return lambda: reference.attention(p.query, p.key, p.value, p.parameters, rotation)
 
 
@@ -259,17 +269,20 @@ def bench_layer(
         NumericsError: a row computes something wrong.
     """
     device = generator.device
-    problem = random_problem(layout, shape, *load, dtype, generator)
     query, key, value = uncompressed_heads(shape, *load, dtype, generator)
     last = query[:, :, -CHECKED_QUERIES:].double(), key.double(), value.double()
-    compressed, uncompressed = problem.exact(), sdpa(*last)()
     rows: dict[str, tuple[Call, Tensor]] = {}
-    if device.type == "cuda" and layer_served(layout, shape, dtype, device):
-        rows["rotor, kernel"] = kernel(problem), compressed
+    if layout.exact is not None and load[1] > 1:
+        left_out["rotor, prompts"] = "a prompt reads no row: it is SDPA over the keys and values that the model made"
     else:
-        left_out["rotor, kernel"] = "the Triton kernels need a CUDA device, and sizes and a dtype that they have"
-    rows["rotor, PyTorch path"] = pytorch_path(problem), compressed
-    rows["SDPA"] = sdpa(query, key, value), uncompressed
+        problem = random_problem(layout, shape, *load, dtype, generator)
+        compressed = problem.exact()
+        if device.type == "cuda" and layer_served(layout, shape, dtype, device):
+            rows["rotor, kernel"] = kernel(problem), compressed
+        else:
+            left_out["rotor, kernel"] = "the Triton kernels need a CUDA device, and sizes and a dtype that they have"
+        rows["rotor, PyTorch path"] = pytorch_path(problem), compressed
+    rows["SDPA"] = sdpa(query, key, value), sdpa(*last)()
     errors = {}
     for name, (call, exact) in rows.items():
         errors[name] = relative_error(call(), exact)

@@ -84,7 +84,7 @@ def curve_tasks(study: StudyContext, name: str, recipe: Recipe) -> Iterator[Task
         reached = Record()
         for target in TARGETS:
             try:
-                plan = find_plan(path, recipe.search.resolution, target, evaluator.search)
+                plan = find_plan(path, recipe.search, target, evaluator.search)
             except AccuracyError as error:
                 reached[f"{target:.2f}"] = {"out_of_reach": error.message}
             else:
