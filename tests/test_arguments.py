@@ -177,8 +177,16 @@ def test_text_is_streamed_and_chat_templates_are_applied(tiny, tmp_path: Path, c
     assert answer["chat_template"] is True
     assert answer["prompt_tokens"] > whole["prompt_tokens"]
     assert "<user>" not in answer["text"]
-    assert rotor(capsys, *generate, "def main(")[1] == answer["text"] + "\n"
     assert rotor(capsys, *generate, "def main(", "--raw")[1] == plain
+
+
+@pytest.mark.nightly
+def test_a_chat_is_streamed_and_a_template_that_fails_is_said(tiny, tmp_path: Path, capsys) -> None:
+    model = shutil.copytree(tiny("llama"), tmp_path / "model")
+    generate = ["generate", model, "--max-new-tokens", "6"]
+    (model / "chat_template.jinja").write_text("<user>{{ messages[0].content }}<a>")
+    answer = json.loads(rotor(capsys, *generate, "def main(", "--json")[1])
+    assert rotor(capsys, *generate, "def main(")[1] == answer["text"] + "\n"
     (model / "chat_template.jinja").write_text("{{ raise_exception('only in verse') }}")
     code, _, error = rotor(capsys, *generate, "def main(")
     assert code == 1

@@ -30,7 +30,7 @@ SMALL = {"lengths": (48,), "prefill": (24,), "batch": (2,), "repetitions": 2, "n
 @pytest.fixture(scope="module")
 def folder(demo_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("bench") / "out"
-    export(demo_run("fdc").folder, out, removal_rate=0.2)
+    export(demo_run("fdc").folder, out, removal_rate=0.2, measure=False)
     return out
 
 

@@ -177,7 +177,7 @@ def test_json_output_of_every_command(tiny, tmp_path: Path, capsys) -> None:
     generated = json.loads(rotor(capsys, "generate", out, "def main(", "--max-new-tokens", "5", "--json")[1])
     assert generated["text"].startswith("def main(")
     assert generated["new_tokens"] == 5
-    tokens = generated["kv_cache_bytes"] / (2 * exported["kv_bytes_per_token"]["after"])  # float32 on a CPU
+    tokens = generated["kv_cache_bytes"] / exported["kv_bytes_per_token"]["after"]
     assert tokens == 4 + generated["prompt_tokens"]
     assert {"fdc", "rotor"} <= set(json.loads(rotor(capsys, "recipes", "--json")[1]))
     for command, key in ((["inspect", model], "shape"), (["schedule", out], "schedules"), (["report", run], "figures")):

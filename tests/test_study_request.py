@@ -10,6 +10,7 @@ import pytest
 from support.command_line import rotor
 from support.paths import DEMO_MODEL
 from support.runs import SMALL_STUDY as SMALL
+from support.runs import TINY_STUDY
 
 from rotor.errors import UsageError
 from rotor.recipe import load_recipe
@@ -87,10 +88,20 @@ def test_missing_matplotlib_is_said_before_anything_is_measured(tmp_path, capsys
     assert not (tmp_path / "study").exists()
 
 
-def test_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(tiny, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curves, "COMPRESSIONS", (0.5,))
-    arguments = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc", "--parts", "curves", "--no-plots"]
-    arguments += [item for setting in SMALL for item in ("--set", setting)]
+    arguments = [
+        "study",
+        tiny("llama"),
+        "-o",
+        tmp_path / "study",
+        "--recipes",
+        "fdc",
+        "--parts",
+        "curves",
+        "--no-plots",
+    ]
+    arguments += [item for setting in TINY_STUDY for item in ("--set", setting)]
     code, out, err = rotor(capsys, *arguments, "--json", "-q")
     assert code == 0, err
     found = json.loads(out)

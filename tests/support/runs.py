@@ -17,11 +17,12 @@ from support.paths import ROOT
 
 FAST_EVALUATION = [
     "evaluation.seq_len=128",
-    "evaluation.search_tokens=1024",
-    "evaluation.report_tokens=1024",
+    "evaluation.search_tokens=512",
+    "evaluation.report_tokens=512",
     "evaluation.lookup_prompts=4",
     "evaluation.copy_prompts=4",
     "search.resolution=0.1",
+    "search.tries=0",
 ]
 """Overrides for tests that need a measured table but not a precise one."""
 
@@ -82,6 +83,7 @@ SMALL_STUDY = [
     "evaluation.search_tokens=256",
     "evaluation.report_tokens=512",
     "search.resolution=0.2",
+    "search.tries=0",
 ]
 
 
