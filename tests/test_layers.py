@@ -46,6 +46,7 @@ def imported(*imports: str) -> list[set[str]]:
     return [set(ast.literal_eval(line)) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.nightly
 def test_a_process_loads_what_it_needs() -> None:
     """Loading a checkpoint, which registers rotor with transformers and an engine's plugin, reaches checkpoint, runtime
     and kernels alone; calibration loads no cache policy and no search.

@@ -99,6 +99,7 @@ def test_a_study_of_a_model_with_windows(tiny, tmp_path: Path) -> None:
     settings = ["tokens.source=random", "tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "groups.size=2"]
     settings += ["evaluation.source=text", f"evaluation.path={ROOT / 'docs'}", "evaluation.seq_len=64"]
     settings += ["evaluation.search_tokens=128", "evaluation.report_tokens=256"]
+    settings += ["evaluation.lookup_prompts=2", "evaluation.copy_prompts=2"]
     settings += ["exact.first=0", "exact.newest=0"]
     options = {"parts": ["match"], "sizes": [80, 200], "plots": False}
     result = study(tiny("gemma3_text"), tmp_path / "study", ["rotor"], settings, **options)

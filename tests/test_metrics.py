@@ -86,7 +86,7 @@ def test_bootstrap_draws_the_same_rows_for_all_columns() -> None:
 
 def test_the_uncompressed_model_has_accuracy_one_by_every_metric(demo) -> None:
     checkpoint, model = demo
-    made = context(Evaluation(lookup_prompts=8, copy_prompts=8), checkpoint)
+    made = context(Evaluation(lookup_prompts=4, copy_prompts=4), checkpoint)
     meter = FidelityMeter(made, Progress())
     meter.measure_base(model, "report")
     found = meter.measure(model, "report")
@@ -195,7 +195,8 @@ def test_the_search_split_decides_what_the_model_can_do(
 ) -> None:
     """Copying has 0.41 on the search split of seed 1 and 0.49 on its report split; 0.45 and 0.42 on those of seed 0."""
     monkeypatch.setattr("rotor.search.evaluation.fidelity.LEAST_BASE", least)
-    run, own = run_copy("fdc"), [f"evaluation.seed={seed}"]
+    own = [f"evaluation.seed={seed}", "evaluation.copy_prompts=8", "evaluation.search_tokens=1024"]
+    run, own = run_copy("fdc"), [*own, "evaluation.report_tokens=1024"]
     first = export(run.folder, tmp_path / "out", compression=0.3, overrides=own).report["accuracy"]
     table = RankTable.latest(run)
     assert table is not None

@@ -24,6 +24,8 @@ from rotor.search.ratio_search import Cache, RatioPlan, find_ratios
 START = Tiers(0.4, (), 0.4, 0.7, 0.4, 0.7)
 LAYOUT = LayerLayout((GroupLayout((0,), Numbers(100), Numbers(100)),))
 RANKS = [[(100, 100)]] * 3
+SMALLER = ["evaluation.metric=kl_div", "evaluation.seq_len=64"]
+SMALLER += ["evaluation.search_tokens=128", "evaluation.report_tokens=128", "search.resolution=0.2"]
 
 
 def cache() -> Cache:
@@ -80,7 +82,7 @@ def test_an_export_searches_ratios(tiny, tmp_path, caplog) -> None:
     """Ranks stay whole, the policy that is written keeps the accuracy, and a second export measures nothing."""
     run = calibrated(tiny("llama"), tmp_path / "run", "post", 1, qk="svd", vo="svd")
     (tmp_path / "zdc.yaml").write_text(json.dumps({**find_policy("zdc").as_dict(), "share_above": 0.1}))
-    options = {"accuracy": 0.6, "cache": str(tmp_path / "zdc.yaml"), "overrides": ["evaluation.metric=kl_div"]}
+    options = {"accuracy": 0.6, "cache": str(tmp_path / "zdc.yaml"), "overrides": SMALLER}
     done = export(run.folder, tmp_path / "out", **options)
     assert done.report["compression"]["stored"] == 0.0
     policy = done.report["cache"]["policy"]

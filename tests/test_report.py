@@ -119,7 +119,7 @@ def test_a_ratio_that_was_left_out_says_why() -> None:
 
 
 def test_a_run_that_measured_nothing_says_so(demo_run, tmp_path: Path) -> None:
-    folder = shutil.copytree(demo_run("rotor-16").folder, tmp_path / "run")
+    folder = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     shutil.rmtree(folder / "tables", ignore_errors=True)
     shutil.rmtree(folder / "probes", ignore_errors=True)
     result = report(folder, tmp_path / "page.html")
@@ -141,7 +141,7 @@ def test_a_checkpoint_without_its_run(exported, tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_tables_stand_open(exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, out = exported("rotor-16")
+    _, out = exported("fdc")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report(out, tmp_path / "page.html").figures == []
     page = read(tmp_path / "page.html")

@@ -101,7 +101,7 @@ def test_ranks_have_their_denominators() -> None:
     text = " ".join(page_of(made()).text.split())
     for said in ("24/64", "8/64", "accuracy, search split", "accuracy, report split"):
         assert said in text
-    coded = page_of(made(coded=True))
+    coded = Page(render(made(coded=True), None))
     assert "28/64" in coded.text
     assert "4x16 8x8 16x4" in coded.text
     assert f"{4 * 16 + 8 * 8 + 16 * 4}/{64 * 16} bits" in coded.text
@@ -110,9 +110,9 @@ def test_ranks_have_their_denominators() -> None:
     few = Channels(n16=2, n8=4, n4=8)
     mixed = made(coded=True)
     mixed.ranks[1] = [GroupLayout((0, 1), few, few)] * 2
-    shares = [a["style"] for tag, a in page_of(mixed).tags if tag == "td" and "style" in a]
+    shares = [a["style"] for tag, a in Page(render(mixed, None)).tags if tag == "td" and "style" in a]
     assert set(shares) == {"--share: 1.000", "--share: 0.500"}  # of the most in any cell
-    joint = render(data := made(coded=True, joint=True), figures(data))
+    joint = render(made(coded=True, joint=True), None)
     assert "latents of keys and values together" in joint
     assert "value latents" not in joint
 

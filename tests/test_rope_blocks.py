@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.compare import relative_error
+from support.runs import FAST_EVALUATION, SHORT_TEXT
 from transformers import AutoModelForCausalLM
 
 from rotor.calibration.bases.moments import stored_name
@@ -93,6 +94,7 @@ def written(tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, recipe in (("qwen3", "rotor-post"), ("gpt_neox", "rotor-post-16")):
         folder = tmp_path_factory.mktemp("blocks")
         settings = ["tokens.source=random", "tokens.count=1024", "tokens.seq_len=64", "groups.domain=block"]
+        settings += [*FAST_EVALUATION, *SHORT_TEXT]
         if recipe == "rotor-post":
             settings += ["bases.qk=fisher", "groups.joint=true", "codes.tokens=512"]
             settings += ["exact.first=0", "exact.newest=0"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.paths import ROOT
+from support.shortcuts import tried
 
 from rotor.calibration.planning.inspection import inspect
+from rotor.models import tokenizer as tokenizers
 from rotor.models.documents import read_documents
 from rotor.models.loading import load_model
 from rotor.models.sequences import prompt_start, text_sequences
@@ -25,6 +28,14 @@ from rotor.search.evaluation.prompts import EvaluationContext, make_prompts
 
 BOS = "<|endoftext|>"
 TEXT = ROOT / "LICENSE"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tried_here() -> Iterator[None]:
+    """Tokenizers are tried in this process: they are the bundled one with other tokens around a text."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizers, "_trial", tried)
+        yield
 
 
 def with_template(model: Path, folder: Path, before: list[str], behind: list[str]) -> Checkpoint:

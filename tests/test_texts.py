@@ -25,7 +25,7 @@ def written(folder: Path, prompt: str) -> str:
 
 
 def test_card_report_and_rotor_json_have_what_both_models_write(run_copy, tmp_path: Path) -> None:
-    out = export(run_copy("rotor-16").folder, tmp_path / "out", compression=0.75, texts=True).folder
+    out = export(run_copy("fdc").folder, tmp_path / "out", compression=0.7, texts=True).folder
     texts = json.loads((out / "rotor.json").read_text())["texts"]
     assert [text["prompt"] for text in texts] == list(PROMPTS)
     assert all(text["prompt_tokens"] > 132 for text in texts)  # more than any recipe keeps exactly
@@ -43,7 +43,7 @@ def test_card_report_and_rotor_json_have_what_both_models_write(run_copy, tmp_pa
 
 
 def test_what_cannot_write_texts_is_refused(run_copy, tmp_path: Path) -> None:
-    run = run_copy("rotor-16").folder
+    run = run_copy("fdc").folder
     for more in ({"measure": False}, {"cache": "kivi-4"}):
         with pytest.raises(UsageError, match=r"^--texts and --(no-measure|cache): expected one of them"):
             export(run, tmp_path / "out", compression=0.5, texts=True, **more)

@@ -21,7 +21,7 @@ from rotor.tools.study.part import find_part
 LARGEST = 100.0
 """Ratio of the scales of channels."""
 
-SETTINGS = ["tokens.source=random", "tokens.count=2048", "tokens.seq_len=64", "codes.tokens=2048"]
+SETTINGS = ["tokens.source=random", "tokens.count=1024", "tokens.seq_len=64", "codes.tokens=1024"]
 SETTINGS += ["exact.first=0", "exact.newest=0"]
 ROWS = torch.randint(5, 4000, (4, 64), generator=torch.Generator().manual_seed(1))
 

@@ -34,6 +34,7 @@ def exported(tiny, tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("order", ["import transformers.quantizers.auto, rotor", "import rotor"])
 def test_what_asks_for_the_quantisation_before_it_loads_finds_rotor(order: str) -> None:
     """As lm-eval's `hf` model does."""

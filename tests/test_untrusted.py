@@ -14,6 +14,7 @@ import torch
 import yaml
 from support.command_line import expect_error, rotor
 from support.paths import ROOT
+from support.quick import mostly_nightly
 from support.runs import calibrated, reseal
 
 import rotor.models.tokenizer as tokenizer_module
@@ -122,14 +123,17 @@ def in_tokenizer(folder: Path, damage: str) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "text"),
-    [
-        ("no-unk", "the tokenizer cannot be loaded"),
-        ("bomb", "the process that tried it ended"),
-        ("large", r"ids up to 1048576, config.json says vocab_size 4096"),
-        ("merges", "the tokenizer cannot be loaded"),
-        ("binary", "the tokenizer cannot be loaded"),
-        ("deep", "the tokenizer cannot be loaded"),
-    ],
+    mostly_nightly(
+        [
+            ("no-unk", "the tokenizer cannot be loaded"),
+            ("bomb", "the process that tried it ended"),
+            ("large", r"ids up to 1048576, config.json says vocab_size 4096"),
+            ("merges", "the tokenizer cannot be loaded"),
+            ("binary", "the tokenizer cannot be loaded"),
+            ("deep", "the tokenizer cannot be loaded"),
+        ],
+        lambda case: case[0] in ("large", "deep"),
+    ),
 )
 def test_hostile_tokenizers_are_refused_before_any_work(
     damage: str, text: str, model: Path, capsys, monkeypatch

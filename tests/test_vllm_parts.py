@@ -267,6 +267,7 @@ def test_stores_are_kept_apart_by_the_mark_and_unknown_ones_are_refused(monkeypa
             keep_apart(transfer(name), mark)
 
 
+@pytest.mark.nightly
 def test_the_plugin_imports_neither_vllm_nor_the_offline_half() -> None:
     program = (
         "import sys, rotor.vllm\n"

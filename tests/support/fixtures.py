@@ -80,7 +80,9 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory):
     def get(recipe: str) -> Run:
         if recipe not in runs:
             out = tmp_path_factory.mktemp("runs") / recipe
-            runs[recipe] = calibrate(DEMO_MODEL, out, recipe, ["tokens.count=2048", *FAST_EVALUATION])
+            runs[recipe] = calibrate(
+                DEMO_MODEL, out, recipe, ["tokens.count=1024", "tokens.seq_len=128", *FAST_EVALUATION]
+            )
         return runs[recipe]
 
     return get

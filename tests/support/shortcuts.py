@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from rotor.checked import JsonObject
 from rotor.models import sequences
 from rotor.models import tokenizer as tokenizers
 from rotor.models.tokenizer_trial import largest_id
@@ -22,13 +23,18 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 """Of the bundled tokenizer, which nearly all models of the tests have."""
 
 
+def tried(folder: Path) -> JsonObject:
+    """What a trial says of a tokenizer that is known to do no harm, without a process of its own."""
+    return {"largest": largest_id(AutoTokenizer.from_pretrained(folder, local_files_only=True))}
+
+
 @contextmanager
 def quicker() -> Iterator[None]:
     """Reports are as without matplotlib, since drawing takes longer than the rest of an export, and a study's plots are
     drawn but not laid out. Tokens of long texts are kept, since held-out text is the same for most measurements. The
     bundled tokenizer is tried once and in this process; others are tried in one of their own, as ever."""
     encode, known = sequences.encode, {}
-    trial, verdicts = tokenizers._trial, list[Any]()
+    trial, verdicts = tokenizers._trial, list[JsonObject]()
 
     def missing(data: object) -> dict[str, str]:
         raise ImportError
@@ -41,16 +47,15 @@ def quicker() -> Iterator[None]:
             known[key] = array("i", encode(tokenizer, text))
         return known[key].tolist()
 
-    def tried(folder: Path) -> dict[str, Any]:
+    def tried_once(folder: Path) -> JsonObject:
         if not _bundled(folder):
             return trial(folder)
         if not verdicts:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            verdicts.append({"largest": largest_id(tokenizer)})
+            verdicts.append(tried(folder))
         return dict(verdicts[0])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizers, "_trial", tried)
+        patch.setattr(tokenizers, "_trial", tried_once)
         patch.setattr(report, "figures", missing)
         patch.setitem(STYLE, "figure.constrained_layout.use", False)
         patch.setattr(sequences, "encode", encoded)

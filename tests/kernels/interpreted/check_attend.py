@@ -45,7 +45,7 @@ def test_a_short_prompt_and_a_long_one(seq_len) -> None:
 
 def test_a_basis_that_is_changed_and_one_that_is_pickled() -> None:
     """What launches go by is kept with the basis, noticed to be old, and no part of what is saved."""
-    case = case_of("fast", 1, 1, 40)
+    case = case_of("post", 1, 1, 40)
     before = attended(case)
     case.parameters.query_basis.mul_(0.5)
     check(attended(case), case.exact(causal(1, 1, 40))[0])
@@ -70,7 +70,7 @@ def test_rows_that_begin_within_a_block() -> None:
     ("name", "news", "window", "materialise"),
     mostly_nightly(
         [("fast", [1, 1, 1], 21, False), ("numbers", [3, 1, 2], None, False), ("no rope", [3, 1, 2], 21, True)],
-        lambda case: case[0] == "fast",
+        lambda case: case[0] == "numbers",
     ),
 )
 def test_pages(name, news, window, materialise) -> None:

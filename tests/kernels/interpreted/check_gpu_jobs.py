@@ -42,6 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "_on_host", lambda calls: float(len([call() for call in calls[:1]])))
 
 
+@pytest.mark.nightly
 def test_times_of_a_step_and_of_a_prompt() -> None:
     found = [*times.decoding("tiny", LONG, "cpu", SMALL[LONG])]
     assert [record["row"] for record in found] == ["rotor", "rotor, with append"]
