@@ -101,7 +101,7 @@ def test_with_everything_kept_the_tokens_are_the_same(policy: Policy, kind: str,
 
 @pytest.mark.parametrize(("policy", "kind"), on_every_kind(LOSSY))
 def test_a_row_alone_equals_its_row_in_a_batch(policy: Policy, kind: str, models) -> None:
-    model, rows, pads = models(kind), prompts(3, 24), [0, 9, 2]
+    model, rows, pads = models(kind), prompts(2, 24), [0, 9]
     mask = left_padded(rows, pads)
     for beams in (1, 2):
         options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "num_beams": beams}

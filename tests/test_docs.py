@@ -32,7 +32,9 @@ PLACES = {
 """What the names in capitals stand for here."""
 
 FAST = ["tokens.count=512", "tokens.seq_len=64", "evaluation.seq_len=64", "ranks.probe_tokens=64"]
-FAST_SETTINGS = [item for setting in [*FAST, "search.resolution=0.2", *SHORT_TEXT] for item in ("--set", setting)]
+FAST_SETTINGS = [
+    item for setting in [*FAST, "search.resolution=0.2", "search.tries=0", *SHORT_TEXT] for item in ("--set", setting)
+]
 QUICKER = {
     "calibrate": [*FAST_SETTINGS, "--overwrite", "-q"],
     "export": ["--overwrite", "-q"],
@@ -155,7 +157,7 @@ def test_help_has_an_example_for_each_command(capsys) -> None:
 )
 def test_every_command_runs(pages: list[Path], tmp_path: Path, capsys, monkeypatch) -> None:
     """In the order of the pages, in one folder: later commands find what earlier ones wrote. The quick test runs
-    README's and parses the others'."""
+    each of README's commands once and parses the others."""
     monkeypatch.chdir(tmp_path)
     ran: list[str] = []
     monkeypatch.setattr(
@@ -169,7 +171,8 @@ def test_every_command_runs(pages: list[Path], tmp_path: Path, capsys, monkeypat
                 parse([word for word in words[1:] if word != "..."])
                 continue
             name = words[1]
-            if page not in pages or PARSED_ALONE.keys() & {*words} or "..." in words or "NAME" in words:
+            again = pages != PAGES and name in ran
+            if again or page not in pages or PARSED_ALONE.keys() & {*words} or "..." in words or "NAME" in words:
                 parse([word for word in words[1:] if word != "..."])
                 continue
             quicker = QUICKER.get(name, [])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -94,42 +93,63 @@ def test_one_scale_for_all_numbers() -> None:
     assert torch.allclose(read, states.clamp(-448, 448), rtol=1 / 16, atol=1e-3)
 
 
-def test_a_study_of_a_model_with_windows(tiny, tmp_path: Path) -> None:
-    """Of random weights, which answer nothing: by KL alone. A second start measures nothing."""
+@pytest.fixture(scope="module")
+def of_windows(tiny, tmp_path_factory: pytest.TempPathFactory):
+    """of_windows(name, *overrides, **options) -> a study of a model with windows and random weights, by KL alone."""
+    folder = tmp_path_factory.mktemp("windows")
     settings = ["tokens.source=random", "tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "groups.size=2"]
     settings += ["evaluation.source=text", f"evaluation.path={ROOT / 'docs'}", "evaluation.seq_len=64"]
     settings += ["evaluation.search_tokens=128", "evaluation.report_tokens=256"]
     settings += ["evaluation.lookup_prompts=2", "evaluation.copy_prompts=2"]
     settings += ["exact.first=0", "exact.newest=0"]
-    options = {"parts": ["match"], "sizes": [80, 200], "plots": False}
-    result = study(tiny("gemma3_text"), tmp_path / "study", ["rotor"], settings, **options)
+    usual = {"parts": ["match"], "sizes": [80, 200], "plots": False}
+
+    def get(name: str, *overrides: str, **options):
+        return study(tiny("gemma3_text"), folder / name, ["rotor"], [*settings, *overrides], **usual | options)
+
+    return get
+
+
+def records_of(result) -> dict:
+    return {name.partition("/")[2]: record for name, record in result.records.items()}
+
+
+def test_a_study_of_a_model_with_windows(of_windows) -> None:
+    """A second start measures nothing."""
+    result = of_windows("study")
     names = ["fp8, one scale", "4 bits a token and head", "KIVI-4", "KIVI-2", "KVTC-4"]
     assert list(result.records) == [f"match/{name}" for name in (*names, "rotor, 80 bytes", "rotor, 200 bytes")]
-    records = {name.partition("/")[2]: record for name, record in result.records.items()}
+    records = records_of(result)
     whole = 2 * 4 * 16 * 4  # float32, of a layer
     fp8 = records["fp8, one scale"]["sizes"]
     assert fp8 == {str(n): whole / 4 * (12 + n) / n for n in (2048, 32768)}
     few, many = records["rotor, 80 bytes"], records["rotor, 200 bytes"]
     assert few["kl_div"] > many["kl_div"] > 0
     assert few["sizes"]["2048"] <= 80 * 1.2
-    text = (tmp_path / "study" / "summary.md").read_text()
+    text = (result.folder / "summary.md").read_text()
     assert "## Bytes to match" in text
     assert text.count("| fp8, one scale |") == 3
-    with (tmp_path / "study" / "match.csv").open() as file:
+    with (result.folder / "match.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["name"] for row in rows] == [*names, "rotor, 80 bytes", "rotor, 200 bytes"]
     assert float(rows[0]["kv_bytes_per_token_at_2048"]) == pytest.approx(fp8["2048"])
-    kept = [*settings, "exact.first=2", "exact.newest=16"]
-    more = study(tiny("gemma3_text"), tmp_path / "exact", ["rotor"], kept, **options | {"sizes": [80]})
-    exact = {name.partition("/")[2]: record for name, record in more.records.items()}["rotor, 80 bytes"]
+    again = of_windows("study")
+    assert (again.added, again.records) == (0, result.records)
+    with pytest.raises(UsageError, match="other settings: context"):
+        of_windows("study", context=16)
+
+
+@pytest.mark.nightly
+def test_exact_tokens_and_a_short_context_of_a_model_with_windows(of_windows) -> None:
+    records = records_of(of_windows("study"))
+    few, many = records["rotor, 80 bytes"], records["rotor, 200 bytes"]
+    whole = 2 * 4 * 16 * 4  # float32, of a layer
+    exact = records_of(of_windows("exact", "exact.first=2", "exact.newest=16", sizes=[80]))["rotor, 80 bytes"]
     added = whole * ((2 + 12) + (2 + 16))  # of the layer with a window of 12, and of the other
     assert exact["sizes"] == {n: pytest.approx(size + added / int(n)) for n, size in few["sizes"].items()}
     assert exact["kl_div"] < few["kl_div"]
-    again = study(tiny("gemma3_text"), tmp_path / "study", ["rotor"], settings, **options)
-    assert (again.added, again.records) == (0, result.records)
-    with pytest.raises(UsageError, match="other settings: context"):
-        study(tiny("gemma3_text"), tmp_path / "study", ["rotor"], settings, context=16, **options)
-    short = study(tiny("gemma3_text"), tmp_path / "short", ["rotor"], settings, context=16, **options)
-    of_short = short.records["match/rotor, 200 bytes"]  # of a sequence whose windows hold most of it
+    of_short = records_of(of_windows("short", context=16))[
+        "rotor, 200 bytes"
+    ]  # of a sequence whose windows hold most of it
     assert of_short["kl_div"] > many["kl_div"]
     assert 0 < of_short["sizes"]["2048"] < many["sizes"]["2048"]

@@ -77,7 +77,7 @@ def test_rewriting_in_memory_and_on_disk(family, domain, size, compressed) -> No
         got = load(out)(PROMPT).logits
     assert relative_error(got, expected) < 1e-6
     assert relative_error(got, original) > 1e-4  # it is compressed
-    result = validate(out)
+    result = validate(out, measure=False)
     assert not result.damaged, [c for c in result.checks if c.status == "fail"]
     passed = {c.name for c in result.checks if c.status == "pass"}
     assert {"full-rank rewrite", "KV bytes per token", "tensor hashes"} <= passed

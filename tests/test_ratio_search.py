@@ -24,8 +24,8 @@ from rotor.search.ratio_search import Cache, RatioPlan, find_ratios
 START = Tiers(0.4, (), 0.4, 0.7, 0.4, 0.7)
 LAYOUT = LayerLayout((GroupLayout((0,), Numbers(100), Numbers(100)),))
 RANKS = [[(100, 100)]] * 3
-SMALLER = ["evaluation.metric=kl_div", "evaluation.seq_len=64"]
-SMALLER += ["evaluation.search_tokens=128", "evaluation.report_tokens=128", "search.resolution=0.2"]
+SMALLER = ["evaluation.metric=kl_div", "evaluation.seq_len=32"]
+SMALLER += ["evaluation.search_tokens=64", "evaluation.report_tokens=64", "search.resolution=0.2"]
 
 
 def cache() -> Cache:

@@ -139,8 +139,14 @@ def measured(tmp_path_factory):
     policies = methods.policies()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(methods, "policies", lambda own=(): {FOUR: policies[FOUR]})
-        overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=2", "tokens.count=1024", "tokens.seq_len=128"]
-        overrides += ["codes.tokens=256", "tokens.source=random", "evaluation.report_tokens=512"]
+        overrides = [
+            *FAST_EVALUATION,
+            "evaluation.lookup_prompts=2",
+            "evaluation.copy_prompts=2",
+            "tokens.count=1024",
+            "tokens.seq_len=128",
+        ]
+        overrides += ["codes.tokens=256", "tokens.source=random", "evaluation.report_tokens=256"]
         arguments = {"parts": ["methods"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
         out = tmp_path_factory.mktemp("methods") / "study"
         yield study(DEMO_MODEL, out, RECIPES, **arguments), arguments

@@ -29,10 +29,10 @@ FAST_EVALUATION = [
 SHORT_TEXT = [
     "evaluation.source=text",
     f"evaluation.path={ROOT / 'LICENSE'}",
-    "evaluation.search_tokens=512",
-    "evaluation.report_tokens=512",
-    "evaluation.lookup_prompts=4",
-    "evaluation.copy_prompts=4",
+    "evaluation.search_tokens=256",
+    "evaluation.report_tokens=256",
+    "evaluation.lookup_prompts=2",
+    "evaluation.copy_prompts=2",
 ]
 """Overrides for tests that need some measurement: a text that is tokenised in no time, and few prompts."""
 
