@@ -6,7 +6,7 @@ import math
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,7 @@ def figures(shortcuts: None) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory):
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """tiny(family) -> folder of a tiny float32 model, built once a session."""
     built: dict[str, Path] = {}
 
@@ -73,23 +73,22 @@ def bounded_memory() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def demo_run(tmp_path_factory: pytest.TempPathFactory):
+def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     """demo_run(recipe) -> a run of the bundled model with few tokens, calibrated once a session; do not write to it."""
     runs: dict[str, Run] = {}
 
     def get(recipe: str) -> Run:
         if recipe not in runs:
             out = tmp_path_factory.mktemp("runs") / recipe
-            runs[recipe] = calibrate(
-                DEMO_MODEL, out, recipe, ["tokens.count=1024", "tokens.seq_len=128", *FAST_EVALUATION]
-            )
+            short = ["tokens.count=1024", "tokens.seq_len=128"]
+            runs[recipe] = calibrate(DEMO_MODEL, out, recipe, [*short, *FAST_EVALUATION])
         return runs[recipe]
 
     return get
 
 
 @pytest.fixture
-def run_copy(demo_run, tmp_path: Path):
+def run_copy(demo_run: Callable[[str], Run], tmp_path: Path) -> Callable[[str], Run]:
     """run_copy(recipe) -> a copy of the shared run that a test may write to."""
 
     def get(recipe: str) -> Run:
@@ -100,7 +99,7 @@ def run_copy(demo_run, tmp_path: Path):
 
 
 @pytest.fixture(scope="session")
-def policy_models(tiny, tmp_path_factory: pytest.TempPathFactory):
+def policy_models(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> PolicyModels:
     return PolicyModels(tiny, tmp_path_factory)
 
 
