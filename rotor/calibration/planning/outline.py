@@ -221,7 +221,7 @@ class ModelOutline:
         search = self._pass_flops(spec.search_tokens, _prompt_tokens(spec, primitive_metrics(spec.metric)))
         report = self._pass_flops(spec.report_tokens + long, report_prompts)
         divergence = self._pass_flops(spec.report_tokens + long, 0) - self._pass_flops(0, spec.report_tokens + long)
-        return {"search": (1 + recipe.search.most_points) * search, "report": 2 * report + divergence}
+        return {"search": (1 + recipe.search.points(recipe.coded)) * search, "report": 2 * report + divergence}
 
     def _pass_flops(self, text: int, prompts: int) -> float:
         """FLOPs of the layers for all tokens, and of the head for those of the text."""
