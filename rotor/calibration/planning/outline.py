@@ -210,10 +210,10 @@ class ModelOutline:
         return {**flops, "passes": layers * tokens, "statistics": 2.0 * tokens * per_token * shape.num_layers}
 
     def evaluation_flops(self, recipe: Recipe) -> dict[str, float]:
-        """Count FLOPs of the large matrix products of `rotor export --accuracy`: at most `search`, and `report`.
+        """Count FLOPs of the large matrix products of `rotor export --accuracy`: `search` and `report`.
 
         Both run the uncompressed model once and a compressed one, whose layers count like the uncompressed ones: the
-        search at each point. `rotor validate` takes the report's.
+        search at each of the usual number of points. `rotor validate` takes the report's.
         """
         spec = recipe.evaluation
         long = long_sequence_count(spec.report_tokens, spec.seq_len, self.config) * LONG_SEQ_LEN
