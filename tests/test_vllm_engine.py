@@ -232,6 +232,13 @@ CALIBRATED = [
     ("nanochat", "rotor"),
     ("cohere", "rotor"),
     ("dots1", "rotor"),
+    ("hunyuan_v1_moe", "rotor"),
+    ("exaone_moe", "rotor"),
+    ("ministral", "rotor"),
+    ("helium", "rotor"),
+    ("solar_open", "rotor"),
+    ("flex_olmo", "rotor"),
+    ("mellum", "rotor"),
 ]
 """Bases, codes and ranks of rotor's own, ragged rows; with exact tokens where the family needs them."""
 
@@ -297,6 +304,9 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     refused(wide, "tensor parallel size 2: norms of this model are of all heads together", tensor_parallel_size=2)
     other = changed(folder, tmp_path / "other", lambda c: c.update(architectures=["InternLM2ForCausalLM"]))
     refused(other, "InternLM2ForCausalLM: not served compressed by vLLM")
+    of_neox = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}
+    neox = changed(folder, tmp_path / "neox", lambda c: c.update(of_neox))
+    refused(neox, "GPTNeoXForCausalLM: not served compressed by vLLM: vLLM runs transformers' model without")
     policy = find_policy("gear-2").as_dict()
     evicting = changed(folder, tmp_path / "evicting", lambda c: c["quantization_config"].update(cache=policy))
     refused(evicting, "exported with a cache policy .gear., which vLLM's cache cannot keep")

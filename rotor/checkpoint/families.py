@@ -292,7 +292,7 @@ FAMILIES: dict[str, Family] = {
     "cwm": _LLAMA,
     # vLLM's own leaves out biases
     "ernie4_5": replace(_INTERLEAVED, vllm_name="TransformersForCausalLM"),
-    "ernie4_5_moe": _INTERLEAVED,
+    "ernie4_5_moe": replace(_INTERLEAVED, vllm_name="TransformersMoEForCausalLM"),
     "exaone4": replace(_QWEN3, norms_heads_first=True, without_rope=_full_layers_beside_windows),
     "exaone_moe": replace(_QWEN3, norms_heads_first=True, without_rope=_full_layers_beside_windows),
     "flex_olmo": _WIDE_NORMS,
@@ -311,7 +311,9 @@ FAMILIES: dict[str, Family] = {
     "helium": _INTERLEAVED,
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": _HUNYUAN,
-    "hy_v3": replace(_QWEN3, norms_heads_first=True),
+    "hy_v3": replace(
+        _QWEN3, norms_heads_first=True, not_in_vllm="vLLM's model wants another config than transformers'"
+    ),
     "mellum": replace(_QWEN3, rotary_by_layer_type=True),
     "llama4_text": replace(
         _INTERLEAVED,

@@ -166,7 +166,17 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "afmoe": (
         "AfmoeConfig",
-        EVEN | WINDOWS | MOE | {"num_dense_layers": 1, "num_shared_experts": 1, "score_func": "sigmoid"},
+        EVEN
+        | WINDOWS
+        | MOE
+        | {
+            "num_dense_layers": 1,
+            "num_shared_experts": 1,
+            "score_func": "sigmoid",
+            "route_norm": True,
+            "n_group": 1,
+            "topk_group": 1,
+        },
     ),
     "cohere": ("CohereConfig", IMPLIED_HEAD_DIM),
     "cohere2": ("Cohere2Config", IMPLIED_HEAD_DIM | WINDOWS),
@@ -196,7 +206,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanMoEV1Config",
         EVEN | {"num_experts": 4, "moe_topk": 2, "rope_parameters": STRETCHED},
     ),
-    "hy_v3": ("HYV3Config", EVEN | MOE | {"qk_norm": True}),
+    "hy_v3": ("HYV3Config", EVEN | MOE),
     "hyperclovax": ("HyperCLOVAXConfig", SIZES | {"attention_multiplier": 0.3}),
     "jais2": ("Jais2Config", SIZES),
     "granitemoehybrid": (
@@ -243,7 +253,14 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "mellum": ("MellumConfig", EVEN | WINDOWS | MOE),
     "minimax_m2": (
         "MiniMaxM2Config",
-        EVEN | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PARTIAL, "rotary_dim": 8},
+        EVEN
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": PARTIAL,
+            "rotary_dim": 8,
+            "scoring_func": "sigmoid",
+        },
     ),
     "ministral": ("MinistralConfig", SIZES | WINDOWS),
     "nanochat": ("NanoChatConfig", IMPLIED_HEAD_DIM | {"rope_parameters": YARN}),
