@@ -239,6 +239,8 @@ CALIBRATED = [
     ("solar_open", "rotor"),
     ("flex_olmo", "rotor"),
     ("mellum", "rotor"),
+    ("ernie4_5_moe", "rotor"),
+    ("afmoe", "rotor"),
 ]
 """Bases, codes and ranks of rotor's own, ragged rows; with exact tokens where the family needs them."""
 

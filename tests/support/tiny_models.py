@@ -253,14 +253,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "mellum": ("MellumConfig", EVEN | WINDOWS | MOE),
     "minimax_m2": (
         "MiniMaxM2Config",
-        EVEN
-        | {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rope_parameters": PARTIAL,
-            "rotary_dim": 8,
-            "scoring_func": "sigmoid",
-        },
+        EVEN | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PARTIAL},
     ),
     "ministral": ("MinistralConfig", SIZES | WINDOWS),
     "nanochat": ("NanoChatConfig", IMPLIED_HEAD_DIM | {"rope_parameters": YARN}),
