@@ -88,6 +88,7 @@ def test_only_the_unit_in_use_is_in_memory(family: str, sharded, rows: torch.Ten
         assert not buffer.is_meta, name
 
 
+@pytest.mark.nightly
 def test_calibration_and_measuring_do_not_depend_on_where_weights_are(sharded, tmp_path: Path) -> None:
     """Nor does the text that the model writes."""
     folder = sharded("qwen3")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.quick import mostly_nightly
 from support.runs import TINY_STUDY
 
 from rotor.policies import find_policy
@@ -47,7 +48,11 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("budgets.py:Budgets", "memory.py:Memory", "tokens.py:Pruning")
+"""One that plans, one that measures caches, one that calibrates; the others are nightly."""
+
+
+@pytest.mark.parametrize("name", mostly_nightly(CASES, lambda name: name in QUICK))
 def test_a_part_measures_and_shows(name: str, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constants, key, title = CASES[name]
 

@@ -46,6 +46,7 @@ def divergence(base: torch.Tensor, other: torch.Tensor) -> float:
     return float((base.exp() * (base - other)).sum(-1).mean())
 
 
+@pytest.mark.nightly
 def test_a_transformed_model_loses_as_much_by_rotor_and_more_by_a_quantiser(
     models, tmp_path: Path, monkeypatch
 ) -> None:

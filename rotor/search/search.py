@@ -78,6 +78,7 @@ class _Choice:
         if begin is None and end is None:
             wanted = math.log(FIRST_LOSS) + aim
         elif begin is None:
+            assert end is not None
             wanted = of[high] - max(math.log(end) - aim, math.log(2))
         elif end is None:
             wanted = of[low] + max(aim - math.log(begin), math.log(2))
