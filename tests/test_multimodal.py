@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.compare import relative_error
 from support.quick import mostly_nightly
-from support.runs import WITH_EXACT, in_memory
+from support.runs import WITH_EXACT, in_memory, whole_ranks
 from support.tiny_models import MULTIMODAL, build_tiny, tiny_config
 from transformers import AutoModelForImageTextToText
 
@@ -59,8 +59,7 @@ def test_the_language_model_goes_through_the_whole_pipeline(name: str, tmp_path:
     assert (found.model_type, found.shape, found.form) == (name, run.shape, run.form.in_words(run.shape))
 
     network = in_memory(run)
-    groups, columns = run.columns
-    whole = [[(columns, 0 if run.form.joint else columns)] * groups] * run.shape.num_layers
+    whole = whole_ranks(run)
     exact = run.recipe.exact.tokens
     pictured = with_image(name)
     with torch.inference_mode():

@@ -153,6 +153,12 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 ROUTED = MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 BIASED: dict[str, Any] = SIZES | {"attention_bias": True}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+TWO_SIZES: dict[str, Any] = {
+    "attention_k_eq_v": True,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 0,
+}
 ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("ApertusConfig", SIZES),
     "arcee": ("ArceeConfig", BIASED),
@@ -173,6 +179,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone_moe": ("ExaoneMoeConfig", SIZES | WINDOWS | MOE),
     "flex_olmo": ("FlexOlmoConfig", IMPLIED_HEAD_DIM | EXPERTS),
     "gemma": ("GemmaConfig", SIZES),
+    "gemma4_text": ("Gemma4TextConfig", SIZES | WINDOWS | TWO_SIZES | MOE | {"enable_moe_block": True, "top_k_experts": 2}),
     "glm": ("GlmConfig", SIZES | {"attention_bias": True, "rope_parameters": PARTIAL}),
     "glm4": ("Glm4Config", SIZES | {"rope_parameters": PARTIAL}),
     "glm4_moe": ("Glm4MoeConfig", BIASED | ROUTED | {"use_qk_norm": True, "rope_parameters": PARTIAL}),
@@ -292,6 +299,12 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
         SIZES | WINDOWS,
         VISION,
         {"mm_tokens_per_image": 4, "image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7},
+    ),
+    "gemma4": (
+        "Gemma4Config",
+        SIZES | WINDOWS | TWO_SIZES | {"use_bidirectional_attention": "vision"},
+        VISION | {"num_key_value_heads": 2, "position_embedding_size": 16, "pooling_kernel_size": 1},
+        {"image_token_id": 5, "boi_token_id": 6, "eoi_token_id": 7},
     ),
     "llama4": (
         "Llama4Config",
