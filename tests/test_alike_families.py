@@ -38,7 +38,18 @@ def decoded(model: Any) -> Tensor:
         return model(PROMPT, use_cache=False).logits
 
 
-UNLIKE = ("afmoe", "cohere2", "gemma4_text", "gpt_oss", "llama4_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "smollm3")
+UNLIKE = (
+    "afmoe",
+    "cohere2",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "gpt_oss",
+    "llama4_text",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "smollm3",
+)
 """Gates, sinks, norms of values or layers without RoPE: models folded by hand have none of them, so that the pipeline checks them."""
 KINDS = ("gpt_oss", "qwen3_5_text", "smollm3")
 """The quick tests: sinks and windows, gates and layers other than attention, layers without RoPE."""

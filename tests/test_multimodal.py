@@ -35,6 +35,11 @@ def with_image(name: str) -> dict[str, Any]:
     if name == "gemma3":
         pixels = torch.randn(1, 3, 28, 28, generator=generator)
         return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": kinds}
+    if name in ("gemma4", "gemma4_unified"):  # four places a token, or one
+        side = 4 if name == "gemma4" else 2
+        places = torch.tensor([[[x, y] for y in range(side) for x in range(side)]])
+        pixels = torch.rand(1, side**2, 3 * 14 * 14, generator=generator)
+        return {"input_ids": ids, "pixel_values": pixels, "image_position_ids": places, "mm_token_type_ids": kinds}
     if name == "llama4":
         return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 56, 56, generator=generator)}
     if name == "mistral3":

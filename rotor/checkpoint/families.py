@@ -256,6 +256,13 @@ _LFM2 = replace(
     _LIKE_LLAMA, output="out_proj", norms=("q_layernorm", "k_layernorm"), attention_layers=_attention_layers
 )
 _GATED = replace(_LIKE_QWEN3, gate="q_proj", partial_rotary=True, attention_layers=_attention_layers)
+_GEMMA4 = replace(
+    _LIKE_QWEN3,
+    rotary_by_layer_type=True,
+    value_norm="v_norm",
+    keys_as_values=True,
+    refused=("num_kv_shared_layers", "hidden_size_per_layer_input"),
+)
 _INTERLEAVED = replace(_LIKE_LLAMA, interleaved=True)
 _BY_KV_HEAD = Family(
     "transformer",
@@ -343,13 +350,8 @@ FAMILIES: dict[str, Family] = {
     "phi3": replace(_LLAMA, fused="qkv_proj", partial_rotary=True),
     "gemma2": replace(_LLAMA, softcap="attn_logit_softcapping"),
     "gemma3_text": replace(_QWEN3, norms_heads_first=True, rotary_by_layer_type=True),
-    "gemma4_text": replace(
-        _LIKE_QWEN3,
-        rotary_by_layer_type=True,
-        value_norm="v_norm",
-        keys_as_values=True,
-        refused=("num_kv_shared_layers", "hidden_size_per_layer_input"),
-    ),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "gpt_neox": replace(
         _BY_KV_HEAD, decoder="gpt_neox", attention="attention", rotary="gpt_neox.rotary_emb", partial_rotary=True
     ),
@@ -396,6 +398,7 @@ class Multimodal(NamedTuple):
 MULTIMODAL = {
     "gemma3": Multimodal("language_model.model"),
     "gemma4": Multimodal(),
+    "gemma4_unified": Multimodal(),
     "llama4": Multimodal(decoder="language_model.model"),
     "mistral3": Multimodal("language_model.model"),
     "qwen2_5_vl": Multimodal("model", mrope=True),

@@ -179,7 +179,11 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone_moe": ("ExaoneMoeConfig", SIZES | WINDOWS | MOE),
     "flex_olmo": ("FlexOlmoConfig", IMPLIED_HEAD_DIM | EXPERTS),
     "gemma": ("GemmaConfig", SIZES),
-    "gemma4_text": ("Gemma4TextConfig", SIZES | WINDOWS | TWO_SIZES | MOE | {"enable_moe_block": True, "top_k_experts": 2}),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        SIZES | WINDOWS | TWO_SIZES | MOE | {"enable_moe_block": True, "top_k_experts": 2},
+    ),
+    "gemma4_unified_text": ("Gemma4UnifiedTextConfig", SIZES | WINDOWS | TWO_SIZES),
     "glm": ("GlmConfig", SIZES | {"attention_bias": True, "rope_parameters": PARTIAL}),
     "glm4": ("Glm4Config", SIZES | {"rope_parameters": PARTIAL}),
     "glm4_moe": ("Glm4MoeConfig", BIASED | ROUTED | {"use_qk_norm": True, "rope_parameters": PARTIAL}),
@@ -291,6 +295,13 @@ QWEN_VISION: dict[str, Any] = {
     "num_position_embeddings": 16,
 }
 QWEN_IMAGES: dict[str, Any] = {"image_token_id": 5, "vision_start_token_id": 6, "vision_end_token_id": 7}
+GEMMA4_TOKENS: dict[str, Any] = {
+    "image_token_id": 5,
+    "boi_token_id": 6,
+    "eoi_token_id": 7,
+    "video_token_id": 4,
+    "audio_token_id": 3,
+}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 PARTIAL_MROPE = PARTIAL | {"mrope_section": [2, 1, 1]}
 MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -302,9 +313,15 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
     ),
     "gemma4": (
         "Gemma4Config",
-        SIZES | WINDOWS | TWO_SIZES | {"use_bidirectional_attention": "vision"},
-        VISION | {"num_key_value_heads": 2, "position_embedding_size": 16, "pooling_kernel_size": 1},
-        {"image_token_id": 5, "boi_token_id": 6, "eoi_token_id": 7},
+        SIZES | WINDOWS | TWO_SIZES | {"use_bidirectional_attention": "vision", "pad_token_id": 0},
+        VISION | {"num_key_value_heads": 2, "position_embedding_size": 16, "pooling_kernel_size": 2},
+        GEMMA4_TOKENS,
+    ),
+    "gemma4_unified": (
+        "Gemma4UnifiedConfig",
+        SIZES | WINDOWS | TWO_SIZES | {"use_bidirectional_attention": "vision", "pad_token_id": 0},
+        {"patch_size": 14, "pooling_kernel_size": 1, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32},
+        GEMMA4_TOKENS,
     ),
     "llama4": (
         "Llama4Config",
