@@ -50,7 +50,8 @@ UNLIKE = (
     "qwen3_next",
     "smollm3",
 )
-"""Gates, sinks, norms of values or layers without RoPE: models folded by hand have none of them, so that the pipeline checks them."""
+"""Gates, sinks, norms of values or layers without RoPE: models folded by hand have none of them, so that the pipeline
+checks them."""
 KINDS = ("gpt_oss", "qwen3_5_text", "smollm3")
 """The quick tests: sinks and windows, gates and layers other than attention, layers without RoPE."""
 
