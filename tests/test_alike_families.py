@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import rotor
 from rotor.calibration.planning.inspection import inspect
-from rotor.checkpoint.families import attention_shape
+from rotor.checkpoint.families import attention_shape, find_family
 from rotor.checkpoint.layout import POST_ROPE, KeyForm
-from rotor.errors import RecipeError
+from rotor.errors import RecipeError, UnsupportedModelError
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.runtime.decoded import decoding
 from rotor.search.plan_evaluator import rank_path
@@ -83,6 +83,15 @@ def test_chunks_and_queries_scaled_by_place(tmp_path: Path) -> None:
         for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=44)):
             parts = [compressed(prompt[:, a:b], past_key_values=cache).logits for a, b in pairwise(edges)]
             assert relative_error(torch.cat(parts, dim=1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("field", ["num_kv_shared_layers", "hidden_size_per_layer_input"])
+def test_gemma4_is_refused_where_layers_share_a_cache_or_read_tokens(field: str) -> None:
+    config = tiny_config("gemma4_text")
+    find_family(config)
+    setattr(config, field, 1)
+    with pytest.raises(UnsupportedModelError, match=rf"{field} is set, .* layers read"):
+        find_family(config)
 
 
 def test_weights_behind_rope_want_keys_after_it(tmp_path: Path) -> None:
