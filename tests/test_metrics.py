@@ -21,7 +21,7 @@ from rotor.recipe.metric_registry import METRICS, metric_info
 from rotor.search.evaluation import scoring as evaluation
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.measurement import Measurement, measure_text, smallest
-from rotor.search.evaluation.scoring import batch_logits, position_kl_div
+from rotor.search.evaluation.scoring import batch_logits, position_kl_div, position_nll
 from rotor.search.export.export import export
 from rotor.search.plan_evaluator import rank_path
 from rotor.search.table import RankTable
@@ -64,13 +64,16 @@ def test_the_smallest_is_so_in_every_resample() -> None:
     assert found.resampled.tolist() == [0.8, 0.9]
 
 
-def test_kl_in_pieces_is_kl_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_in_pieces_are_scores_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     p, q = (3 * torch.randn(21, 50, generator=generator) for _ in range(2))
-    whole = position_kl_div(p, q).double()
-    monkeypatch.setattr(evaluation, "KL_POSITIONS_BYTES", 4 * 50 * 4)
+    labels = torch.randint(50, (21,), generator=generator)
+    whole, nll = position_kl_div(p, q).double(), position_nll(p, labels)
+    monkeypatch.setattr(evaluation, "BLOCK_BYTES", 4 * 50 * 4)
     torch.testing.assert_close(position_kl_div(p, q).double(), whole, rtol=0, atol=0)
+    torch.testing.assert_close(position_nll(p, labels), nll, rtol=0, atol=0)
     log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+    torch.testing.assert_close(nll, -log_p[range(21), labels], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(whole, (log_p.exp() * (log_p - log_q)).sum(-1), rtol=1e-4, atol=1e-6)
     assert position_kl_div(p, p).count_nonzero() == 0
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, NumericsError
-from ..numerics import one_thread
+from ..numerics import is_finite, one_thread
 from .channels import Channels, Latent, Numbers, Parted
 from .layout import AttentionShape, KeyForm, LayerForm, LayerLayout, LayerRanks
 
@@ -282,7 +282,7 @@ def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:
             f"{where} is {tensor.dtype} of shape {list(tensor.shape)}, expected float64 of {list(expected)}.",
             "Run `rotor calibrate` again.",
         )
-    if not torch.isfinite(tensor).all():
+    if not is_finite(tensor):
         raise NumericsError(f"{where} has elements that are NaN or Inf.", "Run `rotor calibrate` again.")
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericsError
-from ..numerics import one_thread
+from ..numerics import is_finite, one_thread
 from .bases import BasisPair, ChannelCode, FoldedBases, FoldedBasis, LayerBases, levels_of
 from .channels import SIGNED, Channels, Latent
 from .layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout, LayerRanks, ordered_by_class
@@ -167,7 +167,7 @@ def fold_code(
 
 def _check_folded(basis: FoldedBasis) -> None:
     for name, tensor in basis.tensors().items():
-        if not torch.isfinite(tensor).all():
+        if not is_finite(tensor):
             raise NumericsError(f"{name} is not finite with the code folded in.", "Calibrate with --dtype float32.")
 
 
@@ -412,7 +412,7 @@ def _dtype_of(name: str, weights: AttentionWeights) -> torch.dtype:
 
 def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     result = tensor.to(dtype).contiguous()
-    if not result.is_meta and not torch.isfinite(result).all():
+    if not result.is_meta and not is_finite(result):
         raise NumericsError(
             f"{name}: not finite after the cast to {dtype} (largest magnitude {tensor.abs().max().item():.3g}).",
             "Convert the source checkpoint to bfloat16 or float32 and export again.",

@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from ..checkpoint.families import Family, attention_shape, family_of
 from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, DataError, NumericsError
-from ..numerics import first_not_finite
+from ..numerics import first_not_finite, is_finite
 from ..progress import Advance
 from ..runtime.decoded import decoding
 from .memory import HEAD_POSITIONS, LOGIT_BYTES
-from .source import is_finite
 from .weights import Weights
 
 if TYPE_CHECKING:

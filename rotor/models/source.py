@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from ..checked import shorten
 from ..checkpoint.hashes import file_sha256
 from ..checkpoint.json_files import read_json
 from ..errors import CheckpointError, MissingError, NumericsError, RotorError, UnsupportedModelError
+from ..numerics import is_finite
 from .sidecars import sidecars
 from .source_config import check_config
 from .tokenizer import load_tokenizer
@@ -254,15 +254,6 @@ def _check_files(folder: Path) -> None:
             raise UnsupportedModelError(f"{folder / name}: {what}, which rotor cannot compress.", hint)
     if not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
         raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", FROM_GGUF)
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither NaN nor Inf. Its minimum and maximum show both, far faster than `isfinite`."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    if tensor.element_size() == 1:  # torch has no aminmax for 8-bit floats
-        tensor = tensor.float()
-    return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
 
 
 def one_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from ..errors import DataError, NumericsError
-from ..numerics import first_not_finite
+from ..numerics import first_not_finite, is_finite
 from ..progress import Advance, Progress
 from ..recipe import Evaluation, Tokens
 from .documents import dataset_documents, read_documents
@@ -181,7 +181,7 @@ def synthetic_tokens(
             advance(len(batch))
             for index in range(1, seq_len):
                 logits = model(tokens[-1], past_key_values=cache, use_cache=True).logits[:, -1, allowed_there].float()
-                if not torch.isfinite(logits).all():
+                if not is_finite(logits):
                     where = first_not_finite(model, lambda: model(torch.cat(tokens, dim=1), use_cache=False))  # noqa: B023
                     raise NumericsError(
                         f"the model's logits are not finite while it writes token {len(tokens)} of its calibration text"

@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from ..errors import DataError, NumericsError
+from ..numerics import is_finite
 from . import LayerSample, Policy, PolicyLayer, cache_policy
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def layer_samples(model: PreTrainedModel, sequences: Tensor, pre_rope: bool = Fa
         sides = [torch.cat(side) for side in zip(*of_layer, strict=True)]
         names = ("keys", "values", "key gradients", "value gradients")
         for name, side in zip(names, sides, strict=True):
-            if not bool(torch.isfinite(side).all()):
+            if not is_finite(side):
                 raise NumericsError(
                     f"layer {index}: {name} on the calibration text are not finite.",
                     "Fit the policy with the model in float32.",

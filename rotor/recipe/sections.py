@@ -232,14 +232,18 @@ class Search:
     """How the point of an accuracy is searched."""
 
     resolution: Share = 0.01
-    """Bisection ends when what reaches the target and what does not are this much of compression apart."""
+    """The search ends when what reaches the target and what does not are this much of compression apart."""
     tries: Annotated[int, Field(ge=0, le=100)] = 3
     """Gaps above a plan that reaches the target, or plans beside it, that are tried before it is final."""
 
-    @property
-    def most_points(self) -> int:
-        """The most points that are measured for one target, where plans lie close together and accuracy falls."""
-        return max(1, math.ceil(math.log2(1 / self.resolution)) + 1 + self.tries)
+    def points(self, predicted: bool) -> int:
+        """Points that are measured for one target, where plans lie close together and accuracy falls.
+
+        Args:
+            predicted: plans have predicted losses, which take the place of about half of the halvings.
+        """
+        halvings = math.log2(1 / self.resolution)
+        return max(1, math.ceil(halvings / 2 if predicted else halvings) + 1 + self.tries)
 
 
 @dataclass(frozen=True, config=MODEL)

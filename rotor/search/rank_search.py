@@ -126,7 +126,7 @@ class RankSearch(PlanEvaluator):
             return plan_for(self.path, None, 0.0)
         if (target := request.accuracy) is None:
             return plan_for(self.path, request.removal_rate, request.compression)
-        most = self.recipe.search.most_points
+        points = self.recipe.search.points(self.recipe.coded)
         seconds = list[float]()
 
         def fidelity(plan: Plan) -> Fidelity:
@@ -134,9 +134,9 @@ class RankSearch(PlanEvaluator):
             measured = self.search(plan)
             if self.measured_points > before:
                 seconds.append(time.perf_counter() - start)
-                if len(seconds) == 1 and most > 1:
-                    left = in_time((most - 1) * seconds[0])
-                    self.progress.message(f"accuracy {target:g}: about {most - 1} more point(s) to measure, {left}")
+                if len(seconds) == 1 and points > 1:
+                    left = in_time((points - 1) * seconds[0])
+                    self.progress.message(f"accuracy {target:g}: about {points - 1} more point(s) to measure, {left}")
             return measured
 
         return find_plan(self.path, self.recipe.search, target, fidelity)

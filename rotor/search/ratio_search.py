@@ -59,7 +59,7 @@ class Cache:
         whole = uncompressed_kv_bytes_per_token(self.shape, self.element_bytes)
         stored = 1 - policy.bytes_per_token(self.layouts, self.element_bytes) / whole
         p = self.plan
-        return RatioPlan(p.parameter, p.planned, stored, p.exact, p.ranks, p.channels, policy)
+        return RatioPlan(p.parameter, p.planned, stored, p.exact, p.ranks, p.channels, policy=policy)
 
 
 class RatioPath(RankPath):

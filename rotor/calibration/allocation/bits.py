@@ -264,4 +264,5 @@ class BitsPath(RankPath):
         ranks = [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in channels]
         kept = sum(channels_bytes([layer]) * tokens for layer, tokens in zip(channels, self._held, strict=True))
         stored = 1.0 - kept / self._uncompressed_bytes
-        return Plan(float(sum(split)), stored, stored, ranks, ranks, channels)
+        loss = sum(float(layer.path.loss[units]) for layer, units in zip(self._layers, split, strict=True))
+        return Plan(float(sum(split)), stored, stored, ranks, ranks, channels, loss)

@@ -55,42 +55,47 @@ def bit_curve(
     crumbs = [width // CRUMB_BITS for width in used]
     channels = len(order)
     most = channels * crumbs[0]
-    # best[c, n]: most loss saved by at most c crumbs when exactly the first n channels are stored.
-    best = np.full((most + 1, channels + 1), -np.inf)
-    best[:, 0] = 0.0
-    extended = [
-        _add_channels(best, (whole - table[given.index(width)])[order], size)
+    # best[n, c]: most loss saved by at most c crumbs when exactly the first n channels are stored.
+    best = np.full((channels + 1, most + 1), -np.inf)
+    best[0] = 0.0
+    lengths = [
+        _add_channels(best, (whole - table[given.index(width)])[order], size, crumbs[0])
         for width, size in zip(used, crumbs, strict=True)
     ]
     taken = NIBBLE_BITS // CRUMB_BITS * scaled
     whole_planes = np.arange(-(-(most + taken) // PLANE_CRUMBS) + 1)
     planes = np.clip(PLANE_CRUMBS * whole_planes - taken, 0, most)
-    ends = best[planes, 1:].argmax(1) + 1
-    saved = best[planes, ends]
+    numbers = np.arange(1, channels + 1)[:, None]
+    of_planes = best[numbers, np.minimum(planes, crumbs[0] * numbers)]
+    ends = of_planes.argmax(0) + 1
+    saved = of_planes.max(0)
     counts = np.zeros((len(planes), len(WIDTHS)), dtype=np.int64)
-    for plane in np.flatnonzero(np.isfinite(saved)).tolist():
-        left, end = int(planes[plane]), int(ends[plane])
-        for width, size, of_width in reversed(list(zip(used, crumbs, extended, strict=True))):
-            start = end
-            while of_width[left, start]:
-                left, start = left - size, start - 1
-            counts[plane, WIDTHS.index(width)] = end - start
-            end = start
+    left = planes.copy()
+    for width, size, of_width in reversed(list(zip(used, crumbs, lengths, strict=True))):
+        count = of_width[ends, np.minimum(left, crumbs[0] * ends)]
+        counts[:, WIDTHS.index(width)] = count
+        left, ends = left - size * count, ends - count
     return BitCurve(whole.sum() - saved, counts)
 
 
-def _add_channels(best: np.ndarray, gain: np.ndarray, size: int) -> np.ndarray:
-    """Extend `best` [crumbs, ends], in place, by channels of `size` crumbs each, which save `gain` [channels].
+def _add_channels(best: np.ndarray, gain: np.ndarray, size: int, largest: int) -> np.ndarray:
+    """Extend `best` [ends, crumbs], in place, by channels of `size` crumbs each, which save `gain` [channels].
+
+    So many channels take `size` crumbs each or more, and `largest` or fewer: no more than that is looked at.
 
     Returns:
-        [crumbs, ends], whether the best choice ends with such a channel.
+        [ends, crumbs] int16, with how many such channels the best choice ends.
     """
-    extended = np.zeros(best.shape, dtype=bool)
-    for crumbs in range(size, len(best)):
-        longer = best[crumbs - size, :-1] + gain
-        extended[crumbs, 1:] = longer > best[crumbs, 1:]
-        np.maximum(best[crumbs, 1:], longer, out=best[crumbs, 1:])
-    return extended
+    lengths = np.zeros(best.shape, dtype=np.int16)
+    for end in range(1, len(best)):
+        fewest, most = size * end, largest * end
+        here, before = slice(fewest, most + 1), slice(fewest - size, most - size + 1)
+        longer, known = best[end - 1, before] + gain[end - 1], best[end, here]
+        np.multiply(lengths[end - 1, before] + 1, longer > known, out=lengths[end, here])
+        np.maximum(longer, known, out=known)
+        for of_end in (best[end], lengths[end]):
+            of_end[most + 1 : most + 1 + largest] = of_end[most]
+    return lengths
 
 
 @dataclass(frozen=True)

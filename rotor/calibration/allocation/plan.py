@@ -43,6 +43,7 @@ class Plan:
     exact, ranks: ranks from the method, and ranks as stored.
     channels: coded channels of each layer's groups, None for a plan of ranks; with codes a rank counts the channels of
         any width.
+    loss: what the path predicts that the plan costs, in nats per token; None where it predicts nothing.
     """
 
     parameter: float
@@ -51,6 +52,7 @@ class Plan:
     exact: list[LayerRanks]
     ranks: list[LayerRanks]
     channels: list[GroupChannels] | None = None
+    loss: float | None = None
 
     @property
     def key(self) -> str:

@@ -81,7 +81,7 @@ class Inspection:
     slower: the form of the recipe, where it is predicted to be slower than no compression at COMPARED_COMPRESSION, and
         one that is not.
     calibrate, export, validate: resources that the commands take on this machine; `export` with --accuracy, whose
-        search measures at most so many points.
+        search measures the usual number of points, see recipe.Search.points.
     """
 
     name: str

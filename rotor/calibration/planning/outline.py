@@ -214,10 +214,10 @@ class ModelOutline:
         return {**flops, "passes": layers * tokens, "statistics": 2.0 * tokens * per_token}
 
     def evaluation_flops(self, recipe: Recipe) -> dict[str, float]:
-        """Count FLOPs of the large matrix products of `rotor export --accuracy`: at most `search`, and `report`.
+        """Count FLOPs of the large matrix products of `rotor export --accuracy`: `search` and `report`.
 
         Both run the uncompressed model once and a compressed one, whose layers count like the uncompressed ones: the
-        search at each point. `rotor validate` takes the report's.
+        search at each of the usual number of points. `rotor validate` takes the report's.
         """
         spec = recipe.evaluation
         long = long_sequence_count(spec.report_tokens, spec.seq_len, self.config) * LONG_SEQ_LEN
@@ -225,7 +225,7 @@ class ModelOutline:
         search = self._pass_flops(spec.search_tokens, _prompt_tokens(spec, primitive_metrics(spec.metric)))
         report = self._pass_flops(spec.report_tokens + long, report_prompts)
         divergence = self._pass_flops(spec.report_tokens + long, 0) - self._pass_flops(0, spec.report_tokens + long)
-        return {"search": (1 + recipe.search.most_points) * search, "report": 2 * report + divergence}
+        return {"search": (1 + recipe.search.points(recipe.coded)) * search, "report": 2 * report + divergence}
 
     def _pass_flops(self, text: int, prompts: int) -> float:
         """FLOPs of the layers for all tokens, and of the head for those of the text."""

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from ...errors import NumericsError
 from ...models.layerwise import LayerwiseModel, logit_batches
 from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES
+from ...numerics import is_finite
 from ...progress import Advance
 
-KL_POSITIONS_BYTES = 1 << 24
-"""Memory that one float32 tensor of the positions compared at a time may take."""
+BLOCK_BYTES = 1 << 24
+"""Memory that one float32 tensor of the positions that are scored at a time may take."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,14 @@ def batch_logits(network: LayerwiseModel, rows: Tensor) -> Tensor:
 
 def finite(logits: Tensor) -> Tensor:
     """Return the logits; raises NumericsError where there is a NaN or Inf."""
-    if not torch.isfinite(logits).all():
+    if not is_finite(logits):
         raise NumericsError("the model's logits are not finite on the evaluation text.", "Evaluate in float32.")
     return logits
+
+
+def _blocks(logits: Tensor) -> int:
+    """Positions of logits [positions, vocab_size] that are scored at a time: large tensors take more time than many."""
+    return max(1, BLOCK_BYTES // (4 * logits.shape[-1]))
 
 
 @torch.no_grad()
@@ -65,16 +72,29 @@ def position_kl_div(reference: Tensor, logits: Tensor) -> Tensor:
     """KL(reference || model) of each position in nats.
 
     Args:
-        reference, logits: [positions, vocab_size], float32. Taken KL_POSITIONS_BYTES at a time.
+        reference, logits: [positions, vocab_size], float32.
     Returns:
         [positions], float32; exactly 0 for equal logits, never below.
     """
-    step = max(1, KL_POSITIONS_BYTES // (4 * logits.shape[-1]))
-    parts = []
+    step, parts = _blocks(logits), []
     for p, q in zip(reference.split(step), logits.split(step), strict=True):
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
         parts.append(log_q.sub_(log_p).neg_().mul_(log_p.exp_()).sum(-1).clamp_min_(0))
     return torch.cat(parts)
+
+
+@torch.no_grad()
+def position_nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """Negative log-likelihood of each position's label.
+
+    Args:
+        logits: [positions, vocab_size], float32. labels: [positions].
+    Returns:
+        [positions], float64, in nats.
+    """
+    step = _blocks(logits)
+    pairs = zip(logits.split(step), labels.split(step), strict=True)
+    return torch.cat([cross_entropy(block, wanted, reduction="none") for block, wanted in pairs]).double()
 
 
 def position_scores(logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> dict[str, Tensor]:
@@ -87,7 +107,7 @@ def position_scores(logits: Tensor, labels: Tensor, reference: Tensor | None = N
     labels, top1 = labels.to(logits.device), logits.argmax(-1)
     scores = {
         "correct": top1 == labels,
-        "nll": torch.nn.functional.cross_entropy(logits, labels, reduction="none").double(),
+        "nll": position_nll(logits, labels),
         "top1": top1.int(),
     }
     if reference is not None:
@@ -149,8 +169,8 @@ def answer_scores(network: LayerwiseModel, rows: Tensor, answers: Tensor, states
     probability = []
     with network.head() as head:
         for part, wanted in zip(chosen.split(step), labels.split(step), strict=True):
-            logits = finite(head(part[:, None]).float())[:, 0].cpu()  # each a row: a model has only so many positions
-            probability.append(logits.double().softmax(-1).gather(-1, wanted[:, None])[:, 0])
+            logits = finite(head(part[:, None]).float())[:, 0]  # each a row: a model has only so many positions
+            probability.append(position_nll(logits, wanted.to(logits.device)).neg().exp().cpu())
 
     def by_row(values: Tensor) -> np.ndarray:
         return torch.zeros(len(rows), dtype=torch.float64).index_add_(0, row, values.double()).numpy()
