@@ -76,6 +76,10 @@ SIGNATURES = {
     ),
     "vllm.model_executor.models.utils:extract_layer_index": "layer_name num_attn_module",
     "vllm.utils.torch_utils:_encode_layer_name": "layer_name",
+    "vllm.transformers_utils.model_arch_config_convertor:ModelArchConfigConvertorBase.__init__": (
+        "self hf_config hf_text_config revision"
+    ),
+    "vllm.transformers_utils.model_arch_config_convertor:ModelArchConfigConvertorBase.get_num_experts": "self",
     "vllm.model_executor.models.registry:_LazyRegisteredModel.load_model_cls": "self",
     f"{ROTARY}.base:RotaryEmbeddingBase._compute_cos_sin_cache": "self",
     f"{ROTARY}.phi3_long_rope_scaled_rope:Phi3LongRoPEScaledRotaryEmbedding._compute_cos_sin_cache": (

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.random_layers import NARROW, WIDE, Form, LayoutOf, groups_of, parted, write_random
 from support.runs import SHORT_TEXT
-from support.tiny_models import CONFIGS, LLAMA3_ROPE, MOE, SIZES, build_tiny
+from support.tiny_models import CONFIGS, LLAMA3_ROPE, SIZES, build_tiny
 from support.vllm_engine import (
     CACHE_BYTES,
     PROMPTS,
@@ -30,12 +30,14 @@ from support.vllm_engine import (
     served_tokens,
     tokens_in_passes,
 )
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig
 
 from rotor.calibration.calibrate import calibrate
 from rotor.checkpoint.channels import Numbers
+from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ExactTokens, KeyForm, LayerLayout, pre_rope
 from rotor.models.compressed import CompressedCheckpoint
+from rotor.models.source import Checkpoint
 from rotor.policies import find_policy
 from rotor.search.export.export import export
 from rotor.vllm.shards import padded_rows
@@ -86,13 +88,6 @@ CASES: dict[str, tuple[str, LayoutOf | list[LayoutOf], str]] = {
 blocks, norms, experts, soft caps, two RoPEs, one KV head; rows of both kinds, ragged too."""
 
 
-def build_wide(folder: Path) -> Path:
-    """qwen3_moe with a hidden size that vLLM's experts on a CPU take: a multiple of 32."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(CONFIGS, "qwen3_moe", lambda: Qwen3MoeConfig(**SIZES | {"hidden_size": 64}, **MOE))
-        return build_tiny("qwen3_moe", folder)
-
-
 @pytest.fixture(scope="module")
 def folder_of(tiny, tmp_path_factory: pytest.TempPathFactory):
     """folder_of(case) -> a checkpoint, made once."""
@@ -102,8 +97,7 @@ def folder_of(tiny, tmp_path_factory: pytest.TempPathFactory):
         if name not in made:
             folder = tmp_path_factory.mktemp("random")
             family, layouts, biases = CASES[name]
-            source = tiny(family) if family != "qwen3_moe" else build_wide(folder / "source")
-            made[name] = write_random(source, folder / "out", layouts, biases)
+            made[name] = write_random(tiny(family), folder / "out", layouts, biases)
         return made[name]
 
     return get
@@ -225,8 +219,30 @@ CALIBRATED = [
     ("granitemoeshared", "rotor"),
     ("cwm", "rotor"),
     ("vaultgemma", "rotor"),
+    ("gpt_oss", "rotor"),
+    ("glm4_moe", "rotor"),
+    ("ernie4_5", "rotor"),
+    ("olmo3", "rotor"),
+    ("cohere2", "rotor"),
+    ("exaone4", "rotor"),
+    ("olmoe", "rotor"),
+    ("phimoe", "rotor"),
+    ("hunyuan_v1_dense", "rotor"),
+    ("ministral3", "rotor"),
+    ("nanochat", "rotor"),
+    ("cohere", "rotor"),
+    ("dots1", "rotor"),
+    ("hunyuan_v1_moe", "rotor"),
+    ("exaone_moe", "rotor"),
+    ("ministral", "rotor"),
+    ("helium", "rotor"),
+    ("solar_open", "rotor"),
+    ("flex_olmo", "rotor"),
+    ("mellum", "rotor"),
+    ("ernie4_5_moe", "rotor"),
+    ("afmoe", "rotor"),
 ]
-"""Bases, codes and ranks of rotor's own, ragged rows."""
+"""Bases, codes and ranks of rotor's own, ragged rows; with exact tokens where the family needs them."""
 
 SHORT = ["tokens.count=1024", "tokens.seq_len=64", "evaluation.seq_len=128", *SHORT_TEXT]
 ROWS_ALONE = ["exact.first=0", "exact.newest=0"]
@@ -236,8 +252,10 @@ ROWS_ALONE = ["exact.first=0", "exact.newest=0"]
 def test_tokens_of_exported_checkpoints_are_those_of_transformers(
     family: str, recipe: str, tiny, tmp_path: Path
 ) -> None:
-    overrides = [*SHORT, "ranks.multiple_of=4" if recipe == "fdc" else "codes.tokens=512", *ROWS_ALONE]
-    run = calibrate(tiny(family), tmp_path / "run", recipe, overrides)
+    source = tiny(family)
+    rows = [] if attention_shape(Checkpoint(source).config).needs_exact else ROWS_ALONE
+    overrides = [*SHORT, "ranks.multiple_of=4" if recipe == "fdc" else "codes.tokens=512", *rows]
+    run = calibrate(source, tmp_path / "run", recipe, overrides)
     folder = export(run.folder, tmp_path / "out", compression=0.4, measure=False).folder
     expected = expected_tokens(folder)  # before vLLM changes transformers' class, where it has no model of its own
     with engine(folder, **AT_ONCE) as llm:
@@ -286,8 +304,11 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     of_olmo2 = {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
     wide = changed(folder, tmp_path / "wide", lambda c: c.update(of_olmo2))
     refused(wide, "tensor parallel size 2: norms of this model are of all heads together", tensor_parallel_size=2)
-    other = changed(folder, tmp_path / "other", lambda c: c.update(architectures=["CohereForCausalLM"]))
-    refused(other, "CohereForCausalLM: not served compressed by vLLM")
+    other = changed(folder, tmp_path / "other", lambda c: c.update(architectures=["InternLM2ForCausalLM"]))
+    refused(other, "InternLM2ForCausalLM: not served compressed by vLLM")
+    of_neox = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}
+    neox = changed(folder, tmp_path / "neox", lambda c: c.update(of_neox))
+    refused(neox, "GPTNeoXForCausalLM: not served compressed by vLLM: vLLM runs transformers' model without")
     policy = find_policy("gear-2").as_dict()
     evicting = changed(folder, tmp_path / "evicting", lambda c: c["quantization_config"].update(cache=policy))
     refused(evicting, "exported with a cache policy .gear., which vLLM's cache cannot keep")

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from .output_folder import OutputFolder as OutputFolder
     from .projections import AttentionWeights as AttentionWeights
     from .projections import CompressedProjections as CompressedProjections
-    from .projections import UnweightedNorm as UnweightedNorm
+    from .projections import attention_norms as attention_norms
     from .projections import read_attention as read_attention
     from .publishing import staged_folder as staged_folder
     from .publishing import write_tensors as write_tensors
@@ -99,7 +99,7 @@ _MODULES = {
     "locks": "exclusive",
     "manifest": "MANIFEST Manifest write_manifest",
     "output_folder": "OutputFolder",
-    "projections": "AttentionWeights CompressedProjections UnweightedNorm read_attention",
+    "projections": "AttentionWeights CompressedProjections attention_norms read_attention",
     "publishing": "staged_folder write_tensors",
     "rewritten": "BASES RewrittenTensors find_source open_rewritten source_at",
     "section": "MARK METHOD CompressedSection is_compressed is_ours",

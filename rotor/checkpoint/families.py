@@ -127,7 +127,8 @@ class Family:
     bypasses_interface: the attention does not call transformers' attention interface.
     num_kv_heads: reads the number of KV heads from the config.
     refused: config fields, besides those that no family may set, that must not be set.
-    in_vllm: vLLM serves it, as a test says.
+    not_in_vllm: why vLLM does not serve it compressed; None where it does, as a test says.
+    vllm_name: the name of vLLM's class that serves it, where that is not transformers' name.
     """
 
     decoder: str
@@ -166,7 +167,8 @@ class Family:
     bypasses_interface: bool = False
     num_kv_heads: Callable[[Any], int] = _kv_heads
     refused: tuple[str, ...] = ()
-    in_vllm: bool = True
+    not_in_vllm: str | None = None
+    vllm_name: str | None = None
 
     @property
     def has_key_norm(self) -> bool:
@@ -223,6 +225,10 @@ class Family:
         parent = model.get_submodule(f"{self.decoder}.{self.layers}.{self.placed[layer]}")
         setattr(parent, self.attention, module)
 
+    def rotary_below(self, decoder: str) -> str | None:
+        """The path of the rotary embedding where the decoder has another."""
+        return None if self.rotary is None else decoder + self.rotary.removeprefix(self.decoder)
+
     def rotary_type(self, config: Any, layer: int) -> str | None:
         """The third argument of the rotary embedding for a layer, if it takes one."""
         return config.get_text_config().layer_types[self.placed[layer]] if self.rotary_by_layer_type else None
@@ -246,24 +252,23 @@ class Family:
         return torch.cat([rotated[..., ::2], rotated[..., 1::2], rest], dim=-1)
 
 
+_STATES = "layers without attention keep states, in pages of a size that vLLM derives from uncompressed attention"
 _LLAMA = Family("model", "layers", "self_attn")
 _QWEN3 = replace(_LLAMA, norms=("q_norm", "k_norm"))
-_LIKE_LLAMA = replace(_LLAMA, in_vllm=False)
-_LIKE_QWEN3 = replace(_QWEN3, in_vllm=False)
-_WIDE_NORMS = replace(_LIKE_QWEN3, wide_norms=True)
-_HUNYUAN = replace(_LIKE_LLAMA, norms=("query_layernorm", "key_layernorm"), norms_behind_rope="weighted")
-_LFM2 = replace(
-    _LIKE_LLAMA, output="out_proj", norms=("q_layernorm", "k_layernorm"), attention_layers=_attention_layers
-)
-_GATED = replace(_LIKE_QWEN3, gate="q_proj", partial_rotary=True, attention_layers=_attention_layers)
+_WIDE_NORMS = replace(_QWEN3, wide_norms=True)
+_HUNYUAN = replace(_LLAMA, norms=("query_layernorm", "key_layernorm"), norms_behind_rope="weighted")
+_HYBRID = replace(_LLAMA, attention_layers=_attention_layers, not_in_vllm=_STATES)
+_LFM2 = replace(_HYBRID, output="out_proj", norms=("q_layernorm", "k_layernorm"))
+_GATED = replace(_HYBRID, norms=("q_norm", "k_norm"), gate="q_proj", partial_rotary=True)
 _GEMMA4 = replace(
-    _LIKE_QWEN3,
+    _QWEN3,
     rotary_by_layer_type=True,
     value_norm="v_norm",
     keys_as_values=True,
     refused=("num_kv_shared_layers", "hidden_size_per_layer_input"),
+    not_in_vllm="its heads have two sizes, and its values a norm",
 )
-_INTERLEAVED = replace(_LIKE_LLAMA, interleaved=True)
+_INTERLEAVED = replace(_LLAMA, interleaved=True)
 _BY_KV_HEAD = Family(
     "transformer",
     "layers",
@@ -288,40 +293,41 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": _LLAMA,
     "hyperclovax": _LLAMA,
     "jais2": _LLAMA,
-    "ministral": _LIKE_LLAMA,
-    "phimoe": _LIKE_LLAMA,
+    "ministral": _LLAMA,
+    "phimoe": replace(_LLAMA, vllm_name="PhiMoEForCausalLM"),
     "seed_oss": _LLAMA,
     "starcoder2": _LLAMA,
     "apertus": replace(_QWEN3, norms_heads_first=True),
-    "dots1": _LIKE_QWEN3,
-    "afmoe": replace(_LIKE_QWEN3, gate="gate_proj", without_rope=_full_layers),
+    "dots1": _QWEN3,
+    "afmoe": replace(_QWEN3, gate="gate_proj", without_rope=_full_layers),
     "cohere": replace(_INTERLEAVED, tables="neighbours", refused=("use_qk_norm",)),
     "cohere2": replace(_INTERLEAVED, tables="neighbours", without_rope=_full_layers),
     "cwm": _LLAMA,
-    "ernie4_5": _INTERLEAVED,
-    "ernie4_5_moe": _INTERLEAVED,
-    "exaone4": replace(_LIKE_QWEN3, norms_heads_first=True, without_rope=_full_layers_beside_windows),
-    "exaone_moe": replace(_LIKE_QWEN3, norms_heads_first=True, without_rope=_full_layers_beside_windows),
+    # vLLM's own leaves out biases
+    "ernie4_5": replace(_INTERLEAVED, vllm_name="TransformersForCausalLM"),
+    "ernie4_5_moe": replace(_INTERLEAVED, vllm_name="TransformersMoEForCausalLM"),
+    "exaone4": replace(_QWEN3, norms_heads_first=True, without_rope=_full_layers_beside_windows),
+    "exaone_moe": replace(_QWEN3, norms_heads_first=True, without_rope=_full_layers_beside_windows),
     "flex_olmo": _WIDE_NORMS,
-    "falcon_h1": replace(_LIKE_LLAMA, key_multiplier="key_multiplier", layer_returns_tuple=True),
-    "nemotron_h": replace(
-        _LIKE_LLAMA, attention="mixer", attention_layers=_attention_layers, rotary=None, stored="backbone"
-    ),
-    "glm": replace(_INTERLEAVED, partial_rotary=True, in_vllm=True),
-    "glm4": replace(_INTERLEAVED, partial_rotary=True, in_vllm=True),
-    "glm4_moe": replace(_LIKE_QWEN3, norms_if="use_qk_norm", partial_rotary=True),
-    "gpt_oss": replace(_LIKE_LLAMA, sinks=True, tables="once"),
+    "falcon_h1": replace(_LLAMA, key_multiplier="key_multiplier", layer_returns_tuple=True, not_in_vllm=_STATES),
+    "nemotron_h": replace(_HYBRID, attention="mixer", rotary=None, stored="backbone"),
+    "glm": replace(_INTERLEAVED, partial_rotary=True),
+    "glm4": replace(_INTERLEAVED, partial_rotary=True),
+    "glm4_moe": replace(_QWEN3, norms_if="use_qk_norm", partial_rotary=True),
+    "gpt_oss": replace(_LLAMA, sinks=True, tables="once"),
     "granitemoeshared": _LLAMA,
-    "granitemoehybrid": replace(_LIKE_LLAMA, attention_layers=_attention_layers, without_rope=_all_unless_rope),
-    "jamba": replace(_LIKE_LLAMA, attention_layers=_attention_layers, rotary=None),
-    "bamba": replace(_LIKE_LLAMA, attention_layers=_attention_layers, partial_rotary=True, layer_returns_tuple=True),
+    "granitemoehybrid": replace(_HYBRID, without_rope=_all_unless_rope),
+    "jamba": replace(_HYBRID, rotary=None),
+    "bamba": replace(_HYBRID, partial_rotary=True, layer_returns_tuple=True),
     "lfm2": _LFM2,
     "lfm2_moe": replace(_LFM2, rotary="model.pos_emb"),
     "helium": _INTERLEAVED,
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": _HUNYUAN,
-    "hy_v3": replace(_LIKE_QWEN3, norms_heads_first=True),
-    "mellum": replace(_LIKE_QWEN3, rotary_by_layer_type=True),
+    "hy_v3": replace(
+        _QWEN3, norms_heads_first=True, not_in_vllm="vLLM's model wants another config than transformers'"
+    ),
+    "mellum": replace(_QWEN3, rotary_by_layer_type=True),
     "llama4_text": replace(
         _INTERLEAVED,
         tables="complex",
@@ -330,19 +336,22 @@ FAMILIES: dict[str, Family] = {
         norms_behind_rope="plain",
         without_rope=_by_no_rope_layers,
         query_scale=_scale_far_queries_without_rope,
+        not_in_vllm="it attends within chunks",
     ),
-    "ministral3": replace(_LIKE_LLAMA, query_scale=_scale_far_queries),
-    "minimax_m2": replace(_WIDE_NORMS, partial_rotary=True),
-    "nanochat": replace(_LIKE_QWEN3, norms_behind_rope="plain", rotates_back=True),
+    "ministral3": replace(_LLAMA, query_scale=_scale_far_queries),
+    "minimax_m2": replace(
+        _WIDE_NORMS, partial_rotary=True, not_in_vllm="vLLM's router of experts on a CPU refuses it: not tested"
+    ),
+    "nanochat": replace(_QWEN3, norms_behind_rope="plain", rotates_back=True),
     "qwen3_5_text": _GATED,
     "qwen3_5_moe_text": _GATED,
     "qwen3_next": _GATED,
     "olmo": replace(_LLAMA, refused=("clip_qkv",)),
-    "olmo2": replace(_WIDE_NORMS, in_vllm=True),
+    "olmo2": _WIDE_NORMS,
     "olmo3": replace(_WIDE_NORMS, rotary_by_layer_type=True),
     "olmoe": replace(_WIDE_NORMS, refused=("clip_qkv",)),
     "smollm3": replace(_LLAMA, without_rope=_by_no_rope_layers),
-    "solar_open": replace(_LIKE_LLAMA, partial_rotary=True),
+    "solar_open": replace(_LLAMA, partial_rotary=True),
     "nemotron": replace(_LLAMA, partial_rotary=True),
     "phi": replace(_LLAMA, output="dense", partial_rotary=True),
     "stablelm": replace(_LLAMA, partial_rotary=True),
@@ -353,7 +362,12 @@ FAMILIES: dict[str, Family] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "gpt_neox": replace(
-        _BY_KV_HEAD, decoder="gpt_neox", attention="attention", rotary="gpt_neox.rotary_emb", partial_rotary=True
+        _BY_KV_HEAD,
+        decoder="gpt_neox",
+        attention="attention",
+        rotary="gpt_neox.rotary_emb",
+        partial_rotary=True,
+        not_in_vllm="vLLM runs transformers' model without its output embeddings",
     ),
     "opt": Family("model.decoder", "layers", "self_attn", output="out_proj", rotary=None),
     "gpt2": Family("transformer", "h", "attn", output="c_proj", fused="c_attn", transposed=True, rotary=None),
@@ -368,9 +382,9 @@ FAMILIES: dict[str, Family] = {
 """Supported `config.model_type`s of language models."""
 
 LANGUAGE_MODELS = FAMILIES | {
-    "qwen2_5_vl_text": _LIKE_LLAMA,
-    "qwen3_vl_text": _LIKE_QWEN3,
-    "qwen3_vl_moe_text": _LIKE_QWEN3,
+    "qwen2_5_vl_text": _LLAMA,
+    "qwen3_vl_text": _QWEN3,
+    "qwen3_vl_moe_text": _QWEN3,
 }
 """The families by `model_type`, with the language models that come within another model alone."""
 
@@ -387,11 +401,11 @@ class Multimodal(NamedTuple):
         return replace(
             family,
             decoder=self.decoder,
-            rotary=family.rotary and self.decoder + family.rotary.removeprefix(family.decoder),
+            rotary=family.rotary_below(self.decoder),
             stored=self.stored,
             mrope=self.mrope,
             auto_class="AutoModelForImageTextToText",
-            in_vllm=False,
+            not_in_vllm="it reads more than text",
         )
 
 
@@ -411,10 +425,13 @@ MULTIMODAL = {
 
 
 def architectures() -> set[str]:
-    """Names of the causal models of the families that vLLM serves, as in `architectures` of config.json."""
+    """Names of the causal models of the families that vLLM serves, as in `architectures` of config.json: transformers'
+    and vLLM's.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name, family in FAMILIES.items() if family.in_vllm}
+    served = {name: family.vllm_name for name, family in FAMILIES.items() if not family.not_in_vllm}
+    return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in served} | {name for name in served.values() if name}
 
 
 _RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})

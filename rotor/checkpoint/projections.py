@@ -133,18 +133,31 @@ class UnweightedNorm(nn.Module):
     """RMS norm of heads, [..., head_dim], whose weight is for others to apply, see Family.norms_behind_rope.
 
     Args:
-        norm: what has the weight, [head_dim], if there is one. eps: added to the mean square.
+        weight: [head_dim], if there is one. eps: added to the mean square.
     """
 
     weight: nn.Parameter | None
 
-    def __init__(self, norm: nn.Module, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter | None, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.register_parameter("weight", getattr(norm, "weight", None))
+        self.register_parameter("weight", weight)
 
     def forward(self, heads: Tensor) -> Tensor:
         return nn.functional.rms_norm(heads.float(), heads.shape[-1:], eps=self.eps).type_as(heads)
+
+
+def attention_norms(native: nn.Module, family: Family, shape: AttentionShape, config: Any) -> dict[str, nn.Module]:
+    """The norms that a compressed layer takes over from the module that it replaces, by name.
+
+    Args:
+        native: of the source model. shape: of this layer. config: the language model's or the whole one's.
+    """
+    if family.norms_behind_rope is None:
+        return {name: native.get_submodule(name) for name in family.norms}
+    eps, weighted = config.get_text_config().rms_norm_eps, family.norms_behind_rope == "weighted"
+    norms = {name: native.get_submodule(name) for name in (family.norms if shape.rotary_dim else ())}
+    return {name: UnweightedNorm(norm.weight if weighted else None, eps) for name, norm in norms.items()}  # type: ignore[arg-type]
 
 
 class CompressedProjections(nn.Module):

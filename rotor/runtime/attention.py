@@ -21,7 +21,7 @@ from ..checkpoint import (
     Family,
     LayerKernels,
     LayerLayout,
-    UnweightedNorm,
+    attention_norms,
     layer_tensors,
 )
 from ..errors import UsageError
@@ -72,10 +72,7 @@ class RotorAttention(CompressedProjections):
     ) -> None:
         shapes = {name: spec.shape for name, spec in layer_tensors(layout, shape, biases).items()}
         config: Any = base.config
-        normed = shape.rotary_dim or family.norms_behind_rope is None
-        norms = {name: base.get_submodule(name) for name in (family.norms if normed else ())}
-        if family.norms_behind_rope is not None:
-            norms = {name: UnweightedNorm(norm, config.rms_norm_eps) for name, norm in norms.items()}
+        norms = attention_norms(base, family, shape, config)
         if family.wide_norms:  # their weights are in the order of the layout, those of `base` stay as they are
             norms = copy.deepcopy(norms)
         value_norm = None if family.value_norm is None else base.get_submodule(family.value_norm)

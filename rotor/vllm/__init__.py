@@ -24,10 +24,10 @@ def register() -> None:
     RotorQuantization.refusal = refusal(vllm.__version__)
     if RotorQuantization.refusal is not None:
         return
-    from .adapter import watch
+    from .adapter import BY_TRANSFORMERS, watch
 
     known = set(ModelRegistry.get_supported_archs())
-    for name in architectures() & known:
+    for name in (architectures() | {*BY_TRANSFORMERS}) & known:
         if PREFIX + name not in known:
             # By name: a model's module is imported only where such a checkpoint is loaded.
             ModelRegistry.register_model(PREFIX + name, f"{__name__}.adapter:{PREFIX}{name}")

@@ -27,6 +27,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdate
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -41,7 +42,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..checked import JsonObject
-from ..checkpoint import CompressedSection, ExactTokens, Family, is_compressed
+from ..checkpoint import CompressedSection, ExactTokens, Family, attention_norms, family_of, is_compressed
 from ..kernels.rotary import Rotation
 from ..logs import log
 from .attention import OneSequence, RotorSelfAttention
@@ -51,12 +52,26 @@ from .served import PREFIX
 from .windows import FirstAndNewestSpec
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
     from vllm.config import VllmConfig
 
 __all__: list[str] = []
 
 WIDEST_HEAD = 256
 """Widest head that vLLM's own attention takes."""
+
+
+BY_TRANSFORMERS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
+"""vLLM's classes around transformers' own models, without and with experts."""
+
+
+def native_name(architecture: str, config: PreTrainedConfig) -> str:
+    """The name of vLLM's class for an architecture: that around transformers' own model where it has no other."""
+    name = family_of(config).vllm_name or architecture
+    if name in ModelRegistry.models:
+        return name
+    experts = ModelArchConfigConvertorBase(config, config.get_text_config()).get_num_experts()
+    return BY_TRANSFORMERS[experts > 0]
 
 
 def watch(architecture: str) -> None:
@@ -102,21 +117,23 @@ class Compressed:
             loading.modules[module.index] = module
             return module
 
-        plain, name = copy.copy(vllm_config), plan.family.attention
+        plain = copy.copy(vllm_config)
         plain.quant_config = None
-        with _replaced_attention(name, build):
+        with _replaced_attention(build):
             super().__init__(vllm_config=plain, prefix=prefix)  # type: ignore[call-arg]
         # Where vLLM runs transformers' own model, attention layers come into it once it is whole.
-        for parent in list(self.modules()):  # type: ignore[attr-defined]
-            native = getattr(parent, name, None)
+        for name, native in list(self.named_modules()):  # type: ignore[attr-defined]
             if _has_attention(native):
-                rotary = self.get_submodule(plan.family.rotary)  # type: ignore[attr-defined]
-                setattr(parent, name, build(native, rotary, OneSequence))
+                path = plan.family.rotary_below("model")
+                rotary = None if path is None else self.get_submodule(path)  # type: ignore[attr-defined]
+                self.set_submodule(name, build(native, rotary, OneSequence))  # type: ignore[attr-defined]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         loading: Loading = self.__dict__["_rotor"]
         loaded = super().load_weights(loading.others(loading.plan.tensors(weights)))  # type: ignore[misc]
-        names = loading.finish()
+        loading.finish()
+        modules = ((p, m) for p, m in self.named_modules() if isinstance(m, RotorSelfAttention))  # type: ignore[attr-defined]
+        names = {f"{place}.{name}" for place, module in modules for name, _ in module.named_parameters()}
         return None if loaded is None else loaded | names
 
 
@@ -128,21 +145,23 @@ def _has_attention(module: object) -> TypeGuard[nn.Module]:
 def _attention(
     native: Any, plan: Plan, vllm_config: VllmConfig, rotary: Any, kind: type[RotorSelfAttention]
 ) -> RotorSelfAttention:
-    """Make the module of a compressed layer; scale, window, soft cap and norms are the native one's."""
+    """Make the module of a compressed layer; scale, soft cap and norms are the native one's."""
     attn, index = native.attn, extract_layer_index(native.attn.layer_name)
+    family, shape = plan.family, plan.shape.layer(index)
     # Falcon sums the outputs of attention and MLP over the ranks together.
     reduces = all(m.reduce_results for m in native.modules() if isinstance(m, RowParallelLinear))
     module = kind(
         index,
         plan.shard(index, get_tensor_model_parallel_rank()),
-        {norm: native.get_submodule(norm) for norm in plan.family.norms},
-        rotation_table(rotary, plan.family, plan.max_model_len) if plan.shape.layer(index).rotary_dim else None,
+        attention_norms(native, family, shape, plan.config),
+        rotation_table(rotary, family, plan.max_model_len, plan.rotary_type(index)) if shape.rotary_dim else None,
         tensor_model_parallel_all_reduce if reduces and plan.ranks > 1 else lambda output: output,
-        plan.family.layer_returns_tuple,
+        family.layer_returns_tuple,
+        plan.query_scale(index),
     )
     softcap = getattr(attn.impl, "logits_soft_cap", None) or None  # 0 is none, on some backends
     device = torch.device(vllm_config.device_config.device)
-    layer = plan.paged_layer(module, float(attn.impl.scale), softcap, attn.sliding_window, device)
+    layer = plan.paged_layer(module, float(attn.impl.scale), softcap, device)
     layer.varlen = _varlen(layer.widest, plan.dtype)
     vllm_config.compilation_config.static_forward_context.pop(attn.layer_name)
     mixed = len(set(plan.kinds or ())) > 1 or plan.keeps_exact
@@ -179,13 +198,11 @@ def _varlen(width: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
 
 
 @contextmanager
-def _replaced_attention(name: str, build: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
-    """Within a `with`, a module that holds an attention layer of vLLM's is replaced when it is assigned as `name`."""
+def _replaced_attention(build: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
+    """Within a `with`, a module that holds an attention layer of vLLM's is replaced when another takes it in."""
 
     def hook(parent: nn.Module, assigned: str, module: nn.Module | None) -> nn.Module | None:
-        if assigned == name and _has_attention(module):
-            return build(module)
-        return None
+        return build(module) if _has_attention(module) else None
 
     handle = register_module_module_registration_hook(hook)  # type: ignore[arg-type]
     try:
@@ -204,34 +221,44 @@ def __getattr__(name: str) -> type[nn.Module]:
     return made
 
 
-def rotation_table(rotary: Any, family: Family, length: int) -> Rotation:
+def rotation_table(rotary: Any, family: Family, length: int, layer_type: str | None) -> Rotation:
     """Compute cos and sin, each [length, rotary_dim], both halves equal; vLLM's are rounded to the model's dtype.
 
     Args:
         rotary: vLLM's module, which layers share, or transformers', where vLLM runs the model of that.
         length: number of positions, max_model_len. Where frequencies depend on it (longrope), vLLM has chosen one set
             of them, and so does this.
+        layer_type: what transformers' module takes as its third argument, where it does.
     """
-    known = _rotation_tables.get(rotary)
-    if known is None and not hasattr(rotary, "_compute_cos_sin_cache"):
-        device = rotary.inv_freq.device
-        tables = rotary(torch.empty(0, dtype=torch.float32, device=device), torch.arange(length, device=device)[None])
-        cos, sin = family.rotation(tables)
-        known = _rotation_tables[rotary] = cos[0], sin[0]
-    if known is None:
-        arguments: tuple[Any, ...] = ()
-        if hasattr(rotary, "use_long_rope"):
-            which = "long" if rotary.use_long_rope else "short"
-            most = "max_position_embeddings" if rotary.use_long_rope else "original_max_position_embeddings"
-            arguments = tuple(getattr(rotary, name) for name in (most, f"{which}_factor", f"{which}_mscale"))
-        halves = rotary._compute_cos_sin_cache(*arguments).float()[:length].chunk(2, dim=-1)
-        cos, sin = (torch.cat([half, half], -1).contiguous() for half in halves)
-        known = _rotation_tables[rotary] = cos, sin
-    return known
+    tables = _rotation_tables.setdefault(rotary, {})
+    if layer_type not in tables:
+        native = hasattr(rotary, "_compute_cos_sin_cache")
+        made = _native_rotation(rotary) if native else _transformers_rotation(rotary, family, length, layer_type)
+        tables[layer_type] = made[0][:length], made[1][:length]
+    return tables[layer_type]
 
 
-_rotation_tables: WeakKeyDictionary[Any, Rotation] = WeakKeyDictionary()
-"""The table of each rotary module, which layers share."""
+def _native_rotation(rotary: Any) -> Rotation:
+    arguments: tuple[Any, ...] = ()
+    if hasattr(rotary, "use_long_rope"):
+        which = "long" if rotary.use_long_rope else "short"
+        most = "max_position_embeddings" if rotary.use_long_rope else "original_max_position_embeddings"
+        arguments = tuple(getattr(rotary, name) for name in (most, f"{which}_factor", f"{which}_mscale"))
+    halves = rotary._compute_cos_sin_cache(*arguments).float().chunk(2, dim=-1)
+    cos, sin = (torch.cat([half, half], -1).contiguous() for half in halves)
+    return cos, sin
+
+
+def _transformers_rotation(rotary: Any, family: Family, length: int, layer_type: str | None) -> Rotation:
+    device = next(rotary.buffers()).device
+    positions = torch.arange(length, device=device)[None]
+    of_type = () if layer_type is None else (layer_type,)
+    cos, sin = family.rotation(rotary(torch.empty(0, dtype=torch.float32, device=device), positions, *of_type))
+    return cos[0], sin[0]
+
+
+_rotation_tables: WeakKeyDictionary[Any, dict[str | None, Rotation]] = WeakKeyDictionary()
+"""The tables of each rotary module, which layers share, by type of layer."""
 
 
 class RotorCache(nn.Module, AttentionLayerBase):

@@ -22,6 +22,7 @@ class RotorSelfAttention(CompressedProjections):
         norms: the native module's norms of queries and keys, by name.
         rotation: RoPE's cos and sin by position; None in a model without RoPE.
         reduce: sums outputs over the ranks. returns_tuple: the family's attention returns (output, None).
+        query_scale: factor of queries by their positions, [tokens]; None for 1.
 
     attn: the layer that keeps the rows and attends; `adapter` builds it around these parameters and sets it.
     """
@@ -40,12 +41,13 @@ class RotorSelfAttention(CompressedProjections):
         rotation: Rotation | None,
         reduce: Callable[[Tensor], Tensor],
         returns_tuple: bool,
+        query_scale: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:
         layout, shape = shard.layout, shard.shape
         super().__init__(shard.shapes(), shape.head_dim, norms, shape.wide_norms)
         self.requires_grad_(False)
         self.index, self.shard, self.reduce, self.returns_tuple = index, shard, reduce, returns_tuple
-        self.block = layout.rope_block
+        self.query_scale, self.block = query_scale, layout.rope_block
         if rotation is not None:
             cos, sin = rotation
             if layout.rope_block is not None:
@@ -90,31 +92,40 @@ class RotorSelfAttention(CompressedProjections):
             hidden_states: [tokens, hidden_size]. positions: [tokens], where the model has RoPE.
         """
         query, key, value = self.projected(hidden_states)
+        query_weight, key_weight = self.weights_behind_rope()
         exact: list[Tensor] = []
+        scale = None if self.query_scale is None or positions is None else self.query_scale(positions)
+        if scale is not None:
+            query = query * scale.to(query.dtype).unflatten(0, (-1, *[1] * (query.dim() - 1)))
         if self.query_basis is not None:
-            query = self._as_attended(query, positions).flatten(1)
+            query = self._as_attended(query, positions, query_weight).flatten(1)
         if self.shard.layout.exact is not None:
-            exact.append(self._as_attended(key, positions).flatten(1))
+            exact.append(self._as_attended(key, positions, key_weight).flatten(1))
             value = value.flatten(1)
         if self.key_basis is not None:
             if self.rotates_keys:
                 assert positions is not None
                 places = positions if self.block is None else positions % self.block
-                key = self._rotated(key, (self.key_cos, self.key_sin), places)
+                key = self._rotated(key, (self.key_cos, self.key_sin), places, key_weight)
             key = key.flatten(1)
-        output: Tensor = self.reduce(self.o_proj(self.attn(query, key, value, *exact)))
-        return output
+        output: Tensor = self.attn(query, key, value, *exact)
+        if self.gate_proj is not None:
+            output = output * self.gate_proj(hidden_states).sigmoid()
+        summed: Tensor = self.reduce(self.o_proj(output))
+        return summed
 
-    def _as_attended(self, heads: Tensor, positions: Tensor | None) -> Tensor:
+    def _as_attended(self, heads: Tensor, positions: Tensor | None, weight: Tensor | None) -> Tensor:
         """Rotate heads by their positions, where the model has RoPE."""
         if not self.rotates:
             return heads
         assert positions is not None
-        return self._rotated(heads, (self.cos, self.sin), positions)
+        return self._rotated(heads, (self.cos, self.sin), positions, weight)
 
     @staticmethod
-    def _rotated(heads: Tensor, rotation: Rotation, places: Tensor) -> Tensor:
-        return rotate(heads, *(table[places].unsqueeze(1) for table in rotation)).to(heads.dtype)
+    def _rotated(heads: Tensor, rotation: Rotation, places: Tensor, weight: Tensor | None) -> Tensor:
+        """Rotate heads, then multiply by the weight of a norm behind RoPE, if there is one."""
+        turned = rotate(heads, *(table[places].unsqueeze(1) for table in rotation)).to(heads.dtype)
+        return turned if weight is None else turned * weight.to(turned.dtype)
 
 
 class OneSequence(RotorSelfAttention):

@@ -5,9 +5,9 @@ Imports nothing of vLLM; it changes vLLM's KVTransferConfig.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,16 +166,21 @@ class Plan:
     def shard(self, index: int, rank: int) -> Shard:
         return shard_of(self.layouts[index], self.shape.layer(index), self.section.biases, rank, self.ranks)
 
+    def rotary_type(self, index: int) -> str | None:
+        """See Family.rotary_type."""
+        return self.family.rotary_type(self.config, index)
+
+    def query_scale(self, index: int) -> Callable[[Tensor], Tensor | None] | None:
+        """The factor of a layer's queries by their positions, see Family.query_scale."""
+        scale = self.family.query_scale
+        return None if scale is None else partial(scale, self.config.get_text_config(), self.family.placed[index])
+
     def paged_layer(
-        self,
-        module: RotorSelfAttention,
-        scaling: float,
-        softcap: float | None,
-        window: int | None,
-        device: torch.device,
+        self, module: RotorSelfAttention, scaling: float, softcap: float | None, device: torch.device
     ) -> PagedLayer:
         """Make the layer that attends for a module, over its parameters, by the kernels where they serve it."""
         layout, shape = module.shard.layout, module.shard.shape
+        served = module.sinks is None and layer_served(layout, shape, self.dtype, device)
         # The file describes whole layers.
         kernels = self.kernels.layers[module.index] if self.ranks == 1 else default_layer(layout)
         return PagedLayer(
@@ -195,10 +200,11 @@ class Plan:
                 module.output_basis,
                 module.value_constant,
                 code_scales(module),
+                module.sinks,
             ),
             (module.cos, module.sin) if layout.in_blocks else None,
-            window,
-            kernels if layer_served(layout, shape, self.dtype, device) else None,
+            self.shape.windows[module.index] if self.shape.windows else None,
+            kernels if served else None,
         )
 
 
@@ -221,15 +227,11 @@ class Loading:
             elif self.prefixes[prefix] in self.modules:  # otherwise another pipeline stage has the layer
                 self.held.setdefault(self.prefixes[prefix], {})[name[len(prefix) :]] = tensor
 
-    def finish(self) -> set[str]:
-        """Fill the modules; returns the names of their parameters in the model.
+    def finish(self) -> None:
+        """Fill the modules.
 
         Raises:
             CheckpointError: a layer's tensors are not all there.
         """
-        names = set()
         for index, module in self.modules.items():
-            tensors = self.held.pop(index, {})
-            module.load(tensors)
-            names |= {f"{self.family.attention_prefix(index)}{name}" for name in tensors}
-        return names
+            module.load(self.held.pop(index, {}))

@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.models.registry import ModelRegistry
 
 from ..checked import JsonObject
-from ..checkpoint import METHOD, is_compressed
+from ..checkpoint import METHOD, architectures, family_of, is_compressed, is_supported
 from ..errors import UnsupportedModelError, UsageError
 from .served import PREFIX
 
@@ -62,13 +61,17 @@ class RotorQuantization(QuantizationConfig):
         if cls.refusal is not None:
             raise UsageError(cls.refusal, "Install one of these, or serve with transformers.")
         if hf_config is not None:
-            served = {name.removeprefix(PREFIX) for name in ModelRegistry.models if name.startswith(PREFIX)}
+            from .adapter import BY_TRANSFORMERS, native_name
+
+            served = architectures()
             names = [name.removeprefix(PREFIX) for name in hf_config.architectures or []]
-            unknown = [name for name in names if name not in served]
+            unknown = [name for name in names if name not in served and name not in BY_TRANSFORMERS]
             if unknown or not names:
+                known = is_supported(hf_config) and family_of(hf_config).not_in_vllm
                 raise UnsupportedModelError(
-                    f"{', '.join(unknown) or 'a model without `architectures`'}: not served compressed by vLLM.",
+                    f"{', '.join(unknown) or 'a model without `architectures`'}: not served compressed by vLLM"
+                    + (f": {known}." if known else "."),
                     f"Served: {', '.join(sorted(served))}; transformers loads all that rotor compresses.",
                 )
-            hf_config.architectures = [PREFIX + name for name in names]
+            hf_config.architectures = [PREFIX + native_name(name, hf_config) for name in names]
         return METHOD

@@ -45,6 +45,10 @@ SIZES: dict[str, Any] = COMMON | {
     "head_dim": 16,
     "tie_word_embeddings": True,
 }
+UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
+EVEN: dict[str, Any] = SIZES | UNTIED | {"hidden_size": 64}
+"""Sizes of models with experts: on a CPU those of vLLM take multiples of 32. Some of its models have a head of their
+own whatever the config says."""
 IMPLIED_HEAD_DIM: dict[str, Any] = {k: v for k, v in SIZES.items() if k != "head_dim"} | {"hidden_size": 128}
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LLAMA3_ROPE = {
@@ -80,7 +84,7 @@ CONFIGS = {
         mlp_only_layers=[1],
     ),
     "qwen3": lambda: Qwen3Config(**SIZES),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **MOE),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**EVEN, **MOE),
     "phi3": lambda: Phi3Config(
         **COMMON | {"hidden_size": 192},
         intermediate_size=64,
@@ -143,7 +147,7 @@ MAMBA: dict[str, Any] = {
 FAR_QUERIES = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
-    "factor": 4.0,
+    "factor": 16.0,
     "original_max_position_embeddings": 16,
     "llama_4_scaling_beta": 0.5,
 }
@@ -164,20 +168,33 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", BIASED),
     "dots1": (
         "Dots1Config",
-        SIZES | ROUTED,
+        EVEN | ROUTED,
     ),
-    "afmoe": ("AfmoeConfig", SIZES | WINDOWS | MOE | {"num_dense_layers": 1, "num_shared_experts": 1}),
+    "afmoe": (
+        "AfmoeConfig",
+        EVEN
+        | WINDOWS
+        | MOE
+        | {
+            "num_dense_layers": 1,
+            "num_shared_experts": 1,
+            "score_func": "sigmoid",
+            "route_norm": True,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "cohere": ("CohereConfig", IMPLIED_HEAD_DIM),
     "cohere2": ("Cohere2Config", IMPLIED_HEAD_DIM | WINDOWS),
     "cwm": ("CwmConfig", SIZES | WINDOWS),
     "ernie4_5": ("Ernie4_5Config", SIZES | {"use_bias": True}),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",
-        SIZES | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
+        EVEN | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
     ),
     "exaone4": ("Exaone4Config", SIZES | WINDOWS),
-    "exaone_moe": ("ExaoneMoeConfig", SIZES | WINDOWS | MOE),
-    "flex_olmo": ("FlexOlmoConfig", IMPLIED_HEAD_DIM | EXPERTS),
+    "exaone_moe": ("ExaoneMoeConfig", EVEN | WINDOWS | MOE),
+    "flex_olmo": ("FlexOlmoConfig", IMPLIED_HEAD_DIM | UNTIED | EXPERTS),
     "gemma": ("GemmaConfig", SIZES),
     "gemma4_text": (
         "Gemma4TextConfig",
@@ -186,8 +203,8 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_unified_text": ("Gemma4UnifiedTextConfig", SIZES | WINDOWS | TWO_SIZES),
     "glm": ("GlmConfig", SIZES | {"attention_bias": True, "rope_parameters": PARTIAL}),
     "glm4": ("Glm4Config", SIZES | {"rope_parameters": PARTIAL}),
-    "glm4_moe": ("Glm4MoeConfig", BIASED | ROUTED | {"use_qk_norm": True, "rope_parameters": PARTIAL}),
-    "gpt_oss": ("GptOssConfig", SIZES | WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": ("Glm4MoeConfig", BIASED | EVEN | ROUTED | {"use_qk_norm": True, "rope_parameters": PARTIAL}),
+    "gpt_oss": ("GptOssConfig", EVEN | WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite": ("GraniteConfig", IMPLIED_HEAD_DIM | {"attention_multiplier": 0.3, "residual_multiplier": 0.5}),
     "granitemoe": ("GraniteMoeConfig", IMPLIED_HEAD_DIM | {"attention_multiplier": 0.3, "num_local_experts": 4}),
     "granitemoeshared": (
@@ -198,9 +215,9 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", BIASED),
     "hunyuan_v1_moe": (
         "HunYuanMoEV1Config",
-        SIZES | {"num_experts": 4, "moe_topk": 2, "rope_parameters": STRETCHED},
+        EVEN | {"num_experts": 4, "moe_topk": 2, "rope_parameters": STRETCHED},
     ),
-    "hy_v3": ("HYV3Config", SIZES | MOE),
+    "hy_v3": ("HYV3Config", EVEN | MOE),
     "hyperclovax": ("HyperCLOVAXConfig", SIZES | {"attention_multiplier": 0.3}),
     "jais2": ("Jais2Config", SIZES),
     "granitemoehybrid": (
@@ -244,10 +261,10 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ministral3": ("Ministral3Config", SIZES | {"rope_parameters": FAR_QUERIES}),
-    "mellum": ("MellumConfig", SIZES | WINDOWS | MOE),
+    "mellum": ("MellumConfig", EVEN | WINDOWS | MOE),
     "minimax_m2": (
         "MiniMaxM2Config",
-        SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PARTIAL},
+        EVEN | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PARTIAL},
     ),
     "ministral": ("MinistralConfig", SIZES | WINDOWS),
     "nanochat": ("NanoChatConfig", IMPLIED_HEAD_DIM | {"rope_parameters": YARN}),
@@ -255,9 +272,9 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo": ("OlmoConfig", IMPLIED_HEAD_DIM),
     "olmo2": ("Olmo2Config", IMPLIED_HEAD_DIM),
     "olmo3": ("Olmo3Config", IMPLIED_HEAD_DIM | WINDOWS),
-    "olmoe": ("OlmoeConfig", IMPLIED_HEAD_DIM | EXPERTS),
+    "olmoe": ("OlmoeConfig", IMPLIED_HEAD_DIM | UNTIED | EXPERTS),
     "phi": ("PhiConfig", IMPLIED_HEAD_DIM | {"rope_parameters": PARTIAL, "tie_word_embeddings": False}),
-    "phimoe": ("PhimoeConfig", IMPLIED_HEAD_DIM | {"attention_bias": True, "num_local_experts": 4}),
+    "phimoe": ("PhimoeConfig", IMPLIED_HEAD_DIM | UNTIED | {"attention_bias": True, "num_local_experts": 4}),
     "qwen3_5_text": ("Qwen3_5TextConfig", SIZES | AMONG_OTHERS | DELTA),
     "qwen3_5_moe_text": (
         "Qwen3_5MoeTextConfig",
@@ -269,7 +286,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed_oss": ("SeedOssConfig", BIASED | {"attention_out_bias": True}),
     "smollm3": ("SmolLM3Config", IMPLIED_HEAD_DIM | {"no_rope_layers": [1, 0]}),
-    "solar_open": ("SolarOpenConfig", SIZES | ROUTED),
+    "solar_open": ("SolarOpenConfig", EVEN | ROUTED),
     "stablelm": ("StableLmConfig", IMPLIED_HEAD_DIM | {"rope_parameters": PARTIAL, "use_qkv_bias": True}),
     "starcoder2": ("Starcoder2Config", IMPLIED_HEAD_DIM | {"sliding_window": 12}),
     "vaultgemma": ("VaultGemmaConfig", SIZES | {"sliding_window": 12, "attn_logit_softcapping": 2.0}),
