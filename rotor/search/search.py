@@ -75,10 +75,8 @@ class _Choice:
         assert self._log_losses is not None
         of, aim = self._log_losses, math.log(self._allowed)
         begin, end = self._lost.get(low), self._lost.get(high)
-        if begin is None and end is None:
-            wanted = math.log(FIRST_LOSS) + aim
-        elif begin is None:
-            wanted = of[high] - max(math.log(end) - aim, math.log(2))
+        if begin is None:
+            wanted = math.log(FIRST_LOSS) + aim if end is None else of[high] - max(math.log(end) - aim, math.log(2))
         elif end is None:
             wanted = of[low] + max(aim - math.log(begin), math.log(2))
         else:
