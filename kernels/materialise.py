@@ -250,7 +250,7 @@ def materialise(
             [num_pages, page_size, bytes]; rows of numbers are in `dtype`. Values of joint latents are read from `key`.
         dtype: dtype of the model, in which keys and values are returned.
         rotation: for layers in blocks, cos and sin by index, [positions, rotary_dim]; row 0 is the start of a block.
-        first: positions of the block before the first row.
+        first: positions from row 0 of `rotation` to the first row.
         least: minimum width of keys and values, filled with zeros, because some attention functions need equal widths.
         latents: keys stay as they are stored (see `AttentionParameters.meets_latents`), as in a model without RoPE.
     Returns:

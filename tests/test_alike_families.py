@@ -13,16 +13,16 @@ import torch
 from support.compare import relative_error
 from support.folded_models import Folding, folded
 from support.quick import mostly_nightly
-from support.runs import WITH_EXACT, in_memory
+from support.runs import WITH_EXACT, in_memory, whole_ranks
 from support.tiny_models import ALIKE, build_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import rotor
 from rotor.calibration.planning.inspection import inspect
-from rotor.checkpoint.families import attention_shape
+from rotor.checkpoint.families import attention_shape, find_family
 from rotor.checkpoint.layout import POST_ROPE, KeyForm
-from rotor.errors import RecipeError
+from rotor.errors import RecipeError, UnsupportedModelError
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.runtime.decoded import decoding
 from rotor.search.plan_evaluator import rank_path
@@ -38,8 +38,20 @@ def decoded(model: Any) -> Tensor:
         return model(PROMPT, use_cache=False).logits
 
 
-UNLIKE = ("afmoe", "cohere2", "gpt_oss", "llama4_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "smollm3")
-"""Gates, sinks or layers without RoPE: models folded by hand have none of them, so that the pipeline checks them."""
+UNLIKE = (
+    "afmoe",
+    "cohere2",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "gpt_oss",
+    "llama4_text",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "smollm3",
+)
+"""Gates, sinks, norms of values or layers without RoPE: models folded by hand have none of them, so that the pipeline
+checks them."""
 KINDS = ("gpt_oss", "qwen3_5_text", "smollm3")
 """The quick tests: sinks and windows, gates and layers other than attention, layers without RoPE."""
 
@@ -61,16 +73,25 @@ def test_chunks_and_queries_scaled_by_place(tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"floor_scale": 4, "attn_scale": 0.5}))
     run = rotor.calibrate(model, tmp_path / "run", "rotor", WITH_EXACT)
-    network, (groups, columns) = in_memory(run), run.columns
+    network = in_memory(run)
     prompt = torch.randint(1, 4096, (2, 44), generator=torch.Generator().manual_seed(8))
     edges = [0, 10, *range(11, 26), 31, 44]
     with torch.inference_mode():
         expected = network.model(prompt).logits
-        compressed = network.compress(run.bases(), [[(columns, 0)] * groups] * 2, run.recipe.exact.tokens)
+        compressed = network.compress(run.bases(), whole_ranks(run), run.recipe.exact.tokens)
         config = compressed.config
         for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=44)):
             parts = [compressed(prompt[:, a:b], past_key_values=cache).logits for a, b in pairwise(edges)]
             assert relative_error(torch.cat(parts, dim=1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("field", ["num_kv_shared_layers", "hidden_size_per_layer_input"])
+def test_gemma4_is_refused_where_layers_share_a_cache_or_read_tokens(field: str) -> None:
+    config = tiny_config("gemma4_text")
+    find_family(config)
+    setattr(config, field, 1)
+    with pytest.raises(UnsupportedModelError, match=rf"{field} is set, .* layers read"):
+        find_family(config)
 
 
 def test_weights_behind_rope_want_keys_after_it(tmp_path: Path) -> None:
@@ -91,8 +112,7 @@ def test_a_family_goes_through_the_whole_pipeline(name: str, tmp_path: Path) -> 
     assert (found.shape, found.form) == (run.shape, run.form.in_words(run.shape))
 
     network, finest = in_memory(run), rank_path(run, run.recipe).plans()[0]
-    groups, columns = run.columns
-    whole = [[(columns, 0 if run.form.joint else columns)] * groups] * run.shape.num_layers
+    whole = whole_ranks(run)
     exact = run.recipe.exact.tokens if run.shape.needs_exact else None
     with torch.inference_mode():
         expected = network.model(PROMPT).logits

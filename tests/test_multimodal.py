@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.compare import relative_error
 from support.quick import mostly_nightly
-from support.runs import WITH_EXACT, in_memory
+from support.runs import WITH_EXACT, in_memory, whole_ranks
 from support.tiny_models import MULTIMODAL, build_tiny, tiny_config
 from transformers import AutoModelForImageTextToText
 
@@ -35,6 +35,11 @@ def with_image(name: str) -> dict[str, Any]:
     if name == "gemma3":
         pixels = torch.randn(1, 3, 28, 28, generator=generator)
         return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": kinds}
+    if name in ("gemma4", "gemma4_unified"):  # four places a token, or one
+        side = 4 if name == "gemma4" else 2
+        places = torch.tensor([[[x, y] for y in range(side) for x in range(side)]])
+        pixels = torch.rand(1, side**2, 3 * 14 * 14, generator=generator)
+        return {"input_ids": ids, "pixel_values": pixels, "image_position_ids": places, "mm_token_type_ids": kinds}
     if name == "llama4":
         return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 56, 56, generator=generator)}
     if name == "mistral3":
@@ -59,8 +64,7 @@ def test_the_language_model_goes_through_the_whole_pipeline(name: str, tmp_path:
     assert (found.model_type, found.shape, found.form) == (name, run.shape, run.form.in_words(run.shape))
 
     network = in_memory(run)
-    groups, columns = run.columns
-    whole = [[(columns, 0 if run.form.joint else columns)] * groups] * run.shape.num_layers
+    whole = whole_ranks(run)
     exact = run.recipe.exact.tokens
     pictured = with_image(name)
     with torch.inference_mode():

@@ -10,7 +10,15 @@ from rotor.calibration.allocation.plan import RankInputs, Spectra, round_rank
 from rotor.calibration.allocation.removal_rate import RemovalRatePath, ranks_from_shares, tail_shares
 from rotor.calibration.allocation.uniform import UniformPath
 from rotor.calibration.allocation.water_filling import WaterFillingPath, interpolated
-from rotor.checkpoint.layout import AttentionShape, compression
+from rotor.calibration.prediction.decode_times import group_sizes
+from rotor.checkpoint.layout import (
+    AttentionShape,
+    HeadSizes,
+    compression,
+    uncompressed_kv_bytes_of_sequence,
+    uncompressed_kv_bytes_per_token,
+)
+from rotor.errors import CheckpointError
 
 
 def rank(values: list[float], rate: float) -> int:
@@ -165,3 +173,46 @@ def test_sensitivity_between_probes_is_a_power_of_the_rank() -> None:
     values = interpolated([(8, 4.0), (32, 1.0)], ranks)
     assert values.tolist() == pytest.approx([4.0, 4.0, 2.0, 1.0, 1.0])
     assert interpolated([], ranks).tolist() == [0.0] * 5
+
+
+TWO_SIZES = AttentionShape(
+    2, 8, 4, 16, 64, rotary_dim=16, windows=(10, None), heads=(HeadSizes(4, 16, 16), HeadSizes(2, 48, 48))
+)
+"""A layer with a window, 4 heads of 16; one without, 2 heads of 48."""
+
+
+def test_bytes_and_heads_of_layers_of_two_sizes() -> None:
+    assert TWO_SIZES.heads_in_words == "4 KV heads of 16 (1 layer) or 2 KV heads of 48 (1 layer)"
+    assert TWO_SIZES.layer(1) == AttentionShape(2, 8, 2, 48, 64, rotary_dim=48, windows=(10, None))
+    assert group_sizes(TWO_SIZES) == [1, 2]
+    assert uncompressed_kv_bytes_per_token(TWO_SIZES, 2) == 2 * 2 * (64 + 96)
+    assert uncompressed_kv_bytes_of_sequence(TWO_SIZES, 2, 100) == 2 * 2 * (10 * 64 + 100 * 96)
+    kept = [[(8, 8)] * 4, [(48, 48)] * 2]
+    assert compression(kept, TWO_SIZES) == pytest.approx(1 - (64 + 192) / (128 + 192))
+    assert compression(kept, TWO_SIZES, 100) == pytest.approx(1 - (640 + 19200) / (1280 + 19200))
+    with pytest.raises(CheckpointError, match="1 sizes of heads of 2 layers"):
+        AttentionShape(2, 8, 4, 16, 64, heads=(HeadSizes(4, 16, 0),))
+    with pytest.raises(CheckpointError, match="8 query heads are not a multiple of 3"):
+        AttentionShape(2, 8, 4, 16, 64, heads=(HeadSizes(4, 16, 0), HeadSizes(3, 16, 0)))
+
+
+def test_every_rule_gives_each_layer_ranks_of_its_own_columns() -> None:
+    """Groups of two heads: two of 32 columns, and one of 96."""
+    generator = torch.Generator().manual_seed(5)
+
+    def values(groups: int, columns: int) -> torch.Tensor:
+        return torch.rand(groups, columns, dtype=torch.float64, generator=generator).sort(descending=True).values
+
+    layers = [Spectra(values(n, columns), values(n, columns)) for n, columns in ((2, 32), (1, 96))]
+    information = [(torch.rand(n, generator=generator), torch.rand(n, generator=generator)) for n in (2, 1)]
+    sensitivity = ([(16, 1.0)], [(16, 2.0)])
+    inputs = RankInputs(layers, TWO_SIZES, 16, lambda: information, [sensitivity] * 2, 100)
+    for rule in (RemovalRatePath, FisherPath, UniformPath, WaterFillingPath):
+        plans = rule(inputs).plans()
+        assert plans[0].ranks == [[(32, 32)] * 2, [(96, 96)]]
+        assert plans[0].stored == 0
+        for plan in plans:
+            assert [len(layer) for layer in plan.ranks] == [2, 1]
+            for layer, columns in zip(plan.ranks, (32, 96), strict=True):
+                assert all(1 <= rank <= columns for pair in layer for rank in pair)
+        assert plans[-1].stored > 0.5

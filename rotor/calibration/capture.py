@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ..checkpoint.families import Family
-from ..checkpoint.layout import AttentionShape, KeyForm, pre_rope
+from ..checkpoint.layout import AttentionShape, KeyForm
 from ..kernels.reference import dense_attention
 from ..kernels.rotary import Rotation, rotate, when_read, within_blocks
 from ..models.layerwise import LayerwiseModel
@@ -138,16 +138,17 @@ def observed_attention(
         **kwargs: object,
     ) -> tuple[Tensor, None]:
         layer = layer_of[module.layer_idx]
-        query, key = (family.in_halves(side, shape.layer(layer)) for side in (query, key))
+        own = shape.layer(layer)
+        query, key = (family.in_halves(side, own) for side in (query, key))
         tensors = {"query": query, "key_post": key, "value": value}
         if layer in before:
             tensors["key_pre"] = before.pop(layer)
         if read is not None:
             key, value = read(layer, tensors)
         output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap, s_aux)
-        output = output.unflatten(-1, (shape.num_heads, -1))
+        output = output.unflatten(-1, (own.num_heads, -1))
         report(layer, tensors, output)
-        return _block_of_head(output, shape, group_size), None
+        return _block_of_head(output, own, group_size), None
 
     def keep(layer: int) -> Callable[..., Tensor]:
         def scaled(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor:
@@ -167,13 +168,13 @@ def observed_attention(
     config = model.config.get_text_config()
     implementation = config._attn_implementation
     config._attn_implementation = OBSERVED_ATTENTION
-    replaced = list(modules.values()) if family.bypasses_interface else []
-    for module in replaced:
-        module.forward = partial(_forward_through_interface, module, family, shape, attention)
+    replaced = modules if family.bypasses_interface else {}
+    for layer, module in replaced.items():
+        module.forward = partial(_forward_through_interface, module, family, shape.layer(layer), attention)
     try:
         yield
     finally:
-        for module in replaced:
+        for module in replaced.values():
             del module.forward
         config._attn_implementation = implementation
         for handle in handles:
@@ -247,7 +248,7 @@ class StoredKeys:
             keys = by_token["key_post"]
             if form.rope_block is not None:
                 if "key_pre" in observed:
-                    keys = keys_before_rope(self.family, observed["key_pre"], self.shape)
+                    keys = keys_before_rope(self.family, observed["key_pre"], self.shape.layer(layer))
                 else:
                     keys = self._rotated_back(layer, keys, seq_len)
                 keys = self._within_blocks(layer, keys, seq_len, form)
@@ -263,7 +264,7 @@ class StoredKeys:
 
     def _within_blocks(self, layer: int, keys: Tensor, seq_len: int, form: KeyForm) -> Tensor:
         """Rotate the slow planes of keys within blocks, in float32 or wider; keys are of whole sequences."""
-        if form.fast_planes == pre_rope(self.shape).fast_planes:
+        if form.fast_planes == self.shape.layer(layer).rotary_planes:
             return keys
         dtype = torch.promote_types(keys.dtype, torch.float32)
         positions = torch.arange(seq_len, device=keys.device)

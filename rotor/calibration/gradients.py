@@ -187,11 +187,12 @@ def weight_fisher(
     Gradients are taken sequence by sequence and squared before they are summed.
 
     Returns:
-        [num_layers, 2, num_kv_heads], float64: for keys and for values.
+        [num_layers, 2, num_kv_heads], float64: for keys and for values; 0 behind the heads of a layer with fewer.
     Source: Palu, arXiv 2407.21118, section 3.2.
     """
     sequences = tokens[: max(1, count // tokens.shape[1])]
-    totals = torch.zeros(shape.num_layers, 2, shape.num_kv_heads, dtype=torch.float64)
+    heads = [own.num_kv_heads for own in shape.layers]
+    totals = torch.zeros(shape.num_layers, 2, max(heads), dtype=torch.float64)
     parameters = [kv_parameters(family, model, layer) for layer in range(shape.num_layers)]
     distinct = {id(parameter): parameter for pair in parameters for parameter, _ in pair}
     with progress.task("gradients", sequences.numel(), "tokens") as advance:
@@ -202,6 +203,6 @@ def weight_fisher(
             for layer, pair in enumerate(parameters):
                 for side, (parameter, part) in enumerate(pair):
                     squared = part(gradients[id(parameter)]).double().square()
-                    totals[layer, side] += squared.reshape(shape.num_kv_heads, -1).sum(-1).cpu()
+                    totals[layer, side, : heads[layer]] += squared.reshape(heads[layer], -1).sum(-1).cpu()
             advance(sequence.numel())
     return totals

@@ -76,19 +76,25 @@ class _Stored(dict[str, Tensor]):
 
 
 def write_weight_fisher(folder: Path, information: Tensor) -> None:
-    """Write the Fisher information of W_k and W_v, [num_layers, 2, num_kv_heads], after checking that it is finite."""
+    """Write the Fisher information of W_k and W_v, see `weight_fisher`, after checking that it is finite."""
     check_stored(information, tuple(information.shape), "the Fisher information of the weights")
     _write(folder / WEIGHT_FISHER, {"information": information})
 
 
-def read_weight_fisher(folder: Path, shape: AttentionShape) -> Tensor:
-    """Read the Fisher information that `write_weight_fisher` wrote; raises UsageError if the run has none."""
+def read_weight_fisher(folder: Path, shape: AttentionShape) -> list[Tensor]:
+    """Read the Fisher information that `write_weight_fisher` wrote, of each layer [2, num_kv_heads].
+
+    Raises:
+        UsageError: the run has none.
+    """
     path = folder / WEIGHT_FISHER
     if not path.is_file():
         raise UsageError(
             f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
         )
-    return _Stored(path).checked("information", (shape.num_layers, 2, shape.num_kv_heads))
+    heads = [own.num_kv_heads for own in shape.layers]
+    information = _Stored(path).checked("information", (shape.num_layers, 2, max(heads)))
+    return [layer[:, :count] for layer, count in zip(information, heads, strict=True)]
 
 
 def write_bases(folder: Path, layer: int, bases: LayerBases) -> None:
@@ -279,7 +285,7 @@ class Run:
     def spectra(self, layer: int) -> dict[str, Tensor]:
         """Read the singular values of a layer's latents by name, each [number, columns]; raises like `layer_bases`."""
         path = layer_path(self.folder, "bases", layer)
-        names, sizes = latent_sizes(self.form.layer(layer), self.shape)
+        names, sizes = latent_sizes(self.form.layer(layer), self.shape.layer(layer))
         tensors = _Stored(path, [f"{name}.singular_values" for name in names])
         self.verify(path)
         return {name: tensors.checked(f"{name}.singular_values", size) for name, size in zip(names, sizes, strict=True)}
@@ -291,10 +297,10 @@ class Run:
         return ModelForm(tuple(KeyForm(**keys) for keys in form["keys"]), form["group_size"], form["joint"])
 
     @property
-    def columns(self) -> tuple[int, int]:
-        """Number of groups of a layer, and numbers that a row of each is made of."""
-        form = self.form.layer(0)
-        return self.shape.num_kv_heads // form.group_size, form.columns(self.shape.head_dim)
+    def columns(self) -> list[tuple[int, int]]:
+        """Of each layer the number of groups, and numbers that a row of each is made of."""
+        form = self.form.layer(0)  # layers differ in their keys alone
+        return [(own.num_kv_heads // form.group_size, form.columns(own.head_dim)) for own in self.shape.layers]
 
 
 class RunBases(Sequence[LayerBases]):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from .layout import AttentionShape
+from .layout import AttentionShape, HeadSizes
 
 Split = Callable[[Tensor, AttentionShape], tuple[Tensor, Tensor, Tensor]]
 """Splits a fused projection along dimension 0 into queries, keys and values, heads in order: [num_heads * head_dim,
@@ -108,6 +108,8 @@ class Family:
         the weight that is the same as before RoPE, where rotor puts them, as a rotation changes no length; the weight
         stays behind it.
     norms_heads_first: the norms are called on [batch_size, num_heads, seq_len, head_dim] instead of heads third.
+    value_norm: the submodule of the attention that norms values, each head alone; it has no weight.
+    keys_as_values: layers may lack v_proj; their values are then what k_proj puts out, before its norm.
     rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
     rotary_by_layer_type: the rotary embedding takes the layer's type as a third argument.
     attention_layers: reads from the config which layers have attention; others stay as they are. Everywhere else
@@ -151,6 +153,8 @@ class Family:
     wide_norms: bool = False
     norms_behind_rope: Literal["plain", "weighted"] | None = None
     norms_heads_first: bool = False
+    value_norm: str | None = None
+    keys_as_values: bool = False
     rotary: str | None = "model.rotary_emb"
     rotary_by_layer_type: bool = False
     without_rope: Callable[[Any], tuple[int, ...]] = _no_layer
@@ -190,9 +194,10 @@ class Family:
         return (*(f"{name}.{kind}" for name in names for kind in ("weight", "bias")), *sinks)
 
     @property
-    def value_weight(self) -> str:
-        """Name (under the attention module) of the weight that holds the value projection."""
-        return f"{self.projections[-2]}.weight"
+    def value_weights(self) -> tuple[str, ...]:
+        """Names (under the attention module) of the weight that holds the value projection: the first that is there."""
+        first = f"{self.projections[-2]}.weight"
+        return (first, "k_proj.weight") if self.keys_as_values else (first,)
 
     def attention_prefix(self, layer: int) -> str:
         return f"{self.decoder}.{self.layers}.{self.placed[layer]}.{self.attention}."
@@ -255,6 +260,14 @@ _HUNYUAN = replace(_LLAMA, norms=("query_layernorm", "key_layernorm"), norms_beh
 _HYBRID = replace(_LLAMA, attention_layers=_attention_layers, not_in_vllm=_STATES)
 _LFM2 = replace(_HYBRID, output="out_proj", norms=("q_layernorm", "k_layernorm"))
 _GATED = replace(_HYBRID, norms=("q_norm", "k_norm"), gate="q_proj", partial_rotary=True)
+_GEMMA4 = replace(
+    _QWEN3,
+    rotary_by_layer_type=True,
+    value_norm="v_norm",
+    keys_as_values=True,
+    refused=("num_kv_shared_layers", "hidden_size_per_layer_input"),
+    not_in_vllm="its heads have two sizes, and its values a norm",
+)
 _INTERLEAVED = replace(_LLAMA, interleaved=True)
 _BY_KV_HEAD = Family(
     "transformer",
@@ -346,6 +359,8 @@ FAMILIES: dict[str, Family] = {
     "phi3": replace(_LLAMA, fused="qkv_proj", partial_rotary=True),
     "gemma2": replace(_LLAMA, softcap="attn_logit_softcapping"),
     "gemma3_text": replace(_QWEN3, norms_heads_first=True, rotary_by_layer_type=True),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "gpt_neox": replace(
         _BY_KV_HEAD,
         decoder="gpt_neox",
@@ -396,6 +411,8 @@ class Multimodal(NamedTuple):
 
 MULTIMODAL = {
     "gemma3": Multimodal("language_model.model"),
+    "gemma4": Multimodal(),
+    "gemma4_unified": Multimodal(),
     "llama4": Multimodal(decoder="language_model.model"),
     "mistral3": Multimodal("language_model.model"),
     "qwen2_5_vl": Multimodal("model", mrope=True),
@@ -420,16 +437,20 @@ def architectures() -> set[str]:
 _RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
 """Models that are linear attention or state spaces alone."""
 
-_GEMMA4 = "its heads have two sizes, its values a norm, and layers may share their cache, or have keys as values"
-_UNLIKE = {
-    "gemma3n_text": "its last layers read the keys and values of others",
-    "gemma4_text": _GEMMA4,
-    "gemma4_unified_text": _GEMMA4,
-}
+_UNLIKE = {"gemma3n_text": "its last layers read the keys and values of others"}
 """Language models whose attention differs from that of all families: what of it is in the way."""
 
 _REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidirectional_attention", "qk_layernorm")
 """Config fields that change attention in ways that rotor does not support."""
+
+_HARMLESS = {"use_bidirectional_attention": "vision"}
+"""Values of fields that are refused otherwise: images attend within themselves, as the mask says, and text does not."""
+
+_WHY = {
+    "num_kv_shared_layers": "its last layers read the keys and values of others",
+    "hidden_size_per_layer_input": "its layers read the tokens themselves, not hidden states alone",
+}
+"""What fields that are refused mean, where their names do not say it."""
 
 
 def family_of(config: Any) -> Family:
@@ -506,8 +527,10 @@ def find_family(config: Any) -> Family:
         )
     family, config = family_of(config), config.get_text_config()
     for flag in (*_REFUSED, *family.refused):
-        if getattr(config, flag, False):
-            raise UnsupportedModelError(f"config.json: {flag} is set, which rotor does not support.")
+        value = getattr(config, flag, False)
+        if value and value != _HARMLESS.get(flag):
+            why = f" ({_WHY[flag]})" if flag in _WHY else ""
+            raise UnsupportedModelError(f"config.json: {flag} is set, which rotor does not support{why}.")
     factor = _partial_rotary_factor(config)
     if factor != 1.0 and not family.partial_rotary:
         raise UnsupportedModelError(
@@ -521,19 +544,17 @@ def find_family(config: Any) -> Family:
 def attention_shape(config: Any) -> AttentionShape:
     """Sizes of the attention layers from the transformers config of a supported family, see `family_of`."""
     family, config = family_of(config), config.get_text_config()
-    num_heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
     layers, unrotated, windows = family.placed, family.without_rope(config), _windows(config)
     without_rope = tuple(index for index, layer in enumerate(layers) if layer in unrotated)
     rotates = family.rotary is not None and len(without_rope) < len(layers)
+    differ = getattr(config, "is_heterogeneous", False)
+    configs = [config.per_layer_config[layer] for layer in layers] if differ else [config]
+    heads = tuple(_head_sizes(family, own, rotates) for own in configs)
     return AttentionShape(
         num_layers=len(layers),
-        num_heads=num_heads,
-        num_kv_heads=family.num_kv_heads(config),
-        head_dim=head_dim,
+        num_heads=config.num_attention_heads,
+        **heads[0]._asdict(),
         hidden_size=config.hidden_size,
-        # transformers makes one frequency of each started pair
-        rotary_dim=2 * -(-int(head_dim * _partial_rotary_factor(config)) // 2) if rotates else 0,
         key_norm=family.has_key_norm,
         windows=tuple(windows[layer] for layer in layers) if windows else (),
         wide_norms=family.wide_norms,
@@ -542,7 +563,18 @@ def attention_shape(config: Any) -> AttentionShape:
         without_rope=without_rope if rotates else (),
         mrope=family.mrope,
         weighted_behind_rope=family.norms_behind_rope == "weighted",
+        value_norm=family.value_norm is not None,
+        heads=heads if len(set(heads)) > 1 else (),
     )
+
+
+def _head_sizes(family: Family, config: Any, rotates: bool) -> HeadSizes:
+    """Sizes of heads by the config, which may be that of one layer."""
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
+    # transformers makes one frequency of each started pair
+    rotary_dim = 2 * -(-int(head_dim * _partial_rotary_factor(config)) // 2) if rotates else 0
+    return HeadSizes(family.num_kv_heads(config), head_dim, rotary_dim)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
@@ -559,8 +591,11 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _partial_rotary_factor(config: Any) -> float:
-    """Share of a head's dimensions that RoPE rotates; 1 unless the config says otherwise."""
+    """Share of a head's dimensions that RoPE rotates; 1 unless the config says otherwise.
+
+    Proportional RoPE rotates all dimensions, the planes behind the given share by 0.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
-    factors = [part.get("partial_rotary_factor") for part in by_layer_type or [rope]]
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    factors = [part.get("partial_rotary_factor") for part in parts if part.get("rope_type") != "proportional"]
     return float(min((factor for factor in factors if factor is not None), default=1.0))

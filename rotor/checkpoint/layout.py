@@ -12,6 +12,7 @@ fast is pre-RoPE.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -37,10 +38,20 @@ LayerRanks = list[tuple[int, int]]
 """(key rank, value rank) of each group of a layer: in the order of the bases offline, then of the layout."""
 
 
+class HeadSizes(NamedTuple):
+    """Sizes of a layer's heads, see AttentionShape."""
+
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+
+
 @dataclass(frozen=True)
 class AttentionShape:
     """Sizes of a model's attention layers before compression; `layer` gives those of one.
 
+    heads: of each layer, in a model whose layers have heads of several sizes; num_kv_heads, head_dim and rotary_dim are
+        then those of the first layer, and mean nothing for the others. Empty where all layers are alike.
     rotary_dim: how many of a head's dimensions, the first ones, RoPE rotates; 0 in a model without RoPE.
     key_norm: a norm stands between k_proj and RoPE.
     wide_norms: norms of queries and keys are of all heads together, with a weight for each dimension of each head.
@@ -52,6 +63,7 @@ class AttentionShape:
     without_rope: layers whose queries and keys are not rotated, in a model that rotates those of others.
     mrope: RoPE's positions have three axes, and do not follow from a token's place in the cache.
     weighted_behind_rope: queries and keys are multiplied by weights of their dimensions behind RoPE.
+    value_norm: values are normed, each head alone and without a weight, before they are kept.
     """
 
     num_layers: int
@@ -68,10 +80,13 @@ class AttentionShape:
     without_rope: tuple[int, ...] = ()
     mrope: bool = False
     weighted_behind_rope: bool = False
+    value_norm: bool = False
+    heads: tuple[HeadSizes, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("windows", "without_rope"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
+        object.__setattr__(self, "heads", tuple(HeadSizes(*own) for own in self.heads))
         sizes = (self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, self.hidden_size)
         problem = ""
         if not all(isinstance(size, int) and 0 < size <= MAX_RANK for size in sizes):
@@ -87,24 +102,42 @@ class AttentionShape:
             problem = f"windows of {list(self.windows)} tokens: expected positive numbers."
         elif not set(self.without_rope) <= set(range(self.num_layers)):
             problem = f"layers {list(self.without_rope)} without RoPE: expected some of 0 to {self.num_layers - 1}."
+        elif self.heads and len(self.heads) != self.num_layers:
+            problem = f"{len(self.heads)} sizes of heads of {self.num_layers} layers: expected one a layer, or none."
+        elif self.heads and self.heads[0] != (self.num_kv_heads, self.head_dim, self.rotary_dim):
+            problem = f"heads of the first layer are {list(self.heads[0])}: expected the sizes of the model."
         if problem:
             raise CheckpointError(problem, "The model's config.json or the run's run.json is damaged.")
+        for own in set(self.heads):  # each is checked as the only one
+            replace(self, heads=(), without_rope=(), windows=(), **own._asdict())
 
     @property
     def heads_per_kv(self) -> int:
+        """Query heads of a KV head; of one layer, as all properties below whose docstrings say a layer."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def query_width(self) -> int:
+        """Numbers that a layer's queries have of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers that a layer's keys have of a token; its values have as many."""
+        return self.num_kv_heads * self.head_dim
 
     @property
     def projection_elements(self) -> int:
         """Weights of a layer's four projections."""
-        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+        return 2 * (self.query_width + self.kv_width) * self.hidden_size
 
     @property
     def needs_exact(self) -> str:
         """What of the model is only served beside exact tokens, in words; empty where nothing is."""
         gate = "its attention is gated, and values cannot be folded into what a gate stands before"
         sinks = "its softmax has learned sinks, which join with exact tokens"
-        return gate if self.gated else sinks if self.sinks else ""
+        norm = "its values are normed, and v_proj cannot be folded into what a norm stands before"
+        return gate if self.gated else sinks if self.sinks else norm if self.value_norm else ""
 
     @property
     def needs_post_rope(self) -> str:
@@ -120,8 +153,41 @@ class AttentionShape:
         return self.rotary_dim // 2
 
     def layer(self, index: int) -> AttentionShape:
-        """The sizes as they are in one layer: without RoPE where that does not rotate."""
-        return replace(self, rotary_dim=0, without_rope=()) if index in self.without_rope else self
+        """The sizes as they are in one layer: those of its heads, without RoPE where that does not rotate."""
+        own = replace(self, heads=(), **self.heads[index]._asdict()) if self.heads else self
+        return replace(own, rotary_dim=0, without_rope=()) if index in self.without_rope else own
+
+    @property
+    def layers(self) -> tuple[AttentionShape, ...]:
+        """The sizes of every layer."""
+        return tuple(self.layer(index) for index in range(self.num_layers))
+
+    @property
+    def sizes(self) -> dict[AttentionShape, int]:
+        """The sizes of layers with heads of each size, and how many have them; RoPE or not makes no difference."""
+        if not self.heads:
+            return {self: self.num_layers}
+        return {replace(self, heads=(), **own._asdict()): n for own, n in Counter(self.heads).items()}
+
+    @property
+    def rotates(self) -> bool:
+        """Whether RoPE rotates the keys of any layer."""
+        return any(own.rotary_dim for own in self.heads) if self.heads else self.rotary_dim > 0
+
+    @property
+    def shared_kv_heads(self) -> int:
+        """The most KV heads that can share a latent in every layer: the greatest common divisor of their numbers."""
+        return math.gcd(self.num_kv_heads, *(own.num_kv_heads for own in self.heads))
+
+    @property
+    def heads_in_words(self) -> str:
+        """`8 KV heads of 64`; where layers differ, `8 KV heads of 64 (5 layers) or 2 KV heads of 128 (1 layer)`."""
+        words = {
+            own: f"{own.num_kv_heads} KV head{'s' * (own.num_kv_heads > 1)} of {own.head_dim}" for own in self.sizes
+        }
+        if len(words) == 1:
+            return words[self]
+        return " or ".join(f"{words[own]} ({n} layer{'s' * (n > 1)})" for own, n in self.sizes.items())
 
     def held_tokens(self, tokens: int) -> tuple[int, ...]:
         """Tokens that the cache of each layer holds of a sequence of so many."""
@@ -560,16 +626,16 @@ def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None
     """Check that layouts are of a model of that shape; raises CheckpointError, which names the layer."""
     for index, layout in enumerate(layouts):
         reader = Reader(f"config.json, layer {index}", CheckpointError, "The folder was edited; export it again.")
-        if sorted(layout.kv_head_order) != list(range(shape.num_kv_heads)):
-            raise reader.fail("KV heads", layout.kv_head_order, f"each of 0 to {shape.num_kv_heads - 1} once")
         own = shape.layer(index)
+        if sorted(layout.kv_head_order) != list(range(own.num_kv_heads)):
+            raise reader.fail("KV heads", layout.kv_head_order, f"each of 0 to {own.num_kv_heads - 1} once")
         if not 0 <= layout.fast_planes <= own.rotary_planes:
             raise reader.fail("fast_planes", layout.fast_planes, f"a number from 0 to {own.rotary_planes}")
         if layout.rope_block is not None and not own.rotary_dim:
             raise reader.fail("rope_block", layout.rope_block, "none in a layer without RoPE")
         if shape.needs_exact and layout.exact is None:
             raise reader.fail("exact", None, f"tokens that are kept exactly: {shape.needs_exact}")
-        columns = layout.columns(shape.head_dim)
+        columns = layout.columns(own.head_dim)
         for group in layout.groups:
             if max(latent.rank for latent in group.latents) > columns:
                 raise reader.fail("ranks", group.ranks_in_words, f"at most {columns}")
@@ -596,7 +662,7 @@ def compression(ranks: list[list[tuple[int, int]]], shape: AttentionShape, conte
     """
     held = shape.held_tokens(context_tokens) if context_tokens else (1,) * shape.num_layers
     kept = [sum(key_rank + value_rank for key_rank, value_rank in layer) for layer in ranks]
-    whole = sum(held) * shape.num_kv_heads * 2 * shape.head_dim
+    whole = sum(tokens * 2 * own.kv_width for own, tokens in zip(shape.layers, held, strict=True))
     return 1.0 - sum(own * tokens for own, tokens in zip(kept, held, strict=True)) / whole
 
 
@@ -605,8 +671,13 @@ def kv_bytes_per_token(layouts: Sequence[LayerLayout], element_bytes: int) -> in
     return sum(sum(layout.row_bytes(element_bytes)) for layout in layouts)
 
 
+def uncompressed_row_bytes(shape: AttentionShape, element_bytes: int) -> list[int]:
+    """Bytes of a token's uncompressed keys and values in each layer."""
+    return [element_bytes * 2 * own.kv_width for own in shape.layers]
+
+
 def uncompressed_kv_bytes_per_token(shape: AttentionShape, element_bytes: int) -> int:
-    return element_bytes * shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim
+    return sum(uncompressed_row_bytes(shape, element_bytes))
 
 
 def kv_bytes_of_sequence(row_bytes: Sequence[int], shape: AttentionShape, tokens: int) -> int:
@@ -633,10 +704,9 @@ def exact_bytes_of_sequence(exact: Sequence[ExactTokens | None], shape: Attentio
         exact: of each layer.
     """
     windows = shape.windows or [None] * shape.num_layers
-    slots = sum(own.within(window).slots for own, window in zip(exact, windows, strict=True) if own is not None)
-    return slots * shape.num_kv_heads * 2 * shape.head_dim * element_bytes
+    layers = zip(exact, windows, uncompressed_row_bytes(shape, element_bytes), strict=True)
+    return sum(own.within(window).slots * row for own, window, row in layers if own is not None)
 
 
 def uncompressed_kv_bytes_of_sequence(shape: AttentionShape, element_bytes: int, tokens: int) -> int:
-    whole = uncompressed_kv_bytes_per_token(shape, element_bytes) // shape.num_layers
-    return kv_bytes_of_sequence([whole] * shape.num_layers, shape, tokens)
+    return kv_bytes_of_sequence(uncompressed_row_bytes(shape, element_bytes), shape, tokens)

@@ -60,11 +60,11 @@ def read_attention(
     Raises:
         UnsupportedModelError: a projection has another shape than config.json says.
     """
-    prefix = family.stored_prefix(layer, names)
+    prefix, shape = family.stored_prefix(layer, names), shape.layer(layer)
     local = frozenset(name[len(prefix) :] for name in names if name.startswith(prefix))
-    weights = split_projections(family, lambda name: get(prefix + name), local, shape.layer(layer))
+    weights = split_projections(family, lambda name: get(prefix + name), local, shape)
     weights.prefix = prefix
-    query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    query, kv = shape.query_width, shape.kv_width
     expected = {
         "q_weight": (query, shape.hidden_size),
         "k_weight": (kv, shape.hidden_size),
@@ -96,7 +96,9 @@ def split_projections(family: Family, get: GetTensor, names: frozenset[str], sha
     parts: dict[str, Any] = {}
     for kind in ("weight", "bias"):
         if family.fused is None:
-            stored = {p: f"{p}_proj.{kind}" for p in "qkv" if kind == "weight" or f"{p}_proj.{kind}" in names}
+            of_values = "k" if family.keys_as_values and "v_proj.weight" not in names else "v"
+            stored = {p: f"{own}_proj.{kind}" for p, own in zip("qkv", ("q", "k", of_values), strict=True)}
+            stored = {p: name for p, name in stored.items() if kind == "weight" or name in names}
             parts.update({f"{p}_{kind}": get(name) for p, name in stored.items()})
         elif kind == "weight" or f"{family.fused}.{kind}" in names:
             split = family.split(oriented(family, get(f"{family.fused}.{kind}")), shape)
@@ -163,7 +165,7 @@ class CompressedProjections(nn.Module):
 
     Args:
         shapes: by name of the tensors that the layer has. norms: of queries and keys, by name.
-        wide_norms: these are of all heads together.
+        wide_norms: these are of all heads together. value_norm: of each head's values.
     """
 
     q_proj: nn.Linear
@@ -190,6 +192,7 @@ class CompressedProjections(nn.Module):
         head_dim: int,
         norms: Mapping[str, nn.Module],
         wide_norms: bool = False,
+        value_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.head_dim, self.wide_norms, self.norm_names = head_dim, wide_norms, tuple(norms)
@@ -202,12 +205,14 @@ class CompressedProjections(nn.Module):
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
         for name, norm in norms.items():
             self.add_module(name, norm)
+        self.value_norm = value_norm
 
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project hidden states to queries, keys and values.
 
         Queries and keys are normed heads, [..., heads, head_dim], or where a basis is folded latents, [..., *]. Values
-        are latents, their part of a joint latent, or nothing; heads in a layer with exact tokens.
+        are latents, their part of a joint latent, or nothing; heads, normed where the family does, in a layer with
+        exact tokens.
         """
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
         value = key[..., :0] if self.v_proj is None else self.v_proj(hidden_states)
@@ -217,6 +222,7 @@ class CompressedProjections(nn.Module):
             key = self._heads(key, 1)
         if self.value_basis is not None:
             value = value.unflatten(-1, (-1, self.head_dim))
+            value = value if self.value_norm is None else self.value_norm(value)
         return query, key, value
 
     def weights_behind_rope(self) -> tuple[Tensor | None, Tensor | None]:

@@ -77,10 +77,10 @@ class RewrittenTensors:
         for layer, layout in enumerate(layouts):
             prefix = family.stored_prefix(layer, self._source_names)
             files = {name: self.file_of.pop(prefix + name, None) for name in family.consumed}
-            home = files[family.value_weight]
+            home = next((files[name] for name in family.value_weights if files[name] is not None), None)
             if home is None:
                 raise CheckpointError(
-                    f"tensor {prefix}{family.value_weight} is missing.",
+                    f"tensor {prefix}{family.value_weights[0]} is missing.",
                     "Check that config.json belongs to these weights.",
                 )
             for name, spec in layer_tensors(layout, shape.layer(layer), biases).items():

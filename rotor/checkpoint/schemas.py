@@ -88,7 +88,7 @@ class RunInfo(TypedDict):
     model: ModelInfo
     form: FormInfo
     element_bytes: ElementBytes
-    shape: dict[str, int | bool | list[int | None]]
+    shape: dict[str, int | bool | list[int | None] | list[list[int]]]
     tokens: NotRequired[JsonObject]
     versions: NotRequired[JsonObject]
     stages: NotRequired[dict[str, StageInfo]]
@@ -214,8 +214,8 @@ def check_run(info: RunInfo, reader: Reader) -> AttentionShape:
     shape: AttentionShape = reader.read(AttentionShape, info["shape"], "shape")
     form = info["form"]
     size = form["group_size"]
-    if size < 1 or shape.num_kv_heads % size:
-        raise reader.fail("form.group_size", size, f"a divisor of {shape.num_kv_heads} KV heads")
+    if size < 1 or shape.shared_kv_heads % size:
+        raise reader.fail("form.group_size", size, f"a divisor of {shape.shared_kv_heads} KV heads")
     if len(form["keys"]) != shape.num_layers:
         raise reader.fail("form.keys", len(form["keys"]), f"one for each of {shape.num_layers} layers")
     for layer, keys in enumerate(form["keys"]):

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 def print_inspection(inspection: Inspection) -> None:
     shape = inspection.shape
-    extras = ("RoPE" if shape.rotary_dim else "no RoPE") + (", norm on queries and keys" if shape.key_norm else "")
+    extras = "RoPE" if shape.rotates else "no RoPE"
+    if shape.key_norm:
+        extras += ", norm on queries, keys and values" if shape.value_norm else ", norm on queries and keys"
     cache = ", ".join(f"{in_bytes(size)} at {_length(tokens)}" for tokens, size in inspection.kv_cache_bytes.items())
     start = (
         "not known without a tokenizer"
@@ -28,8 +30,7 @@ def print_inspection(inspection: Inspection) -> None:
         ("weights", in_bytes(inspection.weight_bytes)),
         (
             "attention",
-            f"{shape.num_layers} layers, {shape.num_heads} query and {shape.num_kv_heads} KV heads of "
-            f"{shape.head_dim}, {extras}",
+            f"{shape.num_layers} layers, {shape.num_heads} query and {shape.heads_in_words}, {extras}",
         ),
         ("KV cache", f"{inspection.kv_bytes_per_token:,} bytes per token: {cache}"),
         *([("states", f"{in_bytes(states)} a sequence beside the cache, which stay as they are")] if states else []),

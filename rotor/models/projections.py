@@ -37,9 +37,11 @@ def kv_parameters(family: Family, model: nn.Module, layer: int) -> list[tuple[Te
     """
     module = family.attention_module(model, layer)
     if family.fused is None:
-        return [(module.get_parameter(f"{p}_proj.weight"), lambda g: g) for p in "kv"]
+        there = dict(module.named_parameters())
+        names = ["k_proj.weight", next(name for name in family.value_weights if name in there)]
+        return [(there[name], lambda g: g) for name in names]
     weight = module.get_parameter(f"{family.fused}.weight")
-    shape = attention_shape(model.config)
+    shape = attention_shape(model.config).layer(layer)
     return [
         (weight, lambda g: family.split(oriented(family, g), shape)[1]),
         (weight, lambda g: family.split(oriented(family, g), shape)[2]),

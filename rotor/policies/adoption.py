@@ -157,7 +157,7 @@ class _Hooks:
         mask, states = kwargs.get("attention_mask"), _states_of(args, kwargs)
         told = None if self.policy.holds_windows else mask  # which is the window's, and says nothing of padding
         layer.begin(told, states.shape[0], states.shape[1], states.device)
-        shape = attention_shape(module.config)
+        shape = attention_shape(module.config).layer(self.index)
         groups = torch.arange(shape.num_kv_heads).repeat_interleave(shape.heads_per_kv)
         return args, {**kwargs, "attention_mask": layer.visible(mask, groups)}
 

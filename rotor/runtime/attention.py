@@ -75,7 +75,8 @@ class RotorAttention(CompressedProjections):
         norms = attention_norms(base, family, shape, config)
         if family.wide_norms:  # their weights are in the order of the layout, those of `base` stay as they are
             norms = copy.deepcopy(norms)
-        super().__init__(shapes, shape.head_dim, norms, family.wide_norms)
+        value_norm = None if family.value_norm is None else base.get_submodule(family.value_norm)
+        super().__init__(shapes, shape.head_dim, norms, family.wide_norms, value_norm)
         self.config: PreTrainedConfig = config
         self.layer_idx: int = int(base.layer_idx)  # type: ignore[arg-type]
         # Falcon's attention lacks the attribute; it uses the default.

@@ -167,17 +167,23 @@ class PostRope(NoRope):
 
 
 class InBlocks(NoRope):
-    """Keys in blocks: positions are indices in the cache, as in the mask; only differences matter to RoPE."""
+    """Keys in blocks: positions are indices in the cache, as in the mask; only differences matter to RoPE.
 
-    def __init__(self, form: KeyForm, table: RotaryTable, all_fast: bool) -> None:
+    with_exact: the layer has exact tokens.
+    """
+
+    def __init__(self, form: KeyForm, table: RotaryTable, all_fast: bool, with_exact: bool) -> None:
         assert form.rope_block is not None
-        self.form, self.table, self.all_fast = form, table, all_fast
+        self.form, self.table, self.all_fast, self.with_exact = form, table, all_fast, with_exact
         self.block = 1 if all_fast else form.rope_block
         self.fits_kernels = not table.depends_on_length
 
     def __call__(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
-        """Where a window has dropped the first keys, rows may begin within a block; the table begins with the block."""
-        first = span.kv_offset % self.block
+        """Where a window has dropped the first keys, rows may begin within a block; the table begins with the block.
+
+        Kernels rotate new exact keys by the table, which begins at index 0 for them, as it did for those of before.
+        """
+        first = span.kv_offset if kernels and self.with_exact else span.kv_offset % self.block
         start = span.kv_offset - first
         index = span.indices
         if index is None:
@@ -215,4 +221,5 @@ def rope_of(layout: LayerLayout, shape: AttentionShape, table: RotaryTable | Non
         return NoRope()
     if layout.rope_block is None:
         return PostRope()
-    return InBlocks(layout.form, table, layout.fast_planes == shape.rotary_planes)
+    all_fast = layout.fast_planes == shape.rotary_planes
+    return InBlocks(layout.form, table, all_fast, layout.exact is not None)

@@ -185,7 +185,8 @@ def rank_path(
     spectra = [Spectra(*run.spectra(layer).values()) for layer in layers]
 
     def gradients() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        groups = read_weight_fisher(run.folder, run.shape).unflatten(-1, (-1, run.form.group_size)).sum(-1)
+        layers = read_weight_fisher(run.folder, run.shape)
+        groups = [information.unflatten(-1, (-1, run.form.group_size)).sum(-1) for information in layers]
         return [(keys, values) for keys, values in groups]
 
     return ranks.rule.path(RankInputs(spectra, run.shape, ranks.multiple_of, gradients, sensitivities, context_tokens))

@@ -189,13 +189,12 @@ class RankTable:
 
 def _check_point(point: Point, name: str, run: Run, reader: Reader) -> None:
     """Raises the reader's error if a point is not of this run: its layers, groups and columns."""
-    groups, columns = run.columns
-    fits = [
-        len(layer) == groups and all(1 <= rank <= columns for pair in layer for rank in pair) for layer in point.ranks
-    ]
-    if len(fits) != run.shape.num_layers or not all(fits):
-        expected = f"{groups} groups of at most {columns} of each of {run.shape.num_layers} layers"
-        raise reader.fail(f"{name}.ranks", point.ranks, expected)
+    sizes = run.columns
+    if len(point.ranks) != len(sizes):
+        raise reader.fail(f"{name}.ranks", point.ranks, f"those of {len(sizes)} layers")
+    for index, (layer, (groups, columns)) in enumerate(zip(point.ranks, sizes, strict=True)):
+        if len(layer) != groups or not all(1 <= rank <= columns for pair in layer for rank in pair):
+            raise reader.fail(f"{name}.ranks[{index}]", layer, f"{groups} groups of at most {columns}")
     if point.channels and [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in point.channels] != point.ranks:
         raise reader.fail(f"{name}.channels", point.channels_json, "as many as ranks says")
 

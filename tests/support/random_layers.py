@@ -254,13 +254,13 @@ def write_random(source: Path, out: Path, layout_of: LayoutOf | Sequence[LayoutO
     checkpoint = Checkpoint(source)
     family, shape = family_of(checkpoint.config), attention_shape(checkpoint.config)
     makers = layout_of if isinstance(layout_of, Sequence) else [layout_of] * shape.num_layers
-    layouts = [make(shape) for make in makers]
+    layouts = [make(own) for make, own in zip(makers, shape.layers, strict=True)]
     tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names}
     for layer, layout in enumerate(layouts):
         prefix = family.stored_prefix(layer, checkpoint.names)
         for name in family.consumed:
             tensors.pop(prefix + name, None)
-        made = random_tensors(layout, shape, biases, torch.float32, seed=layer)
+        made = random_tensors(layout, shape.layer(layer), biases, torch.float32, seed=layer)
         tensors |= {prefix + name: tensor for name, tensor in made.items()}
     return write_checkpoint(source, out, tensors, layouts, biases)
 

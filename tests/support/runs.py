@@ -9,6 +9,7 @@ import torch
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
+from rotor.checkpoint.layout import LayerRanks
 from rotor.checkpoint.manifest import Manifest, write_manifest
 from rotor.models.device_plan import DevicePlan
 from rotor.models.source import Checkpoint
@@ -113,6 +114,11 @@ def in_memory(run: Run, rewrite_dtype: torch.dtype | None = None) -> Compressibl
     return CompressibleModel(
         Checkpoint(run.model_folder), DevicePlan(torch.device("cpu"), torch.float32), rewrite_dtype
     )
+
+
+def whole_ranks(run: Run) -> list[LayerRanks]:
+    """Ranks of every layer that remove nothing."""
+    return [[(columns, 0 if run.form.joint else columns)] * groups for groups, columns in run.columns]
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -157,6 +157,12 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 ROUTED = MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 BIASED: dict[str, Any] = SIZES | {"attention_bias": True}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+TWO_SIZES: dict[str, Any] = {
+    "attention_k_eq_v": True,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 0,
+}
 ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("ApertusConfig", SIZES),
     "arcee": ("ArceeConfig", BIASED),
@@ -190,6 +196,11 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone_moe": ("ExaoneMoeConfig", EVEN | WINDOWS | MOE),
     "flex_olmo": ("FlexOlmoConfig", IMPLIED_HEAD_DIM | UNTIED | EXPERTS),
     "gemma": ("GemmaConfig", SIZES),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        SIZES | WINDOWS | TWO_SIZES | MOE | {"enable_moe_block": True, "top_k_experts": 2},
+    ),
+    "gemma4_unified_text": ("Gemma4UnifiedTextConfig", SIZES | WINDOWS | TWO_SIZES),
     "glm": ("GlmConfig", SIZES | {"attention_bias": True, "rope_parameters": PARTIAL}),
     "glm4": ("Glm4Config", SIZES | {"rope_parameters": PARTIAL}),
     "glm4_moe": ("Glm4MoeConfig", BIASED | EVEN | ROUTED | {"use_qk_norm": True, "rope_parameters": PARTIAL}),
@@ -301,6 +312,13 @@ QWEN_VISION: dict[str, Any] = {
     "num_position_embeddings": 16,
 }
 QWEN_IMAGES: dict[str, Any] = {"image_token_id": 5, "vision_start_token_id": 6, "vision_end_token_id": 7}
+GEMMA4_TOKENS: dict[str, Any] = {
+    "image_token_id": 5,
+    "boi_token_id": 6,
+    "eoi_token_id": 7,
+    "video_token_id": 4,
+    "audio_token_id": 3,
+}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 PARTIAL_MROPE = PARTIAL | {"mrope_section": [2, 1, 1]}
 MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -309,6 +327,18 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
         SIZES | WINDOWS,
         VISION,
         {"mm_tokens_per_image": 4, "image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7},
+    ),
+    "gemma4": (
+        "Gemma4Config",
+        SIZES | WINDOWS | TWO_SIZES | {"use_bidirectional_attention": "vision", "pad_token_id": 0},
+        VISION | {"num_key_value_heads": 2, "position_embedding_size": 16, "pooling_kernel_size": 2},
+        GEMMA4_TOKENS,
+    ),
+    "gemma4_unified": (
+        "Gemma4UnifiedConfig",
+        SIZES | WINDOWS | TWO_SIZES | {"use_bidirectional_attention": "vision", "pad_token_id": 0},
+        {"patch_size": 14, "pooling_kernel_size": 1, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32},
+        GEMMA4_TOKENS,
     ),
     "llama4": (
         "Llama4Config",

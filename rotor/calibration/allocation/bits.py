@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.channels import NIBBLE_BITS, PLANE, Parted, aligned, read_alike
-from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_per_token
+from ...checkpoint.layout import AttentionShape, uncompressed_row_bytes
 from ..codes.layer import GroupChannels, LayerCodes, channels_bytes
 from ..codes.side import SideCodes
 from .channel_bits import BitCurve, BitPath, bit_curve, bit_path
@@ -201,8 +201,8 @@ class BitsPath(RankPath):
         context_tokens: int | None = None,
     ) -> None:
         held = shape.held_tokens(context_tokens or 1)
-        row_bytes = uncompressed_kv_bytes_per_token(shape, element_bytes) // shape.num_layers
-        self._held, self._uncompressed_bytes = held, row_bytes * sum(held)
+        row_bytes = uncompressed_row_bytes(shape, element_bytes)
+        self._held, self._uncompressed_bytes = held, sum(a * b for a, b in zip(row_bytes, held, strict=True))
         self._layers = [_layer_bits(layer, widths) for layer in codes]
         self._by_length = []
         for tokens in dict.fromkeys(held):

@@ -12,7 +12,7 @@ class FisherPath(SpectraPath):
     """
 
     def _plans(self) -> list[Plan]:
-        columns, information = self.columns, self.inputs.gradients()
+        columns, information = max(self.columns), self.inputs.gradients()
         values = [float(v) for pair in information for side in pair for v in side]
         scale = columns / max(min(values), max(values) * 1e-6)
         # The largest factor gives even the least informative group all columns. Smaller ones follow down to the point
@@ -28,8 +28,8 @@ class FisherPath(SpectraPath):
         plans = []
         for factor in factors:
             exact = []
-            for pair in information:
-                sides = [[max(1, min(columns, int(factor * float(v) + 1e-9))) for v in side] for side in pair]
+            for pair, most in zip(information, self.columns, strict=True):
+                sides = [[max(1, min(most, int(factor * float(v) + 1e-9))) for v in side] for side in pair]
                 exact.append(list(zip(*sides, strict=True)))
             plans.append(self._make(factor, exact))
         return plans

@@ -136,24 +136,24 @@ class RankPath(ABC):
 
 
 class SpectraPath(RankPath):
-    """Path of rank plans from singular values."""
+    """Path of rank plans from singular values.
+
+    columns: of each layer.
+    """
 
     def __init__(self, inputs: RankInputs) -> None:
         self.inputs = inputs
         self.spectra = list(inputs.spectra)
         self.shape = inputs.shape
         self.multiple_of = inputs.multiple_of
-        self.columns = inputs.spectra[0].qk.shape[-1]
+        self.columns = [spectra.qk.shape[-1] for spectra in inputs.spectra]
         self.granularity = f"ranks in multiples of {self.multiple_of}", "lower it with --set ranks.multiple_of=8"
 
     def _make(self, parameter: float, exact: list[LayerRanks]) -> Plan:
         """Make a plan: round its ranks and count its compression."""
         stored_ranks = [
-            [
-                (round_rank(qk, self.multiple_of, self.columns), round_rank(v, self.multiple_of, self.columns))
-                for qk, v in ranks
-            ]
-            for ranks in exact
+            [(round_rank(qk, self.multiple_of, columns), round_rank(v, self.multiple_of, columns)) for qk, v in ranks]
+            for ranks, columns in zip(exact, self.columns, strict=True)
         ]
         tokens = self.inputs.context_tokens
         planned = compression(exact, self.shape, tokens)

@@ -12,7 +12,10 @@ class UniformPath(SpectraPath):
     """
 
     def _plans(self) -> list[Plan]:
-        return [
-            self._make(rank / self.columns, [[(rank, rank)] * len(spectra.qk) for spectra in self.spectra])
-            for rank in range(self.columns, 0, -self.multiple_of)
-        ]
+        widest = max(self.columns)
+        plans = []
+        for most in range(widest, 0, -self.multiple_of):
+            ranks = [max(1, most * columns // widest) for columns in self.columns]
+            pairs = zip(ranks, self.spectra, strict=True)
+            plans.append(self._make(most / widest, [[(rank, rank)] * len(spectra.qk) for rank, spectra in pairs]))
+        return plans

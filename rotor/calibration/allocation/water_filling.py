@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...checkpoint.layout import LayerRanks
 from .plan import Plan, SideSensitivity, SpectraPath
 
 PRICES = 2000
@@ -33,24 +34,29 @@ class WaterFillingPath(SpectraPath):
     """Path of the plans that are optimal at some price."""
 
     def _plans(self) -> list[Plan]:
-        columns, multiple = self.columns, self.multiple_of
-        ranks = np.array([*range(multiple, columns, multiple), columns])[::-1]  # descending: price 0 removes nothing
-        losses = self._losses(ranks)
+        # descending: price 0 removes nothing
+        ranks = [np.array([*range(self.multiple_of, own, self.multiple_of), own])[::-1] for own in self.columns]
+        losses = [self._losses(layer, own) for layer, own in enumerate(ranks)]
         held = np.array(self.shape.held_tokens(self.inputs.context_tokens or 1))
-        shares = np.repeat(held / held.sum(), 2 * losses.shape[2])  # share of the cache, for each side of each group
-        cost = shares[:, None] * ranks / (2 * columns * losses.shape[2])
+        kept = held * np.array([own.kv_width for own in self.shape.layers])
+        shares = (kept / kept.sum()).tolist()  # of each layer in the cache
+        sizes = zip(shares, ranks, losses, self.columns, strict=True)
+        costs = [share * own / (2 * columns * loss.shape[1]) for share, own, loss, columns in sizes]
+
+        def chosen(layer: int, prices: np.ndarray) -> list[LayerRanks]:
+            """The ranks of a layer at every price."""
+            sides = losses[layer].reshape(-1, len(ranks[layer]))
+            taken = np.stack([(loss + prices[:, None] * costs[layer]).argmin(1) for loss in sides])
+            by_price = ranks[layer][taken].reshape(*losses[layer].shape[:2], len(prices)).transpose(2, 1, 0).tolist()
+            return [[(qk, v) for qk, v in own] for own in by_price]
 
         def sweep(prices: np.ndarray) -> list[Plan]:
             """Make the optimal plan at every price."""
-            sides = zip(losses.reshape(-1, len(ranks)), cost, strict=True)
-            taken = np.stack([(loss + prices[:, None] * side_cost).argmin(1) for loss, side_cost in sides])
-            chosen = ranks[taken].reshape(*losses.shape[:3], len(prices)).transpose(3, 0, 2, 1).tolist()
-            return [
-                self._make(price, [[(qk, v) for qk, v in layer] for layer in layers])
-                for price, layers in zip(prices.tolist(), chosen, strict=True)
-            ]
+            layers = [chosen(layer, prices) for layer in range(len(ranks))]
+            return [self._make(price, list(own)) for price, *own in zip(prices.tolist(), *layers, strict=True)]
 
-        highest = 10 * losses.max() / cost.max()  # at this price only the smallest rank is worth its cost
+        # at this price only the smallest rank is worth its cost
+        highest = 10 * max(loss.max() for loss in losses) / max(cost.max() for cost in costs)
         plans = sweep(np.logspace(-12, 0, PRICES) * (highest or 1.0))
         for _ in range(PRICE_HALVINGS):
             gaps = [a.parameter * b.parameter for a, b in pairwise(plans) if _wide_gap(a, b)]
@@ -59,17 +65,17 @@ class WaterFillingPath(SpectraPath):
             plans = sorted(plans + sweep(np.sqrt(gaps)), key=lambda plan: plan.parameter)
         return plans
 
-    def _losses(self, ranks: np.ndarray) -> np.ndarray:
-        """Predict losses at these descending ranks, [layers, 2 sides, groups, ranks]."""
+    def _losses(self, layer: int, ranks: np.ndarray) -> np.ndarray:
+        """Predict losses of a layer at these descending ranks, [2 sides, groups, ranks]."""
         by_side = []
         wanted = torch.from_numpy(ranks.copy())
-        for spectra, sensitivity in zip(self.spectra, self.inputs.sensitivities, strict=True):
-            for values, side_sensitivity in zip((spectra.qk, spectra.vo), sensitivity, strict=True):
-                tails = values.square().flip(-1).cumsum(-1).flip(-1)
-                tails = torch.cat([tails, tails.new_zeros(len(tails), 1)], dim=-1)
-                losses = interpolated(side_sensitivity, wanted) * tails[:, wanted]
-                by_side.append(losses.cummax(-1).values.numpy())  # fewer columns never cost less
-        return np.stack(by_side).reshape(len(self.spectra), 2, -1, len(ranks))
+        spectra, sensitivity = self.spectra[layer], self.inputs.sensitivities[layer]
+        for values, side_sensitivity in zip((spectra.qk, spectra.vo), sensitivity, strict=True):
+            tails = values.square().flip(-1).cumsum(-1).flip(-1)
+            tails = torch.cat([tails, tails.new_zeros(len(tails), 1)], dim=-1)
+            losses = interpolated(side_sensitivity, wanted) * tails[:, wanted]
+            by_side.append(losses.cummax(-1).values.numpy())  # fewer columns never cost less
+        return np.stack(by_side)
 
 
 def _wide_gap(first: Plan, second: Plan) -> bool:

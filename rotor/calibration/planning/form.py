@@ -39,7 +39,7 @@ def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
     # slowest to decode, as rebuilding planes takes arithmetic
     slowest = max(rotated, key=lambda form: form.fast_planes)
     # Slow planes hardly rotate within a block, so keys are about as linear in the hidden state as values.
-    joint = recipe.joins_latents and (slowest.rope_block is not None or not shape.rotary_dim)
+    joint = recipe.joins_latents and (slowest.rope_block is not None or not shape.rotates)
     return ModelForm(keys, _group_size(recipe, shape, LayerForm(slowest, 1, joint)), joint)
 
 
@@ -78,7 +78,7 @@ def _key_form(recipe: Recipe, shape: AttentionShape, frequencies: Sequence[float
 
 
 def _group_size(recipe: Recipe, shape: AttentionShape, form: LayerForm) -> int:
-    heads = shape.num_kv_heads
+    heads = shape.shared_kv_heads
     if recipe.groups.size == "auto":
         from ..prediction.cost import DecodeStep
         from ..prediction.decode_times import best_group_size
@@ -91,6 +91,8 @@ def _group_size(recipe: Recipe, shape: AttentionShape, form: LayerForm) -> int:
     size = heads if recipe.groups.size == "all" else recipe.groups.size
     if heads % size:
         raise RecipeError(
-            f"groups.size {size} does not divide the model's {heads} KV heads.", "Choose a divisor, all or auto."
+            f"groups.size {size} does not divide the model's {heads} KV heads"
+            f"{', all that divide those of every layer' if shape.heads else ''}.",
+            "Choose a divisor, all or auto.",
         )
     return size

@@ -16,7 +16,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...checkpoint.families import Family, attention_shape, family_of, find_family
-from ...checkpoint.layout import AttentionShape, LayerForm, ModelForm
+from ...checkpoint.layout import AttentionShape, HeadSizes, LayerForm, ModelForm, uncompressed_kv_bytes_per_token
 from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates
 from ...models.projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_count
 from ...models.source import Checkpoint, stored_dtype
@@ -40,7 +40,7 @@ LIBRARIES_BYTES = 600 << 20
 LOGIT_COPIES = 6
 """Tensors of the size of a batch's logits that scoring has at once (logits, float copy, log-softmax, reference)."""
 
-FIXED_FREQUENCY_KINDS = ("linear", "yarn", "llama3")
+FIXED_FREQUENCY_KINDS = ("linear", "yarn", "llama3", "proportional")
 """Kinds of scaled RoPE whose frequencies do not depend on the length of a sequence."""
 
 
@@ -115,77 +115,80 @@ class ModelOutline:
     def calibration(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, batch_tokens: int) -> Estimates:
         """Estimate the memory and disk of `rotor calibrate`."""
         shape = self.shape
-        form = self.form(recipe).layer(0)
         number = dtype.itemsize
-        moments = wanted_moments(recipe, form)
         seq_len = bounded_seq_len(recipe.tokens.seq_len, self.config)
         num_sequences = -(-recipe.tokens.count // seq_len)
-        count, group_size = num_sequences * seq_len, form.group_size
-        groups = shape.num_kv_heads // group_size
-        width = group_size * shape.head_dim
-        kv_width = _kv_width(shape)
-        elements = _moment_elements(shape, group_size, moments)
-        bases = bases_bytes(shape, form)
-        statistics = 8 * sum(elements.values())
-        if recipe.prune.kmeans is not None:
-            statistics += kmeans_bytes(recipe.prune.kmeans, kv_width)
-        # While bases are computed: the moments, a copy of the largest, the closed form's matrices, projections.
-        solving = statistics + 8 * max(elements.values()) + 96 * groups * width**2
-        solving += 8 * (shape.num_heads * shape.head_dim + kv_width) * shape.hidden_size
-        running = statistics + self._activations(max(1, batch_tokens // seq_len) * seq_len, group_size, number, moments)
-        gradients = codes = passed = 0
-        outputs = packed_bytes(moment_shape(shape, group_size, "output")) if recipe.bases.refit else 0
-        if recipe.needs_gradients:
-            # Fisher information is stored until the codes of its layer are computed. In memory it is unpacked to
-            # float64 and copied: about nine times the stored bytes of one latent. Backward keeps activations.
-            samples = min(count, recipe.codes.tokens, SAMPLED_TOKENS)
-            stored = [stored_bytes(shape, group_size, name, samples) for name in wanted_gradients(form)]
-            gradients = sum(stored)
+        count = num_sequences * seq_len
+        samples = min(count, recipe.codes.tokens, SAMPLED_TOKENS) if recipe.needs_gradients else 0
+        sizes = self._sizes(recipe)
+        layers = {own: _LayerBytes.of(own, form, recipe, samples) for own, _, form in sizes}
+        solving = max(layer.solving for layer in layers.values())
+        batch = max(1, batch_tokens // seq_len) * seq_len
+        running = max(
+            layers[own].statistics + self._activations(own, batch, form.group_size, number, layers[own].moments)
+            for own, _, form in sizes
+        )
+        passed = 0
+        if recipe.needs_gradients:  # backward keeps activations
             passed = (shape.num_layers + 2) * min(count, recipe.codes.tokens)  # tokens whose states are kept
-            running, solving = 3 * running, solving + 9 * max(stored)
-            codes = codes_bytes(form, shape)
-            if recipe.distil.steps:  # the trained bases and codes
-                codes += codes + bases
-        kept_bytes = shape.num_layers * (outputs + bases + codes)
-        disk_bytes = (
-            kept_bytes + shape.num_layers * gradients + max(2 * count, passed) * shape.hidden_size * number
-        )  # hidden states
+            running *= 3
+        kept_bytes = sum(layers[own].kept * n for own, n, _ in sizes)
+        gradients = sum(layers[own].gradients * n for own, n, _ in sizes)
+        disk_bytes = kept_bytes + gradients + max(2 * count, passed) * shape.hidden_size * number  # hidden states
         on_gpu = device.type == "cuda"
         stages = {"activations and statistics of one layer": running if on_gpu else max(running, solving)}
         if recipe.tokens.source == "synthetic":  # cache and logits of the sequences that are written together
             sequence = (
-                2 * kv_width * number * seq_len * shape.num_layers + 4 * LOGIT_COPIES * self.text_config.vocab_size
+                uncompressed_kv_bytes_per_token(shape, number) * seq_len
+                + 4 * LOGIT_COPIES * self.text_config.vocab_size
             )
             written = min(num_sequences, max(1, SAMPLING_TOKENS // seq_len))
             stages["cache of the text that the model writes"] = written * sequence
         if recipe.distil.steps:
-            elements_of_layer = groups * form.latents_per_group * form.columns(shape.head_dim) ** 2
-            trained = TRAINED_ELEMENT_BYTES * shape.num_layers * elements_of_layer
+            trained = TRAINED_ELEMENT_BYTES * sum(
+                n * own.num_kv_heads // form.group_size * form.latents_per_group * form.columns(own.head_dim) ** 2
+                for own, n, form in sizes
+            )
             states = (shape.num_layers + 2) * max(seq_len, recipe.distil.tokens) * shape.hidden_size * number
             stages["bases and codes while they are trained"] = trained + states + running
         largest = max(stages, key=lambda name: stages[name])
-        host = {"tokens": 2 * count * 8, "bases of one layer": bases}
+        host = {"tokens": 2 * count * 8, "bases of one layer": max(layer.bases for layer in layers.values())}
         if on_gpu:
             host["statistics of one layer"] = solving
         return self._estimates(device, dtype, host, {largest: stages[largest]}, (disk_bytes, kept_bytes))
+
+    def _sizes(self, recipe: Recipe) -> list[tuple[AttentionShape, int, LayerForm]]:
+        """The sizes of layers with heads of each size, how many there are, and the form of the first of them."""
+        form, found = self.form(recipe), []
+        for own, count in self.shape.sizes.items():
+            heads = (own.num_kv_heads, own.head_dim, own.rotary_dim)
+            first = self.shape.heads.index(HeadSizes(*heads)) if self.shape.heads else 0
+            found.append((own, count, form.layer(first)))
+        return found
 
     def evaluation(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Estimates:
         """Estimate the memory of measuring accuracy (`rotor export --accuracy`), with one rewritten layer at a time."""
         spec = recipe.evaluation
         shape = self.shape
-        form = self.form(recipe).layer(0)._replace(joint=False)
-        attention = 2 * (shape.num_heads * shape.head_dim + _kv_width(shape)) * shape.hidden_size
-        outputs = shape.num_heads * (form.group_size * shape.head_dim) ** 2 * 8 if recipe.bases.refit else 0
-        rewriting = 3 * outputs + 3 * bases_bytes(shape, form) + attention * 2 * 8
+        sizes = [(own, form._replace(joint=False)) for own, _, form in self._sizes(recipe)]
+        outputs = [
+            own.num_heads * (form.group_size * own.head_dim) ** 2 * 8 if recipe.bases.refit else 0
+            for own, form in sizes
+        ]
+        rewriting = max(
+            3 * of_heads + 3 * bases_bytes(own, form) + own.projection_elements * 2 * 8
+            for of_heads, (own, form) in zip(outputs, sizes, strict=True)
+        )
         scoring = LOGIT_COPIES * max(LOGIT_BYTES[device.type], HEAD_POSITIONS * 4 * self.text_config.vocab_size)
-        work = {"activations": max(self._activations(2048, form.group_size, dtype.itemsize), scoring)}
+        activations = [self._activations(own, 2048, form.group_size, dtype.itemsize) for own, form in sizes]
+        work = {"activations": max(*activations, scoring)}
         searched = spec.search_tokens + _prompt_tokens(spec, primitive_metrics(spec.metric))
         reported = spec.report_tokens + _prompt_tokens(spec, report_metrics(spec.metric))
         long = long_sequence_count(spec.report_tokens, spec.seq_len, self.config) * LONG_SEQ_LEN
         tokens = max(searched, reported, long)
         disk_bytes = 3 * tokens * shape.hidden_size * dtype.itemsize  # hidden states
         host = {"rewriting one layer": rewriting}
-        copied = attention * shape.num_layers
+        copied = sum(count * own.projection_elements for own, count in shape.sizes.items())
         return self._estimates(device, dtype, host, work, (disk_bytes, 0), copied)
 
     def calibration_flops(self, recipe: Recipe) -> dict[str, float]:
@@ -194,12 +197,13 @@ class ModelOutline:
         All experts of a mixture are counted as active.
         """
         tokens = recipe.tokens.count
-        shape = self.shape
-        form = self.form(recipe).layer(0)
         layers = 2.0 * sum(self.layers)
         whole = layers + 2.0 * max(self.vocabulary, default=0)
-        elements = _moment_elements(shape, form.group_size, wanted_moments(recipe, form))
-        per_token = sum(count * (shape.heads_per_kv if name == "query" else 1) for name, count in elements.items())
+        per_token = 0
+        for own, number, form in self._sizes(recipe):
+            elements = _moment_elements(own, form.group_size, wanted_moments(recipe, form))
+            for name, count in elements.items():
+                per_token += number * count * (own.heads_per_kv if name == "query" else 1)
         flops = {"text": whole * tokens} if recipe.tokens.source == "synthetic" else {}
         if recipe.needs_gradients:  # forward once, then each layer again and twice as much backward
             flops["gradients"] = 4 * whole * min(tokens, recipe.codes.tokens)
@@ -207,7 +211,7 @@ class ModelOutline:
             flops["distillation"] = (
                 4 * whole * recipe.distil.steps * min(tokens, recipe.distil.tokens) + layers * tokens
             )
-        return {**flops, "passes": layers * tokens, "statistics": 2.0 * tokens * per_token * shape.num_layers}
+        return {**flops, "passes": layers * tokens, "statistics": 2.0 * tokens * per_token}
 
     def evaluation_flops(self, recipe: Recipe) -> dict[str, float]:
         """Count FLOPs of the large matrix products of `rotor export --accuracy`: `search` and `report`.
@@ -254,16 +258,23 @@ class ModelOutline:
         return Estimates(estimate(self.parameters + copied), estimate(part + self.rest))
 
     def _activations(
-        self, tokens: int, group_size: int, number_bytes: int, moments: frozenset[str] = frozenset()
+        self,
+        shape: AttentionShape,
+        tokens: int,
+        group_size: int,
+        number_bytes: int,
+        moments: frozenset[str] = frozenset(),
     ) -> int:
-        """Bytes of one layer's forward pass over `tokens` tokens, including those of capture."""
-        shape = self.shape
-        projected = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        attention = 2 * projected + shape.num_heads * shape.head_dim
+        """Bytes of one layer's forward pass over `tokens` tokens, including those of capture.
+
+        Args:
+            shape: of the layer.
+        """
+        attention = 2 * (shape.query_width + 2 * shape.kv_width) + shape.query_width
         if "output" in moments and group_size > 1:
-            attention += 2 * shape.num_heads * group_size * shape.head_dim
+            attention += 2 * shape.query_width * group_size
         numbers = 4 * shape.hidden_size + max(attention, 3 * _feed_forward_width(self.text_config))
-        copies = min(CHUNK_BYTES, tokens * shape.num_heads * group_size * shape.head_dim * 8) if moments else 0
+        copies = min(CHUNK_BYTES, tokens * shape.query_width * group_size * 8) if moments else 0
         head = tokens * shape.heads_per_kv * shape.head_dim * 8 if moments else 0
         return tokens * numbers * number_bytes + 2 * max(copies, head)
 
@@ -326,5 +337,47 @@ def _moment_elements(shape: AttentionShape, group_size: int, moments: frozenset[
     return {name: math.prod(moment_shape(shape, group_size, name)) for name in moments}
 
 
-def _kv_width(shape: AttentionShape) -> int:
-    return shape.num_kv_heads * shape.head_dim
+@dataclass(frozen=True)
+class _LayerBytes:
+    """Bytes that calibration takes for one layer.
+
+    moments: names of what is summed. statistics, solving: memory of the sums, and while bases are computed. bases,
+    kept, gradients: files of bases, of all that stays, and of Fisher information until the layer's codes are computed.
+    """
+
+    moments: frozenset[str]
+    statistics: int
+    solving: int
+    bases: int
+    kept: int
+    gradients: int
+
+    @classmethod
+    def of(cls, shape: AttentionShape, form: LayerForm, recipe: Recipe, samples: int) -> _LayerBytes:
+        """Estimate those of a layer.
+
+        Args:
+            samples: most tokens whose keys and values are kept; see SampleKeeper. 0 without gradients.
+        """
+        moments, group_size = wanted_moments(recipe, form), form.group_size
+        elements = _moment_elements(shape, group_size, moments)
+        bases = bases_bytes(shape, form)
+        statistics = 8 * sum(elements.values())
+        if recipe.prune.kmeans is not None:
+            statistics += kmeans_bytes(recipe.prune.kmeans, shape.kv_width)
+        # While bases are computed: the moments, a copy of the largest, the closed form's matrices, projections.
+        groups, width = shape.num_kv_heads // group_size, group_size * shape.head_dim
+        solving = statistics + 8 * max(elements.values()) + 96 * groups * width**2
+        solving += 8 * (shape.query_width + shape.kv_width) * shape.hidden_size
+        gradients = codes = 0
+        if recipe.needs_gradients:
+            # In memory Fisher information is unpacked to float64 and copied: about nine times the stored bytes of one
+            # latent.
+            stored = [stored_bytes(shape, group_size, name, samples) for name in wanted_gradients(form)]
+            gradients = sum(stored)
+            solving += 9 * max(stored)
+            codes = codes_bytes(form, shape)
+            if recipe.distil.steps:  # the trained bases and codes
+                codes += codes + bases
+        outputs = packed_bytes(moment_shape(shape, group_size, "output")) if recipe.bases.refit else 0
+        return cls(moments, statistics, solving, bases, outputs + bases + codes, gradients)

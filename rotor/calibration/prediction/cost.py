@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...checkpoint.layout import AttentionShape, LayerLayout, uncompressed_kv_bytes_per_token
+from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...checkpoint.tensors import layer_tensors
 from ...kernels.defaults import default_layer
 from .devices import Device
@@ -96,7 +96,7 @@ def uncompressed_layer_time(shape: AttentionShape, device: Device, step: DecodeS
 
 def uncompressed_layer_bytes(shape: AttentionShape, element_bytes: int) -> int:
     """Bytes of a token's uncompressed keys and values in one layer."""
-    return uncompressed_kv_bytes_per_token(shape, element_bytes) // shape.num_layers
+    return element_bytes * 2 * shape.kv_width
 
 
 def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device: Device, step: DecodeStep) -> float:
@@ -106,4 +106,4 @@ def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device
 
 def uncompressed_decode_seconds(shape: AttentionShape, device: Device, step: DecodeStep) -> float:
     """Predict the seconds of a decode step of the uncompressed model."""
-    return shape.num_layers * uncompressed_layer_time(shape, device, step).seconds
+    return sum(count * uncompressed_layer_time(own, device, step).seconds for own, count in shape.sizes.items())

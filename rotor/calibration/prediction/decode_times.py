@@ -17,7 +17,7 @@ from ...checkpoint.layout import (
     kv_bytes_per_token,
     pre_rope,
 )
-from .cost import DecodeStep, layer_time, uncompressed_layer_time
+from .cost import DecodeStep, layer_time, uncompressed_decode_seconds, uncompressed_layer_time
 from .devices import Device
 
 SCENARIOS: tuple[tuple[str, float], ...] = (("0.75", 0.75), ("0.875", 0.875), ("0.94", 0.9375))
@@ -50,7 +50,7 @@ class DecodeTime:
 def decode_times(
     shape: AttentionShape, device: Device, step: DecodeStep, chosen: Sequence[LayerForm] = ()
 ) -> list[DecodeTime]:
-    """Predict every group size in each of SCENARIOS, with coded latents and all layers alike.
+    """Predict every group size in each of SCENARIOS, with coded latents and the same form of all layers.
 
     Candidates are joint groups with no, FAST_PLANES and all fast planes; and separate latents of values and of keys
     after RoPE.
@@ -59,31 +59,48 @@ def decode_times(
         chosen: forms of a recipe's layers, which are added to the candidates with all group sizes.
     """
     block, apart = MOST_ROPE_BLOCK, [(POST_ROPE, False)]
-    planes = sorted({0, min(FAST_PLANES, shape.rotary_planes)})
-    forms = [*((KeyForm(block, count), True) for count in planes), (pre_rope(shape), True), *apart]
-    if not shape.rotary_dim:
+    most = max(shape.sizes, key=lambda own: own.rotary_planes)
+    planes = sorted({0, min(FAST_PLANES, most.rotary_planes)})
+    forms = [*((KeyForm(block, count), True) for count in planes), (pre_rope(most), True), *apart]
+    if not shape.rotates:
         forms = [(POST_ROPE, True), *apart]
     forms = list(dict.fromkeys([*((form.keys, form.joint) for form in chosen), *forms]))
     candidates = [LayerForm(keys, size, joint) for keys, joint in forms for size in group_sizes(shape)]
-    base = uncompressed_layer_time(shape, device, step)
+    base = sum(count * uncompressed_layer_time(own, device, step).attention_s for own, count in shape.sizes.items())
+    heads = sum(count * own.num_kv_heads for own, count in shape.sizes.items())
     times = []
     for candidate in candidates:
         for scenario, removed in SCENARIOS:
-            layout = uniform_layout(shape, candidate, 1 - removed, True)
-            time = layer_time(layout, shape, device, step)
+            layouts = _layouts(shape, candidate, 1 - removed, True)
+            parts = [(count, layer_time(layout, own, device, step)) for own, count, layout in layouts]
+            seconds = sum(count * time.attention_s for count, time in parts)
             times.append(
                 DecodeTime(
-                    candidate.in_words(shape),
+                    candidate.in_words(most),
                     scenario,
-                    kv_bytes_per_token([layout] * shape.num_layers, step.element_bytes),
-                    time.instructions / step.keys / shape.num_kv_heads,
-                    shape.num_layers * time.attention_s,
-                    time.attention_s / base.attention_s,
+                    sum(count * kv_bytes_per_token([layout], step.element_bytes) for _, count, layout in layouts),
+                    sum(count * time.instructions for count, time in parts) / step.keys / heads,
+                    seconds,
+                    seconds / base,
                     candidate in chosen,
-                    _settings(candidate, shape),
+                    _settings(candidate, most),
                 )
             )
     return times
+
+
+def _layouts(
+    shape: AttentionShape, form: LayerForm, kept: float, coded: bool
+) -> list[tuple[AttentionShape, int, LayerLayout]]:
+    """For heads of each size: the sizes of such a layer, how many there are, and a layout of the form, see
+    `uniform_layout`. Layers with fewer planes than the form has fast ones store all before RoPE."""
+    found = []
+    for own, count in shape.sizes.items():
+        keys = form.keys
+        if keys.rope_block is not None and keys.fast_planes >= own.rotary_planes:
+            keys = pre_rope(own)
+        found.append((own, count, uniform_layout(own, form._replace(keys=keys), kept, coded)))
+    return found
 
 
 def _settings(form: LayerForm, shape: AttentionShape) -> str:
@@ -119,8 +136,8 @@ def _but_heads(time: DecodeTime) -> str:
 
 
 def group_sizes(shape: AttentionShape) -> list[int]:
-    """KV heads that can share a latent: every divisor of their number, ascending."""
-    return [size for size in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % size == 0]
+    """KV heads that can share a latent in all layers: every divisor of their number, ascending."""
+    return [size for size in range(1, shape.shared_kv_heads + 1) if shape.shared_kv_heads % size == 0]
 
 
 COMPARED_COMPRESSION = {True: 0.75, False: 0.5}
@@ -140,14 +157,14 @@ def best_group_size(shape: AttentionShape, form: LayerForm, coded: bool, device:
     with one KV head per group.
 
     Args:
-        form: form of a layer; its group size is ignored.
+        form: form of the layers that are slowest to decode; its group size is ignored.
     """
 
     def seconds(size: int) -> float:
-        layout = uniform_layout(shape, form._replace(group_size=size), 1 - COMPARED_COMPRESSION[coded], coded)
-        return layer_time(layout, shape, device, step).seconds
+        layouts = _layouts(shape, form._replace(group_size=size), 1 - COMPARED_COMPRESSION[coded], coded)
+        return sum(count * layer_time(layout, own, device, step).seconds for own, count, layout in layouts)
 
-    most = max(seconds(1), uncompressed_layer_time(shape, device, step).seconds)
+    most = max(seconds(1), uncompressed_decode_seconds(shape, device, step))
     fast = [size for size in group_sizes(shape) if seconds(size) <= most]
     return min(fast, key=lambda size: seconds(size) * size**-SHARED_LOSS)
 

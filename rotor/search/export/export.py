@@ -138,7 +138,8 @@ def _write(
         shutil.copyfile(checkpoint.folder / name, staging / name)
 
     config = dict(checkpoint.config_dict)
-    dtype = checkpoint.meta_tensor(f"{family.stored_prefix(0, checkpoint.names)}{family.value_weight}").dtype
+    values = (family.stored_prefix(0, checkpoint.names) + name for name in family.value_weights)
+    dtype = checkpoint.meta_tensor(next(name for name in values if name in checkpoint.names)).dtype
     config["attn_implementation"] = language_model_setting(checkpoint.config, MARK)
     config["quantization_config"] = {
         "quant_method": MARK,

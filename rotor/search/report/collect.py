@@ -98,7 +98,7 @@ def collect_checkpoint(
         data.points = [chosen]
         data.chosen = chosen
     shape = run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)
-    data.head_dim = shape.head_dim
+    data.head_dims = [own.head_dim for own in shape.layers]
     layouts = [LayerLayout.from_dict(own, ROTOR_JSON) for own in report["layouts"]]
     if len(layouts) != shape.num_layers:
         raise CheckpointError(
@@ -148,8 +148,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         ("model", f"{data.model} ({info['model'].get('model_type', 'unknown type')})"),
         (
             "attention",
-            f"{shape.num_layers} layers, {shape.num_heads} query heads, {shape.num_kv_heads} KV heads of "
-            f"{shape.head_dim} dimensions",
+            f"{shape.num_layers} layers, {shape.num_heads} query heads, {shape.heads_in_words} dimensions",
         ),
         *([("windows", _windows(shape))] if shape.windows else []),
         ("calibration tokens", f"{tokens.get('count')} {tokens.get('source')}, rows of {tokens.get('seq_len')}"),
@@ -182,7 +181,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
     data.spectra = [{side: _mean_spectrum(values) for side, values in layer.items()} for layer in spectra]
     if point and not data.ranks:
         data.ranks = groups_of_point(run, point)
-        data.head_dim = shape.head_dim
+        data.head_dims = [own.head_dim for own in shape.layers]
 
 
 def _windows(shape: AttentionShape) -> str:

@@ -63,7 +63,7 @@ class ReportData:
     headline: (label, value, note). spectra: per layer and latent singular values over the largest, averaged over the
     groups; spectra_of: by latent, what they are of. ratios: (name, value or why there is none) of
     the point that is shown; ratios_of: the split that they are on.
-    ranks: per layer its groups by KV heads, of latents of `head_dim` channels a head. chosen: of points, that which is
+    ranks: per layer its groups by KV heads, of latents of `head_dims` channels a head. chosen: of points, that which is
     shown. absent: section -> why there is nothing to show.
     """
 
@@ -76,7 +76,7 @@ class ReportData:
     spectra: list[dict[str, list[float]]] = field(default_factory=list)
     spectra_of: dict[str, str] = field(default_factory=dict)
     ranks: list[list[GroupLayout]] = field(default_factory=list)
-    head_dim: int = 0
+    head_dims: list[int] = field(default_factory=list)
     ranks_of: str = ""
     points: list[Point] = field(default_factory=list)
     chosen: Point | None = None

@@ -112,7 +112,8 @@ def render(data: ReportData, drawn: dict[str, str] | None) -> str:
 
 def _largest_share(data: ReportData, side: str) -> float:
     """The largest share of the bits that a latent of a side keeps, by which its cells are coloured."""
-    cells = [Cell.of(group, side, data.head_dim) for layer in data.ranks for group in layer if _has_side(group, side)]
+    layers = zip(data.ranks, data.head_dims, strict=True)
+    cells = [Cell.of(group, side, dim) for layer, dim in layers for group in layer if _has_side(group, side)]
     return max((cell.bits / cell.whole_bits for cell in cells), default=0) or 1.0
 
 

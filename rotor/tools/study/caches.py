@@ -173,12 +173,13 @@ def sequence_bytes(shape: AttentionShape, dtype: torch.dtype, tokens: int, polic
     held = shape.held_tokens(tokens)
     if policy is None:
         return uncompressed_kv_bytes_of_sequence(shape, dtype.itemsize, tokens)
-    total, known = 0, dict[tuple[int, Any], int]()
+    total, known = 0, dict[tuple[int, int, int, Any], int]()
     for layer, (stored_layer, kept) in enumerate(zip(policy.layers(shape.num_layers), held, strict=True)):
         levels = getattr(policy, "levels", ())  # layers that are fitted may store differently
-        key = kept, layer if levels else None
+        own = shape.layer(layer)
+        key = kept, own.num_kv_heads, own.head_dim, layer if levels else None
         if key not in known:
-            stored_layer.fill(*(random_rows(shape.num_kv_heads, kept, shape.head_dim, dtype) for _ in range(2)))
+            stored_layer.fill(*(random_rows(own.num_kv_heads, kept, own.head_dim, dtype) for _ in range(2)))
             known[key] = stored_bytes(Cache(layers=[stored_layer]))
         total += known[key]
     return total

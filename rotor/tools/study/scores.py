@@ -84,7 +84,7 @@ def measure_scores(study: StudyContext) -> Record:
 
         def look(index: int, tensors: dict[str, Tensor], layers: list[LayerScores] = layers) -> None:
             module = network.family.attention_module(network.model, index)
-            scaling = getattr(module, "scaling", None) or network.shape.head_dim**-0.5
+            scaling = getattr(module, "scaling", None) or network.shape.layer(index).head_dim ** -0.5
             window = network.shape.windows[index] if network.shape.windows else None
             layers.append(layer_scores(tensors["query"][0], tensors["key_post"][0], float(scaling), window))
 

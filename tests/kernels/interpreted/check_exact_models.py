@@ -22,6 +22,7 @@ CASES: dict[str, tuple[str, LayoutOf, str]] = {
     "llama, codes": ("llama", groups_of(1, KeyForm(64, 8), (parted(WIDE, 1), None), (parted(NARROW, 1), None)), "qkvo"),
     "qwen3, after RoPE": ("qwen3", groups_of(1, KeyForm(), (Numbers(16), Numbers(8))), ""),
     "gemma2, a window and a soft cap": ("gemma2", groups_of(2, KeyForm(64, 0), NUMBERS), ""),
+    "gemma4_text, heads of two sizes, normed values": ("gemma4_text", groups_of(2, KeyForm(8, 3), NUMBERS), ""),
     "gpt2, no RoPE": ("gpt2", groups_of(2, KeyForm(), NUMBERS), "qkvo"),
 }
 

@@ -65,7 +65,8 @@ class Server:
     def prompt_s(self, tokens: int) -> float:
         """Time to the first token."""
         own = [layer_flops(layout, self.shape.layer(n), tokens) for n, layout in enumerate(self.layouts)]
-        flops = sum(own) if own else self.shape.num_layers * uncompressed_layer_flops(self.shape, tokens)
+        whole = [count * uncompressed_layer_flops(layer, tokens) for layer, count in self.shape.sizes.items()]
+        flops = sum(own or whole)
         return (flops + 2 * tokens * self.other_weights) / self.flops_per_s
 
     def step_s(self, tokens: int, batch: float) -> float:
@@ -92,7 +93,7 @@ class Server:
             size = kv_bytes_per_token(self.layouts, self.element_bytes)
         else:
             size = uncompressed_kv_bytes_per_token(self.shape, self.element_bytes)
-        weights = self.other_weights + self.shape.num_layers * self.shape.projection_elements
+        weights = self.other_weights + projection_elements(self.shape)
         return (GPU_BYTES - self.element_bytes * weights) / (tokens * size)
 
     def most_per_s(self, prompt: int, steps: int) -> float:
@@ -166,7 +167,7 @@ def _measure(study: StudyContext, name: str, recipe: Recipe) -> Record:
         served["like an 8B"] = (SHAPE_8B, like_8b(layouts, shape), WEIGHTS_8B, 2)
     times = {}
     for model, (of, own, count, size) in served.items():
-        rates = (count - of.num_layers * of.projection_elements, size, device, device.matmul_flops_per_s)
+        rates = (count - projection_elements(of), size, device, device.matmul_flops_per_s)
         times[model] = _times(Server(of, own, *rates), Server(of, (), *rates))
     return {"stored": plan.stored, "times": times}
 
@@ -193,10 +194,16 @@ def _times(server: Server, base: Server) -> dict[str, Record]:
     return found
 
 
+def projection_elements(shape: AttentionShape) -> int:
+    """Weights of the projections of all layers."""
+    return sum(count * layer.projection_elements for layer, count in shape.sizes.items())
+
+
 def like_8b(layouts: Sequence[LayerLayout], shape: AttentionShape) -> list[LayerLayout]:
     """Layers of an 8B, of which each KV head keeps the shares of its channels that the groups of these layers keep of
     theirs, one after another; numbers, keys before or after RoPE as in these."""
-    groups = [(group, shape.head_dim * layout.group_size) for layout in layouts for group in layout.groups]
+    layers = [(layout, shape.layer(n).head_dim * layout.group_size) for n, layout in enumerate(layouts)]
+    groups = [(group, columns) for layout, columns in layers for group in layout.groups]
     form = pre_rope(SHAPE_8B) if layouts[0].fast_planes else layouts[0].form
     found = []
     for layer in range(SHAPE_8B.num_layers):

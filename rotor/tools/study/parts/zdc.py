@@ -17,7 +17,7 @@ from ....calibration.pruning import prune_sequences
 from ....checkpoint import GroupLayout, LayerLayout, Numbers
 from ....checkpoint.bases import LayerBases
 from ....checkpoint.folding import model_layouts
-from ....checkpoint.layout import POST_ROPE, ordered_by_class
+from ....checkpoint.layout import POST_ROPE, AttentionShape, ordered_by_class
 from ....errors import UnsupportedModelError, UsageError
 from ....models.tokenizer import chat_opening
 from ....models.tokens import calibration_tokens
@@ -180,11 +180,12 @@ def _lost(
 ) -> Iterator[tuple[str, float, float]]:
     """Side, ratio, and how far the outputs of one layer's attention are off, over their size; the layer is loaded."""
     exact = attention_output(network, index, states)
-    columns = bases.group_size * network.shape.head_dim
+    shape = network.shape.layer(index)
+    columns = bases.group_size * shape.head_dim
     for ratio in RATIOS:
         kept = max(1, round((1 - ratio) * columns))
         for side, ranks in zip(SIDES, ((kept, columns), (columns, kept)), strict=True):
-            groups = [ranks] * (network.shape.num_kv_heads // bases.group_size)
+            groups = [ranks] * (shape.num_kv_heads // bases.group_size)
             with network.compressed_layer(index, bases, groups):
                 off = attention_output(network, index, states) - exact
             yield side, ratio, float(off.abs().sum() / exact.abs().sum())
@@ -215,15 +216,20 @@ def _travel(study: StudyContext, name: str) -> Record:
     if plan is None:
         raise UsageError(f"{name} cannot remove {AT:g} of the rows.", "Leave this recipe out of the part zdc.")
     element_bytes = study.cache_dtype.itemsize
-    heads = (GroupLayout((head,), *[Numbers(shape.head_dim)] * 2) for head in range(shape.num_kv_heads))
-    whole: LayerLayout = ordered_by_class(heads, POST_ROPE)
     layouts = model_layouts(evaluator.run.bases(plan.channels), plan.ranks)
     found = {}
     for count in PROCESSES:
-        ways = [travel(layout, shape, count, element_bytes) for layout in layouts]
-        before = shape.num_layers * (travel(whole, shape, count, element_bytes).heads or 0.0)
+        ways = [travel(layout, shape.layer(n), count, element_bytes) for n, layout in enumerate(layouts)]
+        whole = ((number, travel(_whole(own), own, count, element_bytes)) for own, number in shape.sizes.items())
+        before = sum(number * (way.heads or 0.0) for number, way in whole)
         found[str(count)] = [before, sum(way.bytes_per_token for way in ways), sum(way.rows for way in ways)]
     return found
+
+
+def _whole(shape: AttentionShape) -> LayerLayout:
+    """A layer that keeps all numbers of each head."""
+    heads = (GroupLayout((head,), *[Numbers(shape.head_dim)] * 2) for head in range(shape.num_kv_heads))
+    return ordered_by_class(heads, POST_ROPE)
 
 
 def _seconds(study: StudyContext) -> Record:
