@@ -14,7 +14,7 @@ from support.compare import relative_error
 from support.folded_models import Folding, folded
 from support.quick import mostly_nightly
 from support.runs import WITH_EXACT, in_memory, whole_ranks
-from support.tiny_models import ALIKE, build_tiny, tiny_config
+from support.tiny_models import ALIKE, VARIANTS, build_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
@@ -85,15 +85,6 @@ def test_chunks_and_queries_scaled_by_place(tmp_path: Path) -> None:
             assert relative_error(torch.cat(parts, dim=1), expected) < 1e-5
 
 
-@pytest.mark.parametrize("field", ["num_kv_shared_layers", "hidden_size_per_layer_input"])
-def test_gemma4_is_refused_where_layers_share_a_cache_or_read_tokens(field: str) -> None:
-    config = tiny_config("gemma4_text")
-    find_family(config)
-    setattr(config, field, 1)
-    with pytest.raises(UnsupportedModelError, match=rf"{field} is set, .* layers read"):
-        find_family(config)
-
-
 def test_weights_behind_rope_want_keys_after_it(tmp_path: Path) -> None:
     tiny_config("hunyuan_v1_dense").save_pretrained(tmp_path)
     assert "post-RoPE" in inspect(tmp_path, overrides=[*WITH_EXACT, "groups.domain=block"]).form
@@ -102,7 +93,7 @@ def test_weights_behind_rope_want_keys_after_it(tmp_path: Path) -> None:
     assert "groups.domain=post" in str(error.value.hint)
 
 
-@pytest.mark.parametrize("name", mostly_nightly(ALIKE, lambda name: name in KINDS))
+@pytest.mark.parametrize("name", mostly_nightly([*ALIKE, *VARIANTS], lambda name: name in KINDS))
 def test_a_family_goes_through_the_whole_pipeline(name: str, tmp_path: Path) -> None:
     model = build_tiny(name, tmp_path / "model")
     run = rotor.calibrate(model, tmp_path / "run", "rotor", WITH_EXACT, offload="always")

@@ -282,15 +282,18 @@ class Calibration:
                 network.embed(sequences, states)
         with self.progress.task("calibrate", (layers - start) * sequences.numel(), "token layers") as advance:
             for layer in range(start, layers):
-                states = self._layer(network, layer, states, advance)
+                states = self._layer(network, layer, sequences, states, advance)
 
-    def _layer(self, network: LayerwiseModel, layer: int, states: Tensor, advance: Advance) -> Tensor:
+    def _layer(
+        self, network: LayerwiseModel, layer: int, sequences: Tensor, states: Tensor, advance: Advance
+    ) -> Tensor:
         """Put hidden states through a layer and write its bases and codes; returns the states that leave it."""
         partial, prune = self.partial, self.recipe.prune
         wanted = wanted_moments(self.recipe, self.form.layer(layer))
         with self.times.stage("capture"):
             out = partial.states(layer + 1, tuple(states.shape), self.devices.dtype)
-            moments = layer_statistics(network, layer, states, out, self.form.group_size, wanted, prune, advance)
+            group_size = self.form.group_size
+            moments = layer_statistics(network, layer, sequences, states, out, group_size, wanted, prune, advance)
         self._commit(layer, moments)
         return out
 

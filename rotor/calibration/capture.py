@@ -41,6 +41,7 @@ AttentionFunction = Callable[..., tuple[Tensor, None]]
 def layer_statistics(
     network: LayerwiseModel,
     layer: int,
+    sequences: Tensor,
     states: Tensor,
     out: Tensor,
     group_size: int,
@@ -51,8 +52,8 @@ def layer_statistics(
     """Put hidden states through a layer and sum the second moments of what its attention sees, on the CPU.
 
     Args:
-        states, out: [num_sequences, seq_len, hidden_size], the states that enter the layer and a buffer for those that
-            leave it.
+        sequences: [num_sequences, seq_len] tokens. states, out: [num_sequences, seq_len, hidden_size], the states that
+            enter the layer and a buffer for those that leave it.
         wanted: names of the moments (see LayerStatistics).
         prune: with `kmeans`, moments are those of centroids.
     """
@@ -62,12 +63,15 @@ def layer_statistics(
         statistics = ClusteredStatistics(shape, group_size, prune=prune, layer=layer)
 
     def observe(index: int, activations: dict[str, Tensor]) -> None:
-        assert index == layer
-        statistics.add(activations)
+        if index == layer:
+            statistics.add(activations)
 
     observed = capture(network.model, network.family, network.shape, group_size, wanted, observe)
-    with torch.inference_mode(), network.layer(layer), observed:
-        network.run(layer, states, out, advance)
+    turn = network.turn_of(layer)
+    with torch.inference_mode(), network.layer(turn), observed:
+        network.run(turn, sequences, states, out, advance)
+    if turn != layer:
+        out.copy_(states)
     return statistics.finish()
 
 
@@ -87,7 +91,9 @@ def capture(
     stored = StoredKeys(model, family, shape)
 
     def report(layer: int, tensors: dict[str, Tensor], output: Tensor) -> None:
-        activations = stored.of(sorted(wanted - {"query", "output"}), layer, output.shape[1], tensors)
+        activations: dict[str, Tensor] = {}
+        if "value" in tensors:
+            activations = stored.of(sorted(wanted - {"query", "output"}), layer, output.shape[1], tensors)
         if "query" in wanted:
             activations["query"] = tensors["query"].transpose(1, 2).flatten(0, 1)
         if "output" in wanted:
@@ -119,12 +125,14 @@ def observed_attention(
         report: is called with the layer; with `query`, `key_post` and `value`, [batch_size, heads, seq_len, head_dim],
             and with RoPE also `key_pre` in the shape of its module's output, unless norms stand behind it; and with the
             output, [batch_size, seq_len, num_heads, group_size * head_dim], each query head's average of the stacked
-            values of its KV head's group.
+            values of its KV head's group. A layer that reads the cache of another is reported as that one, without
+            keys and values.
         read: returns keys and values, shaped like `key_post` and `value`, that attention computes with in their place.
     """
     before: dict[int, Tensor] = {}
     modules = {layer: family.attention_module(model, layer) for layer in layers}
     layer_of = {position: layer for layer, position in enumerate(family.placed)}
+    source_of = {position: layer_of[source] for position, source in family.readers}
 
     def attention(
         module: Any,
@@ -137,7 +145,8 @@ def observed_attention(
         s_aux: Tensor | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, None]:
-        layer = layer_of[module.layer_idx]
+        reads = module.layer_idx in source_of
+        layer = source_of[module.layer_idx] if reads else layer_of[module.layer_idx]
         own = shape.layer(layer)
         query, key = (family.in_halves(side, own) for side in (query, key))
         tensors = {"query": query, "key_post": key, "value": value}
@@ -147,7 +156,7 @@ def observed_attention(
             key, value = read(layer, tensors)
         output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap, s_aux)
         output = output.unflatten(-1, (own.num_heads, -1))
-        report(layer, tensors, output)
+        report(layer, {"query": query} if reads else tensors, output)
         return _block_of_head(output, own, group_size), None
 
     def keep(layer: int) -> Callable[..., Tensor]:

@@ -207,11 +207,14 @@ class DistilledModel:
             gradient /= count
             for index in reversed(layers):
                 entering = states.pop()
-                parameters = [p for side in self._layers[index] for p in (*side.mixes, *side.code_parameters)]
+                sides = [side for layer in network.layers_at(index) for side in self._layers[layer]]
+                if not sides:
+                    continue
+                parameters = [p for side in sides for p in (*side.mixes, *side.code_parameters)]
                 with network.layer(index), torch.enable_grad():
                     for part in network.batches(entering):
                         hidden = entering[part].to(network.device).clone().requires_grad_()
-                        output = network.through(index, hidden)
+                        output = network.through(index, sequences[part], hidden)
                         by_hidden, *by_parameters = torch.autograd.grad(
                             output, [hidden, *parameters], gradient[part].to(output.device)
                         )

@@ -100,7 +100,7 @@ def all_states(
             network.embed(sequences, out)
         else:
             with network.layer(index - 1):
-                network.run(index - 1, states[-1], out, advance)
+                network.run(index - 1, sequences, states[-1], out, advance)
         files.has_entered(index)
         states.append(out)
     return states
@@ -147,19 +147,23 @@ def _layer_backward(
     reported: dict[str, Tensor] = {}
 
     def observe(layer: int, tensors: dict[str, Tensor], output: Tensor) -> None:
-        reported.update({name: tensor for name, tensor in tensors.items() if name != "query"})
+        if layer == index:
+            reported.update({name: tensor for name, tensor in tensors.items() if name != "query"})
 
+    turn = network.turn_of(index)
+    is_first = index == network.layers_at(turn)[0]
     observed = observed_attention(network.model, network.family, network.shape, range(index, index + 1), observe)
     try:
-        with network.layer(index), observed, torch.enable_grad():
+        with network.layer(turn), observed, torch.enable_grad():
             for part in list(network.batches(states))[sums.batches :]:
                 hidden = states[part].to(network.device).clone().requires_grad_()
-                output = network.through(index, hidden)
+                output = network.through(turn, sequences[part], hidden)
                 names = sorted(reported)
                 by_all = torch.autograd.grad(
                     output, [hidden, *(reported[name] for name in names)], leaving[part].to(output.device)
                 )
-                entering[part] = by_all[0].to(entering.device)
+                # states pass the turns of the other layers that run together as they are
+                entering[part] = by_all[0].to(entering.device) if is_first else leaving[part]
                 if not all(torch.isfinite(g).all() for g in by_all[1:]):
                     raise NumericsError(
                         f"layer {index}: a gradient of the loss by its keys or values is not finite.",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import DataError, NumericsError
 from ..recipe import Prune
-from .bases.moments import JOINT, UNCENTRED, LayerStatistics
+from .bases.moments import JOINT, UNCENTRED, LayerStatistics, counted_tokens
 
 NEVER_CLUSTERED = ("output", JOINT)
 """Prefixes of the names of moments that are never taken of centroids."""
@@ -101,7 +101,7 @@ class ClusteredStatistics(LayerStatistics):
 
     def add(self, activations: dict[str, Tensor]) -> None:
         """Add one batch; raises NumericsError that names the layer if a vector is not finite."""
-        tokens = self.tokens + next(iter(activations.values())).shape[0]
+        tokens = self.tokens + counted_tokens(activations)
         super().add({name: tensor for name, tensor in activations.items() if name.startswith(NEVER_CLUSTERED)})
         self.tokens = tokens
         for name in (name for name in activations if not name.startswith(NEVER_CLUSTERED)):

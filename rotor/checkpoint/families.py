@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -71,6 +72,21 @@ def _attention_layers(config: Any) -> tuple[int, ...]:
     )
 
 
+def _layers_with_cache(config: Any) -> tuple[int, ...]:
+    return _all_layers(config)[: config.num_hidden_layers - config.num_kv_shared_layers]
+
+
+def _no_reader(config: Any) -> tuple[tuple[int, int], ...]:
+    return ()
+
+
+def _readers_of_last(config: Any) -> tuple[tuple[int, int], ...]:
+    """The last layers read the cache of the last layer of their type that has one."""
+    last_of = {config.layer_types[layer]: layer for layer in _layers_with_cache(config)}
+    readers = _all_layers(config)[config.num_hidden_layers - config.num_kv_shared_layers :]
+    return tuple((layer, last_of[config.layer_types[layer]]) for layer in readers)
+
+
 def _all_unless_rope(config: Any) -> tuple[int, ...]:
     return () if config.position_embedding_type == "rope" else _all_layers(config)
 
@@ -112,8 +128,12 @@ class Family:
     keys_as_values: layers may lack v_proj; their values are then what k_proj puts out, before its norm.
     rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
     rotary_by_layer_type: the rotary embedding takes the layer's type as a third argument.
-    attention_layers: reads from the config which layers have attention; others stay as they are. Everywhere else
-        layers are counted among these, in `placed`, which `family_of` fills in.
+    attention_layers: reads from the config which layers have attention and a cache of their own; others stay as they
+        are. Everywhere else layers are counted among these, in `placed`, which `family_of` fills in.
+    cache_readers: reads from the config which layers have queries alone and read the cache of an earlier one: pairs of
+        such a layer and the one that it reads, both among all layers. `family_of` fills them in as `readers`.
+    token_inputs: config field that says whether layers read the tokens too, not hidden states alone; `reads_tokens` is
+        whether they do, as `family_of` finds it.
     without_rope: reads from the config which layers do not rotate, where others do.
     key_multiplier: config field of a factor of keys; `key_factor` is what it says, as `family_of` finds it.
     query_scale: factor of queries by the config, the layer among all, and their positions, or their indices in the
@@ -147,6 +167,10 @@ class Family:
     norms_if: str | None = None
     attention_layers: Callable[[Any], tuple[int, ...]] = _all_layers
     placed: tuple[int, ...] = ()
+    cache_readers: Callable[[Any], tuple[tuple[int, int], ...]] = _no_reader
+    readers: tuple[tuple[int, int], ...] = ()
+    token_inputs: str | None = None
+    reads_tokens: bool = False
     key_multiplier: str | None = None
     key_factor: float = 1.0
     query_scale: Callable[[Any, int, Tensor], Tensor | None] | None = None
@@ -198,6 +222,25 @@ class Family:
         """Names (under the attention module) of the weight that holds the value projection: the first that is there."""
         first = f"{self.projections[-2]}.weight"
         return (first, "k_proj.weight") if self.keys_as_values else (first,)
+
+    @property
+    def read_by_others(self) -> frozenset[int]:
+        """The layers, among all, whose cache others read."""
+        return frozenset(layer for _, layer in self.readers)
+
+    def turns(self, num_hidden_layers: int) -> list[range]:
+        """The decoder's layers that run together, at the turn of each layer of `placed`, where one runs after another.
+
+        Layers without attention run with the next one that has it, and those behind the last one with that. Layers
+        that hand their cache to others run with these, at the turn of the last one; at those of others nothing runs.
+        """
+        ends = [*(layer + 1 for layer in self.placed[:-1]), num_hidden_layers]
+        turns = [range(start, end) for start, end in pairwise([0, *ends])]
+        if self.readers:
+            first = self.placed.index(min(self.read_by_others))
+            start = turns[first].start
+            turns[first:] = [*[range(start, start)] * (len(turns) - first - 1), range(start, num_hidden_layers)]
+        return turns
 
     def attention_prefix(self, layer: int) -> str:
         return f"{self.decoder}.{self.layers}.{self.placed[layer]}.{self.attention}."
@@ -265,7 +308,9 @@ _GEMMA4 = replace(
     rotary_by_layer_type=True,
     value_norm="v_norm",
     keys_as_values=True,
-    refused=("num_kv_shared_layers", "hidden_size_per_layer_input"),
+    attention_layers=_layers_with_cache,
+    cache_readers=_readers_of_last,
+    token_inputs="hidden_size_per_layer_input",
     not_in_vllm="its heads have two sizes, and its values a norm",
 )
 _INTERLEAVED = replace(_LLAMA, interleaved=True)
@@ -446,12 +491,6 @@ _REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidi
 _HARMLESS = {"use_bidirectional_attention": "vision"}
 """Values of fields that are refused otherwise: images attend within themselves, as the mask says, and text does not."""
 
-_WHY = {
-    "num_kv_shared_layers": "its last layers read the keys and values of others",
-    "hidden_size_per_layer_input": "its layers read the tokens themselves, not hidden states alone",
-}
-"""What fields that are refused mean, where their names do not say it."""
-
 
 def family_of(config: Any) -> Family:
     """The family of the config of a supported model, with the norms that this model has and where its layers are.
@@ -466,8 +505,15 @@ def family_of(config: Any) -> Family:
     norms = () if family.norms_if and not getattr(config, family.norms_if) else family.norms
     factor = float(getattr(config, family.key_multiplier)) if family.key_multiplier else 1.0
     behind = family.norms_behind_rope if norms else None
-    placed = family.attention_layers(config)
-    return replace(family, norms=norms, norms_behind_rope=behind, placed=placed, key_factor=factor)
+    return replace(
+        family,
+        norms=norms,
+        norms_behind_rope=behind,
+        placed=family.attention_layers(config),
+        readers=family.cache_readers(config),
+        reads_tokens=bool(family.token_inputs and getattr(config, family.token_inputs)),
+        key_factor=factor,
+    )
 
 
 def is_supported(config: Any) -> bool:
@@ -529,8 +575,7 @@ def find_family(config: Any) -> Family:
     for flag in (*_REFUSED, *family.refused):
         value = getattr(config, flag, False)
         if value and value != _HARMLESS.get(flag):
-            why = f" ({_WHY[flag]})" if flag in _WHY else ""
-            raise UnsupportedModelError(f"config.json: {flag} is set, which rotor does not support{why}.")
+            raise UnsupportedModelError(f"config.json: {flag} is set, which rotor does not support.")
     factor = _partial_rotary_factor(config)
     if factor != 1.0 and not family.partial_rotary:
         raise UnsupportedModelError(

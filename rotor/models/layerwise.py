@@ -1,7 +1,8 @@
 """Run a causal model layer by layer over many sequences: all sequences through one layer, then all through the next.
 
 Only one layer has to be in memory at a time, and the hidden states that enter a layer can be kept and used again. The
-arguments that a family calls its layers with are recorded once for each batch size. Embedding and head run as the
+arguments that a family calls its layers with are recorded once for each batch size, or where layers read the tokens for
+each batch. Layers that read the cache of others run together with these, see `Family.turns`. Embedding and head run as the
 model's forward pass without the layers. Sequences have equal lengths and no padding, and nothing is cached. A pass of a
 model that keeps tokens exactly is one prompt, in which no row is read; within `decoding` it reads what decoding token
 by token does.
@@ -14,7 +15,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +58,7 @@ class LayerwiseModel:
         self.decoder = self.model.get_submodule(self.family.decoder)
         layers = list(self.decoder.get_submodule(self.family.layers))[: self.config.num_hidden_layers]
         self.layers: list[nn.Module] = layers
-        ends = [*(layer + 1 for layer in self.family.placed[:-1]), len(layers)]
-        self._parts = [range(start, end) for start, end in pairwise([0, *ends])]
+        self._turns = self.family.turns(len(layers))
         self._calls: dict[tuple[object, ...], list[LayerCall]] = {}
         self._prompt: int | None = None
         self.device, self.dtype = source.device, source.dtype
@@ -78,16 +77,24 @@ class LayerwiseModel:
         size = max(1, self.batch_tokens // sequences.shape[1])
         return (slice(start, min(start + size, len(sequences))) for start in range(0, len(sequences), size))
 
+    def turn_of(self, layer: int) -> int:
+        """The layer at whose turn a layer runs: itself, unless others read its cache; see `Family.turns`."""
+        position = self.family.placed[layer]
+        return next(index for index, turn in enumerate(self._turns) if position in turn)
+
+    def layers_at(self, index: int) -> list[int]:
+        """The layers that run at the turn of one; none where that runs at the turn of another."""
+        return [layer for layer, position in enumerate(self.family.placed) if position in self._turns[index]]
+
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """The layer, with its weights loaded inside the `with`.
-
-        Layers without attention belong to the next one that has it, and those behind the last one to that.
-        """
+        """The layers that run at the turn of one, with their weights loaded inside the `with`."""
         with ExitStack() as loaded:
-            for number in self._parts[index]:
+            if self.family.reads_tokens:
+                loaded.enter_context(self.source.loaded("embedding"))
+            for number in self._turns[index]:
                 loaded.enter_context(self.source.loaded(number))
-            yield nn.ModuleList([self.layers[number] for number in self._parts[index]])
+            yield nn.ModuleList([self.layers[number] for number in self._turns[index]])
 
     @torch.inference_mode()
     def embed(self, sequences: Tensor, out: Tensor | None = None) -> Tensor:
@@ -107,26 +114,30 @@ class LayerwiseModel:
         return states
 
     @torch.inference_mode()
-    def run(self, index: int, states: Tensor, out: Tensor, advance: Advance = lambda done: None) -> None:
-        """Put hidden states through a layer, which must be loaded; `out` may be `states` itself."""
+    def run(
+        self, index: int, sequences: Tensor, states: Tensor, out: Tensor, advance: Advance = lambda done: None
+    ) -> None:
+        """Put hidden states of sequences through a layer, which must be loaded; `out` may be `states` itself."""
         for part in self.batches(states):
-            hidden = states[part].to(self.device)
-            result = self.through(index, hidden)
+            hidden, tokens = states[part].to(self.device), sequences[part]
+            result = self.through(index, tokens, hidden)
             if not is_finite(result):
-                where = first_not_finite(self.model, lambda: self.through(index, hidden))  # noqa: B023 (at once)
+                where = first_not_finite(self.model, lambda: self.through(index, tokens, hidden))  # noqa: B023 (at once)
                 raise NumericsError(f"layer {index}: its output is not finite{where}.", "Compute in float32.")
             out[part] = result.to(out.device)
             advance(hidden.shape[0] * hidden.shape[1])
 
-    def through(self, index: int, hidden: Tensor) -> Tensor:
+    def through(self, index: int, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Put one batch of hidden states [batch_size, seq_len, hidden_size] through a layer, which must be loaded.
 
         Gradients flow through it where autograd is enabled.
         """
-        with decoding([self.family.attention_module(self.model, index)], self._prompt):
-            for number in self._parts[index]:
-                args, kwargs = self._call(number, *hidden.shape[:2])
-                result = self.layers[number](hidden, *args, **kwargs)
+        shared: dict[str, object] = {"shared_kv_states": {}} if self.family.readers else {}
+        modules = [self.family.attention_module(self.model, layer) for layer in self.layers_at(index)]
+        with decoding(modules, self._prompt):
+            for number in self._turns[index]:
+                args, kwargs = self._call(number, tokens)
+                result = self.layers[number](hidden, *args, **kwargs | shared)
                 hidden = result[0] if isinstance(result, tuple) else result
         return hidden
 
@@ -156,8 +167,8 @@ class LayerwiseModel:
         all_states = [self.embed(sequences) for sequences in parts]
         for index in range(self.shape.num_layers):
             with self.layer(index):
-                for states in all_states:
-                    self.run(index, states, states, lambda tokens: advance(tokens / self.shape.num_layers))
+                for sequences, states in zip(parts, all_states, strict=True):
+                    self.run(index, sequences, states, states, lambda tokens: advance(tokens / self.shape.num_layers))
         return all_states
 
     @contextmanager
@@ -175,15 +186,23 @@ class LayerwiseModel:
             current[:] = [states.to(self.device)]
             # Embeddings are given as zeros, since the embedding of an untied model may not be in memory.
             nothing = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device).expand(*states.shape[:2], width)
+            inputs = {"inputs_embeds": nothing}
+            if self.family.reads_tokens:
+                inputs = {"input_ids": torch.zeros(states.shape[:2], dtype=torch.int64, device=self.device)}
             with self._without_layers(lambda hidden, call: current[0]):
-                return self.model(inputs_embeds=nothing, use_cache=False).logits
+                return self.model(**inputs, use_cache=False).logits
 
-        with self.source.loaded("head"):
+        with ExitStack() as loaded:
+            if self.family.reads_tokens:
+                loaded.enter_context(self.source.loaded("embedding"))
+            loaded.enter_context(self.source.loaded("head"))
             yield logits
 
-    def _call(self, number: int, batch_size: int, seq_len: int) -> LayerCall:
-        """Arguments that the decoder calls its layer `number` with, recorded once for each batch size."""
-        key = (self.config._attn_implementation, torch.is_inference_mode_enabled(), batch_size, seq_len)
+    def _call(self, number: int, tokens: Tensor) -> LayerCall:
+        """Arguments that the decoder calls its layer `number` with, recorded once for each batch size, or batch."""
+        key: tuple[object, ...] = self.config._attn_implementation, torch.is_inference_mode_enabled(), *tokens.shape
+        if self.family.reads_tokens:
+            key = *key, tokens.cpu().numpy().tobytes()
         if key not in self._calls:
             calls: list[LayerCall] = []
 
@@ -192,11 +211,14 @@ class LayerwiseModel:
                 return hidden
 
             width = self.model.get_input_embeddings().embedding_dim
-            nothing = torch.zeros(batch_size, seq_len, width, dtype=self.dtype, device=self.device)
+            inputs = {"inputs_embeds": torch.zeros(*tokens.shape, width, dtype=self.dtype, device=self.device)}
+            if self.family.reads_tokens:
+                inputs = {"input_ids": tokens.to(self.device)}
             with torch.no_grad(), self._without_layers(record):
-                self.decoder(inputs_embeds=nothing, use_cache=False)
+                self.decoder(**inputs, use_cache=False)
             assert len(calls) == len(self.layers)
-            if len(self._calls) > 8:  # they hold masks of sizes that are no longer used
+            # they hold masks of sizes that are no longer used, or what layers read of tokens
+            if len(self._calls) > (0 if self.family.reads_tokens else 8):
                 self._calls.clear()
             self._calls[key] = calls
         return self._calls[key][number]

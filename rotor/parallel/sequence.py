@@ -44,8 +44,8 @@ class SequenceParallel(RowStore):
         states = any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cached)
         if states or any(layer.layer_idx != n or layer.sinks is not None for n, layer in enumerate(self.layers)):
             raise UsageError(
-                "a prompt over several processes: this model has layers without attention, states beside it, or sinks "
-                "in its softmax.",
+                "a prompt over several processes: this model has layers without attention, states beside it, a cache "
+                "that layers share, or sinks in its softmax.",
                 "Run it in one process.",
             )
         windows: list[int | None] = [getattr(layer, "sliding_window", None) for layer in cached]

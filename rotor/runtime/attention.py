@@ -35,7 +35,7 @@ from ..kernels.rows import code_scales, pack_layer
 from ..logs import log
 from .exact import NewTokens
 from .rope import RotaryTable, Rotations, TokenSpan, rope_of
-from .steps import AttentionCall, CacheRows
+from .steps import AttentionCall, CacheRows, SharedRows
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
@@ -83,6 +83,7 @@ class RotorAttention(CompressedProjections):
         self.scaling: float = float(getattr(base, "scaling", shape.head_dim**-0.5))
         self.softcap: float | None = getattr(self.config, family.softcap) if family.softcap else None
         self.family, self.shape, self.layout = family, shape, layout
+        self.is_read_by_others = self.layer_idx in family.read_by_others
         self.is_causal = True
         self.dropout = attention_dropout(self.config)
         self.kernels: LayerKernels = default_layer(layout)
@@ -142,7 +143,12 @@ class RotorAttention(CompressedProjections):
             call = AttentionCall(
                 parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels, text, exact, span
             )
-            output = store.store_and_attend(call)
+            if self.is_read_by_others:
+                shared = SharedRows(call, store.stored(call))
+                kwargs["shared_kv_states"][self.config.layer_types[self.layer_idx]] = shared, shared
+                output = shared.attend(call)
+            else:
+                output = store.store_and_attend(call)
         if self.gate_proj is not None:
             output = output * self.gate_proj(hidden_states).sigmoid()
         return self.o_proj(output), None
@@ -162,7 +168,7 @@ class RotorAttention(CompressedProjections):
     @torch.compiler.assume_constant_result
     def _served(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the kernels serve the layer at all."""
-        fits = self.sinks is None and not self.shape.weighted_behind_rope
+        fits = self.sinks is None and not self.shape.weighted_behind_rope and not self.is_read_by_others
         return fits and layer_served(self.layout, self.shape, dtype, device, self.rope.fits_kernels)
 
     @torch.compiler.assume_constant_result
@@ -315,8 +321,20 @@ def _check_pass(
         )
 
 
-def refuse_others(module: nn.Module, *args: object, **kwargs: object) -> tuple[Tensor, None]:
-    """The attention function registered as `rotor`. Compressed layers do not call it, so whoever does is in error."""
+def attend_to_shared(
+    module: nn.Module, query: Tensor, key: Tensor | SharedRows, *args: object, **kwargs: object
+) -> tuple[Tensor, None]:
+    """The attention function registered as `rotor`, which layers call that read the cache of a compressed one.
+
+    Compressed layers do not call it.
+
+    Args:
+        query: [batch_size, num_heads, seq_len, head_dim]. key: what the layer that is read handed over.
+    Raises:
+        UsageError: there is no such layer.
+    """
+    if isinstance(key, SharedRows):
+        return key.attended(query), None
     raise UsageError(
         f"attn_implementation='rotor' was requested for {type(module).__name__}, which is not compressed.",
         "Load a checkpoint written by `rotor export`; `import rotor` is all that it needs.",

@@ -17,7 +17,7 @@ from ..kernels.decoded import decoded_attention
 from ..kernels.parameters import shown_by
 from .attention import RotorAttention
 from .rope import TokenSpan
-from .steps import AttentionCall, CacheRows, RowStore
+from .steps import AttentionCall, Attend, CacheRows, RowStore
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -38,6 +38,9 @@ class DecodedRows(RowStore):
 
     def row_store(self, cache: Cache | None, layer_idx: int) -> RowStore:
         return self if cache is None else CacheRows().row_store(cache, layer_idx)
+
+    def stored(self, call: AttentionCall) -> Attend:
+        return self.store_and_attend
 
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         assert call.exact is not None

@@ -37,7 +37,7 @@ from ..checkpoint import (
 )
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..kernels.defaults import config_of
-from .attention import RotorAttention, refuse_others
+from .attention import RotorAttention, attend_to_shared
 from .positions import keep_shifts_with_rows
 from .rope import rotary_tables
 from .steps import NO_GRADIENTS
@@ -252,7 +252,7 @@ def register() -> None:
     for name in (METHOD, MARK):
         register_quantization_config(name)(RotorConfig)
         register_quantizer(name)(RotorQuantizer)
-        AttentionInterface.register(name, refuse_others)
+        AttentionInterface.register(name, attend_to_shared)
         AttentionMaskInterface.register(name, sdpa_mask)
     loading: Any = modeling_utils
     loading.convert_and_load_state_dict_in_model = with_rewritten(loading.convert_and_load_state_dict_in_model)

@@ -7,7 +7,9 @@ A layer's store is chosen when its model is loaded: transformers' caches (`Cache
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,8 +20,9 @@ from ..errors import UsageError
 from ..kernels.exact import RowKeys, attend_to_both
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention, dense_attention
+from ..kernels.rotary import rotate
 from ..kernels.slots import ExactSlots
-from .exact import NewTokens, exact_keys, host_span, remembered_division, with_exact_rows
+from .exact import NewTokens, SeenTokens, exact_keys, host_span, remembered_division, with_exact_rows
 from .rope import Rotations, TokenSpan
 from .slots import exact_slots
 
@@ -62,6 +65,55 @@ class AttentionCall(NamedTuple):
         return self.cache.update(self.key, self.value, self.layer_idx)
 
 
+Attend = Callable[[AttentionCall], Tensor]
+"""Attention of a pass over what a store has of a layer."""
+
+
+class SharedRows(NamedTuple):
+    """What a layer hands, in place of keys, to those that read its cache in the same pass.
+
+    call: of the layer. attend: attention of such a call over what was stored by it.
+    """
+
+    call: AttentionCall
+    attend: Attend
+
+    def attended(self, query: Tensor) -> Tensor:
+        """Attention of the queries of another layer, [batch_size, seq_len, num_heads * head_dim].
+
+        Args:
+            query: [batch_size, num_heads, seq_len, head_dim], of the newest tokens of the pass, rotated as the model
+                does, heads as it has them.
+        """
+        call, exact = self.call, self.call.exact
+        assert exact is not None
+        own, order = call.parameters.shape, list(call.parameters.layout.kv_head_order)
+        missing = exact.key.shape[2] - query.shape[2]
+        query = query.unflatten(1, (own.num_kv_heads, -1))[:, order].flatten(1, 2)
+        query = torch.nn.functional.pad(query, (0, 0, missing, 0))  # transformers leaves out what nobody asked for
+        by_row, given, of_rows = call.rotations.query, call.rotations.exact, query
+        if by_row is not given and by_row is not None and given is not None:  # rows count from the cache's first
+            wide = torch.promote_types(query.dtype, torch.float32)
+            before = rotate(query.to(wide), given[0].to(wide), -given[1].to(wide))
+            of_rows = rotate(before, by_row[0].to(wide), by_row[1].to(wide)).to(query.dtype)
+        output = self.attend(call._replace(query=of_rows, exact=exact._replace(query=query)))[:, missing:]
+        places = torch.tensor(order, device=output.device).argsort()
+        return output.unflatten(-1, (own.num_kv_heads, -1))[:, :, places].flatten(2)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> SharedRows:
+        """Itself: accelerate moves what layers share with the hidden states.
+
+        Raises:
+            UsageError: to another device.
+        """
+        if torch.device(device) != self.call.query.device:
+            raise UsageError(
+                f"layer {self.call.layer_idx} is on {self.call.query.device}, and one on {device} reads its cache.",
+                "Load the model on one device: device_map='cuda:0'.",
+            )
+        return self
+
+
 class RowStore(ABC):
     """Keeps the rows of a layer and attends to them; a layer of a cache that follows a policy is one.
 
@@ -81,6 +133,17 @@ class RowStore(ABC):
         Returns:
             [batch_size, seq_len, sum over query heads of value width], in a layer with exact tokens of head_dim.
         """
+
+    def stored(self, call: AttentionCall) -> Attend:
+        """Store the rows of the new tokens, and let several layers attend to all rows.
+
+        Raises:
+            UsageError: the store serves one layer alone.
+        """
+        raise UsageError(
+            f"layer {call.layer_idx}: other layers read its cache, which {type(self).__name__} does not serve.",
+            "Leave the cache policy out, and run the model in one process.",
+        )
 
 
 @dataclass(frozen=True)
@@ -109,15 +172,31 @@ class CacheRows(RowStore):
         return layer if isinstance(layer, RowStore) else self
 
     def store_and_attend(self, call: AttentionCall) -> Tensor:
+        return self.stored(call)(call)
+
+    def stored(self, call: AttentionCall) -> Attend:
         if call.exact is not None:
-            return _store_and_attend_exactly(call)
-        if call.cache is None:
-            return attend_to_rows(call, call.key, call.value)
-        return attend_to_rows(call, *call.cached())
+            return _stored_exactly(call)
+        key, value = (call.key, call.value) if call.cache is None else call.cached()
+        return partial(attend_to_rows, key=key, value=value)
 
 
-def _store_and_attend_exactly(call: AttentionCall) -> Tensor:
-    """Store rows and exact tokens in a cache, and attend to both; see kernels.exact for the result."""
+class _Stored(NamedTuple):
+    """What a layer with exact tokens has after a pass.
+
+    mask, span: of the pass. tokens: that are kept exactly. key, value: all rows. seen: None where nothing lies before.
+    """
+
+    mask: Tensor | None
+    span: TokenSpan
+    tokens: ExactTokens
+    key: Tensor
+    value: Tensor
+    seen: SeenTokens | None
+
+
+def _stored_exactly(call: AttentionCall) -> Attend:
+    """Store rows and exact tokens in a cache, and let layers attend to both; see kernels.exact for the result."""
     exact, mask = call.exact, call.mask
     assert exact is not None
     assert call.span is not None
@@ -126,13 +205,19 @@ def _store_and_attend_exactly(call: AttentionCall) -> Tensor:
     _check_mask(mask, call.layer_idx, expected)
     if mask is not None and mask.shape[-1] < span.kv_len:
         mask = mask.expand(-1, -1, -1, span.kv_len)
-    seen = None
+    tokens = exact_tokens(call.parameters, call.layer_idx)
+    key, value, seen = call.key, call.value, None
     if call.cache is not None:
-        tokens = exact_tokens(call.parameters, call.layer_idx)
         layer = with_exact_rows(call.cache, call.layer_idx, tokens)
         named = {"exact": exact, "mask": mask, "span": span, "by_kernel": call.kernels is not None}
         key, value = call.cache.update(call.key, call.value, call.layer_idx, **named)
         seen = layer.take_seen()
+    return partial(_attend_exactly, stored=_Stored(mask, span, tokens, key, value, seen))
+
+
+def _attend_exactly(call: AttentionCall, stored: _Stored) -> Tensor:
+    exact, (mask, span, tokens, key, value, seen) = call.exact, stored
+    assert exact is not None
     if seen is None:
         return attend_to_prompt(exact, call.parameters, mask)
     if call.kernels is not None:

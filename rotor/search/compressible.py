@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,13 +113,12 @@ class CompressibleModel(LayerwiseModel):
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        with super().layer(index) as layer:
-            if self._compressed is None:
-                yield layer
-                return
-            bases, ranks, exact = self._compressed
-            with self.compressed_layer(index, bases[index], ranks[index], exact):
-                yield layer
+        with super().layer(index) as layer, ExitStack() as compressed:
+            if self._compressed is not None:
+                bases, ranks, exact = self._compressed
+                for own in self.layers_at(index):
+                    compressed.enter_context(self.compressed_layer(own, bases[own], ranks[own], exact))
+            yield layer
 
     @contextmanager
     def compressed_layer(

@@ -68,7 +68,7 @@ def probe(
             yield _probe_layer(network, bases[index], settings, rows, index, entering, reference)
             advance(1)
         with network.layer(index):
-            network.run(index, entering, entering)
+            network.run(index, rows, entering, entering)
 
 
 def _probe_layer(
@@ -85,11 +85,11 @@ def _probe_layer(
     with network.layer(index):
         for one, states in probes:
             with network.compressed_layer(index, bases, one.ranks):
-                network.run(index, entering, states)
+                network.run(index, rows, entering, states)
     for later in range(index + 1, network.shape.num_layers):
         with network.layer(later):
             for _, states in probes:
-                network.run(later, states, states)
+                network.run(later, rows, states, states)
     sensitivity: Sensitivity = ([], [])
     for one, states in probes:
         scores = score(network, rows, reference=reference, states=states)

@@ -294,6 +294,21 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
 """Class of the config and settings of families whose attention is that of one in CONFIGS, which a test of the whole
 pipeline checks."""
 
+SHARED_CACHE: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 3,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 4096,
+    "use_double_wide_mlp": True,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4_text-e2b": ("Gemma4TextConfig", SIZES | SHARED_CACHE),
+}
+"""The same of variants of families in ALIKE: layers that read the cache of others, and the tokens."""
+
 VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -330,7 +345,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
     ),
     "gemma4": (
         "Gemma4Config",
-        SIZES | WINDOWS | TWO_SIZES | {"use_bidirectional_attention": "vision", "pad_token_id": 0},
+        SIZES | SHARED_CACHE | {"pad_token_id": 0},
         VISION | {"num_key_value_heads": 2, "position_embedding_size": 16, "pooling_kernel_size": 2},
         GEMMA4_TOKENS,
     ),
@@ -391,13 +406,13 @@ NO_ROPE = frozenset({"gpt2", "opt"})
 
 
 def tiny_config(family: str) -> Any:
-    """The config of a tiny model of a family, in CONFIGS, ALIKE or MULTIMODAL."""
+    """The config of a tiny model of a family, in CONFIGS, ALIKE, VARIANTS or MULTIMODAL."""
     if family in CONFIGS:
         return CONFIGS[family]()
     if family in MULTIMODAL:
         name, text, vision, both = MULTIMODAL[family]
         return getattr(transformers, name)(text_config=dict(text), vision_config=dict(vision), **both)
-    name, settings = ALIKE[family]
+    name, settings = (ALIKE | VARIANTS)[family]
     return getattr(transformers, name)(**settings)
 
 

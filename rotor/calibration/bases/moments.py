@@ -69,6 +69,11 @@ def packed_bytes(moment: tuple[int, int, int]) -> int:
     return blocks * 4 * (width * (width + 1) // 2)
 
 
+def counted_tokens(activations: dict[str, Tensor]) -> int:
+    """Tokens of a batch; none where it has queries or outputs alone, which layers have that read another's cache."""
+    return next((len(tensor) for name, tensor in activations.items() if name not in UNCENTRED), 0)
+
+
 @dataclass
 class LayerStatistics:
     """Second moments of one layer, float64.
@@ -76,7 +81,7 @@ class LayerStatistics:
     sums: for groups of g KV heads, `query` is [num_kv_heads, head_dim, head_dim], `output` [num_heads, g * head_dim,
         g * head_dim], sums of vectors (`NAME_mean`) [num_groups, g * head_dim], and others [num_groups, g * head_dim,
         g * head_dim]. Joint moments have 2 g * head_dim in place of g * head_dim.
-    tokens: tokens in each sum.
+    tokens: tokens in each sum of vectors.
     """
 
     shape: AttentionShape
@@ -101,7 +106,7 @@ class LayerStatistics:
                 total[start : start + chunk].baddbmm_(part.mT, part)
                 if name not in UNCENTRED:
                     self._sum(f"{name}_mean", (count, width), blocks)[start : start + chunk] += part.sum(1)
-        self.tokens += next((tensor.shape[0] for tensor in activations.values()), 0)
+        self.tokens += counted_tokens(activations)
 
     def finish(self) -> LayerStatistics:
         """Move the sums to the CPU, after the last batch."""

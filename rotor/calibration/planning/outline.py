@@ -7,7 +7,6 @@ counted, because the system drops their pages when memory is short.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,8 +48,9 @@ class ModelOutline:
     """A model without its weights: everything that config and headers tell.
 
     config: the transformers config of the whole model; text_config: that of its language model.
-    layers: elements of each decoder layer with attention, and of those before it; the last with those behind it.
-    vocabulary: elements of each matrix over the vocabulary (the embedding, and the head unless tied).
+    layers: elements of the decoder layers that run at the turn of each, see `Family.turns`.
+    vocabulary: elements of each matrix over the vocabulary (the embedding, and the head unless tied); what else layers
+        read of tokens is in `rest`.
     rest: elements of everything else.
     stored_bytes: bytes of all shards.
     """
@@ -73,7 +73,8 @@ class ModelOutline:
     def of_headers(cls, config: PreTrainedConfig, shapes: dict[str, list[int]], stored_bytes: int) -> ModelOutline:
         """Outline a model from the shapes of its tensors by name and the bytes of their files; raises like `of`."""
         family, shape, text = find_family(config), attention_shape(config), config.get_text_config()
-        layers, ends = [0] * shape.num_layers, family.placed
+        turns = family.turns(text.num_hidden_layers)
+        layers = [0] * shape.num_layers
         vocabulary: list[int] = []
         rest = 0
         prefix = f"{family.decoder}.{family.layers}."
@@ -81,8 +82,8 @@ class ModelOutline:
             name = family.module_name(stored_name)
             index = name[len(prefix) :].partition(".")[0] if name.startswith(prefix) else ""
             if index.isdigit() and int(index) < text.num_hidden_layers:
-                layers[min(bisect_left(ends, int(index)), len(ends) - 1)] += math.prod(dims)
-            elif len(dims) == 2 and text.vocab_size in dims:
+                layers[next(layer for layer, turn in enumerate(turns) if int(index) in turn)] += math.prod(dims)
+            elif len(dims) == 2 and text.vocab_size in dims and (text.hidden_size in dims or not family.reads_tokens):
                 vocabulary.append(math.prod(dims))
             else:
                 rest += math.prod(dims)
@@ -131,7 +132,7 @@ class ModelOutline:
         passed = 0
         if recipe.needs_gradients:  # backward keeps activations
             passed = (shape.num_layers + 2) * min(count, recipe.codes.tokens)  # tokens whose states are kept
-            running *= 3
+            running *= 3 * (1 + len(self.family.readers))
         kept_bytes = sum(layers[own].kept * n for own, n, _ in sizes)
         gradients = sum(layers[own].gradients * n for own, n, _ in sizes)
         disk_bytes = kept_bytes + gradients + max(2 * count, passed) * shape.hidden_size * number  # hidden states
@@ -255,6 +256,8 @@ class ModelOutline:
             return Estimate({**host, **placed}, {}, *disk)
 
         part = max(*self.layers, *self.vocabulary, 0)
+        if self.family.reads_tokens:  # beside the embedding
+            part = max(self.layers) + max(self.vocabulary, default=0)
         return Estimates(estimate(self.parameters + copied), estimate(part + self.rest))
 
     def _activations(

@@ -169,17 +169,17 @@ def _degradation(study: StudyContext, name: str) -> Record:
             states = network.embed(text)
             for index, of_layer in enumerate(bases):
                 with network.layer(index):
-                    for side, ratio, lost in _lost(network, index, of_layer, states):
+                    for side, ratio, lost in _lost(network, index, of_layer, text, states):
                         found[side][f"{ratio:g}"][place] += lost / len(bases)
-                    network.run(index, states, states)
+                    network.run(index, text, states, states)
     return found
 
 
 def _lost(
-    network: CompressibleModel, index: int, bases: LayerBases, states: Tensor
+    network: CompressibleModel, index: int, bases: LayerBases, text: Tensor, states: Tensor
 ) -> Iterator[tuple[str, float, float]]:
     """Side, ratio, and how far the outputs of one layer's attention are off, over their size; the layer is loaded."""
-    exact = attention_output(network, index, states)
+    exact = attention_output(network, index, text, states)
     shape = network.shape.layer(index)
     columns = bases.group_size * shape.head_dim
     for ratio in RATIOS:
@@ -187,18 +187,18 @@ def _lost(
         for side, ranks in zip(SIDES, ((kept, columns), (columns, kept)), strict=True):
             groups = [ranks] * (shape.num_kv_heads // bases.group_size)
             with network.compressed_layer(index, bases, groups):
-                off = attention_output(network, index, states) - exact
+                off = attention_output(network, index, text, states) - exact
             yield side, ratio, float(off.abs().sum() / exact.abs().sum())
 
 
 @torch.inference_mode()
-def attention_output(network: CompressibleModel, index: int, states: Tensor) -> Tensor:
-    """What a layer's attention puts out for hidden states [batch_size, seq_len, hidden_size], behind W_o."""
+def attention_output(network: CompressibleModel, index: int, text: Tensor, states: Tensor) -> Tensor:
+    """What a layer's attention puts out for hidden states [batch_size, seq_len, hidden_size] of tokens, behind W_o."""
     kept: list[Tensor] = []
     module = network.family.attention_module(network.model, index)
     handle = module.register_forward_hook(lambda _, inputs, output: kept.append(output[0]))
     try:
-        network.through(index, states.to(network.device))
+        network.through(index, text, states.to(network.device))
     finally:
         handle.remove()
     return kept[0].double().cpu()
