@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import rotor
 from rotor.calibration.planning.inspection import inspect
-from rotor.checkpoint.families import attention_shape, find_family
+from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.layout import POST_ROPE, KeyForm
-from rotor.errors import RecipeError, UnsupportedModelError
+from rotor.errors import RecipeError
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.runtime.decoded import decoding
 from rotor.search.plan_evaluator import rank_path

@@ -482,7 +482,7 @@ def architectures() -> set[str]:
 _RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
 """Models that are linear attention or state spaces alone."""
 
-_UNLIKE = {"gemma3n_text": "its last layers read the keys and values of others"}
+_UNLIKE = {"gemma3n_text": "several streams of hidden states run through its layers"}
 """Language models whose attention differs from that of all families: what of it is in the way."""
 
 _REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidirectional_attention", "qk_layernorm")

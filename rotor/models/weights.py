@@ -1,12 +1,13 @@
 """Keep a model's weights available while it runs: all in memory, or one part at a time read from its shards.
 
-A part is a decoder layer (its index), the `embedding`, or the `head`. Everything else (final norm, learned positions)
-is small and always in memory. transformers' loading code converts the weights, so that families whose modules hold
+A part is a decoder layer (its index), the `embedding`, or the `head`. Everything else (final norm, learned positions,
+and what layers read of tokens, which is large) is always in memory. transformers' loading code converts the weights, so that families whose modules hold
 them in another form than the checkpoint (fused experts) need no code here.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -160,7 +161,7 @@ class StreamedWeights(Weights):
                 transformers_logging.enable_progress_bar()
         where = "the weights outside of the layers" if part is None else f"part {part}"
         for kind in ("unexpected_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
-            items = getattr(report, kind)
+            items = [item for item in getattr(report, kind) if kind != "unexpected_keys" or not self._is_unused(item)]
             if items:
                 names = ", ".join(sorted(str(item[0] if isinstance(item, tuple) else item) for item in items))
                 raise self._misfit(f"{where}: {kind.replace('_', ' ')} on loading: {names[:300]}")
@@ -171,6 +172,11 @@ class StreamedWeights(Weights):
         missing = [name for name in self._parameters(part) if self.model.get_parameter(name).is_meta]
         if missing:
             raise self._misfit(f"{where}: missing on loading: {', '.join(missing)[:300]}")
+
+    def _is_unused(self, name: str) -> bool:
+        """Whether checkpoints of the family hold a tensor that their model has no use for."""
+        patterns = self.model._keys_to_ignore_on_load_unexpected or ()
+        return any(re.search(pattern, name) for pattern in patterns)
 
     def _drop(self, part: Part) -> None:
         for name in self._parameters(self._sources.get(part, part)):

@@ -17,7 +17,7 @@ from ..kernels.decoded import decoded_attention
 from ..kernels.parameters import shown_by
 from .attention import RotorAttention
 from .rope import TokenSpan
-from .steps import AttentionCall, Attend, CacheRows, RowStore
+from .steps import Attend, AttentionCall, CacheRows, RowStore
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
