@@ -2,10 +2,10 @@
 
 Only one layer has to be in memory at a time, and the hidden states that enter a layer can be kept and used again. The
 arguments that a family calls its layers with are recorded once for each batch size, or where layers read the tokens for
-each batch. Layers that read the cache of others run together with these, see `Family.turns`. Embedding and head run as the
-model's forward pass without the layers. Sequences have equal lengths and no padding, and nothing is cached. A pass of a
-model that keeps tokens exactly is one prompt, in which no row is read; within `decoding` it reads what decoding token
-by token does.
+each batch. Layers that read the cache of others run together with these, see `Family.turns`. Embedding and head run as
+the model's forward pass without the layers. Sequences have equal lengths and no padding, and nothing is cached. A pass
+of a model that keeps tokens exactly is one prompt, in which no row is read; within `decoding` it reads what decoding
+token by token does.
 """
 
 from __future__ import annotations

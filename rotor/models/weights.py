@@ -1,8 +1,8 @@
 """Keep a model's weights available while it runs: all in memory, or one part at a time read from its shards.
 
 A part is a decoder layer (its index), the `embedding`, or the `head`. Everything else (final norm, learned positions,
-and what layers read of tokens, which is large) is always in memory. transformers' loading code converts the weights, so that families whose modules hold
-them in another form than the checkpoint (fused experts) need no code here.
+and what layers read of tokens, which is large) is always in memory. transformers' loading code converts the weights, so
+that families whose modules hold them in another form than the checkpoint (fused experts) need no code here.
 """
 
 from __future__ import annotations

@@ -89,7 +89,8 @@ class _Attachment:
         count = len(family.placed)
         if count < self._config.num_hidden_layers or family.sinks:
             raise UnsupportedModelError(
-                f"cache policy {policy.method}: this model has layers without a cache of their own, or sinks in its softmax.",
+                f"cache policy {policy.method}: this model has layers without a cache of their own, or sinks in its "
+                "softmax.",
                 "Leave the policy out.",
             )
         policy.layers(count)  # raises if the policy does not fit so many layers

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..checkpoint import ExactTokens, LayerKernels
 from ..errors import UsageError
@@ -90,14 +91,14 @@ class SharedRows(NamedTuple):
         own, order = call.parameters.shape, list(call.parameters.layout.kv_head_order)
         missing = exact.key.shape[2] - query.shape[2]
         query = query.unflatten(1, (own.num_kv_heads, -1))[:, order].flatten(1, 2)
-        query = torch.nn.functional.pad(query, (0, 0, missing, 0))  # transformers leaves out what nobody asked for
+        query = functional.pad(query, (0, 0, missing, 0))  # transformers leaves out what nobody asked for
         by_row, given, of_rows = call.rotations.query, call.rotations.exact, query
         if by_row is not given and by_row is not None and given is not None:  # rows count from the cache's first
             wide = torch.promote_types(query.dtype, torch.float32)
             before = rotate(query.to(wide), given[0].to(wide), -given[1].to(wide))
             of_rows = rotate(before, by_row[0].to(wide), by_row[1].to(wide)).to(query.dtype)
         output = self.attend(call._replace(query=of_rows, exact=exact._replace(query=query)))[:, missing:]
-        places = torch.tensor(order, device=output.device).argsort()
+        places = [order.index(head) for head in range(len(order))]
         return output.unflatten(-1, (own.num_kv_heads, -1))[:, :, places].flatten(2)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> SharedRows:
@@ -106,9 +107,10 @@ class SharedRows(NamedTuple):
         Raises:
             UsageError: to another device.
         """
-        if torch.device(device) != self.call.query.device:
+        wanted, own = torch.device(device), self.call.query.device
+        if wanted.type != own.type or wanted.index not in (None, own.index):
             raise UsageError(
-                f"layer {self.call.layer_idx} is on {self.call.query.device}, and one on {device} reads its cache.",
+                f"layer {self.call.layer_idx} is on {own}, and one on {device} reads its cache.",
                 "Load the model on one device: device_map='cuda:0'.",
             )
         return self
