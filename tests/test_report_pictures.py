@@ -121,7 +121,7 @@ def test_ranks_have_their_denominators() -> None:
 def test_no_card_is_empty() -> None:
     """What there is nothing of is a line with its reason, in one card, not a card of its own."""
     data = made()
-    data.points, data.ranks = [], []
+    data.points, data.ranks, data.head_dims = [], [], []
     data.absent = {"points": "Nothing was measured.", "ranks": "Nothing was measured."}
     page = page_of(data)
     sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
