@@ -28,7 +28,7 @@ MEASURES = (
     "evaluation.report_tokens=8192",
     "evaluation.lookup_prompts=12",
     "evaluation.copy_prompts=8",
-    "search.resolution=0.02",
+    "search.resolution=0.01",
 )
 
 

@@ -243,8 +243,6 @@ def test_what_is_not_supported_is_refused_by_name(name: str, change: dict, messa
         ("LlavaConfig", "it reads more than text, by a language model 'llama'.\nGive a language model alone."),
         ("Gemma3nConfig", "several streams of hidden states"),
         ("Gemma3nTextConfig", "several streams of hidden states"),
-        ("Gemma4Config", "its heads have two sizes, its values a norm, and layers may share their cache, or have"),
-        ("Gemma4TextConfig", "its heads have two sizes"),
         ("Qwen3VLTextConfig", "model_type 'qwen3_vl_text' is not supported"),
     ],
 )

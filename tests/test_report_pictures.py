@@ -38,7 +38,8 @@ def made(layers: int = 5, coded: bool = False, joint: bool = False) -> ReportDat
     data.target, data.metric = 0.99, "some ratio"
     channels = Channels(n16=4, n8=8, n4=16)
     latents = (Parted(channels), None) if joint else (channels, channels) if coded else (Numbers(24), Numbers(8))
-    data.ranks, data.head_dim = [[GroupLayout((0, 1), *latents)] * 2 for _ in range(layers)], 32
+    data.ranks = [[GroupLayout((0, 1), *latents)] * 2 for _ in range(layers)]
+    data.head_dims = [32] * layers
     data.ranks_of = "of this point"
     data.spectra_of = {"rest": "2 heads"} if joint else {"qk": "after RoPE, 1 head a group", "vo": "1 head a group"}
     data.spectra = [{side: [1.0, 0.1, 0.01] for side in data.spectra_of} for _ in range(layers)]
@@ -120,7 +121,7 @@ def test_ranks_have_their_denominators() -> None:
 def test_no_card_is_empty() -> None:
     """What there is nothing of is a line with its reason, in one card, not a card of its own."""
     data = made()
-    data.points, data.ranks = [], []
+    data.points, data.ranks, data.head_dims = [], [], []
     data.absent = {"points": "Nothing was measured.", "ranks": "Nothing was measured."}
     page = page_of(data)
     sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]

@@ -80,7 +80,7 @@ QUICK = {
     "evaluation.report_tokens": 2048,
     "evaluation.lookup_prompts": 8,
     "evaluation.copy_prompts": 12,
-    "search.resolution": 0.02,
+    "search.resolution": 0.01,
     "search.tries": 0,
 }
 """What --quick sets: a first look at a model of 270 M parameters takes minutes of a core in place of hours."""
