@@ -59,6 +59,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *planned: Job, minutes:
     return [record for record in records if "job_s" not in record]
 
 
+@pytest.mark.nightly
 def test_a_task_that_fails_dies_or_hangs_leaves_its_records_and_the_next_one(tmp_path, monkeypatch) -> None:
     tasks = [Task("a", "raises"), Task("b", "dies"), Task("c", "hangs", limit_s=1.0), Task("d", "two", {"value": 4})]
     records = ran(tmp_path, monkeypatch, Job("job", "", 10, lambda: tasks))
@@ -76,12 +77,14 @@ def test_a_task_that_fails_dies_or_hangs_leaves_its_records_and_the_next_one(tmp
     assert "failed: job, a: ValueError: broken here" in page
 
 
+@pytest.mark.nightly
 def test_several_at_once(tmp_path, monkeypatch) -> None:
     tasks = [Task(str(n), "two", {"value": n}) for n in range(4)]
     records = ran(tmp_path, monkeypatch, Job("job", "", 10, lambda: tasks, at_once=2))
     assert sorted(r["value"] for r in records) == sorted([*range(4), *range(1, 5)])
 
 
+@pytest.mark.nightly
 def test_what_there_is_no_time_or_no_program_for_is_said(tmp_path, monkeypatch) -> None:
     late = [Task("a", "hangs"), Task("b", "two", {"value": 1})]
     planned = [

@@ -107,14 +107,10 @@ def check(got: dict[str, Any], expected: dict[str, Any], mask: Tensor | None, ex
 
 
 ROWS = [(case, coded) for case in CASES for coded in (False, True)]
-QUICK = {("post-1", True), ("pre-2", False), ("none-1", True), ("pre-mqa", False), ("fast-joint", True)}
 
 
-@pytest.mark.parametrize(
-    ("case", "coded"),
-    mostly_nightly(ROWS, lambda row: row in QUICK),
-    ids=lambda x: {False: "numbers", True: "codes"}.get(x, x),
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("case", "coded"), ROWS, ids=lambda x: {False: "numbers", True: "codes"}.get(x, x))
 def test_processes_equal_one(case: str, coded: bool, checkpoint: Any, processes: Processes) -> None:
     folder = str(checkpoint(case, coded))
     model = load(folder)
@@ -179,6 +175,7 @@ def test_bytes_on_the_wire_are_those_of_the_layouts(
         assert max(kept) - min(kept) <= 2
 
 
+@pytest.mark.nightly
 def test_different_inputs_end_all(checkpoint: Any, processes: Processes) -> None:
     for found in processes.outcomes(different_inputs, str(checkpoint("post-1")), prompt(1, 9)):
         assert isinstance(found, UsageError)

@@ -95,6 +95,7 @@ def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, spil
         assert looked_up / of.layout.group_size == pytest.approx(layer.instructions_per_key, rel=0.15)
 
 
+@pytest.mark.nightly
 @needs_triton
 def test_one_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch, decoding_alone) -> None:
     from rotor.tools.bench.variants import Variant

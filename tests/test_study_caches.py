@@ -152,6 +152,7 @@ def measured(tmp_path_factory):
         yield study(DEMO_MODEL, out, RECIPES, **arguments), arguments
 
 
+@pytest.mark.nightly
 def test_the_part_measures_quantisers_and_recipes_at_equal_bytes(measured) -> None:
     result, _ = measured
     records = {key.removeprefix("methods/"): record for key, record in result.records.items() if "methods/" in key}
@@ -168,6 +169,7 @@ def test_the_part_measures_quantisers_and_recipes_at_equal_bytes(measured) -> No
     assert records["palu, 1 bytes"]["skipped"].startswith("out of reach: the least is ")
 
 
+@pytest.mark.nightly
 def test_the_part_writes_a_table_and_a_csv(measured) -> None:
     result, _ = measured
     rows = {row["name"]: row for row in csv.DictReader((result.folder / "methods.csv").open())}
@@ -184,6 +186,7 @@ def test_the_part_writes_a_table_and_a_csv(measured) -> None:
     assert any("not measured: out of reach" in line for line in lines)
 
 
+@pytest.mark.nightly
 def test_a_second_start_measures_nothing(measured, monkeypatch) -> None:
     result, arguments = measured
     scored: list[str] = []

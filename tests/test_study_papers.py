@@ -155,6 +155,7 @@ def test_fdc_predicts_requests_of_every_trace(tiny, tmp_path: Path) -> None:
     assert "Times of requests, predicted" in summary
 
 
+@pytest.mark.nightly
 def test_zdc_measures_tokens_bases_and_bytes(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zdc, "LENGTHS", (32,))
     monkeypatch.setattr("rotor.tools.study.caches.LONG_TOKENS", 64)

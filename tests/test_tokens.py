@@ -50,7 +50,7 @@ def test_random_tokens_leave_special_tokens_out(demo) -> None:
     assert not torch.equal(tokens, random_tokens(64, 512, demo.config, demo.tokenizer, seed=4))
 
 
-QUICK = ("mistral", "gpt2")
+QUICK = ("mistral",)
 
 
 @pytest.mark.parametrize("family", mostly_nightly(CONFIGS, lambda family: family in QUICK))
