@@ -19,6 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 from ...checkpoint.channels import Parted
 from ...checkpoint.kernel_config import LayerKernels
 from ...checkpoint.layout import AttentionShape, ExactTokens, LayerLayout
+from ...checkpoint.tensors import BASES, FLOAT32, layer_tensors
 from ...errors import NumericsError
 from ...kernels import reference
 from ...kernels.defaults import default_layer
@@ -197,6 +198,19 @@ def read_of_fast_latents(layout: LayerLayout, shape: AttentionShape) -> Tensor:
                     found[head, first : first + fast, place : place + group.key.width] = own.float()
         place += group.key.width
     return found.flatten(0, 1)
+
+
+def step_tensors(
+    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, make: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    """The bases, shifts and constants that a step of a layer reads, by name, see `checkpoint.layer_tensors`.
+
+    Args:
+        make: is called with the sizes of each.
+    """
+    specs = layer_tensors(layout, shape, biases=())
+    kept = [name for name in (*BASES, *FLOAT32) if name in specs]
+    return {name: make(*specs[name].shape).to(torch.float32 if specs[name].float32 else dtype) for name in kept}
 
 
 def zero_scales(layout: LayerLayout, dtype: torch.dtype, device: torch.device) -> CodeScales | None:

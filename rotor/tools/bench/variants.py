@@ -23,7 +23,7 @@ from ...kernels.materialise import PagesOf, materialise
 from ...kernels.parameters import AttentionParameters
 from ...kernels.ranges import KeyRanges
 from ...kernels.rows import row_dtype
-from .attention import random_slots, zero_scales
+from .attention import random_slots, step_tensors, zero_scales
 from .sass import Loop
 from .subjects import STEP, Subject
 
@@ -98,18 +98,11 @@ def recorded(arch: int) -> Iterator[list[Variant]]:
 def layer_variants(subject: Subject, arch: int) -> list[Variant]:
     """The distinct kernels of a layer: of a step, and of a prompt, with the trips of their loops in a step."""
     layout, shape, kernels, dtype, page = subject.layout, subject.shape, subject.kernels, subject.dtype, subject.page
-    basis = constant = output_basis = value_constant = None
-    if not layout.folds_queries(shape):
-        basis = torch.zeros(layout.group_size * shape.head_dim, layout.key_width, dtype=dtype)
-        if layout.coded:
-            constant = torch.zeros(shape.num_kv_heads, shape.head_dim)
-    if layout.exact is not None:
-        output_basis = torch.zeros(layout.group_size * shape.head_dim, layout.value_width, dtype=dtype)
-        value_constant = torch.zeros(shape.num_kv_heads, shape.head_dim) if layout.coded else None
+    tensors = step_tensors(layout, shape, dtype, torch.zeros)
+    read = ("query_basis", "key_constant", "output_basis", "value_constant")
     parameters = AttentionParameters(
-        layout, shape, 1.0, basis, constant, 1.0 if subject.softcap else None, output_basis=output_basis,
-        value_constant=value_constant,
-    )  # fmt: skip
+        layout, shape, 1.0, softcap=1.0 if subject.softcap else None, **{name: tensors.get(name) for name in read}
+    )
     rotation = None
     if shape.rotary_dim:
         cos, sin = torch.zeros(2, 4 * (layout.rope_block or 64), shape.rotary_dim)
@@ -165,29 +158,24 @@ def _append(
     rotation: tuple[torch.Tensor, torch.Tensor] | None,
     pages: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    folded = layout.folds_keys(shape)
     places = torch.zeros(tokens, dtype=torch.int64)
-    value, of_values = torch.zeros(1, tokens, layout.value_rank, dtype=dtype), {}
-    if layout.exact is not None:
-        value = torch.zeros(1, tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype)
-        of_values["value_basis"] = torch.zeros(layout.group_size * shape.head_dim, layout.value_rank, dtype=dtype)
-        if layout.has_value_shift:
-            of_values["value_shift"] = torch.zeros(layout.value_rank)
-    key = (1, tokens, layout.key_rank) if folded else (1, tokens, shape.num_kv_heads, shape.head_dim)
+    stored = step_tensors(layout, shape, dtype, torch.zeros)
+    heads = (1, tokens, shape.num_kv_heads, shape.head_dim)
+    key = (1, tokens, layout.key_rank) if layout.folds_keys(shape) else heads
+    value = torch.zeros((1, tokens, layout.value_rank) if layout.folds_values else heads, dtype=dtype)
+    basis_names = ("key_basis", "key_shift", "value_basis", "value_shift")
     append(
         torch.zeros(key, dtype=dtype),
         value,
         layout,
         shape,
         query=torch.zeros(1, tokens, shape.num_heads, shape.head_dim, dtype=dtype) if rotation else None,
-        key_basis=None if folded else torch.zeros(layout.group_size * shape.head_dim, layout.key_rank, dtype=dtype),
-        key_shift=torch.zeros(layout.key_rank) if layout.coded and not folded else None,
         scales=zero_scales(layout, dtype, CPU),
         rotation=rotation,
         index=places if rotation else None,
         out=pages,
         slots=None if pages is None else places,
-        **of_values,
+        **{name: stored.get(name) for name in basis_names},
     )
 
 

@@ -30,6 +30,7 @@ from ..attention import (
     random_problem,
     relative_error,
     sdpa,
+    step_tensors,
     uncompressed_heads,
     zero_scales,
 )
@@ -206,17 +207,11 @@ def appending(subject: Subject, problems: list[Problem], device: torch.device) -
     batch_size, length = problems[0].key.shape[0], problems[0].kv_len
     key = normal(batch_size, 1, shape.num_kv_heads, shape.head_dim)
     query = normal(batch_size, 1, shape.num_heads, shape.head_dim)
-    value, basis = normal(batch_size, 1, layout.value_rank), normal(layout.group_size * shape.head_dim, layout.key_rank)
-    of_values: dict[str, Tensor] = {}
-    if layout.exact is not None:
-        value = normal(batch_size, 1, shape.num_kv_heads, shape.head_dim)
-        of_values["value_basis"] = normal(layout.group_size * shape.head_dim, layout.value_rank)
-        if layout.has_value_shift:
-            of_values["value_shift"] = torch.zeros(layout.value_rank, device=device)
+    value = normal(batch_size, 1, layout.value_rank) if layout.folds_values else normal(*key.shape)
+    stored = step_tensors(layout, shape, dtype, normal)
     options: dict[str, Any] = {
-        **of_values,
-        "query": query, "key_basis": basis, "rotation": rotation_table(length, subject, device),
-        "key_shift": torch.zeros(layout.key_rank, device=device) if layout.coded else None,
+        **{name: stored.get(name) for name in ("key_basis", "key_shift", "value_basis", "value_shift")},
+        "query": query, "rotation": rotation_table(length, subject, device),
         "index": torch.full((batch_size, 1), length - 1, device=device), "scales": zero_scales(layout, dtype, device),
     }  # fmt: skip
 
