@@ -13,7 +13,6 @@ import typer.main
 from support.command_line import rotor
 from support.paths import DEMO_MODEL, ROOT
 from support.printed import parse
-from support.quick import mostly_nightly
 from support.runs import SHORT_TEXT
 
 from rotor.cli.commands import app
@@ -152,9 +151,8 @@ def test_help_has_an_example_for_each_command(capsys) -> None:
         parse(shlex.split(example)[1:])
 
 
-@pytest.mark.parametrize(
-    "pages", mostly_nightly([PAGES[:1], PAGES], lambda pages: len(pages) == 1), ids=["README", "all"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("pages", [PAGES[:1], PAGES], ids=["README", "all"])
 def test_every_command_runs(pages: list[Path], tmp_path: Path, capsys, monkeypatch) -> None:
     """In the order of the pages, in one folder: later commands find what earlier ones wrote. The quick test runs
     each of README's commands once and parses the others."""

@@ -19,7 +19,6 @@ from support.folded_models import MIXED, Folding, folded, write_pair
 from support.parallel_jobs import answers, different_inputs, load, sharded_answers, traffic, without_last
 from support.parallel_processes import Processes
 from support.paths import ROOT
-from support.quick import mostly_nightly
 from support.tiny_models import tiny_config
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache, StaticCache
@@ -141,9 +140,10 @@ def test_a_group_has_one_process() -> None:
     assert [len(part) for part in group_parts(2, 3)] == [0, 1, 1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case, coded",
-    mostly_nightly([("post-1", True), ("pre-mqa", False), ("none-1", False)], lambda row: row == ("none-1", False)),
+    [("post-1", True), ("pre-mqa", False), ("none-1", False)],
 )
 def test_bytes_on_the_wire_are_those_of_the_layouts(
     case: str, coded: bool, checkpoint: Any, processes: Processes

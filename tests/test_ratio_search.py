@@ -78,6 +78,7 @@ def test_an_accuracy_out_of_reach_is_said() -> None:
         find_ratios(cache(), START, 0.99, Search(0.05), lambda plan: Fidelity(0.5, (0.5, 0.5), {}))
 
 
+@pytest.mark.nightly
 def test_an_export_searches_ratios(tiny, tmp_path, caplog) -> None:
     """Ranks stay whole, the policy that is written keeps the accuracy, and a second export measures nothing."""
     run = calibrated(tiny("llama"), tmp_path / "run", "post", 1, qk="svd", vo="svd")

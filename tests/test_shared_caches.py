@@ -185,6 +185,7 @@ def test_measured_and_written_it_keeps_what_layers_with_a_cache_keep(run: Run, t
         pass
 
 
+@pytest.mark.nightly
 def test_distillation_trains_what_several_layers_read(model: Path, tmp_path: Path) -> None:
     settings = [*WITH_EXACT, "distil.steps=2", "distil.tokens=128"]
     trained = rotor.calibrate(model, tmp_path / "run", "rotor", settings)

@@ -38,6 +38,7 @@ def small(tmp_path_factory: pytest.TempPathFactory):
     patch.undo()
 
 
+@pytest.mark.nightly
 def test_small_study_measures_every_part(small) -> None:
     result, _ = small
     records = result.records
@@ -64,6 +65,7 @@ def test_small_study_measures_every_part(small) -> None:
     assert records["curves/rotor/p0.60"]["report"]["kl_div"] < records["curves/fdc/p0.60"]["report"]["kl_div"]
 
 
+@pytest.mark.nightly
 def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -> None:
     result, arguments = small
 
@@ -79,6 +81,7 @@ def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -
     assert (result.folder / "results.json").read_text() == before
 
 
+@pytest.mark.nightly
 def test_a_lost_record_is_measured_again_alone(small) -> None:
     result, arguments = small
     path = result.folder / "results.json"
@@ -90,6 +93,7 @@ def test_a_lost_record_is_measured_again_alone(small) -> None:
     assert again.records["curves/fdc/p0.30"] == expected
 
 
+@pytest.mark.nightly
 def test_other_settings_are_refused(small) -> None:
     result, arguments = small
     others = [*SMALL, "tokens.count=2048", "evaluation.report_tokens=1024"]
@@ -128,6 +132,7 @@ def read_store(folder: Path) -> StudyStore:
     return StudyStore.read(folder, json.loads((folder / "results.json").read_text())["settings"])
 
 
+@pytest.mark.nightly
 def test_curves_start_at_the_uncompressed_model_and_show_crossings(small) -> None:
     """With intervals on KL too; accuracy logarithmic in what is lost."""
     store = read_store(small[0].folder)
@@ -150,6 +155,7 @@ def test_curves_start_at_the_uncompressed_model_and_show_crossings(small) -> Non
     assert point["kl_interval"][0] <= point["report"]["kl_div"] <= point["kl_interval"][1]
 
 
+@pytest.mark.nightly
 def test_csv_and_summary(small) -> None:
     result, _ = small
     rows = list(csv.DictReader((result.folder / "results.csv").open()))
@@ -176,6 +182,7 @@ def test_csv_and_summary(small) -> None:
         assert len(widths) <= 1, line
 
 
+@pytest.mark.nightly
 def test_plots_are_written(small) -> None:
     """Of a study that is complete: nothing is measured for them."""
     first, arguments = small

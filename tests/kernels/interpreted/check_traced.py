@@ -77,6 +77,7 @@ def test_a_layer_is_one_graph(name) -> None:
         assert torch.equal(side, expected)
 
 
+@pytest.mark.nightly
 def test_fakes_say_what_the_operators_give() -> None:
     layout = CASES["codes"]
     shape = shape_of(4, 2, 16, 16, key_norm=True)
@@ -106,7 +107,8 @@ def test_fakes_say_what_the_operators_give() -> None:
     library.opcheck(operators._attend, attended, test_utils=checks)
 
 
-@pytest.mark.parametrize("name", mostly_nightly(CASES, lambda name: name == "codes"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
 def test_a_layer_with_exact_tokens_is_one_graph(name) -> None:
     layout = replace(CASES[name], exact=ExactTokens(4, 12))
     shape = shape_of(layout.group_size * len(layout.groups), 2, 16, 16, key_norm=True)
