@@ -142,7 +142,7 @@ def measured(tmp_path_factory):
         overrides = [
             *FAST_EVALUATION,
             "evaluation.lookup_prompts=2",
-            "evaluation.copy_prompts=2",
+            "evaluation.copy_prompts=6",
             "tokens.count=1024",
             "tokens.seq_len=128",
         ]
