@@ -26,6 +26,7 @@ from ..checkpoint.layout import AttentionShape
 from ..errors import NumericsError
 from ..models.layerwise import LayerwiseModel, logit_batches
 from ..models.projections import kv_parameters
+from ..numerics import is_finite
 from ..progress import Advance, Progress
 from .bases.information import LayerFisher
 from .capture import StoredKeys, observed_attention
@@ -164,7 +165,7 @@ def _layer_backward(
                 )
                 # states pass the turns of the other layers that run together as they are
                 entering[part] = by_all[0].to(entering.device) if is_first else leaving[part]
-                if not all(torch.isfinite(g).all() for g in by_all[1:]):
+                if not all(is_finite(gradient) for gradient in by_all[1:]):
                     raise NumericsError(
                         f"layer {index}: a gradient of the loss by its keys or values is not finite.",
                         "Calibrate with --dtype float32.",

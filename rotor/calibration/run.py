@@ -298,7 +298,7 @@ class Run:
 
     @property
     def columns(self) -> list[tuple[int, int]]:
-        """Of each layer the number of groups, and numbers that a row of each is made of."""
+        """The number of groups of each layer, and the numbers that a row of a group is made of."""
         form = self.form.layer(0)  # layers differ in their keys alone
         return [(own.num_kv_heads // form.group_size, form.columns(own.head_dim)) for own in self.shape.layers]
 

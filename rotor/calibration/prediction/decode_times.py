@@ -92,8 +92,10 @@ def decode_times(
 def _layouts(
     shape: AttentionShape, form: LayerForm, kept: float, coded: bool
 ) -> list[tuple[AttentionShape, int, LayerLayout]]:
-    """For heads of each size: the sizes of such a layer, how many there are, and a layout of the form, see
-    `uniform_layout`. Layers with fewer planes than the form has fast ones store all before RoPE."""
+    """Lay out a layer with heads of each size: its sizes, how many such layers there are, and a layout of the form.
+
+    Layers with fewer planes than the form has fast ones store all before RoPE. See `uniform_layout`.
+    """
     found = []
     for own, count in shape.sizes.items():
         keys = form.keys
