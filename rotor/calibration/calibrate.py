@@ -231,7 +231,13 @@ class Calibration:
             units = files.units_left(self.shape.num_layers) * sequences.numel()
             with self.progress.task("gradients", units, "token layers") as advance:
                 layers = fisher_information(
-                    network, sequences, self.form.group_size, wanted, advance=advance, files=files
+                    network,
+                    sequences,
+                    self.form.group_size,
+                    wanted,
+                    advance=advance,
+                    files=files,
+                    exact=self.recipe.exact.tokens,
                 )
                 for layer, information in layers:
                     partial.keep(_gradients_of(layer), information.to_tensors())

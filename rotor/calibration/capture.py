@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ..checkpoint.families import Family
-from ..checkpoint.layout import AttentionShape, KeyForm
+from ..checkpoint.layout import AttentionShape, ExactTokens, KeyForm
 from ..kernels.reference import dense_attention
 from ..kernels.rotary import Rotation, rotate, when_read, within_blocks
 from ..models.layerwise import LayerwiseModel
@@ -114,6 +114,7 @@ def observed_attention(
     report: Callable[[int, dict[str, Tensor], Tensor], None] = lambda layer, tensors, output: None,
     group_size: int = 1,
     read: Callable[[int, dict[str, Tensor]], tuple[Tensor, Tensor]] | None = None,
+    exact: ExactTokens | None = None,
 ) -> Iterator[None]:
     """Context in which the attention of some layers reports the tensors that it computes with, graph included.
 
@@ -128,8 +129,11 @@ def observed_attention(
             values of its KV head's group. A layer that reads the cache of another is reported as that one, without
             keys and values.
         read: returns keys and values, shaped like `key_post` and `value`, that attention computes with in their place.
+        exact: report `key_post` and `value` as what only those queries meet that read them from codes: copies in the
+            graph, whose gradients leave out what exact keys and values get. `key_pre` is then not reported.
     """
     before: dict[int, Tensor] = {}
+    copies: dict[int, tuple[Tensor, Tensor]] = {}
     modules = {layer: family.attention_module(model, layer) for layer in layers}
     layer_of = {position: layer for layer, position in enumerate(family.placed)}
     source_of = {position: layer_of[source] for position, source in family.readers}
@@ -154,6 +158,13 @@ def observed_attention(
             tensors["key_pre"] = before.pop(layer)
         if read is not None:
             key, value = read(layer, tensors)
+        if exact is not None:
+            tensors.pop("key_pre", None)
+            if not reads:
+                copies[layer] = key.view_as(key), value.view_as(value)
+                tensors["key_post"], tensors["value"] = copies[layer]
+            key, value = (torch.cat(both, 2) for both in zip((key, value), copies[layer], strict=True))
+            attention_mask = exact_then_coded(attention_mask, query.shape[2], exact, query.device)
         output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap, s_aux)
         output = output.unflatten(-1, (own.num_heads, -1))
         report(layer, {"query": query} if reads else tensors, output)
@@ -188,6 +199,26 @@ def observed_attention(
         config._attn_implementation = implementation
         for handle in handles:
             handle.remove()
+
+
+def exact_then_coded(
+    mask: Tensor | None, seq_len: int, exact: ExactTokens, device: torch.device | None = None
+) -> Tensor:
+    """The mask of keys of whole sequences, given twice: as exact ones, then as those that are read from codes.
+
+    Args:
+        mask: [batch_size or 1, heads or 1, seq_len, seq_len], bool (True: attend) or added to the logits; None is
+            causal.
+    Returns:
+        [..., seq_len, 2 seq_len], of the same kind.
+    """
+    index = torch.arange(seq_len, device=device)
+    age = index[:, None] - index
+    is_exact = (age < exact.newest) | (index < exact.first)
+    mask = (age >= 0)[None, None] if mask is None else mask
+    if mask.dtype == torch.bool:
+        return torch.cat([mask & is_exact, mask & ~is_exact], dim=-1)
+    return torch.cat([mask.masked_fill(~is_exact, -torch.inf), mask.masked_fill(is_exact, -torch.inf)], dim=-1)
 
 
 def _forward_through_interface(

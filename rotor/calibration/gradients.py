@@ -7,6 +7,9 @@ gradients are clipped (`GradientClip`), otherwise few tokens would dominate. The
 they are, G = [n, n] for the n numbers of a group. For keys = B latent, the information of the latent is B^T G B. So
 one pass over the uncompressed model serves every basis and rank.
 
+Where a cache keeps the newest and the first tokens exactly, codes are read by queries that come later. So attention
+meets a key and a value twice, as exact ones and, once they are old, in copies; g is the gradient by the copies.
+
 The pass runs forward once and keeps the hidden states that enter each layer. Then it runs backward one layer at a time,
 computing each layer again with gradients, so that a model whose weights are read layer by layer needs no more memory.
 What is done is kept batch by batch (`GradientFiles`), because this is the longest part of a calibration.
@@ -22,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ..checkpoint.families import Family
-from ..checkpoint.layout import AttentionShape
+from ..checkpoint.layout import AttentionShape, ExactTokens
 from ..errors import NumericsError
 from ..models.layerwise import LayerwiseModel, logit_batches
 from ..models.projections import kv_parameters
@@ -37,6 +40,9 @@ from .gradient_sums import GradientSums
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+LEAST_SEEN = 4
+"""Tokens that a query sees at least, for each of the newest that counts as exact."""
+
 
 def fisher_information(
     network: LayerwiseModel,
@@ -46,6 +52,7 @@ def fisher_information(
     samples: int = SAMPLED_TOKENS,
     advance: Advance = lambda done: None,
     files: GradientFiles | None = None,
+    exact: ExactTokens | None = None,
 ) -> Iterator[tuple[int, LayerFisher]]:
     """Fisher information of every layer, the last layer first.
 
@@ -56,6 +63,7 @@ def fisher_information(
         samples: most tokens whose keys and values are kept; see SampleKeeper.
         advance: is called with tokens times passes through a layer.
         files: what an interrupted pass over the same sequences has done; its layers are not yielded again.
+        exact: tokens that decoding reads exactly; what errors in codes cost is that of the others (see the module).
     Yields:
         (layer, its information). A layer counts as done when the next one is asked for. The states that enter each
         layer are kept, on disk if they are large, until all are done.
@@ -77,7 +85,7 @@ def fisher_information(
             network.shape.layer(index), group_size, wanted[index], sequences.numel(), sequences.shape[1], samples, index
         )
         files.load(index, sums, network)
-        _layer_backward(network, index, sequences, sums, files, advance)
+        _layer_backward(network, index, sequences, sums, files, advance, exact)
         yield index, sums.result()
         files.has_gradient(index)
 
@@ -126,6 +134,11 @@ def head_gradient(network: LayerwiseModel, sequences: Tensor, states: Tensor, lo
     return total, gradient
 
 
+def _within_rows(exact: ExactTokens, seen: int) -> ExactTokens:
+    """The tokens that count as exact in rows of calibration, which are short, of which queries see so many tokens."""
+    return ExactTokens(exact.first, min(exact.newest, seen // LEAST_SEEN))
+
+
 def _layer_backward(
     network: LayerwiseModel,
     index: int,
@@ -133,6 +146,7 @@ def _layer_backward(
     sums: GradientSums,
     files: GradientFiles,
     advance: Advance,
+    exact: ExactTokens | None,
 ) -> None:
     """Add the gradients of one layer to its sums, and compute the gradient by the states that enter the layer.
 
@@ -153,7 +167,9 @@ def _layer_backward(
 
     turn = network.turn_of(index)
     is_first = index == network.layers_at(turn)[0]
-    observed = observed_attention(network.model, network.family, network.shape, range(index, index + 1), observe)
+    layers = range(index, index + 1)
+    exact = exact and _within_rows(exact, network.shape.held_tokens(sequences.shape[1])[index])
+    observed = observed_attention(network.model, network.family, network.shape, layers, observe, exact=exact)
     try:
         with network.layer(turn), observed, torch.enable_grad():
             for part in list(network.batches(states))[sums.batches :]:
