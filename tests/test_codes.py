@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from support.attention import attention_to_two_kinds
 from support.compare import relative_error
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from rotor.checkpoint.bases import BasisPair, ChannelCode, FoldedBasis, LayerBas
 from rotor.checkpoint.channels import Channels
 from rotor.checkpoint.families import find_family
 from rotor.checkpoint.folding import fold_code
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, KeyForm
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ExactTokens, KeyForm
 from rotor.errors import NumericsError
 from rotor.kernels.rows import pack, unpack
 from rotor.models.layerwise import LayerwiseModel
@@ -285,9 +286,19 @@ def test_the_longest_gradients_are_shortened_whatever_the_batches():
     assert torch.equal(few.shortened(gradients[:99]), gradients[:99])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "falcon", "phi3"])
-def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, tiny):
-    """Against autograd through the model in one go, with what attention receives shifted by a variable of zeros."""
+@pytest.mark.parametrize(
+    ("family", "tokens"),
+    [
+        *((family, None) for family in ("llama", "qwen3", "gpt2", "falcon", "phi3")),
+        ("llama", ExactTokens(2, 3)),
+        ("gpt2", ExactTokens(1, 100)),
+    ],
+)
+def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, tokens: ExactTokens | None, tiny):
+    """Against autograd through the model in one go; with exact tokens, by keys and values as later queries read them.
+
+    Of rows of 16 tokens no more than the 4 newest count as exact.
+    """
     from transformers import AttentionInterface
 
     from rotor.kernels.reference import dense_attention
@@ -297,7 +308,8 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     shape = network.shape
     rows = torch.randint(5, 4000, (3, 16), generator=torch.Generator().manual_seed(0))
     wanted = every(network)
-    found = dict(fisher_information(network, rows, shape.num_kv_heads, [wanted] * shape.num_layers, samples=7))
+    every_layer = [wanted] * shape.num_layers
+    found = dict(fisher_information(network, rows, shape.num_kv_heads, every_layer, samples=7, exact=tokens))
     # What is taken by both together holds what is taken by each, head by head.
     for joint in (name for name in wanted if name.startswith("joint")):
         heads = (shape.num_kv_heads, 2, -1)
@@ -313,9 +325,14 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     moved: dict[tuple[int, str], Tensor] = {}
 
     def attention(module, query, key, value, mask, scaling=None, softcap=None, **kwargs):
-        for name, x in (("key_post", key), ("value", value)):
-            moved[module.layer_idx, name] = x
-        output = dense_attention(query, key, value, scaling, mask, softcap=softcap)
+        coded = (key, value) if tokens is None else (key.clone(), value.clone())
+        moved[module.layer_idx, "key_post"], moved[module.layer_idx, "value"] = coded
+        if tokens is None:
+            output = dense_attention(query, key, value, scaling, mask, softcap=softcap)
+        else:
+            counted = ExactTokens(tokens.first, min(tokens.newest, 4))
+            scaling = scaling or key.shape[-1] ** -0.5
+            output = attention_to_two_kinds(query, (key, value), coded, counted, scaling)
         return output.unflatten(-1, (shape.num_heads, -1)), None
 
     AttentionInterface.register("rotor_test_fisher", attention)

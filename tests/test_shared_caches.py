@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.attention import attention_to_two_kinds
 from support.compare import close, relative_error
 from support.runs import FAST_EVALUATION, SHORT_TEXT, WITH_EXACT, in_memory, whole_ranks
 from support.tiny_models import build_tiny
@@ -21,6 +22,7 @@ from rotor.calibration.capture import layer_statistics
 from rotor.calibration.gradients import fisher_information
 from rotor.calibration.planning.inspection import inspect
 from rotor.calibration.run import Run
+from rotor.checkpoint.layout import ExactTokens
 from rotor.errors import UnsupportedModelError, UsageError
 from rotor.kernels.reference import dense_attention
 from rotor.models.layerwise import LayerwiseModel
@@ -114,20 +116,27 @@ def test_measured_layer_by_layer_it_is_the_compressed_model(run: Run) -> None:
         assert relative_error(head(states), expected) < 1e-5
 
 
-def test_gradients_are_those_of_all_that_read_a_cache(model: Path) -> None:
-    """Against autograd through the whole model."""
+@pytest.mark.parametrize("tokens", [None, ExactTokens(1, 3)], ids=["coded", "exact"])
+def test_gradients_are_those_of_all_that_read_a_cache(model: Path, tokens: ExactTokens | None) -> None:
+    """Against autograd through the whole model; with exact tokens, by keys and values as later queries read them."""
     source = load_model(model, torch.device("cpu"), torch.float32)
     network, rows = LayerwiseModel.of(source, batch_tokens=32), PROMPT[:, :16]
     wanted = [frozenset({"key_post", "value"})] * 3
-    found = dict(fisher_information(network, rows, 4, wanted))
+    found = dict(fisher_information(network, rows, 4, wanted, exact=tokens))
     moved: dict[tuple[int, str], Tensor] = {}
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any
     ) -> Any:
-        if module.layer_idx not in SOURCES:
-            moved[module.layer_idx, "key_post"], moved[module.layer_idx, "value"] = key, value
-        return dense_attention(query, key, value, scaling, mask).unflatten(-1, (8, -1)), None
+        source_idx = SOURCES.get(module.layer_idx, module.layer_idx)
+        if source_idx == module.layer_idx:
+            coded = (key, value) if tokens is None else (key.clone(), value.clone())
+            moved[module.layer_idx, "key_post"], moved[module.layer_idx, "value"] = coded
+        if tokens is None:
+            return dense_attention(query, key, value, scaling, mask).unflatten(-1, (8, -1)), None
+        coded = moved[source_idx, "key_post"], moved[source_idx, "value"]
+        output = attention_to_two_kinds(query, (key, value), coded, tokens, scaling, mask)
+        return output.unflatten(-1, (8, -1)), None
 
     AttentionInterface.register("rotor_test_shared", attention)
     AttentionMaskInterface.register("rotor_test_shared", sdpa_mask)

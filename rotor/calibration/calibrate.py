@@ -268,7 +268,7 @@ class Calibration:
         context = context_tokens(self.checkpoint.config)
         path = BitsPath(codes, self.shape, self.recipe.codes.bits, element_bytes, context)
         network = LayerwiseModel(self.weights, self.request.batch_tokens, self.partial.work)
-        model = DistilledModel(network, self.form, bases, codes, path)
+        model = DistilledModel(network, self.form, bases, codes, path, self.recipe.exact.tokens)
         with self.times.stage("distil"):
             count = spec.steps * max(1, min(len(sequences), spec.tokens // sequences.shape[1])) * sequences.shape[1]
             with self.progress.task("distil", count, "tokens") as advance:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -114,7 +114,7 @@ def observed_attention(
     report: Callable[[int, dict[str, Tensor], Tensor], None] = lambda layer, tensors, output: None,
     group_size: int = 1,
     read: Callable[[int, dict[str, Tensor]], tuple[Tensor, Tensor]] | None = None,
-    exact: ExactTokens | None = None,
+    exact: Sequence[ExactTokens] | None = None,
 ) -> Iterator[None]:
     """Context in which the attention of some layers reports the tensors that it computes with, graph included.
 
@@ -129,8 +129,9 @@ def observed_attention(
             values of its KV head's group. A layer that reads the cache of another is reported as that one, without
             keys and values.
         read: returns keys and values, shaped like `key_post` and `value`, that attention computes with in their place.
-        exact: report `key_post` and `value` as what only those queries meet that read them from codes: copies in the
-            graph, whose gradients leave out what exact keys and values get. `key_pre` is then not reported.
+        exact: tokens of each layer that queries read exactly, whatever `read` returns. Without `read` the reported
+            `key_post` and `value` are copies in the graph that only those queries meet that read a token from codes;
+            `key_pre` is then not reported.
     """
     before: dict[int, Tensor] = {}
     copies: dict[int, tuple[Tensor, Tensor]] = {}
@@ -156,15 +157,19 @@ def observed_attention(
         tensors = {"query": query, "key_post": key, "value": value}
         if layer in before:
             tensors["key_pre"] = before.pop(layer)
+        coded = key, value
         if read is not None:
-            key, value = read(layer, tensors)
-        if exact is not None:
-            tensors.pop("key_pre", None)
+            coded = read(layer, tensors)
+        elif exact is not None:
             if not reads:
                 copies[layer] = key.view_as(key), value.view_as(value)
-                tensors["key_post"], tensors["value"] = copies[layer]
-            key, value = (torch.cat(both, 2) for both in zip((key, value), copies[layer], strict=True))
-            attention_mask = exact_then_coded(attention_mask, query.shape[2], exact, query.device)
+                tensors = {"query": query, "key_post": copies[layer][0], "value": copies[layer][1]}
+            coded = copies[layer]
+        if exact is None:
+            key, value = coded
+        else:
+            key, value = torch.cat([key, coded[0]], dim=2), torch.cat([value, coded[1]], dim=2)
+            attention_mask = exact_then_coded(attention_mask, query.shape[2], exact[layer], query.device)
         output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap, s_aux)
         output = output.unflatten(-1, (own.num_heads, -1))
         report(layer, {"query": query} if reads else tensors, output)

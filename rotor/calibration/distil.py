@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.bases import LayerBases, fast_numbers, other_numbers
-from ..checkpoint.layout import ModelForm
+from ..checkpoint.layout import ExactTokens, ModelForm
 from ..errors import NumericsError
 from ..kernels.rows import scale_nibble, scale_of
 from ..models.layerwise import LayerwiseModel
@@ -33,7 +33,7 @@ from .capture import StoredKeys, observed_attention
 from .codes.layer import GroupChannels, LayerCodes, by_latent
 from .codes.parted import by_head, from_heads
 from .codes.training import TrainedCode
-from .gradients import all_states, head_gradient
+from .gradients import all_states, exact_in_rows, head_gradient
 
 COMPRESSION_RANGE = (0.78, 0.92)
 """Range of the compression of the plans that training draws."""
@@ -57,7 +57,7 @@ class DistilledModel:
     Args:
         network: the uncompressed model, all weights in memory.
         bases, codes: calibration's bases and codes of each layer.
-        path: plans to draw from.
+        path: plans to draw from. exact: tokens that queries read exactly, as far as rows have more.
     """
 
     def __init__(
@@ -67,8 +67,9 @@ class DistilledModel:
         bases: Sequence[LayerBases],
         codes: Sequence[LayerCodes],
         path: BitsPath,
+        exact: ExactTokens | None = None,
     ) -> None:
-        self.network, self.form, self.path = network, form, path
+        self.network, self.form, self.path, self.exact = network, form, path, exact
         self._names = [vector_names(form.layer(index)) for index in range(len(bases))]
         self._layers = [
             [
@@ -201,7 +202,8 @@ class DistilledModel:
                 reference = head(expected[part].clone()).float().flatten(0, 1).log_softmax(-1)
             return (reference.exp() * (reference - logits.log_softmax(-1))).sum()
 
-        with observed_attention(network.model, network.family, network.shape, layers, read=self.read):
+        exact = exact_in_rows(network.shape, self.exact, sequences.shape[1])
+        with observed_attention(network.model, network.family, network.shape, layers, read=self.read, exact=exact):
             states = all_states(network, sequences)
             total, gradient = head_gradient(network, sequences, states.pop(), kl_div)
             gradient /= count

@@ -90,6 +90,13 @@ def fisher_information(
         files.has_gradient(index)
 
 
+def exact_in_rows(shape: AttentionShape, exact: ExactTokens | None, seq_len: int) -> list[ExactTokens] | None:
+    """The tokens of each layer that count as exact in rows of calibration, which are shorter than what is served."""
+    if exact is None:
+        return None
+    return [ExactTokens(exact.first, min(exact.newest, seen // LEAST_SEEN)) for seen in shape.held_tokens(seq_len)]
+
+
 def all_states(
     network: LayerwiseModel,
     sequences: Tensor,
@@ -134,11 +141,6 @@ def head_gradient(network: LayerwiseModel, sequences: Tensor, states: Tensor, lo
     return total, gradient
 
 
-def _within_rows(exact: ExactTokens, seen: int) -> ExactTokens:
-    """The tokens that count as exact in rows of calibration, which are short, of which queries see so many tokens."""
-    return ExactTokens(exact.first, min(exact.newest, seen // LEAST_SEEN))
-
-
 def _layer_backward(
     network: LayerwiseModel,
     index: int,
@@ -167,9 +169,9 @@ def _layer_backward(
 
     turn = network.turn_of(index)
     is_first = index == network.layers_at(turn)[0]
+    in_rows = exact_in_rows(network.shape, exact, sequences.shape[1])
     layers = range(index, index + 1)
-    exact = exact and _within_rows(exact, network.shape.held_tokens(sequences.shape[1])[index])
-    observed = observed_attention(network.model, network.family, network.shape, layers, observe, exact=exact)
+    observed = observed_attention(network.model, network.family, network.shape, layers, observe, exact=in_rows)
     try:
         with network.layer(turn), observed, torch.enable_grad():
             for part in list(network.batches(states))[sums.batches :]:
