@@ -17,6 +17,7 @@ from rotor.calibration.bases.information import LayerFisher
 from rotor.calibration.bases.kq import closed_form
 from rotor.calibration.bases.method import Inputs
 from rotor.calibration.bases.moments import LayerStatistics, stored_name
+from rotor.calibration.capture import EXACT_SHARE
 from rotor.calibration.codes.layer import layer_codes
 from rotor.calibration.codes.quantiser import ChannelFit, measure_channels
 from rotor.calibration.gradients import fisher_information
@@ -295,7 +296,7 @@ def test_the_longest_gradients_are_shortened_whatever_the_batches():
     ],
 )
 def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, tokens: ExactTokens | None, tiny):
-    """Against autograd through the model in one go; with exact tokens, by keys and values as later queries read them.
+    """Against autograd through the model in one go; with exact tokens, by keys and values of two kinds.
 
     Of rows of 16 tokens no more than the 4 newest count as exact.
     """
@@ -332,7 +333,7 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
         else:
             counted = ExactTokens(tokens.first, min(tokens.newest, 4))
             scaling = scaling or key.shape[-1] ** -0.5
-            output = attention_to_two_kinds(query, (key, value), coded, counted, scaling)
+            output = attention_to_two_kinds(query, (key, value), coded, counted, scaling, share=EXACT_SHARE)
         return output.unflatten(-1, (shape.num_heads, -1)), None
 
     AttentionInterface.register("rotor_test_fisher", attention)

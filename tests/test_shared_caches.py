@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.masking_utils import sdpa_mask
 
 import rotor
-from rotor.calibration.capture import layer_statistics
+from rotor.calibration.capture import EXACT_SHARE, layer_statistics
 from rotor.calibration.gradients import fisher_information
 from rotor.calibration.planning.inspection import inspect
 from rotor.calibration.run import Run
@@ -118,7 +118,7 @@ def test_measured_layer_by_layer_it_is_the_compressed_model(run: Run) -> None:
 
 @pytest.mark.parametrize("tokens", [None, ExactTokens(1, 3)], ids=["coded", "exact"])
 def test_gradients_are_those_of_all_that_read_a_cache(model: Path, tokens: ExactTokens | None) -> None:
-    """Against autograd through the whole model; with exact tokens, by keys and values as later queries read them."""
+    """Against autograd through the whole model; with exact tokens, by keys and values of two kinds."""
     source = load_model(model, torch.device("cpu"), torch.float32)
     network, rows = LayerwiseModel.of(source, batch_tokens=32), PROMPT[:, :16]
     wanted = [frozenset({"key_post", "value"})] * 3
@@ -135,7 +135,7 @@ def test_gradients_are_those_of_all_that_read_a_cache(model: Path, tokens: Exact
         if tokens is None:
             return dense_attention(query, key, value, scaling, mask).unflatten(-1, (8, -1)), None
         coded = moved[source_idx, "key_post"], moved[source_idx, "value"]
-        output = attention_to_two_kinds(query, (key, value), coded, tokens, scaling, mask)
+        output = attention_to_two_kinds(query, (key, value), coded, tokens, scaling, mask, share=EXACT_SHARE)
         return output.unflatten(-1, (8, -1)), None
 
     AttentionInterface.register("rotor_test_shared", attention)

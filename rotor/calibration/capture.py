@@ -35,6 +35,10 @@ group_size * head_dim], the group's stacked values averaged with each query head
 OBSERVED_ATTENTION = "rotor_observed"
 """Name of the observed attention in transformers' attention interface."""
 
+EXACT_SHARE = 0.1
+"""Share of the gradients by exact keys and values that counts: few late queries read a token from codes, and caches
+that keep no token exactly read codes as well. See artifacts/NOTES.md, 2026-11-27."""
+
 AttentionFunction = Callable[..., tuple[Tensor, None]]
 
 
@@ -130,8 +134,8 @@ def observed_attention(
             keys and values.
         read: returns keys and values, shaped like `key_post` and `value`, that attention computes with in their place.
         exact: tokens of each layer that queries read exactly, whatever `read` returns. Without `read` the reported
-            `key_post` and `value` are copies in the graph that only those queries meet that read a token from codes;
-            `key_pre` is then not reported.
+            `key_post` and `value` are copies in the graph, which get the gradient of queries that read a token from
+            codes, and EXACT_SHARE of that of the others; `key_pre` is then not reported.
     """
     before: dict[int, Tensor] = {}
     copies: dict[int, tuple[Tensor, Tensor]] = {}
@@ -168,6 +172,8 @@ def observed_attention(
         if exact is None:
             key, value = coded
         else:
+            if read is None:  # the same numbers, with a part of their gradient
+                key, value = torch.lerp(key, coded[0], EXACT_SHARE), torch.lerp(value, coded[1], EXACT_SHARE)
             key, value = torch.cat([key, coded[0]], dim=2), torch.cat([value, coded[1]], dim=2)
             attention_mask = exact_then_coded(attention_mask, query.shape[2], exact[layer], query.device)
         output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap, s_aux)

@@ -8,7 +8,8 @@ they are, G = [n, n] for the n numbers of a group. For keys = B latent, the info
 one pass over the uncompressed model serves every basis and rank.
 
 Where a cache keeps the newest and the first tokens exactly, codes are read by queries that come later. So attention
-meets a key and a value twice, as exact ones and, once they are old, in copies; g is the gradient by the copies.
+meets a key and a value twice, as exact ones and, once they are old, in copies; g is the gradient by the copies, with
+EXACT_SHARE of that by the exact ones.
 
 The pass runs forward once and keeps the hidden states that enter each layer. Then it runs backward one layer at a time,
 computing each layer again with gradients, so that a model whose weights are read layer by layer needs no more memory.
@@ -63,7 +64,7 @@ def fisher_information(
         samples: most tokens whose keys and values are kept; see SampleKeeper.
         advance: is called with tokens times passes through a layer.
         files: what an interrupted pass over the same sequences has done; its layers are not yielded again.
-        exact: tokens that decoding reads exactly; what errors in codes cost is that of the others (see the module).
+        exact: tokens that decoding reads exactly, see the module.
     Yields:
         (layer, its information). A layer counts as done when the next one is asked for. The states that enter each
         layer are kept, on disk if they are large, until all are done.
