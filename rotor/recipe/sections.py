@@ -169,7 +169,8 @@ class Exact:
     """Tokens whose keys and values are kept in the model's dtype beside the compressed rows of all tokens."""
 
     first: FirstTokens = 0
-    """The first tokens of a sequence, behind padding. They may be chosen anew on export, as `newest`."""
+    """The first tokens of a sequence, behind padding. They may be chosen anew on export, as `newest`; of both,
+    calibration takes what errors in codes cost, which only later queries read."""
     newest: Annotated[int, Field(ge=0, le=4096)] = 0
     """The newest tokens; 0 keeps none exactly, and prompts attend to compressed rows. Otherwise prompts attend to the
     keys and values that the model just made."""

@@ -53,7 +53,11 @@ class ExportJob:
         checkpoint = Checkpoint(opened.fetch_model())
         policy = None if request.cache is None else _checked_policy(request.cache, recipe, checkpoint, request)
         if policy is not None and recipe.exact.newest:
-            log.info("cache policy %s keeps rows alone: no token is kept exactly beside them", policy.method)
+            log.info(
+                "cache policy %s keeps rows alone: no token is kept exactly beside them. Bits of this run go by what is "
+                "read beside exact tokens; for this policy calibrate with --set exact.first=0 --set exact.newest=0",
+                policy.method,
+            )
             recipe = replace(recipe, exact=Exact())
         tokens = context_tokens(checkpoint.config, request.context)
         job = cls(request, opened, recipe, checkpoint, out, tokens, policy)
