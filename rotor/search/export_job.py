@@ -54,8 +54,8 @@ class ExportJob:
         policy = None if request.cache is None else _checked_policy(request.cache, recipe, checkpoint, request)
         if policy is not None and recipe.exact.newest:
             log.info(
-                "cache policy %s keeps rows alone: no token is kept exactly beside them. Bits of this run go by what is "
-                "read beside exact tokens; for this policy calibrate with --set exact.first=0 --set exact.newest=0",
+                "cache policy %s keeps rows alone: no token is kept exactly beside them. Bits of this run go by what "
+                "is read beside exact tokens; for this policy calibrate with --set exact.first=0 --set exact.newest=0",
                 policy.method,
             )
             recipe = replace(recipe, exact=Exact())
