@@ -111,7 +111,7 @@ def test_a_layer_with_exact_tokens_takes_few_instructions_more(name: str, arch: 
             layer(KeyForm(64, 0), 1, (Channels(n4=32), Channels(n4=32))),
             layer(KeyForm(64, 0), 1, (Numbers(20), Numbers(28))),
         ],
-        lambda layout: layout.fast_planes > 0,
+        lambda layout: layout.kind == "apart",  # of a joint one with fast planes the compiler takes four times as long
     ),
     ids=["joint, fast planes", "apart", "numbers"],
 )
