@@ -324,7 +324,7 @@ class Calibration:
 
     def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: JsonObject) -> None:
         """Write run.json and the recipe, and publish the folder."""
-        from ..models.states import state_bytes  # imports the models of transformers
+        from ..models.states import state_bytes  # imports the caches of transformers
 
         folder = self.partial.folder
         source = self.source
