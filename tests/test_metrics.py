@@ -200,7 +200,8 @@ def test_the_search_split_decides_what_the_model_can_do(
 ) -> None:
     """Copying has 0.41 on the search split of seed 1 and 0.49 on its report split; 0.45 and 0.42 on those of seed 0."""
     monkeypatch.setattr("rotor.search.evaluation.fidelity.LEAST_BASE", least)
-    run, own = run_copy("fdc"), [f"evaluation.seed={seed}", "evaluation.copy_prompts=8"]
+    own = [f"evaluation.seed={seed}", "evaluation.copy_prompts=8", "evaluation.search_tokens=1024"]
+    run, own = run_copy("fdc"), [*own, "evaluation.report_tokens=1024"]
     first = export(run.folder, tmp_path / "out", compression=0.3, overrides=own).report["accuracy"]
     table = RankTable.latest(run)
     assert table is not None
