@@ -22,6 +22,7 @@ from rotor.checkpoint.layout import AttentionShape, GroupClass, LayerLayout
 from .launch import launch, padded, precision
 from .parameters import AttentionParameters
 from .rotary import Rotation
+from .rows import as_loaded
 
 KEYS = 64
 """Keys that a program expands."""
@@ -261,7 +262,7 @@ def materialise(
     layout, shape = parameters.layout, parameters.shape
     value = parameters.value_rows(key, value)
     latents = latents or parameters.query_basis is None
-    coded, size = layout.coded, 1 if latents else layout.group_size
+    size = 1 if latents else layout.group_size
     heads = cls.count * size
     widths = max(least, cls.key.width if latents else shape.head_dim), max(least, cls.value.width)
     if pages is None:
@@ -276,8 +277,8 @@ def materialise(
         strides = [side.stride(place) for side in (keys, values) for place in (0, 0, 1)]
     if not (batch_size and kv_len):
         return keys, values
-    rows = [side.view(torch.int16) if coded else side for side in (key, value)]
-    unit, planes = 2 if coded else dtype.itemsize, layout.operands
+    rows = [as_loaded(side, layout) for side in (key, value)]
+    unit, planes = layout.word_bytes(dtype.itemsize), layout.operands
     starts = [byte // unit for byte in (cls.key_byte, cls.key_stride, cls.value_byte, cls.value_stride)]
     words = cls.key.width // planes, cls.value.width // planes
     basis, constant = parameters.query_basis, parameters.key_constant
@@ -307,7 +308,7 @@ def constants_of(
     return {
         "SIZE": 1 if latents else layout.group_size, "HALF": half, "HALF_PADDED": padded(half or 1), "REST": rest,
         "REST_PADDED": padded(rest or 1), "LATENTS": latents, "CONSTANT": layout.coded and not latents,
-        "CODED": layout.coded * planes, "PAGED": paged, "KEYS": KEYS, "BLOCK": min(64, padded(cls.key.width // planes)),
+        "CODED": layout.word_operands, "PAGED": paged, "KEYS": KEYS, "BLOCK": min(64, padded(cls.key.width // planes)),
         "VALUE_BLOCK": min(64, padded(cls.value.width // planes)),
         "SCALE_WORD": cls.key.scale_word if isinstance(cls.key, Parted) else -1, "MIDDLE": SCALE_MIDDLE,
         "STEPS": SCALE_STEPS, "PRECISION": precision(dtype), "num_warps": 8, "num_stages": 1,

@@ -213,5 +213,5 @@ def test_validate_exit_codes(demo_run, tmp_path: Path, capsys) -> None:
     data = bytearray(weights.read_bytes())
     data[-1] ^= 4
     weights.write_bytes(data)
-    assert rotor(capsys, "validate", tmp_path / "out")[0] == 1
+    assert rotor(capsys, "validate", tmp_path / "out", "--no-measure")[0] == 1
     expect_error(capsys, 1, "demo-model: not a compressed checkpoint", "validate", DEMO_MODEL)

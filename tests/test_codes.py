@@ -389,7 +389,7 @@ def test_quadratic_form_predicts_a_small_change_of_the_loss(tiny):
 
     checkpoint = Checkpoint(tiny("gpt2"))
     model = load_model(tiny("gpt2"), torch.device("cpu"), torch.float32)
-    spec = Tokens("synthetic", count=2048, seq_len=64)
+    spec = Tokens("synthetic", count=1024, seq_len=64)
     rows = calibration_tokens(spec, checkpoint.config, None, Weights(model)).sequences
     network = LayerwiseModel.of(model)
     found = dict(

@@ -89,7 +89,7 @@ def test_bootstrap_draws_the_same_rows_for_all_columns() -> None:
 
 def test_the_uncompressed_model_has_accuracy_one_by_every_metric(demo) -> None:
     checkpoint, model = demo
-    made = context(Evaluation(lookup_prompts=4, copy_prompts=4), checkpoint)
+    made = context(Evaluation(report_tokens=2048, lookup_prompts=4, copy_prompts=4), checkpoint)
     meter = FidelityMeter(made, Progress())
     meter.measure_base(model, "report")
     found = meter.measure(model, "report")
@@ -135,7 +135,9 @@ def test_an_unknown_metric_names_the_nearest(metric: str, text: str) -> None:
 @pytest.mark.parametrize("metric", mostly_nightly(["kl_div", "lookup"], lambda metric: metric == "kl_div"))
 def test_export_and_validate_agree_on_a_metric(metric: str, run_copy, tmp_path: Path) -> None:
     run = run_copy("fdc")
-    settings = [f"evaluation.metric={metric}", "evaluation.lookup_prompts=6", "evaluation.seq_len=256"]
+    settings = [f"evaluation.metric={metric}"]
+    if metric == "lookup":
+        settings += ["evaluation.lookup_prompts=6", "evaluation.seq_len=256"]
     report = export(run.folder, tmp_path / "out", accuracy=0.9, overrides=settings).report
     accuracy = report["accuracy"]
     assert accuracy["metric"] == metric

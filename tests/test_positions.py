@@ -146,6 +146,8 @@ COPIES: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] = {
 WINDOWED = ("gemma2", "gemma3_text", "mistral")
 OTHERS = ("falcon", "gemma2", "gpt_neox", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Families with RoPE that are nowhere else in the test of copies."""
+OTHERS_QUICK = [(family, ("block", "pre")[index % 2]) for index, family in enumerate(OTHERS)]
+OTHERS_NIGHTLY = [(family, ("pre", "block")[index % 2]) for index, family in enumerate(OTHERS)]
 POLICIES = {
     "h2o": H2O(tokens=1000),
     "coded": KIVI(group=4, residual=1000),
@@ -164,7 +166,8 @@ POLICIES = {
         ("llama", "block", "h2o"),
         ("llama", "pre", "coded"),
         ("llama", "block", "tiers"),
-        *((family, form, "dynamic") for family in OTHERS for form in ("block", "pre")),
+        *((family, form, "dynamic") for family, form in OTHERS_QUICK),
+        *(pytest.param(family, form, "dynamic", marks=pytest.mark.nightly) for family, form in OTHERS_NIGHTLY),
     ],
 )
 def test_a_copy_of_a_cache_knows_its_positions(family: str, form: str, kind: str, pair) -> None:

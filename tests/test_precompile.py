@@ -70,8 +70,13 @@ def test_named_layouts() -> None:
 @pytest.mark.parametrize(
     ("name", "arch", "goal", "spilled_bytes"),
     mostly_nightly(
-        [("llama3-8b-64x2", 90, 17.0, 96), ("smollm2-64x3", 90, 25.0, 384), ("llama3-8b-numbers-64x1", 80, 24.0, 48)],
-        lambda case: case[0] == "llama3-8b-64x2",
+        [
+            ("llama3-8b-128x2", 90, 21.5, 96),
+            ("llama3-8b-64x2", 90, 17.0, 96),
+            ("smollm2-64x3", 90, 25.0, 384),
+            ("llama3-8b-numbers-64x1", 80, 24.0, 48),
+        ],
+        lambda case: case[0] == "llama3-8b-128x2",  # whose kernels kernels/test_compile.py compiles too
     ),
 )
 def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, spilled_bytes, decoding_alone) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.attention import attention_to_two_kinds
 from support.compare import close, relative_error
+from support.quick import mostly_nightly
 from support.runs import FAST_EVALUATION, SHORT_TEXT, WITH_EXACT, in_memory, whole_ranks
 from support.tiny_models import build_tiny
 from torch import Tensor
@@ -70,7 +71,7 @@ def test_layer_by_layer_it_is_the_model(model: Path, streamed: bool) -> None:
         assert relative_error(head(states), expected) < 1e-5
 
 
-@pytest.mark.parametrize("compares", [True, False])
+@pytest.mark.parametrize("compares", mostly_nightly([True, False], lambda compares: compares))
 def test_nothing_removed_loses_nothing_however_tokens_come(
     compares: bool, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

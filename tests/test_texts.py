@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,15 @@ from rotor.search.export.export import export
 from rotor.search.export.texts import NEW_TOKENS, PROMPTS
 
 
-def written(folder: Path, prompt: str) -> str:
+def written(folder: Path, prompts: Sequence[str]) -> list[str]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    inputs = tokenizer(prompt, return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
-    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    texts = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+        texts.append(str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)))
+    return texts
 
 
 def test_card_report_and_rotor_json_have_what_both_models_write(run_copy, tmp_path: Path) -> None:
@@ -29,9 +33,8 @@ def test_card_report_and_rotor_json_have_what_both_models_write(run_copy, tmp_pa
     texts = json.loads((out / "rotor.json").read_text())["texts"]
     assert [text["prompt"] for text in texts] == list(PROMPTS)
     assert all(text["prompt_tokens"] > 132 for text in texts)  # more than any recipe keeps exactly
-    for text in texts:
-        assert text["before"] == written(DEMO_MODEL, text["prompt"])
-        assert text["after"] == written(out, text["prompt"])
+    assert [text["before"] for text in texts] == written(DEMO_MODEL, PROMPTS)
+    assert [text["after"] for text in texts] == written(out, PROMPTS)
     assert any(text["before"] != text["after"] for text in texts)
     page = Page((out / "report.html").read_text("utf-8")).text
     card = (out / "README.md").read_text("utf-8")

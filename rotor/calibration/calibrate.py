@@ -328,12 +328,12 @@ class Calibration:
         with self.times.stage("write"):
             write_bases(self.partial.folder, layer, bases)
             if codes is not None:
-                write_codes(self.partial.folder, layer, codes)
+                write_codes(self.partial.folder, layer, codes, self.form.layer(layer))
             self.partial.commit(layer + 1)
 
     def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: JsonObject) -> None:
         """Write run.json and the recipe, and publish the folder."""
-        from ..models.states import state_bytes  # imports the models of transformers
+        from ..models.states import state_bytes  # imports the caches of transformers
 
         folder = self.partial.folder
         source = self.source

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..checked import JsonObject, Reader
 from ..checkpoint.atomic import replacing
-from ..checkpoint.bases import BasisPair, LayerBases, Parting, check_stored, latent_names, latent_sizes
+from ..checkpoint.bases import BasisPair, LayerBases, Parting, check_stored, latent_sizes
 from ..checkpoint.file_names import RECIPE
 from ..checkpoint.layout import AttentionShape, KeyForm, LayerForm, ModelForm
 from ..checkpoint.manifest import Manifest
@@ -102,19 +102,19 @@ def write_bases(folder: Path, layer: int, bases: LayerBases) -> None:
     _write(layer_path(folder, "bases", layer), _bases_tensors(bases))
 
 
-def write_codes(folder: Path, layer: int, codes: LayerCodes) -> None:
+def write_codes(folder: Path, layer: int, codes: LayerCodes, form: LayerForm) -> None:
     """Write the fitted codes of each channel of a layer, float64."""
-    _write(layer_path(folder, "codes", layer), _codes_tensors(codes))
+    _write(layer_path(folder, "codes", layer), _codes_tensors(codes, form))
 
 
 def write_distilled(folder: Path, layer: int, bases: LayerBases, codes: LayerCodes) -> None:
     """Write a layer's trained bases and codes; calibration's stay in files of their own."""
-    _write(layer_path(folder, DISTILLED, layer), _bases_tensors(bases) | _codes_tensors(codes))
+    _write(layer_path(folder, DISTILLED, layer), _bases_tensors(bases) | _codes_tensors(codes, bases.layer_form))
 
 
 def _bases_tensors(bases: LayerBases) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for side, pair in zip(latent_names(bases.joint, len(bases.latents)), bases.latents, strict=True):
+    for side, pair in zip(bases.layer_form.latent_names, bases.latents, strict=True):
         for name in ("encode", "decode", "singular_values", "shift", "constant"):
             tensor = getattr(pair, name)
             if tensor is not None and not (name == "decode" and torch.equal(pair.encode, tensor)):
@@ -127,11 +127,11 @@ def _bases_tensors(bases: LayerBases) -> dict[str, Tensor]:
     return tensors
 
 
-def _codes_tensors(codes: LayerCodes) -> dict[str, Tensor]:
+def _codes_tensors(codes: LayerCodes, form: LayerForm) -> dict[str, Tensor]:
     errors = {} if codes.errors is None else vars(codes.errors)
     return {f"errors.{name}": tensor.clone().contiguous() for name, tensor in errors.items()} | {
         f"{side}.{name}": tensor.contiguous()
-        for side, side_codes in zip(latent_names(codes.joint, len(codes.sides)), codes.sides, strict=True)
+        for side, side_codes in zip(form.latent_names, codes.sides, strict=True)
         for name, tensor in vars(side_codes).items()
     }
 
@@ -153,7 +153,7 @@ def read_bases(path: Path, form: LayerForm, shape: AttentionShape, refit: bool =
         return BasisPair(encode, decode, tensors[f"{side}.singular_values"], shift, constant)
 
     outputs = unpack_symmetric(tensors["outputs"]) if refit else None
-    latents = tuple(pair(name) for name in latent_sizes(form, shape)[0])
+    latents = tuple(pair(name) for name in form.latent_names)
     parting = _read_parting(tensors, form, shape) if form.joint else None
     bases = LayerBases(form.keys, form.group_size, latents, outputs, parting)
     bases.check(shape, str(path))
@@ -174,19 +174,20 @@ def _read_parting(tensors: _Stored, form: LayerForm, shape: AttentionShape) -> P
 def read_codes(path: Path, form: LayerForm, shape: AttentionShape) -> LayerCodes:
     """Read the codes that `write_codes` or `write_distilled` wrote; raises the same errors as `read_bases`."""
     tensors = _Stored(path)
+    names, sizes = latent_sizes(form, shape)
     sides = []
-    for side, size in zip(*latent_sizes(form, shape), strict=True):
+    for side, size in zip(names, sizes, strict=True):
         parts = {}
         for part in (attribute.name for attribute in fields(SideCodes)):
             widths = () if part in ("weight", "variance", "length") else (len(FITTED_BITS),)
             parts[part] = tensors.checked(f"{side}.{part}", (*widths, *size))
         sides.append(SideCodes(**parts))
-    if not form.fast_columns:
-        return LayerCodes(tuple(sides), form.joint)
-    groups, columns = latent_sizes(form, shape)[1][-1]
-    fast = form.group_size * form.fast_columns
-    expected = {"base": (groups, columns), "each": (groups, fast, columns), "nominal": (groups, fast)}
-    errors = FastErrors(**{name: tensors.checked(f"errors.{name}", size) for name, size in expected.items()})
+    errors = None
+    if form.fast_columns:
+        groups, columns = sizes[-1]
+        fast = form.group_size * form.fast_columns
+        expected = {"base": (groups, columns), "each": (groups, fast, columns), "nominal": (groups, fast)}
+        errors = FastErrors(**{name: tensors.checked(f"errors.{name}", size) for name, size in expected.items()})
     return LayerCodes(tuple(sides), form.joint, errors)
 
 

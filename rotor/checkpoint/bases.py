@@ -74,6 +74,10 @@ class BasisPair:
     codes: tuple[ChannelCode, ...] = ()
     lengths: Tensor | None = None
 
+    def stored(self, group: int, rank: int) -> Channels | Numbers:
+        """What the cache holds of a group: its channels by bits where they are coded, else the first `rank` numbers."""
+        return Channels.of_bits(self.codes[group].bits.tolist()) if self.codes else Numbers(rank)
+
     def ordered(self, order: Tensor) -> BasisPair:
         """The columns of each group in another order, [num_groups, columns]; without codes."""
         index = order.unsqueeze(1).expand_as(self.encode)
@@ -184,11 +188,6 @@ class LayerBases:
         return self.parting is not None
 
     @property
-    def coded(self) -> bool:
-        """Whether the latents have codes."""
-        return bool(self.latents[-1].codes)
-
-    @property
     def layer_form(self) -> LayerForm:
         """What the layer is compressed to."""
         return LayerForm(self.form, self.group_size, self.joint)
@@ -218,16 +217,22 @@ class LayerBases:
         return self.latents[1]
 
     def stored_latents(self, ranks: LayerRanks) -> list[tuple[Latent, ...]]:
-        """What the cache holds of each group: its channels by bits where they are coded, else the first `ranks`."""
-        if not self.coded:
-            return [tuple(Numbers(rank) for rank in of_group[: 1 if self.joint else 2]) for of_group in ranks]
-        channels = [[Channels.of_bits(code.bits.tolist()) for code in pair.codes] for pair in self.latents]
-        if not self.joint:
-            return list(zip(*channels, strict=True))
-        *fast, rest = channels
-        size = self.group_size
-        heads = [fast[0][i * size : (i + 1) * size] if fast else [] for i in range(len(rest))]
-        return [(Parted(own, tuple(of_heads)),) for own, of_heads in zip(rest, heads, strict=True)]
+        """What the cache holds of each group, see `BasisPair.stored`; a joint group has one latent of all its parts."""
+        if self.parting is not None:
+            return [(self._stored_jointly(group, rank),) for group, (rank, _) in enumerate(ranks)]
+        return [
+            tuple(pair.stored(group, rank) for pair, rank in zip(self.latents, of_group, strict=True))
+            for group, of_group in enumerate(ranks)
+        ]
+
+    def _stored_jointly(self, group: int, rank: int) -> Latent:
+        *fast, rest = self.latents
+        own = rest.stored(group, rank)
+        if isinstance(own, Numbers):
+            return own
+        heads = range(group * self.group_size, (group + 1) * self.group_size)
+        of_heads = (pair.stored(head, rank) for pair in fast for head in heads)
+        return Parted(own, tuple(latent for latent in of_heads if isinstance(latent, Channels)))
 
     def check(self, shape: AttentionShape, where: str) -> None:
         """Check bases that were computed, or read from a file.
@@ -260,15 +265,9 @@ class LayerBases:
 def latent_sizes(form: LayerForm, shape: AttentionShape) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
     """Names of a layer's latents, and how many of each there are with how many numbers."""
     groups, columns, fast = shape.num_kv_heads // form.group_size, form.columns(shape.head_dim), form.fast_columns
-    sizes = [(groups, columns - form.group_size * fast)]
-    if not form.joint or fast:
-        sizes.insert(0, (shape.num_kv_heads, fast) if fast else (groups, columns))
-    return latent_names(form.joint, len(sizes)), sizes
-
-
-def latent_names(joint: bool, count: int) -> tuple[str, ...]:
-    """Names of the latents of a layer that has so many."""
-    return ("fast", "rest")[-count:] if joint else ("qk", "vo")
+    each = (groups, columns - form.group_size * fast)
+    names = form.latent_names
+    return names, [(shape.num_kv_heads, fast) if name == "fast" else each for name in names]
 
 
 def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:
@@ -398,8 +397,8 @@ class FoldedBases:
             CheckpointError: a tensor does not fit the layout; names `where`.
         """
         size = layout.group_size * shape.head_dim
-        names = [field.name for field in fields(FoldedBasis)[1:]]
-        names = names if layout.scaled else names[:-1] if layout.coded else names[:2]
+        every = [field.name for field in fields(FoldedBasis)[1:]]
+        names = {Numbers: every[:2], Channels: every[:-1], Parted: every}[type(layout.groups[0].key)]
 
         def checked(name: str, shapes: list[list[int]]) -> Tensor:
             tensor = get(name)

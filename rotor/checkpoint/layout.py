@@ -234,9 +234,16 @@ class LayerForm(NamedTuple):
         """Rows that a group stores of a token: one of both, or one of keys and one of values."""
         return 1 if self.joint else 2
 
+    @property
+    def latent_names(self) -> tuple[str, ...]:
+        """Names of a layer's bases and codes, in the order of `LayerBases.latents`."""
+        if not self.joint:
+            return "qk", "vo"
+        return ("fast", "rest") if self.fast_columns else ("rest",)
+
     def columns(self, head_dim: int) -> int:
-        """Numbers of a token that a row of a group is made of."""
-        return self.group_size * head_dim * (2 if self.joint else 1)
+        """Numbers of a token that a row of a group is made of: each head's key and value, shared among its rows."""
+        return 2 * self.group_size * head_dim // self.latents_per_group
 
     @property
     def fast_columns(self) -> int:
@@ -292,18 +299,18 @@ class GroupLayout:
         return self.value is None
 
     @property
-    def values(self) -> Latent:
-        """The latent that values are read from."""
-        return self.key if self.value is None else self.value
-
-    @property
     def latents(self) -> tuple[Latent, ...]:
         """The latents that the cache holds."""
         return (self.key,) if self.value is None else (self.key, self.value)
 
+    @property
+    def values(self) -> Latent:
+        """The latent that values are read from."""
+        return self.latents[-1]
+
     def columns(self, head_dim: int) -> int:
-        """Numbers of a token that a latent of the group is made of."""
-        return len(self.kv_heads) * head_dim * (2 if self.joint else 1)
+        """Numbers of a token that a latent of the group is made of: each head's key and value, shared among latents."""
+        return 2 * len(self.kv_heads) * head_dim // len(self.latents)
 
     @property
     def ranks_in_words(self) -> str:
@@ -464,17 +471,17 @@ class LayerLayout:
         """Rows that a group stores of a token: one of both, or one of keys and one of values."""
         return len(self.groups[0].latents)
 
+    def stored_sides(self, key: Side, value: Side) -> tuple[Side, ...]:
+        """The sides that have a row."""
+        return (key, value)[: self.latents_per_group]
+
     def values_from(self, key: Side, value: Side) -> Side:
         """What values are read from: the value side, or the key side where a latent has both in it."""
-        return key if self.joint else value
+        return self.stored_sides(key, value)[-1]
 
     def part_of_keys(self, value: Side) -> Side | None:
         """What v_proj puts out, where it is a part of the latents in the key row; None where it has its own row."""
         return value if self.joint else None
-
-    def stored_sides(self, key: Side, value: Side) -> tuple[Side, ...]:
-        """The sides that have a row."""
-        return (key,) if self.joint else (key, value)
 
     def columns(self, head_dim: int) -> int:
         """Numbers of a token that a latent of a group is made of."""

@@ -85,20 +85,18 @@ def check_apart(out: Path, sources: Iterable[Path], kept: Iterable[Path] = (), r
         sources: folders that are read. kept: files and folders that must only not be removed.
     """
     sources = list(sources)
+    real_out = Path(os.path.realpath(out))
     for source in sources:
-        if _is_in(out, source):
+        if real_out.is_relative_to(os.path.realpath(source)):
             raise UsageError(f"{out}: lies in {source}, which rotor reads from.", "Choose a folder outside of it.")
+    real_folders = {folder: os.path.realpath(folder) for folder in (out, *removed)}
     for read in (*sources, *kept):
         linked = read.iterdir() if read.is_dir() else ()  # files of a source may be links to where they are
         for path in (read, *linked):
-            for folder in (out, *removed):
-                if _is_in(path, folder):
+            real_path = Path(os.path.realpath(path))
+            for folder, real_folder in real_folders.items():
+                if real_path.is_relative_to(real_folder):
                     raise UsageError(f"{folder}: contains {path}, which rotor reads from.", "Choose another folder.")
-
-
-def _is_in(path: Path, folder: Path) -> bool:
-    """Whether a path is a folder or lies below it."""
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def check_file(path: Path) -> None:

@@ -74,14 +74,13 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     def basis(name: str, columns: tuple[int, ...], head_axis: int | None = None) -> None:
         tensors[name] = TensorSpec((size * dim, sum(columns)), 1, columns, head_axis=head_axis)
 
-    def shift(name: str, parts: tuple[int, ...]) -> None:
+    def of_codes(name: str, parts: tuple[int, ...], *each: int, head_axis: int | None = None) -> None:
+        """A shift of each channel, or a constant of as many numbers as `each` says; numbers have none."""
         if layout.coded:
-            tensors[name] = TensorSpec((sum(parts),), 0, parts, float32=True)
+            tensors[name] = TensorSpec((sum(parts), *each), 0, parts, float32=True, head_axis=head_axis)
 
     def constant(name: str) -> None:
-        if layout.coded:
-            parts = (size,) * len(groups)
-            tensors[name] = TensorSpec((shape.num_kv_heads, dim), 0, parts, float32=True, head_axis=0)
+        of_codes(name, (size,) * len(groups), dim, head_axis=0)
 
     def times(count: int, parts: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(count * part for part in parts)
@@ -107,19 +106,19 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
         tensors["o_proj.bias"] = TensorSpec((hidden,))
     if not folds_keys:
         basis("key_basis", ranks)
-        shift("key_shift", ranks)
+        of_codes("key_shift", ranks)
     if not folds_queries:
         basis("query_basis", widths, head_axis=0)
         constant("key_constant")
     if not layout.folds_values:
         basis("value_basis", value_ranks)
         if layout.has_value_shift:
-            shift("value_shift", value_ranks)
+            of_codes("value_shift", value_ranks)
         basis("output_basis", value_widths, head_axis=0)
         constant("value_constant")
     if layout.scaled:
-        shift("code_shift", ranks)
-        shift("length_weight", ranks)
+        of_codes("code_shift", ranks)
+        of_codes("length_weight", ranks)
         products = tuple(g.key.fast_rank * g.key.rest.rank for g in groups if isinstance(g.key, Parted))
         if layout.fast_planes:
             tensors["error_basis"] = TensorSpec((sum(products),), 0, products)

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from .loading import config_model
-
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -26,6 +24,8 @@ def state_bytes(config: PreTrainedConfig) -> int:
     cache: Any = DynamicCache(config=config)
     if not any(hasattr(layer, name) for layer in cache.layers for name in STATES):
         return 0
+    from .loading import config_model  # imports the models of transformers
+
     model = config_model(copy.deepcopy(config)).eval()  # building and the next line change settings of the config
     model.set_experts_implementation("batched_mm")  # others look at values, which the meta device has not
     with torch.no_grad(), torch.device("meta"):

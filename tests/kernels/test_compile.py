@@ -25,16 +25,17 @@ from rotor.tools.bench.sass import usage
 from rotor.tools.bench.subjects import EXACT, PAGE, gpu_subjects, named_subjects, with_exact
 from rotor.tools.bench.variants import layer_variants, recorded
 
-MOST_SPILLED_BYTES = 128
-"""Of a thread, in kernels that no decode step over pages runs."""
+MOST_SPILLED_BYTES = 192
+"""Of a thread, in kernels that no decode step over pages runs; the most is of expanded keys of two heads on sm_80."""
 
 NEWEST = tuple(int(n) for n in version("triton").split(".")[:2]) >= (3, 9)
 
-SPILLED_IN_PAGES = 96 if NEWEST else 288
-"""The tiles that were fastest on an H100 spill up to 88 bytes in layers of an 8B with two heads a row, more with the
-assembler of Triton 3.6, and where three or four heads share a row; tiles that spill nothing were slower."""
+SPILLED_IN_PAGES = 136 if NEWEST else 288
+"""The tiles that were fastest on an H100 spill up to 88 bytes in layers of an 8B with two heads a row and 136 with one,
+more with the assembler of Triton 3.6, and where three or four heads share it; tiles that spill nothing were slower."""
 
-SPILLED_BY_MANY_HEADS = 1024
+SPILLED_BY_WIDE_ROWS = 1472
+"""Where three or four heads share a row, or a head has 256 nibbles; the most is of expanded keys of Gemma on sm_80."""
 
 QUICK = [("llama3-8b-128x2", 90, PAGE)]
 EVERY = [(name, arch, page) for name in named_subjects() for arch in (80, 90) for page in (0, PAGE)]
@@ -47,7 +48,7 @@ def test_nothing_is_spilled(name, arch, page) -> None:
         registers, spilled_bytes = usage(variant.compile().asm["cubin"])
         assert registers <= 255
         most = SPILLED_IN_PAGES if variant.keys and page else MOST_SPILLED_BYTES
-        assert spilled_bytes <= (SPILLED_BY_MANY_HEADS if name.endswith(("x3", "x4", "256x2", "256x1")) else most), (
+        assert spilled_bytes <= (SPILLED_BY_WIDE_ROWS if name.endswith(("x3", "x4", "256x2", "256x1")) else most), (
             variant.name
         )
 
@@ -93,12 +94,12 @@ EVERY_EXACT = [(name, arch) for name in EXACT for arch in (80, 90)]
     [case if case == ("llama3-8b-128x2", 90) else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY_EXACT],
 )
 def test_a_layer_with_exact_tokens_takes_few_instructions_more(name: str, arch: int) -> None:
-    """A step of 8 x 32768 keys: joining alone takes 0.28 to 0.46 a key."""
+    """A step of 8 x 32768 keys: joining alone takes 0.28 to 0.46 a key; finishing rows of three heads 0.77."""
     (layer,) = count_layers([with_exact(gpu_subjects()[name])], [arch])
     assert [kernel.error for kernel in layer.kernels] == [None] * len(layer.kernels)
     (finish,) = (kernel for kernel in layer.kernels if kernel.name.startswith("finish"))
     assert finish.spilled_bytes == 0
-    assert 0.2 < finish.instructions_per_key < 0.6
+    assert 0.2 < finish.instructions_per_key < 0.8
     (append,) = (kernel for kernel in layer.kernels if kernel.name == "append, 1 tokens")
     assert append.spilled_bytes <= MOST_SPILLED_BYTES
 
@@ -111,7 +112,7 @@ def test_a_layer_with_exact_tokens_takes_few_instructions_more(name: str, arch: 
             layer(KeyForm(64, 0), 1, (Channels(n4=32), Channels(n4=32))),
             layer(KeyForm(64, 0), 1, (Numbers(20), Numbers(28))),
         ],
-        lambda layout: layout.fast_planes > 0,
+        lambda layout: layout.kind == "apart",  # of a joint one with fast planes the compiler takes four times as long
     ),
     ids=["joint, fast planes", "apart", "numbers"],
 )

@@ -39,7 +39,9 @@ POLICIES = [
     Tiers(important=0.0, qk_unimportant=0.4, v_unimportant=0.4),
     Tiers(important=1.0),
 ]
-CASES = [(kind, POLICIES[(i + more) % len(POLICIES)]) for i, kind in enumerate(LAYOUTS) for more in (0, 1)]
+EVERY = [(kind, (i + more) % len(POLICIES)) for i, kind in enumerate(LAYOUTS) for more in (0, 1)]
+QUICK = {(kind, i % len(POLICIES)) for i, kind in enumerate(LAYOUTS)}
+CASES = [pytest.param(kind, POLICIES[i], marks=() if (kind, i) in QUICK else pytest.mark.nightly) for kind, i in EVERY]
 
 
 class Case:

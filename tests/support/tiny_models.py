@@ -416,7 +416,7 @@ def tiny_config(family: str) -> Any:
     return getattr(transformers, name)(**settings)
 
 
-def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **save: object) -> Path:
+def tiny_model(family: str) -> Any:
     """A tiny model with random weights large enough that attention is not uniform; biases and norms random too."""
     torch.manual_seed(0)
     config = tiny_config(family)
@@ -432,7 +432,12 @@ def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **
                 parameter.copy_(0.3 * noise)
             else:
                 parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
-    model.to(dtype).save_pretrained(folder, **save)
+    return model
+
+
+def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **save: object) -> Path:
+    """The folder of a `tiny_model`, with the bundled tokenizer."""
+    tiny_model(family).to(dtype).save_pretrained(folder, **save)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, folder / name)
     return folder

@@ -121,7 +121,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         UnsupportedModelError: rotor cannot compress the model.
         RotorError: see rotor.errors.
     """
-    from ...models.states import state_bytes  # imports the models of transformers
+    from ...models.states import state_bytes  # imports the caches of transformers
 
     model = request.model
     if Path(model).is_file():

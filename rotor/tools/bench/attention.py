@@ -116,6 +116,7 @@ def random_problem(
     def normal(*size: int, scale: float = 1.0) -> Tensor:
         return scale * torch.randn(size, generator=generator, device=device)
 
+    read = layer_tensors(layout, shape, biases=())
     rotation = basis = constant = None
     of_values: dict[str, Tensor] = {}
     if shape.rotary_dim:
@@ -128,15 +129,15 @@ def random_problem(
         width = max(group.key.width for group in layout.groups)
         basis = normal(layout.group_size * shape.head_dim, layout.key_width, scale=width**-0.5 / of_nibble).to(dtype)
         basis *= read_of_fast_latents(layout, shape).to(basis)
-        if layout.coded:
+        if "key_constant" in read:
             constant = normal(shape.num_kv_heads, shape.head_dim, scale=0.5)
-        if layout.exact is not None:
+        if "output_basis" in read:
             values = max(group.values.width for group in layout.groups)
             rows_of_basis = layout.group_size * shape.head_dim
             of_values["output_basis"] = normal(rows_of_basis, layout.value_width, scale=values**-0.5 / of_nibble).to(
                 dtype
             )
-            if layout.coded:
+            if "value_constant" in read:
                 of_values["value_constant"] = normal(shape.num_kv_heads, shape.head_dim, scale=0.5)
     else:
         query = normal(batch_size, seq_len, layout.group_size * shape.heads_per_kv * layout.key_width, scale=2.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -115,7 +116,12 @@ OTHER_FORMS = {"post-128x1": ("joint", 128), "apart-64x1": ("apart", 64), "numbe
 
 def named_subjects() -> dict[str, Subject]:
     """Layers that are counted without a checkpoint, by model and row."""
-    found = {}
+    return {subject.name: subject for subject in _named_subjects()}
+
+
+@cache
+def _named_subjects() -> tuple[Subject, ...]:
+    found = []
     for model, rows in ROWS.items():
         shape, fast = MODELS[model]
         for row in rows:
@@ -123,12 +129,12 @@ def named_subjects() -> dict[str, Subject]:
             nibbles, heads = map(int, size.split("x"))
             rows_of_queries = heads * shape.heads_per_kv
             of = Specialisation("joint", nibbles * heads, rows_of_queries, fast, heads, split=int(bool(split)))
-            found[f"{model}-{row}"] = subject_of(f"{model}-{row}", of, shape, shape.num_layers)
+            found.append(subject_of(f"{model}-{row}", of, shape, shape.num_layers))
     for row, (kind, width) in OTHER_FORMS.items():
         shape, _ = MODELS["llama3-8b"]
         of = Specialisation(kind, width, shape.heads_per_kv)
-        found[f"llama3-8b-{row}"] = subject_of(f"llama3-8b-{row}", of, shape, shape.num_layers)
-    return found
+        found.append(subject_of(f"llama3-8b-{row}", of, shape, shape.num_layers))
+    return tuple(found)
 
 
 def model_of(name: str) -> str:
