@@ -228,13 +228,3 @@ def test_repeats_state_a_span_again_further_on():
     assert bool((with_repeats(rows, 1, 3, vocabulary[:0]) < 2000).all())  # nothing to draw: all spans are of the text
     short = rows[:, :8].clone()
     assert torch.equal(with_repeats(short, 1, 3, vocabulary), short)
-
-
-@pytest.mark.parametrize(("apart", "repeats"), [(128, SPAN_REPEATS), (200, 1), (1000, 1)])
-def test_repeats_stand_beyond_what_is_exact_as_far_as_rows_have_room(apart: int, repeats: int):
-    rows = torch.arange(8 * 512).reshape(8, 512)
-    for row in with_repeats(rows, 1, 0, torch.arange(5000, 9000), apart=apart):
-        values, counts = row.unique(return_counts=True)
-        places = (row == values[counts == 1 + repeats][0]).nonzero().flatten()
-        assert len(places) == 1 + repeats
-        assert int(places.diff().min()) >= min(apart, 512 - MAX_SPAN_TOKENS - 128)
