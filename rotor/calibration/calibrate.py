@@ -44,7 +44,7 @@ from .bases.moments import LayerStatistics
 from .capture import layer_statistics
 from .codes.layer import layer_codes
 from .gradient_files import GradientFiles
-from .gradients import exact_in_rows, fisher_information, weight_fisher
+from .gradients import fisher_information, weight_fisher
 from .partial import TOKENS_FILE, PartialRun
 from .planning.form import wanted_gradients
 from .planning.outline import ModelOutline, needs_whole_model, wanted_moments
@@ -247,10 +247,7 @@ class Calibration:
         tokenizer = self.checkpoint.tokenizer
         seed = self.recipe.tokens.seed ^ draw
         vocabulary = ordinary_tokens(self.checkpoint.config, tokenizer)
-        fixed, share = len(text_start(tokenizer)), self.recipe.codes.repeats
-        exact = exact_in_rows(self.shape, self.recipe.exact.tokens, sequences.shape[1])
-        apart = max((tokens.newest for tokens in exact or ()), default=0)
-        return with_repeats(sequences, share, seed, vocabulary, fixed, apart)
+        return with_repeats(sequences, self.recipe.codes.repeats, seed, vocabulary, len(text_start(tokenizer)))
 
     def _distil(self, sequences: Tensor) -> None:
         """Train the bases and codes of all layers if the recipe asks for it; results go into files of their own."""

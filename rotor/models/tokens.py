@@ -197,9 +197,7 @@ def synthetic_tokens(
     return torch.cat(written)
 
 
-def with_repeats(
-    sequences: Tensor, share: float, seed: int, vocabulary: Tensor, fixed: int = 0, apart: int = 0
-) -> Tensor:
+def with_repeats(sequences: Tensor, share: float, seed: int, vocabulary: Tensor, fixed: int = 0) -> Tensor:
     """Write a span of tokens early in a sequence and again further on, in a share of the sequences (the last ones).
 
     Text rarely depends on tokens far back, so its gradients say little about the channels that a model looks them up
@@ -213,8 +211,6 @@ def with_repeats(
             positions. First tokens stay. Sequences that are too short for this stay as they are.
         vocabulary: [m], the tokens to draw from; if empty, all spans are copied from the text.
         fixed: number of tokens that every sequence begins with (see `text_start`); they stay, and are in no span.
-        apart: least distance between a span and its repeats, as far as sequences have room, of which there are then
-            fewer: tokens that a cache keeps exactly are not looked up in codes.
     Returns:
         [n, seq_len], a new tensor.
     """
@@ -226,11 +222,9 @@ def with_repeats(
 
     repeated = sequences.clone()
     early = seq_len // 4
+    part = (seq_len - early) // SPAN_REPEATS
     begin = max(1, fixed)
     span = min(MAX_SPAN_TOKENS, early - begin)
-    repeats = max(1, min(SPAN_REPEATS, (seq_len - early) // max(1, apart + span)))
-    part = (seq_len - early) // repeats
-    gap = max(0, min(apart, part - span))
     if span < 2 or part < span:
         return repeated
     for index in range(count - round(share * count), count):
@@ -240,7 +234,7 @@ def with_repeats(
         if index % 2 and len(vocabulary):
             text = vocabulary[torch.randint(len(vocabulary), (span,), generator=generator)]
         positions = [begin + drawn(early - begin - span + 1)]
-        positions += [early + time * part + gap + drawn(part - span - gap + 1) for time in range(repeats)]
+        positions += [early + time * part + drawn(part - span + 1) for time in range(SPAN_REPEATS)]
         for position in positions:
             repeated[index, position : position + span] = text
     return repeated
