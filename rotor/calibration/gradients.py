@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LEAST_SEEN = 4
-"""Tokens that a query sees at least, for each of the newest that counts as exact."""
+"""In rows of calibration a query sees at least this many times as many tokens as count as the newest."""
 
 
 def fisher_information(
