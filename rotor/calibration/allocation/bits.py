@@ -83,8 +83,8 @@ class _JointBits(_LayerBits):
 
     @cached_property
     def _of_planes(self) -> dict[int, tuple[float, list[np.ndarray], BitPath]]:
-        """By the planes of a fast latent: loss of all of them, planes of the rest of each group that fit in 0, 1, ...
-        units of its row, and the best split of units among groups."""
+        """What each number of planes of a fast latent leads to: the loss of all fast latents, planes of the rest of
+        each group that fit in 0, 1, ... units of its row, and the best split of units among groups."""
         found = {}
         for planes, rest in self.rest.items():
             groups = len(rest)

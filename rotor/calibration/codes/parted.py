@@ -36,7 +36,7 @@ def parted_codes(
     of_rest = information[:, other[:, None], other]
 
     def latents(x: Tensor) -> list[Tensor]:
-        """Of each latent before codes are known, [number of latents, tokens, channels]."""
+        """Each latent before codes are known, [number of latents, tokens, channels]."""
         whole = (x[..., other] - x[..., fast] @ parting.prediction) @ rest.encode
         return [*(by_head(x[..., fast], size) @ pair.encode for pair in fast_pairs), whole]
 

@@ -41,7 +41,7 @@ from .loads import LOADS, PROMPT, PROMPT_TOKENS, RAGGED
 from .plan import Record
 
 DTYPE = torch.bfloat16
-"""Of uncompressed caches."""
+"""Dtype of uncompressed caches."""
 
 COLD_BYTES = 256 << 20
 """What the caches of one graph take together at least: several times the L2 of an H100 or H200."""
