@@ -154,8 +154,8 @@ def test_help_has_an_example_for_each_command(capsys) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("pages", [PAGES[:1], PAGES], ids=["README", "all"])
 def test_every_command_runs(pages: list[Path], tmp_path: Path, capsys, monkeypatch) -> None:
-    """In the order of the pages, in one folder: later commands find what earlier ones wrote. The quick test runs
-    each of README's commands once and parses the others."""
+    """In the order of the pages, in one folder: later commands find what earlier ones wrote. Of README alone each
+    command runs once, and the others are parsed."""
     monkeypatch.chdir(tmp_path)
     ran: list[str] = []
     monkeypatch.setattr(

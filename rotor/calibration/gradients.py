@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LEAST_SEEN = 4
-"""In rows of calibration a query sees at least this many times as many tokens as count as the newest."""
+"""Least ratio of the tokens that a query sees in rows of calibration to those that count as the newest."""
 
 
 def fisher_information(
