@@ -52,6 +52,9 @@ WORD_PLANES = 4
 
 WORD_BYTES = 2
 
+PLANE_WORDS = PLANE // WORD_PLANES
+"""Words by which a row grows."""
+
 SIGNED = 8
 """Subtracted from a nibble or crumb before attention multiplies with it; also the nibble of an empty slot."""
 
@@ -88,7 +91,8 @@ class Channels:
     """A latent of codes: how many channels it has at each of WIDTHS.
 
     split: planes of nibbles that attention reads a second time for their lower crumbs; at least those that are cut.
-    scaled: the first slot holds the scale of the row. least_words: words of the row are filled up to so many.
+    scaled: the first slot holds the scale of the row. own_words: words of a latent that shares its row with others;
+    None: as many whole planes as channels take.
 
     Raises:
         CheckpointError: a count is negative; there is no channel; more planes are split than there are.
@@ -102,7 +106,7 @@ class Channels:
     n2: int = 0
     split: int = 0
     scaled: bool = False
-    least_words: int = 0
+    own_words: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.counts) < 0 or not self.rank:
@@ -135,8 +139,13 @@ class Channels:
     @cached_property
     def words(self) -> int:
         """Words of 16 bits in a row."""
+        return _whole_planes(self.fewest_words) if self.own_words is None else self.own_words
+
+    @cached_property
+    def fewest_words(self) -> int:
+        """Words that the channels, and the scale, take."""
         bits = sum(bits * count for bits, count in zip(WIDTHS, self.counts, strict=True)) + NIBBLE_BITS * self.scaled
-        return max(self.least_words, -(-bits // (PLANE * NIBBLE_BITS)) * PLANE // WORD_PLANES)
+        return -(-bits // (WORD_PLANES * NIBBLE_BITS))
 
     @property
     def operands(self) -> int:
@@ -209,7 +218,8 @@ class Channels:
 class Parted:
     """The latents of a group that codes keys and values together, with a scale; the same interface as `Channels`.
 
-    rest: slow planes of the keys and all values of the group's KV heads, coded last; it holds the scale.
+    rest: slow planes of the keys and all values of the group's KV heads, coded last; it holds the scale, and fills the
+        row up to whole planes.
     fast: one latent for each KV head's fast planes; none where no plane is fast. All are filled up to as many words.
 
     Channels are numbered in the order of the row: those of each fast latent, head by head, then those of the rest.
@@ -223,9 +233,11 @@ class Parted:
     """Nibbles of a word."""
 
     def __post_init__(self) -> None:
-        words = max((latent.words for latent in self.fast), default=0)
-        *fast, rest = [*(replace(x, least_words=words) for x in self.fast), replace(self.rest, scaled=True)]
-        *fast, rest = read_alike([*fast, rest])
+        words = max((max(latent.own_words or 0, latent.fewest_words) for latent in self.fast), default=0)
+        before = len(self.fast) * words
+        rest = replace(self.rest, scaled=True, own_words=None)
+        rest = replace(rest, own_words=_whole_planes(before + rest.fewest_words) - before)
+        *fast, rest = read_alike([*(replace(x, own_words=words) for x in self.fast), rest])
         object.__setattr__(self, "fast", tuple(fast))
         object.__setattr__(self, "rest", rest)
 
@@ -397,10 +409,15 @@ def read_alike(latents: Sequence[AnyLatent]) -> list[AnyLatent]:
 
     def alike(latent: Latent) -> Any:
         if isinstance(latent, Parted):
-            return Parted(replace(latent.rest, split=most), tuple(replace(x, least_words=words) for x in latent.fast))
+            return Parted(replace(latent.rest, split=most), tuple(replace(x, own_words=words) for x in latent.fast))
         return replace(latent, split=most) if isinstance(latent, Channels) else latent
 
     return [alike(latent) for latent in latents]
+
+
+def _whole_planes(words: int) -> int:
+    """Words of as many planes as hold so many."""
+    return -(-words // PLANE_WORDS) * PLANE_WORDS
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checkpoint.channels import NIBBLE_BITS, PLANE, Parted, aligned, read_alike
+from ...checkpoint.channels import NIBBLE_BITS, PLANE, PLANE_WORDS, WORD_PLANES, Parted, aligned, read_alike
 from ...checkpoint.layout import AttentionShape, uncompressed_row_bytes
 from ..codes.layer import GroupChannels, LayerCodes, channels_bytes
 from ..codes.side import SideCodes
@@ -22,10 +22,13 @@ PATH_RESOLUTION = 1024
 """Neighbouring plans of a path differ by at least 1/1024 of the uncompressed bytes; plans in between are made on
 demand."""
 
-PLANE_BITS = PLANE * NIBBLE_BITS
+WORD_BITS = WORD_PLANES * NIBBLE_BITS
 
 MOST_FAST_BITS = 10
 """Most bits a number of a fast latent, on average."""
+
+FAST_SIZES = 20
+"""Most sizes of fast latents that are tried for a layer."""
 
 UNIT_BYTES = PLANE // 2
 """Bytes by which rows grow, the unit in which bytes are split."""
@@ -73,38 +76,38 @@ class _ApartBits(_LayerBits):
 class _JointBits(_LayerBits):
     """Curves of the latents of joint groups.
 
-    fast: of each KV head, empty where no plane is fast. rest: by the planes of a fast latent (0 without any), of each
-    group, given those fast codes. Fast latents of a layer have the same number of planes, since one kernel reads them
-    all; every number is tried.
+    fast: of each KV head by words, empty where no plane is fast. rest: by the words of a fast latent (0 without any),
+    of each group by planes, given those fast codes; the first plane has what fast latents leave of their last one. Fast
+    latents of a layer have the same number of words, since one kernel reads them all; all in `rest` are tried.
     """
 
     fast: tuple[BitCurve, ...]
     rest: dict[int, tuple[BitCurve, ...]]
 
     @cached_property
-    def _of_planes(self) -> dict[int, tuple[float, list[np.ndarray], BitPath]]:
-        """What each number of planes of a fast latent leads to: the loss of all fast latents, planes of the rest of
-        each group that fit in 0, 1, ... units of its row, and the best split of units among groups."""
+    def _of_words(self) -> dict[int, tuple[float, list[np.ndarray], BitPath]]:
+        """What each number of words of a fast latent leads to: the loss of all fast latents, planes of the rest of each
+        group that fit in 0, 1, ... units of its row, and the best split of units among groups."""
         found = {}
-        for planes, rest in self.rest.items():
+        for words, rest in self.rest.items():
             groups = len(rest)
-            loss = sum(float(curve.loss[planes]) for curve in self.fast)
-            before = planes * len(self.fast) // groups
+            loss = sum(float(curve.loss[words]) for curve in self.fast)
+            before = words * len(self.fast) // groups // PLANE_WORDS
             fitting = [_fitting(len(curve.loss), before, groups) for curve in rest]
             losses = [np.where(own < 0, np.inf, curve.loss[own]) for curve, own in zip(rest, fitting, strict=True)]
-            found[planes] = loss, fitting, bit_path(losses)
+            found[words] = loss, fitting, bit_path(losses)
         return found
 
     @cached_property
     def _best(self) -> tuple[np.ndarray, np.ndarray]:
-        """Least loss of 0, 1, ... units, and the planes of a fast latent that reach it."""
-        size = max(len(path.loss) for _, _, path in self._of_planes.values())
+        """Least loss of 0, 1, ... units, and the words of a fast latent that reach it."""
+        size = max(len(path.loss) for _, _, path in self._of_words.values())
         least, chosen = np.full(size, np.inf), np.zeros(size, dtype=np.int64)
-        for planes, (loss, _, path) in self._of_planes.items():
+        for words, (loss, _, path) in self._of_words.items():
             total = np.full(size, path.loss[-1] + loss)
             total[: len(path.loss)] = path.loss + loss
             better = total < least
-            least[better], chosen[better] = total[better], planes
+            least[better], chosen[better] = total[better], words
         return least, chosen
 
     @cached_property
@@ -112,14 +115,14 @@ class _JointBits(_LayerBits):
         return BitPath(self._best[0], ())
 
     def channels(self, units: int) -> GroupChannels:
-        planes = int(self._best[1][units])
-        _, fitting, path = self._of_planes[planes]
+        words = int(self._best[1][units])
+        _, fitting, path = self._of_words[words]
         split = path.split(min(units, len(path.loss) - 1))
-        rest = self.rest[planes]
+        rest = self.rest[words]
         size = len(self.fast) // len(rest)
         found: list[Parted] = []
         for index, (curve, own, count) in enumerate(zip(rest, fitting, split, strict=True)):
-            fast = tuple(head.channels(planes) for head in self.fast[index * size : (index + 1) * size])
+            fast = tuple(head.channels(words) for head in self.fast[index * size : (index + 1) * size])
             found.append(Parted(curve.channels(int(own[count])), fast))
         return [(key, None) for key in read_alike(found)]
 
@@ -131,25 +134,28 @@ def _fitting(planes: int, before: int, groups: int) -> np.ndarray:
 
 
 def _layer_bits(codes: LayerCodes, widths: tuple[int, ...]) -> _LayerBits:
-    def curves(side: SideCodes) -> tuple[BitCurve, ...]:
-        return tuple(bit_curve(side.losses(index, widths), widths) for index in range(len(side.weight)))
+    def curves(side: SideCodes, unit: int = PLANE) -> tuple[BitCurve, ...]:
+        return tuple(bit_curve(side.losses(index, widths), widths, unit=unit) for index in range(len(side.weight)))
 
     if not codes.joint:
         return _ApartBits(tuple(curves(side) for side in codes.sides))
     *fast_sides, rest = codes.sides
 
-    def of_rest(ratio: Tensor) -> tuple[BitCurve, ...]:
+    def of_rest(ratio: Tensor, before: int) -> tuple[BitCurve, ...]:
+        """Curves of the rest behind so many words of fast latents; the scale takes a nibble."""
+        taken = WORD_PLANES * (before % PLANE_WORDS) + 1
         groups = range(len(rest.weight))
         losses = [ratio[index] * rest.losses(index, widths) for index in groups]
-        return tuple(bit_curve(losses[index], widths, True, rest.order(index)) for index in groups)
+        return tuple(bit_curve(losses[index], widths, rest.order(index), taken=taken) for index in groups)
 
     if not fast_sides:
-        return _JointBits((), {0: of_rest(torch.ones_like(rest.weight))})
-    fast = curves(fast_sides[0])
-    most = min(len(fast[0].loss) - 1, -(-MOST_FAST_BITS * fast_sides[0].weight.shape[1] // PLANE_BITS))
-    planes = range(1, max(most, 1) + 1)
-    ratios = {count: codes.ratio([curve.channels(count) for curve in fast]) for count in planes}
-    return _JointBits(fast, {count: of_rest(ratio) for count, ratio in ratios.items()})
+        return _JointBits((), {0: of_rest(torch.ones_like(rest.weight), 0)})
+    fast = curves(fast_sides[0], WORD_PLANES)
+    size = len(fast) // len(rest.weight)
+    most = min(len(fast[0].loss) - 1, -(-MOST_FAST_BITS * fast_sides[0].weight.shape[1] // WORD_BITS))
+    words = range(1, most + 1, -(-most // FAST_SIZES))
+    ratios = {count: codes.ratio([curve.channels(count) for curve in fast]) for count in words}
+    return _JointBits(fast, {count: of_rest(ratio, size * count) for count, ratio in ratios.items()})
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Choose the bits of every channel for a given number of bytes.
 
 The loss of a channel at b bits is w sigma^2 D(b): weight times variance times the share of the variance that remains as
-error. It takes b / 2 crumbs of a row, and rows grow in planes of 32 nibbles. Channels are taken in descending order of
+error. It takes b / 2 crumbs of a row, and rows grow in planes of 16 nibbles. Channels are taken in descending order of
 w sigma^2, which becomes their order in the checkpoint. Dynamic programming over crumbs then gives the exact best widths
 for every number of planes. A second one over these curves gives the best split of bytes among the latents of a model.
 
@@ -19,34 +19,31 @@ from torch import Tensor
 
 from ...checkpoint.channels import CRUMB_BITS, NIBBLE_BITS, PLANE, WIDTHS, Channels
 
-PLANE_CRUMBS = PLANE * NIBBLE_BITS // CRUMB_BITS
-
-
 @dataclass(frozen=True)
 class BitCurve:
-    """Least loss of a latent for every number of planes from 0 on, and the channels that reach it.
+    """Least loss of a latent for every number of units (planes, or words) from 0 on, and the channels that reach it.
 
-    loss: [planes + 1], float64, never rising; infinite if no channel is stored.
-    counts: [planes + 1, len(WIDTHS)], number of channels at each width; the remaining channels have 0 bits.
+    loss: [units + 1], float64, never rising; infinite if no channel is stored.
+    counts: [units + 1, len(WIDTHS)], number of channels at each width; the remaining channels have 0 bits.
     """
 
     loss: np.ndarray
     counts: np.ndarray
 
-    def channels(self, planes: int) -> Channels:
-        """Channels of a row with this number of planes."""
-        return Channels(*self.counts[planes].tolist())
+    def channels(self, units: int) -> Channels:
+        """Channels of a latent of so many units."""
+        return Channels(*self.counts[units].tolist())
 
 
 def bit_curve(
-    losses: Tensor, widths: Sequence[int], scaled: bool = False, given_order: Tensor | None = None
+    losses: Tensor, widths: Sequence[int], given_order: Tensor | None = None, unit: int = PLANE, taken: int = 0
 ) -> BitCurve:
-    """Compute the best widths of a latent's channels for every number of planes.
+    """Compute the best widths of a latent's channels for every number of units.
 
     Args:
         losses: [widths, channels], float64, of each channel at each of `widths` (bits, 0 among them, in any order).
-        scaled: the latent holds a scale, which takes a nibble.
         given_order: of the channels, bits of which must not rise; None: by what they lose at 0 bits.
+        unit: nibbles by which the latent grows. taken: nibbles of the first unit that hold no channel.
     """
     table, given = losses.numpy(), list(widths)
     whole = table[given.index(0)]
@@ -62,15 +59,15 @@ def bit_curve(
         _add_channels(best, (whole - table[given.index(width)])[order], size, crumbs[0])
         for width, size in zip(used, crumbs, strict=True)
     ]
-    taken = NIBBLE_BITS // CRUMB_BITS * scaled
-    whole_planes = np.arange(-(-(most + taken) // PLANE_CRUMBS) + 1)
-    planes = np.clip(PLANE_CRUMBS * whole_planes - taken, 0, most)
+    of_unit, of_taken = (nibbles * NIBBLE_BITS // CRUMB_BITS for nibbles in (unit, taken))
+    units = np.arange(-(-(most + of_taken) // of_unit) + 1)
+    room = np.clip(of_unit * units - of_taken, 0, most)
     numbers = np.arange(1, channels + 1)[:, None]
-    of_planes = best[numbers, np.minimum(planes, crumbs[0] * numbers)]
-    ends = of_planes.argmax(0) + 1
-    saved = of_planes.max(0)
-    counts = np.zeros((len(planes), len(WIDTHS)), dtype=np.int64)
-    left = planes.copy()
+    of_units = best[numbers, np.minimum(room, crumbs[0] * numbers)]
+    ends = of_units.argmax(0) + 1
+    saved = of_units.max(0)
+    counts = np.zeros((len(units), len(WIDTHS)), dtype=np.int64)
+    left = room.copy()
     for width, size, of_width in reversed(list(zip(used, crumbs, lengths, strict=True))):
         count = of_width[ends, np.minimum(left, crumbs[0] * ends)]
         counts[:, WIDTHS.index(width)] = count
