@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,8 +27,12 @@ WORD_BITS = WORD_PLANES * NIBBLE_BITS
 MOST_FAST_BITS = 10
 """Most bits a number of a fast latent, on average."""
 
-FAST_SIZES = 20
-"""Most sizes of fast latents that are tried for a layer."""
+MOST_SPLIT = 2
+"""Most planes that a fast latent which is no whole planes may split. Each split plane adds a twelfth to the
+instructions of a row, and rows mostly have as many."""
+
+MOST_WORDS = 20
+"""Most words of a fast latent that is tried at every size; wider ones are tried by whole planes."""
 
 UNIT_BYTES = PLANE // 2
 """Bytes by which rows grow, the unit in which bytes are split."""
@@ -79,6 +83,8 @@ class _JointBits(_LayerBits):
     fast: of each KV head by words, empty where no plane is fast. rest: by the words of a fast latent (0 without any),
     of each group by planes, given those fast codes; the first plane has what fast latents leave of their last one. Fast
     latents of a layer have the same number of words, since one kernel reads them all; all in `rest` are tried.
+
+    Below two bits a number a plane of words is more than a fast latent's share, so sizes in between are tried too.
     """
 
     fast: tuple[BitCurve, ...]
@@ -153,9 +159,20 @@ def _layer_bits(codes: LayerCodes, widths: tuple[int, ...]) -> _LayerBits:
     fast = curves(fast_sides[0], WORD_PLANES)
     size = len(fast) // len(rest.weight)
     most = min(len(fast[0].loss) - 1, -(-MOST_FAST_BITS * fast_sides[0].weight.shape[1] // WORD_BITS))
-    words = range(1, most + 1, -(-most // FAST_SIZES))
-    ratios = {count: codes.ratio([curve.channels(count) for curve in fast]) for count in words}
+    sizes = [count for count in range(1, most + 1) if _is_tried(fast, count, most)]
+    ratios = {count: codes.ratio([curve.channels(count) for curve in fast]) for count in sizes}
     return _JointBits(fast, {count: of_rest(ratio, size * count) for count, ratio in ratios.items()})
+
+
+def _is_tried(fast: Sequence[BitCurve], words: int, most: int) -> bool:
+    """Whether fast latents of so many words are tried: whole planes are, and, where latents are small, what splits at
+    most MOST_SPLIT planes or no more than the next whole one."""
+
+    def split(words: int) -> int:
+        return max(replace(curve.channels(words), own_words=words).split for curve in fast)
+
+    whole = min(-(-words // PLANE_WORDS) * PLANE_WORDS, most)
+    return words == whole or (most <= MOST_WORDS and split(words) <= max(MOST_SPLIT, split(whole)))
 
 
 @dataclass(frozen=True)
