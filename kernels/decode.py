@@ -33,6 +33,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rotor.checkpoint.channels import SPAN_WORDS
+
 from .ranges import count_tiles, sequence_at, slice_start, slices, tiles_of
 
 NEG_INF = tl.constexpr(-1e30)
@@ -44,7 +46,7 @@ UNSEEN = tl.constexpr(-1e20)
 """Largest logit before any key is attended: far above every masked logit, however scaled, so that masked keys have
 weight 0; and far below every other logit."""
 
-SPAN = 16
+SPAN = SPAN_WORDS
 """Words that a product reads at a time where heads have fast latents of their own."""
 
 

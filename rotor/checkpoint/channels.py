@@ -55,6 +55,9 @@ WORD_BYTES = 2
 PLANE_WORDS = PLANE // WORD_PLANES
 """Words by which a row grows."""
 
+SPAN_WORDS = 16
+"""Words of a row that kernels multiply with at a time where heads have fast latents of their own."""
+
 SIGNED = 8
 """Subtracted from a nibble or crumb before attention multiplies with it; also the nibble of an empty slot."""
 
@@ -139,7 +142,7 @@ class Channels:
     @cached_property
     def words(self) -> int:
         """Words of 16 bits in a row."""
-        return _whole_planes(self.fewest_words) if self.own_words is None else self.own_words
+        return whole_planes(self.fewest_words) if self.own_words is None else self.own_words
 
     @cached_property
     def fewest_words(self) -> int:
@@ -236,7 +239,7 @@ class Parted:
         words = max((max(latent.own_words or 0, latent.fewest_words) for latent in self.fast), default=0)
         before = len(self.fast) * words
         rest = replace(self.rest, scaled=True, own_words=None)
-        rest = replace(rest, own_words=_whole_planes(before + rest.fewest_words) - before)
+        rest = replace(rest, own_words=whole_planes(before + rest.fewest_words) - before)
         *fast, rest = read_alike([*(replace(x, own_words=words) for x in self.fast), rest])
         object.__setattr__(self, "fast", tuple(fast))
         object.__setattr__(self, "rest", rest)
@@ -415,7 +418,7 @@ def read_alike(latents: Sequence[AnyLatent]) -> list[AnyLatent]:
     return [alike(latent) for latent in latents]
 
 
-def _whole_planes(words: int) -> int:
+def whole_planes(words: int) -> int:
     """Words of as many planes as hold so many."""
     return -(-words // PLANE_WORDS) * PLANE_WORDS
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checkpoint.channels import NIBBLE_BITS, PLANE, PLANE_WORDS, WORD_PLANES, Parted, aligned, read_alike
+from ...checkpoint.channels import NIBBLE_BITS, PLANE, PLANE_WORDS, SPAN_WORDS, WORD_PLANES, Parted, aligned, read_alike, whole_planes
 from ...checkpoint.layout import AttentionShape, uncompressed_row_bytes
 from ..codes.layer import GroupChannels, LayerCodes, channels_bytes
 from ..codes.side import SideCodes
@@ -28,11 +28,8 @@ MOST_FAST_BITS = 10
 """Most bits a number of a fast latent, on average."""
 
 MOST_SPLIT = 2
-"""Most planes that a fast latent which is no whole planes may split. Each split plane adds a twelfth to the
-instructions of a row, and rows mostly have as many."""
-
-MOST_WORDS = 20
-"""Most words of a fast latent that is tried at every size; wider ones are tried by whole planes."""
+"""Most planes that fast latents may split that are not whole planes of words. Each split plane adds an eighth to the
+instructions of a row, and most rows have as many."""
 
 UNIT_BYTES = PLANE // 2
 """Bytes by which rows grow, the unit in which bytes are split."""
@@ -84,7 +81,7 @@ class _JointBits(_LayerBits):
     of each group by planes, given those fast codes; the first plane has what fast latents leave of their last one. Fast
     latents of a layer have the same number of words, since one kernel reads them all; all in `rest` are tried.
 
-    Below two bits a number a plane of words is more than a fast latent's share, so sizes in between are tried too.
+    Below two bits a number a plane is more than a fast latent's share, so sizes in between are tried too.
     """
 
     fast: tuple[BitCurve, ...]
@@ -159,20 +156,26 @@ def _layer_bits(codes: LayerCodes, widths: tuple[int, ...]) -> _LayerBits:
     fast = curves(fast_sides[0], WORD_PLANES)
     size = len(fast) // len(rest.weight)
     most = min(len(fast[0].loss) - 1, -(-MOST_FAST_BITS * fast_sides[0].weight.shape[1] // WORD_BITS))
-    sizes = [count for count in range(1, most + 1) if _is_tried(fast, count, most)]
+    sizes = [count for count in range(1, most + 1) if _is_tried(fast, size, count)]
     ratios = {count: codes.ratio([curve.channels(count) for curve in fast]) for count in sizes}
     return _JointBits(fast, {count: of_rest(ratio, size * count) for count, ratio in ratios.items()})
 
 
-def _is_tried(fast: Sequence[BitCurve], words: int, most: int) -> bool:
-    """Whether fast latents of so many words are tried: whole planes are, and, where latents are small, what splits at
-    most MOST_SPLIT planes or no more than the next whole one."""
+def _is_tried(fast: Sequence[BitCurve], size: int, words: int) -> bool:
+    """Whether fast latents of so many words, `size` in a group, are tried.
+
+    Whole planes are. Others are where kernels read a group's fast latents as one span of words, and where they split at
+    most MOST_SPLIT planes, or no more than whole planes would.
+    """
 
     def split(words: int) -> int:
         return max(replace(curve.channels(words), own_words=words).split for curve in fast)
 
-    whole = min(-(-words // PLANE_WORDS) * PLANE_WORDS, most)
-    return words == whole or (most <= MOST_WORDS and split(words) <= max(MOST_SPLIT, split(whole)))
+    whole = whole_planes(words)
+    if words == whole:
+        return True
+    most = max(MOST_SPLIT, split(min(whole, len(fast[0].loss) - 1)))
+    return size * words <= SPAN_WORDS and split(words) <= most
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from ...calibration.prediction.cost import DecodeStep
 from ...calibration.prediction.instructions import HEAD_DIM, Specialisation
-from ...checkpoint.channels import PLANE, WORD_PLANES, Channels, Latent, Numbers, Parted
+from ...checkpoint.channels import PLANE, WORD_PLANES, Channels, Latent, Numbers, Parted, whole_planes
 from ...checkpoint.kernel_config import LayerKernels, layout_class
 from ...checkpoint.layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout
 from ...kernels.defaults import default_layer
@@ -84,7 +84,9 @@ def row_of(of: Specialisation) -> Latent:
     if of.kind == "apart":
         return _channels(of.width, of)
     most = of.width // (2 * of.kv_heads) // PLANE * PLANE
-    fast = (Channels(n4=min(2 * of.fast_planes, most)),) * of.kv_heads if of.fast_planes else ()
+    numbers = min(2 * of.fast_planes, most)
+    words = whole_planes(-(-numbers // WORD_PLANES))
+    fast = (Channels(n4=numbers, own_words=words),) * of.kv_heads if of.fast_planes else ()
     slots = of.width - WORD_PLANES * sum(latent.words for latent in fast)
     return Parted(_channels(slots - 1, of), fast)
 
