@@ -176,27 +176,29 @@ def all_losses(losses: np.ndarray, widths: tuple[int, ...]) -> dict[int, float]:
 
 @pytest.mark.parametrize("widths", [WIDTHS, (0, 4, 8, 12), (0, 8), (0, 4, 16)])
 @pytest.mark.parametrize("seed", range(2))
-def test_curve_is_the_best_of_all_assignments(seed: int, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rotor.calibration.allocation.channel_bits.PLANE_CRUMBS", 6)  # so that few channels fill some
+@pytest.mark.parametrize("taken", [0, 1])
+def test_curve_is_the_best_of_all_assignments(seed: int, widths: tuple[int, ...], taken: int):
+    """Of units of 3 nibbles, so that few channels fill some, of the first of which some nibbles are taken."""
     energy = normal(6, seed=seed).square()
     left = torch.tensor([{0: 1.0, 2: 0.12, 4: 0.012, 6: 1e-3, 8: 1e-4, 12: 1e-6, 16: 1e-8}[bits] for bits in widths])
     losses = energy * left[:, None].double()
-    curve = bit_curve(losses, widths)
+    curve = bit_curve(losses, widths, unit=3, taken=taken)
     expected = all_losses(losses.numpy(), widths)
     assert curve.loss[0] == np.inf
-    assert len(curve.loss) == -(-6 * max(widths) // 2 // 6) + 1
-    for planes, loss in enumerate(curve.loss[1:], start=1):
-        least = min((x for crumbs, x in expected.items() if 0 < crumbs <= 6 * planes), default=np.inf)
+    assert len(curve.loss) == -(-(6 * max(widths) // 2 + 2 * taken) // 6) + 1
+    for units, loss in enumerate(curve.loss[1:], start=1):
+        room = 6 * units - 2 * taken
+        least = min((x for crumbs, x in expected.items() if 0 < crumbs <= room), default=np.inf)
         assert loss == pytest.approx(least, rel=1e-9)
         if not np.isfinite(loss):
             continue
-        bits = curve.channels(planes).bits
+        bits = curve.channels(units).bits
         order = torch.argsort(losses[widths.index(0)], descending=True)
         got = losses[widths.index(0)].sum() - sum(
             losses[widths.index(0), i] - losses[widths.index(b), i] for b, i in zip(bits, order, strict=False)
         )
         assert float(got) == pytest.approx(loss, rel=1e-9, abs=1e-15)
-        assert sum(bits) // 2 <= 6 * planes
+        assert sum(bits) // 2 <= room
 
 
 def test_path_splits_every_number_of_units_best():

@@ -19,7 +19,7 @@ from rotor.calibration.bases.parted import parted_bases
 from rotor.calibration.codes.layer import GroupChannels, LayerCodes, by_latent, coded_bases, layer_codes
 from rotor.calibration.codes.quantiser import measure_channels
 from rotor.checkpoint.bases import BasisPair, ChannelCode, FoldedBasis, LayerBases, Parting, fast_numbers, other_numbers
-from rotor.checkpoint.channels import Channels, Numbers, Parted
+from rotor.checkpoint.channels import SPAN_WORDS, Channels, Numbers, Parted
 from rotor.checkpoint.folding import joint_side, reading_rounded
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerForm, LayerLayout
 from rotor.checkpoint.parted import parted_basis
@@ -86,9 +86,9 @@ def test_a_layout_reads_back_and_wrong_ones_are_refused() -> None:
     layout = LayerLayout((GroupLayout((0, 1), latent), GroupLayout((2, 3), Parted(Channels(n4=9), latent.fast))), *form)
     data = layout.to_dict()
     assert LayerLayout.from_dict(data, "test") == layout
-    assert (
-        {group.key.fast_words for group in layout.groups if isinstance(group.key, Parted)} == {layout.fast_words} == {8}
-    )
+    keys = [group.key for group in layout.groups if isinstance(group.key, Parted)]
+    assert {key.fast_words for key in keys} == {layout.fast_words} == {5}  # of 68 bits
+    assert all(key.words % 4 == 0 and [part.words for part in key.fast] == [5, 5] for key in keys)
     del data["groups"][1]["key"]["fast"]
     with pytest.raises(CheckpointError, match="2 fast latents"):
         LayerLayout.from_dict(data, "test")
@@ -243,6 +243,28 @@ def test_bits_of_joint_layers_are_the_best(planes: int) -> None:
         measured.append(coded_loss(bases, codes, layer, numbers, cost, shape))
         assert measured[-1] == pytest.approx(predicted, rel=0.35)
     assert measured == sorted(measured)
+
+
+def test_fast_latents_within_a_plane_take_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few bytes, plans are predicted to lose less than those of whole planes, and no plan is to lose more; fast
+    latents that are no whole planes lie in the first span of a row."""
+    form = LayerForm(KeyForm(64, 3), 2, joint=True)
+    bases, fisher, _, _ = layer_of(SHAPE, form)
+    codes, widths = layer_codes(bases, fisher), (0, 2, 4, 6, 8)
+    path = BitsPath([codes], SHAPE, widths, 2)
+    monkeypatch.setattr("rotor.calibration.allocation.bits._is_tried", lambda fast, size, words: words % 4 == 0)
+    whole = BitsPath([codes], SHAPE, widths, 2)
+    found = set()
+    for plan in whole.plans():
+        finer = path.at_compression(plan.stored)
+        assert finer is not None
+        assert finer.stored == plan.stored
+        assert finer.loss <= plan.loss * (1 + 1e-9)
+        assert finer.channels is not None
+        words = {key.fast_words for layer in finer.channels for key, _ in layer if isinstance(key, Parted)}
+        assert all(count % 4 == 0 or 2 * count <= SPAN_WORDS for count in words)
+        found |= {(count, finer.loss < 0.98 * plan.loss) for count in words}
+    assert any(count % 4 and better for count, better in found)
 
 
 def predicted_loss(codes: LayerCodes, layer: GroupChannels) -> float:

@@ -23,7 +23,10 @@ MIXED = Channels(n16=2, n12=1, n8=5, n6=6, n4=24, n2=5)
 WIDE = Channels(n8=20, n4=250)
 
 FAST = Channels(n8=2, n6=1, n4=6, n2=3)
-"""A latent of fast planes."""
+"""A latent of fast planes, in four words."""
+
+NARROW_FAST = Channels(n8=1, n6=1, n4=5, n2=3)
+"""One that is no whole plane: three words."""
 
 FORMS = {
     "post": POST_ROPE,
@@ -57,7 +60,7 @@ def layer(form: KeyForm, size: int, *latents: Latent | tuple[Latent, Latent], fa
 LAYERS = {
     "post": layer(FORMS["post"], 2, MIXED, MIXED),
     "apart": layer(FORMS["block"], 1, (MIXED, WIDE), (MIXED, WIDE)),
-    "fast": layer(FORMS["fast"], 2, WIDE, MIXED, MIXED),
+    "fast": layer(FORMS["fast"], 2, WIDE, MIXED, MIXED, fast=NARROW_FAST),
     "long": layer(FORMS["long"], 1, MIXED, MIXED),
     "pre": layer(FORMS["pre"], 2, MIXED),
     "numbers": layer(FORMS["long"], 2, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),

@@ -94,7 +94,7 @@ class _JointBits(_LayerBits):
         found = {}
         for words, rest in self.rest.items():
             groups = len(rest)
-            loss = sum(float(curve.loss[words]) for curve in self.fast)
+            loss = sum(float(curve.loss[min(words, len(curve.loss) - 1)]) for curve in self.fast)
             before = words * len(self.fast) // groups // PLANE_WORDS
             fitting = [_fitting(len(curve.loss), before, groups) for curve in rest]
             losses = [np.where(own < 0, np.inf, curve.loss[own]) for curve, own in zip(rest, fitting, strict=True)]
@@ -125,7 +125,8 @@ class _JointBits(_LayerBits):
         size = len(self.fast) // len(rest)
         found: list[Parted] = []
         for index, (curve, own, count) in enumerate(zip(rest, fitting, split, strict=True)):
-            fast = tuple(head.channels(words) for head in self.fast[index * size : (index + 1) * size])
+            heads = self.fast[index * size : (index + 1) * size]
+            fast = tuple(replace(head.channels(words), own_words=words) for head in heads)
             found.append(Parted(curve.channels(int(own[count])), fast))
         return [(key, None) for key in read_alike(found)]
 
@@ -156,7 +157,7 @@ def _layer_bits(codes: LayerCodes, widths: tuple[int, ...]) -> _LayerBits:
     fast = curves(fast_sides[0], WORD_PLANES)
     size = len(fast) // len(rest.weight)
     most = min(len(fast[0].loss) - 1, -(-MOST_FAST_BITS * fast_sides[0].weight.shape[1] // WORD_BITS))
-    sizes = [count for count in range(1, most + 1) if _is_tried(fast, size, count)]
+    sizes = [count for count in range(1, whole_planes(most) + 1) if _is_tried(fast, size, count)]
     ratios = {count: codes.ratio([curve.channels(count) for curve in fast]) for count in sizes}
     return _JointBits(fast, {count: of_rest(ratio, size * count) for count, ratio in ratios.items()})
 
@@ -172,10 +173,7 @@ def _is_tried(fast: Sequence[BitCurve], size: int, words: int) -> bool:
         return max(replace(curve.channels(words), own_words=words).split for curve in fast)
 
     whole = whole_planes(words)
-    if words == whole:
-        return True
-    most = max(MOST_SPLIT, split(min(whole, len(fast[0].loss) - 1)))
-    return size * words <= SPAN_WORDS and split(words) <= most
+    return words == whole or (size * words <= SPAN_WORDS and split(words) <= max(MOST_SPLIT, split(whole)))
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ class BitCurve:
     counts: np.ndarray
 
     def channels(self, units: int) -> Channels:
-        """Channels of a latent of so many units."""
-        return Channels(*self.counts[units].tolist())
+        """Channels of a latent of so many units; more than all channels take are left empty."""
+        return Channels(*self.counts[min(units, len(self.counts) - 1)].tolist())
 
 
 def bit_curve(
