@@ -11,7 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checkpoint.channels import NIBBLE_BITS, PLANE, PLANE_WORDS, SPAN_WORDS, WORD_PLANES, Parted, aligned, read_alike, whole_planes
+from ...checkpoint.channels import (
+    NIBBLE_BITS,
+    PLANE,
+    PLANE_WORDS,
+    SPAN_WORDS,
+    WORD_PLANES,
+    Parted,
+    aligned,
+    read_alike,
+    whole_planes,
+)
 from ...checkpoint.layout import AttentionShape, uncompressed_row_bytes
 from ..codes.layer import GroupChannels, LayerCodes, channels_bytes
 from ..codes.side import SideCodes

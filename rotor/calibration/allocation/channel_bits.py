@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...checkpoint.channels import CRUMB_BITS, NIBBLE_BITS, PLANE, WIDTHS, Channels
 
+
 @dataclass(frozen=True)
 class BitCurve:
     """Least loss of a latent for every number of units (planes, or words) from 0 on, and the channels that reach it.
