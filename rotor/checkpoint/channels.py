@@ -21,10 +21,10 @@ before them as the next W, as far as slots are cut (`split`).
 
 A group whose keys and values are coded together has several latents in its row, and a scale for all of them
 (`Parted`): the words of each KV head's fast latent, head by head, then those of the rest, whose first slot is the
-scale. With the nibble n there, s = 2^((n - 8) / 2), and a channel is read as s (mean + scale (u + 1/2 - 2^(bits - 1))).
-The row is read as one latent of all its words: operand j of word w is column j W + w, with W words in the row. The
-operand in the scale's slot is read as 1, so that its column of a basis has what codes add as a constant to what the
-scale multiplies.
+scale. The row is whole planes, its latents are whole words. With the nibble n in the scale's slot, s = 2^((n - 8) / 2),
+and a channel is read as s (mean + scale (u + 1/2 - 2^(bits - 1))). The row is read as one latent of all its words:
+operand j of word w is column j W + w, with W words in the row. The operand in the scale's slot is read as 1, so that
+its column of a basis has what codes add as a constant to what the scale multiplies.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ MOST_LAYERS = 4096
 """Layers that a section has at most, and groups that a layer has: more come from a damaged file, and would take minutes
 to read."""
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Version of what is stored; other versions are refused."""
 
 
