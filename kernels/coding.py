@@ -19,6 +19,7 @@ from torch import Tensor
 from rotor.checkpoint.channels import (
     CRUMB_BITS,
     SCALE,
+    SCALE_LARGEST,
     SCALE_MIDDLE,
     SCALE_STEPS,
     SIGNED,
@@ -82,7 +83,7 @@ def code_kernel(
     latents, shift, length, errors, halves, slots, rows, places, jobs,
     first_token, tokens, seq_len, page, latent_start, latent_batch, latent_position, row_page, row_row,
     FAST: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
-    FIELDS: tl.constexpr, PLANES: tl.constexpr, MIDDLE: tl.constexpr, STEPS: tl.constexpr,
+    FIELDS: tl.constexpr, PLANES: tl.constexpr, MIDDLE: tl.constexpr, LARGEST: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Do one job for ROWS of the tokens first_token ... tokens - 1; see `code`. Grid: blocks of ROWS tokens, jobs.
 
@@ -91,7 +92,7 @@ def code_kernel(
         errors: flat. halves: [rank], float32, half the number of codes of each channel. places: the digit table.
     Constants:
         FAST: there are fast latents. SLOTS: `slots` is given. PLANES: planes of the digit table, 4 or 8.
-        MIDDLE, STEPS: the nibble of a scale of 1, and nibbles by which it doubles.
+        MIDDLE, LARGEST, STEPS: nibbles of a scale of 1 and of the largest one, and those by which a scale doubles.
     """
     token = first_token + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
@@ -111,8 +112,24 @@ def code_kernel(
         p = tl.load(latent, mask=valid[:, None] & some[None, :], other=0.0).to(tl.float32)
         energy += tl.sum(p * p * tl.load(length + first + before + channel, mask=some, other=0.0)[None, :], 1)
     doubled = tl.log2(tl.maximum(energy, 1e-30)) * (0.5 * STEPS)
-    nibble = tl.minimum(tl.maximum(tl.floor(doubled + 0.5) + MIDDLE, 0.0), 15.0)
+    nibble = tl.minimum(tl.maximum(tl.floor(doubled + 0.5) + MIDDLE, 0.0), LARGEST)
     scale = tl.exp2((nibble - MIDDLE) / STEPS)
+    # The next larger one, if what is beyond the levels costs more than steps that are so much coarser.
+    larger = tl.exp2((nibble + 1 - MIDDLE) / STEPS)
+    lost, lost_by_larger = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    for before in range(0, rank, CHANNELS):
+        some = before + channel < rank
+        latent = own[:, None] + (first + before + channel)[None, :]
+        p = tl.load(latent, mask=valid[:, None] & some[None, :], other=0.0).to(tl.float32)
+        moved_by = tl.load(shift + first + before + channel, mask=some, other=0.0)[None, :]
+        most = tl.load(halves + first + before + channel, mask=some, other=0.0)[None, :] - 0.5
+        beyond = tl.maximum(tl.abs(p / scale[:, None] + moved_by) - most, 0.0)
+        lost += tl.sum(tl.where(some[None, :], beyond * beyond + 1 / 12, 0.0), 1)
+        beyond = tl.maximum(tl.abs(p / larger[:, None] + moved_by) - most, 0.0)
+        lost_by_larger += tl.sum(tl.where(some[None, :], beyond * beyond + 1 / 12, 0.0), 1)
+    is_larger = (larger * larger * lost_by_larger < scale * scale * lost) & (nibble < LARGEST)
+    nibble = tl.where(is_larger, nibble + 1, nibble)
+    scale = tl.where(is_larger, larger, scale)
 
     # What the digits are of: latents over the scale, those of the rest moved by the errors of the fast ones.
     plane, word = tl.arange(0, COLUMNS) // (COLUMNS // PLANES), tl.arange(0, COLUMNS) % (COLUMNS // PLANES)
@@ -189,7 +206,7 @@ def code(
         plan.jobs if slots is None else slots, rows, plan.places, plan.jobs, tokens.start, tokens.stop,
         seq_len, strides[0], *of_latents, position, *strides[1:], FAST=scales.errors is not None,
         SLOTS=slots is not None, ROWS=rows_each, COLUMNS=COLUMNS, CHANNELS=CHANNELS, FIELDS=FIELDS, PLANES=plan.planes,
-        MIDDLE=SCALE_MIDDLE, STEPS=SCALE_STEPS, num_warps=warps,
+        MIDDLE=SCALE_MIDDLE, LARGEST=SCALE_LARGEST, STEPS=SCALE_STEPS, num_warps=warps,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from rotor.checkpoint.channels import (
     NIBBLE_BITS,
     SCALE,
+    SCALE_LARGEST,
     SCALE_MIDDLE,
     SCALE_STEPS,
     SIGNED,
@@ -81,8 +82,9 @@ def parted_codes(latents: Tensor, parted: Parted, scales: CodeScales) -> tuple[T
     """Codes [..., rank] and the nibble of the scale [..., 1] of what `pack_parted` packs, int32."""
     wide = _wide(latents)
     shift, length = (tensor.to(wide.dtype) for tensor in scales[:2])
-    energy = (wide.square() * length).sum(-1, keepdim=True)
-    nibble = scale_nibble(energy)
+    nibble = scale_nibble((wide.square() * length).sum(-1, keepdim=True))
+    half = torch.cat([_slots_of(part, wide.device).half for part in parted.parts]).to(wide.dtype)
+    nibble = nibble + _larger_costs_less(wide, nibble, shift, half)
     scaled = wide / scale_of(nibble).to(wide.dtype) + shift
     fast, rest = scaled[..., : parted.fast_rank], scaled[..., parted.fast_rank :]
     codes, first = [], 0
@@ -90,16 +92,33 @@ def parted_codes(latents: Tensor, parted: Parted, scales: CodeScales) -> tuple[T
         codes.append(_codes(fast[..., first : first + part.rank], part))
         first += part.rank
     if scales.errors is not None:
-        half = torch.cat([_slots_of(part, wide.device).half for part in parted.fast])
-        errors = torch.cat(codes, dim=-1) - half + 0.5 - fast
+        errors = torch.cat(codes, dim=-1) - half[: parted.fast_rank] + 0.5 - fast
         rest = rest + errors.to(wide.dtype) @ scales.errors.to(wide.dtype)
     return torch.cat([*codes, _codes(rest, parted.rest)], dim=-1), nibble
 
 
+def _larger_costs_less(latents: Tensor, nibble: Tensor, shift: Tensor, half: Tensor) -> Tensor:
+    """Tell rows whose codes lose less by the next larger scale: their largest latents are beyond the levels, int32.
+
+    A latent among the levels costs a twelfth of a squared step, one beyond them also the square of its distance, both
+    times the square of the scale. The rest counts as it is before errors of fast codes move it.
+
+    Args:
+        nibble: [..., 1], by the length of the row. shift, half: [rank], see `CodeScales` and `_Slots`.
+    """
+
+    def cost(nibble: Tensor) -> Tensor:
+        scale = scale_of(nibble).to(latents.dtype)
+        beyond = ((latents / scale + shift).abs() - half + 0.5).clamp(min=0)
+        return scale.square() * (beyond.square() + 1 / 12).sum(-1, keepdim=True)
+
+    return ((cost(nibble + 1) < cost(nibble)) & (nibble < SCALE_LARGEST)).int()
+
+
 def scale_nibble(energy: Tensor) -> Tensor:
-    """The nibble of the scale of a row whose latents have this weighted mean square, int32."""
+    """The nibble of the scale of a row whose latents have this weighted mean square, int32: the scale by its length."""
     steps = energy.clamp(min=2.0**-SCALE_MIDDLE).log2().mul(SCALE_STEPS / 2).round() + SCALE_MIDDLE
-    return steps.clamp(0, 15).to(torch.int32)
+    return steps.clamp(0, SCALE_LARGEST).to(torch.int32)
 
 
 def scale_of(nibble: Tensor) -> Tensor:

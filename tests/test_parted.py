@@ -72,6 +72,31 @@ def test_rows_are_latents_coded_one_after_another(name: str) -> None:
     torch.testing.assert_close(read, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_rows_with_latents_beyond_their_levels_take_the_next_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among rows of which a few latents are large by chance, those with the larger scale lose less by it."""
+    latent, rows = Parted(Channels(n8=8, n4=40)), 4000
+    scales = CodeScales(
+        torch.zeros(48), torch.full((48,), 1 / 48) * torch.tensor([30.0**-2] * 8 + [2.5**-2] * 40), None
+    )
+    latents = normal(rows, 48) * torch.tensor([30.0] * 8 + [2.5] * 40)
+    latents[:, 40:] *= torch.rand(rows, 8, generator=generator(1)).double().clamp(min=0.1).reciprocal()
+
+    def lost() -> tuple[Tensor, Tensor]:
+        codes, nibble = parted_codes(latents, latent, scales)
+        half = torch.tensor([128.0] * 8 + [8.0] * 40)
+        read = scale_of(nibble).double() * (codes + 0.5 - half)
+        return nibble, (read - latents).square().sum(-1, keepdim=True)
+
+    nibble, error = lost()
+    monkeypatch.setattr("rotor.kernels.rows._larger_costs_less", lambda latents, nibble, shift, half: 0)
+    by_length, error_by_length = lost()
+    larger = nibble > by_length
+    assert torch.equal(nibble - by_length, larger.int())
+    assert rows // 20 < larger.sum() < rows
+    assert error[larger].sum() < 0.8 * error_by_length[larger].sum()
+    assert (error[larger] < error_by_length[larger]).double().mean() > 0.9
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_all_channels_as_numbers_lose_nothing(name: str) -> None:
     shape, form, size, latent = CASES[name]

@@ -77,6 +77,9 @@ SCALE = -1
 SCALE_MIDDLE = 8
 """Nibble of a scale of 1; a step of a scale is the square root of 2."""
 
+SCALE_LARGEST = 15
+"""Nibble of the largest scale."""
+
 SCALE_STEPS = 2
 """Steps of a scale by which it doubles."""
 

@@ -39,6 +39,26 @@ def read_numbers(numbers: Tensor, bases: LayerBases, group: int, shape: Attentio
     weights = weights_of(rest, group)
     energy = energy + ((left @ rest.encode[group]).square() * weights).sum(-1)
     steps = (energy / (count + int(weights.count_nonzero()))).log2().round().clamp(-8, 7)
+    unread = torch.zeros(
+        len(others)
+    ).double()  # of the rest: what dropped fast channels are read as moves it by so much
+    if of_heads:
+        means = [dropped_mean(pair, head) for _, pair, head in of_heads]
+        unread = torch.cat(means) @ (feedback - prediction)
+    latents = [(own @ pair.encode[head], pair, head, 0.0) for own, pair, head in of_heads]
+    latents.append((left @ rest.encode[group], rest, group, unread @ rest.encode[group]))
+
+    def lost(steps: Tensor) -> Tensor:
+        """By levels a twelfth of a squared step, and the square of what is beyond the last one."""
+        scale, total = 2.0 ** (steps / 2).unsqueeze(-1), torch.zeros_like(steps)
+        for latent, pair, index, more in latents:
+            code = pair.codes[index]
+            level = ((latent / scale + more - code.mean) / code.scale)[..., code.bits > 0]
+            beyond = (level.abs() - (2.0 ** (code.bits[code.bits > 0] - 1) - 0.5)).clamp(min=0)
+            total = total + (beyond.square() + 1 / 12).sum(-1)
+        return total * scale.squeeze(-1).square()
+
+    steps = torch.where((lost(steps + 1) < lost(steps)) & (steps < 7), steps + 1, steps)
     scale = 2.0 ** (steps / 2).unsqueeze(-1)
 
     read = torch.empty_like(x)
@@ -52,6 +72,12 @@ def read_numbers(numbers: Tensor, bases: LayerBases, group: int, shape: Attentio
         read[..., torch.cat(places)] = fast
     read[..., others] = through(left, rest, group, scale) + predicted
     return read + parting.mean[group], scale
+
+
+def dropped_mean(pair: BasisPair, index: int) -> Tensor:
+    """What channels that are not stored are read as."""
+    code = pair.codes[index]
+    return (code.mean * (code.bits == 0)) @ pair.decode[index].T
 
 
 def weights_of(pair: BasisPair, index: int) -> Tensor:
