@@ -75,10 +75,9 @@ def test_rows_are_latents_coded_one_after_another(name: str) -> None:
 def test_rows_with_latents_beyond_their_levels_take_the_next_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among rows of which a few latents are large by chance, those with the larger scale lose less by it."""
     latent, rows = Parted(Channels(n8=8, n4=40)), 4000
-    scales = CodeScales(
-        torch.zeros(48), torch.full((48,), 1 / 48) * torch.tensor([30.0**-2] * 8 + [2.5**-2] * 40), None
-    )
-    latents = normal(rows, 48) * torch.tensor([30.0] * 8 + [2.5] * 40)
+    size = torch.tensor([30.0] * 8 + [2.5] * 40)
+    scales = CodeScales(torch.zeros(48), size**-2 / 48, None)
+    latents = normal(rows, 48) * size
     latents[:, 40:] *= torch.rand(rows, 8, generator=generator(1)).double().clamp(min=0.1).reciprocal()
 
     def lost() -> tuple[Tensor, Tensor]:

@@ -37,10 +37,10 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     add to rebuilt keys, in the order of the layout; of joint groups what the scale does not multiply.
 
     Joint groups of codes code what is put out, p [rank], fast channels first, as follows. n = clamp(round(log2(sum_i
-    length_weight_i p_i^2)) + 8, 0, 15) gives the scale s = 2^((n - 8) / 2); n + 1 is taken if s^2 sum_i (1/12 + d_i^2) is
-    less by it, with d_i by how much |p_i / s + code_shift_i| exceeds the last of a channel's levels, 2^(bits - 1) - 1/2.
-    With t = p / s + code_shift, a fast channel has the code floor(t), clamped, and the error e = code + 1/2 - t; the
-    rest is coded as t + e error_basis.
+    length_weight_i p_i^2)) + 8, 0, 15) gives the scale s = 2^((n - 8) / 2). It is n + 1 if by that
+    s^2 sum_i (1/12 + d_i^2) is less, with d_i by how much |p_i / s + code_shift_i| exceeds the last level of a channel,
+    2^(bits - 1) - 1/2. With t = p / s + code_shift, a fast channel has the code floor(t), clamped, and the error
+    e = code + 1/2 - t; the rest is coded as t + e error_basis.
     code_shift, length_weight [rank]. error_basis [sum over groups of fast rank x rank of the rest], flat: the matrix of
     each group, one after another. The column of the scale in query_basis, and in o_proj or output_basis, has what codes
     add to what the scale multiplies.

@@ -69,14 +69,15 @@ LAYERS = {
 
 
 def random_scales(layout: LayerLayout, generator: torch.Generator, moved: float = 1.0) -> CodeScales | None:
-    """How latents of joint groups are coded: scales of all sizes, and errors that each move the rest by some levels."""
+    """How latents of joint groups are coded: scales of all sizes, of some rows larger than by their length, and errors
+    that each move the rest by some levels."""
     if not layout.scaled:
         return None
     shift, length = torch.randn(2, layout.key_rank, generator=generator)
     latents = [group.key for group in layout.groups if isinstance(group.key, Parted)]
     products = sum(latent.fast_rank * latent.rest.rank for latent in latents)
     errors = moved * torch.randn(products, generator=generator) if layout.fast_planes else None
-    return CodeScales(shift, length.abs() / 100, errors)
+    return CodeScales(shift, length.abs() / 300, errors)
 
 
 def rotation_table(length: int, rotary_dim: int, factor: float = 1.0, base: float = 100.0) -> tuple[Tensor, Tensor]:

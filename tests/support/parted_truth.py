@@ -39,13 +39,11 @@ def read_numbers(numbers: Tensor, bases: LayerBases, group: int, shape: Attentio
     weights = weights_of(rest, group)
     energy = energy + ((left @ rest.encode[group]).square() * weights).sum(-1)
     steps = (energy / (count + int(weights.count_nonzero()))).log2().round().clamp(-8, 7)
-    unread = torch.zeros(
-        len(others)
-    ).double()  # of the rest: what dropped fast channels are read as moves it by so much
+    unread = torch.zeros(len(others)).double()  # what dropped fast channels are read as moves the rest by so much
     if of_heads:
         means = [dropped_mean(pair, head) for _, pair, head in of_heads]
         unread = torch.cat(means) @ (feedback - prediction)
-    latents = [(own @ pair.encode[head], pair, head, 0.0) for own, pair, head in of_heads]
+    latents = [(own @ pair.encode[head], pair, head, torch.zeros(1)) for own, pair, head in of_heads]
     latents.append((left @ rest.encode[group], rest, group, unread @ rest.encode[group]))
 
     def lost(steps: Tensor) -> Tensor:
