@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -82,9 +83,13 @@ def parted_codes(latents: Tensor, parted: Parted, scales: CodeScales) -> tuple[T
     """Codes [..., rank] and the nibble of the scale [..., 1] of what `pack_parted` packs, int32."""
     wide = _wide(latents)
     shift, length = (tensor.to(wide.dtype) for tensor in scales[:2])
-    nibble = scale_nibble((wide.square() * length).sum(-1, keepdim=True))
     half = torch.cat([_slots_of(part, wide.device).half for part in parted.parts]).to(wide.dtype)
-    nibble = nibble + _larger_costs_less(wide, nibble, shift, half)
+
+    def lost(scale: Tensor) -> Tensor:
+        """The rest counts as it is before errors of fast codes move it."""
+        return lost_by(wide / scale.to(wide.dtype) + shift, half).unsqueeze(-1)
+
+    nibble = chosen_nibble((wide.square() * length).sum(-1, keepdim=True), lost)
     scaled = wide / scale_of(nibble).to(wide.dtype) + shift
     fast, rest = scaled[..., : parted.fast_rank], scaled[..., parted.fast_rank :]
     codes, first = [], 0
@@ -97,22 +102,33 @@ def parted_codes(latents: Tensor, parted: Parted, scales: CodeScales) -> tuple[T
     return torch.cat([*codes, _codes(rest, parted.rest)], dim=-1), nibble
 
 
-def _larger_costs_less(latents: Tensor, nibble: Tensor, shift: Tensor, half: Tensor) -> Tensor:
-    """Tell rows whose codes lose less by the next larger scale: their largest latents are beyond the levels, int32.
+def chosen_nibble(energy: Tensor, lost: Callable[[Tensor], Tensor]) -> Tensor:
+    """The nibble of the scale of a row, int32: by its length, or the next larger one if codes lose less by it.
 
-    A latent among the levels costs a twelfth of a squared step, one beyond them also the square of its distance, both
-    times the square of the scale. The rest counts as it is before errors of fast codes move it.
+    A few latents far beyond their levels can cost more than coarser steps of all.
 
     Args:
-        nibble: [..., 1], by the length of the row. shift, half: [rank], see `CodeScales` and `_Slots`.
+        energy: see `scale_nibble`. lost: squared error of a row's codes by a scale, in squared steps, see `lost_by`.
     """
+    nibble = scale_nibble(energy)
 
     def cost(nibble: Tensor) -> Tensor:
-        scale = scale_of(nibble).to(latents.dtype)
-        beyond = ((latents / scale + shift).abs() - half + 0.5).clamp(min=0)
-        return scale.square() * (beyond.square() + 1 / 12).sum(-1, keepdim=True)
+        scale = scale_of(nibble)
+        return scale.square() * lost(scale)
 
-    return ((cost(nibble + 1) < cost(nibble)) & (nibble < SCALE_LARGEST)).int()
+    return nibble + ((cost(nibble + 1) < cost(nibble)) & (nibble < SCALE_LARGEST)).int()
+
+
+def lost_by(levels: Tensor, half: Tensor) -> Tensor:
+    """Squared error of codes, in squared steps: a twelfth of each, and the square of what is beyond the last level.
+
+    Args:
+        levels: [..., channels], latents in steps from the middle of all levels. half: [channels], half the number of
+            levels.
+    Returns:
+        [...].
+    """
+    return ((levels.abs() - half + 0.5).clamp(min=0).square() + 1 / 12).sum(-1)
 
 
 def scale_nibble(energy: Tensor) -> Tensor:

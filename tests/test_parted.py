@@ -25,7 +25,7 @@ from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyF
 from rotor.checkpoint.parted import parted_basis
 from rotor.checkpoint.projections import AttentionWeights
 from rotor.errors import CheckpointError
-from rotor.kernels.rows import CodeScales, pack_parted, parted_codes, scale_of, unpack_parted
+from rotor.kernels.rows import CodeScales, pack_parted, parted_codes, scale_nibble, scale_of, unpack_parted
 
 CASES: dict[str, tuple[AttentionShape, KeyForm, int, Parted]] = {
     "two heads": (
@@ -87,7 +87,7 @@ def test_rows_with_latents_beyond_their_levels_take_the_next_scale(monkeypatch: 
         return nibble, (read - latents).square().sum(-1, keepdim=True)
 
     nibble, error = lost()
-    monkeypatch.setattr("rotor.kernels.rows._larger_costs_less", lambda latents, nibble, shift, half: 0)
+    monkeypatch.setattr("rotor.kernels.rows.chosen_nibble", lambda energy, lost: scale_nibble(energy))
     by_length, error_by_length = lost()
     larger = nibble > by_length
     assert torch.equal(nibble - by_length, larger.int())

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..checkpoint.bases import LayerBases, fast_numbers, other_numbers
 from ..checkpoint.layout import ExactTokens, ModelForm
 from ..errors import NumericsError
-from ..kernels.rows import scale_nibble, scale_of
+from ..kernels.rows import chosen_nibble, scale_of
 from ..models.layerwise import LayerwiseModel
 from ..progress import Advance
 from .allocation.bits import BitsPath
@@ -176,7 +176,19 @@ class DistilledModel:
             of_heads, counts = fast[0].energy(by_head(own, size), of_fast[0])
             energy = energy + of_heads.unflatten(0, (-1, size)).sum(1)
             count = count + counts.unflatten(0, (-1, size)).sum(1)
-        scale = scale_of(scale_nibble(energy / count.unsqueeze(1))).unsqueeze(-1)
+
+        def lost(scale: Tensor) -> Tensor:
+            """By levels of all latents; the rest as it is before errors of fast codes move it."""
+            stored, total = own, torch.zeros_like(energy)
+            each = scale.unsqueeze(-1)
+            if fast:
+                scaled = by_head(own / each, size)
+                total = fast[0].lost(scaled, of_fast[0]).unflatten(0, (-1, size)).sum(1)
+                stored = each * from_heads(fast[0].unrounded(scaled, of_fast[0], means=True), size)
+            target = left + (stored - own) @ feedback - stored @ prediction
+            return total + rest.lost(target / each, of_rest, ratio)
+
+        scale = scale_of(chosen_nibble(energy / count.unsqueeze(1), lost)).unsqueeze(-1)
         read = own
         if fast:
             scaled = fast[0].through(by_head(own / scale, size), of_fast[0])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...checkpoint.bases import BasisPair
 from ...checkpoint.channels import Channels
+from ...kernels.rows import lost_by
 from .side import FITTED_BITS, SideCodes
 
 SINGULAR_VALUE_FLOOR = 1e-4
@@ -97,12 +98,25 @@ class TrainedCode:
         return torch.stack(energies), torch.stack(counts)
 
     @torch.no_grad()
-    def unrounded(self, vectors: Tensor, channels: Sequence[Channels]) -> Tensor:
-        """What stored latents are read as without their rounding, [num_groups, tokens, n]."""
+    def lost(self, vectors: Tensor, channels: Sequence[Channels], ratio: Tensor | None = None) -> Tensor:
+        """Squared error of stored codes in squared steps, [num_groups, tokens], by `rows.lost_by`."""
+        root, losses = self._roots(ratio), []
+        for group, (own, latent) in enumerate(zip(vectors, channels, strict=True)):
+            levels, _, _, half = self._levels(group, own, latent, root[group])
+            losses.append(lost_by(levels, half))
+        return torch.stack(losses)
+
+    @torch.no_grad()
+    def unrounded(self, vectors: Tensor, channels: Sequence[Channels], means: bool = False) -> Tensor:
+        """What stored latents are read as without their rounding, [num_groups, tokens, n].
+
+        Args:
+            means: those that are not stored are read as their means, else as 0.
+        """
         read = []
         for group, (own, latent) in enumerate(zip(vectors, channels, strict=True)):
             kept = self._latent(group, own)
-            kept[:, latent.rank :] = 0
+            kept[:, latent.rank :] = self.means[0, group, latent.rank :] if means else 0
             kept = kept + kept @ (self._per_unit[group] * self.mixes[1][group]).T
             read.append(kept @ self._decode[group].T)
         return torch.stack(read)
@@ -116,7 +130,11 @@ class TrainedCode:
         latent = vectors @ self._encode[group]
         return latent + (latent - self._middle[group]) @ (self._per_unit[group] * self.mixes[0][group]).T
 
-    def _group(self, group: int, vectors: Tensor, channels: Channels, root: Tensor) -> Tensor:
+    def _levels(
+        self, group: int, vectors: Tensor, channels: Channels, root: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Stored latents of a group in steps from the middle of their levels, [tokens, rank], with the mean, the step
+        and half the number of levels of each channel."""
         rank, device = channels.rank, vectors.device
         bits = torch.tensor(channels.bits, device=device)
         width = torch.tensor([FITTED_BITS.index(bits_of_channel) for bits_of_channel in channels.bits], device=device)
@@ -124,11 +142,16 @@ class TrainedCode:
         half = 2.0 ** (bits - 1)
         mean = self.means[width, group, index] * root[:rank]
         scale = self.log_scales[width, group, index].exp() * root[:rank]
-        encode_mix, decode_mix = (self._per_unit[group] * mix[group] for mix in self.mixes)
-        middle = self._middle[group]
+        encode_mix = self._per_unit[group] * self.mixes[0][group]
         latent = vectors @ self._encode[group]
-        latent = latent[..., :rank] + (latent - middle) @ encode_mix[:rank].T
-        level = torch.maximum(torch.minimum((latent - mean) / scale, half * (1 - 1e-6)), -half)
+        latent = latent[..., :rank] + (latent - self._middle[group]) @ encode_mix[:rank].T
+        return (latent - mean) / scale, mean, scale, half
+
+    def _group(self, group: int, vectors: Tensor, channels: Channels, root: Tensor) -> Tensor:
+        rank, middle = channels.rank, self._middle[group]
+        decode_mix = self._per_unit[group] * self.mixes[1][group]
+        levels, mean, scale, half = self._levels(group, vectors, channels, root)
+        level = torch.maximum(torch.minimum(levels, half * (1 - 1e-6)), -half)
         read = mean + scale * (level + (level.detach().floor() + 0.5 - level.detach()))
         missing = self.means[0, group, rank:] * root[rank:]
         read = torch.cat([read, missing.expand(*read.shape[:-1], -1)], dim=-1)
