@@ -37,6 +37,10 @@ WORD_BITS = WORD_PLANES * NIBBLE_BITS
 MOST_FAST_BITS = 10
 """Most bits a number of a fast latent, on average."""
 
+FAST_COST = 2.0
+"""What an error of a fast latent is taken to cost, over its predicted loss. At few bits it was measured to cost more:
+rows that keep a few wide channels of it predict well, and lose look-ups; see artifacts/NOTES.md."""
+
 MOST_SPLIT = 2
 """Most planes that fast latents may split that are not whole planes of words. Each split plane adds an eighth to the
 instructions of a row, and most rows have as many."""
@@ -104,7 +108,7 @@ class _JointBits(_LayerBits):
         found = {}
         for words, rest in self.rest.items():
             groups = len(rest)
-            loss = sum(float(curve.loss[min(words, len(curve.loss) - 1)]) for curve in self.fast)
+            loss = FAST_COST * sum(float(curve.loss[min(words, len(curve.loss) - 1)]) for curve in self.fast)
             before = words * len(self.fast) // groups // PLANE_WORDS
             fitting = [_fitting(len(curve.loss), before, groups) for curve in rest]
             losses = [np.where(own < 0, np.inf, curve.loss[own]) for curve, own in zip(rest, fitting, strict=True)]
