@@ -104,14 +104,7 @@ def run(request: pytest.FixtureRequest, tiny, tmp_path_factory: pytest.TempPathF
     out = tmp_path_factory.mktemp("distilled") / "run"
     if request.param == "demo":
         return calibrate(DEMO_MODEL, out, "rotor-distilled", QUICK)
-    short = [
-        "tokens.count=1024",
-        "codes.tokens=1024",
-        "distil.steps=6",
-        "distil.tokens=256",
-        "exact.first=0",
-        "exact.newest=0",
-    ]
+    short = ["tokens.count=1024", "codes.tokens=1024", "distil.steps=6", "distil.tokens=256"]
     return calibrate(tiny(request.param), out, "rotor-distilled", [*QUICK, *short])
 
 
