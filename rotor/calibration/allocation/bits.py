@@ -139,8 +139,7 @@ class _JointBits(_LayerBits):
         size = len(self.fast) // len(rest)
         found: list[Parted] = []
         for index, (curve, own, count) in enumerate(zip(rest, fitting, split, strict=True)):
-            heads = self.fast[index * size : (index + 1) * size]
-            fast = tuple(replace(head.channels(words), own_words=words) for head in heads)
+            fast = tuple(head.channels(words) for head in self.fast[index * size : (index + 1) * size])
             found.append(Parted(curve.channels(int(own[count])), fast))
         return [(key, None) for key in read_alike(found)]
 
