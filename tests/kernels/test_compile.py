@@ -25,16 +25,17 @@ from rotor.tools.bench.sass import usage
 from rotor.tools.bench.subjects import EXACT, PAGE, gpu_subjects, named_subjects, with_exact
 from rotor.tools.bench.variants import layer_variants, recorded
 
-MOST_SPILLED_BYTES = 192
-"""Of a thread, in kernels that no decode step over pages runs; the most is of expanded keys of two heads on sm_80."""
-
 NEWEST = tuple(int(n) for n in version("triton").split(".")[:2]) >= (3, 9)
+
+MOST_SPILLED_BYTES = 192 if NEWEST else 304
+"""Of a thread, in kernels that no decode step over pages runs; the most is of coding a prompt on sm_80, with planes
+split, and more by Triton 3.6."""
 
 SPILLED_IN_PAGES = 136 if NEWEST else 288
 """The tiles that were fastest on an H100 spill up to 88 bytes in layers of an 8B with two heads a row and 136 with one,
 more with the assembler of Triton 3.6, and where three or four heads share it; tiles that spill nothing were slower."""
 
-SPILLED_BY_WIDE_ROWS = 1472
+SPILLED_BY_WIDE_ROWS = 1472 if NEWEST else 1792
 """Where three or four heads share a row, or a head has 256 nibbles; the most is of expanded keys of Gemma on sm_80."""
 
 QUICK = [("llama3-8b-128x2", 90, PAGE)]
@@ -94,12 +95,12 @@ EVERY_EXACT = [(name, arch) for name in EXACT for arch in (80, 90)]
     [case if case == ("llama3-8b-128x2", 90) else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY_EXACT],
 )
 def test_a_layer_with_exact_tokens_takes_few_instructions_more(name: str, arch: int) -> None:
-    """A step of 8 x 32768 keys: joining alone takes 0.28 to 0.46 a key; finishing rows of three heads 0.77."""
+    """A step of 8 x 32768 keys: joining alone takes 0.28 to 0.46 a key; finishing rows of three heads 0.77 to 0.83."""
     (layer,) = count_layers([with_exact(gpu_subjects()[name])], [arch])
     assert [kernel.error for kernel in layer.kernels] == [None] * len(layer.kernels)
     (finish,) = (kernel for kernel in layer.kernels if kernel.name.startswith("finish"))
     assert finish.spilled_bytes == 0
-    assert 0.2 < finish.instructions_per_key < 0.8
+    assert 0.2 < finish.instructions_per_key < 0.85
     (append,) = (kernel for kernel in layer.kernels if kernel.name == "append, 1 tokens")
     assert append.spilled_bytes <= MOST_SPILLED_BYTES
 
