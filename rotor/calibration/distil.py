@@ -178,7 +178,7 @@ class DistilledModel:
             count = count + counts.unflatten(0, (-1, size)).sum(1)
 
         def lost(scale: Tensor) -> Tensor:
-            """By levels of all latents; the rest as it is before errors of fast codes move it."""
+            """What `chosen_nibble` asks for; the rest counts as it is before errors of fast codes move it."""
             stored, total = own, torch.zeros_like(energy)
             each = scale.unsqueeze(-1)
             if fast:

@@ -38,8 +38,8 @@ MOST_FAST_BITS = 10
 """Most bits a number of a fast latent, on average."""
 
 FAST_COST = 2.0
-"""What an error of a fast latent is taken to cost, over its predicted loss. At few bits it was measured to cost more:
-rows that keep a few wide channels of it predict well, and lose look-ups; see artifacts/NOTES.md."""
+"""Factor on the predicted loss of fast latents. Measured losses of fast latents of few bits are larger than predicted,
+those of look-ups above all; see artifacts/NOTES.md."""
 
 MOST_SPLIT = 2
 """Most planes that fast latents may split that are not whole planes of words. Each split plane adds an eighth to the

@@ -113,7 +113,7 @@ def from_heads(numbers: Tensor, group_size: int) -> Tensor:
 
 
 def _scales(latents: Sequence[Tensor], lengths: Sequence[Tensor], group_size: int) -> Tensor:
-    """Scales of rows, [num_groups, tokens], from all latents of each."""
+    """Scales of rows by their lengths, [num_groups, tokens]: the next larger ones are chosen once codes are known."""
     *fast, rest = latents
     *of_fast, of_rest = lengths
     energy = (of_rest.unsqueeze(1) * rest.square()).sum(-1)
