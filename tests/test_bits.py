@@ -20,7 +20,8 @@ from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run, layer_path
 from rotor.checkpoint.bases import BasisPair, LayerBases
 from rotor.checkpoint.folding import model_layouts
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, kv_bytes_per_token
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape
+from rotor.checkpoint.sizes import kv_bytes_per_token
 from rotor.errors import CheckpointError, RecipeError, UsageError
 from rotor.kernels.rotary import rotate, when_read
 from rotor.models.compressed import CompressedCheckpoint

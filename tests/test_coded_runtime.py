@@ -13,7 +13,8 @@ from support.quick import mostly_nightly
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer
 
-from rotor.checkpoint.layout import POST_ROPE, KeyForm, kv_bytes_per_token
+from rotor.checkpoint.layout import POST_ROPE, KeyForm
+from rotor.checkpoint.sizes import kv_bytes_per_token
 from rotor.errors import UsageError
 from rotor.policies import stored_bytes
 from rotor.tools.validation.validate import cache_bytes_per_token

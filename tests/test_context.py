@@ -23,7 +23,8 @@ from rotor.calibration.codes.layer import channels_bytes
 from rotor.calibration.planning.inspection import inspect
 from rotor.calibration.run import Run
 from rotor.checkpoint.families import attention_shape
-from rotor.checkpoint.layout import AttentionShape, KeyForm, compression
+from rotor.checkpoint.layout import AttentionShape, KeyForm
+from rotor.checkpoint.sizes import compression
 from rotor.errors import CheckpointError, UsageError
 from rotor.models.source import Checkpoint
 from rotor.search.export.export import export

@@ -20,14 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer, StaticCache
 
-from rotor.checkpoint.layout import (
-    POST_ROPE,
-    ExactTokens,
-    KeyForm,
-    compressed_kv_bytes_of_sequence,
-    exact_bytes_of_sequence,
-    kv_bytes_per_token,
-)
+from rotor.checkpoint.layout import POST_ROPE, ExactTokens, KeyForm
+from rotor.checkpoint.sizes import compressed_kv_bytes_of_sequence, exact_bytes_of_sequence, kv_bytes_per_token
 from rotor.errors import UsageError
 from rotor.policies import Streaming, stored_bytes, use_cache_policy
 from rotor.runtime import RotorAttention

@@ -24,14 +24,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache, StaticCache
 
 from rotor.checkpoint.channels import Numbers
-from rotor.checkpoint.layout import (
-    POST_ROPE,
-    AttentionShape,
-    GroupLayout,
-    KeyForm,
-    LayerLayout,
-    kv_bytes_per_token,
-)
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.sizes import kv_bytes_per_token
 from rotor.errors import RotorError, UsageError
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.parallel import sequence_parallel

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rotor.calibration.prediction.devices import find_device
 from rotor.calibration.prediction.instructions import group_instructions
-from rotor.checkpoint.layout import kv_bytes_per_token
+from rotor.checkpoint.sizes import kv_bytes_per_token
 from rotor.cli.commands import app
 from rotor.errors import UsageError
 from rotor.search.export.export import export

@@ -11,13 +11,8 @@ from rotor.calibration.allocation.removal_rate import RemovalRatePath, ranks_fro
 from rotor.calibration.allocation.uniform import UniformPath
 from rotor.calibration.allocation.water_filling import WaterFillingPath, interpolated
 from rotor.calibration.prediction.decode_times import group_sizes
-from rotor.checkpoint.layout import (
-    AttentionShape,
-    HeadSizes,
-    compression,
-    uncompressed_kv_bytes_of_sequence,
-    uncompressed_kv_bytes_per_token,
-)
+from rotor.checkpoint.layout import AttentionShape, HeadSizes
+from rotor.checkpoint.sizes import compression, uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
 from rotor.errors import CheckpointError
 
 

@@ -21,7 +21,8 @@ import pytest
 from support.random_layers import NARROW, WIDE, groups_of, parted, write_random
 from support.vllm_engine import NEW_TOKENS, PROMPTS, ROOT, expected_tokens, make_prompts
 
-from rotor.checkpoint.layout import KeyForm, kv_bytes_per_token
+from rotor.checkpoint.layout import KeyForm
+from rotor.checkpoint.sizes import kv_bytes_per_token
 from rotor.models.compressed import CompressedCheckpoint
 
 pytestmark = pytest.mark.vllm

@@ -52,9 +52,7 @@ if TYPE_CHECKING:
     from .layout import LayerForm as LayerForm
     from .layout import LayerLayout as LayerLayout
     from .layout import LayerRanks as LayerRanks
-    from .layout import kv_bytes_per_token as kv_bytes_per_token
     from .layout import pre_rope as pre_rope
-    from .layout import uncompressed_kv_bytes_per_token as uncompressed_kv_bytes_per_token
     from .locks import exclusive as exclusive
     from .manifest import MANIFEST as MANIFEST
     from .manifest import Manifest as Manifest
@@ -76,6 +74,8 @@ if TYPE_CHECKING:
     from .section import CompressedSection as CompressedSection
     from .section import is_compressed as is_compressed
     from .section import is_ours as is_ours
+    from .sizes import kv_bytes_per_token as kv_bytes_per_token
+    from .sizes import uncompressed_kv_bytes_per_token as uncompressed_kv_bytes_per_token
     from .tensors import FLOAT32 as FLOAT32
     from .tensors import TensorSpec as TensorSpec
     from .tensors import layer_tensors as layer_tensors
@@ -92,10 +92,7 @@ _MODULES = {
     "hashes": "file_sha256 tensor_sha256",
     "json_files": "json_text read_json",
     "kernel_config": "KernelConfig LayerKernels Tile",
-    "layout": (
-        "AttentionShape ExactTokens GroupClass GroupLayout KeyForm LayerForm "
-        "LayerLayout LayerRanks kv_bytes_per_token pre_rope uncompressed_kv_bytes_per_token"
-    ),
+    "layout": ("AttentionShape ExactTokens GroupClass GroupLayout KeyForm LayerForm LayerLayout LayerRanks pre_rope"),
     "locks": "exclusive",
     "manifest": "MANIFEST Manifest write_manifest",
     "output_folder": "OutputFolder",
@@ -103,6 +100,7 @@ _MODULES = {
     "publishing": "staged_folder write_tensors",
     "rewritten": "BASES RewrittenTensors find_source open_rewritten source_at",
     "section": "MARK METHOD CompressedSection is_compressed is_ours",
+    "sizes": "kv_bytes_per_token uncompressed_kv_bytes_per_token",
     "tensors": "FLOAT32 TensorSpec layer_tensors",
     "yaml_files": "read_text read_yaml",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,9 @@ ALWAYS_ALLOWED_ELEMENTS = 1 << 26
 
 
 def config_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model of a config on the meta device."""
+    """Build the model of a copy of a config on the meta device."""
     with torch.device("meta"):  # eager, because Falcon looks up its attention class by the implementation
-        return auto_class(config).from_config(config, trust_remote_code=False, attn_implementation="eager")
+        return auto_class(config).from_config(deepcopy(config), trust_remote_code=False, attn_implementation="eager")
 
 
 def check_fit(checkpoint: Checkpoint) -> None:

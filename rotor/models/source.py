@@ -85,8 +85,12 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the tensors, and by default of the cache: what config.json names, else float32."""
-        return stored_dtype(self.config)
+        """Dtype that the model is served in, and its cache: what config.json names, else that of its tensors."""
+        named = self.config.dtype
+        if isinstance(named, torch.dtype):
+            return named
+        floating = (dtype for name in sorted(self.names) if (dtype := self.meta_tensor(name).dtype).is_floating_point)
+        return next(floating, torch.float32)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -222,11 +226,6 @@ class Checkpoint:
                     "Download it again; in a clone of a repository run `git lfs pull`.",
                 ) from error
         return self._handles[file]
-
-
-def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """Dtype of a model's tensors: what its config names, else float32."""
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
 def config_of(folder: Path) -> PreTrainedConfig:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -203,9 +204,12 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of a config: parameters on the meta device, real buffers (rotary frequencies, masks)."""
+    """Build the model of a config: parameters on the meta device, real buffers (rotary frequencies, masks).
+
+    The model gets a copy of the config, into which transformers writes dtype and attention implementation.
+    """
     with torch.device("meta"), meta_device_safe_creation_ops():
-        model: Any = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+        model: Any = auto_class(config).from_config(deepcopy(config), dtype=dtype, trust_remote_code=False)
     for name, buffer in list(model.named_buffers()):
         _set(model, name, torch.empty_like(buffer, device="cpu"))
     for parameter in model.parameters():

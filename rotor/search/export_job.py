@@ -59,6 +59,7 @@ class ExportJob:
                 policy.method,
             )
             recipe = replace(recipe, exact=Exact())
+        _check_element_bytes(opened, checkpoint)
         tokens = context_tokens(checkpoint.config, request.context)
         job = cls(request, opened, recipe, checkpoint, out, tokens, policy)
         check_space(out.path, job.needed_bytes)
@@ -113,6 +114,17 @@ class ExportJob:
             raise CheckpointError(
                 f"{self.checkpoint.folder / file}: changed since calibration.", "Calibrate again, or restore the file."
             )
+
+
+def _check_element_bytes(run: Run, checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError where the run counts the uncompressed cache in another dtype than the served one."""
+    counted, expected = run.info["element_bytes"], checkpoint.dtype.itemsize
+    if counted != expected:
+        raise CheckpointError(
+            f"{run.folder / 'run.json'}: counts {counted} bytes for a number of the uncompressed cache, expected "
+            f"{expected} ({str(checkpoint.dtype).removeprefix('torch.')}, by the model's config.json).",
+            "Calibrate again: earlier versions of rotor took the dtype of the calibration for that of the cache.",
+        )
 
 
 def _check_recipe(recipe: Recipe, run: Run, request: ExportRequest) -> None:

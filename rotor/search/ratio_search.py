@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..calibration.allocation.plan import COMPRESSION_SLACK, Plan, RankPath
-from ..checkpoint.layout import AttentionShape, LayerLayout, uncompressed_kv_bytes_per_token
+from ..checkpoint.layout import AttentionShape, LayerLayout
+from ..checkpoint.sizes import share_removed, uncompressed_kv_bytes_per_token
 from ..recipe.sections import Search
 from .evaluation.accuracy import Fidelity
 from .search import find_plan
@@ -57,7 +58,7 @@ class Cache:
 
     def with_ratios(self, policy: Tiers) -> RatioPlan:
         whole = uncompressed_kv_bytes_per_token(self.shape, self.element_bytes)
-        stored = 1 - policy.bytes_per_token(self.layouts, self.element_bytes) / whole
+        stored = share_removed(whole, policy.bytes_per_token(self.layouts, self.element_bytes))
         p = self.plan
         return RatioPlan(p.parameter, p.planned, stored, p.exact, p.ranks, p.channels, policy=policy)
 

@@ -22,7 +22,8 @@ from ...checkpoint.channels import (
     read_alike,
     whole_planes,
 )
-from ...checkpoint.layout import AttentionShape, uncompressed_row_bytes
+from ...checkpoint.layout import AttentionShape
+from ...checkpoint.sizes import share_removed, uncompressed_row_bytes
 from ..codes.layer import GroupChannels, LayerCodes, channels_bytes
 from ..codes.side import SideCodes
 from .channel_bits import BitCurve, BitPath, bit_curve, bit_path
@@ -300,6 +301,6 @@ class BitsPath(RankPath):
         channels = [layer.channels(units) for layer, units in zip(self._layers, split, strict=True)]
         ranks = [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in channels]
         kept = sum(channels_bytes([layer]) * tokens for layer, tokens in zip(channels, self._held, strict=True))
-        stored = 1.0 - kept / self._uncompressed_bytes
+        stored = share_removed(self._uncompressed_bytes, kept)
         loss = sum(float(layer.path.loss[units]) for layer, units in zip(self._layers, split, strict=True))
         return Plan(float(sum(split)), stored, stored, ranks, ranks, channels, loss)

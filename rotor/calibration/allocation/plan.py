@@ -11,8 +11,9 @@ from functools import cached_property
 from torch import Tensor
 
 from ...checkpoint.channels import PartedInfo
-from ...checkpoint.layout import AttentionShape, LayerRanks, compression
+from ...checkpoint.layout import AttentionShape, LayerRanks
 from ...checkpoint.schemas import PlanRanks
+from ...checkpoint.sizes import compression
 from ..codes.layer import GroupChannels, channels_bytes
 
 SideSensitivity = list[tuple[int, float]]

@@ -14,14 +14,15 @@ from pathlib import Path
 import torch
 
 from ...checked import JsonObject
-from ...checkpoint.layout import AttentionShape, uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
+from ...checkpoint.layout import AttentionShape
+from ...checkpoint.sizes import uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
 from ...errors import MissingError
 from ...models.device_plan import DevicePlan
 from ...models.hardware import matmul_rate
 from ...models.hub import find_source
 from ...models.memory import Estimate, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
 from ...models.projections import context_tokens
-from ...models.source import Checkpoint, config_of, stored_dtype
+from ...models.source import Checkpoint, config_of
 from ...models.tokenizer import load_tokenizer, text_start
 from ...options import with_fields_of
 from ...recipe import ObjectiveSettings
@@ -139,7 +140,8 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         implied = config_model(config)
         shapes = {name: list(parameter.shape) for name, parameter in implied.named_parameters()}
         elements = sum(parameter.numel() for parameter in implied.parameters())
-        outline = ModelOutline.of_headers(config, shapes, elements * stored_dtype(config).itemsize)
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        outline = ModelOutline.of_headers(config, shapes, elements * dtype.itemsize, dtype)
     shape, stored = outline.shape, outline.stored_bytes
     tokenizer = load_tokenizer(source.folder, outline.text_config.vocab_size)
     devices = DevicePlan.choose(request, outline.dtype)

@@ -15,10 +15,11 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...checkpoint.families import Family, attention_shape, family_of, find_family
-from ...checkpoint.layout import AttentionShape, HeadSizes, LayerForm, ModelForm, uncompressed_kv_bytes_per_token
+from ...checkpoint.layout import AttentionShape, HeadSizes, LayerForm, ModelForm
+from ...checkpoint.sizes import uncompressed_kv_bytes_per_token
 from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates
 from ...models.projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_count
-from ...models.source import Checkpoint, stored_dtype
+from ...models.source import Checkpoint
 from ...recipe import Evaluation, Recipe
 from ...recipe.metric_registry import primitive_metrics, report_metrics
 from ..bases.information import stored_bytes
@@ -53,6 +54,7 @@ class ModelOutline:
         read of tokens is in `rest`.
     rest: elements of everything else.
     stored_bytes: bytes of all shards.
+    dtype: that the model is served in.
     """
 
     config: PreTrainedConfig
@@ -62,15 +64,18 @@ class ModelOutline:
     vocabulary: tuple[int, ...]
     rest: int
     stored_bytes: int
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ModelOutline:
         """Outline a checkpoint; raises UnsupportedModelError if rotor cannot compress it."""
         shapes = {name: checkpoint.shape_of(name) for name in checkpoint.names}
-        return cls.of_headers(checkpoint.config, shapes, checkpoint.total_bytes())
+        return cls.of_headers(checkpoint.config, shapes, checkpoint.total_bytes(), checkpoint.dtype)
 
     @classmethod
-    def of_headers(cls, config: PreTrainedConfig, shapes: dict[str, list[int]], stored_bytes: int) -> ModelOutline:
+    def of_headers(
+        cls, config: PreTrainedConfig, shapes: dict[str, list[int]], stored_bytes: int, dtype: torch.dtype
+    ) -> ModelOutline:
         """Outline a model from the shapes of its tensors by name and the bytes of their files; raises like `of`."""
         family, shape, text = find_family(config), attention_shape(config), config.get_text_config()
         turns = family.turns(text.num_hidden_layers)
@@ -87,7 +92,7 @@ class ModelOutline:
                 vocabulary.append(math.prod(dims))
             else:
                 rest += math.prod(dims)
-        return cls(config, family, shape, tuple(layers), tuple(vocabulary), rest, stored_bytes)
+        return cls(config, family, shape, tuple(layers), tuple(vocabulary), rest, stored_bytes, dtype)
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -96,11 +101,6 @@ class ModelOutline:
     @property
     def parameters(self) -> int:
         return sum(self.layers) + sum(self.vocabulary) + self.rest
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the stored weights."""
-        return stored_dtype(self.config)
 
     @property
     def frequencies(self) -> Frequencies | None:

@@ -14,9 +14,9 @@ from ...checkpoint.layout import (
     KeyForm,
     LayerForm,
     LayerLayout,
-    kv_bytes_per_token,
     pre_rope,
 )
+from ...checkpoint.sizes import kv_bytes_per_token
 from .cost import DecodeStep, layer_time, uncompressed_decode_seconds, uncompressed_layer_time
 from .devices import Device
 

@@ -18,20 +18,15 @@ from ...checkpoint.families import language_model_setting
 from ...checkpoint.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
 from ...checkpoint.folding import model_layouts
 from ...checkpoint.hashes import tensor_sha256
-from ...checkpoint.layout import (
-    LayerLayout,
-    compressed_kv_bytes_of_sequence,
-    kv_bytes_per_token,
-    uncompressed_kv_bytes_of_sequence,
-    uncompressed_kv_bytes_per_token,
-)
+from ...checkpoint.layout import LayerLayout
 from ...checkpoint.locks import exclusive
 from ...checkpoint.manifest import write_manifest
 from ...checkpoint.publishing import staged_folder, write_tensors
 from ...checkpoint.rewritten import BASES, RewrittenTensors
 from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SourceInfo, TensorInfo, TextInfo
 from ...checkpoint.section import FORMAT_VERSION, MARK
-from ...errors import system_errors
+from ...checkpoint.sizes import CacheSize
+from ...errors import CheckpointError, system_errors
 from ...kernels.defaults import default_config
 from ...logs import log_file
 from ...models.sidecars import sidecars
@@ -55,6 +50,9 @@ if TYPE_CHECKING:
     from ...policies import Policy
 
 log = logging.getLogger("rotor")
+
+ROUNDED = 1e-6
+"""Points have six digits of a compression."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +121,7 @@ def _write(
     checkpoint = job.checkpoint
     family = job.family
     layouts = model_layouts(bases, point.ranks, recipe.exact.tokens)
+    size = _size_as_planned(job, layouts, point)
     apart = job.request.without_weights
     contents = rewritten_tensors(checkpoint, run.shape, bases.__getitem__, layouts, checkpoint.tensor)
     tensors = write_shards(None if apart else staging, checkpoint, contents, job.check_unchanged, progress)
@@ -138,8 +137,7 @@ def _write(
         shutil.copyfile(checkpoint.folder / name, staging / name)
 
     config = dict(checkpoint.config_dict)
-    values = (family.stored_prefix(0, checkpoint.names) + name for name in family.value_weights)
-    dtype = checkpoint.meta_tensor(next(name for name in values if name in checkpoint.names)).dtype
+    dtype = checkpoint.dtype
     config["attn_implementation"] = language_model_setting(checkpoint.config, MARK)
     config["quantization_config"] = {
         "quant_method": MARK,
@@ -149,7 +147,7 @@ def _write(
     }
     if policy is not None:
         config["quantization_config"]["cache"] = policy.as_dict()
-    report = _report(job, layouts, point, accuracy, tensors, dtype.itemsize)
+    report = _report(job, layouts, size, point, accuracy, tensors)
     if texts:
         report["texts"] = texts
     if apart:
@@ -230,10 +228,10 @@ def write_shards(
 def _report(
     job: ExportJob,
     layouts: list[LayerLayout],
+    size: CacheSize,
     point: Point,
     accuracy: Accuracy,
     tensors: dict[str, TensorInfo],
-    element_bytes: int,
 ) -> CheckpointInfo:
     """The content of rotor.json."""
     source, info = job.run.info["model"], job.run.info
@@ -248,25 +246,35 @@ def _report(
         "recipe": job.recipe.name,
         "run": os.path.relpath(job.run.folder.resolve(), place),
         "source": about,
-        "compression": {"planned": point.planned, "stored": point.stored},
+        "compression": {"planned": point.planned, "stored": round(size.removed(job.context_tokens), 6)},
         "rank_method": allocated_by(job.recipe),
         "parameter": point.parameter,
-        "kv_bytes_per_token": {
-            "before": uncompressed_kv_bytes_per_token(job.run.shape, element_bytes),
-            "after": kv_bytes_per_token(layouts, element_bytes),
-            "element_bytes": element_bytes,
-        },
-        "kv_bytes_of_sequence": {
-            "tokens": job.context_tokens,
-            "before": uncompressed_kv_bytes_of_sequence(job.run.shape, element_bytes, job.context_tokens),
-            "after": compressed_kv_bytes_of_sequence(layouts, job.run.shape, element_bytes, job.context_tokens),
-        },
+        "kv_bytes_per_token": size.info,
+        "kv_bytes_of_sequence": size.of_sequence(job.context_tokens),
         "accuracy": accuracy.to_dict(),
         "ranks": point.ranks_json,
         "layouts": [layout.to_dict() for layout in layouts],
         "removed_tensors": sorted(job.checkpoint.names - set(tensors)),
         "tensors": dict(sorted(tensors.items())),
     }
+
+
+def _size_as_planned(job: ExportJob, layouts: Sequence[LayerLayout], point: Point) -> CacheSize:
+    """The size of the cache that layouts describe, in the dtype that the model is served in.
+
+    Raises:
+        CheckpointError: it is not what the plan counted.
+    """
+    dtype = job.checkpoint.dtype
+    size = CacheSize.of_layouts(layouts, job.run.shape, dtype.itemsize)
+    removed = size.removed(job.context_tokens)
+    if abs(removed - point.stored) > ROUNDED:
+        raise CheckpointError(
+            f"{job.run.folder}: its plan counts {point.stored:.6f} of the cache as removed, the rows that it leads to "
+            f"remove {removed:.6f} of a cache in {str(dtype).removeprefix('torch.')}.",
+            "Calibrate again: the run was written by another version of rotor.",
+        )
+    return size
 
 
 def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> Accuracy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -10,6 +11,7 @@ from ...checkpoint.families import Family
 from ...checkpoint.file_names import ROTOR_JSON
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...checkpoint.schemas import CheckpointInfo, ModelInfo
+from ...checkpoint.sizes import share_removed
 from ...installing import pip_install
 from ...progress import in_bytes
 from ...recipe import Recipe
@@ -54,8 +56,7 @@ def model_card(
     text = f"""# {name}, KV cache compressed by rotor
 
 The weights of {name} with value, output and (where folded) key projections rotated and truncated.
-{merged}The KV cache of a sequence of {held["tokens"]:,} tokens takes {in_bytes(held["after"])} instead of \
-{in_bytes(held["before"])} ({100 * share["stored"]:.1f} % less).
+{merged}{_sizes_in_words(report, layouts)}
 
 | | |
 |---|---|
@@ -86,6 +87,24 @@ installed, or below `rotor run -- PROGRAM`. `rotor validate` checks its integrit
 somebody whom you trust, `sha256sum manifest.json` and `rotor validate PATH_OF_THIS_FOLDER` find any change at all.
 """
     return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}"))
+
+
+def _sizes_in_words(report: CheckpointInfo, layouts: Sequence[LayerLayout]) -> str:
+    """Sizes of a token's rows and of a sequence's cache; each share is that of the two sizes beside it."""
+    size, held = report["kv_bytes_per_token"], report["kv_bytes_of_sequence"]
+
+    def less(before: float, after: float) -> str:
+        return f"{100 * share_removed(before, after):.1f} % less"
+
+    token = less(size["before"], size["after"])
+    sequence = less(held["before"], held["after"])
+    exact = max((layout.exact.slots for layout in layouts if layout.exact is not None), default=0)
+    kept = f", the {exact} tokens that are kept exactly among them" if exact else ""
+    return (
+        f"A token's rows take {size['after']:,} bytes instead of {size['before']:,} ({token}).\n"
+        f"The KV cache of a sequence of {held['tokens']:,} tokens{kept} takes {in_bytes(held['after'])} instead of "
+        f"{in_bytes(held['before'])} ({sequence})."
+    )
 
 
 def _where_weights_are(source: ModelInfo) -> str:

@@ -5,7 +5,6 @@ Where something was not measured, the field is empty and `absent` says why: a re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,15 +12,9 @@ from ...calibration.run import Run
 from ...checked import Reader
 from ...checkpoint.families import attention_shape
 from ...checkpoint.file_names import ROTOR_JSON
-from ...checkpoint.layout import (
-    AttentionShape,
-    LayerLayout,
-    exact_bytes_of_sequence,
-    kv_bytes_of_sequence,
-    uncompressed_kv_bytes_of_sequence,
-    uncompressed_kv_bytes_per_token,
-)
-from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SequenceInfo
+from ...checkpoint.layout import AttentionShape, LayerLayout
+from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SequenceInfo, SizeInfo
+from ...checkpoint.sizes import CacheSize, share_removed
 from ...errors import CheckpointError, RotorError
 from ...models.compressed import read_report
 from ...models.projections import LONG_CONTEXT
@@ -68,7 +61,8 @@ def collect_run(run: Run) -> ReportData:
         data.ranks_of = f"of the strongest point that was {what}: compression {point.stored:.3f}"
         data.ratios = _accuracy_of(point, table).ratio_rows(data.ratios_of)
         tokens = table.context.settings.get("context_tokens", LONG_CONTEXT)
-        _headline(data, point, _run_bytes(run, point, tokens), run.info["model"])
+        size = _run_size(run, point)
+        _headline(data, point, size.info, size.of_sequence(tokens), run.info["model"])
     else:
         why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` measures."
         data.absent.update({"points": why, "ranks": why})
@@ -85,7 +79,6 @@ def collect_checkpoint(
         run: its opened run, or why there is none. place: where the folder will be, if that is not where it is.
     """
     data = ReportData("checkpoint", (place or folder).resolve().name, report["source"]["name"], recipe)
-    size = report["kv_bytes_per_token"]
     accuracy = Accuracy.read(report["accuracy"], Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again."))
     data.metric = metric_info(accuracy.metric).description
     data.target = accuracy.target
@@ -106,11 +99,9 @@ def collect_checkpoint(
         )
     data.ranks = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in layouts]
     data.ranks_of = "of this checkpoint"
-    element = size["element_bytes"]
-    rows = [sum(layout.row_bytes(element)) for layout in layouts]
-    exact = exact_bytes_of_sequence([layout.exact for layout in layouts], shape, element)
-    held = report.get("kv_bytes_of_sequence") or _sequence(shape, element, rows, exact, LONG_CONTEXT)
-    _headline(data, chosen, (size["before"], size["after"], held), report["source"])
+    size = CacheSize.of_layouts(layouts, shape, report["kv_bytes_per_token"]["element_bytes"])
+    held = report.get("kv_bytes_of_sequence") or size.of_sequence(LONG_CONTEXT)
+    _headline(data, chosen, size.info, held, report["source"])
     if isinstance(run, Run):  # which has other measured points, spectra and timings
         table = None if accuracy.table is None else RankTable.named(run, accuracy.table)
         point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
@@ -209,23 +200,14 @@ def _mean_spectrum(values: Tensor) -> list[float]:
     return [float(value) for value in (values / largest).mean(0)]
 
 
-def _run_bytes(run: Run, point: Point, tokens: int) -> tuple[int, int, SequenceInfo]:
-    """Bytes of a token in all layers, before and after, and those of a sequence."""
-    element = int(run.info["element_bytes"])
-    before = uncompressed_kv_bytes_per_token(run.shape, element)
-    rows = point.row_bytes(element)
-    exact = exact_bytes_of_sequence([run.recipe.exact.tokens] * run.shape.num_layers, run.shape, element)
-    return before, sum(rows), _sequence(run.shape, element, rows, exact, tokens)
+def _run_size(run: Run, point: Point) -> CacheSize:
+    """Size of the cache of a run's point."""
+    element_bytes = int(run.info["element_bytes"])
+    exact = [run.recipe.exact.tokens] * run.shape.num_layers
+    return CacheSize.of_rows(point.row_bytes(element_bytes), run.shape, element_bytes, exact)
 
 
-def _sequence(shape: AttentionShape, element: int, row_bytes: Sequence[int], exact: int, tokens: int) -> SequenceInfo:
-    """Bytes of a sequence of so many tokens, by those of a token in each layer and of the exact tokens."""
-    before = uncompressed_kv_bytes_of_sequence(shape, element, tokens)
-    return {"tokens": tokens, "before": before, "after": kv_bytes_of_sequence(row_bytes, shape, tokens) + exact}
-
-
-def _headline(data: ReportData, point: Point, size: tuple[int, int, SequenceInfo], model: ModelInfo) -> None:
-    before, after, held = size
+def _headline(data: ReportData, point: Point, size: SizeInfo, held: SequenceInfo, model: ModelInfo) -> None:
     fidelity = point.report or point.search
     split = "search" if point.report is None else "report"
     target = "no target was set" if data.target is None else f"target {data.target:g}"
@@ -240,12 +222,12 @@ def _headline(data: ReportData, point: Point, size: tuple[int, int, SequenceInfo
             f"{fidelity.interval_in_words} on the {split} split; {target}",
         )
     data.headline = [
-        ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
-        ("bytes per token", f"{before} → {after}", "KV cache over all layers"),
+        ("rows of the KV cache", f"{100 * point.stored:.1f} % less", "stored compression"),
+        ("bytes per token", f"{size['before']} → {size['after']}", "rows of all layers"),
         measured,
     ]
     long = f"{in_bytes(held['before'])} → {in_bytes(held['after'])}"
-    share = 100 * (1 - held["after"] / held["before"])
+    share = 100 * share_removed(held["before"], held["after"])
     data.sizes.append((f"KV cache at {held['tokens']:,} tokens", long, f"one sequence, {share:.1f} % less"))
     if states := model.get("state_bytes"):
         data.sizes.append(("states beside the KV cache", in_bytes(states), "one sequence of any length, unchanged"))

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from ...calibration.allocation.plan import RankPath
-from ...checkpoint.layout import AttentionShape, exact_bytes_of_sequence, uncompressed_kv_bytes_of_sequence
+from ...checkpoint.layout import AttentionShape
+from ...checkpoint.sizes import exact_bytes_of_sequence, uncompressed_kv_bytes_of_sequence
 from ...errors import UnsupportedModelError
 from ...models.splits import SPLITS
 from ...policies import LONG_TOKENS, EvictingLayer, Eviction, Policy, random_rows, stored_bytes

@@ -14,8 +14,8 @@ from ...calibration.partial import PartialRun
 from ...calibration.run import Run
 from ...checked import JsonObject
 from ...checkpoint.families import attention_shape
-from ...checkpoint.layout import uncompressed_kv_bytes_per_token
 from ...checkpoint.output_folder import OutputFolder
+from ...checkpoint.sizes import uncompressed_kv_bytes_per_token
 from ...errors import UsageError
 from ...models.device_plan import DevicePlan
 from ...models.projections import context_tokens

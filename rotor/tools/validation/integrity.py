@@ -10,6 +10,7 @@ from ...checked import JsonObject
 from ...checkpoint.families import family_of
 from ...checkpoint.hashes import tensor_sha256
 from ...checkpoint.manifest import Manifest
+from ...checkpoint.sizes import CacheSize
 from ...checkpoint.tensors import layer_tensors
 from ...errors import CheckpointError, RotorError
 from ...models.compressed import CompressedCheckpoint
@@ -18,6 +19,10 @@ from ...search import Accuracy
 
 OWN = ("q_proj.", "k_proj.", "v_proj.", "o_proj.", "key_", "query_")
 """Prefixes of the names of an attention layer's tensors."""
+
+
+ROUNDED = 1e-6
+"""rotor.json has six digits of a compression."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ def check_integrity(result: Validation, progress: Progress) -> CompressedCheckpo
     except RotorError as error:
         problem = error.message
     result.add("layouts agree", not problem, problem or "config.json, kernel_config.json and the tensors")
+    if not problem:
+        _check_sizes(result, checkpoint)
     return checkpoint
 
 
@@ -120,6 +127,23 @@ def _check_tensors(result: Validation, checkpoint: CompressedCheckpoint, advance
         advance(checkpoint.bytes_of(file))
     for check, problems_of_check in wrong.items():
         result.add_problems(check, problems_of_check, f"{len(recorded)} tensors")
+
+
+def _check_sizes(result: Validation, checkpoint: CompressedCheckpoint) -> None:
+    """Check the sizes that rotor.json claims against those of the layouts in the dtype that is served."""
+    report = checkpoint.report
+    size = CacheSize.of_layouts(checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize)
+    tokens = report["kv_bytes_of_sequence"]["tokens"] if "kv_bytes_of_sequence" in report else None
+    claimed, found = report["compression"]["stored"], size.removed(tokens)
+    problems = [] if abs(claimed - found) <= ROUNDED else [f"compression {claimed:.6f}, the layouts' is {found:.6f}"]
+    stated = report["kv_bytes_per_token"]
+    if stated != size.info:
+        problems.append(f"{stated} KV bytes per token, the layouts' are {size.info}")
+    if tokens is not None and report["kv_bytes_of_sequence"] != size.of_sequence(tokens):
+        problems.append(f"{report['kv_bytes_of_sequence']} of a sequence, the layouts' are {size.of_sequence(tokens)}")
+    dtype = str(checkpoint.dtype).removeprefix("torch.")
+    fine = f"{found:.4f} of the rows' bytes removed, of a cache in {dtype}"
+    result.add_problems("sizes in rotor.json", problems, fine)
 
 
 def _check_manifest(result: Validation) -> None:

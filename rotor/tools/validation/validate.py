@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...calibration.run import Run
 from ...checked import shorten
-from ...checkpoint.layout import uncompressed_kv_bytes_of_sequence
 from ...checkpoint.rewritten import source_at
+from ...checkpoint.sizes import CacheSize, share_removed
 from ...errors import RotorError, UsageError
 from ...models.compressed import CompressedCheckpoint, open_model
 from ...models.device_plan import DevicePlan
@@ -268,10 +268,10 @@ class _Numerics:
         if policy is None:
             by_layer = cache_bytes_per_token(cache)
             measured = sum(by_layer)
-            removed = 1 - self._share_of_sequence(network, by_layer)
+            removed = self._removed(network, by_layer)
         else:
             measured = stored_bytes(cache) / rows.numel()
-            removed = 1 - measured / size["before"]
+            removed = share_removed(size["before"], measured)
             planned = packed_bytes_per_token(policy, self.checkpoint.layouts, model.dtype, rows.shape[1])
             about = {"policy": policy.as_dict(), "tokens": rows.shape[1], "kv_bytes_per_token": planned}
             result.summary["cache"] = about
@@ -281,13 +281,11 @@ class _Numerics:
         fits = measured == planned if policy is None else measured <= POLICY_TOLERANCE * planned
         result.add("KV bytes per token", fits, f"measured {measured:g}, planned {planned:g}")
 
-    def _share_of_sequence(self, network: LayerwiseModel, by_layer: Sequence[float]) -> float:
-        """Share of the bytes of a sequence of the served context, from those of a token in each layer."""
-        report, shape = self.checkpoint.report, network.shape
-        held = report.get("kv_bytes_of_sequence")
+    def _removed(self, network: LayerwiseModel, by_layer: Sequence[float]) -> float:
+        """Share removed of a sequence of the served context, from the bytes of a token in each layer."""
+        held = self.checkpoint.report.get("kv_bytes_of_sequence")
         tokens = context_tokens(network.config) if held is None else held["tokens"]
-        before = uncompressed_kv_bytes_of_sequence(shape, report["kv_bytes_per_token"]["element_bytes"], tokens)
-        return sum(own * kept for own, kept in zip(by_layer, shape.held_tokens(tokens), strict=True)) / before
+        return CacheSize.of_rows(by_layer, network.shape, self.checkpoint.dtype.itemsize).removed(tokens)
 
 
 def _measured(

@@ -17,7 +17,8 @@ from ....calibration.prediction.prompt import bases_flops, layer_flops, uncompre
 from ....checkpoint import AttentionShape, GroupLayout, LayerLayout, Numbers
 from ....checkpoint.families import attention_shape
 from ....checkpoint.folding import model_layouts
-from ....checkpoint.layout import kv_bytes_per_token, ordered_by_class, pre_rope, uncompressed_kv_bytes_per_token
+from ....checkpoint.layout import ordered_by_class, pre_rope
+from ....checkpoint.sizes import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ....checkpoint.tensors import BASES, layer_tensors
 from ....errors import UsageError
 from ....recipe import Recipe

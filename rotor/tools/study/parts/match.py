@@ -8,11 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 
 from ....checkpoint.families import attention_shape
-from ....checkpoint.layout import (
-    exact_bytes_of_sequence,
-    kv_bytes_of_sequence,
-    uncompressed_kv_bytes_of_sequence,
-)
+from ....checkpoint.sizes import exact_bytes_of_sequence, kv_bytes_of_sequence, uncompressed_kv_bytes_of_sequence
 from ....errors import UnsupportedModelError
 from ....policies import FP8, KIVI, KVTC, PerToken
 from ....policies.quantiser import Quantiser
