@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, var-annotated"
 """Absorb queries before decoding: rotate them back to the beginning of each block of keys, and multiply by the basis.
 
-Let b be the beginning of a block. Decoding multiplies latents by (R^-b q)_slow times the slow rows of the key basis.
-(R^-b q)_slow times the constant key is the part of the logits that all keys of the block share; where rows have a scale
-there is a second one, which the scale of a key multiplies. (R^-b q)_fast is multiplied with rebuilt planes.
+Let b be the beginning of a block. Decoding multiplies latents by R^-b q times the rows of the key basis. R^-b q times
+the constant key is the part of the logits that all keys of the block share; where rows have a scale there is a second
+one, which the scale of a key multiplies.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ADDRESSES = ["begin", "until", "query_start"]
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def absorb_kernel(
-    query, basis, constants, starts, absorbed, constant, fast_query, begin, until, query_start,
+    query, basis, constants, starts, absorbed, constant, begin, until, query_start,
     groups, max_blocks, query_stride, head_stride, scale,
-    CODED: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr, FAST_PLANES: tl.constexpr, PLANES: tl.constexpr,
-    SLOW: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    CODED: tl.constexpr, SCALED: tl.constexpr, PLANES: tl.constexpr,
+    ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
     COUNT: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -35,18 +35,17 @@ def absorb_kernel(
 
     Tensors:
         query: [tokens, num_heads, head_dim], rotated.
-        basis: [groups, HEADS, SLOW + REST, CHUNK, operands, COLUMNS], rows of the query basis as decoding reads a
-            latent: of CHUNK / 2 slow planes both halves, so often, then of dimensions without RoPE.
-        constants: [groups, HEADS, SLOW + REST, CHUNK, 8], the same rows of the constant key, and of that which the
+        basis: [groups, HEADS, ROTARY + REST, CHUNK, operands, COLUMNS], rows of the query basis as decoding reads a
+            latent: of CHUNK / 2 planes both halves, so often, then of dimensions without RoPE.
+        constants: [groups, HEADS, ROTARY + REST, CHUNK, 8], the same rows of the constant key, and of that which the
             scale of a key multiplies; each is the sum of two numbers, for precision. The other columns are 0.
-        starts: [blocks, 2, FAST_PLANES + SLOW * CHUNK / 2], float32, cos and sin of the beginnings of blocks, times
+        starts: [blocks, 2, ROTARY * CHUNK / 2], float32, cos and sin of the beginnings of blocks, times
             RoPE's attention factor; 0 behind the last plane.
-        absorbed, constant, fast_query: outputs, in the form of `decode_kernel`'s arguments. Products are in the dtype
+        absorbed, constant: outputs, in the form of `decode_kernel`'s arguments. Products are in the dtype
             of the first.
     Constants:
-        CHUNK: dimensions that a product takes at a time. SLOW, REST: chunks of slow planes, and of dimensions without
-            RoPE. FAST: fast planes, padded. 0 means none.
-        FAST_PLANES, PLANES: number of fast planes, and of all planes.
+        CHUNK: dimensions that a product takes at a time. ROTARY, REST: chunks of rotary planes, and of dimensions
+            without RoPE. PLANES: number of rotary planes.
         BLOCK: positions of a block; 0 for a single block at position 0.
         SCALED: whether rows have a scale. PART: columns of an operand at a time.
         ALIGN: unit of the strides of queries.
@@ -54,9 +53,9 @@ def absorb_kernel(
     DTYPE: tl.constexpr = absorbed.dtype.element_ty
     OPERANDS: tl.constexpr = CODED if CODED else 1
     PARTS: tl.constexpr = COLUMNS // PART
-    CHUNKS: tl.constexpr = SLOW + REST
+    CHUNKS: tl.constexpr = ROTARY + REST
     HALF: tl.constexpr = CHUNK // 2
-    STARTS: tl.constexpr = FAST_PLANES + SLOW * HALF
+    STARTS: tl.constexpr = ROTARY * HALF
     ROWS: tl.constexpr = HEADS * PER_HEAD
     head = tl.program_id(1)
     sequence = tl.program_id(2) // TOKENS
@@ -81,7 +80,7 @@ def absorb_kernel(
         column = tl.arange(0, PART)
         within = tl.arange(0, CHUNK)
         eight = tl.arange(0, 8)
-        # What all blocks share: the basis, and the query: of slow planes what cos and what sin is multiplied with.
+        # What all blocks share: the basis, and the query: of rotary planes what cos and what sin is multiplied with.
         matrices = ()
         for i in tl.static_range(PARTS):
             for j in tl.static_range(OPERANDS):
@@ -93,18 +92,13 @@ def absorb_kernel(
             for c in tl.static_range(CHUNKS):
                 of_constants += (tl.load(own_constants + ((within + c * CHUNK) * 8)[:, None] + eight[None, :]),)
         halves = ()
-        for c in tl.static_range(SLOW):
-            halves += halves_of(own, within % HALF + (FAST_PLANES + c * HALF), within >= HALF, PLANES)
+        for c in tl.static_range(ROTARY):
+            halves += halves_of(own, within % HALF + c * HALF, within >= HALF, PLANES)
         still = ()
         for c in tl.static_range(REST):
             dimension = within + (2 * PLANES + c * CHUNK)
             q = tl.load(own + dimension, mask=dimension < HEAD_DIM, other=0.0).to(tl.float32)
             still += ((tl.zeros((COUNT, CHUNK), tl.float32) + q[None, :]).to(DTYPE),)
-        if FAST:
-            both = tl.arange(0, 2 * FAST)
-            fast_plane = both % FAST
-            fast_halves = halves_of(own, tl.where(fast_plane < FAST_PLANES, fast_plane, PLANES), both >= FAST, PLANES)
-            fast_plane = tl.minimum(fast_plane, FAST_PLANES - 1)
         own_row = new * ROWS + head % ROWS
         for start in range(first_block, blocks, tl.num_programs(0) * COUNT):
             block = start + place
@@ -114,8 +108,8 @@ def absorb_kernel(
             # The query at the beginnings of COUNT blocks.
             at_start = starts + (block_0 + tl.minimum(block, blocks - 1))[:, None] * (2 * STARTS)
             rotated = ()
-            for c in tl.static_range(SLOW):
-                plane = (within % HALF + (FAST_PLANES + c * HALF))[None, :]
+            for c in tl.static_range(ROTARY):
+                plane = (within % HALF + c * HALF)[None, :]
                 cos = tl.load(at_start + plane)
                 sin = tl.load(at_start + STARTS + plane)
                 rotated += ((halves[2 * c][None, :] * cos + halves[2 * c + 1][None, :] * sin).to(DTYPE),)
@@ -148,11 +142,6 @@ def absorb_kernel(
                     tl.store(pair + TOKENS * ROWS, scaled, mask=inside)
                 else:
                     tl.store(constant + index, (unscaled + scaled) * scale, mask=inside)
-            if FAST:
-                cos = tl.load(at_start + fast_plane[None, :])
-                sin = tl.load(at_start + STARTS + fast_plane[None, :])
-                fast = fast_halves[0][None, :] * cos + fast_halves[1][None, :] * sin
-                tl.store(fast_query + index[:, None] * (2 * FAST) + both[None, :], fast.to(DTYPE), mask=inside[:, None])
 
 
 @triton.jit

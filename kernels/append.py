@@ -24,13 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotor.checkpoint.channels import Channels
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
+from rotor.checkpoint.rows import CodedRow, RowScale
 
 from .coding import EMPTY, code, coding_plan, digits_of, packed, planes_of
 from .launch import device_table, launch, padded, precision
 from .rotary import Rotation
-from .rows import CodeScales, as_loaded, row_dtype
+from .rows import as_loaded, row_dtype
 
 KEYS, VALUES, QUERIES, EXACT_KEYS = 0, 1, 2, 3
 """Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head, rotate a KV head."""
@@ -43,13 +43,13 @@ COLUMNS = 64
 """Digits, or numbers of a row, that a program makes."""
 
 NONE, WHOLE, BLOCK = 0, 1, 2
-"""Rotation of stored keys: none, all planes by the position, or slow planes by the position in the block."""
+"""Rotation of stored keys: none, by the position, or by the position in the block."""
 
 LATENT_BYTES = 64 << 20
 """Most bytes of latents that a launch leaves to the next; more tokens are appended in parts."""
 
 INTEGERS = [
-    "first_token", "tokens", "seq_len", "table_rows", "index_batch", "block", "fast", "page", "query_batch",
+    "first_token", "tokens", "seq_len", "table_rows", "index_batch", "block", "page", "query_batch",
     "query_position", "query_head", "key_batch", "key_position", "key_head", "value_batch", "value_position",
     "value_head", "basis_stride", "value_basis_stride", "table_stride", "key_page", "key_row", "value_page",
     "value_row", "num_heads", "rotated_heads",
@@ -77,12 +77,12 @@ nothing is lost."""
 
 
 @triton.jit
-def rotation_of(cos, sin, row, valid, table_stride, block, fast, MODE: tl.constexpr, HALF: tl.constexpr,
+def rotation_of(cos, sin, row, valid, table_stride, block, MODE: tl.constexpr, HALF: tl.constexpr,
                 HALF_PADDED: tl.constexpr):  # fmt: skip
     """Load cos and sin of some tokens, [tokens, HALF_PADDED] float32, from their rows of the table.
 
-    MODE: NONE, WHOLE or BLOCK. With BLOCK, fast planes are not rotated and the attention factor, which row 0 holds, is
-    divided out, because queries are multiplied by it.
+    MODE: NONE, WHOLE or BLOCK. With BLOCK the attention factor, which row 0 holds, is divided out, because queries are
+    multiplied by it.
     """
     plane = tl.arange(0, HALF_PADDED)
     if MODE == 2:
@@ -93,15 +93,14 @@ def rotation_of(cos, sin, row, valid, table_stride, block, fast, MODE: tl.conste
     own_sin = tl.load(sin + start, mask=inside, other=0.0).to(tl.float32)
     if MODE == 2:
         factor = tl.load(cos + plane, mask=plane < HALF, other=1.0).to(tl.float32)
-        slow = (plane >= fast)[None, :]
-        own_cos = tl.where(slow, own_cos / factor[None, :], 1.0)
-        own_sin = tl.where(slow, own_sin / factor[None, :], 0.0)
+        own_cos = own_cos / factor[None, :]
+        own_sin = own_sin / factor[None, :]
     return own_cos, own_sin
 
 
 @triton.jit
 def projected(
-    key, basis, shift, cos, sin, row, valid, source, head_stride, basis_stride, table_stride, block, fast, column, some,
+    key, basis, shift, cos, sin, row, valid, source, head_stride, basis_stride, table_stride, block, column, some,
     SIZE: tl.constexpr, MODE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr,
     REST_PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +115,7 @@ def projected(
         there = valid[:, None] & (plane < HALF)[None, :]
         read = (plane < HALF)[:, None] & some[None, :]
         if MODE > 0:
-            own_cos, own_sin = rotation_of(cos, sin, row, valid, table_stride, block, fast, MODE, HALF, HALF_PADDED)
+            own_cos, own_sin = rotation_of(cos, sin, row, valid, table_stride, block, MODE, HALF, HALF_PADDED)
         # Head by head: both halves of the rotary planes, rotated, times their rows of the basis.
         for head in range(SIZE):
             start = key + (source + head * head_stride)[:, None] + plane[None, :]
@@ -157,7 +156,7 @@ def of_values(
     if BASIS:
         return projected(
             value, basis, shift, value, value, column, valid, source + head * head_stride, head_stride, basis_stride, 0,
-            1, 0, column, some, SIZE, 0, 0, 16, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, SHIFT, PRECISION,
+            1, column, some, SIZE, 0, 0, 16, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, SHIFT, PRECISION,
         )  # fmt: skip
     else:
         whole = valid[:, None] & some[None, :]
@@ -172,7 +171,7 @@ def rotate_head(
     """Rotate a query head of some tokens by their positions."""
     plane = tl.arange(0, HALF_PADDED)
     there = valid[:, None] & (plane < HALF)[None, :]
-    own_cos, own_sin = rotation_of(cos, sin, row, valid, table_stride, 1, 0, 1, HALF, HALF_PADDED)
+    own_cos, own_sin = rotation_of(cos, sin, row, valid, table_stride, 1, 1, HALF, HALF_PADDED)
     start = query + source[:, None] + plane[None, :]
     first = tl.load(start, mask=there, other=0.0).to(tl.float32)
     second = tl.load(start + HALF, mask=there, other=0.0).to(tl.float32)
@@ -191,7 +190,7 @@ def rotate_head(
 def append_kernel(
     query, key, value, key_basis, key_shift, value_basis, value_shift, cos, sin, index, slots, query_out, key_rows,
     value_rows, places, jobs,
-    first_token, tokens, seq_len, table_rows, index_batch, block, fast, page, query_batch, query_position, query_head,
+    first_token, tokens, seq_len, table_rows, index_batch, block, page, query_batch, query_position, query_head,
     key_batch, key_position, key_head, value_batch, value_position, value_head, basis_stride, value_basis_stride,
     table_stride, key_page, key_row, value_page, value_row, num_heads, rotated_heads,
     SIZE: tl.constexpr, MODE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr,
@@ -258,7 +257,7 @@ def append_kernel(
             else:
                 latents = projected(
                     key, key_basis, key_shift, cos, sin, row, valid, from_key + head * key_head, key_head, basis_stride,
-                    table_stride, block, fast, column, some, SIZE, MODE, HALF, HALF_PADDED, REST, REST_PADDED, ROWS,
+                    table_stride, block, column, some, SIZE, MODE, HALF, HALF_PADDED, REST, REST_PADDED, ROWS,
                     COLUMNS, SHIFT, PRECISION,
                 )  # fmt: skip
                 if PART:
@@ -328,7 +327,7 @@ def append(
     value_shift: Tensor | None = None,
     rotation: Rotation | None = None,
     index: Tensor | None = None,
-    scales: CodeScales | None = None,
+    scale: RowScale | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     slots: Tensor | None = None,
 ) -> Appended:
@@ -352,7 +351,7 @@ def append(
         index: integers, [seq_len] or [batch_size, seq_len], the row of `rotation` for each token. Row 0 is the
             beginning of a block of positions, so row i is position i mod rope_block of its block. By default token t
             of sequence b has row b * seq_len + t, or t in a table of seq_len rows.
-        scales: how the latents of joint groups are coded; None of others.
+        scale: how the latents of joint groups are scaled and coded; None of others.
         out: rows to write into, in place of new ones: [batch_size, 1, seq_len, bytes] each, or with `slots` pages
             [num_pages, page_size, bytes]; rows of numbers are in the model's dtype. A joint layer ignores the second.
         slots: [batch_size * seq_len], integers, page * page_size + index in the page for each token; negative for none.
@@ -377,18 +376,18 @@ def append(
     if not layout.scaled:
         call.launch(range(tokens), sides, page, row_strides, slots, as_it_is)
     else:
-        assert scales is not None
+        assert scale is not None
         of_rows = page, row_strides[0], row_strides[1]
         if layout.folds_keys(shape):
             call.launch(range(tokens), sides, page, row_strides, slots, True)  # queries alone
-            code(key, layout, scales, sides[0], of_rows, range(tokens), seq_len, slots)
+            code(key, layout, scale, sides[0], of_rows, range(tokens), seq_len, slots)
         else:
             most = max(1, LATENT_BYTES // (4 * layout.key_rank))
             for start in range(0, tokens, most):
                 part = range(start, min(start + most, tokens))
                 latents = torch.empty(len(part), layout.key_rank, dtype=torch.float32, device=key.device)
                 call.launch(part, [latents, latents], len(part), [0, layout.key_rank] * 2)
-                code(latents, layout, scales, sides[0], of_rows, part, seq_len, slots)
+                code(latents, layout, scale, sides[0], of_rows, part, seq_len, slots)
     if rotated is not None:
         query, keys = rotated.transpose(1, 2).split([shape.num_heads, rotated_keys], dim=1)
         key = keys.transpose(1, 2) if rotated_keys else key
@@ -451,7 +450,7 @@ class _Call:
             key if self.rotated is None else self.rotated, *sides, plan.places, plan.jobs, tokens.start, tokens.stop,
             seq_len, batch_size * seq_len if rotation is None else len(cos),
             index.stride(0) if index is not None and index.dim() == 2 and len(index) > 1 else 0,
-            layout.rope_block or 1, layout.fast_planes, page, *asked.stride()[:3], key.stride(0), key.stride(1),
+            layout.rope_block or 1, page, *asked.stride()[:3], key.stride(0), key.stride(1),
             key.stride(2) if key.dim() == 4 else 0, source.stride(0), source.stride(1),
             source.stride(2) if exact else 0, 0 if key_basis is None else key_basis.stride(0),
             0 if value_basis is None else value_basis.stride(0), cos.stride(0), *row_strides, shape.num_heads,
@@ -522,7 +521,7 @@ def tables_of(
                 for done in range(0, latent.rank, COLUMNS):
                     left = latent.rank - done
                     jobs.append([kind, head, column + done, 0, column + done, left, left])
-            elif isinstance(latent, Channels):
+            elif isinstance(latent, CodedRow):
                 first, words = len(places), latent.words
                 places += [entry for plane in digits_of(latent, column, planes) for entry in plane]
                 following = layout.byte_offsets(size)[number + 1 :]
@@ -540,7 +539,7 @@ def tables_of(
         if layout.exact is not None and rotated:
             jobs += [[EXACT_KEYS, head] + [0] * (FIELDS - 2) for head in range(shape.num_kv_heads)]
     half, rest = shape.rotary_planes, shape.head_dim - shape.rotary_dim
-    mode = WHOLE if layout.rope_block is None else NONE if layout.fast_planes == half else BLOCK
+    mode = WHOLE if layout.rope_block is None else NONE if layout.pre_rope else BLOCK
     constants = {
         "SIZE": layout.group_size, "MODE": mode if half and rotated else NONE, "HALF": half,
         "HALF_PADDED": padded(half or 1), "REST": rest, "REST_PADDED": padded(rest or 1),

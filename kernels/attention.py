@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from rotor.checkpoint.kernel_config import LayerKernels
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
 
-from .decoding import MOST_ROWS, BlockRotations, DecodeLayer, decode_attention
+from .decoding import MOST_ROWS, DecodeLayer, block_starts, decode_attention
 from .launch import capability_of, capturing, sm_count
 from .materialise import PagesOf
 from .parameters import AttentionParameters, seq_len_of
@@ -169,13 +168,13 @@ def _prepared(
     if keys.longest == 1:  # with more new tokens a group has more query rows, for which the file names no tile
         tiles = kernels.tile(capability_of(device))
         most_programs = sm_count(device) * kernels.slices_per_sm
-    rotations = None
+    starts = None
     if rotation is not None and parameters.layout.in_blocks:
-        rotations = block_rotations(rotation, parameters.layout, query.dtype, remember)
+        starts = starts_of_blocks(rotation, parameters.layout, remember)
     prepared = {
         "layer": decode_layer(parameters, query.dtype, device),
         "ranges": keys,
-        "rotations": rotations,
+        "starts_of_blocks": starts,
         "tiles": tiles,
         "most_programs": most_programs,
         "remember": remember,
@@ -187,7 +186,7 @@ def _prepared(
 
 
 _layers: Remembered[DecodeLayer] = Remembered(most=1)
-_rotations: Remembered[BlockRotations] = Remembered(most=64)
+_starts: Remembered[Tensor] = Remembered(most=64)
 
 
 def decode_layer(parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> DecodeLayer:
@@ -218,22 +217,15 @@ def _layer_without_basis(
     return DecodeLayer(AttentionParameters(layout, shape, scaling, softcap=softcap), dtype, device)
 
 
-def block_rotations(
-    rotation: Rotation, layout: LayerLayout, dtype: torch.dtype, remember: bool = True
-) -> BlockRotations:
-    """RoPE by block and place, made once for all layers and steps that go by a table.
+def starts_of_blocks(rotation: Rotation, layout: LayerLayout, remember: bool = True) -> Tensor:
+    """`decoding.block_starts`, made once for all layers and steps that go by a table.
 
     Args:
         remember: the table will not change; compiled code writes into its memory again.
     """
-    cos, sin = rotation
-
-    def make() -> BlockRotations:
-        short = max(0, (layout.rope_block or 0) - len(cos))  # a table of fewer positions than a block has
-        padded = functional.pad(cos, (0, 0, 0, short)), functional.pad(sin, (0, 0, 0, short))
-        return BlockRotations.of(padded if short else rotation, layout, dtype)
-
-    return _rotations.get(cos, (layout.form, dtype), make, keep=remember and not capturing(cos.device))
+    cos = rotation[0]
+    keep = remember and not capturing(cos.device)
+    return _starts.get(cos, (layout.rope_block,), lambda: block_starts(rotation, layout), keep=keep)
 
 
 def ranges_of_pages(

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Code the latents of joint groups: choose the scale of a row, code fast latents, then the rest by their errors.
+"""Code the latents of joint groups: choose the scale of a row, and code the latents by it.
 
-`append` leaves the latents of all groups in memory, since the scale depends on all of a group's, and the rest on all of
-its fast ones. A program makes some words of a group's row for some tokens; what all of these share it computes itself.
+`append` leaves the latents of all groups in memory, since the scale depends on all of a group's. A program makes some
+words of a group's row for some tokens; the scale, which all of these share, it computes itself.
 `rotor.checkpoint.tensors.layer_tensors` has the formula.
 """
 
@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotor.checkpoint.channels import (
+from rotor.checkpoint.layout import LayerLayout
+from rotor.checkpoint.rows import (
     CRUMB_BITS,
     SCALE,
     SCALE_LARGEST,
@@ -24,19 +25,16 @@ from rotor.checkpoint.channels import (
     SCALE_STEPS,
     SIGNED,
     WORD_PLANES,
-    Channels,
+    CodedRow,
     Digit,
-    Parted,
+    RowScale,
 )
-from rotor.checkpoint.layout import LayerLayout
 
 from .launch import device_table, launch
-from .rows import CodeScales
 
-FIELDS = 9
-"""Numbers that describe a job: the group's first channel; its channels; those of fast latents; its first number in
-`errors`; first entry of the digit table; words of the group; first word in the layer's row; words with content; words
-to write."""
+FIELDS = 7
+"""Numbers that describe a job: the group's first channel; its channels; first entry of the digit table; words of the
+group; first word in the layer's row; words with content; words to write."""
 
 COLUMNS = 64
 """Digits that a program makes."""
@@ -80,26 +78,26 @@ def packed(latents, place, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLA
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def code_kernel(
-    latents, shift, length, errors, halves, slots, rows, places, jobs,
+    latents, shift, length, halves, slots, rows, places, jobs,
     first_token, tokens, seq_len, page, latent_start, latent_batch, latent_position, row_page, row_row,
-    FAST: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
+    SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
     FIELDS: tl.constexpr, PLANES: tl.constexpr, MIDDLE: tl.constexpr, LARGEST: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Do one job for ROWS of the tokens first_token ... tokens - 1; see `code`. Grid: blocks of ROWS tokens, jobs.
 
     Tensors:
         latents: of all groups, as projections put them out, less the first latent_start. shift, length: [rank] float32.
-        errors: flat. halves: [rank], float32, half the number of codes of each channel. places: the digit table.
+        halves: [rank], float32, half the number of codes of each channel. places: the digit table.
     Constants:
-        FAST: there are fast latents. SLOTS: `slots` is given. PLANES: planes of the digit table, 4 or 8.
+        SLOTS: `slots` is given. PLANES: planes of the digit table, 4 or 8.
         MIDDLE, LARGEST, STEPS: nibbles of a scale of 1 and of the largest one, and those by which a scale doubles.
     """
     token = first_token + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
     job = jobs + tl.program_id(1) * FIELDS
-    first, rank, fast_rank, error = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
-    start, words, first_word = tl.load(job + 4), tl.load(job + 5), tl.load(job + 6)
-    held, written = tl.load(job + 7), tl.load(job + 8)
+    first, rank = tl.load(job), tl.load(job + 1)
+    start, words, first_word = tl.load(job + 2), tl.load(job + 3), tl.load(job + 4)
+    held, written = tl.load(job + 5), tl.load(job + 6)
     own = latents + (token // seq_len).to(tl.int64) * latent_batch + (token % seq_len).to(tl.int64) * latent_position
     own -= latent_start
     channel = tl.arange(0, CHANNELS)
@@ -131,35 +129,13 @@ def code_kernel(
     nibble = tl.where(is_larger, nibble + 1, nibble)
     scale = tl.where(is_larger, larger, scale)
 
-    # What the digits are of: latents over the scale, those of the rest moved by the errors of the fast ones.
+    # Latents over the scale, of which the digits are.
     plane, word = tl.arange(0, COLUMNS) // (COLUMNS // PLANES), tl.arange(0, COLUMNS) % (COLUMNS // PLANES)
     place = tl.load(places + start + plane * words + word, mask=word < held, other=-1)
     own_channel, some = place >> 10, place >= 0
     latent = own[:, None] + (first + own_channel)[None, :]
     p = tl.load(latent, mask=valid[:, None] & some[None, :], other=0.0).to(tl.float32)
     target = p / scale[:, None] + tl.load(shift + first + own_channel, mask=some, other=0.0)[None, :]
-    if FAST:
-        kind: tl.constexpr = errors.dtype.element_ty
-        rest = some & (own_channel >= fast_rank)
-        moved = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for before in range(0, fast_rank, CHANNELS):
-            fast = before + channel
-            there = fast < fast_rank
-            latent = own[:, None] + (first + fast)[None, :]
-            p = tl.load(latent, mask=valid[:, None] & there[None, :], other=0.0).to(tl.float32)
-            t = p / scale[:, None] + tl.load(shift + first + fast, mask=there, other=0.0)[None, :]
-            half = tl.load(halves + first + fast, mask=there, other=0.0)[None, :]
-            e = tl.minimum(tl.maximum(tl.floor(t), -half), half - 1.0) + 0.5 - t
-            e = tl.where(there[None, :], e, 0.0)
-            by = errors + error + fast[:, None] * (rank - fast_rank) + (own_channel - fast_rank)[None, :]
-            matrix = tl.load(by, mask=there[:, None] & rest[None, :], other=0.0)
-            if kind == tl.float32:
-                moved = tl.dot(e, matrix, moved, input_precision="ieee")
-            else:  # an exact product, by two numbers for each error
-                high = e.to(kind)
-                moved = tl.dot(high, matrix, moved)
-                moved = tl.dot((e - high.to(tl.float32)).to(kind), matrix, moved)
-        target += moved
 
     # Write to the token's row, or to its slot in pages; a negative slot is not written.
     slot = token.to(tl.int64)
@@ -177,7 +153,7 @@ def code_kernel(
 def code(
     latents: Tensor,
     layout: LayerLayout,
-    scales: CodeScales,
+    scale: RowScale,
     rows: Tensor,
     strides: tuple[int, int, int],
     tokens: range,
@@ -196,15 +172,14 @@ def code(
     """
     plan = coding_plan(layout, rows.device)
     rows_each, warps = (16, 4) if len(tokens) <= 512 else (64, 8)  # of a program
-    errors = latents if scales.errors is None else scales.errors
     alone = latents.dim() == 2
     position = latents.stride(-2)
     of_latents = (tokens.start * position, seq_len * position) if alone else (0, latents.stride(0))
     grid = triton.cdiv(len(tokens), rows_each), len(plan.jobs)
     launch(
-        code_kernel, grid, latents, scales.shift, scales.length, errors, plan.halves,
+        code_kernel, grid, latents, scale.shift, scale.length, plan.halves,
         plan.jobs if slots is None else slots, rows, plan.places, plan.jobs, tokens.start, tokens.stop,
-        seq_len, strides[0], *of_latents, position, *strides[1:], FAST=scales.errors is not None,
+        seq_len, strides[0], *of_latents, position, *strides[1:],
         SLOTS=slots is not None, ROWS=rows_each, COLUMNS=COLUMNS, CHANNELS=CHANNELS, FIELDS=FIELDS, PLANES=plan.planes,
         MIDDLE=SCALE_MIDDLE, LARGEST=SCALE_LARGEST, STEPS=SCALE_STEPS, num_warps=warps,
     )  # fmt: skip
@@ -229,25 +204,18 @@ def coding_plan(layout: LayerLayout, device: torch.device) -> CodingPlan:
     places: list[int] = []
     jobs: list[list[int]] = []
     halves: list[float] = []
-    channel = error = 0
+    channel = 0
     row_words = layout.row_bytes(2)[0] // 2
     begins = [key // 2 for key, _ in layout.byte_offsets(2)]
     for group, begin, end in zip(layout.groups, begins, [*begins[1:], row_words], strict=True):
-        parted = group.key
-        assert isinstance(parted, Parted)
-        first, words = len(places), parted.words
-        by_part, before = [], 0
-        for part in parted.parts:
-            by_part.append(digits_of(part, before, planes))
-            before += part.rank
-        places += [entry for plane in zip(*by_part, strict=True) for own in plane for entry in own]
+        row, first = group.key, len(places)
+        assert isinstance(row, CodedRow)
+        places += [entry for plane in digits_of(row, 0, planes) for entry in plane]
         for word in range(0, end - begin, COLUMNS // planes):
-            jobs.append([
-                channel, parted.rank, parted.fast_rank, error, first + word, words, begin + word, words - word,
-                end - begin - word,
-            ])  # fmt: skip
-        halves += [2.0 ** (bits - 1) for bits in parted.bits]
-        channel, error = channel + parted.rank, error + parted.fast_rank * parted.rest.rank
+            left = row.words - word
+            jobs.append([channel, row.rank, first + word, row.words, begin + word, left, end - begin - word])
+        halves += [2.0 ** (bits - 1) for bits in row.bits]
+        channel += row.rank
     return CodingPlan(
         device_table(places, device), device_table(jobs, device), device_table(halves, device, torch.float32), planes
     )
@@ -258,14 +226,14 @@ def planes_of(layout: LayerLayout) -> int:
     return WORD_PLANES if layout.operands <= WORD_PLANES else 2 * WORD_PLANES
 
 
-def digits_of(latent: Channels, before: int, planes: int) -> list[list[int]]:
-    """Entries of the digit table for a latent, plane by plane: the highest digits, then, with 8 planes, lower crumbs.
+def digits_of(row: CodedRow, before: int, planes: int) -> list[list[int]]:
+    """Entries of the digit table for a row, plane by plane: the highest digits, then, with 8 planes, lower crumbs.
 
     An entry is 1024 times the digit's channel, plus 32 times the channel's bits, plus 2 times the digit's first bit,
     plus 1 for a crumb; or EMPTY; or SCALE_DIGIT.
 
     Args:
-        before: channels before those of this latent.
+        before: channels before those of this row.
     """
 
     def entry(digits: tuple[Digit, ...], number: int) -> int:
@@ -274,9 +242,9 @@ def digits_of(latent: Channels, before: int, planes: int) -> list[list[int]]:
         channel, bit, bits = digits[number]
         if channel == SCALE:
             return SCALE_DIGIT
-        return ((before + channel) * 32 + latent.bits[channel]) * 32 + 2 * bit + (bits == CRUMB_BITS)
+        return ((before + channel) * 32 + row.bits[channel]) * 32 + 2 * bit + (bits == CRUMB_BITS)
 
-    by_plane = [latent.slots[i : i + latent.words] for i in range(0, len(latent.slots), latent.words)]
+    by_plane = [row.slots[i : i + row.words] for i in range(0, len(row.slots), row.words)]
     numbered = [(plane, 0) for plane in by_plane] + [(plane, 1) for plane in reversed(by_plane)]
     return [[entry(digits, number) for digits in plane] for plane, number in numbered[:planes]]
 

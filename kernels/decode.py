@@ -3,11 +3,8 @@
 
 Keys are the long side of the matrix products (16 keys by 8 query rows), so that a group with few query heads wastes
 little. A program is one or a few warps. A tile has the keys of one block of positions (or of a part of it), so it needs
-one absorbed query per query row: `absorb` has multiplied the query's slow planes with the basis, and has collected the
-constant parts of the logits. Fast planes of keys are rebuilt in the tile: latents times `fast_basis`, plus a constant,
-rotated by the position in the block (a table), rounded, and multiplied with the query's fast planes, which `absorb` has
-rotated back to the beginning of the block. A head's fast planes are rebuilt from its own words where it has a fast
-latent, else from the whole latent.
+one absorbed query per query row: `absorb` has multiplied the query with the basis, and has collected the constant parts
+of the logits. Nothing of a key is rebuilt.
 
 Codes are multiplied in float16 whatever the model's dtype: it takes four instructions for two words. The two nibbles of
 a byte are read as the lower one and as the byte, each plus 1024, at which the last bit of the mantissa counts ones. So
@@ -16,9 +13,9 @@ out of the byte. What an operand has too much (`excess`) is subtracted from the 
 weighted values after each tile. Left in the sums it would grow with the length, and so would the rounding error of
 tensor cores.
 
-Rows of joint groups have a scale, which multiplies a key's logits before constants are added, and its weight before
-values are summed: a product with a column of ones spreads its nibble over the query rows. The operand in its place is
-read as 1.
+Rows of joint groups have a scale in their first nibble, which multiplies a key's logits before constants are added, and
+its weight before values are summed: a product with a column of ones spreads its nibble over the query rows. The operand
+in its place is read as 1.
 
 A tile is loaded twice, as [keys, columns] and as [columns, keys]: Triton then copies packed words to shared memory,
 reads them as operands of products (`ldmatrix`) and unpacks them in registers. The next tiles are loaded while one is
@@ -33,8 +30,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rotor.checkpoint.channels import SPAN_WORDS
-
 from .ranges import count_tiles, sequence_at, slice_start, slices, tiles_of
 
 NEG_INF = tl.constexpr(-1e30)
@@ -45,9 +40,6 @@ not with this value."""
 UNSEEN = tl.constexpr(-1e20)
 """Largest logit before any key is attended: far above every masked logit, however scaled, so that masked keys have
 weight 0; and far below every other logit."""
-
-SPAN = SPAN_WORDS
-"""Words that a product reads at a time where heads have fast latents of their own."""
 
 
 @triton.constexpr_function
@@ -66,28 +58,6 @@ def excess(operand, dtype):
 def sixteenth(operand):
     """Whether an operand counts sixteenths of a unit: a byte, or a crumb of a byte's higher nibble."""
     return operand in (1, 3, 4, 6)
-
-
-@triton.constexpr_function
-def first_span(head, fast_words):
-    """The first span of a row that has words of a head's fast latent."""
-    return head * fast_words // SPAN
-
-
-@triton.constexpr_function
-def spans_of(head, fast_words, all_spans):
-    """How many spans have words of a head's fast latent; all spans where it has none of its own."""
-    return -(-(head + 1) * fast_words // SPAN) - head * fast_words // SPAN if fast_words else all_spans
-
-
-@triton.constexpr_function
-def most_spans(heads, fast_words, all_spans):
-    """The most spans that a fast latent lies in."""
-    return (
-        max(-(-(h + 1) * fast_words // SPAN) - h * fast_words // SPAN for h in range(heads))
-        if fast_words
-        else all_spans
-    )
 
 
 @triton.jit
@@ -138,25 +108,6 @@ def crumb(byte, HIGHER: tl.constexpr, ASM: tl.constexpr):
         return tl.inline_asm_elementwise("and.b32 $0, $1, 0x64306430;", "=r,r", [byte], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     else:
         return tl.inline_asm_elementwise("and.b32 $0, $1, 0x64036403;", "=r,r", [byte], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-
-
-@triton.jit
-def rotated(k0, k1, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Round and rotate both halves of rebuilt planes: k0 cos - k1 sin, k1 cos + k0 sin, in pairs of 16 bits."""
-    if tl.float32 == DTYPE:
-        return k0 * cos - k1 * sin, k1 * cos + k0 * sin
-    elif ASM and tl.bfloat16 == DTYPE:
-        return tl.inline_asm_elementwise("{ .reg .b32 t, u, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 t, $3, $5, z; neg.bf16x2 t, t; fma.rn.bf16x2 $0, $2, $4, t; fma.rn.bf16x2 u, $2, $5, z; fma.rn.bf16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0.to(DTYPE), k1.to(DTYPE), cos, sin], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-    elif ASM:
-        return tl.inline_asm_elementwise("{ .reg .b32 t, u; mul.rn.f16x2 t, $3, $5; neg.f16x2 t, t; fma.rn.f16x2 $0, $2, $4, t; mul.rn.f16x2 u, $2, $5; fma.rn.f16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0.to(DTYPE), k1.to(DTYPE), cos, sin], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-    else:
-        a = k0.to(DTYPE).to(tl.float32)
-        b = k1.to(DTYPE).to(tl.float32)
-        c = cos.to(tl.float32)
-        d = sin.to(tl.float32)
-        return (a * c - (b * d).to(DTYPE).to(tl.float32)).to(DTYPE), (b * c + (a * d).to(DTYPE).to(tl.float32)).to(
-            DTYPE
-        )
 
 
 @triton.jit
@@ -228,16 +179,16 @@ Pointers to rows always are: for an unaligned view `decoding` passes an earlier 
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def decode_kernel(
-    query, constant, fast_query, key, value, fast_basis, fast_constant, places, constant_keys, partial, partial_lse,
-    table, begin, until, first, end, query_start, block_table, mask, holes,
+    query, constant, key, value, partial, partial_lse, table, begin, until, first, end, query_start, block_table, mask,
+    holes,
     batch_size, groups, max_blocks, query_stride, key_start, key_block, key_row, value_start, value_block, value_row,
     table_stride, mask_stride, scale, softcap,
-    DTYPE: tl.constexpr, CODED: tl.constexpr, JOINT: tl.constexpr, SCALED: tl.constexpr, FAST_WORDS: tl.constexpr,
-    FOLDED: tl.constexpr, SLOW: tl.constexpr, CONSTANT: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, CODED: tl.constexpr, JOINT: tl.constexpr, SCALED: tl.constexpr,
+    FOLDED: tl.constexpr, CONSTANT: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PART: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_PART: tl.constexpr, EXACT: tl.constexpr,
     VALUE_EXACT: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, RELOAD_SHARED: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
+    STAGES: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
     PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Attend to one slice of the line of tiles.
@@ -247,22 +198,15 @@ def decode_kernel(
             word (1 for numbers); with FOLDED [tokens, ...], of nibbles and crumbs.
         constant: [batch_size, max_blocks, groups, 2, rows], part of the logits that all keys of a block share; and the
             part that the scale of a key multiplies, in units of 1 / `scale`.
-        fast_query: [batch_size, max_blocks, groups, rows, 2, FAST].
-        fast_basis: [groups, HEADS, most spans, operands, 2, FAST, PART]. fast_constant: [groups, HEADS, 2, FAST].
-        places: [2, BLOCK, FAST], cos and sin of positions in a block.
-        constant_keys: [groups, HEADS, 2, BLOCK, FAST], fast planes of the constant key at each of them.
         partial: [slots, rows, operands, VALUE_COLUMNS], and partial_lse [slots, rows]: the results, of nibbles.
         table: [groups, 8]. Entries 0 and 1: columns of an operand of keys, and the first element in a row (in units of
             KEY_ALIGN); 2 and 3: the same of values (VALUE_ALIGN); 4, 5, 6: offset of the group in queries (FOLDED), in
             the basis (in units of BASIS_ALIGN) and in the output.
     Constants:
         DTYPE: of the products. CODED: operands of a word, 0 for numbers.
-        JOINT: values are read from the rows of keys. SCALED: rows have a scale, behind HEADS fast latents of FAST_WORDS
-            words.
-        BLOCK: positions of a block, 0 for all positions in one. FAST: fast planes, padded; 0 for none.
+        JOINT: values are read from the rows of keys. SCALED: the first nibble of rows is their scale.
+        BLOCK: positions of a block, 0 for all positions in one.
         PART, VALUE_PART: columns that are loaded at a time.
-        RELOAD_SHARED: what every tile loads again although all share it, which frees registers: constants (1),
-            rotations (2), or both (3).
     """
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
     OPERANDS: tl.constexpr = CODED if CODED else 1
@@ -271,8 +215,6 @@ def decode_kernel(
     VALUE_PARTS: tl.constexpr = (VALUE_COLUMNS + VALUE_PART - 1) // VALUE_PART
     WHOLE: tl.constexpr = VALUE_COLUMNS % VALUE_PART == 0
     CONSTANTS: tl.constexpr = 2 if SCALED else 1
-    SCALE_WORD: tl.constexpr = HEADS * FAST_WORDS
-    SPANS: tl.constexpr = most_spans(HEADS, FAST_WORDS, PARTS)
     # Arguments in units of elements, and indices that all tiles share.
     program = tl.program_id(0)
     key += key_start * KEY_ALIGN
@@ -285,7 +227,6 @@ def decode_kernel(
     value_column = tl.arange(0, VALUE_PART)
     place = tl.arange(0, KEYS)
     row = tl.arange(0, ROWS)
-    plane = tl.arange(0, FAST if FAST else 16)
     # Query rows: new tokens, then KV heads, then query heads; rows from LIVE on are padding.
     live = row < LIVE
     token = row // (HEADS * PER_HEAD)
@@ -293,7 +234,7 @@ def decode_kernel(
     ones = tl.full((16, KEYS), 1.0, DTYPE)
     if SCALED:
         # Spreads what is in the scale's place over all query rows.
-        spread = tl.where((column == SCALE_WORD % PART)[:, None], 1.0, tl.zeros((PART, ROWS), tl.float32)).to(DTYPE)
+        spread = tl.where((column == 0)[:, None], 1.0, tl.zeros((PART, ROWS), tl.float32)).to(DTYPE)
 
     # This program's slice of the line: tiles position ... stop - 1.
     total = count_tiles(begin, until, batch_size, STEP) * groups
@@ -328,11 +269,11 @@ def decode_kernel(
             for i in tl.static_range(PARTS):
                 for j in tl.static_range(OPERANDS):
                     folded = folded_query(query + q_row, q_live, width, column + i * PART, j, CODED)
-                    if SCALED and j == 0 and i == SCALE_WORD // PART:
+                    if SCALED and j == 0 and i == 0:
                         # In place of the scale is read what stands for 1.
-                        of_one = tl.load(query + q_row + SCALE_WORD, mask=q_live, other=0.0).to(tl.float32)
+                        of_one = tl.load(query + q_row, mask=q_live, other=0.0).to(tl.float32)
                         scaled_c += of_one
-                        folded -= tl.where((column == SCALE_WORD % PART)[:, None], of_one[None, :], 0.0)
+                        folded -= tl.where((column == 0)[:, None], of_one[None, :], 0.0)
                     queries += (folded.to(DTYPE),)
                     if CODED:
                         scaled_c -= excess(j, DTYPE) * tl.sum(folded.to(DTYPE).to(tl.float32), 0)
@@ -389,12 +330,10 @@ def decode_kernel(
             # The page of the next tile.
             after = tl.minimum(tile + 1, tile_1 - 1)
             page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
-            # 0, but unknown to the compiler, which therefore loads constants in every tile.
-            zero = tile >> 30 if RELOAD_SHARED % 2 else 0
             z = ()
             for i in tl.static_range(PARTS):
                 z += operands(now[i], CODED, DTYPE, ASM)
-            # Slow planes: latents times absorbed queries. The constant of the block enters with the softmax.
+            # Logits: latents times absorbed queries. The constant of the block enters with the softmax.
             if BLOCK > 0:
                 block = q_group + (tile * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
                 c = of_rows(constant + CONSTANTS * block + row, live, ROWS == LIVE)
@@ -403,61 +342,18 @@ def decode_kernel(
             logits = tl.zeros((KEYS, ROWS), tl.float32)
             if SCALED:
                 logits += scaled_c[None, :]
-            if SLOW:
-                for i in tl.static_range(PARTS):
-                    for j in tl.static_range(OPERANDS):
-                        if BLOCK > 0:
-                            pointers = query + block * (OPERANDS * COLUMNS) + (j * COLUMNS + i * PART) + q_row
-                            q = of_rows(pointers, live[None, :], ROWS == LIVE)
-                        else:
-                            q = queries[i * OPERANDS + j]
-                        logits = tl.dot(z[i * OPERANDS + j], q, logits, input_precision=PRECISION)
-            # Fast planes: rebuild both halves of the keys, rotate them, multiply them with the queries' fast planes.
-            if FAST > 0:
-                at = place + (tile >> 30 if RELOAD_SHARED // 2 else 0) if KEYS == BLOCK else tile * STEP % BLOCK + place
-                if KEYS > STEP:
-                    at = tl.minimum(at, BLOCK - 1)
-                at_place = at[:, None] * FAST + plane[None, :]
-                cos = tl.load(places + at_place)
-                sin = tl.load(places + BLOCK * FAST + at_place)
-                for h in tl.static_range(HEADS):
-                    c_h = fast_constant + (group * HEADS + h) * (2 * FAST) + plane + zero
-                    b_h = fast_basis + (group * HEADS + h) * (SPANS * OPERANDS * 2 * FAST * PART) + zero
-                    b_h += column[:, None] + plane[None, :] * PART
-                    k0 = tl.zeros((KEYS, FAST), tl.float32) + tl.load(c_h)[None, :]
-                    k1 = tl.zeros((KEYS, FAST), tl.float32) + tl.load(c_h + FAST)[None, :]
-                    for i in tl.static_range(spans_of(h, FAST_WORDS, PARTS)):
-                        for j in tl.static_range(OPERANDS):
-                            b_j = b_h + (i * OPERANDS + j) * (2 * FAST * PART)
-                            z_j = z[(first_span(h, FAST_WORDS) + i) * OPERANDS + j]
-                            k0 = tl.dot(z_j, tl.load(b_j), k0, input_precision=PRECISION)
-                            k1 = tl.dot(z_j, tl.load(b_j + FAST * PART), k1, input_precision=PRECISION)
-                    k0, k1 = rotated(k0, k1, cos, sin, DTYPE, ASM)
-                    # A query row reads the planes of its KV head; for other heads its query is 0.
-                    own = (head // PER_HEAD == h)[None, :]
-                    if ROWS > LIVE:
-                        own &= live[None, :]
-                    f_h = fast_query + (block + row)[None, :] * (2 * FAST) + plane[:, None]
-                    logits = tl.dot(k0, tl.load(f_h, mask=own, other=0.0), logits, input_precision=PRECISION)
-                    logits = tl.dot(k1, tl.load(f_h + FAST, mask=own, other=0.0), logits, input_precision=PRECISION)
+            for i in tl.static_range(PARTS):
+                for j in tl.static_range(OPERANDS):
+                    if BLOCK > 0:
+                        pointers = query + block * (OPERANDS * COLUMNS) + (j * COLUMNS + i * PART) + q_row
+                        q = of_rows(pointers, live[None, :], ROWS == LIVE)
+                    else:
+                        q = queries[i * OPERANDS + j]
+                    logits = tl.dot(z[i * OPERANDS + j], q, logits, input_precision=PRECISION)
             if SCALED:
-                nibble = tl.dot(
-                    z[SCALE_WORD // PART * OPERANDS], spread, tl.zeros((KEYS, ROWS), tl.float32),
-                    input_precision=PRECISION,
-                )  # fmt: skip
+                nibble = tl.dot(z[0], spread, tl.zeros((KEYS, ROWS), tl.float32), input_precision=PRECISION)
                 scales = tl.exp2((nibble - excess(0, DTYPE)) * 0.5)
                 logits = logits * scales
-                # Fast planes of the constant keys, which are not scaled.
-                for h in tl.static_range(HEADS if FAST > 0 else 0):
-                    own = (head // PER_HEAD == h)[None, :]
-                    if ROWS > LIVE:
-                        own &= live[None, :]
-                    f_h = fast_query + (block + row)[None, :] * (2 * FAST) + plane[:, None]
-                    k_h = constant_keys + (group * HEADS + h) * (2 * BLOCK * FAST) + at_place
-                    for half in tl.static_range(2):
-                        f = tl.load(f_h + half * FAST, mask=own, other=0.0)
-                        k = tl.load(k_h + half * (BLOCK * FAST))
-                        logits = tl.dot(k, f, logits, input_precision=PRECISION)
             # Keys of this tile that each query row attends to.
             start = tile * STEP
             if TOKENS > 1:
@@ -526,8 +422,8 @@ def decode_kernel(
                 result = weighted[i * OPERANDS + j]
                 if CODED and sixteenth(j):
                     result = (result - weighted[i * OPERANDS + j - 1] if j < 4 else result) * 0.0625
-                if SCALED and j == 0 and i == SCALE_WORD // VALUE_PART:
-                    result = tl.where((value_column == SCALE_WORD % VALUE_PART)[:, None], total_scaled[None, :], result)
+                if SCALED and j == 0 and i == 0:
+                    result = tl.where((value_column == 0)[:, None], total_scaled[None, :], result)
                 stored = (
                     live[None, :] if WHOLE else live[None, :] & (i * VALUE_PART + value_column < VALUE_COLUMNS)[:, None]
                 )

@@ -1,6 +1,6 @@
 """Launch decoding: absorb, decode, and join, or in layers with exact tokens finish. Nothing waits for the host.
 
-Tables and constants of a layer are made once (`DecodeLayer`), RoPE by blocks once for all layers (`BlockRotations`),
+Tables and constants of a layer are made once (`DecodeLayer`), RoPE by blocks once for all layers (`block_starts`),
 and the keys that queries see once a step (`ranges.KeyRanges`).
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,10 +15,11 @@ from torch import Tensor
 
 from rotor.checkpoint.kernel_config import Tile
 from rotor.checkpoint.layout import LayerLayout
+from rotor.checkpoint.rows import SCALE_SLOT
 from rotor.errors import UsageError
 
 from .absorb import absorb_kernel
-from .decode import SPAN, decode_kernel, excess, most_spans, sixteenth
+from .decode import decode_kernel, sixteenth
 from .defaults import decode_tile, slices_per_sm
 from .finish import finish_kernel
 from .join import join_kernel
@@ -44,52 +44,30 @@ ABSORBED_BYTES = 256 << 20
 """Most bytes of absorbed queries in one launch; larger batches are launched in parts."""
 
 
-@dataclass(frozen=True)
-class BlockRotations:
-    """RoPE's tables by block and by place in a block.
+def block_starts(rotation: Rotation, layout: LayerLayout) -> Tensor:
+    """cos and sin of the positions where blocks begin, [blocks, 2, planes and zeros], float32.
 
-    starts: [blocks, 2, planes and zeros], float32, cos and sin of the positions where blocks begin. places: [2,
-    rope_block, fast planes], in the dtype of products, without RoPE's attention factor.
+    Args:
+        rotation: cos and sin by position, [positions, rotary_dim], of a layer in blocks.
     """
-
-    starts: Tensor
-    places: Tensor
-
-    @classmethod
-    def of(cls, rotation: Rotation, layout: LayerLayout, dtype: torch.dtype) -> BlockRotations:
-        """Make them from cos and sin by position, [positions, rotary_dim], of a layer in blocks.
-
-        Args:
-            dtype: of the model.
-        """
-        assert layout.rope_block is not None
-        block, planes, fast = layout.rope_block, rotation[0].shape[-1] // 2, layout.fast_planes
-        cos, sin = (table[:, :planes].float() for table in rotation)
-        padded = padded_columns(fast)
-        places = torch.stack([_pad(table[:block, :fast] / cos[0, :fast], padded) for table in (cos, sin)])
-        starts = torch.stack([cos[::block], sin[::block]], dim=1)
-        chunk = absorbed_at_a_time(planes - fast)
-        starts = _pad(starts, fast + -(-2 * (planes - fast) // chunk) * chunk // 2)
-        return cls(starts.contiguous(), places.to(product_dtype(layout, dtype)).contiguous())
+    planes = rotation[0].shape[-1] // 2
+    starts = torch.stack([table[:: layout.rope_block, :planes].float() for table in rotation], dim=1)
+    chunk = absorbed_at_a_time(planes)
+    return _pad(starts, -(-2 * planes // chunk) * chunk // 2).contiguous()
 
 
 def _pad(x: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
 
 
-def absorbed_at_a_time(slow_planes: int) -> int:
+def absorbed_at_a_time(planes: int) -> int:
     """Dimensions that a product of `absorb` takes at a time: 64, or 32 where that leaves fewer empty."""
-    return 64 if -2 * slow_planes % 64 < 32 else 32
+    return 64 if -2 * planes % 64 < 32 else 32
 
 
 def _pad_rows(x: Tensor, dim: int, rows: int) -> Tensor:
     """Fill up a dimension of a tensor with zeros."""
     return _pad(x.movedim(dim, -1), rows).movedim(-1, dim)
-
-
-def padded_columns(count: int) -> int:
-    """Columns padded to what a matrix product takes; 0 stays 0."""
-    return padded(count) if count else 0
 
 
 def product_dtype(layout: LayerLayout, dtype: torch.dtype) -> torch.dtype:
@@ -101,6 +79,9 @@ def part_of(columns: int) -> int:
     """Columns that are loaded at a time, a power of two of which there are whole ones."""
     return math.gcd(columns, MOST_PART)
 
+
+LEAST_PART = 16
+"""Fewest columns of keys or values that a product takes."""
 
 MOST_PART = 64
 """Most columns of keys or values that are loaded at a time."""
@@ -115,24 +96,20 @@ class DecodeLayer:
         self.dtype = product_dtype(layout, dtype)
         self.scaling, self.softcap = parameters.scaling, parameters.softcap
         self.operands = layout.operands  # of a word; 1 of numbers
-        self.joint, self.scaled, self.fast_words = layout.joint, layout.scaled, layout.fast_words
+        self.joint, self.scaled = layout.joint, layout.scaled
         self.word_operands = layout.word_operands
         self.heads, self.per_head = layout.group_size, shape.heads_per_kv
         self.group_rows = self.heads * self.per_head
         self.folded = parameters.query_basis is None
         self.block = layout.rope_block or 0
         self.planes = shape.rotary_planes if self.block else 0
-        self.fast_planes = layout.fast_planes
-        self.fast = padded_columns(self.fast_planes)
         rest = 0 if self.folded else shape.head_dim - 2 * self.planes
-        slow = self.planes - self.fast_planes
-        self.chunk = absorbed_at_a_time(slow)
-        self.slow_chunks, self.rest_chunks = -(-2 * slow // self.chunk), -(-rest // self.chunk)
-        self.slow = self.folded or bool(self.slow_chunks or self.rest_chunks)
+        self.chunk = absorbed_at_a_time(self.planes)
+        self.rotary_chunks, self.rest_chunks = -(-2 * self.planes // self.chunk), -(-rest // self.chunk)
         widths = [group.key.width // self.operands for group in layout.groups]
         value_widths = [group.values.width // self.operands for group in layout.groups]
-        self.columns, self.value_columns = (-(-max(side) // SPAN) * SPAN for side in (widths, value_widths))
-        self.part = SPAN if self.fast_words else part_of(self.columns)
+        self.columns, self.value_columns = (-(-max(side) // LEAST_PART) * LEAST_PART for side in (widths, value_widths))
+        self.part = part_of(self.columns)
         self.exact = set(widths) == {self.columns}
         self.value_exact = set(value_widths) == {self.value_columns}
         self.row_size = layout.word_bytes(dtype.itemsize)
@@ -164,11 +141,6 @@ class DecodeLayer:
         self.constant = None if parameters.key_constant is None else parameters.key_constant.detach()
         self.scaled_constant = None if basis is None or not self.scaled else self._scaled_constant()
         self.absorb_basis = None if basis is None or self.folded else self._absorb_basis()
-        self._constant_keys: tuple[BlockRotations, Tensor] | None = None
-        self.fast_basis: Tensor | None = None
-        self.fast_constant: Tensor | None = None
-        if self.fast:
-            self.fast_basis, self.fast_constant = self._fast_parts()
         self.table(self.key_align, self.value_align)
 
     def table(self, key_align: int, value_align: int) -> Tensor:
@@ -189,7 +161,7 @@ class DecodeLayer:
         own = self.basis[:, first : first + width].float().unflatten(0, (self.heads, self.shape.head_dim))
         columns = _pad(own.unflatten(-1, (self.operands, -1)), self.columns).clone()
         if self.scaled:
-            columns[:, :, 0, self.scale_word] = 0  # in place of the scale is read what stands for 1
+            columns[:, :, 0, SCALE_SLOT] = 0  # in place of the scale is read what stands for 1
         for j in range(self.operands if self.word_operands else 0):
             if sixteenth(j):
                 columns[:, :, j] /= 16
@@ -200,7 +172,7 @@ class DecodeLayer:
     def _scaled_constant(self) -> Tensor:
         """The constant keys that scales multiply, [num_kv_heads, head_dim], float32."""
         assert self.basis is not None
-        found, first = [], self.scale_word
+        found, first = [], SCALE_SLOT
         for group in self.layout.groups:
             found.append(self.basis[:, first].float().unflatten(0, (self.heads, -1)))
             first += group.key.width
@@ -222,73 +194,13 @@ class DecodeLayer:
         return basis.to(self.dtype).contiguous(), constants.to(self.dtype).contiguous()
 
     def _in_chunks(self, rows: Tensor) -> Tensor:
-        """Rows of slow planes and of dimensions without RoPE, [heads, head_dim, ...], as `absorb` takes them: [heads,
+        """Rows of rotary planes and of dimensions without RoPE, [heads, head_dim, ...], as `absorb` takes them: [heads,
         chunks, chunk, ...]."""
         planes, half = self.planes, self.chunk // 2
-        slow = rows[:, : 2 * planes].unflatten(1, (2, planes))[:, :, self.fast_planes :]
-        slow = _pad_rows(slow, 2, self.slow_chunks * half).unflatten(2, (-1, half)).transpose(1, 2).flatten(2, 3)
+        rotary = _pad_rows(rows[:, : 2 * planes].unflatten(1, (2, planes)), 2, self.rotary_chunks * half)
+        rotary = rotary.unflatten(2, (-1, half)).transpose(1, 2).flatten(2, 3)
         rest = _pad_rows(rows[:, 2 * planes :], 1, self.rest_chunks * self.chunk).unflatten(1, (-1, self.chunk))
-        return torch.cat([slow, rest], dim=1)
-
-    def _fast_parts(self) -> tuple[Tensor, Tensor]:
-        """Basis and constant by which fast planes are rebuilt: [groups, heads, spans, operands, 2, fast, part] and
-        [groups, heads, 2, fast]."""
-        layout, planes, count = self.layout, self.planes, self.fast_planes
-        spans = most_spans(self.heads, self.fast_words, self.columns // self.part)
-        size = len(layout.groups), self.heads, spans, self.operands, 2, self.fast, self.part
-        parts = torch.zeros(size, device=self.device)
-        constants = torch.zeros(len(layout.groups), self.heads, 2, self.fast, device=self.device)
-        word = torch.arange(self.columns, device=self.device)
-        place = 0
-        for g, group in enumerate(layout.groups):
-            halves = self._columns(g, place)[:, : 2 * planes].unflatten(1, (2, planes))[:, :, :count]
-            columns = halves.permute(0, 3, 1, 2, 4)  # [heads, operands, 2, planes, columns]
-            for head in range(self.heads):
-                first = head * self.fast_words // self.part * self.part
-                own = columns[head]
-                if self.fast_words:
-                    own = own * (word // self.fast_words == head)
-                own = _pad(own[..., first : first + spans * self.part], spans * self.part)
-                parts[g, head, ..., :count, :] = own.unflatten(-1, (spans, -1)).permute(3, 0, 1, 2, 4)
-            place += group.key.width
-        parts = parts.to(self.dtype)
-        for j in range(self.operands if self.word_operands else 0):
-            constants -= self.excess(j) * parts[:, :, :, j].float().sum((2, 5))
-        added = self.scaled_constant if self.scaled else self.constant
-        if added is not None:
-            constants[..., :count] += self._fast_planes_of(added)
-        return parts, constants
-
-    def _fast_planes_of(self, keys: Tensor) -> Tensor:
-        """Fast planes of a key of each KV head, [num_kv_heads, head_dim]: [groups, heads, 2, fast planes]."""
-        halves = keys[:, : 2 * self.planes].float().unflatten(1, (2, self.planes))[:, :, : self.fast_planes]
-        return halves.unflatten(0, (-1, self.heads))
-
-    def constant_keys(self, rotations: BlockRotations, remember: bool = True) -> Tensor:
-        """Fast planes of the constant keys, rotated to each place in a block: [groups, heads, 2, rope_block, fast].
-
-        Args:
-            remember: they are made once for the rotations of a model.
-        """
-        if self._constant_keys is not None and self._constant_keys[0] is rotations:
-            return self._constant_keys[1]
-        assert self.constant is not None
-        k0, k1 = self._fast_planes_of(self.constant).unsqueeze(-2).unbind(2)
-        cos, sin = rotations.places.float()[..., : self.fast_planes]
-        both = torch.stack([k0 * cos - k1 * sin, k1 * cos + k0 * sin], dim=2)
-        keys = _pad(both, self.fast).to(self.dtype).contiguous()
-        if remember:
-            self._constant_keys = rotations, keys
-        return keys
-
-    def excess(self, operand: int) -> float:
-        """What an operand of codes has too much, see `decode.excess`."""
-        return float(excess(operand, getattr(triton.language, str(self.dtype).removeprefix("torch."))))
-
-    @property
-    def scale_word(self) -> int:
-        """The word of a row that has its scale, and the scale's column; 0 without one."""
-        return self.heads * self.fast_words
+        return torch.cat([rotary, rest], dim=1)
 
     @property
     def has_constant(self) -> bool:
@@ -307,15 +219,15 @@ class DecodeLayer:
         """Constants of the decode kernel, except the alignment of a cache's strides."""
         return {
             "DTYPE": getattr(triton.language, str(self.dtype).removeprefix("torch.")), "CODED": self.word_operands,
-            "JOINT": self.joint, "SCALED": self.scaled, "FAST_WORDS": self.fast_words, "FOLDED": self.folded,
-            "SLOW": self.slow, "CONSTANT": self.has_constant, "FAST": self.fast, "BLOCK": self.block,
+            "JOINT": self.joint, "SCALED": self.scaled, "FOLDED": self.folded,
+            "CONSTANT": self.has_constant, "BLOCK": self.block,
             "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens,
             "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
             "PART": self.part, "VALUE_COLUMNS": self.value_columns,
-            "VALUE_PART": max(part_of(self.value_columns), min(MOST_PART, SPAN * tiles.warps)),
+            "VALUE_PART": max(part_of(self.value_columns), min(MOST_PART, LEAST_PART * tiles.warps)),
             "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page, "MASK": mask, "SOFTCAP": softcap,
             "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)), "STAGES": tiles.stages,
-            "RELOAD_SHARED": tiles.lean, "PRECISION": precision(self.dtype), "ASM": assembled(),
+            "PRECISION": precision(self.dtype), "ASM": assembled(),
         }  # fmt: skip
 
     def absorb_shape(self, many: bool) -> tuple[int, int, int]:
@@ -334,8 +246,7 @@ class DecodeLayer:
         """Constants of the absorbing kernel, for so many blocks at a time."""
         return {
             "CODED": self.word_operands, "SCALED": self.scaled,
-            "FAST": self.fast, "FAST_PLANES": self.fast_planes,
-            "PLANES": self.planes, "SLOW": self.slow_chunks, "HEAD_DIM": self.shape.head_dim,
+            "PLANES": self.planes, "ROTARY": self.rotary_chunks, "HEAD_DIM": self.shape.head_dim,
             "REST": self.rest_chunks, "BLOCK": self.block, "HEADS": self.heads, "PER_HEAD": self.per_head,
             "TOKENS": tokens, "COLUMNS": self.columns, "PART": part_of(self.columns),
             "CHUNK": self.chunk, "COUNT": blocks, "PRECISION": precision(self.dtype),
@@ -362,7 +273,7 @@ def decode_attention(
     value: Tensor,
     layer: DecodeLayer,
     ranges: KeyRanges,
-    rotations: BlockRotations | None = None,
+    starts_of_blocks: Tensor | None = None,
     *,
     block_table: Tensor | None = None,
     tiles: Tile | None = None,
@@ -381,7 +292,7 @@ def decode_attention(
             absorbed ones, [tokens, sum over query heads of width]. The innermost stride is 1.
         key, value: rows, [batch_size, kv_len, bytes or numbers], with a block table [pages, page_size, .]. Values of
             joint latents are read from `key`.
-        layer, ranges, rotations: made for the layer, for the step, and, where keys are in blocks, for the model.
+        layer, ranges, starts_of_blocks: made for the layer, for the step, and, where keys are in blocks, for the model.
         block_table: [batch_size, pages of a sequence], int32; entries behind the last key's are not read.
         tiles, programs: override what the layer and the device suggest.
         most_programs: the most that start; fewer do where each would have too few tiles.
@@ -389,7 +300,7 @@ def decode_attention(
         out: [tokens, sum over query heads of value width] to write into.
         exact, attended: in a layer with exact tokens, these, and the ranges of all keys, exact or not; `ranges` are
             then those of codes (`ranges.ranges_of_codes`).
-        remember: keep memory and rotated constant keys for other launches. What compiled code launches may not: its
+        remember: keep memory for other launches. What compiled code launches may not: its
             memory is that of a CUDA graph, which uses it again.
     Returns:
         [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; in a layer
@@ -439,24 +350,18 @@ def decode_attention(
         value_align = math.gcd(layer.value_align, value_start, values.stride(0), values.stride(1))
         table = layer.table(key_align, value_align)
 
-        # What a kernel leaves to the next: absorbed queries, constant logits and fast queries of each block; then a
+        # What a kernel leaves to the next: absorbed queries and constant logits of each block; then a
         # result and its log-sum-exp for each slice of the work.
         ratio = layer.dtype.itemsize
         blocks = 0 if layer.folded else sequences * max_blocks * groups * rows
         slots = (programs + sequences * groups) * rows
         sizes = (
             -(-blocks * layer.operands * layer.columns * ratio // 4), blocks * (1 + layer.scaled),
-            -(-blocks * 2 * layer.fast * ratio // 4),
             slots * layer.operands * layer.value_columns, slots,
         )  # fmt: skip
         memory = _memory(sizes, key.device, remember)
-        absorbed, constant, fast_query = memory[0].view(layer.dtype), memory[1], memory[2].view(layer.dtype)
-        partial, partial_lse = memory[3], memory[4]
+        absorbed, constant, partial, partial_lse = memory[0].view(layer.dtype), *memory[1:]
         none = begin  # stands for a tensor that a kernel does not read
-        constant_keys = None
-        if rotations is not None and layer.scaled and layer.fast:
-            constant_keys = layer.constant_keys(rotations, remember)
-
         with device_guard(key.device):
             if not layer.folded:
                 heads, sms = groups * layer.group_rows, sm_count(key.device)
@@ -467,17 +372,13 @@ def decode_attention(
                 assert layer.absorb_basis is not None
                 absorb_kernel[shared, heads, sequences * tokens](
                     queries, *layer.absorb_basis,
-                    constant if rotations is None else rotations.starts, absorbed, constant, fast_query, begin, until,
+                    constant if starts_of_blocks is None else starts_of_blocks, absorbed, constant, begin, until,
                     none if starts is None else starts, groups, max_blocks, queries.stride(0) // align,
                     queries.stride(1) // align, log2, ALIGN=align, enable_fp_fusion=True, num_warps=warps,
                     num_stages=stages, **layer.absorb_constants(tokens, blocks_each),
                 )  # fmt: skip
             decode_kernel[(programs,)](
-                queries if layer.folded else absorbed, constant, fast_query, keys, values,
-                absorbed if layer.fast_basis is None else layer.fast_basis,
-                constant if layer.fast_constant is None else layer.fast_constant,
-                absorbed if rotations is None else rotations.places,
-                absorbed if constant_keys is None else constant_keys, partial, partial_lse, table,
+                queries if layer.folded else absorbed, constant, keys, values, partial, partial_lse, table,
                 begin, until, first, end, none if starts is None else starts,
                 none if pages is None else pages, none if mask is None else mask, none if holes is None else holes,
                 sequences, groups, max_blocks, queries.stride(0), key_start // key_align, keys.stride(0) // key_align,

@@ -1,7 +1,7 @@
 """The kernel_config.json of a model that nobody has tuned: tiles and warps by rule.
 
-`rotor export` writes it, and checkpoints without the file run by it. Tiles of layers with fast planes were the fastest
-on an H100, the others go by counts of instructions (`rotor compile`); `rotor gpu --tune OUT` measures more.
+`rotor export` writes it, and checkpoints without the file run by it. Tiles go by counts of instructions (`rotor
+compile`); `rotor gpu --tune OUT` measures more.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from pathlib import Path
 
 from rotor.checkpoint.kernel_config import ARCHITECTURES, KernelConfig, LayerKernels, Tile, layout_class
 from rotor.checkpoint.layout import LayerLayout
-
-MOST_REBUILT = 64
-"""Fast planes of all KV heads of a group that a tile of decoding rebuilds; with more, keys are materialised."""
 
 WARPS_PER_SM = 8
 """Warps of decoding programs on an SM: as many as fit with 255 registers a thread."""
@@ -41,8 +38,7 @@ def config_of(path: Path | None, layouts: Sequence[LayerLayout]) -> KernelConfig
 def default_layer(layout: LayerLayout) -> LayerKernels:
     """The launches of a layer, by rule."""
     sm_80, sm_90 = (decode_tile(layout, layout.group_size * HEADS_PER_KV, of) for of in ARCHITECTURES)
-    materialise = layout.fast_planes * layout.group_size > MOST_REBUILT
-    return LayerKernels(layout_class(layout), sm_80, sm_90, slices_per_sm(layout, sm_90), materialise)
+    return LayerKernels(layout_class(layout), sm_80, sm_90, slices_per_sm(layout, sm_90), layout.pre_rope)
 
 
 def slices_per_sm(layout: LayerLayout, tile: Tile) -> int:
@@ -56,22 +52,15 @@ def slices_per_sm(layout: LayerLayout, tile: Tile) -> int:
 
 
 def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> Tile:
-    """The tile of decoding: with fast planes the fastest on an H100 at 8 x 32768 keys (bfloat16).
+    """The tile of decoding: two warps share 64 keys, one takes them where rows are narrow and query rows few.
 
-    Two warps share 64 keys, or 32 where rows are wide and query rows many; one does where a narrow row is of one KV
-    head. The rule is the same for all architectures.
+    The rule is the same for all architectures.
     """
     rows = max(8, _power(query_rows))
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
     work = widest // layout.operands * layout.planes * rows * (1 + layout.latents_per_group) // 2
     if not layout.coded:
         return Tile(64, 2, 2) if work <= 1024 else Tile(32, 4 if work <= 8192 else 8, 2)
-    if layout.fast_planes > 16:
-        return Tile(32, 2 if layout.fast_planes <= 32 else 4, 2)
-    if layout.fast_planes and work <= 1024:
-        return Tile(64, 2, 3) if layout.group_size > 1 else Tile(64, 1, 2)
-    if layout.fast_planes:
-        return Tile(64, 2, 2) if work <= 4096 else Tile(32, 2, 3)
     if work > 2048:
         return Tile(64, 2, 2)
     return Tile(64, 1, 3) if layout.joint else Tile(32, 1, 2)

@@ -9,7 +9,6 @@ interpreter, TRITON_INTERPRET=1). With `auto` and with `triton`, plain PyTorch s
 - latents read by more than MAX_WIDTH columns; heads above MAX_HEAD_DIM; float32 on a GPU, whose products take all
   registers and more;
 - AMD's GPUs, and NVIDIA's below compute capability 8.0 (the logger `rotor` says so);
-- ranks of a tensor-parallel model that share a group with fast latents: kernels find these by the heads of a group;
 - in layers in blocks: positions that are not indices in the cache, and a RoPE whose frequencies change with length.
 
 Where torch.compile traces the code (`generate` does so for static caches on CUDA), the kernels are operators of PyTorch
@@ -25,7 +24,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from rotor.checkpoint.channels import Parted
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from rotor.errors import UsageError
 from rotor.installing import pip_install
@@ -83,14 +81,11 @@ def layer_served(
     Args:
         rotation_fits: cos and sin are of the model's rotary dimensions, and in blocks by index in the cache.
     """
-    parted = [(group.key, group.kv_heads) for group in layout.groups if isinstance(group.key, Parted)]
-    whole = all(len(latent.fast) in (0, len(heads)) for latent, heads in parted)
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
     return (
         kernels_wanted(device)
         and rotation_fits
         and (dtype in DTYPES or (dtype == torch.float32 and device.type == "cpu"))
-        and whole
         and widest <= MAX_WIDTH
         and shape.head_dim <= MAX_HEAD_DIM
     )

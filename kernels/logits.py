@@ -127,59 +127,69 @@ class AbsorbedQueries:
         return logits if self.extra is None else logits + self.extra[..., active, :]
 
 
-class RebuiltKeys:
-    """Logits of rotated queries over keys in blocks of positions.
+class AbsorbedBlocks:
+    """Logits of rotated queries over keys in blocks of positions: queries absorbed once a block, times latents."""
 
-    With `absorb` the fast planes of a key are rebuilt, otherwise the whole key. Planes are interleaved, so that one
-    complex product rotates them.
-    """
-
-    def __init__(self, query: Tensor, side: ClassRows, rotation: Rotation, absorb: bool) -> None:
+    def __init__(self, query: Tensor, side: ClassRows, rotation: Rotation) -> None:
         parameters, cls, layout = side.parameters, side.cls, side.parameters.layout
-        head_dim, planes = parameters.shape.head_dim, rotation[0].shape[-1] // 2
         assert layout.rope_block is not None
-        self.block, self.size, self.wide = layout.rope_block, layout.group_size, side.wide
-        self.planes = layout.fast_planes if absorb else planes
-        plane = torch.arange(planes, device=query.device)
-        both = torch.stack([plane, plane + planes], dim=-1)
-        rest = torch.arange(2 * planes, head_dim, device=query.device)
-        rebuilt, slow = both[: self.planes].flatten(), torch.cat([both[self.planes :].T.flatten(), rest])
-        if not absorb:
-            rebuilt, slow = torch.cat([rebuilt, rest]), slow[:0]
+        self.block, self.per_key = layout.rope_block, cls.count * cls.key.width
         # [batch_size, count, group_size, heads of a KV head, seq_len, head_dim]
-        queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, self.size, -1)).to(self.wide)
+        queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, layout.group_size, -1)).to(side.wide)
         self.shape = (len(query), cls.count, queries.shape[2] * queries.shape[3], queries.shape[4])
-        self.queries = queries[..., rebuilt]
         basis, constant = parameters.basis(cls), parameters.constant(cls)
-        self.dtype = product_dtype(side.dtype)
-        self.basis = basis[:, :, rebuilt].flatten(1, 2).mT.to(self.dtype)  # [count, width, group_size * rebuilt]
-        self.constant = None if constant is None else constant[..., rebuilt].to(self.wide)[:, None]
-        self.rotation = [side.table(table)[..., : self.planes] for table in rotation]
-        self.per_key = cls.count * max(cls.key.width, self.basis.shape[-1])
-        self.absorbed = None
-        if len(slow):
-            columns = basis if constant is None else torch.cat([basis, constant.to(basis.dtype).unsqueeze(-1)], dim=-1)
-            starts = [table[:: self.block].to(self.wide) for table in rotation]
-            rotated = rotate(queries.unsqueeze(-2), starts[0], -starts[1])[..., slow].flatten(3, 5)
-            absorbed = rotated @ columns[:, :, slow].to(self.wide)  # a block's constant logit in the last column
-            absorbed = absorbed.unflatten(3, (*queries.shape[3:5], -1)).flatten(2, 3).flatten(2, 3)
-            self.absorbed = absorbed.transpose(2, 3)  # [batch_size, count, blocks, heads * seq_len, width]
+        self.has_constant = constant is not None
+        columns = basis if constant is None else torch.cat([basis, constant.to(basis.dtype).unsqueeze(-1)], dim=-1)
+        cos, sin = (table[:: self.block].to(side.wide) for table in rotation)
+        rotated = rotate(queries.unsqueeze(-2), cos, -sin).flatten(3, 5)
+        absorbed = rotated @ columns.to(side.wide)  # a block's constant logit in the last column
+        absorbed = absorbed.unflatten(3, (*queries.shape[3:5], -1)).flatten(2, 3).flatten(2, 3)
+        self.absorbed = absorbed.transpose(2, 3)  # [batch_size, count, blocks, heads * seq_len, width]
 
     def __call__(self, latents: Tensor, part: slice, active: slice) -> Tensor:
         """[batch_size, count, heads of a group, active queries, keys], unscaled."""
-        logits = None
-        if self.basis.shape[-1]:
-            own = self.queries[..., active, :]
-            keys = self._keys(latents, part).permute(0, 1, 3, 4, 2)  # [batch_size, count, group_size, rebuilt, keys]
-            logits = (own.flatten(3, 4) @ keys).unflatten(3, own.shape[3:5]).flatten(2, 3)
-        if self.absorbed is None:
-            assert logits is not None
-            return logits
-        slow = self._slow(latents, part).unflatten(2, self.shape[2:])[..., active, :]
-        return slow if logits is None else logits.add_(slow)
+        count = latents.shape[2]
+        if count % self.block:
+            latents = functional.pad(latents, (0, 0, 0, -count % self.block))
+        latents = latents.unflatten(2, (-1, self.block))
+        own = self.absorbed[:, :, part.start // self.block :][:, :, : latents.shape[2]]
+        logits = own[..., : latents.shape[-1]] @ latents.mT
+        if self.has_constant:
+            logits += own[..., -1:]
+        return logits.transpose(2, 3).flatten(3)[..., :count].unflatten(2, self.shape[2:])[..., active, :]
+
+
+class RebuiltKeys:
+    """Logits of rotated queries over keys that are rebuilt from latents and rotated.
+
+    Planes are interleaved, so that one complex product rotates them.
+    """
+
+    def __init__(self, query: Tensor, side: ClassRows, rotation: Rotation) -> None:
+        parameters, cls, layout = side.parameters, side.cls, side.parameters.layout
+        self.planes, self.size, self.wide = rotation[0].shape[-1] // 2, layout.group_size, side.wide
+        plane = torch.arange(self.planes, device=query.device)
+        both = torch.stack([plane, plane + self.planes], dim=-1).flatten()
+        order = torch.cat([both, torch.arange(2 * self.planes, parameters.shape.head_dim, device=query.device)])
+        # [batch_size, count, group_size, heads of a KV head, seq_len, head_dim]
+        queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, self.size, -1)).to(self.wide)
+        self.shape = (len(query), cls.count, queries.shape[2] * queries.shape[3], queries.shape[4])
+        self.queries = queries[..., order]
+        basis, constant = parameters.basis(cls), parameters.constant(cls)
+        self.dtype = product_dtype(side.dtype)
+        self.basis = basis[:, :, order].flatten(1, 2).mT.to(self.dtype)  # [count, width, group_size * head_dim]
+        self.constant = None if constant is None else constant[..., order].to(self.wide)[:, None]
+        self.rotation = [side.table(table)[..., : self.planes] for table in rotation]
+        self.per_key = cls.count * max(cls.key.width, self.basis.shape[-1])
+
+    def __call__(self, latents: Tensor, part: slice, active: slice) -> Tensor:
+        """[batch_size, count, heads of a group, active queries, keys], unscaled."""
+        own = self.queries[..., active, :]
+        keys = self._keys(latents, part).permute(0, 1, 3, 4, 2)  # [batch_size, count, group_size, head_dim, keys]
+        return (own.flatten(3, 4) @ keys).unflatten(3, own.shape[3:5]).flatten(2, 3)
 
     def _keys(self, latents: Tensor, part: slice) -> Tensor:
-        """[batch_size, count, keys, group_size, rebuilt]."""
+        """[batch_size, count, keys, group_size, head_dim]."""
         keys = (latents.to(self.dtype) @ self.basis).to(self.wide).unflatten(-1, (self.size, -1))
         if self.constant is not None:
             keys += self.constant
@@ -188,18 +198,9 @@ class RebuiltKeys:
         planes.mul_(rotation.unsqueeze(-2))
         return keys
 
-    def _slow(self, latents: Tensor, part: slice) -> Tensor:
-        """[batch_size, count, heads * seq_len, keys]."""
-        assert self.absorbed is not None
-        count = latents.shape[2]
-        if count % self.block:
-            latents = functional.pad(latents, (0, 0, 0, -count % self.block))
-        latents = latents.unflatten(2, (-1, self.block))
-        own = self.absorbed[:, :, part.start // self.block :][:, :, : latents.shape[2]]
-        logits = own[..., : latents.shape[-1]] @ latents.mT
-        if self.constant is not None:
-            logits += own[..., -1:]
-        return logits.transpose(2, 3).flatten(3)[..., :count]
+
+Logits = AbsorbedQueries | AbsorbedBlocks | RebuiltKeys
+"""Ways to the logits of a class over a part of its rows."""
 
 
 def _constant_logits(query: Tensor, parameters: AttentionParameters, cls: GroupClass) -> Tensor | None:

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Expand rows of the cache into keys and values in the model's dtype, for stock attention.
 
-This serves prompts, and decoding of layers with so many fast planes that rebuilding them in the tile costs more.
+This serves prompts, and decoding of layers with keys before RoPE.
 
 Lower bound of the time: reading the rows once and writing keys and values once, at memory bandwidth. The basis comes
 from the L2 cache, once for each block of keys and KV head.
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotor.checkpoint.channels import SCALE_MIDDLE, SCALE_STEPS, Parted
 from rotor.checkpoint.layout import AttentionShape, GroupClass, LayerLayout
+from rotor.checkpoint.rows import SCALE_MIDDLE, SCALE_STEPS
 
 from .launch import launch, padded, precision
 from .parameters import AttentionParameters
@@ -28,7 +28,7 @@ KEYS = 64
 """Keys that a program expands."""
 
 INTEGERS = [
-    "kv_len", "first", "block", "fast", "table_stride", "table_pages", "page", "key_batch", "key_row", "value_batch",
+    "kv_len", "first", "block", "table_stride", "table_pages", "page", "key_batch", "key_row", "value_batch",
     "value_row", "basis_stride", "key_start", "key_group", "value_start", "value_group", "key_words", "value_words",
     "first_head", "first_column", "keys_batch", "keys_token", "keys_head", "keys_width", "values_batch",
     "values_token", "values_head", "values_width",
@@ -40,10 +40,10 @@ ADDRESSES = ["key", "value", "basis", "constant", "cos", "sin", "block_table", "
 
 
 @triton.jit
-def plane_of(words, word, PLANE: tl.constexpr, CODED: tl.constexpr, SCALE_WORD: tl.constexpr, kind: tl.constexpr):
+def plane_of(words, word, PLANE: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr, kind: tl.constexpr):
     """Extract signed nibbles of a plane, or lower crumbs, as an operand of attention; numbers stay as they are.
 
-    word: which words these are. SCALE_WORD: that of the scale, whose nibble is read as 1; negative without one.
+    word: which words these are. SCALED: the first one has the scale, whose nibble is read as 1.
     """
     if not CODED:
         return words.to(kind)
@@ -51,28 +51,28 @@ def plane_of(words, word, PLANE: tl.constexpr, CODED: tl.constexpr, SCALE_WORD: 
         return (((words.to(tl.int32) >> (28 - 4 * PLANE)) & 3) - 8).to(kind)
     else:
         nibble = ((words.to(tl.int32) >> (4 * PLANE)) & 15) - 8
-        if PLANE == 0 and SCALE_WORD >= 0:
-            nibble = tl.where((word == SCALE_WORD)[None, :], 1, nibble)
+        if PLANE == 0 and SCALED:
+            nibble = tl.where((word == 0)[None, :], 1, nibble)
         return nibble.to(kind)
 
 
 @triton.jit
-def scales_of(rows, place, there, first, SCALE_WORD: tl.constexpr, MIDDLE: tl.constexpr, STEPS: tl.constexpr):
+def scales_of(rows, place, there, first, SCALED: tl.constexpr, MIDDLE: tl.constexpr, STEPS: tl.constexpr):
     """The scales of some keys of a group, [KEYS, 1] float32; 1 for rows without one.
 
     Loaded in this shape: Triton 3.6 fails to compile one that is made of [KEYS].
     """
-    if SCALE_WORD < 0:
+    if not SCALED:
         return tl.full((place.shape[0], 1), 1.0, tl.float32)
     else:
-        nibble = tl.load(rows + (place + first + SCALE_WORD)[:, None], mask=there[:, None], other=0).to(tl.int32) & 15
+        nibble = tl.load(rows + (place + first)[:, None], mask=there[:, None], other=0).to(tl.int32) & 15
         return tl.exp2((nibble - MIDDLE).to(tl.float32) / STEPS)
 
 
 @triton.jit
 def copy_latents(
     rows, place, there, scales, first, words, out, target, width, KEYS: tl.constexpr, BLOCK: tl.constexpr,
-    CODED: tl.constexpr, SCALE_WORD: tl.constexpr,
+    CODED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Copy a group's signed nibbles (or numbers) of some keys, times scales, and fill up to `width` with zeros."""
     kind: tl.constexpr = out.dtype.element_ty
@@ -83,8 +83,8 @@ def copy_latents(
         tile = tl.load(rows + (place + first + start)[:, None] + column[None, :], mask=held, other=0)
         for plane in tl.static_range(planes):
             to = out + (target + plane * words + start)[:, None] + column[None, :]
-            latents = plane_of(tile, start + column, plane, CODED, SCALE_WORD, kind)
-            if SCALE_WORD >= 0:
+            latents = plane_of(tile, start + column, plane, CODED, SCALED, kind)
+            if SCALED:
                 latents = (latents.to(tl.float32) * scales).to(kind)
             tl.store(to, latents, mask=held)
     for start in range(planes * words, width, BLOCK):
@@ -106,13 +106,13 @@ def rebuilt(
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def materialise_kernel(
-    key, value, basis, constant, cos, sin, block_table, kv_lens, kv_start, keys, values, kv_len, first, block, fast,
+    key, value, basis, constant, cos, sin, block_table, kv_lens, kv_start, keys, values, kv_len, first, block,
     table_stride, table_pages, page, key_batch, key_row, value_batch, value_row, basis_stride, key_start, key_group,
     value_start, value_group, key_words, value_words, first_head, first_column, keys_batch, keys_token, keys_head,
     keys_width, values_batch, values_token, values_head, values_width,
     SIZE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     LATENTS: tl.constexpr, CONSTANT: tl.constexpr, CODED: tl.constexpr, PAGED: tl.constexpr, KEYS: tl.constexpr,
-    BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SCALE_WORD: tl.constexpr, MIDDLE: tl.constexpr,
+    BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SCALED: tl.constexpr, MIDDLE: tl.constexpr,
     STEPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Expand KEYS keys of one KV head, or the values of a group; see `materialise`.
@@ -121,8 +121,8 @@ def materialise_kernel(
 
     CODED: operands of a word, 0 for numbers. LATENTS: keys stay latents (a model without RoPE). HALF: rotary planes, 0
     if stored keys are not rotated when they are read. REST: dimensions without RoPE. PAGED: rows are in pages.
-    SCALE_WORD: of a group's row, which has the scale in its lowest nibble; negative without one. MIDDLE, STEPS: the
-    nibble of a scale of 1, and nibbles by which it doubles.
+    SCALED: the lowest nibble of a group's row is its scale. MIDDLE, STEPS: the nibble of a scale of 1, and nibbles by
+    which it doubles.
     """
     sequence = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1) % (SIZE + 1)
@@ -142,18 +142,18 @@ def materialise_kernel(
         key_place, value_place = unit * key_batch + row * key_row, unit * value_batch + row * value_row
     kind: tl.constexpr = keys.dtype.element_ty
     if tl.program_id(0) * KEYS < kv_len:
-        scales = scales_of(key, key_place, there, key_start + group * key_group, SCALE_WORD, MIDDLE, STEPS)
+        scales = scales_of(key, key_place, there, key_start + group * key_group, SCALED, MIDDLE, STEPS)
         if head == SIZE:
             begin = target * values_batch + index.to(tl.int64) * values_token + group * values_head
             copy_latents(
                 value, value_place, there, scales, value_start + group * value_group, value_words, values, begin,
-                values_width, KEYS, VALUE_BLOCK, CODED, SCALE_WORD,
+                values_width, KEYS, VALUE_BLOCK, CODED, SCALED,
             )  # fmt: skip
         elif LATENTS:
             begin = target * keys_batch + index.to(tl.int64) * keys_token + group * keys_head
             copy_latents(
                 key, key_place, there, scales, key_start + group * key_group, key_words, keys, begin, keys_width, KEYS,
-                BLOCK, CODED, SCALE_WORD,
+                BLOCK, CODED, SCALED,
             )  # fmt: skip
         else:
             # A key: latents times the rows of the basis, for both halves of the rotary planes and for the rest.
@@ -169,7 +169,7 @@ def materialise_kernel(
                 place = (key_place + key_start + group * key_group + start)[:, None] + word[None, :]
                 tile = tl.load(key + place, mask=there[:, None] & within[None, :], other=0)
                 for plane in tl.static_range(planes):
-                    latents = plane_of(tile, start + word, plane, CODED, SCALE_WORD, kind)
+                    latents = plane_of(tile, start + word, plane, CODED, SCALED, kind)
                     at = plane * key_words + start + word
                     if HALF > 0:
                         one = rebuilt(latents, own, basis_stride, 0, at, within, one, HALF, HALF_PADDED, PRECISION)
@@ -183,26 +183,22 @@ def materialise_kernel(
             added = constant + (first_head + kv_head) * dim
             if HALF > 0:
                 plane = tl.arange(0, HALF_PADDED)
-                if SCALE_WORD >= 0:
+                if SCALED:
                     one, two = one * scales, two * scales
                 if CONSTANT:
                     one += tl.load(added + plane, mask=plane < HALF, other=0.0)[None, :]
                     two += tl.load(added + HALF + plane, mask=plane < HALF, other=0.0)[None, :]
-                # Fast planes are rotated by the position, slow ones by the beginning of the block: they were stored
-                # rotated within it.
-                position = first + index
-                rotated_by = tl.where(
-                    (plane < fast)[None, :], position[:, None], (position - position % block)[:, None]
-                )
+                # Keys are rotated by the beginning of their block: they were stored rotated within it.
+                start_of_block = first + index - (first + index) % block
                 held = there[:, None] & (plane < HALF)[None, :]
-                place = rotated_by.to(tl.int64) * table_stride + plane[None, :]
+                place = start_of_block.to(tl.int64)[:, None] * table_stride + plane[None, :]
                 own_cos = tl.load(cos + place, mask=held, other=1.0).to(tl.float32)
                 own_sin = tl.load(sin + place, mask=held, other=0.0).to(tl.float32)
                 tl.store(out + plane[None, :], (one * own_cos - two * own_sin).to(kind), mask=held)
                 tl.store(out + HALF + plane[None, :], (two * own_cos + one * own_sin).to(kind), mask=held)
             if REST > 0:
                 place = tl.arange(0, REST_PADDED)
-                if SCALE_WORD >= 0:
+                if SCALED:
                     rest = rest * scales
                 if CONSTANT:
                     rest += tl.load(added + 2 * HALF + place, mask=place < REST, other=0.0)[None, :]
@@ -289,7 +285,7 @@ def materialise(
         materialise_kernel, (triton.cdiv(kv_len, KEYS), cls.count * (size + 1), batch_size), *rows,
         keys if basis is None else basis, keys if constant is None else constant, cos, sin,
         *((keys, keys, keys) if pages is None else pages[:3]), keys, values, kv_len, first, layout.rope_block or 1,
-        layout.fast_planes, cos.stride(0), 0 if pages is None else pages.block_table.stride(0),
+        cos.stride(0), 0 if pages is None else pages.block_table.stride(0),
         1 if pages is None else key.shape[1], rows[0].stride(0), rows[0].stride(1), rows[1].stride(0),
         rows[1].stride(1), 0 if basis is None else basis.stride(0), *starts, *words, cls.start * layout.group_size,
         cls.key_column, *strides[:3], widths[0], *strides[3:], widths[1],
@@ -310,6 +306,6 @@ def constants_of(
         "REST_PADDED": padded(rest or 1), "LATENTS": latents, "CONSTANT": layout.coded and not latents,
         "CODED": layout.word_operands, "PAGED": paged, "KEYS": KEYS, "BLOCK": min(64, padded(cls.key.width // planes)),
         "VALUE_BLOCK": min(64, padded(cls.value.width // planes)),
-        "SCALE_WORD": cls.key.scale_word if isinstance(cls.key, Parted) else -1, "MIDDLE": SCALE_MIDDLE,
+        "SCALED": layout.scaled, "MIDDLE": SCALE_MIDDLE,
         "STEPS": SCALE_STEPS, "PRECISION": precision(dtype), "num_warps": 8, "num_stages": 1,
     }  # fmt: skip

@@ -22,13 +22,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from rotor.checked import Reader
 from rotor.checkpoint.kernel_config import LayerKernels
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
+from rotor.checkpoint.rows import RowScale
 
 from .append import Appended, prepare
 from .append import append as append_rows
 from .attention import rows_attention
 from .parameters import AttentionParameters, seq_len_of
 from .rotary import Rotation
-from .rows import CodeScales, row_dtype
+from .rows import row_dtype
 from .slots import ExactSlots
 
 
@@ -56,7 +57,6 @@ def _append(
     value_shift: Tensor | None,
     scale_shift: Tensor | None,
     scale_length: Tensor | None,
-    scale_errors: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     index: Tensor | None,
@@ -65,12 +65,12 @@ def _append(
     """`append.append` into new rows; the first result is what it rotated, or empty."""
     layout, shape, _ = described(layer)
     rotation = None if cos is None or sin is None else (cos, sin)
-    scales = None
+    scale = None
     if scale_shift is not None and scale_length is not None:
-        scales = CodeScales(scale_shift, scale_length, scale_errors)
+        scale = RowScale(scale_shift, scale_length)
     made = append_rows(
         key, value, layout, shape, query=query, key_basis=key_basis, key_shift=key_shift, value_basis=value_basis,
-        value_shift=value_shift, rotation=rotation, index=index, scales=scales,
+        value_shift=value_shift, rotation=rotation, index=index, scale=scale,
     )  # fmt: skip
     rotated = key.new_empty(0) if made.rotated is None else made.rotated
     inputs = {side.untyped_storage().data_ptr() for side in (key, value) if side is not None}
@@ -81,7 +81,7 @@ def _append(
 
 @_append.register_fake
 def _(  # type: ignore[no-untyped-def]
-    key, value, query, key_basis, key_shift, value_basis, value_shift, scale_shift, scale_length, scale_errors,
+    key, value, query, key_basis, key_shift, value_basis, value_shift, scale_shift, scale_length,
     cos, sin, index, layer,
 ):  # fmt: skip
     layout, shape, _ = described(layer)
@@ -120,13 +120,13 @@ def append(
     if not torch.compiler.is_compiling():
         names = ("key_basis", "key_shift", "value_basis", "value_shift")
         made = append_rows(
-            key, value, p.layout, p.shape, query=asked, rotation=rotation, index=index, scales=p.scales,
+            key, value, p.layout, p.shape, query=asked, rotation=rotation, index=index, scale=p.scale,
             **dict(zip(names, bases, strict=True)),
         )  # fmt: skip
         return made if made.query is not None else made._replace(query=_as_attended(query))
     cos, sin = rotation or (None, None)
-    scales = p.scales or (None, None, None)
-    rotated, *rows = _append(key, value, asked, *bases, *scales, cos, sin, index, text)
+    scale = p.scale or (None, None)
+    rotated, *rows = _append(key, value, asked, *bases, *scale, cos, sin, index, text)
     if asked is not None:
         query = rotated[:, :, : p.shape.num_heads]
         key = rotated[:, :, p.shape.num_heads :] if p.value_basis is not None else key

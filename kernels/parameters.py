@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from rotor.checkpoint.layout import AttentionShape, GroupClass, LayerLayout
-
-from .rows import CodeScales
+from rotor.checkpoint.rows import RowScale
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +27,7 @@ class AttentionParameters:
     output_basis: [group_size * head_dim, value_width], value_constant: [num_kv_heads, head_dim] float32: map what
         attention over rows puts out to the values of each head. These four only in a layer with exact tokens.
     sinks: [num_heads], in the order of the layout: a logit of each query head without a key; None in most models.
-    scales: how latents of joint groups are coded; None of others.
+    scale: how latents of joint groups are scaled and coded; None of others.
     """
 
     layout: LayerLayout
@@ -43,7 +42,7 @@ class AttentionParameters:
     value_shift: Tensor | None = None
     output_basis: Tensor | None = None
     value_constant: Tensor | None = None
-    scales: CodeScales | None = None
+    scale: RowScale | None = None
     sinks: Tensor | None = None
 
     @property

@@ -1,8 +1,8 @@
 """Attention over the rows of a compressed layer in plain PyTorch: the path on a CPU and wherever a kernel does not fit.
 
 One block of keys at a time is read and, where RoPE stands between keys and latents, rebuilt. For a few queries over
-neighbouring keys only fast planes are rebuilt; the query's slow planes are absorbed, once for each block of positions.
-Groups of equal latents (a class) are batched.
+neighbouring keys nothing is rebuilt: queries are absorbed, once for each block of positions. Groups of equal latents (a
+class) are batched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from rotor.checkpoint.layout import LayerLayout
 
-from .logits import AbsorbedQueries, ClassRows, RebuiltKeys, absorbed_queries
+from .logits import AbsorbedBlocks, AbsorbedQueries, ClassRows, Logits, RebuiltKeys, absorbed_queries
 from .parameters import AttentionParameters, masked, scaled_and_capped, seq_len_of, shown_by
 from .rotary import Rotation
 
@@ -163,9 +163,11 @@ def partial_attention(
             return whole
 
         side = ClassRows.of(parameters, cls, key, value, query.dtype)
-        logits: AbsorbedQueries | RebuiltKeys = (
-            AbsorbedQueries(query, side) if key_rotation is None else RebuiltKeys(query, side, key_rotation, absorb)
-        )
+        logits: Logits
+        if key_rotation is None:
+            logits = AbsorbedQueries(query, side)
+        else:
+            logits = (AbsorbedBlocks if absorb else RebuiltKeys)(query, side, key_rotation)
         attended, log_sums = _running_softmax(logits, side, mask, active, keys)
         outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(2))
         sums.append(log_sums.permute(0, 3, 1, 2, 4).flatten(2))
@@ -179,8 +181,7 @@ def _may_absorb(parameters: AttentionParameters, seq_len: int, rotation: Rotatio
     assert block is not None
     if not seq_len or seq_len * parameters.shape.heads_per_kv >= block or rotation[0].dim() > 2:
         return False
-    slow = slice(parameters.layout.fast_planes, rotation[0].shape[-1] // 2)
-    return not len(rotation[0]) or all(torch.equal(table[0, slow], table[:block][-1, slow]) for table in rotation)
+    return not len(rotation[0]) or all(torch.equal(table[0], table[:block][-1]) for table in rotation)
 
 
 def _attended(mask: Tensor) -> range:
@@ -221,7 +222,7 @@ Mask = Callable[[slice, slice], "Tensor | None"]
 
 
 def _running_softmax(
-    logits_of: AbsorbedQueries | RebuiltKeys, side: ClassRows, mask: Mask, seeing: Callable[[int], slice], keys: range
+    logits_of: Logits, side: ClassRows, mask: Mask, seeing: Callable[[int], slice], keys: range
 ) -> tuple[Tensor, Tensor]:
     """Attention of the queries of a class over one block of keys after another, with a running softmax.
 

@@ -1,7 +1,7 @@
 """RoPE in two parts: to the beginning of a block of positions, and within the block.
 
-With T positions a block, R(m) = R(m - m mod T) R(m mod T). Slow planes of a stored key have the second rotation, in
-which they hardly move; fast planes have none. See `rotor.checkpoint.layout`.
+With T positions a block, R(m) = R(m - m mod T) R(m mod T); a stored key has the second rotation. See
+`rotor.checkpoint.layout`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,11 @@ def within_blocks(rotation: Rotation, positions: Tensor, form: KeyForm) -> Rotat
     assert form.rope_block is not None
     place = positions % form.rope_block
     cos, sin = rotation
-    cos, sin = cos[place] / cos[0], sin[place] / cos[0]
-    fast = _fast(form, cos)
-    return torch.where(fast, 1.0, cos), torch.where(fast, 0.0, sin)
+    return cos[place] / cos[0], sin[place] / cos[0]
 
 
 def when_read(rotation: Rotation, form: KeyForm, positions: Tensor | None = None) -> Rotation:
-    """cos and sin of stored keys when they are read: slow planes to the beginning of their block, fast ones fully.
+    """cos and sin of stored keys when they are read: to the beginning of their block.
 
     Args:
         rotation: by position, [kv_len, rotary_dim]; the first position is a multiple of the block.
@@ -61,11 +59,4 @@ def when_read(rotation: Rotation, form: KeyForm, positions: Tensor | None = None
     cos, sin = rotation
     index = torch.arange(len(cos), device=cos.device) if positions is None else positions
     start = index - index % form.rope_block
-    fast = _fast(form, cos)
-    return torch.where(fast, cos[index], cos[start]), torch.where(fast, sin[index], sin[start])
-
-
-def _fast(form: KeyForm, cos: Tensor) -> Tensor:
-    """Mask of the rotary dimensions that are in fast planes, [rotary_dim]."""
-    planes = cos.shape[-1] // 2
-    return torch.arange(cos.shape[-1], device=cos.device) % planes < form.fast_planes
+    return cos[start], sin[start]

@@ -6,9 +6,9 @@ import scipy.linalg
 import torch
 
 from rotor.calibration.bases import identity, kq, palu, svd
-from rotor.calibration.bases.information import LayerFisher, TokenSamples
 from rotor.calibration.bases.method import Inputs, block_diagonal, output_moments, rotary_average
-from rotor.calibration.bases.moments import LayerStatistics
+from rotor.calibration.information import LayerFisher, TokenSamples
+from rotor.calibration.moments import LayerStatistics
 from rotor.checkpoint.bases import LayerBases
 from rotor.checkpoint.folding import fold_layer, layer_layout
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape

@@ -8,8 +8,8 @@ from rotor.calibration.allocation.bits import BitsPath
 from rotor.calibration.allocation.plan import Plan
 from rotor.calibration.codes.layer import LayerCodes, channels_bytes
 from rotor.calibration.codes.side import FITTED_BITS, SideCodes
-from rotor.checkpoint.channels import Channels
 from rotor.checkpoint.layout import AttentionShape
+from rotor.checkpoint.rows import CodedRow
 
 
 def side(groups: int, columns: int, size: float, seed: int) -> SideCodes:
@@ -30,7 +30,7 @@ def predicted_loss(layers: list[LayerCodes], plan: Plan) -> float:
     for layer, groups in zip(layers, plan.channels, strict=True):
         for group, pair in enumerate(groups):
             for own, channels in zip(layer.sides, pair, strict=True):
-                assert isinstance(channels, Channels)
+                assert isinstance(channels, CodedRow)
                 _, code = own.code(group, channels)
                 losses = own.losses(group, FITTED_BITS)[:, own.order(group)]
                 index = torch.tensor([FITTED_BITS.index(bits) for bits in code.bits.tolist()])

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from rotor.calibration.allocation.channel_bits import bit_curve, bit_path
 from rotor.calibration.bases.fisher import of_values
-from rotor.calibration.bases.information import LayerFisher
 from rotor.calibration.bases.kq import closed_form
 from rotor.calibration.bases.method import Inputs
-from rotor.calibration.bases.moments import LayerStatistics, stored_name
 from rotor.calibration.capture import EXACT_SHARE
 from rotor.calibration.codes.layer import layer_codes
 from rotor.calibration.codes.quantiser import ChannelFit, measure_channels
 from rotor.calibration.gradients import fisher_information
+from rotor.calibration.information import LayerFisher
+from rotor.calibration.moments import LayerStatistics, stored_name
 from rotor.calibration.samples import GradientClip, SampleKeeper
 from rotor.checkpoint.bases import BasisPair, ChannelCode, FoldedBasis, LayerBases
-from rotor.checkpoint.channels import Channels
 from rotor.checkpoint.families import find_family
 from rotor.checkpoint.folding import fold_code
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ExactTokens, KeyForm
+from rotor.checkpoint.rows import CodedRow
 from rotor.errors import NumericsError
 from rotor.kernels.rows import pack, unpack
 from rotor.models.layerwise import LayerwiseModel
@@ -134,7 +134,7 @@ def test_an_attention_sink_is_coded_without_error():
     assert relative_error(fisher.first("value")[0], sink.flatten()) < 1e-6
     pair = of_values(Inputs(found, None, POST_ROPE, fisher))
     codes = layer_codes(LayerBases(POST_ROPE, 2, (pair, pair)), fisher)
-    order, code = codes.vo.code(0, Channels(n4=8))
+    order, code = codes.vo.code(0, CodedRow(n4=8))
     pair = pair.ordered(order[None])
     at = sink.flatten() @ pair.encode[0]
     read = code.decode(code.encode(at)) @ pair.decode[0].mT
@@ -156,7 +156,7 @@ def test_loss_of_a_channel_counts_each_tokens_own_gradient():
     pair = BasisPair(*(torch.eye(4, dtype=torch.float64)[None],) * 2, torch.ones(1, 4, dtype=torch.float64))
     codes = layer_codes(LayerBases(POST_ROPE, 1, (pair, pair)), fisher)
     for bits in (4, 8):
-        order, code = codes.vo.code(0, Channels(**{f"n{bits}": 4}))
+        order, code = codes.vo.code(0, CodedRow(**{f"n{bits}": 4}))
         latents = x[:, 0, order]
         errors = code.decode(code.encode(latents)) - latents
         squares = g[:, 0, order].square()
@@ -214,7 +214,7 @@ def test_path_splits_every_number_of_units_best():
         assert sum(curve[i] for curve, i in zip(curves, split, strict=True)) == pytest.approx(best)
 
 
-CHANNELS = Channels(n16=1, n12=2, n8=3, n6=2, n4=3, n2=1)
+CHANNELS = CodedRow(n16=1, n12=2, n8=3, n6=2, n4=3, n2=1)
 """Of 16, with 4 left out: 21 nibbles and 3 crumbs, in a row of 32 places, 8 of which are split."""
 
 

@@ -24,8 +24,8 @@ from rotor.calibration.prediction.instructions import (
     group_instructions,
     look_up,
 )
-from rotor.checkpoint.channels import Channels, Numbers, Parted
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerForm, LayerLayout, pre_rope
+from rotor.checkpoint.rows import CodedRow, NumberRow, Parted
 from rotor.errors import RecipeError
 
 LLAMA = AttentionShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
@@ -37,8 +37,8 @@ JOINT = LayerForm(BLOCKS, 1, joint=True)
 
 def joint(places: int, heads: int = 1, form: KeyForm = BLOCKS) -> LayerLayout:
     """Rows of so many nibbles, 16 of them of the fast planes of each head."""
-    fast = (Channels(n4=16),) * heads if form.fast_planes else ()
-    row = Parted(Channels(n4=places - 16 * len(fast) - 1), fast)
+    fast = (CodedRow(n4=16),) * heads if form.fast_planes else ()
+    row = Parted(CodedRow(n4=places - 16 * len(fast) - 1), fast)
     groups = (GroupLayout(tuple(range(i, i + heads)), row, None) for i in range(0, 8, heads))
     return LayerLayout(tuple(groups), *form)
 
@@ -104,10 +104,10 @@ def test_instructions_by_what_kernels_are_compiled_for(table) -> None:
     assert of(joint(64), replace(LLAMA, head_dim=64, rotary_dim=64)) == pytest.approx(64 + 0.7 * 1.5)
     assert of(joint(64, form=KeyForm(64, 16))) == 64 + 16 + 1.5
     assert of(joint(64, form=KeyForm(64, 18))) == 64 + 32 + 1.5  # padded
-    apart = LayerLayout((GroupLayout((0,), Channels(n4=64), Channels(n4=128)),))
+    apart = LayerLayout((GroupLayout((0,), CodedRow(n4=64), CodedRow(n4=128)),))
     assert of(apart) == 64 + 128 + 1.5  # the mean of both
     without_rope = replace(LLAMA, rotary_dim=0)
-    assert of(LayerLayout((GroupLayout((0,), Numbers(64), Numbers(64)),)), without_rope) == 128
+    assert of(LayerLayout((GroupLayout((0,), NumberRow(64), NumberRow(64)),)), without_rope) == 128
 
 
 def test_what_the_table_does_not_have_follows_from_what_it_has(table) -> None:
@@ -133,10 +133,10 @@ def test_sizes_of_groups_by_time(table) -> None:
     assert best_group_size(LLAMA, JOINT, True, slow, STEP) == 2
     assert best_group_size(replace(LLAMA, num_heads=8), JOINT, True, slow, STEP) == 8
     layout = uniform_layout(LLAMA, JOINT, 0.125, True)
-    assert layout.groups[0].key == Parted(Channels(n4=127))
+    assert layout.groups[0].key == Parted(CodedRow(n4=127))
     fast = uniform_layout(LLAMA, LayerForm(KeyForm(64, 16), 2, joint=True), 0.125, True).groups[0].key
-    assert fast == Parted(Channels(n4=191), (Channels(n4=32),) * 2)
-    assert uniform_layout(LLAMA, LayerForm(POST_ROPE, 2), 0.5, False).groups[3].value == Numbers(128)
+    assert fast == Parted(CodedRow(n4=191), (CodedRow(n4=32),) * 2)
+    assert uniform_layout(LLAMA, LayerForm(POST_ROPE, 2), 0.5, False).groups[3].value == NumberRow(128)
 
 
 def test_sizes_that_the_bundled_counts_give() -> None:

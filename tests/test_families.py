@@ -20,8 +20,8 @@ from support.tiny_models import ALIKE, CONFIGS, NO_ROPE, tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from rotor.calibration.bases.moments import stored_name
 from rotor.calibration.capture import capture
+from rotor.calibration.moments import stored_name
 from rotor.checkpoint.families import FAMILIES, MULTIMODAL, attention_shape, find_family
 from rotor.checkpoint.layout import pre_rope
 from rotor.checkpoint.projections import read_attention

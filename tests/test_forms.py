@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rotor.calibration.codes.quantiser import measure_channels
 from rotor.checkpoint.bases import BasisPair, ChannelCode, LayerBases, Parting, latent_sizes
-from rotor.checkpoint.channels import Numbers
 from rotor.checkpoint.folding import fold_layer, layer_layout
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, KeyForm, LayerForm
 from rotor.checkpoint.projections import AttentionWeights
+from rotor.checkpoint.rows import NumberRow
 from rotor.checkpoint.tensors import layer_tensors
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import attention, project_keys
@@ -174,5 +174,5 @@ def test_with_all_planes_fast_blocks_do_not_matter(block: int) -> None:
 
 def rewritten(weights: AttentionWeights, bases: LayerBases, shape: AttentionShape) -> dict[str, Tensor]:
     layout = layer_layout(bases, [bases.full_ranks])
-    assert isinstance(layout.groups[0].key, Numbers)
+    assert isinstance(layout.groups[0].key, NumberRow)
     return fold_layer(weights, bases, layout, shape)

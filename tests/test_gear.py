@@ -11,7 +11,7 @@ from support.cache_truth import affine_truth, states
 from support.policy_models import PolicyModels, prompts
 from transformers import DynamicCache
 
-from rotor.checkpoint import GroupLayout, LayerLayout, Numbers
+from rotor.checkpoint import GroupLayout, LayerLayout, NumberRow
 from rotor.policies import GEAR, CodedLayer, cache_policy, find_policy
 from rotor.policies.methods.gear import GEARCode, low_rank
 
@@ -86,7 +86,7 @@ def test_gear_at_2_bits_is_on_kivi_run_by_run(name: str, sparsity: float) -> Non
 
 def _rows_of_two_latents() -> LayerLayout:
     """Keys of 24 and 8 numbers, values of 16 and 12."""
-    groups = [GroupLayout((0,), Numbers(24), Numbers(16)), GroupLayout((1,), Numbers(8), Numbers(12))]
+    groups = [GroupLayout((0,), NumberRow(24), NumberRow(16)), GroupLayout((1,), NumberRow(8), NumberRow(12))]
     return LayerLayout(tuple(groups))
 
 

@@ -13,10 +13,10 @@ from support.paths import DEMO_MODEL
 from torch import Tensor
 from typer.testing import CliRunner
 
-from rotor.calibration.bases.information import stored_bytes
 from rotor.calibration.bases.layer import bases_bytes
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.codes.side import codes_bytes
+from rotor.calibration.information import stored_bytes
 from rotor.calibration.partial import PartialRun
 from rotor.calibration.planning.form import wanted_gradients
 from rotor.calibration.planning.inspection import inspect

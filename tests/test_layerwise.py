@@ -14,8 +14,8 @@ from support.quick import mostly_nightly
 from support.runs import FAST_EVALUATION, SHORT_TEXT
 from support.tiny_models import CONFIGS, build_tiny
 
-from rotor.calibration.bases.moments import pack_symmetric, unpack_symmetric
 from rotor.calibration.calibrate import calibrate
+from rotor.calibration.moments import pack_symmetric, unpack_symmetric
 from rotor.calibration.planning.outline import ModelOutline
 from rotor.checked import plain
 from rotor.errors import CheckpointError, UsageError

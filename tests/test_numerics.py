@@ -14,8 +14,8 @@ from support.runs import calibrated, reseal
 from support.tiny_models import build_tiny
 
 from rotor.calibration.bases import kq
-from rotor.calibration.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
+from rotor.calibration.moments import LayerStatistics
 from rotor.calibration.run import Run, read_weight_fisher, write_weight_fisher
 from rotor.checkpoint.hashes import file_sha256
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, LayerForm

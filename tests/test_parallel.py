@@ -23,8 +23,8 @@ from support.tiny_models import tiny_config
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache, StaticCache
 
-from rotor.checkpoint.channels import Numbers
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.rows import NumberRow
 from rotor.checkpoint.sizes import kv_bytes_per_token
 from rotor.errors import RotorError, UsageError
 from rotor.models.compressed import CompressedCheckpoint
@@ -121,7 +121,7 @@ def test_processes_equal_one(case: str, coded: bool, checkpoint: Any, processes:
 def test_heads_travel_where_that_is_less(heads: int, kv_heads: int, processes: int, by_heads: bool) -> None:
     """ZDC section 5.3: of four parts (Q, K, V and the outputs) a process sends all but its own, of rows all to all."""
     shape = AttentionShape(1, heads, kv_heads, 64, 64, 64)
-    layout = LayerLayout(tuple(GroupLayout((i,), Numbers(16), Numbers(16)) for i in range(kv_heads)))
+    layout = LayerLayout(tuple(GroupLayout((i,), NumberRow(16), NumberRow(16)) for i in range(kv_heads)))
     found = travel(layout, shape, processes, 2)
     assert found.rows == (processes - 1) * kv_heads * 32 * 2
     assert found.heads == (processes - 1) / processes * (heads + kv_heads) * 32 * 2

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from rotor.calibration.allocation.bits import BitsPath
 from rotor.calibration.bases import parted
-from rotor.calibration.bases.information import LayerFisher, TokenSamples
 from rotor.calibration.bases.method import Inputs
-from rotor.calibration.bases.moments import LayerStatistics, stored_name
 from rotor.calibration.bases.parted import parted_bases
 from rotor.calibration.codes.layer import GroupChannels, LayerCodes, by_latent, coded_bases, layer_codes
 from rotor.calibration.codes.quantiser import measure_channels
+from rotor.calibration.information import LayerFisher, TokenSamples
+from rotor.calibration.moments import LayerStatistics, stored_name
 from rotor.checkpoint.bases import BasisPair, ChannelCode, FoldedBasis, LayerBases, Parting, fast_numbers, other_numbers
-from rotor.checkpoint.channels import SPAN_WORDS, Channels, Numbers, Parted
 from rotor.checkpoint.folding import joint_side, reading_rounded
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerForm, LayerLayout
 from rotor.checkpoint.parted import parted_basis
 from rotor.checkpoint.projections import AttentionWeights
+from rotor.checkpoint.rows import SPAN_WORDS, CodedRow, NumberRow, Parted
 from rotor.errors import CheckpointError
 from rotor.kernels.rows import CodeScales, pack_parted, parted_codes, scale_nibble, scale_of, unpack_parted
 
@@ -33,14 +33,14 @@ CASES: dict[str, tuple[AttentionShape, KeyForm, int, Parted]] = {
         KeyForm(8, 3),
         2,
         Parted(
-            Channels.of_bits([16, 12, 8, *[4] * 9, 6, 2, 2]),
-            (Channels.of_bits([8, 6, 4, 4]), Channels.of_bits([12] * 5 + [8])),
+            CodedRow.of_bits([16, 12, 8, *[4] * 9, 6, 2, 2]),
+            (CodedRow.of_bits([8, 6, 4, 4]), CodedRow.of_bits([12] * 5 + [8])),
         ),
     ),
-    "all planes": (SHAPE, KeyForm(64, 8), 1, Parted(Channels(n8=4, n4=9), (Channels(n12=1, n4=9, n2=3),))),
-    "partial RoPE": (PARTIAL, KeyForm(16, 2), 4, Parted(Channels(n8=4, n4=30), (Channels(n8=1, n4=2),) * 4)),
-    "no fast planes": (SHAPE, KeyForm(64, 0), 2, Parted(Channels(n16=2, n8=4, n4=20))),
-    "no RoPE": (NO_ROPE, POST_ROPE, 4, Parted(Channels(n8=10, n6=3, n4=50))),
+    "all planes": (SHAPE, KeyForm(64, 8), 1, Parted(CodedRow(n8=4, n4=9), (CodedRow(n12=1, n4=9, n2=3),))),
+    "partial RoPE": (PARTIAL, KeyForm(16, 2), 4, Parted(CodedRow(n8=4, n4=30), (CodedRow(n8=1, n4=2),) * 4)),
+    "no fast planes": (SHAPE, KeyForm(64, 0), 2, Parted(CodedRow(n16=2, n8=4, n4=20))),
+    "no RoPE": (NO_ROPE, POST_ROPE, 4, Parted(CodedRow(n8=10, n6=3, n4=50))),
 }
 
 
@@ -74,7 +74,7 @@ def test_rows_are_latents_coded_one_after_another(name: str) -> None:
 
 def test_rows_with_latents_beyond_their_levels_take_the_next_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among rows of which a few latents are large by chance, those with the larger scale lose less by it."""
-    latent, rows = Parted(Channels(n8=8, n4=40)), 4000
+    latent, rows = Parted(CodedRow(n8=8, n4=40)), 4000
     size = torch.tensor([30.0] * 8 + [2.5] * 40)
     scales = CodeScales(torch.zeros(48), size**-2 / 48, None)
     latents = normal(rows, 48) * size
@@ -100,14 +100,14 @@ def test_rows_with_latents_beyond_their_levels_take_the_next_scale(monkeypatch: 
 def test_all_channels_as_numbers_lose_nothing(name: str) -> None:
     shape, form, size, latent = CASES[name]
     bases = random_parted(latent, form, size, shape, generator())
-    basis, code = parted_basis(bases, 0, Numbers(bases.full_ranks[0]), shape)
+    basis, code = parted_basis(bases, 0, NumberRow(bases.full_ranks[0]), shape)
     assert code is None
     torch.testing.assert_close(basis.encode @ basis.decode.T, torch.eye(len(basis.encode)).double())
 
 
 def test_a_layout_reads_back_and_wrong_ones_are_refused() -> None:
     _, form, _, latent = CASES["two heads"]
-    layout = LayerLayout((GroupLayout((0, 1), latent), GroupLayout((2, 3), Parted(Channels(n4=9), latent.fast))), *form)
+    layout = LayerLayout((GroupLayout((0, 1), latent), GroupLayout((2, 3), Parted(CodedRow(n4=9), latent.fast))), *form)
     data = layout.to_dict()
     assert LayerLayout.from_dict(data, "test") == layout
     keys = [group.key for group in layout.groups if isinstance(group.key, Parted)]
@@ -327,7 +327,7 @@ def test_with_a_scale_a_row_all_lengths_are_alike() -> None:
 def test_reading_makes_up_for_the_rounding_of_what_encodes() -> None:
     """All channels at 16 bits, keys far from 0, the bases that encode in bfloat16: read as if they were not rounded."""
     shape, form, size = SHAPE, KeyForm(8, 3), 2
-    latent = Parted(Channels.of_bits([16] * 52), (Channels.of_bits([16] * 6),) * 2)
+    latent = Parted(CodedRow.of_bits([16] * 52), (CodedRow.of_bits([16] * 6),) * 2)
     bases = random_parted(latent, form, size, shape, generator(), mean=20.0)
     basis, _ = parted_basis(bases, 0, latent, shape)
     sides = [joint_side(basis, side, size) for side in (0, 1)]

@@ -10,8 +10,8 @@ import torch
 from support.compare import relative_error
 from support.paths import DEMO_MODEL
 
-from rotor.calibration.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
+from rotor.calibration.moments import LayerStatistics
 from rotor.calibration.pruning import ClusteredStatistics, StreamingKMeans, prune_sequences
 from rotor.checkpoint.layout import AttentionShape
 from rotor.errors import DataError, NumericsError

@@ -12,7 +12,7 @@ from support.runs import calibrated
 from transformers import DynamicCache
 
 from rotor.calibration.allocation.plan import Plan
-from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout, Numbers
+from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout, NumberRow
 from rotor.errors import AccuracyError, UsageError
 from rotor.policies import Tiers, cache_policy, find_policy, packed_bytes_per_token
 from rotor.policies.agreement import agreement, agreement_in_words, shared_choices
@@ -22,7 +22,7 @@ from rotor.search.export.export import export
 from rotor.search.ratio_search import Cache, RatioPlan, find_ratios
 
 START = Tiers(0.4, (), 0.4, 0.7, 0.4, 0.7)
-LAYOUT = LayerLayout((GroupLayout((0,), Numbers(100), Numbers(100)),))
+LAYOUT = LayerLayout((GroupLayout((0,), NumberRow(100), NumberRow(100)),))
 RANKS = [[(100, 100)]] * 3
 SMALLER = ["evaluation.metric=kl_div", "evaluation.seq_len=32"]
 SMALLER += ["evaluation.search_tokens=64", "evaluation.report_tokens=64", "search.resolution=0.2"]

@@ -11,8 +11,8 @@ pytest.importorskip("matplotlib", reason="figures need matplotlib")
 from matplotlib.figure import Figure
 from support.pages import Page
 
-from rotor.checkpoint.channels import Channels, Numbers, Parted
 from rotor.checkpoint.layout import GroupLayout
+from rotor.checkpoint.rows import CodedRow, NumberRow, Parted
 from rotor.recipe import load_recipe
 from rotor.search.evaluation.accuracy import Fidelity
 from rotor.search.point import Point
@@ -36,8 +36,8 @@ def made(layers: int = 5, coded: bool = False, joint: bool = False) -> ReportDat
     ]
     data.chosen = data.points[1]
     data.target, data.metric = 0.99, "some ratio"
-    channels = Channels(n16=4, n8=8, n4=16)
-    latents = (Parted(channels), None) if joint else (channels, channels) if coded else (Numbers(24), Numbers(8))
+    channels = CodedRow(n16=4, n8=8, n4=16)
+    latents = (Parted(channels), None) if joint else (channels, channels) if coded else (NumberRow(24), NumberRow(8))
     data.ranks = [[GroupLayout((0, 1), *latents)] * 2 for _ in range(layers)]
     data.head_dims = [32] * layers
     data.ranks_of = "of this point"
@@ -108,7 +108,7 @@ def test_ranks_have_their_denominators() -> None:
     assert f"{4 * 16 + 8 * 8 + 16 * 4}/{64 * 16} bits" in coded.text
     shares = [a["style"] for tag, a in coded.tags if tag == "td" and "style" in a]
     assert set(shares) == {"--share: 1.000"}
-    few = Channels(n16=2, n8=4, n4=8)
+    few = CodedRow(n16=2, n8=4, n4=8)
     mixed = made(coded=True)
     mixed.ranks[1] = [GroupLayout((0, 1), few, few)] * 2
     shares = [a["style"] for tag, a in Page(render(mixed, None)).tags if tag == "td" and "style" in a]

@@ -12,10 +12,10 @@ from support.compare import relative_error
 from support.runs import FAST_EVALUATION, SHORT_TEXT
 from transformers import AutoModelForCausalLM
 
-from rotor.calibration.bases.moments import stored_name
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.capture import capture
 from rotor.calibration.gradients import fisher_information
+from rotor.calibration.moments import stored_name
 from rotor.calibration.planning.outline import ModelOutline
 from rotor.checkpoint.families import attention_shape, find_family
 from rotor.checkpoint.layout import POST_ROPE, KeyForm, LayerForm

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from rotor.calibration.prediction.devices import find_device
-from rotor.checkpoint.channels import Numbers
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, LayerLayout, ordered_by_class
+from rotor.checkpoint.rows import NumberRow
 from rotor.cli.speed import parse_lengths
 from rotor.errors import UsageError
 from rotor.tools.bench.simulation import (
@@ -25,7 +25,7 @@ H200 = find_device("h200")
 def ragged_layout(seed: int = 0) -> LayerLayout:
     draw = random.Random(seed)
     ranks = [(draw.randrange(16, 129, 16), draw.randrange(16, 129, 16)) for _ in range(8)]
-    groups = [GroupLayout((h,), Numbers(key), Numbers(value)) for h, (key, value) in enumerate(ranks)]
+    groups = [GroupLayout((h,), NumberRow(key), NumberRow(value)) for h, (key, value) in enumerate(ranks)]
     return ordered_by_class(groups, POST_ROPE)
 
 

@@ -20,10 +20,9 @@ from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.loading import config_model, load_model
 from rotor.models.source import Checkpoint
 from rotor.models.weights import empty_model
-from rotor.tools.validation.validate import cache_bytes_per_token
 from rotor.search.export.export import export
 from rotor.search.report.collect import collect
-from rotor.tools.validation.validate import validate
+from rotor.tools.validation.validate import cache_bytes_per_token, validate
 
 CPU = torch.device("cpu")
 SETTINGS = [*WITH_EXACT, *FAST_EVALUATION, *SHORT_TEXT, "evaluation.metric=text"]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rotor.calibration.prediction.devices import find_device
 from rotor.calibration.prediction.prompt import bases_flops, layer_flops, uncompressed_layer_flops
-from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout, Numbers
+from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout, NumberRow
 from rotor.checkpoint.layout import POST_ROPE, pre_rope
 from rotor.policies import GEAR, KCVT
 from rotor.policies.agreement import in_common
@@ -105,7 +105,7 @@ def test_squeeze_has_the_cosines_of_the_layers(tiny, tmp_path: Path, monkeypatch
 
 
 def layout(key: int, value: int, before: bool = False) -> LayerLayout:
-    groups = tuple(GroupLayout((head,), Numbers(key), Numbers(value)) for head in range(8))
+    groups = tuple(GroupLayout((head,), NumberRow(key), NumberRow(value)) for head in range(8))
     return LayerLayout(groups, *(pre_rope(LLAMA) if before else POST_ROPE))
 
 

@@ -33,9 +33,9 @@ from support.vllm_engine import (
 from transformers import LlamaConfig
 
 from rotor.calibration.calibrate import calibrate
-from rotor.checkpoint.channels import Numbers
 from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ExactTokens, KeyForm, LayerLayout, pre_rope
+from rotor.checkpoint.rows import NumberRow
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.source import Checkpoint
 from rotor.policies import find_policy
@@ -57,7 +57,7 @@ def joint(size: int, form: Form) -> LayoutOf:
 
 
 def numbers(size: int, form: Form) -> LayoutOf:
-    return groups_of(size, form, (Numbers(16), Numbers(12)), (Numbers(12), Numbers(8)))
+    return groups_of(size, form, (NumberRow(16), NumberRow(12)), (NumberRow(12), NumberRow(8)))
 
 
 ROTOR = joint(2, KeyForm(64, 3))

@@ -16,8 +16,8 @@ import torch
 from support.random_layers import LAYERS, SHAPE, layout_of, random_tensors, rotation_table, scales_of
 from torch import Tensor, nn
 
-from rotor.checkpoint.channels import Numbers
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
+from rotor.checkpoint.rows import NumberRow
 from rotor.checkpoint.tensors import layer_tensors
 from rotor.errors import CheckpointError, UsageError
 from rotor.kernels.parameters import AttentionParameters
@@ -173,13 +173,13 @@ def test_groups_are_dealt_so_that_rows_are_close_and_shared_groups_keep_their_ro
     ragged, shape = LAYERS["numbers, post"]
     assert row_bytes(ragged, 2, 2) == 2 * (16 + 12)  # beside the widest and the narrowest; 2 * (20 + 16) in order
     assert [shard_of(ragged, shape, "", rank, 2).parts for rank in (0, 1)] == [2, 2]
-    one = layout_of(4, [(Numbers(16), Numbers(8))])
+    one = layout_of(4, [(NumberRow(16), NumberRow(8))])
     assert row_bytes(one, 4, 2) == row_bytes(one, 1, 2) == 48
     assert shard_of(one, SHAPE, "", 3, 4).layout.kv_head_order == (0,)
 
 
 def test_a_size_that_divides_nothing_is_refused_with_those_that_do() -> None:
-    numbers = Numbers(16), Numbers(8)
+    numbers = NumberRow(16), NumberRow(8)
     layouts = [layout_of(3, [numbers] * 2), layout_of(2, [numbers] * 3)]
     with pytest.raises(UsageError, match=r"size 4: layer 0 has 2 group\(s\) of 3 KV.*\nChoose one of 1, 2, 3, 6\."):
         check_size(layouts, AttentionShape(2, 12, 6, 16, 64), 4)

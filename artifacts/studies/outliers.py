@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 
 from rotor.calibration.allocation.channel_bits import bit_curve
-from rotor.calibration.bases.information import LayerFisher
 from rotor.calibration.bases.layer import layer_bases
-from rotor.calibration.bases.moments import LayerStatistics, stored_name
 from rotor.calibration.codes.layer import coded_bases, layer_codes
 from rotor.calibration.codes.quantiser import SAMPLED_TOKENS
+from rotor.calibration.information import LayerFisher
+from rotor.calibration.moments import LayerStatistics, stored_name
 from rotor.calibration.samples import GradientClip, SampleKeeper
-from rotor.checkpoint.channels import PLANE, Channels
 from rotor.checkpoint.layout import AttentionShape, KeyForm, LayerForm
+from rotor.checkpoint.rows import PLANE, CodedRow
 
 HEADS, SHARED, DIM, LENGTH = 2, 4, 64, 512
 SHAPE = AttentionShape(1, HEADS * SHARED, HEADS, DIM, 512)
@@ -43,7 +43,7 @@ FORM = LayerForm(KeyForm(64, 0), HEADS, joint=True)
 NAME = stored_name(FORM.keys, joint=True)
 WIDTHS = (0, 4, 8, 12, 16)
 BITS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)
-ALIKE = {4.0: Channels(n4=2 * HEADS * DIM), 8.0: Channels(n8=2 * HEADS * DIM)}
+ALIKE = {4.0: CodedRow(n4=2 * HEADS * DIM), 8.0: CodedRow(n8=2 * HEADS * DIM)}
 KINDS = {"none": None, "first": 0.0, "shared, 0.1 %": 0.001, "shared, 1 %": 0.01, "shared, 10 %": 0.1, "apart": 1.0}
 """By name, the share of a long row's energy that is its own."""
 
@@ -145,7 +145,7 @@ def table(kind: str) -> None:
     curve = bit_curve(codes.qk.losses(0, WIDTHS), WIDTHS)
     weight = codes.qk.weight[0, codes.qk.order(0)]
 
-    def coded(channels: Channels, scales: int = 1) -> Tensor:
+    def coded(channels: CodedRow, scales: int = 1) -> Tensor:
         plan = coded_bases(bases, codes, [(channels, None)])
         pair, code = plan.latents[0], plan.latents[0].codes[0]
         latents = drawn.rows.flatten(1) @ pair.encode[0]

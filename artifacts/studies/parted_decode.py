@@ -44,8 +44,8 @@ import triton
 from parted_kernel import parted_kernel
 from torch import Tensor
 
-from rotor.checkpoint.channels import Channels
 from rotor.checkpoint.layout import AttentionShape, GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.rows import CodedRow
 from rotor.kernels.absorb import absorb_kernel
 from rotor.kernels.decoding import BlockRotations, DecodeLayer, assembled, decode_attention
 from rotor.kernels.defaults import decode_tile
@@ -93,7 +93,7 @@ class Parted:
     @property
     def layout(self) -> LayerLayout:
         """The row as a joint latent."""
-        latent = Channels(n4=self.nibbles * self.heads)
+        latent = CodedRow(n4=self.nibbles * self.heads)
         starts = range(0, self.shape.num_kv_heads, self.heads)
         groups = tuple(GroupLayout(tuple(range(i, i + self.heads)), latent, None) for i in starts)
         return LayerLayout(groups, *KeyForm(BLOCK, self.fast))

@@ -21,13 +21,13 @@ from ..checkpoint.locks import exclusive
 from ..checkpoint.output_folder import OutputFolder
 from ..checkpoint.projections import read_attention
 from ..checkpoint.publishing import check_space, recover
+from ..checkpoint.schemas import FORMAT_VERSION
 from ..errors import DataError, system_errors
 from ..logs import log_file
 from ..models.device_plan import DevicePlan
 from ..models.hardware import fit_threads
 from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
-from ..models.projections import context_tokens
 from ..models.readiness import check_text, describe_text
 from ..models.source import Checkpoint
 from ..models.splits import digests
@@ -38,13 +38,13 @@ from ..options import with_fields_of
 from ..progress import Advance, Progress, StageTimes
 from ..recipe.requests import CalibrationRequest
 from ..versions import versions
-from .bases.information import LayerFisher
 from .bases.layer import layer_bases
-from .bases.moments import LayerStatistics
 from .capture import layer_statistics
 from .codes.layer import layer_codes
 from .gradient_files import GradientFiles
 from .gradients import fisher_information, weight_fisher
+from .information import LayerFisher
+from .moments import LayerStatistics
 from .partial import TOKENS_FILE, PartialRun
 from .planning.form import wanted_gradients
 from .planning.outline import ModelOutline, needs_whole_model, wanted_moments
@@ -53,12 +53,8 @@ from .run import (
     INFO,
     WEIGHT_FISHER,
     Run,
-    layer_path,
-    read_bases,
-    read_codes,
     write_bases,
     write_codes,
-    write_distilled,
     write_weight_fisher,
 )
 
@@ -149,7 +145,6 @@ class Calibration:
         self._weight_fisher(sequences)
         self._gradients(sequences)
         self._layers(sequences)
-        self._distil(sequences)
         self._finish(hashes, about_tokens)
 
     @cached_property
@@ -249,33 +244,6 @@ class Calibration:
         vocabulary = ordinary_tokens(self.checkpoint.config, tokenizer)
         return with_repeats(sequences, self.recipe.codes.repeats, seed, vocabulary, len(text_start(tokenizer)))
 
-    def _distil(self, sequences: Tensor) -> None:
-        """Train the bases and codes of all layers if the recipe asks for it; results go into files of their own."""
-        spec = self.recipe.distil
-        folder = self.partial.folder
-        layers = range(self.shape.num_layers)
-        if not spec.steps:
-            return
-        from .allocation.bits import BitsPath
-        from .distil import DistilledModel
-
-        bases = [
-            read_bases(layer_path(folder, "bases", n), self.form.layer(n), self.shape.layer(n), self.recipe.bases.refit)
-            for n in layers
-        ]
-        codes = [read_codes(layer_path(folder, "codes", n), self.form.layer(n), self.shape.layer(n)) for n in layers]
-        element_bytes = self.checkpoint.dtype.itemsize
-        context = context_tokens(self.checkpoint.config)
-        path = BitsPath(codes, self.shape, self.recipe.codes.bits, element_bytes, context)
-        network = LayerwiseModel(self.weights, self.request.batch_tokens, self.partial.work)
-        model = DistilledModel(network, self.form, bases, codes, path, self.recipe.exact.tokens)
-        with self.times.stage("distil"):
-            count = spec.steps * max(1, min(len(sequences), spec.tokens // sequences.shape[1])) * sequences.shape[1]
-            with self.progress.task("distil", count, "tokens") as advance:
-                model.train(self._with_repeats(sequences, 1), spec.steps, spec.tokens, self.recipe.tokens.seed, advance)
-            for layer, trained in zip(layers, model.trained(), strict=True):
-                write_distilled(folder, layer, *trained)
-
     def _layers(self, sequences: Tensor) -> None:
         """Compute statistics and bases of every layer that has none yet."""
         start, layers = self.partial.finished_layers, self.shape.num_layers
@@ -346,6 +314,7 @@ class Calibration:
                 **hashes,
             },
             "form": self.form._asdict() | {"keys": [keys._asdict() for keys in self.form.keys]},
+            "format_version": FORMAT_VERSION,
             "element_bytes": self.checkpoint.dtype.itemsize,
             "shape": dataclasses.asdict(self.shape),
             "tokens": about_tokens,

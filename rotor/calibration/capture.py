@@ -14,14 +14,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ..checkpoint.families import Family
-from ..checkpoint.layout import AttentionShape, ExactTokens, KeyForm
+from ..checkpoint.layout import PRE_ROPE, AttentionShape, ExactTokens, KeyForm
 from ..kernels.reference import dense_attention
 from ..kernels.rotary import Rotation, rotate, when_read, within_blocks
 from ..models.layerwise import LayerwiseModel
 from ..models.projections import keys_before_rope, split_activations
 from ..progress import Advance
 from ..recipe import Prune
-from .bases.moments import JOINT, LayerStatistics, named_form
+from .moments import JOINT, LayerStatistics, named_form
 from .pruning import ClusteredStatistics
 
 if TYPE_CHECKING:
@@ -314,8 +314,8 @@ class StoredKeys:
         return rotate(keys.to(dtype).unflatten(0, (-1, seq_len)), cos[:, None], -sin[:, None]).flatten(0, 1)
 
     def _within_blocks(self, layer: int, keys: Tensor, seq_len: int, form: KeyForm) -> Tensor:
-        """Rotate the slow planes of keys within blocks, in float32 or wider; keys are of whole sequences."""
-        if form.fast_planes == self.shape.layer(layer).rotary_planes:
+        """Rotate keys within blocks, in float32 or wider; keys are of whole sequences."""
+        if form == PRE_ROPE:
             return keys
         dtype = torch.promote_types(keys.dtype, torch.float32)
         positions = torch.arange(seq_len, device=keys.device)

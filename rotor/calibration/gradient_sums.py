@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.layout import AttentionShape
-from .bases.information import LayerFisher
-from .bases.moments import LayerStatistics
+from .information import LayerFisher
+from .moments import LayerStatistics
 from .samples import GradientClip, SampleKeeper
 
 TOP_TOKEN_SHARE = 0.001

@@ -32,11 +32,11 @@ from ..models.layerwise import LayerwiseModel, logit_batches
 from ..models.projections import kv_parameters
 from ..numerics import is_finite
 from ..progress import Advance, Progress
-from .bases.information import LayerFisher
 from .capture import StoredKeys, observed_attention
 from .codes.quantiser import SAMPLED_TOKENS
 from .gradient_files import GradientFiles
 from .gradient_sums import GradientSums
+from .information import LayerFisher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

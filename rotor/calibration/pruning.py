@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import DataError, NumericsError
 from ..recipe import Prune
-from .bases.moments import JOINT, UNCENTRED, LayerStatistics, counted_tokens
+from .moments import JOINT, UNCENTRED, LayerStatistics, counted_tokens
 
 NEVER_CLUSTERED = ("output", JOINT)
 """Prefixes of the names of moments that are never taken of centroids."""

@@ -1,7 +1,6 @@
 """The run folder: results of calibration, and measurements of searches.
 
 RUN/  recipe.yaml  run.json  bases/layer-0000.safetensors ...  codes/layer-0000.safetensors ...  fisher.safetensors
-       distilled/layer-0000.safetensors ...
        tables/KEY.json ...  probes/KEY.json ...  log.txt
 
 A layer's files are written when the layer is done and read when they are needed, so that no command holds those of all
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from ..checked import JsonObject, Reader
 from ..checkpoint.atomic import replacing
-from ..checkpoint.bases import BasisPair, LayerBases, Parting, check_stored, latent_sizes
+from ..checkpoint.bases import BasisPair, LayerBases, check_stored, latent_size
 from ..checkpoint.file_names import RECIPE
 from ..checkpoint.layout import AttentionShape, KeyForm, LayerForm, ModelForm
 from ..checkpoint.manifest import Manifest
@@ -31,17 +30,16 @@ from ..checkpoint.schemas import RunInfo, check_run, read_file
 from ..errors import CheckpointError, MissingError, UsageError
 from ..models.hub import find_model
 from ..recipe import Recipe, load_stored_recipe
-from .bases.moments import pack_symmetric, unpack_symmetric
 from .codes.layer import GroupChannels, LayerCodes, coded_bases
-from .codes.side import FITTED_BITS, FastErrors, SideCodes
+from .codes.side import FITTED_BITS, SideCodes
+from .moments import pack_symmetric, unpack_symmetric
 
 INFO, WEIGHT_FISHER = "run.json", "fisher.safetensors"
-DISTILLED = "distilled"
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
 
 def layer_path(folder: Path, kind: str, layer: int) -> Path:
-    """File of a layer's `bases` or `codes`, or of both after training (`distilled`)."""
+    """File of a layer's `bases` or `codes`."""
     return folder / kind / f"layer-{layer:04d}.safetensors"
 
 
@@ -104,40 +102,28 @@ def write_bases(folder: Path, layer: int, bases: LayerBases) -> None:
 
 def write_codes(folder: Path, layer: int, codes: LayerCodes, form: LayerForm) -> None:
     """Write the fitted codes of each channel of a layer, float64."""
-    _write(layer_path(folder, "codes", layer), _codes_tensors(codes, form))
-
-
-def write_distilled(folder: Path, layer: int, bases: LayerBases, codes: LayerCodes) -> None:
-    """Write a layer's trained bases and codes; calibration's stay in files of their own."""
-    _write(layer_path(folder, DISTILLED, layer), _bases_tensors(bases) | _codes_tensors(codes, bases.layer_form))
+    tensors = {
+        f"{side}.{name}": tensor.contiguous()
+        for side, side_codes in zip(form.latent_names, codes.sides, strict=True)
+        for name, tensor in vars(side_codes).items()
+    }
+    _write(layer_path(folder, "codes", layer), tensors)
 
 
 def _bases_tensors(bases: LayerBases) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for side, pair in zip(bases.layer_form.latent_names, bases.latents, strict=True):
-        for name in ("encode", "decode", "singular_values", "shift", "constant"):
+        for name in ("encode", "decode", "singular_values", "mean"):
             tensor = getattr(pair, name)
             if tensor is not None and not (name == "decode" and torch.equal(pair.encode, tensor)):
                 tensors[f"{side}.{name}"] = tensor.contiguous()
     if bases.outputs is not None:
         tensors["outputs"] = pack_symmetric(bases.outputs)
-    if bases.parting is not None:
-        parts = vars(bases.parting).items()
-        tensors |= {f"parting.{name}": tensor.clone().contiguous() for name, tensor in parts if tensor.numel()}
     return tensors
 
 
-def _codes_tensors(codes: LayerCodes, form: LayerForm) -> dict[str, Tensor]:
-    errors = {} if codes.errors is None else vars(codes.errors)
-    return {f"errors.{name}": tensor.clone().contiguous() for name, tensor in errors.items()} | {
-        f"{side}.{name}": tensor.contiguous()
-        for side, side_codes in zip(form.latent_names, codes.sides, strict=True)
-        for name, tensor in vars(side_codes).items()
-    }
-
-
 def read_bases(path: Path, form: LayerForm, shape: AttentionShape, refit: bool = False) -> LayerBases:
-    """Read the bases that `write_bases` or `write_distilled` wrote.
+    """Read the bases that `write_bases` wrote.
 
     Args:
         refit: also read the output moments for refitting W_o.
@@ -149,46 +135,27 @@ def read_bases(path: Path, form: LayerForm, shape: AttentionShape, refit: bool =
     def pair(side: str) -> BasisPair:
         encode = tensors[f"{side}.encode"]
         decode = tensors.get(f"{side}.decode", encode)
-        shift, constant = (tensors.get(f"{side}.{name}") for name in ("shift", "constant"))
-        return BasisPair(encode, decode, tensors[f"{side}.singular_values"], shift, constant)
+        mean = tensors[f"{side}.mean"] if form.joint else None
+        return BasisPair(encode, decode, tensors[f"{side}.singular_values"], mean=mean)
 
     outputs = unpack_symmetric(tensors["outputs"]) if refit else None
     latents = tuple(pair(name) for name in form.latent_names)
-    parting = _read_parting(tensors, form, shape) if form.joint else None
-    bases = LayerBases(form.keys, form.group_size, latents, outputs, parting)
+    bases = LayerBases(form.keys, form.group_size, latents, outputs)
     bases.check(shape, str(path))
     return bases
 
 
-def _read_parting(tensors: _Stored, form: LayerForm, shape: AttentionShape) -> Parting:
-    """What `_bases_tensors` wrote; without fast planes all but the mean is empty, and not stored."""
-    mean = tensors["parting.mean"]
-    parts = [field.name for field in fields(Parting)[1:]]
-    if form.fast_columns:
-        return Parting(mean, *(tensors[f"parting.{name}"] for name in parts))
-    groups, columns = shape.num_kv_heads // form.group_size, form.columns(shape.head_dim)
-    empty = [mean.new_zeros(groups, 0, 0 if name == "spread" else columns) for name in parts]
-    return Parting(mean, *empty)
-
-
 def read_codes(path: Path, form: LayerForm, shape: AttentionShape) -> LayerCodes:
-    """Read the codes that `write_codes` or `write_distilled` wrote; raises the same errors as `read_bases`."""
+    """Read the codes that `write_codes` wrote; raises the same errors as `read_bases`."""
     tensors = _Stored(path)
-    names, sizes = latent_sizes(form, shape)
-    sides = []
-    for side, size in zip(names, sizes, strict=True):
+    size, sides = latent_size(form, shape), []
+    for side in form.latent_names:
         parts = {}
         for part in (attribute.name for attribute in fields(SideCodes)):
             widths = () if part in ("weight", "variance", "length") else (len(FITTED_BITS),)
             parts[part] = tensors.checked(f"{side}.{part}", (*widths, *size))
         sides.append(SideCodes(**parts))
-    errors = None
-    if form.fast_columns:
-        groups, columns = sizes[-1]
-        fast = form.group_size * form.fast_columns
-        expected = {"base": (groups, columns), "each": (groups, fast, columns), "nominal": (groups, fast)}
-        errors = FastErrors(**{name: tensors.checked(f"errors.{name}", size) for name, size in expected.items()})
-    return LayerCodes(tuple(sides), form.joint, errors)
+    return LayerCodes(tuple(sides))
 
 
 @dataclass(frozen=True)
@@ -266,19 +233,19 @@ class Run:
         """The bases of each layer, read on access; see RunBases."""
         return RunBases(self, channels)
 
-    def layer_bases(self, layer: int, kind: str = "bases") -> LayerBases:
-        """Read the bases of one layer, with `kind` "distilled" the trained ones.
+    def layer_bases(self, layer: int) -> LayerBases:
+        """Read the bases of one layer.
 
         Raises:
             CheckpointError: the layer's file is missing, damaged or does not fit run.json.
         """
-        path = layer_path(self.folder, kind, layer)
+        path = layer_path(self.folder, "bases", layer)
         self.verify(path)
         return read_bases(path, self.form.layer(layer), self.shape.layer(layer), self.recipe.bases.refit)
 
-    def layer_codes(self, layer: int, kind: str = "codes") -> LayerCodes:
-        """Read the codes of one layer, with `kind` "distilled" the trained ones; raises like `layer_bases`."""
-        path = layer_path(self.folder, kind, layer)
+    def layer_codes(self, layer: int) -> LayerCodes:
+        """Read the codes of one layer; raises like `layer_bases`."""
+        path = layer_path(self.folder, "codes", layer)
         codes = read_codes(path, self.form.layer(layer), self.shape.layer(layer))
         self.verify(path)
         return codes
@@ -286,10 +253,11 @@ class Run:
     def spectra(self, layer: int) -> dict[str, Tensor]:
         """Read the singular values of a layer's latents by name, each [number, columns]; raises like `layer_bases`."""
         path = layer_path(self.folder, "bases", layer)
-        names, sizes = latent_sizes(self.form.layer(layer), self.shape.layer(layer))
-        tensors = _Stored(path, [f"{name}.singular_values" for name in names])
+        form = self.form.layer(layer)
+        size = latent_size(form, self.shape.layer(layer))
+        tensors = _Stored(path, [f"{name}.singular_values" for name in form.latent_names])
         self.verify(path)
-        return {name: tensors.checked(f"{name}.singular_values", size) for name, size in zip(names, sizes, strict=True)}
+        return {name: tensors.checked(f"{name}.singular_values", size) for name in form.latent_names}
 
     @property
     def form(self) -> ModelForm:
@@ -320,8 +288,4 @@ class RunBases(Sequence[LayerBases]):
         index = range(len(self))[index]
         if self.channels is None:
             return self.run.layer_bases(index)
-        bases = self.run.layer_bases(index)
-        if not self.run.recipe.distil.steps:
-            return coded_bases(bases, self.run.layer_codes(index), self.channels[index])
-        trained, codes = self.run.layer_bases(index, DISTILLED), self.run.layer_codes(index, DISTILLED)
-        return coded_bases(trained, codes, self.channels[index], bases)
+        return coded_bases(self.run.layer_bases(index), self.run.layer_codes(index), self.channels[index])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .bases.information import TokenSamples
+from .information import TokenSamples
 
 CLIPPED_SHARE = 0.01
 """Share of the tokens whose gradients are clipped."""

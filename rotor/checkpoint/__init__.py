@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from .bases import FoldedBases as FoldedBases
     from .bases import FoldedBasis as FoldedBasis
     from .bases import LayerBases as LayerBases
-    from .channels import EDITED as EDITED
-    from .channels import Channels as Channels
-    from .channels import Latent as Latent
-    from .channels import Numbers as Numbers
     from .families import FAMILIES as FAMILIES
     from .families import Family as Family
     from .families import architectures as architectures
@@ -69,6 +65,10 @@ if TYPE_CHECKING:
     from .rewritten import find_source as find_source
     from .rewritten import open_rewritten as open_rewritten
     from .rewritten import source_at as source_at
+    from .rows import EDITED as EDITED
+    from .rows import CodedRow as CodedRow
+    from .rows import NumberRow as NumberRow
+    from .rows import Row as Row
     from .section import MARK as MARK
     from .section import METHOD as METHOD
     from .section import CompressedSection as CompressedSection
@@ -84,7 +84,6 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "bases": "BasisPair ChannelCode FoldedBases FoldedBasis LayerBases",
-    "channels": "EDITED Channels Latent Numbers",
     "families": "FAMILIES Family architectures attention_shape family_of find_family is_supported "
     "language_model_setting",
     "file_names": "CARD KERNEL_CONFIG RECIPE RESULTS ROTOR_JSON",
@@ -99,6 +98,7 @@ _MODULES = {
     "projections": "AttentionWeights CompressedProjections attention_norms read_attention",
     "publishing": "staged_folder write_tensors",
     "rewritten": "BASES RewrittenTensors find_source open_rewritten source_at",
+    "rows": "EDITED CodedRow NumberRow Row",
     "section": "MARK METHOD CompressedSection is_compressed is_ours",
     "sizes": "kv_bytes_per_token uncompressed_kv_bytes_per_token",
     "tensors": "FLOAT32 TensorSpec layer_tensors",

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from ..errors import NumericsError
 from ..numerics import is_finite, one_thread
-from .bases import BasisPair, ChannelCode, FoldedBases, FoldedBasis, LayerBases, levels_of
-from .channels import SIGNED, Channels, Latent
+from .bases import BasisPair, ChannelCode, FoldedBases, FoldedBasis, LayerBases, ScaledCode, levels_of
 from .layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout, LayerRanks, ordered_by_class
-from .parted import parted_basis
 from .projections import AttentionWeights
+from .rows import SIGNED, CodedRow, Row
 from .tensors import layer_tensors
 
 RIDGE = 1e-6
@@ -92,14 +91,36 @@ def _fold_joint(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) -
     values: list[FoldedBasis] = []
     codes = []
     for group in layout.groups:
-        assert not isinstance(group.key, Channels)
-        basis, code = parted_basis(bases, group.kv_heads[0] // layout.group_size, group.key, shape)
-        _check_folded(basis)
+        index = group.kv_heads[0] // layout.group_size
+        basis, code = _joint_basis(bases.latents[0], index, group.key)
         for side, sides in enumerate((keys, values)):
             sides.append(joint_side(basis, side, layout.group_size))
         if code is not None:
             codes.append(code)
     return FoldedBases(keys, values, codes)
+
+
+def _joint_basis(pair: BasisPair, group: int, row: Row) -> tuple[FoldedBasis, ScaledCode | None]:
+    """The basis of a joint group over each head's key and value, with its code folded in.
+
+    With p = x E / step as projections put it out, x - m has the latent p - m E / step in steps; m is what the scale of
+    a row does not multiply.
+
+    Raises:
+        NumericsError: a scale is not positive, or a result not finite.
+    """
+    if not isinstance(row, CodedRow):
+        return _truncated(pair, group, row), None
+    assert pair.mean is not None
+    assert pair.lengths is not None
+    code, rank = pair.codes[group], row.rank
+    basis = fold_code(pair.encode[group], pair.decode[group], code, row)
+    mean, step = pair.mean[group], code.scale[:rank]
+    lengths = pair.lengths[group, :rank]
+    length = step.square() * lengths / lengths.count_nonzero().clamp(min=1)
+    basis = replace(basis, shift=-(mean @ pair.encode[group, :, :rank]) / step, mean=mean)
+    _check_folded(basis)
+    return basis, ScaledCode(-code.mean[:rank] / step, length)
 
 
 def joint_side(basis: FoldedBasis, side: int, group_size: int) -> FoldedBasis:
@@ -114,27 +135,19 @@ def joint_side(basis: FoldedBasis, side: int, group_size: int) -> FoldedBasis:
     return replace(basis, encode=encode, read=read, dropped=rows(basis.dropped), mean=rows(basis.mean))
 
 
-def _truncated(pair: BasisPair, group: int, latent: Latent) -> FoldedBasis:
+def _truncated(pair: BasisPair, group: int, latent: Row) -> FoldedBasis:
     """The basis of a group cut to the channels of a latent, with their code folded in."""
     encode, decode = pair.encode[group], pair.decode[group]
-    if not isinstance(latent, Channels):
+    if not isinstance(latent, CodedRow):
         return FoldedBasis(latent, encode[:, : latent.rank], decode[:, : latent.rank])
-    shift, constant = (None if tensor is None else tensor[group] for tensor in (pair.shift, pair.constant))
-    return fold_code(encode, decode, pair.codes[group], latent, shift, constant)
+    return fold_code(encode, decode, pair.codes[group], latent)
 
 
-def fold_code(
-    encode: Tensor,
-    decode: Tensor,
-    code: ChannelCode,
-    channels: Channels,
-    shift: Tensor | None = None,
-    constant: Tensor | None = None,
-) -> FoldedBasis:
+def fold_code(encode: Tensor, decode: Tensor, code: ChannelCode, channels: CodedRow) -> FoldedBasis:
     """Fold a code into the bases of one group.
 
     With z = constant + scale sum_i l_i (n_i - 8), n_i the nibbles and crumbs of a row and l_i how many levels a unit of
-    each counts (see `channels`):
+    each counts (see `rows`):
     - what puts out the latent (W_k, W_v, or the key basis) is divided by the scale and shifted by the mean, so that its
       output only has to be floored and clamped;
     - what reads the latent (the query's basis, which rebuilds keys too, and W_o) has a column for each n_i, multiplied
@@ -145,9 +158,8 @@ def fold_code(
       Where other tokens are exact, both constants belong to the share of the codes and are added at run time.
 
     Args:
-        encode, decode: [n, columns], float64: latent = x @ encode + shift, x is read as latent @ decode^T + constant.
+        encode, decode: [n, columns], float64: latent = x @ encode, x is read as latent @ decode^T.
         code: of these columns, those that are stored first, as `channels` has them.
-        shift: [columns]. constant: [n].
     Raises:
         NumericsError: a scale is not positive, or a result not finite.
     Source: docs/design.md, Mathematics, Nibbles: "Scales and means are folded".
@@ -158,9 +170,8 @@ def fold_code(
     if not (scale > 0).all():
         raise NumericsError("a code has a scale that is not positive.", "Calibrate again.")
     offset = mean / scale + 0.5 - code.levels[:rank] / 2 + SIGNED * levels_of(channels).sum(1)
-    dropped = decode[:, rank:] @ code.mean[rank:] + (0 if constant is None else constant)
-    before = ((0 if shift is None else shift[:rank]) - mean) / scale
-    folded = FoldedBasis(channels, encode[:, :rank] / scale, decode[:, :rank] * scale, before, offset, dropped)
+    dropped = decode[:, rank:] @ code.mean[rank:]
+    folded = FoldedBasis(channels, encode[:, :rank] / scale, decode[:, :rank] * scale, -mean / scale, offset, dropped)
     _check_folded(folded)
     return folded
 
@@ -271,7 +282,7 @@ def _rewritten(
     if shape.wide_norms:
         for name, weight in weights.norms.items():
             tensors[f"{name}.weight"] = _flatten_kv(_by_kv_head(weight, heads, shape))
-    names = {"shift": "code_shift", "length": "length_weight", "errors": "error_basis"}
+    names = {"shift": "code_shift", "length": "length_weight"}
     tensors |= {names[name]: tensor for name, tensor in bases.code_tensors().items()}
     specs = layer_tensors(layout, shape, weights.bias_names)
     made = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -287,8 +298,7 @@ def reading_rounded(
 ) -> tuple[list[FoldedBasis], list[FoldedBasis]]:
     """Move what reads the latents of joint groups by what rounding changes in the bases that make them.
 
-    The rest is what fast planes leave of keys and values, a difference of large numbers: rounded to bfloat16, the basis
-    alone costs ten times the loss of the codes. With x = p R^T + mean, a basis E + D puts out p (1 + R^T D) about
+    With x = p R^T + mean, a basis E + D puts out p (1 + R^T D) about
     the mean, so that (1 + R^T D)^-1 R^T reads x.
     """
     found: tuple[list[FoldedBasis], list[FoldedBasis]] = [], []

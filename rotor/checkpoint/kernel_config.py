@@ -32,13 +32,11 @@ class Tile:
     """Sizes of a decoding program.
 
     keys: of a tile, at most a block of positions. warps: of a program. stages: of its copies.
-    lean: what each tile loads again instead of holding it in registers: constants (1), rotations (2), both (3).
     """
 
     keys: Annotated[int, OneOf((16, 32, 64, 128))]
     warps: Annotated[int, OneOf((1, 2, 4, 8))] = 1
     stages: Annotated[int, Field(ge=1, le=6)] = 2
-    lean: Annotated[int, Field(ge=0, le=3)] = 0
 
 
 @dataclass(frozen=True)
@@ -111,18 +109,17 @@ class KernelConfig:
 
 
 def layout_class(layout: LayerLayout) -> str:
-    """What the kernels of a layer are compiled for, in words: `joint 256x2, T 64, F 13 in 32`.
+    """What the kernels of a layer are compiled for, in words: `joint 256x2, T 64`.
 
     Nibbles (or numbers) of the rows of the classes of groups with their KV heads, the block within which keys are
-    rotated, fast planes and nibbles of a fast latent, planes whose crumbs are read too; `apart` where values have
-    latents of their own, `numbers` where there are no codes.
+    rotated, planes whose crumbs are read too; `apart` where values have latents of their own, `numbers` where there are
+    no codes.
     """
     nibbles = layout.planes
     widths = []
     for cls in layout.classes():
         sides = "+".join(str(side.width // layout.operands * nibbles) for side in layout.groups[cls.start].latents)
         widths.append(f"{sides}x{layout.group_size}" + (f" ({cls.count})" if cls.count < len(layout.groups) else ""))
-    form = "" if layout.rope_block is None else f", T {layout.rope_block}, F {layout.fast_planes}"
-    form += f" in {nibbles * layout.fast_words}" if layout.fast_words else ""
+    form = "" if layout.rope_block is None else f", T {layout.rope_block}"
     split = f", split {layout.operands - nibbles}" if layout.operands > nibbles else ""
     return f"{layout.kind} {', '.join(widths)}{form}{split}"

@@ -3,11 +3,9 @@
 Pure data, no tensors. One LayerLayout a layer is written into `config.json` (the loader builds the attention modules
 from it) and into `rotor.json` (the report); what is launched for it is in `kernel_config.json`.
 
-RoPE rotates each plane of a key at position m of the cache by m w. With T = `rope_block` and b = m - m mod T, the first
-F = `fast_planes` planes (the fastest) are stored before RoPE; the others, slow within a block, as they are rotated by
-m mod T. Attention rotates a query back by b, once a block: its slow planes are absorbed into the latent, its fast
-planes meet the key's, which are rebuilt and rotated by m mod T. One block for all positions is post-RoPE; all planes
-fast is pre-RoPE.
+RoPE rotates each plane of a key at position m of the cache by m w. With T = `rope_block` and b = m - m mod T, a key is
+stored as it is rotated by m mod T. Attention rotates a query back by b and absorbs it into the latent, once a block.
+One block for all positions is post-RoPE; blocks of one position are pre-RoPE, and keys are expanded when they are read.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from typing import Annotated, NamedTuple, TypeVar
 
 from ..checked import Expect, JsonObject, Reader
 from ..errors import CheckpointError
-from .channels import EDITED, MAX_RANK, Latent, Parted, StoredLatent, read_alike
+from .rows import EDITED, MAX_RANK, Row, StoredRow, read_alike
 
 MOST_ROPE_BLOCK = 64
-"""Positions of the largest block; the block of layers whose planes are all fast."""
+"""Positions of the largest block."""
 
 FirstTokens = Annotated[int, Expect(range(65).__contains__, "a number of tokens from 0 to 64")]
 NewestTokens = Annotated[int, Expect(range(1, 4097).__contains__, "a number of tokens from 1 to 4096")]
-RopeBlock = Annotated[int, Expect({2, 4, 8, 16, 32, 64}.__contains__, "a power of two from 2 to 64")]
+RopeBlock = Annotated[int, Expect({1, 2, 4, 8, 16, 32, 64}.__contains__, "a power of two from 1 to 64")]
 
 Side = TypeVar("Side")
 """What a layer has one of for keys and one for values: rows, tensors, sizes."""
@@ -195,28 +193,26 @@ class AttentionShape:
 
 
 class KeyForm(NamedTuple):
-    """How RoPE stands in the keys that a layer stores; see LayerLayout, whose fields these are."""
+    """How RoPE stands in the keys that a layer stores; see LayerLayout, whose field this is."""
 
     rope_block: int | None = None
-    fast_planes: int = 0
 
     def in_words(self, shape: AttentionShape) -> str:
-        """`pre-RoPE`, `post-RoPE`, `64 positions, 13 fast planes`, or nothing in a model without RoPE."""
+        """`pre-RoPE`, `post-RoPE`, `blocks of 64`, or `no RoPE` in a model without it."""
         if not shape.rotary_dim:
             return "no RoPE"
         if self.rope_block is None:
             return "post-RoPE"
-        if self.fast_planes == shape.rotary_planes:
-            return "pre-RoPE"
-        return f"blocks of {self.rope_block}, {self.fast_planes} fast planes"
+        return "pre-RoPE" if self == PRE_ROPE else f"blocks of {self.rope_block}"
 
 
 POST_ROPE = KeyForm()
+PRE_ROPE = KeyForm(1)
 
 
 def pre_rope(shape: AttentionShape) -> KeyForm:
-    """The form in which all planes are fast; the only one of a model without RoPE."""
-    return KeyForm(MOST_ROPE_BLOCK, shape.rotary_planes) if shape.rotary_dim else POST_ROPE
+    """The form of keys before RoPE; the only one of a model without RoPE."""
+    return PRE_ROPE if shape.rotary_dim else POST_ROPE
 
 
 class LayerForm(NamedTuple):
@@ -237,18 +233,11 @@ class LayerForm(NamedTuple):
     @property
     def latent_names(self) -> tuple[str, ...]:
         """Names of a layer's bases and codes, in the order of `LayerBases.latents`."""
-        if not self.joint:
-            return "qk", "vo"
-        return ("fast", "rest") if self.fast_columns else ("rest",)
+        return ("joint",) if self.joint else ("qk", "vo")
 
     def columns(self, head_dim: int) -> int:
         """Numbers of a token that a row of a group is made of: each head's key and value, shared among its rows."""
         return 2 * self.group_size * head_dim // self.latents_per_group
-
-    @property
-    def fast_columns(self) -> int:
-        """Numbers of a token that a fast latent is made of; 0 where there is none."""
-        return 2 * self.keys.fast_planes if self.joint else 0
 
     def in_words(self, shape: AttentionShape) -> str:
         """`joint, pre-RoPE, 2 heads`; `apart` where keys and values have a latent each."""
@@ -259,8 +248,7 @@ class LayerForm(NamedTuple):
 class ModelForm(NamedTuple):
     """What the layers of a model are compressed to.
 
-    keys: of each layer, how they are stored: layers whose RoPE is slower have fewer fast planes. group_size, joint: of
-    all layers, see LayerForm.
+    keys: of each layer, how they are stored. group_size, joint: of all layers, see LayerForm.
     """
 
     keys: tuple[KeyForm, ...]
@@ -285,26 +273,26 @@ class ModelForm(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """KV heads that share a key latent and a value latent, or latents of both.
+    """KV heads that share a key latent and a value latent, or one of both.
 
-    key: in a joint group of keys and values, and where it is coded `Parted`. value: None in a joint group.
+    key: of both in a joint group, with a scale where it is coded. value: None in a joint group.
     """
 
     kv_heads: tuple[int, ...]
-    key: StoredLatent
-    value: StoredLatent | None = None
+    key: StoredRow
+    value: StoredRow | None = None
 
     @property
     def joint(self) -> bool:
         return self.value is None
 
     @property
-    def latents(self) -> tuple[Latent, ...]:
-        """The latents that the cache holds."""
+    def latents(self) -> tuple[Row, ...]:
+        """The rows that the cache holds, one a latent."""
         return (self.key,) if self.value is None else (self.key, self.value)
 
     @property
-    def values(self) -> Latent:
+    def values(self) -> Row:
         """The latent that values are read from."""
         return self.latents[-1]
 
@@ -314,12 +302,8 @@ class GroupLayout:
 
     @property
     def ranks_in_words(self) -> str:
-        """Ranks of keys and values as `48+32`; of a joint group its fast latents and the rest, as `(20+22)+96`."""
-        if self.value is not None:
-            return f"{self.key.rank}+{self.value.rank}"
-        if not isinstance(self.key, Parted) or not self.key.fast:
-            return str(self.key.rank)
-        return f"({'+'.join(str(latent.rank) for latent in self.key.fast)})+{self.key.rest.rank}"
+        """Ranks of keys and values as `48+32`, of both together as `96`."""
+        return "+".join(str(latent.rank) for latent in self.latents)
 
     def to_dict(self) -> JsonObject:
         value = {} if self.value is None else {"value": self.value.to_dict()}
@@ -337,8 +321,8 @@ class GroupClass:
 
     start: int
     count: int
-    key: Latent
-    value: Latent
+    key: Row
+    value: Row
     key_rank: int
     value_rank: int
     key_column: int
@@ -373,17 +357,15 @@ class ExactTokens:
 class LayerLayout:
     """The groups of one layer, in the order in which its rows hold them (by class, widest first).
 
-    All groups of a layer have the same number of KV heads and of split planes (see `Channels`); either all are coded or
-    none, and either all are joint or none. Coded joint groups have `Parted` latents. One kernel reads them all.
+    All groups of a layer have the same number of KV heads and of split planes (see `CodedRow`); either all are coded or
+    none, and either all are joint or none. Rows of coded joint groups are scaled. One kernel reads them all.
 
-    rope_block: T, a power of two up to MOST_ROPE_BLOCK; None: all positions.
-    fast_planes: F, planes stored before RoPE; 0 without a rope_block.
+    rope_block: T, a power of two up to MOST_ROPE_BLOCK, 1 is pre-RoPE; None: all positions, post-RoPE.
     exact: tokens that are kept exactly too; None: none, and then weights have the bases folded in.
     """
 
     groups: tuple[GroupLayout, ...]
     rope_block: RopeBlock | None = None
-    fast_planes: int = 0
     exact: ExactTokens | None = None
 
     def __post_init__(self) -> None:
@@ -393,7 +375,7 @@ class LayerLayout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.groups, self.rope_block, self.fast_planes, self.exact))
+        return hash((self.groups, self.rope_block, self.exact))
 
     def __hash__(self) -> int:
         """Computed once: every launch looks the layer up in caches."""
@@ -405,7 +387,7 @@ class LayerLayout:
 
     @property
     def form(self) -> KeyForm:
-        return KeyForm(self.rope_block, self.fast_planes)
+        return KeyForm(self.rope_block)
 
     @property
     def group_size(self) -> int:
@@ -419,17 +401,11 @@ class LayerLayout:
     @property
     def scaled(self) -> bool:
         """Whether rows have a scale, as those of joint groups of codes."""
-        return isinstance(self.groups[0].key, Parted)
-
-    @property
-    def fast_words(self) -> int:
-        """Words of each fast latent; 0 without any."""
-        key = self.groups[0].key
-        return key.fast_words if isinstance(key, Parted) else 0
+        return self.groups[0].key.scaled
 
     @property
     def coded(self) -> bool:
-        """Whether the layer keeps rows of bytes (see `channels`) rather than rows of the model's dtype."""
+        """Whether the layer keeps rows of bytes (see `rows`) rather than rows of the model's dtype."""
         return self.groups[0].key.coded
 
     @property
@@ -439,18 +415,23 @@ class LayerLayout:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether attention goes block by block; otherwise queries are absorbed once for all keys."""
+        """Whether RoPE still stands between stored keys and queries, block by block; pre-RoPE, position by position."""
         return self.rope_block is not None
+
+    @property
+    def pre_rope(self) -> bool:
+        """Whether keys are stored before RoPE, and expanded and rotated when they are read."""
+        return self.form == PRE_ROPE
 
     def folds_keys(self, shape: AttentionShape) -> bool:
         """Whether the key basis is inside W_k: nothing stands between them, and no key is kept exactly."""
-        return self.exact is None and self.fast_planes == shape.rotary_planes and not shape.key_norm
+        return self.exact is None and (self.pre_rope or not shape.rotary_dim) and not shape.key_norm
 
     def folds_queries(self, shape: AttentionShape) -> bool:
         """Whether q_proj puts out absorbed queries: without RoPE, norms and exact keys nothing stands between."""
         return self.exact is None and not shape.rotary_dim and not shape.key_norm
 
-    def meets_latents(self, key: Latent, shape: AttentionShape) -> bool:
+    def meets_latents(self, key: Row, shape: AttentionShape) -> bool:
         """Whether prompts attend to a latent of keys as it is stored, and no key is expanded.
 
         Always in a model without RoPE, whose queries come absorbed. After RoPE it is for numbers (codes have constants
@@ -531,7 +512,7 @@ class LayerLayout:
 
     @property
     def operands(self) -> int:
-        """What attention reads of a word of every latent, see `Channels`; 1 of numbers."""
+        """What attention reads of a word of every latent, see `CodedRow`; 1 of numbers."""
         return self.groups[0].key.operands
 
     @property
@@ -558,7 +539,7 @@ class LayerLayout:
         key, value = self.row_bytes(model_bytes)
         return key // unit, value // unit
 
-    def _stride(self, latent: Latent, model_bytes: int) -> int:
+    def _stride(self, latent: Row, model_bytes: int) -> int:
         return latent.stride(len(self.groups), model_bytes)
 
     def row_bytes(self, model_bytes: int) -> tuple[int, int]:
@@ -600,7 +581,7 @@ class LayerLayout:
             key_byte, value_byte = key_byte + count * strides[0], value_byte + count * strides[1]
 
     def to_dict(self) -> JsonObject:
-        block = {} if self.rope_block is None else {"rope_block": self.rope_block, "fast_planes": self.fast_planes}
+        block = {} if self.rope_block is None else {"rope_block": self.rope_block}
         exact = {} if self.exact is None else {"exact": asdict(self.exact)}
         return {"groups": [group.to_dict() for group in self.groups]} | block | exact
 
@@ -613,19 +594,15 @@ class LayerLayout:
         """
         reader = Reader(where, CheckpointError, EDITED)
         layout: LayerLayout = reader.read(cls, data)
-        if layout.fast_planes and layout.rope_block is None:
-            raise reader.fail("fast_planes", layout.fast_planes, "0 without a rope_block")
         sizes = {len(group.kv_heads) for group in layout.groups}
         if len(sizes) != 1 or 0 in sizes:
             raise reader.fail("groups", sorted(sizes), "groups of one size, at least one KV head each")
         if len({(latent.coded, group.joint) for group in layout.groups for latent in group.latents}) != 1:
             raise reader.fail("groups", data["groups"], "groups that are all coded or not, and all joint or not")
         for group in layout.groups:
-            if (layout.coded and isinstance(group.key, Parted) != group.joint) or isinstance(group.value, Parted):
-                raise reader.fail("groups", group.to_dict(), "latents with a rest and no value, or a key and a value")
-            count = layout.group_size if layout.fast_planes else 0
-            if isinstance(group.key, Parted) and len(group.key.fast) != count:
-                raise reader.fail("groups", group.to_dict(), f"{count} fast latents")
+            scaled = [latent.scaled for latent in group.latents]
+            if scaled != [layout.coded and group.joint] * len(scaled):
+                raise reader.fail("groups", group.to_dict(), "a scale in coded rows of keys and values together, alone")
         return layout
 
 
@@ -636,8 +613,6 @@ def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None
         own = shape.layer(index)
         if sorted(layout.kv_head_order) != list(range(own.num_kv_heads)):
             raise reader.fail("KV heads", layout.kv_head_order, f"each of 0 to {own.num_kv_heads - 1} once")
-        if not 0 <= layout.fast_planes <= own.rotary_planes:
-            raise reader.fail("fast_planes", layout.fast_planes, f"a number from 0 to {own.rotary_planes}")
         if layout.rope_block is not None and not own.rotary_dim:
             raise reader.fail("rope_block", layout.rope_block, "none in a layer without RoPE")
         if shape.needs_exact and layout.exact is None:
@@ -646,9 +621,6 @@ def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None
         for group in layout.groups:
             if max(latent.rank for latent in group.latents) > columns:
                 raise reader.fail("ranks", group.ranks_in_words, f"at most {columns}")
-            fast = group.key.fast if isinstance(group.key, Parted) else ()
-            if any(latent.rank > 2 * layout.fast_planes for latent in fast):
-                raise reader.fail("ranks", group.ranks_in_words, f"fast latents of at most {2 * layout.fast_planes}")
 
 
 def ordered_by_class(groups: Iterable[GroupLayout], form: KeyForm) -> LayerLayout:

@@ -179,7 +179,6 @@ class CompressedProjections(nn.Module):
     key_constant: nn.Parameter | None
     code_shift: nn.Parameter | None
     length_weight: nn.Parameter | None
-    error_basis: nn.Parameter | None
     value_basis: nn.Parameter | None
     output_basis: nn.Parameter | None
     value_shift: nn.Parameter | None

@@ -14,9 +14,13 @@ from typing_extensions import NotRequired, TypedDict
 
 from ..checked import Expect, JsonObject, Reader
 from ..errors import CheckpointError
-from .channels import PartedInfo
 from .json_files import read_json
 from .layout import AttentionShape, RopeBlock
+
+FORMAT_VERSION = 5
+"""Version of what runs and checkpoints store; other versions are refused."""
+
+MADE_ANEW = "Make it anew: `rotor calibrate MODEL -o RUN`, then `rotor export RUN -o OUT --accuracy 0.99`."
 
 Ranks = list[list[Annotated[list[int], Field(min_length=2, max_length=2)]]]
 """(key rank, value rank) of every group of every layer."""
@@ -64,7 +68,6 @@ class KeyFormInfo(TypedDict):
     """How a layer's keys are stored; see rotor.checkpoint.layout.KeyForm."""
 
     rope_block: RopeBlock | None
-    fast_planes: int
 
 
 class FormInfo(TypedDict):
@@ -87,6 +90,7 @@ class RunInfo(TypedDict):
 
     model: ModelInfo
     form: FormInfo
+    format_version: NotRequired[int]
     element_bytes: ElementBytes
     shape: dict[str, int | bool | list[int | None] | list[list[int]]]
     tokens: NotRequired[JsonObject]
@@ -107,7 +111,7 @@ class PlanRanks(TypedDict):
 
     exact: Ranks
     stored: Ranks
-    channels: NotRequired[list[list[list[dict[str, int] | PartedInfo]]]]
+    channels: NotRequired[list[list[list[dict[str, int]]]]]
 
 
 class SizeInfo(TypedDict):
@@ -211,6 +215,11 @@ def read_file(path: Path, kind: type[Info], hint: str) -> Info:
 
 def check_run(info: RunInfo, reader: Reader) -> AttentionShape:
     """Check what the types of run.json cannot express; returns the model's shape."""
+    if info.get("format_version") != FORMAT_VERSION:
+        stored = info.get("format_version", "that of an earlier rotor")
+        raise CheckpointError(
+            f"{reader.where}: format_version is {stored}, this rotor reads {FORMAT_VERSION}.", MADE_ANEW
+        )
     shape: AttentionShape = reader.read(AttentionShape, info["shape"], "shape")
     form = info["form"]
     size = form["group_size"]
@@ -219,11 +228,7 @@ def check_run(info: RunInfo, reader: Reader) -> AttentionShape:
     if len(form["keys"]) != shape.num_layers:
         raise reader.fail("form.keys", len(form["keys"]), f"one for each of {shape.num_layers} layers")
     for layer, keys in enumerate(form["keys"]):
-        block, planes = keys["rope_block"], keys["fast_planes"]
-        own = shape.layer(layer)
-        if block is not None and not own.rotary_dim:
+        block = keys["rope_block"]
+        if block is not None and not shape.layer(layer).rotary_dim:
             raise reader.fail(f"form.keys[{layer}].rope_block", block, "null in a layer without RoPE")
-        most = 0 if block is None else own.rotary_planes
-        if not 0 <= planes <= most:
-            raise reader.fail(f"form.keys[{layer}].fast_planes", planes, f"a number from 0 to {most}")
     return shape

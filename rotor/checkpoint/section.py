@@ -11,9 +11,9 @@ from typing import Any, Literal
 from ..checked import JsonObject, Reader, shorten
 from ..errors import CheckpointError
 from ..installing import PACKAGE
-from .channels import EDITED
 from .layout import AttentionShape, LayerLayout, check_layouts
-from .schemas import SourceInfo
+from .rows import EDITED
+from .schemas import FORMAT_VERSION, MADE_ANEW, SourceInfo
 
 METHOD = "rotor"
 MARK = f"{METHOD} (needs the Python package {PACKAGE}, from its source folder or repository; then import rotor)"
@@ -24,9 +24,6 @@ after RoPE). It has no slash, as transformers takes a name with a slash for code
 MOST_LAYERS = 4096
 """Layers that a section has at most, and groups that a layer has: more come from a damaged file, and would take minutes
 to read."""
-
-FORMAT_VERSION = 4
-"""Version of what is stored; other versions are refused."""
 
 
 def is_ours(name: object) -> bool:
@@ -93,7 +90,7 @@ class CompressedSection:
         if self.format_version != FORMAT_VERSION:
             raise CheckpointError(
                 f"config.json: format_version is {self.format_version}, this rotor reads {FORMAT_VERSION}.",
-                "Export it again, or install the version of rotor that wrote it (rotor.json names it).",
+                MADE_ANEW,
             )
         if set(self.layers) != {str(i) for i in range(shape.num_layers)}:
             raise CheckpointError(

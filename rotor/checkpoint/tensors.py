@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from .channels import Parted
 from .layout import AttentionShape, LayerLayout
 
 
@@ -36,14 +35,12 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     rebuilds keys. key_shift [rank]: what codes add to projected keys. key_constant [num_kv_heads, head_dim]: what codes
     add to rebuilt keys, in the order of the layout; of joint groups what the scale does not multiply.
 
-    Joint groups of codes code what is put out, p [rank], fast channels first, as follows. n = clamp(round(log2(sum_i
-    length_weight_i p_i^2)) + 8, 0, 15) gives the scale s = 2^((n - 8) / 2). It is n + 1 if by that
-    s^2 sum_i (1/12 + d_i^2) is less, with d_i by how much |p_i / s + code_shift_i| exceeds the last level of a channel,
-    2^(bits - 1) - 1/2. With t = p / s + code_shift, a fast channel has the code floor(t), clamped, and the error
-    e = code + 1/2 - t; the rest is coded as t + e error_basis.
-    code_shift, length_weight [rank]. error_basis [sum over groups of fast rank x rank of the rest], flat: the matrix of
-    each group, one after another. The column of the scale in query_basis, and in o_proj or output_basis, has what codes
-    add to what the scale multiplies.
+    Joint groups of codes code what is put out, p [rank], as follows. n = clamp(round(log2(sum_i length_weight_i p_i^2))
+    + 8, 0, 15) gives the scale s = 2^((n - 8) / 2). It is n + 1 if by that s^2 sum_i (1/12 + d_i^2) is less, with d_i
+    by how much |p_i / s + code_shift_i| exceeds the last level of a channel, 2^(bits - 1) - 1/2. The code of a channel
+    is floor(p / s + code_shift), clamped.
+    code_shift, length_weight [rank]. The column of the scale in query_basis, and in o_proj or output_basis, has what
+    codes add to what the scale multiplies.
 
     A layer with exact tokens has the source's projections, KV heads in the order of the layout, and at run time also
     value_basis [g * head_dim, rank]: values -> latents (joint ones are the sum of what both bases give).
@@ -121,13 +118,10 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     if layout.scaled:
         of_codes("code_shift", ranks)
         of_codes("length_weight", ranks)
-        products = tuple(g.key.fast_rank * g.key.rest.rank for g in groups if isinstance(g.key, Parted))
-        if layout.fast_planes:
-            tensors["error_basis"] = TensorSpec((sum(products),), 0, products)
     return tensors
 
 
-BASES = ("key_basis", "query_basis", "value_basis", "output_basis", "error_basis", "sinks")
+BASES = ("key_basis", "query_basis", "value_basis", "output_basis", "sinks")
 """Names of the tensors in the model's dtype that are no projection's."""
 
 FLOAT32 = ("key_shift", "key_constant", "value_shift", "value_constant", "code_shift", "length_weight")

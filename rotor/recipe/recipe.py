@@ -11,14 +11,13 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from ..checked import InvalidField, JsonObject
-from ..checkpoint.channels import WIDTHS
+from ..checkpoint.rows import WIDTHS
 from .basis_methods import QK_METHODS
 from .rank_methods import Need
 from .sections import (
     MODEL,
     Bases,
     Codes,
-    Distil,
     Evaluation,
     Exact,
     Groups,
@@ -48,7 +47,6 @@ class Recipe:
     ranks: Ranks = Ranks()
     codes: Codes = Codes()
     exact: Exact = Exact()
-    distil: Distil = Distil()
     evaluation: Evaluation = Evaluation()
     search: Search = Search()
     objective: ObjectiveSettings = ObjectiveSettings()
@@ -103,7 +101,6 @@ class Recipe:
         need(evaluation.source != "text" or bool(evaluation.path), "evaluation.path", file)
         need(bool(self.exact.newest) or not self.exact.first, "exact.first", "0, as exact.newest is 0")
         need(not self.exact.newest or not self.bases.refit, "bases.refit", "false, as exact.newest is not 0")
-        need(self.coded or not self.distil.steps, "distil.steps", "0, as codes.bits has no width below 16")
         where = "pre" if domain == "block" else domain
         methods = [name for name, method in QK_METHODS.items() if where in method.domains]
         need(self.bases.qk in methods, "bases.qk", f"one of {', '.join(methods)}, as groups.domain is {domain}")

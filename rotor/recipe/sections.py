@@ -13,8 +13,8 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from ..checked import Expect, OneOf
-from ..checkpoint.channels import WIDTHS
 from ..checkpoint.layout import MOST_ROPE_BLOCK, ExactTokens, FirstTokens, RopeBlock
+from ..checkpoint.rows import WIDTHS
 from .basis_methods import QK_METHODS, VO_METHODS, BasisMethod
 from .metric_registry import METRICS
 from .rank_methods import RANK_METHODS, RankMethod
@@ -89,24 +89,20 @@ class Groups:
     """Groups of KV heads, and where RoPE stands in the keys that are compressed."""
 
     size: Size | Literal["all", "auto"] = 1
-    """KV heads of a layer that share a latent, or `all` of them; `auto` weighs what sharing saves of the loss against
-    the predicted time of attention for `objective`, which may not be longer than the uncompressed model's."""
+    """KV heads of a layer that share a latent, or `all` of them; `auto`: as many as have 256 numbers of keys together
+    (four heads of 64, two of 128), at which attention takes least time for the loss."""
     domain: Literal["post", "pre", "block"] = "post"
-    """Where keys are compressed: `post` RoPE, where nothing is rebuilt, or `pre`, where attention rebuilds them;
-    `block`: the slow rotary planes rotated within blocks of `rope_block` positions,
-    where attention rotates queries, once a block, and `fast_planes` before RoPE, which attention rebuilds. A model
-    without RoPE has none of them."""
+    """Where keys are compressed: `post` RoPE; rotated within blocks of `rope_block` positions (`block`), where
+    attention rotates queries, once a block; or `pre` RoPE, where keys are expanded and rotated when they are read. A
+    model without RoPE has none of them."""
     joint: bool = False
-    """Keys and values are coded together, as both come from the same hidden state: the fast planes of each KV head in a
-    latent of its own, everything else of the group in one, with a scale for each token; where that can be: codes, in
-    bases by fisher without refit, of keys before RoPE or in blocks. Elsewhere they keep a latent each."""
+    """Keys and values of a group have one latent, as both come from the same hidden state, and each token's row a
+    scale; where that can be: codes, in bases by fisher without refit, of keys before RoPE or in blocks. Elsewhere they
+    keep a latent each."""
     rope_block: RopeBlock = MOST_ROPE_BLOCK
-    """Positions of a block of domain `block`, a power of two from 2 to 64: fewer take fewer bytes at equal accuracy,
-    more take less arithmetic."""
-    fast_planes: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["quarter", "all"] = "quarter"
-    """Rotary planes of a head, the fastest, that domain `block` stores before RoPE: more take fewer bytes at equal
-    accuracy, fewer less arithmetic. `quarter`: those that rotate by a right angle or more within a block, of more than
-    16 a multiple of 16, which kernels rebuild together; `all`: as domain `pre`."""
+    """Positions of a block of domain `block`, a power of two up to 64: fewer take more arithmetic. With exact tokens 64
+    takes as few bytes as less; without them (exact.newest=0) the newest keys are read from codes too, and 16 is better.
+    """
 
 
 @dataclass(frozen=True, config=MODEL)
@@ -179,16 +175,6 @@ class Exact:
     def tokens(self) -> ExactTokens | None:
         """The same as a checkpoint has it."""
         return ExactTokens(self.first, self.newest) if self.newest else None
-
-
-@dataclass(frozen=True, config=MODEL)
-class Distil:
-    """Training of bases and codes by the KL divergence from the uncompressed model; its weights stay as they are."""
-
-    steps: Annotated[int, Field(ge=0, le=1 << 20)] = 0
-    """Steps of gradient descent; 0 trains nothing. For recipes with codes; the whole model has to be in memory."""
-    tokens: Count = 2048
-    """Calibration tokens of a step. They are all drawn from, with spans stated again as `codes.repeats` says."""
 
 
 @dataclass(frozen=True, config=MODEL)

@@ -31,7 +31,7 @@ from ..kernels.exact import project_rows
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
-from ..kernels.rows import code_scales, pack_layer
+from ..kernels.rows import pack_layer, row_scale
 from ..logs import log
 from .exact import NewTokens
 from .rope import RotaryTable, Rotations, TokenSpan, rope_of
@@ -89,7 +89,7 @@ class RotorAttention(CompressedProjections):
         self.kernels: LayerKernels = default_layer(layout)
         self.store: Any = CacheRows()
         self.rotary = rotary
-        self.rope = rope_of(layout, shape, rotary)
+        self.rope = rope_of(layout, rotary)
 
     def forward(
         self,
@@ -192,7 +192,7 @@ class RotorAttention(CompressedProjections):
             self.value_shift,
             self.output_basis,
             self.value_constant,
-            code_scales(self),
+            row_scale(self),
             self.sinks,
         )
 
@@ -253,7 +253,7 @@ def plain_rows(
     if parameters.key_basis is not None:
         heads = rotated(key.transpose(1, 2), rotations.stored, rotations.weights[1])
         latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, value)
-    return query, pack_layer(latents, layout, True, parameters.scales), pack_layer(value, layout, keys=False)
+    return query, pack_layer(latents, layout, True, parameters.scale), pack_layer(value, layout, keys=False)
 
 
 def new_tokens(query: Tensor, key: Tensor, value: Tensor, rotations: Rotations) -> NewTokens:
@@ -281,7 +281,7 @@ def exact_rows(
     stored_so = rotations.stored is rotations.exact
     keys = exact.key if stored_so else rotated(key.transpose(1, 2), rotations.stored, weights[1])
     latents, values = project_rows(keys, exact.value, parameters)
-    return queries, pack_layer(latents, layout, True, parameters.scales), pack_layer(values, layout, keys=False)
+    return queries, pack_layer(latents, layout, True, parameters.scale), pack_layer(values, layout, keys=False)
 
 
 def rotated(x: Tensor, rotation: Rotation | None, weight: Tensor | None) -> Tensor:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import AttentionShape, Family, KeyForm, LayerLayout
+from ..checkpoint import Family, KeyForm, LayerLayout
+from ..checkpoint.layout import PRE_ROPE
 from ..kernels.rotary import Rotation, when_read, within_blocks
 from .positions import PositionCheck
 
@@ -172,10 +173,9 @@ class InBlocks(NoRope):
     with_exact: the layer has exact tokens.
     """
 
-    def __init__(self, form: KeyForm, table: RotaryTable, all_fast: bool, with_exact: bool) -> None:
+    def __init__(self, form: KeyForm, table: RotaryTable, with_exact: bool) -> None:
         assert form.rope_block is not None
-        self.form, self.table, self.all_fast, self.with_exact = form, table, all_fast, with_exact
-        self.block = 1 if all_fast else form.rope_block
+        self.form, self.block, self.table, self.with_exact = form, form.rope_block, table, with_exact
         self.fits_kernels = not table.depends_on_length
 
     def __call__(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
@@ -194,8 +194,8 @@ class InBlocks(NoRope):
         exact = None if given is None else (given[0].unsqueeze(1), given[1].unsqueeze(1))
         if kernels:
             return Rotations(table=table, places=index, first=first, exact=exact)
-        read = table if self.all_fast else self.table.when_read(self.form)
-        stored = None if self.all_fast else within_blocks(table, index, self.form)
+        read = self.table.when_read(self.form)
+        stored = None if self.form == PRE_ROPE else within_blocks(table, index, self.form)
         query, rows = rows_of(table, index), slice(first, first + span.kv_len)
         if exact is not None and is_same(query, exact):
             exact = query
@@ -215,11 +215,10 @@ class InBlocks(NoRope):
             self.table.check_positions(positions, mask, cache, *where)
 
 
-def rope_of(layout: LayerLayout, shape: AttentionShape, table: RotaryTable | None) -> NoRope:
+def rope_of(layout: LayerLayout, table: RotaryTable | None) -> NoRope:
     """Choose how a layer's queries and keys are rotated."""
     if table is None:
         return NoRope()
     if layout.rope_block is None:
         return PostRope()
-    all_fast = layout.fast_planes == shape.rotary_planes
-    return InBlocks(layout.form, table, all_fast, layout.exact is not None)
+    return InBlocks(layout.form, table, layout.exact is not None)

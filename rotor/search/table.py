@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TABLES = "tables"
 PROBES = "probes"
 LATEST = "latest"
-TABLE_VERSION = 8
+TABLE_VERSION = 9
 HINT = "Delete it, and the next export measures again."
 T = TypeVar("T")
 
@@ -195,7 +195,8 @@ def _check_point(point: Point, name: str, run: Run, reader: Reader) -> None:
     for index, (layer, (groups, columns)) in enumerate(zip(point.ranks, sizes, strict=True)):
         if len(layer) != groups or not all(1 <= rank <= columns for pair in layer for rank in pair):
             raise reader.fail(f"{name}.ranks[{index}]", layer, f"{groups} groups of at most {columns}")
-    if point.channels and [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in point.channels] != point.ranks:
+    channels = [[(rows[0].rank, rows[-1].rank) for rows in layer if rows] for layer in point.channels or ()]
+    if point.channels and channels != point.ranks:
         raise reader.fail(f"{name}.channels", point.channels_json, "as many as ranks says")
 
 

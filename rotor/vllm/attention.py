@@ -56,7 +56,7 @@ class RotorSelfAttention(CompressedProjections):
             for name, table in zip(("cos", "sin", "key_cos", "key_sin"), (cos, sin, *rotation), strict=True):
                 self.register_buffer(name, table, persistent=False)
         self.rotates = rotation is not None
-        self.rotates_keys = rotation is not None and layout.fast_planes < shape.rotary_planes
+        self.rotates_keys = rotation is not None and not layout.pre_rope
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take this rank's part of a layer's tensors, by their names in the checkpoint.

@@ -32,7 +32,7 @@ from ..errors import CheckpointError, UsageError
 from ..kernels.defaults import config_of, default_layer
 from ..kernels.dispatch import layer_served
 from ..kernels.parameters import AttentionParameters
-from ..kernels.rows import code_scales
+from ..kernels.rows import row_scale
 from .attention import RotorSelfAttention
 from .pages import PagedLayer
 from .shards import Shard, check_size, padded_rows, row_bytes, shard_of
@@ -199,7 +199,7 @@ class Plan:
                 module.value_shift,
                 module.output_basis,
                 module.value_constant,
-                code_scales(module),
+                row_scale(module),
                 module.sinks,
             ),
             (module.cos, module.sin) if layout.in_blocks else None,

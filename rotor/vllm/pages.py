@@ -181,7 +181,7 @@ class PagedLayer:
 
             append(
                 key[None], value[None], shard.key_layout, shard.key_shape, key_basis=p.key_basis, key_shift=p.key_shift,
-                value_basis=p.value_basis, value_shift=p.value_shift, scales=p.scales, out=self.rows(pages),
+                value_basis=p.value_basis, value_shift=p.value_shift, scale=p.scale, out=self.rows(pages),
                 slots=slots,
             )  # fmt: skip
             return
@@ -194,7 +194,7 @@ class PagedLayer:
             key = project_keys(heads, p.key_basis, shard.key_layout, p.key_shift, value[None, None])[0, 0]
         # Asking which tokens are kept would wait for the device; the others go into page 0, which engines leave unused.
         slots, page_size = slots.clamp(min=0).long(), pages.shape[1]
-        packed = pack_layer(key, layout, True, p.scales), pack_layer(value, layout, keys=False)
+        packed = pack_layer(key, layout, True, p.scale), pack_layer(value, layout, keys=False)
         for rows, new in zip(layout.stored_sides(*self.rows(pages)), packed, strict=False):
             rows[slots // page_size, slots % page_size] = new
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_cases import FORMS, MIXED, Channels, Numbers, causal, layer, random_case, shape_of
+from support.kernel_cases import FORMS, MIXED, CodedRow, NumberRow, causal, layer, random_case, shape_of
 
 from rotor.checkpoint.layout import KeyForm
 from rotor.kernels.logits import products
 from rotor.kernels.rotary import when_read
 from rotor.policies import column_sums as sums
 
-WIDE = Channels(n8=20, n4=60)
+WIDE = CodedRow(n8=20, n4=60)
 LAYOUTS = {
     "post": layer(FORMS["post"], 2, (MIXED, WIDE), (WIDE, MIXED)),
     "fast": layer(FORMS["fast"], 2, WIDE, MIXED),
-    "numbers": layer(FORMS["pre"], 1, (Numbers(16), Numbers(8)), (Numbers(16), Numbers(8)), (Numbers(8), Numbers(8))),
+    "numbers": layer(FORMS["pre"], 1, (NumberRow(16), NumberRow(8)), (NumberRow(16), NumberRow(8)), (NumberRow(8), NumberRow(8))),
     "none": layer(KeyForm(), 2, (MIXED, WIDE)),
 }
 

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from support.kernel_cases import Channels, Numbers, layer, random_case, shape_of
+from support.kernel_cases import CodedRow, NumberRow, layer, random_case, shape_of
 from support.quick import mostly_nightly
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -56,7 +56,7 @@ def test_nothing_is_spilled(name, arch, page) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [layer(KeyForm(64, 4), 2, Channels(n4=44)), layer(KeyForm(64, 0), 1, (Numbers(20), Numbers(28)))],
+    [layer(KeyForm(64, 4), 2, CodedRow(n4=44)), layer(KeyForm(64, 0), 1, (NumberRow(20), NumberRow(28)))],
     ids=["codes", "numbers"],
 )
 def test_one_kernel_serves_views_that_begin_anywhere(layout: LayerLayout) -> None:
@@ -109,9 +109,9 @@ def test_a_layer_with_exact_tokens_takes_few_instructions_more(name: str, arch: 
     "layout",
     mostly_nightly(
         [
-            layer(KeyForm(64, 4), 2, Channels(n4=48)),
-            layer(KeyForm(64, 0), 1, (Channels(n4=32), Channels(n4=32))),
-            layer(KeyForm(64, 0), 1, (Numbers(20), Numbers(28))),
+            layer(KeyForm(64, 4), 2, CodedRow(n4=48)),
+            layer(KeyForm(64, 0), 1, (CodedRow(n4=32), CodedRow(n4=32))),
+            layer(KeyForm(64, 0), 1, (NumberRow(20), NumberRow(28))),
         ],
         lambda layout: layout.kind == "apart",  # of a joint one with fast planes the compiler takes four times as long
     ),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_cases import FORMS, Channels, layer, shape_of
+from support.kernel_cases import FORMS, CodedRow, layer, shape_of
 
 from rotor.errors import UsageError
 from rotor.kernels import dispatch
 from rotor.kernels.dispatch import call_served, kernels_wanted, layer_served
 from rotor.vllm.shards import shard_of
 
-LAYOUT, SHAPE = layer(FORMS["fast"], 1, Channels(n4=64)), shape_of(1, 4, 128, 128)
+LAYOUT, SHAPE = layer(FORMS["fast"], 1, CodedRow(n4=64)), shape_of(1, 4, 128, 128)
 
 
 def serve(layout=LAYOUT, shape=SHAPE, mask=None, dtype=torch.float32, fits=True, size=(1, 1)) -> bool:
@@ -68,8 +68,8 @@ def test_what_the_kernels_do_not_express_is_left_to_pytorch(monkeypatch) -> None
     assert not serve(dtype=torch.float64)
     assert not serve(fits=False)
     assert not serve(size=(0, 1))
-    assert serve(layer(FORMS["fast"], 1, Channels(n4=1007), fast=Channels(n4=8)))
-    assert not serve(layer(FORMS["fast"], 1, Channels(n4=1040)))
+    assert serve(layer(FORMS["fast"], 1, CodedRow(n4=1007), fast=CodedRow(n4=8)))
+    assert not serve(layer(FORMS["fast"], 1, CodedRow(n4=1040)))
     assert not serve(shape=shape_of(1, 4, 512, 128))
     assert not call_served(torch.zeros(1, 1, 4), None)  # gradients are wanted
 
@@ -81,7 +81,7 @@ def test_what_the_kernels_do_not_express_is_left_to_pytorch(monkeypatch) -> None
 def test_ranks_that_share_a_group_with_fast_latents_are_left_to_pytorch(monkeypatch, form, groups, served) -> None:
     """Kernels find the scale of a row behind as many fast latents as there are heads; such a rank has fewer heads."""
     monkeypatch.setattr(dispatch, "kernels_wanted", lambda device: True)
-    layout, shape = layer(FORMS[form], 2, *[Channels(n4=64)] * groups), shape_of(2 * groups, 4, 16, 16)
+    layout, shape = layer(FORMS[form], 2, *[CodedRow(n4=64)] * groups), shape_of(2 * groups, 4, 16, 16)
     assert serve(layout, shape)
     for rank in range(2):
         shard = shard_of(layout, shape, "", rank, 2)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from support.kernel_cases import (
     Case,
-    Channels,
-    Numbers,
+    CodedRow,
     causal,
     in_pages,
     layer,
@@ -30,17 +29,17 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-MIXED = Channels(n16=1, n12=1, n8=5, n6=4, n4=37, n2=5)
+MIXED = CodedRow(n16=1, n12=1, n8=5, n6=4, n4=37, n2=5)
 CASES = {
-    "joint, blocks": layer(KeyForm(64, 0), 1, MIXED, MIXED, Channels(n4=64)),
-    "joint, fast planes": layer(KeyForm(64, 16), 2, Channels(n4=128), Channels(n4=96)),
+    "joint, blocks": layer(KeyForm(64, 0), 1, MIXED, MIXED, CodedRow(n4=64)),
+    "joint, fast planes": layer(KeyForm(64, 16), 2, CodedRow(n4=128), CodedRow(n4=96)),
     "joint, 13 fast planes": layer(KeyForm(64, 13), 1, MIXED, MIXED),
     "joint, after RoPE": layer(POST_ROPE, 2, MIXED, MIXED),
     "joint, before RoPE": layer(KeyForm(64, 32), 1, MIXED, MIXED),
-    "apart, blocks of 16": layer(KeyForm(16, 3), 1, (MIXED, Channels(n4=32)), (MIXED, Channels(n4=32))),
-    "apart": layer(POST_ROPE, 1, (MIXED, Channels(n4=32)), (MIXED, Channels(n4=32))),
-    "numbers": layer(POST_ROPE, 1, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(64))),
-    "numbers, blocks": layer(KeyForm(64, 16), 2, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(64))),
+    "apart, blocks of 16": layer(KeyForm(16, 3), 1, (MIXED, CodedRow(n4=32)), (MIXED, CodedRow(n4=32))),
+    "apart": layer(POST_ROPE, 1, (MIXED, CodedRow(n4=32)), (MIXED, CodedRow(n4=32))),
+    "numbers": layer(POST_ROPE, 1, (NumberRow(40), NumberRow(24)), (NumberRow(8), NumberRow(64))),
+    "numbers, blocks": layer(KeyForm(64, 16), 2, (NumberRow(40), NumberRow(24)), (NumberRow(8), NumberRow(64))),
     "no RoPE": layer(POST_ROPE, 2, MIXED, MIXED),
 }
 DTYPES = (torch.bfloat16, torch.float16)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.kernel_cases import FORMS, MIXED, Channels, Numbers, layer
+from support.kernel_cases import FORMS, MIXED, CodedRow, NumberRow, layer
 
 from rotor.checkpoint.kernel_config import KernelConfig, layout_class
 from rotor.errors import CheckpointError
 from rotor.kernels.defaults import default_config, default_layer
 
 LAYOUTS = [
-    layer(FORMS["long"], 2, MIXED, Channels(n4=128)),
-    layer(FORMS["post"], 1, (Numbers(40), Numbers(24))),
-    layer(FORMS["block"], 1, (MIXED, Channels(n4=16))),
+    layer(FORMS["long"], 2, MIXED, CodedRow(n4=128)),
+    layer(FORMS["post"], 1, (NumberRow(40), NumberRow(24))),
+    layer(FORMS["block"], 1, (MIXED, CodedRow(n4=16))),
 ]
 
 

@@ -7,8 +7,8 @@ import torch
 from support.kernel_cases import LAYERS, case_of, causal, layer, random_case, shape_of
 from torch.nn import functional
 
-from rotor.checkpoint.channels import Numbers
 from rotor.checkpoint.layout import POST_ROPE
+from rotor.checkpoint.rows import NumberRow
 from rotor.kernels.reference import attention
 from rotor.kernels.rotary import when_read
 
@@ -38,7 +38,7 @@ def test_no_queries(name) -> None:
 
 def test_prompts_meet_latents_of_numbers_at_one_width(monkeypatch) -> None:
     """All groups of a class in one call, keys and values alike, padded to a multiple of 8."""
-    of, shapes = layer(POST_ROPE, 1, (Numbers(20), Numbers(13)), (Numbers(20), Numbers(13))), []
+    of, shapes = layer(POST_ROPE, 1, (NumberRow(20), NumberRow(13)), (NumberRow(20), NumberRow(13))), []
     case, attend = random_case(of, shape_of(2, 3, 24, 16), 2, 37, 37), functional.scaled_dot_product_attention
 
     def watched(query, key, value, **rest):

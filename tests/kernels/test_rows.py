@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_cases import FORMS, MIXED, Channels, layer
+from support.kernel_cases import FORMS, MIXED, CodedRow, layer
 
 from rotor.checkpoint.bases import levels_of
-from rotor.checkpoint.channels import NIBBLE_BITS, SIGNED
+from rotor.checkpoint.rows import NIBBLE_BITS, SIGNED
 from rotor.kernels.rows import pack, pack_layer, read_class, unpack, unpack_codes
 
 LATENTS = [
     MIXED,
-    Channels(n4=16),
-    Channels(n16=3),
-    Channels(n12=5, n4=1),
-    Channels(n8=8, n4=48),
-    Channels(n6=13, n4=1, n2=12),
-    Channels(n2=3),
+    CodedRow(n4=16),
+    CodedRow(n16=3),
+    CodedRow(n12=5, n4=1),
+    CodedRow(n8=8, n4=48),
+    CodedRow(n6=13, n4=1, n2=12),
+    CodedRow(n2=3),
 ]
 
 
@@ -47,7 +47,7 @@ def test_codes_are_those_of_the_floors(channels, dtype) -> None:
 
 
 def test_groups_lie_where_the_layout_says() -> None:
-    layout = layer(FORMS["post"], 1, (MIXED, Channels(n4=20)), (Channels(n4=16), Channels(n4=64)))
+    layout = layer(FORMS["post"], 1, (MIXED, CodedRow(n4=20)), (CodedRow(n4=16), CodedRow(n4=64)))
     generator = torch.Generator().manual_seed(0)
     sides = torch.randn(2, 3, layout.key_rank, generator=generator), torch.randn(2, 3, layout.value_rank)
     rows = [pack_layer(4 * side, layout, keys=keys) for side, keys in zip(sides, (True, False), strict=True)]

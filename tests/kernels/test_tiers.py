@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from support import kernel_truth as truth
-from support.kernel_cases import FORMS, MIXED, Channels, Numbers, layer, random_case, shape_of
+from support.kernel_cases import FORMS, MIXED, CodedRow, NumberRow, layer, random_case, shape_of
 from torch import Tensor
 
-from rotor.checkpoint.channels import Parted
 from rotor.checkpoint.layout import GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.rows import Parted
 from rotor.kernels.reference import partial_attention
 from rotor.kernels.rotary import when_read
 from rotor.kernels.rows import pack_codes, unpack, unpack_codes, unpack_parted
@@ -23,11 +23,11 @@ from rotor.policies.methods.tiers import TieredLayer, cut_latent, cut_layout
 LOW, HIGH = 1, 2
 HPK, HEAD_DIM, TOKENS, PADS = 2, 24, 26, (5, 0)
 STEPS = [12, *[1] * 6, 3, *[1] * 5]
-WIDE = Channels(n8=20, n4=60)
+WIDE = CodedRow(n8=20, n4=60)
 LAYOUTS = {
-    "post": layer(FORMS["post"], 1, (Numbers(16), Numbers(8)), (Numbers(8), Numbers(8)), (Numbers(8), Numbers(6))),
-    "pre": layer(FORMS["pre"], 2, (Numbers(24), Numbers(12)), (Numbers(10), Numbers(12))),
-    "none": layer(KeyForm(), 2, (Numbers(12), Numbers(8)), (Numbers(12), Numbers(8))),
+    "post": layer(FORMS["post"], 1, (NumberRow(16), NumberRow(8)), (NumberRow(8), NumberRow(8)), (NumberRow(8), NumberRow(6))),
+    "pre": layer(FORMS["pre"], 2, (NumberRow(24), NumberRow(12)), (NumberRow(10), NumberRow(12))),
+    "none": layer(KeyForm(), 2, (NumberRow(12), NumberRow(8)), (NumberRow(12), NumberRow(8))),
     "codes": layer(FORMS["fast"], 2, (MIXED, WIDE), (WIDE, MIXED)),
     "codes after RoPE": layer(FORMS["post"], 2, (MIXED, WIDE), (WIDE, MIXED)),
     "codes joint": layer(FORMS["pre"], 2, WIDE, MIXED),
@@ -76,7 +76,7 @@ class Case:
             marks = [torch.tensor(tiers == tier)[..., None] for tier in (HIGH, LOW)]
             sides.append(sum(numbers * mark for numbers, mark in zip(of_tier, marks, strict=True)))
         groups = tuple(
-            GroupLayout(g.kv_heads, Numbers(g.key.width), Numbers(g.values.width)) for g in self.layout.groups
+            GroupLayout(g.kv_heads, NumberRow(g.key.width), NumberRow(g.values.width)) for g in self.layout.groups
         )
         parameters = replace(self.parameters, layout=replace(self.layout, groups=groups))
         mask = self.mask[:, 0, tokens, : tokens.stop]
@@ -92,7 +92,7 @@ class Case:
                 assert isinstance(kept, Parted)
                 own = own if cut == self.layout else cut_parts(own, whole, kept)
                 found.append(unpack_parted(own, whole, torch.float64))
-            elif isinstance(whole, Channels):
+            elif isinstance(whole, CodedRow):
                 own = rows[..., first : first + whole.row_bytes()]
                 if cut != self.layout:
                     codes = unpack_codes(own, whole)
@@ -168,11 +168,11 @@ def test_attention_to_tiers_is_that_to_whole_rows_cut_in_place(policy: Tiers, ki
 
 
 def test_shares_are_of_planes_and_at_least_one_stays() -> None:
-    wide = Channels(n16=4, n8=8, n4=32)  # 16 + 16 + 32 nibbles
-    assert cut_latent(wide, 0.25) == Channels(n16=4, n8=8, n4=16)
-    assert cut_latent(wide, 0.99) == Channels(n16=4)
-    assert cut_latent(Channels(n12=7, n4=3), 0.3) == Channels(n12=5)  # a nibble of the sixth stays, uncounted
-    assert cut_latent(Numbers(10), 0.55) == Numbers(5)
+    wide = CodedRow(n16=4, n8=8, n4=32)  # 16 + 16 + 32 nibbles
+    assert cut_latent(wide, 0.25) == CodedRow(n16=4, n8=8, n4=16)
+    assert cut_latent(wide, 0.99) == CodedRow(n16=4)
+    assert cut_latent(CodedRow(n12=7, n4=3), 0.3) == CodedRow(n12=5)  # a nibble of the sixth stays, uncounted
+    assert cut_latent(NumberRow(10), 0.55) == NumberRow(5)
     for layout in LAYOUTS.values():
         assert cut_layout(layout, 0.0, 0.0) == layout
         for before, after in zip(layout.groups, cut_layout(layout, 0.5, 0.3).groups, strict=True):

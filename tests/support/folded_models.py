@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotor.checkpoint.channels import Channels, Latent, Numbers, Parted
 from rotor.checkpoint.families import attention_shape, find_family
 from rotor.checkpoint.folding import rewrite
 from rotor.checkpoint.layout import POST_ROPE, ExactTokens, GroupLayout, KeyForm, LayerLayout
 from rotor.checkpoint.projections import split_projections
+from rotor.checkpoint.rows import CodedRow, NumberRow, Parted, Row
 from rotor.runtime import attention
 from rotor.runtime.attention import RotorAttention
 from rotor.runtime.integration import replace_attention
@@ -144,18 +144,18 @@ def layout_of(shape: Any, folding: Folding) -> LayerLayout:
     """Groups of neighbouring heads, the last first, so that their order is not the model's."""
     size, joint = folding.group_size, folding.joint
 
-    def channels(index: int, width: int) -> Channels:
+    def channels(index: int, width: int) -> CodedRow:
         assert folding.bits is not None
         own = folding.bits[index % len(folding.bits)]
-        return Channels.of_bits([own[channel % len(own)] for channel in range(min(folding.rank or width, width))])
+        return CodedRow.of_bits([own[channel % len(own)] for channel in range(min(folding.rank or width, width))])
 
-    def latent(index: int, width: int) -> Latent:
-        return Numbers(folding.rank or width) if folding.bits is None else channels(index, width)
+    def latent(index: int, width: int) -> Row:
+        return NumberRow(folding.rank or width) if folding.bits is None else channels(index, width)
 
-    def of_both(index: int) -> Latent:
+    def of_both(index: int) -> Row:
         fast = 2 * form.fast_planes
         if folding.bits is None:
-            return Numbers(folding.rank or 2 * width)
+            return NumberRow(folding.rank or 2 * width)
         heads = tuple(channels(index + head, fast) for head in range(size if fast else 0))
         return Parted(channels(index, 2 * width - size * fast), heads)
 

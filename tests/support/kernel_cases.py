@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotor.checkpoint.channels import Channels, Latent, Numbers, Parted
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ExactTokens, GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.rows import CodedRow, NumberRow, Parted, Row
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import rotate
 from rotor.kernels.rows import CodeScales
@@ -17,15 +17,15 @@ from rotor.kernels.slots import ExactSlots
 from rotor.tools.bench.attention import read_of_fast_latents, with_scales
 from support import kernel_truth as truth
 
-MIXED = Channels(n16=2, n12=1, n8=5, n6=6, n4=24, n2=5)
+MIXED = CodedRow(n16=2, n12=1, n8=5, n6=6, n4=24, n2=5)
 """A latent with every width, and places left over."""
 
-WIDE = Channels(n8=20, n4=250)
+WIDE = CodedRow(n8=20, n4=250)
 
-FAST = Channels(n8=2, n6=1, n4=6, n2=3)
+FAST = CodedRow(n8=2, n6=1, n4=6, n2=3)
 """A latent of fast planes, in four words."""
 
-NARROW_FAST = Channels(n8=1, n6=1, n4=5, n2=3)
+NARROW_FAST = CodedRow(n8=1, n6=1, n4=5, n2=3)
 """One that is no whole plane: three words."""
 
 FORMS = {
@@ -44,14 +44,14 @@ def shape_of(
     return AttentionShape(1, kv_heads * heads_per_kv, kv_heads, head_dim, 64, rotary_dim, key_norm)
 
 
-def layer(form: KeyForm, size: int, *latents: Latent | tuple[Latent, Latent], fast: Channels = FAST) -> LayerLayout:
+def layer(form: KeyForm, size: int, *latents: Row | tuple[Row, Row], fast: CodedRow = FAST) -> LayerLayout:
     """One group of `size` KV heads for each: two latents are keys' and values', one of codes is the rest, beside a fast
     latent of each head.
     """
     groups = []
     for number, of in enumerate(latents):
         key, value = of if isinstance(of, tuple) else (of, None)
-        if isinstance(key, Channels) and value is None:
+        if isinstance(key, CodedRow) and value is None:
             key = Parted(key, (fast,) * (size if form.fast_planes else 0))
         groups.append(GroupLayout(tuple(range(number * size, (number + 1) * size)), key, value))
     return LayerLayout(tuple(groups), *form)
@@ -63,7 +63,7 @@ LAYERS = {
     "fast": layer(FORMS["fast"], 2, WIDE, MIXED, MIXED, fast=NARROW_FAST),
     "long": layer(FORMS["long"], 1, MIXED, MIXED),
     "pre": layer(FORMS["pre"], 2, MIXED),
-    "numbers": layer(FORMS["long"], 2, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),
+    "numbers": layer(FORMS["long"], 2, (NumberRow(40), NumberRow(24)), (NumberRow(8), NumberRow(70))),
     "no rope": layer(POST_ROPE, 2, (MIXED, WIDE), (MIXED, WIDE), (WIDE, MIXED)),
 }
 
@@ -256,4 +256,4 @@ def packed_queries(case: Case, lengths: list[int], news: list[int], window: int 
     return torch.cat(packed), torch.cat(exact)
 
 
-__all__ = ["Channels", "Numbers"]
+__all__ = ["CodedRow", "Numbers"]

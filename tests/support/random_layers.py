@@ -23,12 +23,12 @@ from rotor.checkpoint.bases import (
     levels_of,
     other_numbers,
 )
-from rotor.checkpoint.channels import SIGNED, Channels, Latent, Numbers, Parted
 from rotor.checkpoint.families import attention_shape, family_of
 from rotor.checkpoint.folding import fold_code, joint_side, rewrite
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
 from rotor.checkpoint.parted import parted_basis
 from rotor.checkpoint.projections import AttentionWeights
+from rotor.checkpoint.rows import SIGNED, CodedRow, NumberRow, Parted, Row
 from rotor.checkpoint.section import FORMAT_VERSION, MARK
 from rotor.kernels.rows import CodeScales, parted_codes, scale_of
 from rotor.models.source import Checkpoint
@@ -38,15 +38,15 @@ NORMED = AttentionShape(1, 8, 4, 16, 64, rotary_dim=16, key_norm=True)
 PARTIAL = AttentionShape(1, 8, 4, 16, 64, rotary_dim=8)
 NO_ROPE = AttentionShape(1, 8, 4, 16, 64)
 
-WIDE, NARROW, FAST = Channels(1, 0, 2, 5), Channels(n8=3, n4=4), Channels(n8=1, n4=4)
+WIDE, NARROW, FAST = CodedRow(1, 0, 2, 5), CodedRow(n8=3, n4=4), CodedRow(n8=1, n4=4)
 
 
-def parted(rest: Channels, heads: int = 0) -> Parted:
+def parted(rest: CodedRow, heads: int = 0) -> Parted:
     """The latents of a joint group, with those of fast planes of so many KV heads."""
     return Parted(rest, (FAST,) * heads)
 
 
-def layout_of(size: int, latents: Sequence[tuple[Latent, Latent | None]], form: KeyForm = POST_ROPE) -> LayerLayout:
+def layout_of(size: int, latents: Sequence[tuple[Row, Row | None]], form: KeyForm = POST_ROPE) -> LayerLayout:
     """Groups of `size` KV heads in reverse order, of these key and value latents."""
     heads = list(reversed(range(size * len(latents))))
     groups = (GroupLayout(tuple(heads[i * size : (i + 1) * size]), *own) for i, own in enumerate(latents))
@@ -64,9 +64,9 @@ LAYERS: dict[str, tuple[LayerLayout, AttentionShape]] = {
     "apart, post": (layout_of(1, [(WIDE, NARROW), (WIDE, NARROW), (NARROW, NARROW), (NARROW, WIDE)]), SHAPE),
     "apart, T 16, F 2, partial": (layout_of(2, [(WIDE, NARROW)] * 2, KeyForm(16, 2)), PARTIAL),
     "joint, no RoPE": (layout_of(2, [(parted(WIDE), None), (parted(NARROW), None)]), NO_ROPE),
-    "numbers, post": (layout_of(1, [(Numbers(n), Numbers(m)) for n, m in ((12, 8), (8, 8), (8, 4), (4, 2))]), SHAPE),
-    "numbers, pre": (layout_of(2, [(Numbers(24), Numbers(16))] * 2, KeyForm(64, 8)), SHAPE),
-    "numbers, no RoPE": (layout_of(4, [(Numbers(30), Numbers(20))]), NO_ROPE),
+    "numbers, post": (layout_of(1, [(NumberRow(n), NumberRow(m)) for n, m in ((12, 8), (8, 8), (8, 4), (4, 2))]), SHAPE),
+    "numbers, pre": (layout_of(2, [(NumberRow(24), NumberRow(16))] * 2, KeyForm(64, 8)), SHAPE),
+    "numbers, no RoPE": (layout_of(4, [(NumberRow(30), NumberRow(20))]), NO_ROPE),
 }
 """By name: a layout and the sizes of its model, of every form, both kinds of rows, one to four groups."""
 
@@ -147,19 +147,19 @@ def _side_by_side(parts: Sequence[Rounding], ranks: Sequence[int]) -> Rounding:
 
 
 def _random_basis(
-    latent: Latent, width: int, parts: int, generator: torch.Generator, rounded: bool
+    latent: Row, width: int, parts: int, generator: torch.Generator, rounded: bool
 ) -> tuple[list[FoldedBasis], Rounding]:
     """A latent of so many numbers side by side: of keys, of values, or (two parts) of both."""
     square = torch.linalg.qr(torch.randn(width, width, generator=generator).double())[0][:, : latent.rank]
     stretch = 1 + torch.rand(latent.rank, generator=generator).double()
     mean = 0.1 * torch.randn(latent.rank, generator=generator).double()
     pairs = zip((square * stretch).chunk(parts), (square / stretch).chunk(parts), strict=True)
-    if not isinstance(latent, Channels):
+    if not isinstance(latent, CodedRow):
         return [FoldedBasis(latent, *pair) for pair in pairs], lambda latents: latents
     bits = torch.tensor(latent.bits)
     code = ChannelCode(bits, mean, 8.0 / 2.0**bits)
     if rounded:
-        return [FoldedBasis(Numbers(latent.rank), *pair) for pair in pairs], lambda z: code.decode(code.encode(z))
+        return [FoldedBasis(NumberRow(latent.rank), *pair) for pair in pairs], lambda z: code.decode(code.encode(z))
     return [fold_code(*pair, code, latent) for pair in pairs], lambda z: code.decode(code.encode(z))
 
 
@@ -184,7 +184,7 @@ def _random_parted(
 
     sides = [joint_side(basis, side, layout.group_size) for side in (0, 1)]
     if rounded:
-        sides = [FoldedBasis(Numbers(latent.rank), side.encode, side.read) for side in sides]
+        sides = [FoldedBasis(NumberRow(latent.rank), side.encode, side.read) for side in sides]
     return sides[0], sides[1], code, rounding
 
 
@@ -201,7 +201,7 @@ def random_parted(
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    def pair(count: int, width: int, latents: Sequence[Channels]) -> BasisPair:
+    def pair(count: int, width: int, latents: Sequence[CodedRow]) -> BasisPair:
         square = torch.linalg.qr(normal(count, width, width))[0]
         stretch = 1 + torch.rand(count, 1, width, generator=generator, dtype=torch.float64)
         codes = []
@@ -224,7 +224,7 @@ def random_parted(
 def of_numbers(layout: LayerLayout) -> LayerLayout:
     """With a number in place of each code."""
     groups = (
-        replace(g, key=Numbers(g.key.rank), value=None if g.value is None else Numbers(g.value.rank))
+        replace(g, key=NumberRow(g.key.rank), value=None if g.value is None else NumberRow(g.value.rank))
         for g in layout.groups
     )
     return replace(layout, groups=tuple(groups))
@@ -234,7 +234,7 @@ LayoutOf = Callable[[AttentionShape], LayerLayout]
 Form = KeyForm | Callable[[AttentionShape], KeyForm]
 
 
-def groups_of(size: int, form: Form, *latents: tuple[Latent, Latent | None]) -> LayoutOf:
+def groups_of(size: int, form: Form, *latents: tuple[Row, Row | None]) -> LayoutOf:
     """Groups of `size` KV heads (0: all of them), with these latents in turn."""
 
     def made(shape: AttentionShape) -> LayerLayout:

@@ -17,38 +17,38 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ...checkpoint.channels import CRUMB_BITS, NIBBLE_BITS, PLANE, WIDTHS, Channels
+from ...checkpoint.rows import CRUMB_BITS, NIBBLE_BITS, PLANE, WIDTHS, CodedRow
 
 
 @dataclass(frozen=True)
 class BitCurve:
-    """Least loss of a latent for every number of units (planes, or words) from 0 on, and the channels that reach it.
+    """Least loss of a latent for every number of planes from 0 on, and the channels that reach it.
 
-    loss: [units + 1], float64, never rising; infinite if no channel is stored.
-    counts: [units + 1, len(WIDTHS)], number of channels at each width; the remaining channels have 0 bits.
+    loss: [planes + 1], float64, never rising; infinite if no channel is stored.
+    counts: [planes + 1, len(WIDTHS)], number of channels at each width; the remaining channels have 0 bits.
+    scaled: rows have a scale.
     """
 
     loss: np.ndarray
     counts: np.ndarray
+    scaled: bool = False
 
-    def channels(self, units: int) -> Channels:
-        """Channels of a latent of so many units; more than all channels take are left empty."""
-        return Channels(*self.counts[min(units, len(self.counts) - 1)].tolist())
+    def channels(self, planes: int) -> CodedRow:
+        """Channels of a latent of so many planes; more than all channels take are left empty."""
+        n16, n12, n8, n6, n4, n2 = self.counts[min(planes, len(self.counts) - 1)].tolist()
+        return CodedRow(n16, n12, n8, n6, n4, n2, scaled=self.scaled)
 
 
-def bit_curve(
-    losses: Tensor, widths: Sequence[int], given_order: Tensor | None = None, unit: int = PLANE, taken: int = 0
-) -> BitCurve:
-    """Compute the best widths of a latent's channels for every number of units.
+def bit_curve(losses: Tensor, widths: Sequence[int], scaled: bool = False) -> BitCurve:
+    """Compute the best widths of a latent's channels for every number of planes.
 
     Args:
         losses: [widths, channels], float64, of each channel at each of `widths` (bits, 0 among them, in any order).
-        given_order: of the channels, bits of which must not rise; None: by what they lose at 0 bits.
-        unit: nibbles by which the latent grows. taken: nibbles of the first unit that hold no channel.
+        scaled: a nibble of the first plane holds the scale of a row.
     """
     table, given = losses.numpy(), list(widths)
     whole = table[given.index(0)]
-    order = np.argsort(-whole, kind="stable") if given_order is None else given_order.numpy()
+    order = np.argsort(-whole, kind="stable")
     used = [width for width in WIDTHS if width in given]
     crumbs = [width // CRUMB_BITS for width in used]
     channels = len(order)
@@ -60,20 +60,20 @@ def bit_curve(
         _add_channels(best, (whole - table[given.index(width)])[order], size, crumbs[0])
         for width, size in zip(used, crumbs, strict=True)
     ]
-    of_unit, of_taken = (nibbles * NIBBLE_BITS // CRUMB_BITS for nibbles in (unit, taken))
-    units = np.arange(-(-(most + of_taken) // of_unit) + 1)
-    room = np.clip(of_unit * units - of_taken, 0, most)
+    of_plane, of_scale = (nibbles * NIBBLE_BITS // CRUMB_BITS for nibbles in (PLANE, int(scaled)))
+    planes = np.arange(-(-(most + of_scale) // of_plane) + 1)
+    room = np.clip(of_plane * planes - of_scale, 0, most)
     numbers = np.arange(1, channels + 1)[:, None]
-    of_units = best[numbers, np.minimum(room, crumbs[0] * numbers)]
-    ends = of_units.argmax(0) + 1
-    saved = of_units.max(0)
-    counts = np.zeros((len(units), len(WIDTHS)), dtype=np.int64)
+    of_planes = best[numbers, np.minimum(room, crumbs[0] * numbers)]
+    ends = of_planes.argmax(0) + 1
+    saved = of_planes.max(0)
+    counts = np.zeros((len(planes), len(WIDTHS)), dtype=np.int64)
     left = room.copy()
     for width, size, of_width in reversed(list(zip(used, crumbs, lengths, strict=True))):
         count = of_width[ends, np.minimum(left, crumbs[0] * ends)]
         counts[:, WIDTHS.index(width)] = count
         left, ends = left - size * count, ends - count
-    return BitCurve(whole.sum() - saved, counts)
+    return BitCurve(whole.sum() - saved, counts, scaled)
 
 
 def _add_channels(best: np.ndarray, gain: np.ndarray, size: int, largest: int) -> np.ndarray:

@@ -10,7 +10,6 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ...checkpoint.channels import PartedInfo
 from ...checkpoint.layout import AttentionShape, LayerRanks
 from ...checkpoint.schemas import PlanRanks
 from ...checkpoint.sizes import compression
@@ -67,10 +66,9 @@ class Plan:
         return [element_bytes * sum(qk + v for qk, v in layer) for layer in self.ranks]
 
     @property
-    def channels_json(self) -> list[list[list[dict[str, int] | PartedInfo]]]:
+    def channels_json(self) -> list[list[list[dict[str, int]]]]:
         """Channels by bits, of each layer and group, of keys and of values or of both together; nothing for ranks."""
-        layers = self.channels or []
-        return [[[side.to_dict() for side in pair if side] for pair in layer] for layer in layers]
+        return [[[row.to_dict() for row in rows] for rows in layer] for layer in self.channels or []]
 
     @property
     def ranks_json(self) -> PlanRanks:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ...checkpoint.bases import LayerBases, Parting, latent_sizes
+from ...checkpoint.bases import LayerBases, latent_size
 from ...checkpoint.layout import AttentionShape, LayerForm
 from ...checkpoint.projections import AttentionWeights
 from ...errors import NumericsError
 from ...numerics import one_thread
 from ...recipe.basis_methods import QK_METHODS, VO_METHODS
-from .information import LayerFisher
+from ..information import LayerFisher
+from ..moments import LayerStatistics, vector_names
+from . import fisher
 from .method import Inputs
-from .moments import LayerStatistics, vector_names
-from .parted import parted_bases
 
 
 def needed_statistics(qk_method: str, vo_method: str, form: LayerForm, refit: bool = False) -> frozenset[str]:
@@ -27,11 +27,9 @@ def needed_statistics(qk_method: str, vo_method: str, form: LayerForm, refit: bo
 
 
 def bases_bytes(shape: AttentionShape, form: LayerForm) -> int:
-    """Bytes of a layer's bases: encode and decode of each latent, and what ties those of joint groups, float64."""
-    sizes = latent_sizes(form, shape)[1]
-    fast = form.group_size * form.fast_columns
-    tied = shape.num_kv_heads // form.group_size * fast * (fast + 3 * (form.columns(shape.head_dim) - fast))
-    return 8 * (sum(2 * count * columns**2 for count, columns in sizes) + tied)
+    """Bytes of a layer's bases: encode and decode of each latent, float64."""
+    count, columns = latent_size(form, shape)
+    return 8 * len(form.latent_names) * 2 * count * columns**2
 
 
 def layer_bases(
@@ -56,17 +54,17 @@ def layer_bases(
     inputs = Inputs(statistics, weights, form.keys, gradients)
     try:
         with one_thread():
-            parting: Parting | None = None
-            if form.joint:
-                latents, parting = parted_bases(inputs, form)
-            else:
-                latents = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)
+            latents = (
+                (fisher.of_both(inputs),)
+                if form.joint
+                else (QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs))
+            )
     except torch.linalg.LinAlgError as error:
         raise NumericsError(
             f"{where}: the bases {qk_method} and {vo_method} cannot be computed from what was measured: "
             f"{' '.join(str(error).split())}",
             "Calibrate with --dtype float32, or with other bases.",
         ) from error
-    bases = LayerBases(form.keys, form.group_size, latents, parting=parting)
+    bases = LayerBases(form.keys, form.group_size, latents)
     bases.check(statistics.shape, where)
     return bases

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...checkpoint.layout import AttentionShape, KeyForm
 from ...checkpoint.projections import AttentionWeights
-from .information import LayerFisher
-from .moments import LayerStatistics, stored_name
+from ..information import LayerFisher
+from ..moments import LayerStatistics, stored_name
 
 FIRST_TOKEN_WEIGHT = 0.1
 """Weight of first tokens (attention sinks) in the spread of keys and values. They are under 1 % of the tokens and carry

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...checkpoint.bases import BasisPair, ChannelCode, latent_sizes
-from ...checkpoint.channels import WIDTHS, Channels
+from ...checkpoint.bases import BasisPair, ChannelCode, latent_size
 from ...checkpoint.layout import AttentionShape, LayerForm
+from ...checkpoint.rows import WIDTHS, CodedRow
 from .quantiser import measure_channels
 
 FITTED_BITS = (0, *reversed(WIDTHS))
@@ -19,32 +18,6 @@ FITTED_BITS = (0, *reversed(WIDTHS))
 TOKEN_GRADIENT_SHARE = 0.5
 """Weight of a token's squared gradient in the cost of its error; the rest is the mean over tokens, as one gradient is a
 noisy estimate. See artifacts/NOTES.md."""
-
-
-@dataclass(frozen=True)
-class FastErrors:
-    """Variance that the latents of the rest of joint groups have from the errors of fast codes; float64.
-
-    base: [num_groups, channels], without errors. each: [num_groups, fast channels of a group, channels], what a fast
-    channel that is not stored adds. nominal: [num_groups, fast channels of a group], distortions at which the codes of
-    the rest were fitted.
-    """
-
-    base: Tensor
-    each: Tensor
-    nominal: Tensor
-
-    def ratio(self, distortion: Tensor) -> Tensor:
-        """Variances over those that codes were fitted to, [num_groups, channels].
-
-        Args:
-            distortion: of the fast channels of each KV head, in the order of the bases.
-        """
-        lost = distortion.reshape(self.nominal.shape)
-        return self._variance(lost) / self._variance(self.nominal).clamp(min=torch.finfo(torch.float64).tiny)
-
-    def _variance(self, lost: Tensor) -> Tensor:
-        return self.base + (lost.unsqueeze(1) @ self.each).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -74,26 +47,13 @@ class SideCodes:
         """Indices of a group's channels in descending order of the loss without them, their order in a checkpoint."""
         return torch.argsort(self.losses(group, (0,))[0], descending=True, stable=True)
 
-    def code(self, group: int, channels: Channels) -> tuple[Tensor, ChannelCode]:
+    def code(self, group: int, channels: CodedRow) -> tuple[Tensor, ChannelCode]:
         """Order of a group's channels, and their codes in that order: most bits first, the rest at 0 bits."""
         order = self.order(group)
         bits = torch.zeros(len(order), dtype=torch.int64)
         bits[: channels.rank] = torch.tensor(channels.bits)
         index = _widths(bits)
         return order, ChannelCode(bits, self.mean[index, group, order], self.scale[index, group, order])
-
-    def stretched(self, ratio: Tensor) -> SideCodes:
-        """The codes of latents whose variances are these times as large, [num_groups, channels]; the order stays."""
-        root = ratio.sqrt()
-        return replace(self, mean=self.mean * root, scale=self.scale * root, length=self.length / ratio)
-
-    def distortions(self, codes: Sequence[ChannelCode]) -> Tensor:
-        """Distortion of the codes that `code` gave for each group, in their order, [num_groups, channels]."""
-        own = [
-            self.distortion[_widths(code.bits), group, self.order(group)].clamp(max=1.0)
-            for group, code in enumerate(codes)
-        ]
-        return torch.stack(own)
 
 
 def _widths(bits: Tensor) -> Tensor:
@@ -102,13 +62,9 @@ def _widths(bits: Tensor) -> Tensor:
 
 
 def codes_bytes(form: LayerForm, shape: AttentionShape) -> int:
-    """Bytes of a layer's codes: three numbers a channel and three at each of FITTED_BITS; and `FastErrors`."""
-    sizes = latent_sizes(form, shape)[1]
-    numbers = sum(count * columns for count, columns in sizes) * (3 + 3 * len(FITTED_BITS))
-    if form.fast_columns:
-        fast, (groups, columns) = form.group_size * form.fast_columns, sizes[-1]
-        numbers += groups * (columns + fast + fast * columns)
-    return 8 * numbers
+    """Bytes of a layer's codes: three numbers a channel and three at each of FITTED_BITS."""
+    count, columns = latent_size(form, shape)
+    return 8 * len(form.latent_names) * count * columns * (3 + 3 * len(FITTED_BITS))
 
 
 def side_codes(

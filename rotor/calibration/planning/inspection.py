@@ -188,7 +188,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         objective=load,
         instructions_per_cycle=device_rates.instructions_per_cycle,
         decode_times=times,
-        slower=slower(times, f"{COMPARED_COMPRESSION[True]:g}"),
+        slower=slower(times, f"{COMPARED_COMPRESSION:g}"),
         calibrate=ResourceEstimate.of(taken, streamed, taken.disk_bytes, taken.kept_disk_bytes, seconds),
         export=ResourceEstimate.of(measuring[layerwise], layerwise, grown, grown, measured),
         validate=ResourceEstimate.of(measuring[layerwise], layerwise, 0, 0, validated),

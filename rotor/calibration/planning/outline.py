@@ -22,12 +22,11 @@ from ...models.projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_c
 from ...models.source import Checkpoint
 from ...recipe import Evaluation, Recipe
 from ...recipe.metric_registry import primitive_metrics, report_metrics
-from ..bases.information import stored_bytes
 from ..bases.layer import bases_bytes, needed_statistics
-from ..bases.moments import CHUNK_BYTES, moment_shape, packed_bytes
 from ..codes.quantiser import SAMPLED_TOKENS
 from ..codes.side import codes_bytes
-from ..codes.training import TRAINED_ELEMENT_BYTES
+from ..information import stored_bytes
+from ..moments import CHUNK_BYTES, moment_shape, packed_bytes
 from ..pruning import kmeans_bytes
 from .form import Frequencies, model_form, wanted_gradients
 
@@ -145,13 +144,6 @@ class ModelOutline:
             )
             written = min(num_sequences, max(1, SAMPLING_TOKENS // seq_len))
             stages["cache of the text that the model writes"] = written * sequence
-        if recipe.distil.steps:
-            trained = TRAINED_ELEMENT_BYTES * sum(
-                n * own.num_kv_heads // form.group_size * form.latents_per_group * form.columns(own.head_dim) ** 2
-                for own, n, form in sizes
-            )
-            states = (shape.num_layers + 2) * max(seq_len, recipe.distil.tokens) * shape.hidden_size * number
-            stages["bases and codes while they are trained"] = trained + states + running
         largest = max(stages, key=lambda name: stages[name])
         host = {"tokens": 2 * count * 8, "bases of one layer": max(layer.bases for layer in layers.values())}
         if on_gpu:
@@ -208,10 +200,6 @@ class ModelOutline:
         flops = {"text": whole * tokens} if recipe.tokens.source == "synthetic" else {}
         if recipe.needs_gradients:  # forward once, then each layer again and twice as much backward
             flops["gradients"] = 4 * whole * min(tokens, recipe.codes.tokens)
-        if recipe.distil.steps:  # the same, and the head of the uncompressed model
-            flops["distillation"] = (
-                4 * whole * recipe.distil.steps * min(tokens, recipe.distil.tokens) + layers * tokens
-            )
         return {**flops, "passes": layers * tokens, "statistics": 2.0 * tokens * per_token}
 
     def evaluation_flops(self, recipe: Recipe) -> dict[str, float]:
@@ -310,8 +298,6 @@ def rotary_frequencies(config: PreTrainedConfig, layer: int) -> tuple[float, ...
 
 def needs_whole_model(recipe: Recipe) -> tuple[str, str] | None:
     """The setting that needs all weights in memory and a hint what to set instead, or None."""
-    if recipe.distil.steps:
-        return f"distil.steps {recipe.distil.steps}", "Give --set distil.steps=0."
     if "gradients" not in recipe.rank_needs:
         return None
     request = f"ranks.method {recipe.ranks.method} (gradients)"
@@ -380,7 +366,5 @@ class _LayerBytes:
             gradients = sum(stored)
             solving += 9 * max(stored)
             codes = codes_bytes(form, shape)
-            if recipe.distil.steps:  # the trained bases and codes
-                codes += codes + bases
         outputs = packed_bytes(moment_shape(shape, group_size, "output")) if recipe.bases.refit else 0
         return cls(moments, statistics, solving, bases, outputs + bases + codes, gradients)

@@ -10,8 +10,8 @@ import torch
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
-from ...checkpoint import Channels, GroupLayout, Latent, LayerLayout, Numbers
-from ...checkpoint.channels import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES, Parted
+from ...checkpoint import GroupLayout, LayerLayout
+from ...checkpoint.rows import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES, CodedRow, NumberRow, Row
 from ...kernels.parameters import seq_len_of
 from ...kernels.reference import partial_attention
 from ...kernels.rows import resize_layer
@@ -245,26 +245,17 @@ def cut_layout(layout: LayerLayout, qk_ratio: float, v_ratio: float) -> LayerLay
     return replace(layout, groups=tuple(groups))
 
 
-def cut_latent(latent: Latent, ratio: float) -> Latent:
-    """The first channels of a latent, as many as lie in whole planes; of fast latents in whole words."""
-    if isinstance(latent, Numbers):
-        return Numbers(_kept(latent.rank, ratio, 1))
-    nibbles = _kept(WORD_PLANES * latent.words, ratio, PLANE)
-    if isinstance(latent, Channels):
-        return _cut_channels(latent, nibbles)
-    fast = [_cut_channels(own, _kept(WORD_PLANES * own.words, ratio, WORD_PLANES)) for own in latent.fast]
-    before = WORD_PLANES * max((own.fewest_words for own in fast), default=0) * len(fast)
-    return Parted(_cut_channels(latent.rest, max(nibbles - before, PLANE) - 1), tuple(fast))
-
-
-def _cut_channels(latent: Channels, nibbles: int) -> Channels:
-    """The first channels that so many nibbles hold."""
+def cut_latent(latent: Row, ratio: float) -> Row:
+    """The first channels of a latent, as many as lie in whole planes."""
+    if isinstance(latent, NumberRow):
+        return NumberRow(_kept(latent.rank, ratio, 1))
+    nibbles = _kept(WORD_PLANES * latent.words, ratio, PLANE) - latent.scaled
     left, counts = nibbles * NIBBLE_BITS, []
     for bits, count in zip(WIDTHS, latent.counts, strict=True):
         counts.append(min(count, left // bits))
         left = left - count * bits if counts[-1] == count else 0
     n16, n12, n8, n6, n4, n2 = counts
-    return Channels(n16, n12, n8, n6, n4, n2)
+    return CodedRow(n16, n12, n8, n6, n4, n2, scaled=latent.scaled)
 
 
 def _kept(whole: int, ratio: float, step: int) -> int:

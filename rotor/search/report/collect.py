@@ -188,10 +188,7 @@ def _spectrum_names(run: Run) -> dict[str, str]:
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
     words = (form.in_words(run.shape.layer(layer)) for layer, form in enumerate(keys))
     where = f"{' or '.join(dict.fromkeys(words))}, {size}"
-    if not joint:
-        return {"qk": where, "vo": size}
-    fast = {"fast": where} if any(form.fast_planes for form in keys) else {}
-    return fast | {"rest": where}
+    return {"joint": where} if joint else {"qk": where, "vo": size}
 
 
 def _mean_spectrum(values: Tensor) -> list[float]:

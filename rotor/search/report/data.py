@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...calibration.run import Run
-from ...checkpoint.channels import WIDTHS, Latent, Numbers
 from ...checkpoint.layout import GroupLayout
+from ...checkpoint.rows import WIDTHS, NumberRow, Row
 from ...checkpoint.schemas import TextInfo
 from ...recipe import Recipe
 from ..point import Point
@@ -35,7 +35,7 @@ class Cell:
         latent = group.key if side == "keys" else group.values
         channels = group.columns(head_dim)
         bits, widths = WHOLE_BITS * latent.rank, ""
-        if not isinstance(latent, Numbers):
+        if not isinstance(latent, NumberRow):
             bits = sum(latent.bits)
             counts = {width: latent.bits.count(width) for width in WIDTHS}
             widths = " ".join(f"{count}x{width}" for width, count in counts.items() if count)
@@ -47,7 +47,7 @@ def groups_of_point(run: Run, point: Point) -> list[list[GroupLayout]]:
     layers = []
     size = run.form.group_size
     for index in range(len(point.ranks)):
-        pairs: Sequence[tuple[Latent, Latent | None]] = [(Numbers(qk), Numbers(v)) for qk, v in point.ranks[index]]
+        pairs: Sequence[tuple[Row, ...]] = [(NumberRow(qk), NumberRow(v)) for qk, v in point.ranks[index]]
         if point.channels:
             pairs = point.channels[index]
         heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(pairs))]

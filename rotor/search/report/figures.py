@@ -13,8 +13,6 @@ from html import escape
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.channels import Parted
-from ...checkpoint.layout import GroupLayout
 from .data import ReportData
 from .style import STYLE, accuracy_axis, layer_colours, layer_legend, shown_loss
 
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KEYS, MUTED, ACCENT = "#1f5fbf", "#8a93a3", "#0f7b53"
-SIDE_NAMES = {"qk": "keys", "vo": "values", "fast": "fast planes of a head", "rest": "slow planes and values"}
+SIDE_NAMES = {"qk": "keys", "vo": "values", "joint": "keys and values"}
 
 SVG_STYLE: dict[Any, Any] = {**STYLE, "svg.fonttype": "none", "svg.hashsalt": "rotor"}
 """Style of figures; the same data gives the same bytes."""
@@ -110,7 +108,7 @@ def _draw_spectra(figure: Figure, *, data: ReportData, side: str, name: str) -> 
         share = [(i + 1) / len(values) for i in range(len(values))]
         axes.plot(share, values, color=colours[index], linewidth=1.2)
         if data.ranks:
-            ranks = [rank for group in data.ranks[index] for rank in _ranks_of(group, side)]
+            ranks = [(group.values if side == "vo" else group.key).rank for group in data.ranks[index]]
             kept = min(max(round(sum(ranks) / len(ranks)), 1), len(values))
             axes.plot([share[kept - 1]], [values[kept - 1]], "o", color=colours[index], markersize=4)
     axes.set_yscale("log")
@@ -118,12 +116,3 @@ def _draw_spectra(figure: Figure, *, data: ReportData, side: str, name: str) -> 
     axes.set_title(fill(f"{SIDE_NAMES[side]}, {name}", TITLE_WIDTH), fontsize=10)
     axes.set(xlabel="channel (share of all)", ylabel="singular value over the largest")
     layer_legend(figure, axes, len(data.spectra))
-
-
-def _ranks_of(group: GroupLayout, side: str) -> list[int]:
-    """Ranks of a group's latents of a name."""
-    if side == "vo":
-        return [group.values.rank]
-    if side == "qk" or not isinstance(group.key, Parted):
-        return [group.key.rank]
-    return [latent.rank for latent in (group.key.fast if side == "fast" else (group.key.rest,))]

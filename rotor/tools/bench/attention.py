@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from ...checkpoint.channels import Parted
 from ...checkpoint.kernel_config import LayerKernels
 from ...checkpoint.layout import AttentionShape, ExactTokens, LayerLayout
+from ...checkpoint.rows import RowScale
 from ...checkpoint.tensors import BASES, FLOAT32, layer_tensors
 from ...errors import NumericsError
 from ...kernels import reference
@@ -27,7 +27,6 @@ from ...kernels.dispatch import layer_served
 from ...kernels.exact import ExactKeys, RowKeys, attend_to_both
 from ...kernels.parameters import AttentionParameters, seq_len_of
 from ...kernels.rotary import Rotation, rotate, when_read
-from ...kernels.rows import CodeScales
 from ...kernels.slots import ExactSlots
 from .records import quartiles
 
@@ -128,7 +127,6 @@ def random_problem(
         of_nibble = 4.6 if layout.coded else 1.0
         width = max(group.key.width for group in layout.groups)
         basis = normal(layout.group_size * shape.head_dim, layout.key_width, scale=width**-0.5 / of_nibble).to(dtype)
-        basis *= read_of_fast_latents(layout, shape).to(basis)
         if "key_constant" in read:
             constant = normal(shape.num_kv_heads, shape.head_dim, scale=0.5)
         if "output_basis" in read:
@@ -176,29 +174,10 @@ def random_slots(
 def with_scales(rows: Tensor, layout: LayerLayout, generator: torch.Generator) -> Tensor:
     """Random rows, [..., bytes], with scales of 1/2 to 2 where they have some: others make logits that no model has."""
     for (first, _), group in zip(layout.byte_offsets(2), layout.groups, strict=True):
-        if isinstance(group.key, Parted):
+        if group.key.scaled:
             nibble = torch.randint(6, 11, rows.shape[:-1], generator=generator, device=rows.device, dtype=torch.uint8)
-            place = first + 2 * group.key.scale_word
-            rows[..., place] = rows[..., place] & 0xF0 | nibble
+            rows[..., first] = rows[..., first] & 0xF0 | nibble
     return rows
-
-
-def read_of_fast_latents(layout: LayerLayout, shape: AttentionShape) -> Tensor:
-    """1 where a query basis may have an entry, [size * head_dim, width]: fast planes are read from the head's own fast
-    latent, and from the scale.
-    """
-    found, place = torch.ones(layout.group_size, shape.head_dim, layout.key_width), 0
-    half, fast = shape.rotary_planes, layout.fast_planes
-    for group in layout.groups:
-        if isinstance(group.key, Parted) and fast:
-            word = torch.arange(group.key.width) % group.key.words
-            for head in range(layout.group_size):
-                own = word // group.key.fast_words == head
-                own[group.key.scale_word] = True
-                for first in (0, half):
-                    found[head, first : first + fast, place : place + group.key.width] = own.float()
-        place += group.key.width
-    return found.flatten(0, 1)
 
 
 def step_tensors(
@@ -214,14 +193,9 @@ def step_tensors(
     return {name: make(*specs[name].shape).to(torch.float32 if specs[name].float32 else dtype) for name in kept}
 
 
-def zero_scales(layout: LayerLayout, dtype: torch.dtype, device: torch.device) -> CodeScales | None:
-    """How latents of joint groups are coded, all zeros: for times and compilers."""
-    if not layout.scaled:
-        return None
-    products = [group.key.fast_rank * group.key.rest.rank for group in layout.groups if isinstance(group.key, Parted)]
-    errors = torch.zeros(sum(products), dtype=dtype, device=device) if layout.fast_planes else None
-    shift, length = torch.zeros(2, layout.key_rank, device=device)
-    return CodeScales(shift, length, errors)
+def zero_scale(layout: LayerLayout, device: torch.device) -> RowScale | None:
+    """How latents of joint groups are scaled and coded, all zeros: for times and compilers."""
+    return RowScale(*torch.zeros(2, layout.key_rank, device=device)) if layout.scaled else None
 
 
 def kernel(problem: Problem, kernels: LayerKernels | None = None) -> Call:

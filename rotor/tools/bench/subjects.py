@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 from ...calibration.prediction.cost import DecodeStep
-from ...calibration.prediction.instructions import HEAD_DIM, Specialisation
-from ...checkpoint.channels import PLANE, WORD_PLANES, Channels, Latent, Numbers, Parted, whole_planes
 from ...checkpoint.kernel_config import LayerKernels, layout_class
-from ...checkpoint.layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout
+from ...checkpoint.layout import MOST_ROPE_BLOCK, AttentionShape, ExactTokens, GroupLayout, LayerLayout
+from ...checkpoint.rows import CodedRow, NumberRow, Row
 from ...kernels.defaults import default_layer
 from ...models.compressed import CompressedCheckpoint
 
@@ -57,52 +56,32 @@ SPLIT = 16
 """Cut nibbles a KV head of a row whose last planes of nibbles are read twice, for their crumbs."""
 
 
-def subject_of(name: str, of: Specialisation, shape: AttentionShape | None = None, layers: int = 1) -> Subject:
+def subject_of(
+    name: str, kind: str, nibbles: int, heads: int, shape: AttentionShape, layers: int = 1, split: bool = False
+) -> Subject:
     """A layer whose groups are alike, in bfloat16, in pages; codes have 4 bits a channel, or 2 where planes are split.
 
     Args:
-        of: kind, nibbles (or numbers) and KV heads of a row, its fast planes, and the block of positions.
-        shape: by default 8 KV heads of HEAD_DIM, or as many as make whole rows.
+        kind: `joint`, or a latent each of keys and of values: `apart` of codes, or `numbers`.
+        nibbles: or numbers, of a row. heads: KV heads of a row.
     """
-    if shape is None:
-        kv_heads = 8 // of.kv_heads * of.kv_heads
-        queries = kv_heads * (of.rows // of.kv_heads)
-        shape = AttentionShape(1, queries, kv_heads, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
-    key = row_of(of)
-    value, block = (None, of.rope_block) if of.kind == "joint" else (key, None)
-    heads = range(0, shape.num_kv_heads, of.kv_heads)
-    groups = (GroupLayout(tuple(range(i, i + of.kv_heads)), key, value) for i in heads)
-    layout = LayerLayout(tuple(groups), block, of.fast_planes)
+    key: Row = NumberRow(nibbles)
+    if kind != "numbers":
+        scaled, cut = kind == "joint", SPLIT * heads if split else 0
+        key = CodedRow(n4=nibbles - cut - scaled, n2=2 * cut, split=int(split), scaled=scaled)
+    value, block = (None, MOST_ROPE_BLOCK) if kind == "joint" else (key, None)
+    groups = (GroupLayout(tuple(range(i, i + heads)), key, value) for i in range(0, shape.num_kv_heads, heads))
+    layout = LayerLayout(tuple(groups), block)
     return Subject(name, layers, layout, default_layer(layout), shape, torch.bfloat16, PAGE)
 
 
-def row_of(of: Specialisation) -> Latent:
-    """The latent of a row that is full: in a joint one the fast latents have a nibble for each number, but no more than
-    half of the row."""
-    if of.kind == "numbers":
-        return Numbers(of.width)
-    if of.kind == "apart":
-        return _channels(of.width, of)
-    most = of.width // (2 * of.kv_heads) // PLANE * PLANE
-    numbers = min(2 * of.fast_planes, most)
-    words = whole_planes(-(-numbers // WORD_PLANES))
-    fast = (Channels(n4=numbers, own_words=words),) * of.kv_heads if of.fast_planes else ()
-    slots = of.width - WORD_PLANES * sum(latent.words for latent in fast)
-    return Parted(_channels(slots - 1, of), fast)
-
-
-def _channels(nibbles: int, of: Specialisation) -> Channels:
-    cut = SPLIT * of.kv_heads if of.split else 0
-    return Channels(n4=nibbles - cut, n2=2 * cut, split=of.split)
-
-
 MODELS = {
-    "llama3-8b": (AttentionShape(32, 32, 8, 128, 4096, 128), 16),
-    "qwen3-8b": (AttentionShape(36, 32, 8, 128, 4096, 128, key_norm=True), 16),
-    "smollm2": (AttentionShape(30, 9, 3, 64, 576, 64), 11),
-    "gemma3-270m": (AttentionShape(18, 4, 1, 256, 640, 256, key_norm=True), 32),
+    "llama3-8b": AttentionShape(32, 32, 8, 128, 4096, 128),
+    "qwen3-8b": AttentionShape(36, 32, 8, 128, 4096, 128, key_norm=True),
+    "smollm2": AttentionShape(30, 9, 3, 64, 576, 64),
+    "gemma3-270m": AttentionShape(18, 4, 1, 256, 640, 256, key_norm=True),
 }
-"""Models' shapes with the fast planes that the recipe `rotor` gives them; Gemma's of the layers without a window."""
+"""Models' shapes; Gemma's of the layers without a window."""
 
 ROWS = {
     "llama3-8b": ("64x2", "128x1", "128x2", "128x2-split", "128x4", "256x2"),
@@ -112,8 +91,8 @@ ROWS = {
 }
 """Rows of a model: nibbles a KV head, and KV heads a row. `split`: some are cut."""
 
-OTHER_FORMS = {"post-128x1": ("joint", 128), "apart-64x1": ("apart", 64), "numbers-64x1": ("numbers", 64)}
-"""Rows of an 8B without fast planes: one for keys and values in blocks, or of a latent of nibbles, or numbers, each."""
+OTHER_FORMS = {"apart-64x1": ("apart", 64), "numbers-64x1": ("numbers", 64)}
+"""Rows of an 8B with a latent of so many nibbles, or numbers, of keys after RoPE, and one of values."""
 
 
 def named_subjects() -> dict[str, Subject]:
@@ -125,17 +104,15 @@ def named_subjects() -> dict[str, Subject]:
 def _named_subjects() -> tuple[Subject, ...]:
     found = []
     for model, rows in ROWS.items():
-        shape, fast = MODELS[model]
+        shape = MODELS[model]
         for row in rows:
             size, _, split = row.partition("-")
             nibbles, heads = map(int, size.split("x"))
-            rows_of_queries = heads * shape.heads_per_kv
-            of = Specialisation("joint", nibbles * heads, rows_of_queries, fast, heads, split=int(bool(split)))
-            found.append(subject_of(f"{model}-{row}", of, shape, shape.num_layers))
+            of = (f"{model}-{row}", "joint", nibbles * heads, heads)
+            found.append(subject_of(*of, shape, shape.num_layers, bool(split)))
+    shape = MODELS["llama3-8b"]
     for row, (kind, width) in OTHER_FORMS.items():
-        shape, _ = MODELS["llama3-8b"]
-        of = Specialisation(kind, width, shape.heads_per_kv)
-        found.append(subject_of(f"llama3-8b-{row}", of, shape, shape.num_layers))
+        found.append(subject_of(f"llama3-8b-{row}", kind, width, 1, shape, shape.num_layers))
     return tuple(found)
 
 

@@ -99,7 +99,7 @@ def search(
 
 
 def tiles(own: Tile, layout: LayerLayout) -> list[Tile]:
-    """What is tried for a layer, its own tile first: its keys, warps and stages changed, then what they share.
+    """What is tried for a layer, its own tile first: its keys, warps and stages changed.
 
     No tile is above a block of positions.
     """
@@ -107,9 +107,6 @@ def tiles(own: Tile, layout: LayerLayout) -> list[Tile]:
     found = [own]
     found += [replace(own, keys=keys, warps=warps) for keys, warps in SHAPES if keys <= most]
     found += [replace(own, stages=stages) for stages in STAGES]
-    if layout.fast_planes:
-        found += [replace(own, lean=lean) for lean in range(4)]
-        found += [replace(own, keys=64, warps=2, stages=2, lean=lean) for lean in (0, 1) if most >= 64]
     return list(dict.fromkeys(found))
 
 

@@ -18,12 +18,12 @@ from triton.runtime import driver
 from ...checkpoint.kernel_config import LayerKernels
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...kernels.append import append
-from ...kernels.decoding import BlockRotations, DecodeLayer, absorbing_programs, decode_attention, finish_constants
+from ...kernels.decoding import DecodeLayer, absorbing_programs, block_starts, decode_attention, finish_constants
 from ...kernels.materialise import PagesOf, materialise
 from ...kernels.parameters import AttentionParameters
 from ...kernels.ranges import KeyRanges
 from ...kernels.rows import row_dtype
-from .attention import random_slots, step_tensors, zero_scales
+from .attention import random_slots, step_tensors, zero_scale
 from .sass import Loop
 from .subjects import STEP, Subject
 
@@ -135,17 +135,17 @@ def layer_variants(subject: Subject, arch: int) -> list[Variant]:
         query = torch.zeros(1, shape.num_heads, shape.head_dim, dtype=dtype)
         if layer.folded:
             query = torch.zeros(1, layer.group_rows * layout.key_width, dtype=dtype)
-        blocks = BlockRotations.of(rotation, layout, dtype) if rotation and layout.in_blocks else None
+        starts = block_starts(rotation, layout) if rotation and layout.in_blocks else None
         ranges, exact = KeyRanges.of_lengths(torch.ones(1).int()), None
         if layout.exact is not None:
             exact = random_slots(layout.exact, shape, 1, 1, dtype, torch.Generator())
         with recorded(arch) as launched:
             decode_attention(
-                query, key, value, layer, ranges, blocks, block_table=block_table, tiles=kernels.tile(arch),
+                query, key, value, layer, ranges, starts, block_table=block_table, tiles=kernels.tile(arch),
                 exact=exact, attended=ranges,
             )  # fmt: skip
         widths = f"{layer.operands * layer.columns}+{layer.operands * layer.value_columns}"
-        name = f"{{}} {widths}x{layer.heads}, T {layer.block}, F {layer.fast}"
+        name = f"{{}} {widths}x{layer.heads}, T {layer.block}"
         keep(launched, name, _work_of_a_step(layer, kernels, arch))
     return list(found.values())
 
@@ -170,7 +170,7 @@ def _append(
         layout,
         shape,
         query=torch.zeros(1, tokens, shape.num_heads, shape.head_dim, dtype=dtype) if rotation else None,
-        scales=zero_scales(layout, dtype, CPU),
+        scale=zero_scale(layout, CPU),
         rotation=rotation,
         index=places if rotation else None,
         out=pages,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.kernel_cases import FORMS, MIXED, Channels, Numbers, layer, random_scales, rotation_table, shape_of
+from support.kernel_cases import FORMS, MIXED, CodedRow, NumberRow, layer, random_scales, rotation_table, shape_of
 from support.quick import mostly_nightly
 
 from rotor.checkpoint.layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout
@@ -16,14 +16,14 @@ from rotor.kernels.reference import project_keys
 from rotor.kernels.rotary import rotate, within_blocks
 from rotor.kernels.rows import CodeScales, pack_layer
 
-SMALL = Channels(n8=1, n4=5)
+SMALL = CodedRow(n8=1, n4=5)
 CASES = {
     "joint": layer(FORMS["fast"], 2, MIXED, MIXED, SMALL),
     "apart": layer(FORMS["post"], 1, (MIXED, SMALL), (MIXED, SMALL), (SMALL, MIXED)),
     "blocks": layer(FORMS["block"], 1, MIXED),
     "pre": layer(FORMS["pre"], 2, MIXED, SMALL),
-    "numbers": layer(FORMS["long"], 2, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),
-    "joint numbers": layer(FORMS["post"], 1, Numbers(40)),
+    "numbers": layer(FORMS["long"], 2, (NumberRow(40), NumberRow(24)), (NumberRow(8), NumberRow(70))),
+    "joint numbers": layer(FORMS["post"], 1, NumberRow(40)),
 }
 
 

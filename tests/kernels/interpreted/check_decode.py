@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support import kernel_truth as truth
-from support.kernel_cases import FAST, Channels, Numbers, causal, in_pages, layer, random_case, shape_of
+from support.kernel_cases import FAST, CodedRow, NumberRow, causal, in_pages, layer, random_case, shape_of
 from support.quick import mostly_nightly
 from torch import Tensor
 
@@ -23,15 +23,15 @@ HEADS = [(64, 1), (80, 3), (96, 7), (128, 4), (256, 1)]
 
 def layer_of(
     widths: list[int], size: int, values: list[int] | None = None, coded: bool = True, block: int | None = None,
-    fast: int = 0, latent: Channels = FAST,
+    fast: int = 0, latent: CodedRow = FAST,
 ) -> LayerLayout:  # fmt: skip
     """Groups of `size` KV heads with latents of these widths, joint where no `values` are given.
 
     latent: of a head's fast planes.
     """
 
-    def of_width(width: int) -> Channels | Numbers:
-        return Channels(n8=width // 4, n4=width // 2) if coded else Numbers(width)
+    def of_width(width: int) -> CodedRow | NumberRow:
+        return CodedRow(n8=width // 4, n4=width // 2) if coded else NumberRow(width)
 
     keys = [of_width(width) for width in widths]
     pairs = keys if values is None else list(zip(keys, map(of_width, values), strict=True))
@@ -172,7 +172,7 @@ def test_four_heads(lean: int, fast: int) -> None:
 @pytest.mark.parametrize("nibbles", mostly_nightly([10, 40, 70], lambda nibbles: nibbles == 40))
 def test_fast_latents_of_any_width(nibbles: int) -> None:
     """One to five planes, so that they lie in one span of words or in more."""
-    fast = Channels(n4=nibbles - 6, n2=11)
+    fast = CodedRow(n4=nibbles - 6, n2=11)
     check(layer_of([64, 32], 3, block=64, fast=11, latent=fast), [100, 40], head_dim=64, per_head=3)
 
 

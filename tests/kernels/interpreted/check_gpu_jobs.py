@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rotor.checkpoint.channels import Channels, Parted
 from rotor.checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
+from rotor.checkpoint.rows import CodedRow, Parted
 from rotor.kernels.defaults import default_layer
 from rotor.tools.bench import tuning
 from rotor.tools.bench.gpu import counters, model, tiles, times
@@ -18,7 +18,7 @@ from rotor.tools.bench.gpu.summary import markdown, tuned
 from rotor.tools.bench.subjects import Subject, with_exact
 
 SHAPE = AttentionShape(1, 4, 1, 32, 64, 32)
-LAYOUT = LayerLayout((GroupLayout((0,), Parted(Channels(n4=15), (Channels(n4=8),)), None),), 16, 4)
+LAYOUT = LayerLayout((GroupLayout((0,), Parted(CodedRow(n4=15), (CodedRow(n4=8),)), None),), 16, 4)
 LOAD, LONG = "8 x 32K", "1 x 32K"
 SMALL = {LOAD: [20] * 2, LONG: [37], RAGGED: [20, 3], PROMPT: [70]}
 SIZES = {

@@ -23,8 +23,8 @@ from support.kernel_cases import (
 from support.quick import mostly_nightly
 from torch.nn import functional
 
-from rotor.checkpoint.channels import Numbers
 from rotor.checkpoint.layout import POST_ROPE
+from rotor.checkpoint.rows import NumberRow
 from rotor.kernels import stock
 from rotor.kernels.attention import rows_attention
 from rotor.kernels.defaults import default_layer
@@ -110,9 +110,9 @@ def test_packed_prompts_over_pages(name, window, page_size) -> None:
 def latents_case(kind: str, batch_size: int, seq_len: int, kv_len: int) -> Case:
     """Numbers after RoPE: of two classes of groups, of a group of two heads, and of joint latents."""
     of = {
-        "apart": layer(POST_ROPE, 1, (Numbers(20), Numbers(13)), (Numbers(20), Numbers(13)), (Numbers(9), Numbers(24))),
-        "group": layer(POST_ROPE, 2, (Numbers(16), Numbers(30)), (Numbers(16), Numbers(30))),
-        "joint": layer(POST_ROPE, 2, Numbers(22), Numbers(22)),
+        "apart": layer(POST_ROPE, 1, (NumberRow(20), NumberRow(13)), (NumberRow(20), NumberRow(13)), (NumberRow(9), NumberRow(24))),
+        "group": layer(POST_ROPE, 2, (NumberRow(16), NumberRow(30)), (NumberRow(16), NumberRow(30))),
+        "joint": layer(POST_ROPE, 2, NumberRow(22), NumberRow(22)),
     }[kind]
     return random_case(of, shape_of(of.group_size * len(of.groups), 3, 24, 16), batch_size, seq_len, kv_len)
 
@@ -140,7 +140,7 @@ def test_prompts_meet_latents_of_numbers_as_they_are_stored(kind: str, monkeypat
 
 def test_latents_wider_than_heads_are_expanded() -> None:
     """Attention over them would be more work than over keys."""
-    of = layer(POST_ROPE, 2, (Numbers(40), Numbers(30)))
+    of = layer(POST_ROPE, 2, (NumberRow(40), NumberRow(30)))
     case = random_case(of, shape_of(2, 3, 24, 16), 2, 37, 37)
     assert not case.parameters.meets_latents(next(iter(of.classes())))
     check(prompt(case), case.exact(causal(2, 37, 37))[0])

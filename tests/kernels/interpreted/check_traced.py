@@ -9,7 +9,6 @@ import torch
 from support.kernel_cases import (
     FORMS,
     MIXED,
-    Numbers,
     causal,
     exact_keys,
     layer,
@@ -27,7 +26,7 @@ from rotor.kernels.defaults import default_layer
 
 CASES = {
     "codes": layer(FORMS["fast"], 2, MIXED, MIXED),
-    "numbers": layer(FORMS["long"], 1, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),
+    "numbers": layer(FORMS["long"], 1, (NumberRow(40), NumberRow(24)), (NumberRow(8), NumberRow(70))),
 }
 
 

@@ -91,7 +91,7 @@ def _tuned(records: list[Record]) -> str:
     titles = (
         "layout", "load", "own tile", "us", "fastest tile", "us", "absorb with it: blocks, warps, stages", "us",
     )  # fmt: skip
-    note = "Tiles: keys x warps, stages; lean; programs an SM."
+    note = "Tiles: keys x warps, stages; programs an SM."
     return f"{note}\n\n{table(titles, rows)}" if rows else ""
 
 
@@ -113,7 +113,7 @@ def tuned(records: list[Record]) -> dict[tuple[str, str], dict[str, Record]]:
 def _in_words(record: Record) -> str:
     """A tile that was tried."""
     tile = record["tile"]
-    return f"{tile['keys']} x {tile['warps']}, {tile['stages']}; {tile['lean']}; {record['slices_per_sm']}"
+    return f"{tile['keys']} x {tile['warps']}, {tile['stages']}; {record['slices_per_sm']}"
 
 
 def _us(seconds: float) -> str:

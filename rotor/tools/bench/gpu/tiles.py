@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....checkpoint.kernel_config import LayerKernels
-from ....kernels.attention import block_rotations, ranges_of
+from ....kernels.attention import ranges_of, starts_of_blocks
 from ....kernels.decoding import DecodeLayer, decode_attention
 from ....kernels.launch import capability_of, sm_count
 from ..attention import TOLERANCE, Call, Problem, kernel, relative_error
@@ -55,10 +55,10 @@ def absorbing_call(problem: Problem, layer: DecodeLayer, kernels: LayerKernels) 
     query, rows = problem.query.transpose(1, 2).flatten(0, 1), (problem.key[:, 0], problem.value[:, 0])
     tile, programs = kernels.tile(capability_of(device)), sm_count(device) * kernels.slices_per_sm
     keys = ranges_of(None, (batch_size, 1, kv_len), device)
-    rotations = problem.rotation and block_rotations(problem.rotation, problem.layout, query.dtype)
+    starts = problem.rotation and starts_of_blocks(problem.rotation, problem.layout)
 
     def call() -> Tensor:
-        found = decode_attention(query, *rows, layer, keys, rotations, tiles=tile, programs=programs, max_kv_len=kv_len)
+        found = decode_attention(query, *rows, layer, keys, starts, tiles=tile, programs=programs, max_kv_len=kv_len)
         return found.view(batch_size, 1, -1)
 
     return call

@@ -32,7 +32,7 @@ from ..attention import (
     sdpa,
     step_tensors,
     uncompressed_heads,
-    zero_scales,
+    zero_scale,
 )
 from ..baselines import flash_decoding, random_flash
 from ..records import quartiles
@@ -212,7 +212,7 @@ def appending(subject: Subject, problems: list[Problem], device: torch.device) -
     options: dict[str, Any] = {
         **{name: stored.get(name) for name in ("key_basis", "key_shift", "value_basis", "value_shift")},
         "query": query, "rotation": rotation_table(length, subject, device),
-        "index": torch.full((batch_size, 1), length - 1, device=device), "scales": zero_scales(layout, dtype, device),
+        "index": torch.full((batch_size, 1), length - 1, device=device), "scale": zero_scale(layout, device),
     }  # fmt: skip
 
     def call(problem: Problem) -> Call:
@@ -272,7 +272,7 @@ def predictions(subject: Subject, lengths: list[int], device: torch.device) -> R
 
 def stock(name: str, load: str, device: str = "cuda", size: tuple[int, int, int] | None = None) -> Iterator[Record]:
     """PyTorch's attention over a model's uncompressed cache, by back end; not of ragged batches."""
-    where, (shape, _) = torch.device(device), MODELS[name]
+    where, shape = torch.device(device), MODELS[name]
     if size is None:
         if load == RAGGED:
             return
@@ -298,7 +298,7 @@ def flash(
     name: str, load: str, four_bits: bool, device: str = "cuda", lengths: list[int] | None = None
 ) -> Iterator[Record]:
     """Flash-decoding in Triton over the uncompressed cache, of 16 bits or of 4 bits in groups."""
-    where, (shape, _), lengths = torch.device(device), MODELS[name], lengths or LOADS[load]
+    where, shape, lengths = torch.device(device), MODELS[name], lengths or LOADS[load]
     sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
     generator = torch.Generator(where).manual_seed(0)
     first = random_flash(sizes, lengths, four_bits, DTYPE, generator)

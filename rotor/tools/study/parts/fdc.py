@@ -14,10 +14,11 @@ from math import prod
 from ....calibration.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from ....calibration.prediction.devices import Device, find_device
 from ....calibration.prediction.prompt import bases_flops, layer_flops, uncompressed_layer_flops
-from ....checkpoint import AttentionShape, GroupLayout, LayerLayout, Numbers
+from ....checkpoint import AttentionShape, GroupLayout, LayerLayout
 from ....checkpoint.families import attention_shape
 from ....checkpoint.folding import model_layouts
-from ....checkpoint.layout import ordered_by_class, pre_rope
+from ....checkpoint.layout import ordered_by_class
+from ....checkpoint.rows import NumberRow
 from ....checkpoint.sizes import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ....checkpoint.tensors import BASES, layer_tensors
 from ....errors import UsageError
@@ -205,13 +206,13 @@ def like_8b(layouts: Sequence[LayerLayout], shape: AttentionShape) -> list[Layer
     theirs, one after another; numbers, keys before or after RoPE as in these."""
     layers = [(layout, shape.layer(n).head_dim * layout.group_size) for n, layout in enumerate(layouts)]
     groups = [(group, columns) for layout, columns in layers for group in layout.groups]
-    form = pre_rope(SHAPE_8B) if layouts[0].fast_planes else layouts[0].form
+    form = layouts[0].form
     found = []
     for layer in range(SHAPE_8B.num_layers):
         own = []
         for head in range(SHAPE_8B.num_kv_heads):
             group, columns = groups[(layer * SHAPE_8B.num_kv_heads + head) % len(groups)]
             ranks = [max(1, round(SHAPE_8B.head_dim * side.rank / columns)) for side in (group.key, group.values)]
-            own.append(GroupLayout((head,), *map(Numbers, ranks)))
+            own.append(GroupLayout((head,), *map(NumberRow, ranks)))
         found.append(ordered_by_class(own, form))
     return found

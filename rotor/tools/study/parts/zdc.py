@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....calibration.pruning import prune_sequences
-from ....checkpoint import GroupLayout, LayerLayout, Numbers
+from ....checkpoint import GroupLayout, LayerLayout, NumberRow
 from ....checkpoint.bases import LayerBases
 from ....checkpoint.folding import model_layouts
 from ....checkpoint.layout import POST_ROPE, AttentionShape, ordered_by_class
@@ -228,7 +228,7 @@ def _travel(study: StudyContext, name: str) -> Record:
 
 def _whole(shape: AttentionShape) -> LayerLayout:
     """A layer that keeps all numbers of each head."""
-    heads = (GroupLayout((head,), *[Numbers(shape.head_dim)] * 2) for head in range(shape.num_kv_heads))
+    heads = (GroupLayout((head,), *[NumberRow(shape.head_dim)] * 2) for head in range(shape.num_kv_heads))
     return ordered_by_class(heads, POST_ROPE)
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...checkpoint.layout import AttentionShape, KeyForm, LayerForm
-from ...errors import NumericsError
+from ..checkpoint.layout import AttentionShape, KeyForm, LayerForm
+from ..errors import NumericsError
 
 CHUNK_BYTES = 64 << 20
 """Most bytes of a float64 copy of activations (but at least one head is copied)."""
@@ -27,12 +27,11 @@ JOINT, KEY = "joint", "key"
 
 
 def stored_name(form: KeyForm, joint: bool = False) -> str:
-    """Name of the moments of stored keys, stacked over the heads of a group: `key_post`, or `key_64_13` for blocks.
+    """Name of the moments of stored keys, stacked over the heads of a group: `key_post`, or `key_64` for blocks.
 
-    joint: keys are stacked with values, each head's key before its value: `joint_64_13`.
+    joint: keys are stacked with values, each head's key before its value: `joint_64`.
     """
-    kind = JOINT if joint else KEY
-    return f"{kind}_post" if form.rope_block is None else f"{kind}_{form.rope_block}_{form.fast_planes}"
+    return f"{JOINT if joint else KEY}_{form.rope_block or 'post'}"
 
 
 def vector_names(form: LayerForm) -> tuple[str, ...]:
@@ -45,7 +44,7 @@ def named_form(name: str) -> KeyForm | None:
     kind, _, form = name.partition("_")
     if kind not in (JOINT, KEY):
         return None
-    return KeyForm() if form == "post" else KeyForm(*map(int, form.split("_")))
+    return KeyForm() if form == "post" else KeyForm(int(form))
 
 
 def moment_shape(shape: AttentionShape, group_size: int, name: str) -> tuple[int, int, int]:

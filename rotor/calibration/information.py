@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...checkpoint.layout import AttentionShape
+from ..checkpoint.layout import AttentionShape
 from .moments import LayerStatistics, moment_shape, pack_symmetric, packed_bytes, unpack_symmetric
 
 
