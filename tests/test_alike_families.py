@@ -60,7 +60,7 @@ KINDS = ("gpt_oss", "qwen3_5_text", "smollm3")
 def test_at_full_rank_a_family_is_its_source(name: str) -> None:
     """Folded with random bases, keys after RoPE and before; the pipeline checks the rest."""
     model = tiny_model(name).eval()
-    forms = (POST_ROPE,) if attention_shape(model.config).needs_post_rope else (POST_ROPE, KeyForm(8, 0))
+    forms = (POST_ROPE,) if attention_shape(model.config).needs_post_rope else (POST_ROPE, KeyForm(8))
     with torch.inference_mode():
         expected = model(PROMPT).logits
         for form in forms:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.kernel_cases import shape_of
-from support.random_layers import NARROW, WIDE, layout_of, parted
+from support.random_layers import NARROW, NARROW_BOTH, WIDE, WIDE_BOTH, layout_of
 from typer.testing import CliRunner
 
 from rotor.checkpoint.layout import ExactTokens, KeyForm
@@ -23,7 +23,7 @@ from rotor.tools.bench.bench import bench
 from rotor.tools.bench.subjects import named_subjects
 
 APART = layout_of(1, [(WIDE, NARROW)] * 4)
-FAST = layout_of(2, [(parted(WIDE, 2), None), (parted(NARROW, 2), None)], KeyForm(8, 8))
+JOINT = layout_of(2, [(WIDE_BOTH, None), (NARROW_BOTH, None)], KeyForm(8))
 SMALL = {"lengths": (48,), "prefill": (24,), "batch": (2,), "repetitions": 2, "new_tokens": 0}
 
 
@@ -61,7 +61,7 @@ def test_every_row_of_a_cpu_is_measured_and_the_others_say_why(folder: Path) -> 
 
 
 def test_a_step_with_exact_tokens_is_measured_whole_and_a_prompt_is_stock_attention() -> None:
-    layout, left_out = replace(FAST, exact=ExactTokens(2, 16)), dict[str, str]()
+    layout, left_out = replace(JOINT, exact=ExactTokens(2, 16)), dict[str, str]()
     generator = torch.Generator().manual_seed(0)
     shape = shape_of(4, 2, 16, 16)
     step, prompt = (
@@ -133,7 +133,7 @@ def test_tuning_tries_no_tile_above_a_block() -> None:
 
 
 def test_tuning_tries_one_that_does_not_run_no_further() -> None:
-    layout = named_subjects()["llama3-8b-post-128x1"].layout
+    layout = named_subjects()["llama3-8b-apart-64x1"].layout
     own = default_layer(layout)
     tried = [kernels for kernels, _ in tuning.search(own, layout, 80, lambda kernels: float("inf"))]
     assert len(tried) == len(set(tried)) == len(tuning.launches(own, layout, 80)[0]) + 1

@@ -19,7 +19,7 @@ from rotor.errors import UsageError
 from rotor.policies import stored_bytes
 from rotor.tools.validation.validate import cache_bytes_per_token
 
-PRE, SLOW, SOME = KeyForm(64, 8), KeyForm(8, 0), KeyForm(8, 3)
+PRE, SLOW, SOME = KeyForm(64), KeyForm(8), KeyForm(8)
 CASES = {
     "post": ("llama", Folding(POST_ROPE, 1, bits=MIXED)),
     "pre": ("llama", Folding(PRE, 2, bits=MIXED)),
@@ -32,7 +32,7 @@ CASES = {
     "fast planes": ("llama", Folding(SOME, 2, joint=True, bits=MIXED)),
     "blocks in a window": ("mistral", Folding(SOME, 1, bits=MIXED)),
     "slow planes, key norm": ("qwen3", Folding(SLOW, 2, joint=True, bits=MIXED)),
-    "partial": ("gpt_neox", Folding(KeyForm(8, 1), 2, bits=MIXED)),
+    "partial": ("gpt_neox", Folding(KeyForm(8), 2, bits=MIXED)),
 }
 """Family, and how it is compressed."""
 

@@ -25,7 +25,7 @@ from rotor.calibration.samples import GradientClip, SampleKeeper
 from rotor.checkpoint.bases import BasisPair, ChannelCode, FoldedBasis, LayerBases
 from rotor.checkpoint.families import find_family
 from rotor.checkpoint.folding import fold_code
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ExactTokens, KeyForm
+from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, ExactTokens, KeyForm
 from rotor.checkpoint.rows import CodedRow
 from rotor.errors import NumericsError
 from rotor.kernels.rows import pack, unpack
@@ -260,13 +260,13 @@ def test_what_rounding_moved_a_projection_by_is_made_good():
     assert relative_error(off, x) < 1.2 * relative_error(exact, x) < relative_error(unaware, x)
 
 
-BEFORE = KeyForm(64, 8)
+BEFORE = PRE_ROPE
 """Of the tiny models, whose heads have 16 dimensions."""
 
 
 def every(network: LayerwiseModel) -> frozenset[str]:
     """All that gradients can be taken by."""
-    forms = [POST_ROPE] if network.family.rotary is None else [POST_ROPE, BEFORE, KeyForm(8, 3)]
+    forms = [POST_ROPE] if network.family.rotary is None else [POST_ROPE, BEFORE, KeyForm(8)]
     return frozenset({"value"} | {stored_name(form, joint) for form in forms for joint in (False, True)})
 
 

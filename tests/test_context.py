@@ -121,8 +121,8 @@ def run(two_ropes: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_each_layer_has_the_fast_planes_of_its_own_rope(two_ropes: Path, run: Run) -> None:
     """Planes that rotate by a quarter turn or more in 64 positions: all 8 with a base of 100, 3 with one of 1e6."""
-    assert run.form.keys == (KeyForm(64, 7), KeyForm(64, 3))
-    assert run.layer_bases(1).form == KeyForm(64, 3)
+    assert run.form.keys == (KeyForm(64), KeyForm(64))
+    assert run.layer_bases(1).form == KeyForm(64)
     words = "1 layer: joint, blocks of 64, 7 fast planes, 2 heads; 1 layer: joint, blocks of 64, 3 fast planes, 2 heads"
     assert inspect(two_ropes, "rotor", ["groups.size=2"]).form == words
 

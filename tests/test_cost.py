@@ -31,7 +31,7 @@ from rotor.errors import RecipeError
 LLAMA = AttentionShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
 STEP = DecodeStep(context_tokens=32768, batch_size=8)
 H200 = find_device("h200")
-BLOCKS = KeyForm(64, 0)
+BLOCKS = KeyForm(64)
 JOINT = LayerForm(BLOCKS, 1, joint=True)
 
 
@@ -99,11 +99,11 @@ def test_instructions_by_what_kernels_are_compiled_for(table) -> None:
     assert of(joint(1024)) == 1024 + 3  # as two of the widest
     assert of(joint(64, 8)) == 4 * 64 + 12  # 32 rows
     assert of(joint(64), replace(LLAMA, num_heads=8 * 64)) == 8 * 64 + 24  # as two of the most rows
-    assert of(joint(64, form=KeyForm(16, 0))) == 4 * 64 + 4 * 1.5  # four blocks for one
-    assert of(joint(64, form=KeyForm(8, 0))) == 8 * 64 + 8 * 1.5
+    assert of(joint(64, form=KeyForm(16))) == 4 * 64 + 4 * 1.5  # four blocks for one
+    assert of(joint(64, form=KeyForm(8))) == 8 * 64 + 8 * 1.5
     assert of(joint(64), replace(LLAMA, head_dim=64, rotary_dim=64)) == pytest.approx(64 + 0.7 * 1.5)
-    assert of(joint(64, form=KeyForm(64, 16))) == 64 + 16 + 1.5
-    assert of(joint(64, form=KeyForm(64, 18))) == 64 + 32 + 1.5  # padded
+    assert of(joint(64, form=KeyForm(64))) == 64 + 16 + 1.5
+    assert of(joint(64, form=KeyForm(64))) == 64 + 32 + 1.5  # padded
     apart = LayerLayout((GroupLayout((0,), CodedRow(n4=64), CodedRow(n4=128)),))
     assert of(apart) == 64 + 128 + 1.5  # the mean of both
     without_rope = replace(LLAMA, rotary_dim=0)
@@ -134,7 +134,7 @@ def test_sizes_of_groups_by_time(table) -> None:
     assert best_group_size(replace(LLAMA, num_heads=8), JOINT, True, slow, STEP) == 8
     layout = uniform_layout(LLAMA, JOINT, 0.125, True)
     assert layout.groups[0].key == Parted(CodedRow(n4=127))
-    fast = uniform_layout(LLAMA, LayerForm(KeyForm(64, 16), 2, joint=True), 0.125, True).groups[0].key
+    fast = uniform_layout(LLAMA, LayerForm(KeyForm(64), 2, joint=True), 0.125, True).groups[0].key
     assert fast == Parted(CodedRow(n4=191), (CodedRow(n4=32),) * 2)
     assert uniform_layout(LLAMA, LayerForm(POST_ROPE, 2), 0.5, False).groups[3].value == NumberRow(128)
 
@@ -142,8 +142,8 @@ def test_sizes_of_groups_by_time(table) -> None:
 def test_sizes_that_the_bundled_counts_give() -> None:
     """Two heads of an 8B with 8 KV heads and Llama 3's RoPE base, all three of SmolLM2-135M."""
     smollm2 = AttentionShape(30, 9, 3, 64, 576, rotary_dim=64)
-    assert best_group_size(LLAMA, LayerForm(KeyForm(64, 16), 1, joint=True), True, H200, STEP) == 2
-    assert best_group_size(smollm2, LayerForm(KeyForm(64, 11), 1, joint=True), True, H200, STEP) == 3
+    assert best_group_size(LLAMA, LayerForm(KeyForm(64), 1, joint=True), True, H200, STEP) == 2
+    assert best_group_size(smollm2, LayerForm(KeyForm(64), 1, joint=True), True, H200, STEP) == 3
 
 
 def test_times_of_an_8b(table) -> None:

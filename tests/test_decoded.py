@@ -21,7 +21,7 @@ from rotor.search.table import RankTable
 from rotor.tools.validation.validate import validate
 
 EXACT = ExactTokens(3, 8)
-PRE, SLOW, SOME = KeyForm(64, 8), KeyForm(8, 0), KeyForm(8, 3)
+PRE, SLOW, SOME = KeyForm(64), KeyForm(8), KeyForm(8)
 CASES = {
     "post": ("llama", Folding(POST_ROPE, 1, bits=MIXED)),
     "window": ("mistral", Folding(PRE, 1, bits=MIXED)),
@@ -30,7 +30,7 @@ CASES = {
     "windows, key norm": ("gemma3_text", Folding(SOME, 1, joint=True, bits=MIXED)),
     "no rope, joint": ("gpt2", Folding(POST_ROPE, 4, joint=True, bits=MIXED)),
     "fast planes": ("llama", Folding(SOME, 2, joint=True, bits=MIXED)),
-    "partial": ("gpt_neox", Folding(KeyForm(8, 1), 2, bits=MIXED)),
+    "partial": ("gpt_neox", Folding(KeyForm(8), 2, bits=MIXED)),
     "numbers": ("falcon", Folding(POST_ROPE, 1, rank=8)),
 }
 """Family, and how it is compressed."""

@@ -20,20 +20,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer, StaticCache
 
-from rotor.checkpoint.layout import POST_ROPE, ExactTokens, KeyForm
-from rotor.checkpoint.sizes import compressed_kv_bytes_of_sequence, exact_bytes_of_sequence, kv_bytes_per_token
+from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, ExactTokens, KeyForm
+from rotor.checkpoint.sizes import CacheSize, exact_bytes_of_sequence, kv_bytes_per_token
 from rotor.errors import UsageError
 from rotor.policies import Streaming, stored_bytes, use_cache_policy
 from rotor.runtime import RotorAttention
 from rotor.search.export.export import export
 from rotor.tools.validation.validate import validate
 
-PRE, SOME = KeyForm(64, 8), KeyForm(8, 3)
+PRE, SOME = PRE_ROPE, KeyForm(8)
 EXACT = ExactTokens(first=2, newest=6)
 CASES = {
     "post": ("llama", Folding(POST_ROPE, 1, bits=MIXED, exact=EXACT)),
     "pre": ("llama", Folding(PRE, 2, joint=True, bits=MIXED, exact=EXACT)),
-    "fast planes": ("llama", Folding(SOME, 2, joint=True, bits=MIXED, exact=EXACT)),
+    "blocks": ("llama", Folding(SOME, 2, joint=True, bits=MIXED, exact=EXACT)),
     "numbers": ("llama", Folding(SOME, 1, rank=8, exact=EXACT)),
     "key norm": ("qwen3", Folding(SOME, 2, joint=True, bits=MIXED, exact=EXACT)),
     "window": ("mistral", Folding(SOME, 1, bits=MIXED, exact=EXACT)),
@@ -42,7 +42,7 @@ CASES = {
     "both kinds of layers": ("gemma3_text", Folding(SOME, 1, joint=True, bits=MIXED, exact=EXACT)),
     "soft cap": ("gemma2", Folding(POST_ROPE, 2, bits=MIXED, exact=EXACT)),
     "no RoPE": ("gpt2", Folding(POST_ROPE, 2, joint=True, bits=MIXED, exact=EXACT)),
-    "partial": ("gpt_neox", Folding(KeyForm(8, 1), 2, bits=MIXED, exact=EXACT)),
+    "partial": ("gpt_neox", Folding(KeyForm(8), 2, bits=MIXED, exact=EXACT)),
     "newest alone": ("llama", Folding(SOME, 1, joint=True, bits=MIXED, exact=ExactTokens(0, 5))),
 }
 """Family, and how it is compressed."""
@@ -165,7 +165,7 @@ def filled(model: Any, rows: Tensor, begin: Sequence[int], passes: Sequence[int]
 
 
 @pytest.mark.parametrize(
-    "name", mostly_nightly(["fast planes", "post", "both kinds of layers"], lambda name: name != "post")
+    "name", mostly_nightly(["blocks", "post", "both kinds of layers"], lambda name: name != "post")
 )
 def test_sequences_are_chosen_moved_copied_and_saved_with_their_exact_tokens(name: str, models) -> None:
     model, _ = models(name)
@@ -207,7 +207,7 @@ def test_sequences_are_chosen_moved_copied_and_saved_with_their_exact_tokens(nam
 
 def test_a_prefix_is_used_again_by_several_continuations(models) -> None:
     """One prefix, repeated for a batch, and copied for the next."""
-    model, _ = models("fast planes")
+    model, _ = models("blocks")
     rows = prompts(2, LENGTH)
     rows[1, :12] = rows[0, :12]
     passes = [12, 7, 1, 1, 1]
@@ -222,7 +222,7 @@ def test_a_prefix_is_used_again_by_several_continuations(models) -> None:
             assert relative_error(got, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["fast planes", "post"])
+@pytest.mark.parametrize("name", ["blocks", "post"])
 def test_what_is_taken_back_leaves_older_tokens_to_their_codes(name: str, models) -> None:
     """After a crop the ring lacks tokens that newer ones had replaced; what was exact stays so, and new ones are."""
     model, _ = models(name)
@@ -266,8 +266,8 @@ class Offloading(DynamicCache):
 @pytest.mark.parametrize(
     "name",
     mostly_nightly(
-        ["fast planes", "window", "both kinds of layers", "no RoPE"],
-        lambda name: name in ("fast planes", "both kinds of layers"),
+        ["blocks", "window", "both kinds of layers", "no RoPE"],
+        lambda name: name in ("blocks", "both kinds of layers"),
     ),
 )
 def test_every_cache_gives_the_same_tokens(name: str, models) -> None:
@@ -305,7 +305,7 @@ def test_gradients_of_a_prompt_are_the_sources(models) -> None:
 
 def test_bytes_are_counted_with_exact_tokens(models) -> None:
     """What a cache holds is the rows of its tokens, and the slots of its exact ones; a window holds no more."""
-    for name in ("fast planes", "window shorter than the ring"):
+    for name in ("blocks", "window shorter than the ring"):
         model, _ = models(name)
         layers = [module for module in model.modules() if isinstance(module, RotorAttention)]
         layouts, shape = [layer.layout for layer in layers], layers[0].shape
@@ -315,7 +315,7 @@ def test_bytes_are_counted_with_exact_tokens(models) -> None:
         assert exact == 2 * slots * 4 * 2 * 16 * 8
         counters = 2 * 8 if shape.windows else 0  # transformers' sliding layers keep their window as a tensor
         assert stored_bytes(cache) == 10 * kv_bytes_per_token(layouts, 8) + exact + counters
-        assert compressed_kv_bytes_of_sequence(layouts, shape, 8, 10) == stored_bytes(cache) - counters
+        assert CacheSize.of_layouts(layouts, shape, 8).of_sequence(10)["after"] == stored_bytes(cache) - counters
 
 
 class Quantised(QuantizedLayer):
@@ -328,7 +328,7 @@ class Quantised(QuantizedLayer):
 
 
 def test_what_cannot_keep_exact_tokens_is_refused(models) -> None:
-    model, _ = models("fast planes")
+    model, _ = models("blocks")
     rows = prompts(1, 8)
     numbers, _ = models("numbers")
     for own in (model, numbers):

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 import torch
 from support.compare import relative_error
-from support.random_layers import scales_of
+from support.random_layers import row_scale_of
 from torch import Tensor
 
 from rotor.calibration.codes.quantiser import measure_channels
-from rotor.checkpoint.bases import BasisPair, ChannelCode, LayerBases, Parting, latent_sizes
+from rotor.checkpoint.bases import BasisPair, ChannelCode, LayerBases, latent_size
 from rotor.checkpoint.folding import fold_layer, layer_layout
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, KeyForm, LayerForm
+from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, KeyForm, LayerForm
 from rotor.checkpoint.projections import AttentionWeights
 from rotor.checkpoint.rows import NumberRow
 from rotor.checkpoint.tensors import layer_tensors
@@ -26,8 +26,7 @@ SHAPE = AttentionShape(1, num_heads=6, num_kv_heads=2, head_dim=16, hidden_size=
 """Partial rotary: 6 planes, and 4 dimensions that RoPE does not rotate."""
 
 SEQ_LEN = 40
-ALL = KeyForm(64, SHAPE.rotary_planes)
-BLOCKS = KeyForm(8, 2)
+BLOCKS = KeyForm(8)
 
 
 def normal(*size: int, seed: int = 0) -> Tensor:
@@ -57,25 +56,20 @@ def pair_of(count: int, width: int, seed: int) -> BasisPair:
 
 def bases_of(form: KeyForm, shape: AttentionShape, joint: bool, coded: bool) -> LayerBases:
     """All columns of one group of all heads, coded at 16 bits or as numbers."""
-    width = shape.num_kv_heads * shape.head_dim
     size = shape.num_kv_heads
-    _, sizes = latent_sizes(LayerForm(form, size, joint), shape)
-    latents = [pair_of(*own, seed=30 + 2 * i) for i, own in enumerate(sizes)]
-    parting = None
-    if joint:
-        fast = size * 2 * form.fast_planes
-        between = [0.2 * normal(1, fast, 2 * width - fast, seed=50 + i) for i in range(3)]
-        parting = Parting(normal(1, 2 * width, seed=53), torch.eye(fast).double()[None], *between)
-    if not coded:
-        return LayerBases(form, size, tuple(latents), None, parting)
-    found = []
-    for pair in latents:
-        columns = pair.encode.shape[-1]
-        fit = measure_channels((2 if joint else 8) * normal(600, columns, seed=40), None, (16,))
-        code = ChannelCode(torch.full((columns,), 16), fit.mean[0], fit.scale[0])
-        lengths = torch.ones_like(pair.singular_values)
-        found.append(dataclasses.replace(pair, codes=(code,) * len(pair.encode), lengths=lengths))
-    return LayerBases(form, size, tuple(found), None, parting)
+    count, columns = latent_size(LayerForm(form, size, joint), shape)
+    latents = []
+    for index in range(1 if joint else 2):
+        pair = pair_of(count, columns, seed=30 + 2 * index)
+        if joint:
+            pair = dataclasses.replace(pair, mean=normal(1, columns, seed=53))
+        if coded:
+            fit = measure_channels((2 if joint else 8) * normal(600, columns, seed=40), None, (16,))
+            code = ChannelCode(torch.full((columns,), 16), fit.mean[0], fit.scale[0])
+            lengths = torch.ones_like(pair.singular_values) if joint else None
+            pair = dataclasses.replace(pair, codes=(code,) * count, lengths=lengths)
+        latents.append(pair)
+    return LayerBases(form, size, tuple(latents))
 
 
 def source(hidden: Tensor, weights: AttentionWeights, shape: AttentionShape) -> Tensor:
@@ -114,7 +108,7 @@ def compressed(hidden: Tensor, weights: AttentionWeights, bases: LayerBases, sha
         stored = within_blocks((cos, sin), torch.arange(SEQ_LEN), form) if blocks else (cos, sin)
         shift = t.get("key_shift")
         key = project_keys(rotate(key, *stored), t["key_basis"], layout, shift, value if layout.joint else None)
-    key_rows = pack_layer(key, layout, True, scales_of(t))
+    key_rows = pack_layer(key, layout, True, row_scale_of(t))
     value_rows = key_rows[..., :0] if layout.joint else pack_layer(value, layout, keys=False)
     parameters = AttentionParameters(layout, shape, shape.head_dim**-0.5, t.get("query_basis"), t.get("key_constant"))
     return attention(query, key_rows, value_rows, parameters, read) @ t["o_proj.weight"].T + t.get("o_proj.bias", 0)
@@ -126,7 +120,7 @@ NO_ROPE = dataclasses.replace(SHAPE, rotary_dim=0)
 
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("coded", [False, True])
-@pytest.mark.parametrize("form", [POST_ROPE, KeyForm(8, 0), BLOCKS, ALL])
+@pytest.mark.parametrize("form", [POST_ROPE, BLOCKS, KeyForm(64), PRE_ROPE])
 def test_full_rank_is_the_source(form: KeyForm, coded: bool, joint: bool) -> None:
     """Numbers exactly; codes of 16 bits to their steps, floored in float32."""
     weights = weights_of(SHAPE)
@@ -145,31 +139,34 @@ def test_full_rank_is_the_source_without_rope(coded: bool, joint: bool) -> None:
 def truncated(bases: LayerBases, rank: int) -> LayerBases:
     """Its first columns."""
     latents = (
-        BasisPair(pair.encode[..., :rank], pair.decode[..., :rank], pair.singular_values[:, :rank])
+        dataclasses.replace(
+            pair,
+            encode=pair.encode[..., :rank],
+            decode=pair.decode[..., :rank],
+            singular_values=pair.singular_values[:, :rank],
+        )
         for pair in bases.latents
     )
     return dataclasses.replace(bases, latents=tuple(latents))
 
 
 @pytest.mark.parametrize("joint", [False, True])
-def test_one_block_of_no_fast_planes_is_after_rope(joint: bool) -> None:
-    """At any rank, where a block holds all positions."""
+def test_one_block_of_all_positions_is_after_rope(joint: bool) -> None:
+    """At any rank."""
     weights = weights_of(SHAPE)
-    bases = [truncated(bases_of(form, SHAPE, joint, False), 20) for form in (KeyForm(64, 0), POST_ROPE)]
+    bases = [truncated(bases_of(form, SHAPE, joint, False), 20) for form in (KeyForm(64), POST_ROPE)]
     first, second = (compressed(HIDDEN, weights, of_form, SHAPE) for of_form in bases)
     assert relative_error(first, second) < 1e-10
     assert relative_error(first, source(HIDDEN, weights, SHAPE)) > 1e-2
 
 
-@pytest.mark.parametrize("block", [2, 8, 64])
-def test_with_all_planes_fast_blocks_do_not_matter(block: int) -> None:
-    weights, shape = weights_of(SHAPE), dataclasses.replace(SHAPE, key_norm=True)  # a norm keeps the basis apart
-    folded = truncated(bases_of(ALL, SHAPE, True, False), 20)
-    apart = dataclasses.replace(folded, form=KeyForm(block, SHAPE.rotary_planes))
-    first, second = compressed(HIDDEN, weights, folded, SHAPE), compressed(HIDDEN, weights, apart, shape)
+def test_before_rope_the_basis_folds_unless_a_norm_stands_between() -> None:
+    weights, normed = weights_of(SHAPE), dataclasses.replace(SHAPE, key_norm=True)
+    bases = truncated(bases_of(PRE_ROPE, SHAPE, True, False), 20)
+    first, second = compressed(HIDDEN, weights, bases, SHAPE), compressed(HIDDEN, weights, bases, normed)
     assert relative_error(first, second) < 1e-10
-    assert "key_basis" in rewritten(weights, apart, shape)
-    assert "key_basis" not in rewritten(weights, folded, SHAPE)
+    assert "key_basis" in rewritten(weights, bases, normed)
+    assert "key_basis" not in rewritten(weights, bases, SHAPE)
 
 
 def rewritten(weights: AttentionWeights, bases: LayerBases, shape: AttentionShape) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ TOKENS = ["tokens.count=4096", "codes.tokens=2048"]
 
 
 def test_codes_that_are_fitted_on_a_gpu_are_those_of_the_cpu() -> None:
-    bases, fisher, _, _ = layer_of(SHAPE, LayerForm(KeyForm(64, 3), 2, joint=True))
+    bases, fisher, _, _ = layer_of(SHAPE, LayerForm(KeyForm(64), 2, joint=True))
     for here, there in zip(
         layer_codes(bases, fisher).sides, layer_codes(bases, fisher, torch.device("cuda")).sides, strict=True
     ):

@@ -166,7 +166,7 @@ def test_decode_times_of_8b_and_70b_shapes(heads: int, layers: int, hidden: int)
         assert time.kv_bytes_per_token == whole * (1 - removed[scenario])
         base = uncompressed_layer_time(shape, device, LOAD).attention_s
         assert time.share == pytest.approx(time.seconds / layers / base)
-    one = uniform_layout(shape, LayerForm(KeyForm(64, 16), 2, joint=True), 1 / 8, True)
+    one = uniform_layout(shape, LayerForm(KeyForm(64), 2, joint=True), 1 / 8, True)
     time = found[f"{FAST}, 2 heads", "0.875"]
     predicted = layer_time(one, shape, device, LOAD)
     assert time.seconds == pytest.approx(layers * predicted.attention_s)

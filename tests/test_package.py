@@ -23,7 +23,8 @@ from rotor.kernels.defaults import default_config
 
 def test_groups_are_ordered_by_class_widest_first() -> None:
     groups = [
-        GroupLayout((h,), NumberRow(k), NumberRow(v)) for h, (k, v) in enumerate([(16, 32), (48, 16), (16, 32), (48, 32)])
+        GroupLayout((h,), NumberRow(k), NumberRow(v))
+        for h, (k, v) in enumerate([(16, 32), (48, 16), (16, 32), (48, 32)])
     ]
     layout = ordered_by_class(groups, POST_ROPE)
     assert layout.kv_head_order == (3, 1, 0, 2)
@@ -61,7 +62,7 @@ def test_an_edited_layout_is_refused(change: dict) -> None:
 
 def test_a_default_kernel_config_lists_the_layers_launches() -> None:
     groups = [GroupLayout((2 * g, 2 * g + 1), CodedRow(n4=width), None) for g, width in enumerate([16, 48])]
-    layout = ordered_by_class(groups, KeyForm(64, 16))
+    layout = ordered_by_class(groups, KeyForm(64))
     config = default_config([layout])
     (layer,) = config.to_dict()["layers"]
     assert set(layer) == {"layout", "sm_80", "sm_90", "slices_per_sm", "materialise"}

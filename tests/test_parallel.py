@@ -34,7 +34,7 @@ from rotor.policies import cache_policy, stored_bytes
 from rotor.runtime.steps import CacheRows
 from rotor.tools.generation import continue_prompt
 
-PRE = KeyForm(64, 8)
+PRE = KeyForm(64)
 CASES = {
     "post-1": ("llama", Folding(POST_ROPE, 1)),
     "post-2": ("qwen3", Folding(POST_ROPE, 2)),
@@ -43,7 +43,7 @@ CASES = {
     "none-1": ("gpt2", Folding()),
     "post-softcap": ("gemma2", Folding(POST_ROPE, 2)),
     "pre-mqa": ("falcon", Folding(PRE, 1)),
-    "fast-joint": ("llama", Folding(KeyForm(4, 3), 2, joint=True)),
+    "fast-joint": ("llama", Folding(KeyForm(4), 2, joint=True)),
 }
 """Family, and how it is compressed; between them sliding windows, norms, biases, one head, a soft
 cap, keys rotated within blocks."""

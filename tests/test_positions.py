@@ -14,15 +14,14 @@ from support.folded_models import Folding, folded
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from rotor.checkpoint.families import attention_shape
-from rotor.checkpoint.layout import POST_ROPE, KeyForm
+from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, KeyForm
 from rotor.errors import UsageError
 from rotor.policies import H2O, KIVI, Tiers, cache_policy
 
 IDS = torch.arange(7, 19).reshape(1, 12)
 HOLE = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1]])
 SKIPPING = (HOLE.cumsum(-1) - 1).clamp(min=0)
-FORMS = {"pre": None, "block": KeyForm(8, 2), "post": POST_ROPE}
+FORMS = {"pre": None, "block": KeyForm(8), "post": POST_ROPE}
 REFUSED = pytest.raises(UsageError, match="but not by position_ids")
 
 
@@ -34,7 +33,7 @@ def pair(tiny) -> Callable[[str, str], tuple[Any, Any]]:
     def get(family: str, form: str) -> tuple[Any, Any]:
         if (family, form) not in made:
             source = AutoModelForCausalLM.from_pretrained(tiny(family)).eval()
-            own = FORMS[form] or KeyForm(64, attention_shape(source.config).rotary_planes)
+            own = FORMS[form] or PRE_ROPE
             made[family, form] = source, folded(source, Folding(own))
         return made[family, form]
 

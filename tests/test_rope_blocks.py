@@ -44,7 +44,7 @@ def test_both_parts_of_a_rotation_are_the_rotation() -> None:
     angles = torch.outer(torch.arange(40).double(), 10.0 ** -torch.arange(4).double()).repeat(1, 2)
     exact = 1.3 * angles.cos(), 1.3 * angles.sin()
     key = torch.randn(40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for form in (KeyForm(2, 0), KeyForm(16, 3), KeyForm(64, 4)):
+    for form in (KeyForm(2), KeyForm(16), KeyForm(64)):
         stored = rotate(key, *within_blocks(exact, torch.arange(40), form))
         assert relative_error(stored.norm(dim=-1), key.norm(dim=-1)) < 1e-12
         read = rotate(stored, *when_read(exact, form))
@@ -57,7 +57,7 @@ def test_moments_are_of_stored_keys(name: str, tiny) -> None:
     model = load_model(tiny(name), torch.device("cpu"), torch.float32)
     family, shape = find_family(model.config), attention_shape(model.config)
     seen: dict[int, dict[str, torch.Tensor]] = {}
-    form = KeyForm(8, 2)
+    form = KeyForm(8)
     own, joint, post = stored_name(form, False), stored_name(form, True), stored_name(POST_ROPE, False)
     wanted = frozenset({own, joint, post})
     with torch.inference_mode(), capture(model, family, shape, 1, wanted, seen.__setitem__):
@@ -73,7 +73,7 @@ def test_moments_are_of_stored_keys(name: str, tiny) -> None:
 def test_gradients_are_by_stored_keys(name: str, tiny) -> None:
     """In a row of one block, by what they are after RoPE: nothing is left to rotate."""
     network = LayerwiseModel.of(load_model(tiny(name), torch.device("cpu"), torch.float32), batch_tokens=16)
-    form = KeyForm(8, 0)
+    form = KeyForm(8)
     own, joint, post = stored_name(form, False), stored_name(form, True), stored_name(POST_ROPE, False)
     wanted = [frozenset({own, joint, post, "value"})] * network.shape.num_layers
     for layer in dict(fisher_information(network, ROWS[:, :8], 1, wanted)).values():
@@ -113,7 +113,7 @@ def test_a_checkpoint_validates_and_generates_as_it_computes(name: str, written:
     assert "full-rank rewrite" in {check.name for check in result.checks if check.status == "pass"}
     model = AutoModelForCausalLM.from_pretrained(written[name], dtype=torch.float32).eval()
     forms = {m.layout.form for m in model.modules() if isinstance(m, RotorAttention)}
-    assert forms == {KeyForm(4, 1)}
+    assert forms == {KeyForm(4)}
     options = {"max_new_tokens": 13, "do_sample": False, "output_logits": True, "pad_token_id": 0}
     output = model.generate(ROWS, return_dict_in_generate=True, **options)
     with torch.inference_mode():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.random_layers import NARROW, WIDE, Form, LayoutOf, groups_of, parted, write_random
+from support.random_layers import NARROW, NARROW_BOTH, WIDE, WIDE_BOTH, Form, LayoutOf, groups_of, write_random
 from support.runs import SHORT_TEXT
 from support.tiny_models import CONFIGS, LLAMA3_ROPE, SIZES, build_tiny
 from support.vllm_engine import (
@@ -34,7 +34,7 @@ from transformers import LlamaConfig
 
 from rotor.calibration.calibrate import calibrate
 from rotor.checkpoint.families import attention_shape
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ExactTokens, KeyForm, LayerLayout, pre_rope
+from rotor.checkpoint.layout import POST_ROPE, ExactTokens, KeyForm, pre_rope
 from rotor.checkpoint.rows import NumberRow
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.source import Checkpoint
@@ -46,42 +46,36 @@ pytestmark = pytest.mark.vllm
 
 
 def joint(size: int, form: Form) -> LayoutOf:
-    """Joint groups of `size` KV heads (0: all of them), with fast latents where planes are fast."""
-
-    def made(shape: AttentionShape) -> LayerLayout:
-        keys = form(shape) if callable(form) else form
-        heads = (size or shape.num_kv_heads) if keys.fast_planes else 0
-        return groups_of(size, keys, (parted(WIDE, heads), None), (parted(NARROW, heads), None))(shape)
-
-    return made
+    """Joint groups of `size` KV heads (0: all of them)."""
+    return groups_of(size, form, (WIDE_BOTH, None), (NARROW_BOTH, None))
 
 
 def numbers(size: int, form: Form) -> LayoutOf:
     return groups_of(size, form, (NumberRow(16), NumberRow(12)), (NumberRow(12), NumberRow(8)))
 
 
-ROTOR = joint(2, KeyForm(64, 3))
+ROTOR = joint(2, KeyForm(64))
 CASES: dict[str, tuple[str, LayoutOf | list[LayoutOf], str]] = {
-    "llama, joint, T 64, F 3": ("llama", ROTOR, "qkvo"),
-    "llama, joint, T 8, F 0": ("llama", joint(2, KeyForm(8, 0)), ""),
+    "llama, joint, T 64": ("llama", ROTOR, "qkvo"),
+    "llama, joint, T 8": ("llama", joint(2, KeyForm(8)), ""),
     "llama, joint, pre": ("llama", joint(1, pre_rope), "qo"),
     "llama, apart, post": ("llama", groups_of(1, POST_ROPE, (WIDE, NARROW), (NARROW, NARROW)), "qkvo"),
     "llama, numbers, post": ("llama", numbers(1, POST_ROPE), "qkvo"),
-    "llama, numbers beside codes": ("llama", [numbers(2, pre_rope), joint(4, KeyForm(16, 8))], "qkvo"),
+    "llama, numbers beside codes": ("llama", [numbers(2, pre_rope), joint(4, KeyForm(16))], "qkvo"),
     "gpt2, joint": ("gpt2", joint(2, POST_ROPE), "qkvo"),
     "opt, numbers": ("opt", numbers(1, POST_ROPE), "qkvo"),
-    "mistral, joint, T 64": ("mistral", joint(0, KeyForm(64, 3)), ""),
+    "mistral, joint, T 64": ("mistral", joint(0, KeyForm(64)), ""),
     "mixtral, numbers, post": ("mixtral", numbers(1, POST_ROPE), ""),
-    "qwen2, apart, T 32": ("qwen2", groups_of(2, KeyForm(32, 4), (WIDE, NARROW)), "qkv"),
+    "qwen2, apart, T 32": ("qwen2", groups_of(2, KeyForm(32), (WIDE, NARROW)), "qkv"),
     "qwen2_moe, joint, pre": ("qwen2_moe", joint(2, pre_rope), "qkv"),
-    "qwen3, joint, T 64": ("qwen3", joint(2, KeyForm(64, 3)), ""),
+    "qwen3, joint, T 64": ("qwen3", joint(2, KeyForm(64)), ""),
     "qwen3, numbers, pre": ("qwen3", numbers(1, pre_rope), ""),
     "qwen3_moe, joint, post": ("qwen3_moe", joint(4, POST_ROPE), ""),
     "gemma2, apart, post": ("gemma2", groups_of(2, POST_ROPE, (WIDE, NARROW)), ""),
-    "gemma2, joint, T 16": ("gemma2", joint(1, KeyForm(16, 3)), ""),
-    "gemma3, joint, rows of two widths": ("gemma3_text", [ROTOR, joint(4, KeyForm(64, 5))], ""),
-    "phi3, apart, T 16": ("phi3", groups_of(1, KeyForm(16, 5), (WIDE, NARROW)), ""),
-    "falcon, joint, T 64": ("falcon", joint(1, KeyForm(64, 3)), ""),
+    "gemma2, joint, T 16": ("gemma2", joint(1, KeyForm(16)), ""),
+    "gemma3, joint, rows of two widths": ("gemma3_text", [ROTOR, joint(4, KeyForm(64))], ""),
+    "phi3, apart, T 16": ("phi3", groups_of(1, KeyForm(16), (WIDE, NARROW)), ""),
+    "falcon, joint, T 64": ("falcon", joint(1, KeyForm(64)), ""),
     "falcon-40b, numbers, pre": ("falcon-40b", numbers(1, pre_rope), ""),
 }
 """Every family that is served; scaled RoPE, partial and long RoPE, sliding windows shorter than the prompts and than
@@ -142,9 +136,9 @@ def test_tokens_are_those_of_transformers(name: str, folder_of, expected) -> Non
 EXACT = {
     "llama": ("llama", ROTOR, "qkvo", ExactTokens(3, 20)),
     "llama, no first tokens": ("llama", numbers(1, POST_ROPE), "", ExactTokens(0, 33)),
-    "gemma2": ("gemma2", joint(1, KeyForm(16, 3)), "", ExactTokens(3, 8)),
+    "gemma2": ("gemma2", joint(1, KeyForm(16)), "", ExactTokens(3, 8)),
     "gpt2": ("gpt2", joint(2, POST_ROPE), "qkvo", ExactTokens(4, 20)),
-    "qwen3": ("qwen3", numbers(2, KeyForm(64, 3)), "", ExactTokens(4, 128)),
+    "qwen3": ("qwen3", numbers(2, KeyForm(64)), "", ExactTokens(4, 128)),
     "seed_oss": ("seed_oss", ROTOR, "qkvo", ExactTokens(4, 20)),
 }
 """Layers with exact tokens: beside a window shorter than a page, without RoPE, more of them than most prompts have, in
@@ -262,7 +256,7 @@ def test_tokens_of_exported_checkpoints_are_those_of_transformers(
         assert served_tokens(llm) == expected
 
 
-@pytest.mark.parametrize("name", ["llama, joint, T 64, F 3", "llama, numbers, post"])
+@pytest.mark.parametrize("name", ["llama, joint, T 64", "llama, numbers, post"])
 def test_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transformers(name: str, folder_of) -> None:
     """Log-probabilities of a prompt's tokens, in nats; twice transformers' own deviation is allowed."""
     from transformers import AutoModelForCausalLM
@@ -297,7 +291,7 @@ def changed(folder: Path, out: Path, change: Callable[[dict], None]) -> Path:
 def test_what_cannot_be_served_is_refused_in_one_line(
     folder_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = folder_of("llama, joint, T 64, F 3")
+    folder = folder_of("llama, joint, T 64")
     refused(folder, "--kv-cache-dtype fp8", kv_cache_dtype="fp8")
     refused(folder, "LoRA: adapters are trained on", enable_lora=True)
     refused(folder, "tensor parallel size 8: layer 0 has 2 group", tensor_parallel_size=8)
@@ -345,9 +339,9 @@ engine in a process (it looks through all modules that are imported). With enfor
 its stages on a CPU have no place for what passes between them, whatever the model.
 """
 
-CASES["llama, one group beside two"] = ("llama", [joint(4, KeyForm(8, 3)), ROTOR], "qkvo")
+CASES["llama, one group beside two"] = ("llama", [joint(4, KeyForm(8)), ROTOR], "qkvo")
 """Of which two ranks share the first layer's group, and have one each of the second's."""
-CASES["arcee, one group beside two"] = ("arcee", [joint(4, KeyForm(8, 3)), ROTOR], "qkvo")
+CASES["arcee, one group beside two"] = ("arcee", [joint(4, KeyForm(8)), ROTOR], "qkvo")
 """In transformers' own model."""
 
 PROGRAM = """
@@ -396,7 +390,7 @@ def test_kernels_in_the_interpreter_give_the_tokens_of_transformers(folder_of, e
     prompts follow them. TRITON_INTERPRET must be set from the start: a process of its own.
     """
     names = (
-        "llama, joint, T 64, F 3",
+        "llama, joint, T 64",
         "llama, numbers, post",
         "gpt2, joint",
         "gemma2, joint, T 16",

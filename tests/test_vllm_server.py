@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.random_layers import NARROW, WIDE, groups_of, parted, write_random
+from support.random_layers import NARROW_BOTH, WIDE_BOTH, groups_of, write_random
 from support.vllm_engine import NEW_TOKENS, PROMPTS, ROOT, expected_tokens, make_prompts
 
 from rotor.checkpoint.layout import KeyForm
@@ -103,7 +103,7 @@ def tokens_of(address: str, prompt: list[int], **options: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def folder(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rotor = groups_of(2, KeyForm(64, 3), (parted(WIDE, 2), None), (parted(NARROW, 2), None))
+    rotor = groups_of(2, KeyForm(64), (WIDE_BOTH, None), (NARROW_BOTH, None))
     return write_random(tiny("llama"), tmp_path_factory.mktemp("served") / "out", rotor)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.random_layers import WIDE, groups_of, parted, write_random
+from support.random_layers import WIDE_BOTH, groups_of, write_random
 from support.vllm_engine import expected_tokens, make_prompts, refused, served_elsewhere
 
 from rotor.checkpoint.layout import KeyForm
@@ -51,7 +51,7 @@ def served(folder: Path, options: dict, **environment: str) -> list:
 @pytest.fixture(scope="module")
 def checkpoints(tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two of the same layouts; the second's rows of the second layer are others."""
-    rotor = groups_of(2, KeyForm(64, 3), (parted(WIDE, 2), None))
+    rotor = groups_of(2, KeyForm(64), (WIDE_BOTH, None))
     first = write_random(tiny("llama"), tmp_path_factory.mktemp("stores") / "first", rotor)
     second = Path(shutil.copytree(first, first.parent / "other"))
     tensors = load_file(second / "model.safetensors")

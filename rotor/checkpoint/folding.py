@@ -92,7 +92,7 @@ def _fold_joint(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) -
     codes = []
     for group in layout.groups:
         index = group.kv_heads[0] // layout.group_size
-        basis, code = _joint_basis(bases.latents[0], index, group.key)
+        basis, code = joint_basis(bases.latents[0], index, group.key)
         for side, sides in enumerate((keys, values)):
             sides.append(joint_side(basis, side, layout.group_size))
         if code is not None:
@@ -100,7 +100,7 @@ def _fold_joint(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) -
     return FoldedBases(keys, values, codes)
 
 
-def _joint_basis(pair: BasisPair, group: int, row: Row) -> tuple[FoldedBasis, ScaledCode | None]:
+def joint_basis(pair: BasisPair, group: int, row: Row) -> tuple[FoldedBasis, ScaledCode | None]:
     """The basis of a joint group over each head's key and value, with its code folded in.
 
     With p = x E / step as projections put it out, x - m has the latent p - m E / step in steps; m is what the scale of

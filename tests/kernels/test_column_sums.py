@@ -14,8 +14,10 @@ from rotor.policies import column_sums as sums
 WIDE = CodedRow(n8=20, n4=60)
 LAYOUTS = {
     "post": layer(FORMS["post"], 2, (MIXED, WIDE), (WIDE, MIXED)),
-    "fast": layer(FORMS["fast"], 2, WIDE, MIXED),
-    "numbers": layer(FORMS["pre"], 1, (NumberRow(16), NumberRow(8)), (NumberRow(16), NumberRow(8)), (NumberRow(8), NumberRow(8))),
+    "block": layer(FORMS["block"], 2, WIDE, MIXED),
+    "numbers": layer(
+        FORMS["pre"], 1, (NumberRow(16), NumberRow(8)), (NumberRow(16), NumberRow(8)), (NumberRow(8), NumberRow(8))
+    ),
     "none": layer(KeyForm(), 2, (MIXED, WIDE)),
 }
 

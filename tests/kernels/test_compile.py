@@ -17,9 +17,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 from rotor.checkpoint.layout import KeyForm, LayerLayout
 from rotor.kernels.append import append
 from rotor.kernels.attention import ranges_of
-from rotor.kernels.decoding import BlockRotations, DecodeLayer, decode_attention
+from rotor.kernels.decoding import DecodeLayer, block_starts, decode_attention
 from rotor.kernels.ranges import KeyRanges
-from rotor.tools.bench.attention import zero_scales
+from rotor.tools.bench.attention import zero_scale
 from rotor.tools.bench.precompile import count_layers
 from rotor.tools.bench.sass import usage
 from rotor.tools.bench.subjects import EXACT, PAGE, gpu_subjects, named_subjects, with_exact
@@ -56,7 +56,7 @@ def test_nothing_is_spilled(name, arch, page) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [layer(KeyForm(64, 4), 2, CodedRow(n4=44)), layer(KeyForm(64, 0), 1, (NumberRow(20), NumberRow(28)))],
+    [layer(KeyForm(64), 2, CodedRow(n4=44)), layer(KeyForm(64), 1, (NumberRow(20), NumberRow(28)))],
     ids=["codes", "numbers"],
 )
 def test_one_kernel_serves_views_that_begin_anywhere(layout: LayerLayout) -> None:
@@ -64,7 +64,7 @@ def test_one_kernel_serves_views_that_begin_anywhere(layout: LayerLayout) -> Non
     shape, dtype = shape_of(layout.group_size, 2, 64, 64), torch.bfloat16
     case = random_case(layout, shape, 3, 1, 81).to("cpu", dtype)
     assert case.rotation is not None
-    rotations = BlockRotations.of(case.rotation, layout, dtype)
+    rotations = block_starts(case.rotation, layout)
     decoding = DecodeLayer(case.parameters, dtype, torch.device("cpu"))
     ranges = KeyRanges.of_lengths(torch.full((4,), 80, dtype=torch.int32))
     basis = torch.zeros(layout.group_size * 64, layout.key_rank, dtype=dtype)
@@ -79,7 +79,7 @@ def test_one_kernel_serves_views_that_begin_anywhere(layout: LayerLayout) -> Non
                 torch.zeros(3, 80, shape.num_kv_heads, 64, dtype=dtype),
                 torch.zeros(3, 80, layout.value_rank, dtype=dtype), layout, shape, key_basis=basis,
                 rotation=case.rotation, out=(key[:, None, :80], value[:, None, :80]),
-                scales=zero_scales(layout, dtype, torch.device("cpu")),
+                scale=zero_scale(layout, torch.device("cpu")),
             )  # fmt: skip
         found.append([(variant.name, variant.source.hash()) for variant in launched])
     names = ["absorb_kernel", "decode_kernel", "join_kernel", "append_kernel", *["code_kernel"] * layout.scaled]
@@ -109,9 +109,9 @@ def test_a_layer_with_exact_tokens_takes_few_instructions_more(name: str, arch: 
     "layout",
     mostly_nightly(
         [
-            layer(KeyForm(64, 4), 2, CodedRow(n4=48)),
-            layer(KeyForm(64, 0), 1, (CodedRow(n4=32), CodedRow(n4=32))),
-            layer(KeyForm(64, 0), 1, (NumberRow(20), NumberRow(28))),
+            layer(KeyForm(64), 2, CodedRow(n4=48)),
+            layer(KeyForm(64), 1, (CodedRow(n4=32), CodedRow(n4=32))),
+            layer(KeyForm(64), 1, (NumberRow(20), NumberRow(28))),
         ],
         lambda layout: layout.kind == "apart",  # of a joint one with fast planes the compiler takes four times as long
     ),
@@ -126,7 +126,7 @@ def test_a_step_behind_a_mask_with_holes_compiles(layout: LayerLayout) -> None:
     mask[:, :, :, 40:60] = False
     ranges = ranges_of(mask, (2, 1, 80), torch.device("cpu"))
     decoding = DecodeLayer(case.parameters, dtype, torch.device("cpu"))
-    rotations = BlockRotations.of(case.rotation, layout, dtype)
+    rotations = block_starts(case.rotation, layout)
     with recorded(90) as launched:
         decode_attention(case.query[:, :, 0], case.key, case.value, decoding, ranges, rotations)
     (decode,) = (variant for variant in launched if variant.name == "decode_kernel")

@@ -11,7 +11,7 @@ from rotor.kernels import dispatch
 from rotor.kernels.dispatch import call_served, kernels_wanted, layer_served
 from rotor.vllm.shards import shard_of
 
-LAYOUT, SHAPE = layer(FORMS["fast"], 1, CodedRow(n4=64)), shape_of(1, 4, 128, 128)
+LAYOUT, SHAPE = layer(FORMS["block"], 1, CodedRow(n4=64)), shape_of(1, 4, 128, 128)
 
 
 def serve(layout=LAYOUT, shape=SHAPE, mask=None, dtype=torch.float32, fits=True, size=(1, 1)) -> bool:
@@ -52,7 +52,7 @@ def test_the_environment_chooses(monkeypatch) -> None:
     monkeypatch.setattr(dispatch, "triton_installed", lambda: False)
     with pytest.raises(UsageError, match="Triton is not installed"):
         kernels_wanted(torch.device("cpu"))
-    monkeypatch.setenv("ROTOR_ATTENTION", "fast")
+    monkeypatch.setenv("ROTOR_ATTENTION", "block")
     with pytest.raises(UsageError, match="ROTOR_ATTENTION=fast: expected one of auto, triton, reference"):
         kernels_wanted(torch.device("cpu"))
 
@@ -68,15 +68,15 @@ def test_what_the_kernels_do_not_express_is_left_to_pytorch(monkeypatch) -> None
     assert not serve(dtype=torch.float64)
     assert not serve(fits=False)
     assert not serve(size=(0, 1))
-    assert serve(layer(FORMS["fast"], 1, CodedRow(n4=1007), fast=CodedRow(n4=8)))
-    assert not serve(layer(FORMS["fast"], 1, CodedRow(n4=1040)))
+    assert serve(layer(FORMS["block"], 1, CodedRow(n4=1007), fast=CodedRow(n4=8)))
+    assert not serve(layer(FORMS["block"], 1, CodedRow(n4=1040)))
     assert not serve(shape=shape_of(1, 4, 512, 128))
     assert not call_served(torch.zeros(1, 1, 4), None)  # gradients are wanted
 
 
 @pytest.mark.parametrize(
     ("form", "groups", "served"),
-    [("fast", 1, False), ("pre", 1, False), ("fast", 2, True), ("block", 1, True), ("post", 1, True)],
+    [("block", 1, False), ("pre", 1, False), ("block", 2, True), ("block", 1, True), ("post", 1, True)],
 )
 def test_ranks_that_share_a_group_with_fast_latents_are_left_to_pytorch(monkeypatch, form, groups, served) -> None:
     """Kernels find the scale of a row behind as many fast latents as there are heads; such a rank has fewer heads."""

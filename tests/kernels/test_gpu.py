@@ -9,20 +9,22 @@ import torch
 from support.kernel_cases import (
     Case,
     CodedRow,
+    NumberRow,
     causal,
     in_pages,
     layer,
     random_case,
-    random_scales,
+    random_scale,
     rotation_table,
     shape_of,
 )
 
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, KeyForm, LayerLayout
+from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, KeyForm, LayerLayout
+from rotor.checkpoint.rows import RowScale
 from rotor.kernels import reference
 from rotor.kernels.defaults import default_layer
 from rotor.kernels.rotary import when_read
-from rotor.kernels.rows import CodeScales, pack_layer, read_class
+from rotor.kernels.rows import pack_layer, read_class
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,15 +33,14 @@ pytestmark = [
 
 MIXED = CodedRow(n16=1, n12=1, n8=5, n6=4, n4=37, n2=5)
 CASES = {
-    "joint, blocks": layer(KeyForm(64, 0), 1, MIXED, MIXED, CodedRow(n4=64)),
-    "joint, fast planes": layer(KeyForm(64, 16), 2, CodedRow(n4=128), CodedRow(n4=96)),
-    "joint, 13 fast planes": layer(KeyForm(64, 13), 1, MIXED, MIXED),
+    "joint, blocks": layer(KeyForm(64), 1, MIXED, MIXED, CodedRow(n4=64)),
+    "joint, two heads": layer(KeyForm(64), 2, CodedRow(n4=128), CodedRow(n4=96)),
     "joint, after RoPE": layer(POST_ROPE, 2, MIXED, MIXED),
-    "joint, before RoPE": layer(KeyForm(64, 32), 1, MIXED, MIXED),
-    "apart, blocks of 16": layer(KeyForm(16, 3), 1, (MIXED, CodedRow(n4=32)), (MIXED, CodedRow(n4=32))),
+    "joint, before RoPE": layer(PRE_ROPE, 1, MIXED, MIXED),
+    "apart, blocks of 16": layer(KeyForm(16), 1, (MIXED, CodedRow(n4=32)), (MIXED, CodedRow(n4=32))),
     "apart": layer(POST_ROPE, 1, (MIXED, CodedRow(n4=32)), (MIXED, CodedRow(n4=32))),
     "numbers": layer(POST_ROPE, 1, (NumberRow(40), NumberRow(24)), (NumberRow(8), NumberRow(64))),
-    "numbers, blocks": layer(KeyForm(64, 16), 2, (NumberRow(40), NumberRow(24)), (NumberRow(8), NumberRow(64))),
+    "numbers, blocks": layer(KeyForm(64), 2, (NumberRow(40), NumberRow(24)), (NumberRow(8), NumberRow(64))),
     "no RoPE": layer(POST_ROPE, 2, MIXED, MIXED),
 }
 DTYPES = (torch.bfloat16, torch.float16)
@@ -94,7 +95,7 @@ def test_masks_of_any_pattern(name, seq_len, dtype) -> None:
 
 @pytest.mark.parametrize("seq_len", [1, 3])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", ["joint, blocks", "joint, 13 fast planes", "joint, after RoPE"])
+@pytest.mark.parametrize("name", ["joint, blocks", "joint, two heads", "joint, after RoPE"])
 def test_tiles_and_slices_in_which_a_row_sees_no_key(name, head_dim, seq_len) -> None:
     """A hole of whole tiles; a window whose last queries see nothing of the first tile."""
     from rotor.kernels.attention import rows_attention
@@ -112,7 +113,7 @@ def test_tiles_and_slices_in_which_a_row_sees_no_key(name, head_dim, seq_len) ->
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("name", ["joint, fast planes", "numbers", "no RoPE"])
+@pytest.mark.parametrize("name", ["joint, two heads", "numbers", "no RoPE"])
 def test_prompts(name, softcap) -> None:
     from rotor.kernels.attention import rows_attention
 
@@ -185,9 +186,9 @@ def test_a_graph_serves_other_lengths_and_fewer_sequences(name) -> None:
             torch.testing.assert_close(output[live], expected[live], atol=2e-2, rtol=2e-2)
 
 
-def on_device(scales: CodeScales | None, device: str) -> CodeScales | None:
+def on_device(scale: RowScale | None, device: str) -> RowScale | None:
     """On a device, all in float32."""
-    return scales and CodeScales(*(None if own is None else own.to(device) for own in scales))
+    return scale and RowScale(*(None if own is None else own.to(device) for own in scale))
 
 
 def step(layout: LayerLayout, shape: AttentionShape) -> tuple:
@@ -210,12 +211,12 @@ def step(layout: LayerLayout, shape: AttentionShape) -> tuple:
     slots = table.gather(1, (last // 64)[:, None])[:, 0].long() * 64 + last % 64
     start = torch.arange(3, dtype=torch.int32, device="cuda")
     rotation = tuple(t.cuda() for t in rotation_table(800, shape.rotary_dim))
-    scales = on_device(random_scales(layout, torch.Generator().manual_seed(1)), "cuda")
+    scale = on_device(random_scale(layout, torch.Generator().manual_seed(1)), "cuda")
 
     def call() -> torch.Tensor:
         made = append(
             key, value, layout, shape, query=query, key_basis=basis, key_shift=shift, rotation=rotation,
-            index=last[:, None], out=(pages["key"], pages["value"]), slots=slots, scales=scales,
+            index=last[:, None], out=(pages["key"], pages["value"]), slots=slots, scale=scale,
         )  # fmt: skip
         rotated = made.query.transpose(1, 2).flatten(0, 1)
         return attend_pages(
@@ -226,7 +227,7 @@ def step(layout: LayerLayout, shape: AttentionShape) -> tuple:
     return call
 
 
-@pytest.mark.parametrize("name", ["joint, fast planes", "joint, blocks", "apart"])
+@pytest.mark.parametrize("name", ["joint, two heads", "joint, blocks", "apart"])
 def test_a_step_is_few_launches_and_allocates_its_outputs(name) -> None:
     call = step(CASES[name], replace(shape_for(name), key_norm=True))
     with torch.inference_mode():
@@ -244,7 +245,7 @@ def test_a_step_is_few_launches_and_allocates_its_outputs(name) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["joint, fast planes", "joint, after RoPE", "apart, blocks of 16", "numbers, blocks"])
+@pytest.mark.parametrize("name", ["joint, two heads", "joint, after RoPE", "apart, blocks of 16", "numbers, blocks"])
 def test_append(name, dtype) -> None:
     """Rows by the numbers that they stand for: at most twice plain PyTorch's error."""
     from rotor.kernels.append import append
@@ -260,7 +261,7 @@ def test_append(name, dtype) -> None:
     basis = normal(layout.group_size * shape.head_dim, layout.key_rank)
     shift = torch.randn(layout.key_rank, generator=generator) if layout.coded else None
     rotation, index = rotation_table(200, 64), torch.arange(100, 177)
-    scales = random_scales(layout, generator, moved=0.05)
+    scale = random_scale(layout, generator)
 
     def rows(exact: bool) -> torch.Tensor:
         kind = torch.float64 if exact else dtype
@@ -274,12 +275,12 @@ def test_append(name, dtype) -> None:
         part = value.to(kind).unsqueeze(1) if layout.joint else None
         moved = None if shift is None else shift.to(torch.float64 if exact else torch.float32)
         latents = reference.project_keys(stored, basis.to(kind), layout, moved, part)
-        return pack_layer(latents, layout, True, scales)
+        return pack_layer(latents, layout, True, scale)
 
     got = append(
         key.cuda(), value.cuda(), layout, shape, key_basis=basis.cuda(),
         key_shift=None if shift is None else shift.cuda(), rotation=tuple(t.cuda() for t in rotation),
-        index=index.cuda(), scales=on_device(scales, "cuda"),
+        index=index.cuda(), scale=on_device(scale, "cuda"),
     ).key.cpu()  # fmt: skip
     sides = [got, rows(True), rows(False)]
     for cls in layout.classes(dtype.itemsize):

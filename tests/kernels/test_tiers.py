@@ -25,10 +25,12 @@ HPK, HEAD_DIM, TOKENS, PADS = 2, 24, 26, (5, 0)
 STEPS = [12, *[1] * 6, 3, *[1] * 5]
 WIDE = CodedRow(n8=20, n4=60)
 LAYOUTS = {
-    "post": layer(FORMS["post"], 1, (NumberRow(16), NumberRow(8)), (NumberRow(8), NumberRow(8)), (NumberRow(8), NumberRow(6))),
+    "post": layer(
+        FORMS["post"], 1, (NumberRow(16), NumberRow(8)), (NumberRow(8), NumberRow(8)), (NumberRow(8), NumberRow(6))
+    ),
     "pre": layer(FORMS["pre"], 2, (NumberRow(24), NumberRow(12)), (NumberRow(10), NumberRow(12))),
     "none": layer(KeyForm(), 2, (NumberRow(12), NumberRow(8)), (NumberRow(12), NumberRow(8))),
-    "codes": layer(FORMS["fast"], 2, (MIXED, WIDE), (WIDE, MIXED)),
+    "codes": layer(FORMS["block"], 2, (MIXED, WIDE), (WIDE, MIXED)),
     "codes after RoPE": layer(FORMS["post"], 2, (MIXED, WIDE), (WIDE, MIXED)),
     "codes joint": layer(FORMS["pre"], 2, WIDE, MIXED),
     "codes without RoPE": layer(KeyForm(), 1, (MIXED, WIDE), (WIDE, WIDE)),

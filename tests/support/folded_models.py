@@ -23,7 +23,7 @@ from rotor.checkpoint.families import attention_shape, find_family
 from rotor.checkpoint.folding import rewrite
 from rotor.checkpoint.layout import POST_ROPE, ExactTokens, GroupLayout, KeyForm, LayerLayout
 from rotor.checkpoint.projections import split_projections
-from rotor.checkpoint.rows import CodedRow, NumberRow, Parted, Row
+from rotor.checkpoint.rows import CodedRow, NumberRow, Row
 from rotor.runtime import attention
 from rotor.runtime.attention import RotorAttention
 from rotor.runtime.integration import replace_attention
@@ -144,25 +144,17 @@ def layout_of(shape: Any, folding: Folding) -> LayerLayout:
     """Groups of neighbouring heads, the last first, so that their order is not the model's."""
     size, joint = folding.group_size, folding.joint
 
-    def channels(index: int, width: int) -> CodedRow:
-        assert folding.bits is not None
-        own = folding.bits[index % len(folding.bits)]
-        return CodedRow.of_bits([own[channel % len(own)] for channel in range(min(folding.rank or width, width))])
-
-    def latent(index: int, width: int) -> Row:
-        return NumberRow(folding.rank or width) if folding.bits is None else channels(index, width)
-
-    def of_both(index: int) -> Row:
-        fast = 2 * form.fast_planes
+    def row(index: int, width: int) -> Row:
         if folding.bits is None:
-            return NumberRow(folding.rank or 2 * width)
-        heads = tuple(channels(index + head, fast) for head in range(size if fast else 0))
-        return Parted(channels(index, 2 * width - size * fast), heads)
+            return NumberRow(folding.rank or width)
+        own = folding.bits[index % len(folding.bits)]
+        bits = [own[channel % len(own)] for channel in range(min(folding.rank or width, width))]
+        return CodedRow.of_bits(bits, scaled=joint)
 
     form, width = folding.form if shape.rotary_dim else POST_ROPE, size * shape.head_dim
     groups = []
     for index, first in enumerate(range(shape.num_kv_heads - size, -1, -size)):
         heads = tuple(range(first, first + size))
-        value = None if joint else latent(index + 1, width)
-        groups.append(GroupLayout(heads, of_both(index) if joint else latent(index, width), value))
+        value = None if joint else row(index + 1, width)
+        groups.append(GroupLayout(heads, row(index, 2 * width if joint else width), value))
     return LayerLayout(tuple(groups), *form, folding.exact)

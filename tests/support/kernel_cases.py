@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ExactTokens, GroupLayout, KeyForm, LayerLayout
-from rotor.checkpoint.rows import CodedRow, NumberRow, Parted, Row
+from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, ExactTokens, GroupLayout, KeyForm, LayerLayout
+from rotor.checkpoint.rows import CodedRow, NumberRow, Row, RowScale
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import rotate
-from rotor.kernels.rows import CodeScales
 from rotor.kernels.slots import ExactSlots
-from rotor.tools.bench.attention import read_of_fast_latents, with_scales
+from rotor.tools.bench.attention import with_scales
 from support import kernel_truth as truth
 
 MIXED = CodedRow(n16=2, n12=1, n8=5, n6=6, n4=24, n2=5)
@@ -22,19 +21,7 @@ MIXED = CodedRow(n16=2, n12=1, n8=5, n6=6, n4=24, n2=5)
 
 WIDE = CodedRow(n8=20, n4=250)
 
-FAST = CodedRow(n8=2, n6=1, n4=6, n2=3)
-"""A latent of fast planes, in four words."""
-
-NARROW_FAST = CodedRow(n8=1, n6=1, n4=5, n2=3)
-"""One that is no whole plane: three words."""
-
-FORMS = {
-    "post": POST_ROPE,
-    "block": KeyForm(16, 0),
-    "fast": KeyForm(16, 3),
-    "long": KeyForm(64, 5),
-    "pre": KeyForm(64, 8),
-}
+FORMS = {"post": POST_ROPE, "block": KeyForm(16), "long": KeyForm(64), "pre": PRE_ROPE}
 """For heads with 16 dimensions that RoPE rotates."""
 
 
@@ -44,15 +31,13 @@ def shape_of(
     return AttentionShape(1, kv_heads * heads_per_kv, kv_heads, head_dim, 64, rotary_dim, key_norm)
 
 
-def layer(form: KeyForm, size: int, *latents: Row | tuple[Row, Row], fast: CodedRow = FAST) -> LayerLayout:
-    """One group of `size` KV heads for each: two latents are keys' and values', one of codes is the rest, beside a fast
-    latent of each head.
-    """
+def layer(form: KeyForm, size: int, *latents: Row | tuple[Row, Row]) -> LayerLayout:
+    """One group of `size` KV heads for each: two latents are keys' and values', one is of both."""
     groups = []
     for number, of in enumerate(latents):
         key, value = of if isinstance(of, tuple) else (of, None)
         if isinstance(key, CodedRow) and value is None:
-            key = Parted(key, (fast,) * (size if form.fast_planes else 0))
+            key = replace(key, scaled=True)
         groups.append(GroupLayout(tuple(range(number * size, (number + 1) * size)), key, value))
     return LayerLayout(tuple(groups), *form)
 
@@ -60,7 +45,7 @@ def layer(form: KeyForm, size: int, *latents: Row | tuple[Row, Row], fast: Coded
 LAYERS = {
     "post": layer(FORMS["post"], 2, MIXED, MIXED),
     "apart": layer(FORMS["block"], 1, (MIXED, WIDE), (MIXED, WIDE)),
-    "fast": layer(FORMS["fast"], 2, WIDE, MIXED, MIXED, fast=NARROW_FAST),
+    "block": layer(FORMS["block"], 2, WIDE, MIXED, MIXED),
     "long": layer(FORMS["long"], 1, MIXED, MIXED),
     "pre": layer(FORMS["pre"], 2, MIXED),
     "numbers": layer(FORMS["long"], 2, (NumberRow(40), NumberRow(24)), (NumberRow(8), NumberRow(70))),
@@ -68,16 +53,12 @@ LAYERS = {
 }
 
 
-def random_scales(layout: LayerLayout, generator: torch.Generator, moved: float = 1.0) -> CodeScales | None:
-    """How latents of joint groups are coded: scales of all sizes, of some rows larger than by their length, and errors
-    that each move the rest by some levels."""
+def random_scale(layout: LayerLayout, generator: torch.Generator) -> RowScale | None:
+    """How latents of joint groups are scaled: scales of all sizes, some larger than by the length of their row."""
     if not layout.scaled:
         return None
     shift, length = torch.randn(2, layout.key_rank, generator=generator)
-    latents = [group.key for group in layout.groups if isinstance(group.key, Parted)]
-    products = sum(latent.fast_rank * latent.rest.rank for latent in latents)
-    errors = moved * torch.randn(products, generator=generator) if layout.fast_planes else None
-    return CodeScales(shift, length.abs() / 300, errors)
+    return RowScale(shift, length.abs() / 300)
 
 
 def rotation_table(length: int, rotary_dim: int, factor: float = 1.0, base: float = 100.0) -> tuple[Tensor, Tensor]:
@@ -150,7 +131,6 @@ def random_case(
     else:
         scale = (4.0 if layout.coded else 1.0) * max(group.key.width for group in layout.groups) ** 0.5
         query_basis = random(layout.group_size * shape.head_dim, layout.key_width, scale=1 / scale)
-        query_basis *= read_of_fast_latents(layout, shape)
         if layout.coded:
             constant = random(shape.num_kv_heads, shape.head_dim, scale=0.5)
         query = random(batch_size, shape.num_heads, seq_len, shape.head_dim)
@@ -254,6 +234,3 @@ def packed_queries(case: Case, lengths: list[int], news: list[int], window: int 
         part = Case(case.parameters, own, case.key[b : b + 1, :length], case.value[b : b + 1, :length], case.rotation)
         exact.append(part.exact(causal(1, new, length, window))[0][0])
     return torch.cat(packed), torch.cat(exact)
-
-
-__all__ = ["CodedRow", "Numbers"]

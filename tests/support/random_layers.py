@@ -12,25 +12,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rotor.checkpoint.bases import (
-    BasisPair,
-    ChannelCode,
-    FoldedBases,
-    FoldedBasis,
-    LayerBases,
-    Parting,
-    ScaledCode,
-    levels_of,
-    other_numbers,
-)
+from rotor.checkpoint.bases import BasisPair, ChannelCode, FoldedBases, FoldedBasis, ScaledCode, levels_of
 from rotor.checkpoint.families import attention_shape, family_of
-from rotor.checkpoint.folding import fold_code, joint_side, rewrite
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
-from rotor.checkpoint.parted import parted_basis
+from rotor.checkpoint.folding import fold_code, joint_basis, joint_side, rewrite
+from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
 from rotor.checkpoint.projections import AttentionWeights
-from rotor.checkpoint.rows import SIGNED, CodedRow, NumberRow, Parted, Row
-from rotor.checkpoint.section import FORMAT_VERSION, MARK
-from rotor.kernels.rows import CodeScales, parted_codes, scale_of
+from rotor.checkpoint.rows import SIGNED, CodedRow, NumberRow, Row, RowScale, scale_of
+from rotor.checkpoint.schemas import FORMAT_VERSION
+from rotor.checkpoint.section import MARK
 from rotor.models.source import Checkpoint
 
 SHAPE = AttentionShape(1, 8, 4, 16, 64, rotary_dim=16)
@@ -38,12 +27,9 @@ NORMED = AttentionShape(1, 8, 4, 16, 64, rotary_dim=16, key_norm=True)
 PARTIAL = AttentionShape(1, 8, 4, 16, 64, rotary_dim=8)
 NO_ROPE = AttentionShape(1, 8, 4, 16, 64)
 
-WIDE, NARROW, FAST = CodedRow(1, 0, 2, 5), CodedRow(n8=3, n4=4), CodedRow(n8=1, n4=4)
-
-
-def parted(rest: CodedRow, heads: int = 0) -> Parted:
-    """The latents of a joint group, with those of fast planes of so many KV heads."""
-    return Parted(rest, (FAST,) * heads)
+WIDE, NARROW = CodedRow(1, 0, 2, 5), CodedRow(n8=3, n4=4)
+WIDE_BOTH, NARROW_BOTH = replace(WIDE, scaled=True), replace(NARROW, scaled=True)
+"""Rows of keys and values together, which have a scale."""
 
 
 def layout_of(size: int, latents: Sequence[tuple[Row, Row | None]], form: KeyForm = POST_ROPE) -> LayerLayout:
@@ -54,18 +40,18 @@ def layout_of(size: int, latents: Sequence[tuple[Row, Row | None]], form: KeyFor
 
 
 LAYERS: dict[str, tuple[LayerLayout, AttentionShape]] = {
-    "joint, T 8, F 3": (layout_of(2, [(parted(WIDE, 2), None), (parted(NARROW, 2), None)], KeyForm(8, 3)), SHAPE),
-    "joint, T 64, F 0": (layout_of(2, [(parted(WIDE), None)] * 2, KeyForm(64, 0)), SHAPE),
-    "joint, pre": (
-        layout_of(1, [(parted(WIDE, 1), None)] * 2 + [(parted(NARROW, 1), None)] * 2, KeyForm(64, 8)),
+    "joint, T 8": (layout_of(2, [(WIDE_BOTH, None), (NARROW_BOTH, None)], KeyForm(8)), SHAPE),
+    "joint, T 64": (layout_of(2, [(WIDE_BOTH, None)] * 2, KeyForm(64)), SHAPE),
+    "joint, pre": (layout_of(1, [(WIDE_BOTH, None)] * 2 + [(NARROW_BOTH, None)] * 2, PRE_ROPE), SHAPE),
+    "joint, pre, normed": (layout_of(4, [(WIDE_BOTH, None)], PRE_ROPE), NORMED),
+    "apart, post": (layout_of(1, [(WIDE, NARROW), (WIDE, NARROW), (NARROW, NARROW), (NARROW, WIDE)]), SHAPE),
+    "apart, T 16, partial": (layout_of(2, [(WIDE, NARROW)] * 2, KeyForm(16)), PARTIAL),
+    "joint, no RoPE": (layout_of(2, [(WIDE_BOTH, None), (NARROW_BOTH, None)]), NO_ROPE),
+    "numbers, post": (
+        layout_of(1, [(NumberRow(n), NumberRow(m)) for n, m in ((12, 8), (8, 8), (8, 4), (4, 2))]),
         SHAPE,
     ),
-    "joint, pre, normed": (layout_of(4, [(parted(WIDE, 4), None)], KeyForm(64, 8)), NORMED),
-    "apart, post": (layout_of(1, [(WIDE, NARROW), (WIDE, NARROW), (NARROW, NARROW), (NARROW, WIDE)]), SHAPE),
-    "apart, T 16, F 2, partial": (layout_of(2, [(WIDE, NARROW)] * 2, KeyForm(16, 2)), PARTIAL),
-    "joint, no RoPE": (layout_of(2, [(parted(WIDE), None), (parted(NARROW), None)]), NO_ROPE),
-    "numbers, post": (layout_of(1, [(NumberRow(n), NumberRow(m)) for n, m in ((12, 8), (8, 8), (8, 4), (4, 2))]), SHAPE),
-    "numbers, pre": (layout_of(2, [(NumberRow(24), NumberRow(16))] * 2, KeyForm(64, 8)), SHAPE),
+    "numbers, pre": (layout_of(2, [(NumberRow(24), NumberRow(16))] * 2, PRE_ROPE), SHAPE),
     "numbers, no RoPE": (layout_of(4, [(NumberRow(30), NumberRow(20))]), NO_ROPE),
 }
 """By name: a layout and the sizes of its model, of every form, both kinds of rows, one to four groups."""
@@ -89,11 +75,9 @@ def random_tensors(
     return rewrite(weights, random_bases(layout, shape, generator)[0], layout, shape)
 
 
-def scales_of(tensors: dict[str, Tensor]) -> CodeScales | None:
-    """How the rows of a layer with these tensors are coded; None where they have no scale."""
-    if "code_shift" not in tensors:
-        return None
-    return CodeScales(tensors["code_shift"], tensors["length_weight"], tensors.get("error_basis"))
+def row_scale_of(tensors: dict[str, Tensor]) -> RowScale | None:
+    """How the rows of a layer with these tensors are scaled; None where they have no scale."""
+    return RowScale(tensors["code_shift"], tensors["length_weight"]) if "code_shift" in tensors else None
 
 
 Rounding = Callable[[Tensor], Tensor]
@@ -116,8 +100,9 @@ def random_bases(
     keys, values, codes = [], [], []
     rounds: list[list[Rounding]] = [[], []]
     for group in layout.groups:
-        if isinstance(group.key, Parted):
-            key, value, code, rounding = _random_parted(group.key, layout, shape, generator, rounded, mean)
+        if group.key.scaled:
+            assert isinstance(group.key, CodedRow)
+            key, value, code, rounding = _random_joint(group.key, layout, shape, generator, rounded, mean)
             codes.append(code)
             rounds[0].append(rounding)
         elif group.value is None:
@@ -163,62 +148,51 @@ def _random_basis(
     return [fold_code(*pair, code, latent) for pair in pairs], lambda z: code.decode(code.encode(z))
 
 
-def _random_parted(
-    latent: Parted,
+def _random_joint(
+    row: CodedRow,
     layout: LayerLayout,
     shape: AttentionShape,
     generator: torch.Generator,
     rounded: bool,
     mean: float,
 ) -> tuple[FoldedBasis, FoldedBasis, ScaledCode, Rounding]:
-    """The latents of a joint group; all that codes do to numbers is in the rounding."""
-    bases = random_parted(latent, layout.form, layout.group_size, shape, generator, mean)
-    basis, code = parted_basis(bases, 0, latent, shape)
+    """The latent of a joint group; all that codes do to numbers is in the rounding."""
+    pair = random_joint(row, 2 * layout.group_size * shape.head_dim, generator, mean)
+    basis, code = joint_basis(pair, 0, row)
     assert code is not None
     assert basis.offset is not None
-    offset, scales = basis.offset - SIGNED * levels_of(latent).sum(1), CodeScales(code.shift, code.length, code.errors)
+    offset, scale = basis.offset - SIGNED * levels_of(row).sum(1), RowScale(code.shift, code.length)
 
     def rounding(latents: Tensor) -> Tensor:
-        codes, nibble = parted_codes(latents, latent, scales)
+        codes, nibble = row.codes(latents, scale)
+        assert nibble is not None
         return (codes + offset.to(latents)) * scale_of(nibble).to(latents)
 
     sides = [joint_side(basis, side, layout.group_size) for side in (0, 1)]
     if rounded:
-        sides = [FoldedBasis(NumberRow(latent.rank), side.encode, side.read) for side in sides]
+        sides = [FoldedBasis(NumberRow(row.rank), side.encode, side.read) for side in sides]
     return sides[0], sides[1], code, rounding
 
 
-def random_parted(
-    latent: Parted, form: KeyForm, size: int, shape: AttentionShape, generator: torch.Generator, mean: float = 0.1
-) -> LayerBases:
-    """Random bases of one joint group, coded: numbers of a standard deviation of 1 have latents of about 1.
+def random_joint(row: CodedRow, width: int, generator: torch.Generator, mean: float = 0.1) -> BasisPair:
+    """A random basis of one joint group, coded: numbers of a standard deviation of 1 have latents of about 1.
 
     Args:
-        mean: standard deviation of the means of numbers and of channels that are not stored.
+        width: numbers of the group. mean: standard deviation of the means of numbers and of channels that are not
+            stored.
     """
-    other, fast = len(other_numbers(form, size, shape)), 2 * form.fast_planes
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    def pair(count: int, width: int, latents: Sequence[CodedRow]) -> BasisPair:
-        square = torch.linalg.qr(normal(count, width, width))[0]
-        stretch = 1 + torch.rand(count, 1, width, generator=generator, dtype=torch.float64)
-        codes = []
-        for own in latents:
-            bits = torch.tensor(own.bits + (0,) * (width - own.rank))
-            means = normal(width, scale=0.1) * torch.where(bits > 0, 1.0, 10 * mean)
-            codes.append(ChannelCode(bits, means, torch.where(bits > 0, 8.0 / 2.0**bits, 1.0)))
-        lengths = stretch[:, 0] ** -2
-        both = square * stretch, square / stretch
-        return BasisPair(*both, torch.ones(count, width), codes=tuple(codes), lengths=lengths)
-
-    latents = [pair(size, fast, latent.fast)] if fast else []
-    latents.append(pair(1, other, [latent.rest]))
-    between = [normal(1, size * fast, other, scale=0.3 / max(1, size * fast) ** 0.5) for _ in range(3)]
-    spread = normal(1, size * fast, size * fast)
-    parting = Parting(normal(1, size * fast + other, scale=mean), spread, *between)
-    return LayerBases(form, size, tuple(latents), None, parting)
+    square = torch.linalg.qr(normal(1, width, width))[0]
+    stretch = 1 + torch.rand(1, 1, width, generator=generator, dtype=torch.float64)
+    bits = torch.tensor(row.bits + (0,) * (width - row.rank))
+    means = normal(width, scale=0.1) * torch.where(bits > 0, 1.0, 10 * mean)
+    code = ChannelCode(bits, means, torch.where(bits > 0, 8.0 / 2.0**bits, 1.0))
+    both = square * stretch, square / stretch
+    numbers = normal(1, width, scale=mean)
+    return BasisPair(*both, torch.ones(1, width), codes=(code,), mean=numbers, lengths=stretch[:, 0] ** -2)
 
 
 def of_numbers(layout: LayerLayout) -> LayerLayout:

@@ -6,19 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.kernel_cases import FORMS, MIXED, CodedRow, NumberRow, layer, random_scales, rotation_table, shape_of
+from support.kernel_cases import FORMS, MIXED, CodedRow, NumberRow, layer, random_scale, rotation_table, shape_of
 from support.quick import mostly_nightly
 
 from rotor.checkpoint.layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout
+from rotor.checkpoint.rows import RowScale
 from rotor.kernels import append as append_module
 from rotor.kernels.append import append
 from rotor.kernels.reference import project_keys
 from rotor.kernels.rotary import rotate, within_blocks
-from rotor.kernels.rows import CodeScales, pack_layer
+from rotor.kernels.rows import pack_layer
 
 SMALL = CodedRow(n8=1, n4=5)
 CASES = {
-    "joint": layer(FORMS["fast"], 2, MIXED, MIXED, SMALL),
+    "joint": layer(FORMS["block"], 2, MIXED, MIXED, SMALL),
     "apart": layer(FORMS["post"], 1, (MIXED, SMALL), (MIXED, SMALL), (SMALL, MIXED)),
     "blocks": layer(FORMS["block"], 1, MIXED),
     "pre": layer(FORMS["pre"], 2, MIXED, SMALL),
@@ -37,8 +38,8 @@ def stored(key: torch.Tensor, layout: LayerLayout, rotation: tuple, index: torch
     return rotate(key.transpose(1, 2), *(table.unsqueeze(1) for table in tables))
 
 
-def moved(scales: CodeScales | None, by: float) -> CodeScales | None:
-    return scales and scales._replace(shift=scales.shift + by)
+def moved(scale: RowScale | None, by: float) -> RowScale | None:
+    return scale and scale._replace(shift=scale.shift + by)
 
 
 EVERY = [(name, *size) for name in CASES for size in ((3, 1), (2, 19))]
@@ -58,10 +59,10 @@ def test_rows_are_those_of_plain_pytorch(name, batch_size, seq_len) -> None:
     basis = torch.randn(layout.group_size * head_dim, layout.key_rank, generator=generator)
     shift = torch.randn(layout.key_rank, generator=generator) if layout.coded else None
     value = 3 * torch.randn(batch_size, seq_len, layout.value_rank, generator=generator)
-    scales = random_scales(layout, generator)
+    scale = random_scale(layout, generator)
     got = append(
         key, value, layout, shape, query=query, key_basis=basis, key_shift=shift, rotation=rotation, index=index,
-        scales=scales,
+        scale=scale,
     )  # fmt: skip
     rotated = rotate(query.transpose(1, 2), *(table[index].unsqueeze(1) for table in rotation))
     torch.testing.assert_close(got.query, rotated, atol=1e-5, rtol=1e-5)
@@ -75,7 +76,7 @@ def test_rows_are_those_of_plain_pytorch(name, batch_size, seq_len) -> None:
         assert layout.joint or torch.equal(got.value[:, 0], value)
         return
     # A latent within rounding of a whole number may be floored to either side.
-    either = [pack_layer(exact + error, layout, True, moved(scales, error)) for error in (-1e-4, 1e-4)]
+    either = [pack_layer(exact + error, layout, True, moved(scale, error)) for error in (-1e-4, 1e-4)]
     assert ((got.key == either[0]) | (got.key == either[1])).all()
     assert (either[0] == either[1]).float().mean() > 0.95
     assert layout.joint or torch.equal(got.value, pack_layer(value.unsqueeze(1), layout, keys=False))
@@ -99,14 +100,14 @@ def test_latents_into_pages(name, dtype) -> None:
     made = (torch.uint8, 1) if layout.coded else (dtype, dtype.itemsize)
     pages = [torch.full((4, page_size, 8 + size // made[1]), 9, dtype=made[0])[..., 8:] for size in sizes]
     before = [side.clone() for side in pages]
-    scales = random_scales(layout, generator)
+    scale = random_scale(layout, generator)
     rows = append(
-        key, None if layout.joint else value, layout, shape, scales=scales, out=(pages[0], pages[1]), slots=slots
+        key, None if layout.joint else value, layout, shape, scale=scale, out=(pages[0], pages[1]), slots=slots
     )
     assert rows.query is None
     assert rows.key is pages[0]
     for side, latents, keys, old in zip(pages, (key, value), (True, False), before, strict=True):
-        expected = pack_layer(latents[:, 0], layout, keys, scales)
+        expected = pack_layer(latents[:, 0], layout, keys, scale)
         for token, slot in enumerate(slots.tolist()):
             if slot >= 0 and side.numel():
                 assert torch.equal(side[slot // page_size, slot % page_size], expected[token])
@@ -121,12 +122,12 @@ def test_rows_of_a_table_by_token() -> None:
     cos, sin = rotation_table(10, 16)
     key, basis = torch.randn(2, 5, 1, 16, generator=generator), torch.randn(16, MIXED.rank, generator=generator)
     part = torch.randn(2, 5, MIXED.rank, generator=generator)
-    scales = random_scales(layout, generator)
-    every = append(key, part, layout, shape, key_basis=basis, scales=scales, rotation=(cos[:5], sin[:5]))
+    scale = random_scale(layout, generator)
+    every = append(key, part, layout, shape, key_basis=basis, scale=scale, rotation=(cos[:5], sin[:5]))
     twice = append(
-        key, part, layout, shape, key_basis=basis, scales=scales, rotation=(cos[:5].repeat(2, 1), sin[:5].repeat(2, 1))
+        key, part, layout, shape, key_basis=basis, scale=scale, rotation=(cos[:5].repeat(2, 1), sin[:5].repeat(2, 1))
     )
-    index = append(key, part, layout, shape, key_basis=basis, scales=scales, rotation=(cos, sin), index=torch.arange(5))
+    index = append(key, part, layout, shape, key_basis=basis, scale=scale, rotation=(cos, sin), index=torch.arange(5))
     assert torch.equal(every.key, twice.key)
     assert torch.equal(every.key, index.key)
 
@@ -141,11 +142,11 @@ def test_many_tokens_are_appended_in_parts(name, monkeypatch) -> None:
     key = torch.randn(2, 10, kv_heads, 16, generator=generator)
     basis = torch.randn(layout.group_size * 16, layout.key_rank, generator=generator)
     value = torch.randn(2, 10, layout.value_rank, generator=generator)
-    scales = random_scales(layout, generator)
+    scale = random_scale(layout, generator)
     made = []
     for each in (append_module.LATENT_BYTES, 7 * 4 * layout.key_rank):
         monkeypatch.setattr(append_module, "LATENT_BYTES", each)
-        made.append(append(key, value, layout, shape, key_basis=basis, rotation=(cos, sin), scales=scales).key)
+        made.append(append(key, value, layout, shape, key_basis=basis, rotation=(cos, sin), scale=scale).key)
     assert torch.equal(*made)
 
 
@@ -166,10 +167,10 @@ def test_exact_tokens_beside_rows(name, batch_size, seq_len) -> None:
     bases = [random(layout.group_size * head_dim, rank) for rank in (layout.key_rank, layout.value_rank)]
     shift = random(layout.key_rank) if layout.coded else None
     value_shift = random(layout.value_rank) if layout.coded and not layout.joint else None
-    scales = random_scales(layout, generator)
+    scale = random_scale(layout, generator)
     got = append(
         key, value, layout, shape, query=query, key_basis=bases[0], key_shift=shift, value_basis=bases[1],
-        value_shift=value_shift, rotation=rotation, index=index, scales=scales,
+        value_shift=value_shift, rotation=rotation, index=index, scale=scale,
     )  # fmt: skip
     tables = [table[index].unsqueeze(1) for table in rotation]
     torch.testing.assert_close(got.query, rotate(query.transpose(1, 2), *tables), atol=1e-5, rtol=1e-5)
@@ -191,6 +192,6 @@ def test_exact_tokens_beside_rows(name, batch_size, seq_len) -> None:
             torch.testing.assert_close(rows.double(), exact, atol=1e-4, rtol=1e-5)
             continue
         # A latent within rounding of a whole number may be floored to either side.
-        either = [pack_layer(exact + error, layout, keys, moved(scales, error)) for error in (-1e-4, 1e-4)]
+        either = [pack_layer(exact + error, layout, keys, moved(scale, error)) for error in (-1e-4, 1e-4)]
         assert ((rows == either[0]) | (rows == either[1])).all()
         assert (either[0] == either[1]).float().mean() > 0.95

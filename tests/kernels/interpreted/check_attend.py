@@ -29,7 +29,7 @@ def attended(case: Case, mask: torch.Tensor | None = None, materialise: bool = F
 
 @pytest.mark.parametrize("name", mostly_nightly(LAYERS, lambda name: name == "pre"))
 def test_a_step_with_padding_a_window_and_holes(name) -> None:
-    case = case_of(name, 3, 1, 150, heads_per_kv={"fast": 7, "apart": 1}.get(name, 3))
+    case = case_of(name, 3, 1, 150, heads_per_kv={"block": 7, "apart": 1}.get(name, 3))
     check(attended(case, materialise=name == "pre"), case.exact(causal(3, 1, 150))[0])
     allowed = causal(3, 1, 150, window=100).clone()
     allowed[1, :, :70] = False
@@ -39,7 +39,7 @@ def test_a_step_with_padding_a_window_and_holes(name) -> None:
 
 @pytest.mark.parametrize("seq_len", mostly_nightly([3, 40], lambda seq_len: seq_len == 40))
 def test_a_short_prompt_and_a_long_one(seq_len) -> None:
-    case = case_of("fast", 2, seq_len, seq_len)
+    case = case_of("block", 2, seq_len, seq_len)
     check(attended(case), case.exact(causal(2, seq_len, seq_len))[0])
 
 
@@ -62,14 +62,14 @@ def test_a_table_shorter_than_a_block() -> None:
 
 def test_rows_that_begin_within_a_block() -> None:
     """A window let go of the first keys of a block."""
-    case = case_of("fast", 2, 1, 75, first=7)
+    case = case_of("block", 2, 1, 75, first=7)
     check(attended(case), case.exact(causal(2, 1, 75))[0])
 
 
 @pytest.mark.parametrize(
     ("name", "news", "window", "materialise"),
     mostly_nightly(
-        [("fast", [1, 1, 1], 21, False), ("numbers", [3, 1, 2], None, False), ("no rope", [3, 1, 2], 21, True)],
+        [("block", [1, 1, 1], 21, False), ("numbers", [3, 1, 2], None, False), ("no rope", [3, 1, 2], 21, True)],
         lambda case: case[0] == "numbers",
     ),
 )
@@ -112,7 +112,7 @@ def test_what_is_known_of_a_mask_serves_later_layers_only() -> None:
 @pytest.mark.parametrize(
     ("name", "news", "window"),
     mostly_nightly(
-        [("fast", [1, 1, 1], 41), ("apart", [3, 1, 2], None), ("fast", [37, 5, 40], 41)],
+        [("block", [1, 1, 1], 41), ("apart", [3, 1, 2], None), ("block", [37, 5, 40], 41)],
         lambda case: case[0] == "apart",
     ),
 )

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support import kernel_truth as truth
-from support.kernel_cases import FAST, CodedRow, NumberRow, causal, in_pages, layer, random_case, shape_of
+from support.kernel_cases import CodedRow, NumberRow, causal, in_pages, layer, random_case, shape_of
 from support.quick import mostly_nightly
 from torch import Tensor
 
 from rotor.checkpoint.kernel_config import Tile
 from rotor.checkpoint.layout import KeyForm, LayerLayout
-from rotor.kernels.decoding import BlockRotations, DecodeLayer, _memory, decode_attention
+from rotor.kernels.decoding import DecodeLayer, _memory, block_starts, decode_attention
 from rotor.kernels.ranges import KeyRanges
 
 HALF, SINGLE = torch.float16, torch.float32
@@ -23,19 +23,15 @@ HEADS = [(64, 1), (80, 3), (96, 7), (128, 4), (256, 1)]
 
 def layer_of(
     widths: list[int], size: int, values: list[int] | None = None, coded: bool = True, block: int | None = None,
-    fast: int = 0, latent: CodedRow = FAST,
 ) -> LayerLayout:  # fmt: skip
-    """Groups of `size` KV heads with latents of these widths, joint where no `values` are given.
-
-    latent: of a head's fast planes.
-    """
+    """Groups of `size` KV heads with latents of these widths, joint where no `values` are given."""
 
     def of_width(width: int) -> CodedRow | NumberRow:
         return CodedRow(n8=width // 4, n4=width // 2) if coded else NumberRow(width)
 
     keys = [of_width(width) for width in widths]
     pairs = keys if values is None else list(zip(keys, map(of_width, values), strict=True))
-    return layer(KeyForm(block, fast), size, *pairs, fast=latent)
+    return layer(KeyForm(block), size, *pairs)
 
 
 def allowed_of(lengths: list[int], counts: list[int], window: int | None, starts: list[int] | None) -> list[Tensor]:
@@ -87,7 +83,7 @@ def check(
         plain.append(truth.attention(*args, dtype=dtype)[0][0])
     layer, rotations = DecodeLayer(case.parameters, dtype, torch.device("cpu")), None
     if case.rotation is not None:
-        rotations = BlockRotations.of(case.rotation, layout, dtype)
+        rotations = block_starts(case.rotation, layout)
     behind = (torch.cat([torch.full_like(side[:, :before], 77), side], 1) for side in (case.key, case.value))
     rows, table = tuple(side[:, before:] for side in behind), None
     if page:
@@ -102,34 +98,33 @@ def check(
     assert bool((got[~torch.cat(allowed, 1)[0].any(1)] == 0).all())
 
 
-@pytest.mark.parametrize(("fast", "dtype"), mostly_nightly([(0, SINGLE), (13, HALF)], lambda case: case == (13, HALF)))
-def test_joint_in_blocks(fast: int, dtype: torch.dtype) -> None:
-    check(layer_of([64, 64], 1, block=64, fast=fast), [150, 64, 1], dtype=dtype, page=64)
+@pytest.mark.parametrize("dtype", mostly_nightly([SINGLE, HALF], lambda dtype: dtype == HALF))
+def test_joint_in_blocks(dtype: torch.dtype) -> None:
+    check(layer_of([64, 64], 1, block=64), [150, 64, 1], dtype=dtype, page=64)
 
 
 @pytest.mark.parametrize(("page", "keys"), mostly_nightly([(0, 16), (16, 64), (48, 32)], lambda case: case[0] == 48))
 def test_pages(page: int, keys: int) -> None:
     """Of any multiple of 16."""
-    check(layer_of([48], 2, block=64, fast=4), [97, 0, 64, 1], per_head=1, tiles=Tile(keys), page=page)
+    check(layer_of([48], 2, block=64), [97, 0, 64, 1], per_head=1, tiles=Tile(keys), page=page)
 
 
 def test_views_that_begin_at_no_multiple_of_16_bytes() -> None:
-    assert [layer_of([44], 2, block=64, fast=fast).row_bytes(2)[0] for fast in (0, 4)] == [24, 40]
-    for fast in (0, 4):
-        check(layer_of([44], 2, block=64, fast=fast), [97, 3], per_head=1, before=1)
+    assert layer_of([44], 2, block=64).row_bytes(2)[0] == 40
+    check(layer_of([44], 2, block=64), [97, 3], per_head=1, before=1)
     check(layer_of([20], 1, [28], coded=False), [70, 20], before=1)
 
 
 @pytest.mark.parametrize("page", mostly_nightly([0, 48, 64], lambda page: page == 64))
 def test_tiles_and_pages(page: int) -> None:
-    check(layer_of([48], 1, block=64, fast=4), [97, 3], per_head=1, page=page, tiles=Tile(64))
+    check(layer_of([48], 1, block=64), [97, 3], per_head=1, page=page, tiles=Tile(64))
     check(layer_of([32, 48], 1, [48, 16]), [70, 20], [2, 1], page=page, tiles=Tile(32))
     check(layer_of([40], 1, [16], coded=False), [70, 20], page=page, tiles=Tile(32, 2))
 
 
 @pytest.mark.parametrize("block", mostly_nightly([4, 16, None], lambda block: block == 4))
 def test_blocks(block: int | None) -> None:
-    check(layer_of([32, 32], 1, block=block, fast=3 if block else 0), [75, 33], per_head=3, factor=1.2)
+    check(layer_of([32, 32], 1, block=block), [75, 33], per_head=3, factor=1.2)
 
 
 @pytest.mark.parametrize(
@@ -151,50 +146,48 @@ def test_without_rope(coded: bool, values: list[int] | None) -> None:
 
 @pytest.mark.parametrize(("head_dim", "per_head"), mostly_nightly(HEADS, lambda case: case[0] == 128))
 def test_heads(head_dim: int, per_head: int) -> None:
-    check(layer_of([64], 1, block=64, fast=16), [130], head_dim=head_dim, per_head=per_head)
+    check(layer_of([64], 1, block=64), [130], head_dim=head_dim, per_head=per_head)
 
 
-def test_partial_rotary_and_all_planes_fast() -> None:
-    check(layer_of([64], 2, block=64, fast=3), [130, 66], head_dim=64, rotary=24)
-    check(layer_of([32, 16], 2, block=64, fast=16), [70, 20], per_head=1)
+def test_partial_rotary() -> None:
+    check(layer_of([64], 2, block=64), [130, 66], head_dim=64, rotary=24)
 
 
 @pytest.mark.nightly
 def test_eight_heads_in_a_group() -> None:
-    check(layer_of([48], 8, block=64, fast=5), [100, 40], per_head=1, page=64)
+    check(layer_of([48], 8, block=64), [100, 40], per_head=1, page=64)
 
 
-@pytest.mark.parametrize(("lean", "fast"), mostly_nightly([(1, 5), (3, 16)], lambda case: case == (3, 16)))
-def test_four_heads(lean: int, fast: int) -> None:
-    check(layer_of([256, 96], 4, block=64, fast=fast), [100, 40], tiles=Tile(64, 4, 1, lean=lean), page=64)
+def test_four_heads() -> None:
+    check(layer_of([256, 96], 4, block=64), [100, 40], tiles=Tile(64, 4, 1), page=64)
 
 
 @pytest.mark.parametrize("nibbles", mostly_nightly([10, 40, 70], lambda nibbles: nibbles == 40))
 def test_fast_latents_of_any_width(nibbles: int) -> None:
     """One to five planes, so that they lie in one span of words or in more."""
     fast = CodedRow(n4=nibbles - 6, n2=11)
-    check(layer_of([64, 32], 3, block=64, fast=11, latent=fast), [100, 40], head_dim=64, per_head=3)
+    check(layer_of([64, 32], 3, block=64, latent=fast), [100, 40], head_dim=64, per_head=3)
 
 
 @pytest.mark.parametrize(
     ("tokens", "block"), mostly_nightly([([2, 1, 3], 64), ([16, 0, 5], None)], lambda case: case[1] == 64)
 )
 def test_several_tokens(tokens: list[int], block: int | None) -> None:
-    check(layer_of([32], 2, block=block, fast=4 if block else 0), [70, 33, 90], tokens, page=64)
+    check(layer_of([32], 2, block=block), [70, 33, 90], tokens, page=64)
 
 
 @pytest.mark.parametrize(
     ("block", "window"), mostly_nightly([(64, None), (64, 40), (None, 40)], lambda case: case == (64, 40))
 )
 def test_windows_padding_holes(window: int | None, block: int | None) -> None:
-    layout = layer_of([64], 1, block=block, fast=4 if block else 0)
+    layout = layer_of([64], 1, block=block)
     check(layout, [150, 90], window=window, starts=[7, 70])
     check(layout, [150, 90], window=window, starts=[7, 70], holes=True)
     check(layout, [100, 90], [2, 2], window=window, holes=True)
 
 
 def test_softcap() -> None:
-    check(layer_of([64], 1, block=64, fast=4), [100, 90], [2, 2], softcap=3.0)
+    check(layer_of([64], 1, block=64), [100, 90], [2, 2], softcap=3.0)
     check(layer_of([64], 1), [100, 90], softcap=3.0)
 
 
@@ -203,7 +196,7 @@ def test_slices(programs: int) -> None:
     """However the work is cut; a batch of more sequences than are looked at together."""
     check(layer_of([32], 1, block=64), [0, 0], per_head=1, programs=programs)
     lengths = [5, 0, 200, 17, 64] if programs < 40 else [3, 0] * 33 + [90]
-    check(layer_of([32, 16], 1, block=16, fast=2), lengths, per_head=1, programs=programs)
+    check(layer_of([32, 16], 1, block=16), lengths, per_head=1, programs=programs)
 
 
 def test_what_launches_leave_to_each_other_is_kept() -> None:

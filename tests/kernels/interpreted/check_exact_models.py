@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 from support.quick import mostly_nightly
-from support.random_layers import NARROW, WIDE, LayoutOf, groups_of, parted, write_random
+from support.random_layers import NARROW_BOTH, WIDE_BOTH, LayoutOf, groups_of, write_random
 from support.tiny_models import build_tiny
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from rotor.checkpoint.layout import ExactTokens, KeyForm
+from rotor.checkpoint.layout import PRE_ROPE, ExactTokens, KeyForm
 from rotor.checkpoint.rows import NumberRow
 
 EXACT = ExactTokens(3, 8)
 NUMBERS = (NumberRow(24), NumberRow(16))
 CASES: dict[str, tuple[str, LayoutOf, str]] = {
-    "llama, numbers": ("llama", groups_of(2, KeyForm(8, 3), NUMBERS), "qkvo"),
-    "llama, codes": ("llama", groups_of(1, KeyForm(64, 8), (parted(WIDE, 1), None), (parted(NARROW, 1), None)), "qkvo"),
+    "llama, numbers": ("llama", groups_of(2, KeyForm(8), NUMBERS), "qkvo"),
+    "llama, codes": ("llama", groups_of(1, PRE_ROPE, (WIDE_BOTH, None), (NARROW_BOTH, None)), "qkvo"),
     "qwen3, after RoPE": ("qwen3", groups_of(1, KeyForm(), (NumberRow(16), NumberRow(8))), ""),
-    "gemma2, a window and a soft cap": ("gemma2", groups_of(2, KeyForm(64, 0), NUMBERS), ""),
-    "gemma4_text, heads of two sizes, normed values": ("gemma4_text", groups_of(2, KeyForm(8, 3), NUMBERS), ""),
+    "gemma2, a window and a soft cap": ("gemma2", groups_of(2, KeyForm(64), NUMBERS), ""),
+    "gemma4_text, heads of two sizes, normed values": ("gemma4_text", groups_of(2, KeyForm(8), NUMBERS), ""),
     "gpt2, no RoPE": ("gpt2", groups_of(2, KeyForm(), NUMBERS), "qkvo"),
 }
 

@@ -13,7 +13,7 @@ from support.quick import mostly_nightly
 
 from rotor.checkpoint.layout import ExactTokens, LayerLayout
 from rotor.kernels import decoding
-from rotor.kernels.decoding import BlockRotations, DecodeLayer, decode_attention
+from rotor.kernels.decoding import DecodeLayer, block_starts, decode_attention
 from rotor.kernels.ranges import KeyRanges, ranges_of_codes
 from rotor.kernels.slots import ExactSlots
 from rotor.kernels.store import store
@@ -53,7 +53,7 @@ def check(
         plain.append(truth.with_exact(*args, dtype=dtype)[0])
     layer, rotations = DecodeLayer(case.parameters, dtype, torch.device("cpu")), None
     if case.rotation is not None:
-        rotations = BlockRotations.of(case.rotation, layout, dtype)
+        rotations = block_starts(case.rotation, layout)
     rows, table = (case.key, case.value), None
     if page:
         pages = in_pages(case, lengths, page)
@@ -72,7 +72,7 @@ def check(
 @pytest.mark.parametrize("dtype", mostly_nightly([SINGLE, HALF], lambda dtype: dtype == HALF))
 def test_joint_in_blocks(dtype: torch.dtype) -> None:
     """Among the sequences one within the ring, and one that the first tokens hold."""
-    check(layer_of([64, 64], 1, block=64, fast=5), [150, 64, 20, 3], dtype=dtype)
+    check(layer_of([64, 64], 1, block=64), [150, 64, 20, 3], dtype=dtype)
 
 
 SIZES = [(size, programs) for size in (1, 2, 4, 8) for programs in (1, 40)]
@@ -85,7 +85,7 @@ def test_groups(size: int, programs: int) -> None:
 
 @pytest.mark.parametrize(("head_dim", "per_head"), mostly_nightly(HEADS, lambda case: case[0] == 80))
 def test_heads(head_dim: int, per_head: int) -> None:
-    check(layer_of([64], 1, block=64, fast=16), [130], head_dim=head_dim, per_head=per_head)
+    check(layer_of([64], 1, block=64), [130], head_dim=head_dim, per_head=per_head)
 
 
 @pytest.mark.parametrize("coded", mostly_nightly([True, False], lambda coded: not coded))
@@ -108,7 +108,7 @@ def test_wide_latents() -> None:
     ("tokens", "block"), mostly_nightly([([2, 1, 3], 64), ([16, 0, 5], None)], lambda case: case[1] is None)
 )
 def test_several_tokens(tokens: list[int], block: int | None) -> None:
-    check(layer_of([32], 2, block=block, fast=4 if block else 0), [70, 33, 90], tokens, page=64)
+    check(layer_of([32], 2, block=block), [70, 33, 90], tokens, page=64)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_several_tokens(tokens: list[int], block: int | None) -> None:
 )
 def test_windows_padding_holes(window: int | None, block: int | None) -> None:
     """A window may be shorter than the newest tokens."""
-    layout = layer_of([64], 1, block=block, fast=4 if block else 0)
+    layout = layer_of([64], 1, block=block)
     check(layout, [150, 90], window=window)
     check(layout, [150, 90], window=window, starts=[7, 70])
     check(layout, [150, 90], window=window, starts=[7, 80], holes=True)
@@ -132,7 +132,7 @@ def test_other_numbers_of_exact_tokens(first: int, newest: int) -> None:
 
 
 def test_softcap() -> None:
-    check(layer_of([64], 1, block=64, fast=4), [100, 90], [2, 2], softcap=3.0)
+    check(layer_of([64], 1, block=64), [100, 90], [2, 2], softcap=3.0)
     check(layer_of([64], 1), [100, 90], softcap=3.0)
 
 

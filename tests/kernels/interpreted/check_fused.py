@@ -67,7 +67,7 @@ HEADS = [64, 80, 96, 128, 256]
 @pytest.mark.parametrize("head_dim", mostly_nightly(HEADS, lambda head_dim: head_dim == 64))
 def test_a_slice_of_hidden_keys(head_dim: int) -> None:
     """First tokens and a window: one slice sees nothing, and the last one nothing in its first tile."""
-    check(layer_of([32], 1, block=64, fast=3), [300], hidden=(4, 290), head_dim=head_dim, per_head=1)
+    check(layer_of([32], 1, block=64), [300], hidden=(4, 290), head_dim=head_dim, per_head=1)
 
 
 @pytest.mark.parametrize("head_dim", mostly_nightly(HEADS, lambda head_dim: head_dim == 64))

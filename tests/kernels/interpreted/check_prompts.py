@@ -41,17 +41,17 @@ def prompt(case: Case, mask: torch.Tensor | None = None) -> torch.Tensor:
     return stock.prompt_attention(case.query, *rows, case.parameters, case.rotation, case.first, mask)
 
 
-@pytest.mark.parametrize("name", mostly_nightly(LAYERS, lambda name: name in ("fast", "numbers")))
+@pytest.mark.parametrize("name", mostly_nightly(LAYERS, lambda name: name in ("block", "numbers")))
 def test_causal_prompts(name) -> None:
     """A prefill into a static cache: behind the new keys lies anything."""
-    case = case_of(name, 2, 37, 37, softcap=2.0 if name in ("fast", "no rope") else None, factor=1.2)
+    case = case_of(name, 2, 37, 37, softcap=2.0 if name in ("block", "no rope") else None, factor=1.2)
     exact, _ = case.exact(causal(2, 37, 37))
     check(prompt(case), exact)
     rest = [torch.cat([side, side[:, :9]], 1) for side in (case.key, case.value)]
     check(prompt(Case(case.parameters, case.query, *rest, case.rotation)), exact)
 
 
-@pytest.mark.parametrize(("name", "seq_len"), mostly_nightly([("fast", 37), ("fast", 1)], lambda case: case[1] == 37))
+@pytest.mark.parametrize(("name", "seq_len"), mostly_nightly([("block", 37), ("block", 1)], lambda case: case[1] == 37))
 def test_values_wider_than_fused_kernels_take(name, seq_len, monkeypatch) -> None:
     """They are attended to in parts."""
     case, widths, attend = case_of(name, 2, seq_len, 37), [], stock.dense_attention
@@ -73,10 +73,10 @@ def test_values_wider_than_fused_kernels_take(name, seq_len, monkeypatch) -> Non
 
 @pytest.mark.parametrize(
     ("name", "window"),
-    mostly_nightly([("fast", 11), ("numbers", 11), ("no rope", None)], lambda case: case[0] == "fast"),
+    mostly_nightly([("block", 11), ("numbers", 11), ("no rope", None)], lambda case: case[0] == "block"),
 )
 def test_chunks_behind_a_cache_and_padding(name, window, monkeypatch) -> None:
-    case = case_of(name, 2, 19, 70, first=5 if name == "fast" else 0)
+    case = case_of(name, 2, 19, 70, first=5 if name == "block" else 0)
     allowed = causal(2, 19, 70, window).clone()
     allowed[1, :, :30] = False
     allowed[0, 3] = False  # a query that attends to nothing
@@ -89,7 +89,7 @@ def test_chunks_behind_a_cache_and_padding(name, window, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("name", "window", "page_size"),
     mostly_nightly(
-        [("apart", 11, 16), ("fast", None, 48), ("numbers", None, 16), ("no rope", 11, 48)],
+        [("apart", 11, 16), ("block", None, 48), ("numbers", None, 16), ("no rope", 11, 48)],
         lambda case: case[0] in ("apart", "no rope"),
     ),
 )
@@ -110,7 +110,9 @@ def test_packed_prompts_over_pages(name, window, page_size) -> None:
 def latents_case(kind: str, batch_size: int, seq_len: int, kv_len: int) -> Case:
     """Numbers after RoPE: of two classes of groups, of a group of two heads, and of joint latents."""
     of = {
-        "apart": layer(POST_ROPE, 1, (NumberRow(20), NumberRow(13)), (NumberRow(20), NumberRow(13)), (NumberRow(9), NumberRow(24))),
+        "apart": layer(
+            POST_ROPE, 1, (NumberRow(20), NumberRow(13)), (NumberRow(20), NumberRow(13)), (NumberRow(9), NumberRow(24))
+        ),
         "group": layer(POST_ROPE, 2, (NumberRow(16), NumberRow(30)), (NumberRow(16), NumberRow(30))),
         "joint": layer(POST_ROPE, 2, NumberRow(22), NumberRow(22)),
     }[kind]
@@ -176,13 +178,13 @@ def with_exact(case: Case, exact: ExactSlots, mask: torch.Tensor | None, materia
 @pytest.mark.parametrize(
     ("name", "seq_len", "window"),
     mostly_nightly(
-        [("post", 1, None), ("apart", 3, 15), ("fast", 19, None), ("numbers", 19, 25), ("fast", 1, 25)],
+        [("post", 1, None), ("apart", 3, 15), ("block", 19, None), ("numbers", 19, 25), ("block", 1, 25)],
         lambda case: case in (("apart", 3, 15), ("numbers", 19, 25)),
     ),
 )
 def test_exact_tokens_behind_rows(name, seq_len, window, monkeypatch) -> None:
     """Steps, of materialised layers too, a few tokens, and a chunk: among padding, each key in one way."""
-    case = with_values(case_of(name, 2, seq_len, 70, softcap=2.0 if name == "fast" else None))
+    case = with_values(case_of(name, 2, seq_len, 70, softcap=2.0 if name == "block" else None))
     exact, allowed = exact_keys(case, [70, 70], [seq_len] * 2, [0, 31], 4, 12), causal(2, seq_len, 70, window).clone()
     allowed[1, :, :31] = False
     found = truth.with_exact(case.query, case.key, case.value, case.parameters, allowed, exact, case.rotation)

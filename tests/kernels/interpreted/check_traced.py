@@ -9,11 +9,12 @@ import torch
 from support.kernel_cases import (
     FORMS,
     MIXED,
+    NumberRow,
     causal,
     exact_keys,
     layer,
     random_case,
-    random_scales,
+    random_scale,
     shape_of,
     with_values,
 )
@@ -25,7 +26,7 @@ from rotor.kernels import decoding, operators
 from rotor.kernels.defaults import default_layer
 
 CASES = {
-    "codes": layer(FORMS["fast"], 2, MIXED, MIXED),
+    "codes": layer(FORMS["block"], 2, MIXED, MIXED),
     "numbers": layer(FORMS["long"], 1, (NumberRow(40), NumberRow(24)), (NumberRow(8), NumberRow(70))),
 }
 
@@ -49,8 +50,8 @@ def test_a_layer_is_one_graph(name) -> None:
     assert operators.described(text) == (layout, shape, kernels)
     case = random_case(layout, shape, 2, 1, 50)
     query, key, value, basis, shift = tensors(layout, shape, 1)
-    scales = random_scales(layout, torch.Generator().manual_seed(1))
-    parameters = replace(case.parameters, key_basis=basis, key_shift=shift, scales=scales)
+    scale = random_scale(layout, torch.Generator().manual_seed(1))
+    parameters = replace(case.parameters, key_basis=basis, key_shift=shift, scale=scale)
     mask, index = causal(2, 1, 50)[:, None].clone(), torch.tensor([50])
     rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
     graphs = []
@@ -84,8 +85,8 @@ def test_fakes_say_what_the_operators_give() -> None:
     case = random_case(layout, shape, 2, 1, 50)
     query, key, value, basis, shift = tensors(layout, shape, 1)
     p, checks = case.parameters, ("test_schema", "test_faketensor")
-    scales = random_scales(layout, torch.Generator().manual_seed(1)) or (None, None, None)
-    appended = (key, value, query, basis, shift, None, None, *scales, *case.rotation, torch.tensor([50]), text)
+    scale = random_scale(layout, torch.Generator().manual_seed(1)) or (None, None, None)
+    appended = (key, value, query, basis, shift, None, None, *scale, *case.rotation, torch.tensor([50]), text)
     library.opcheck(operators._append, appended, test_utils=checks)
     rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
     attended = (
@@ -116,8 +117,8 @@ def test_a_layer_with_exact_tokens_is_one_graph(name) -> None:
     query, key, value, basis, shift = tensors(layout, shape, 1)
     value = torch.randn(key.shape, generator=torch.Generator().manual_seed(1))
     value_basis = torch.randn(layout.group_size * 16, layout.value_rank, generator=torch.Generator().manual_seed(2))
-    scales = random_scales(layout, torch.Generator().manual_seed(1))
-    parameters = replace(case.parameters, key_basis=basis, key_shift=shift, value_basis=value_basis, scales=scales)
+    scale = random_scale(layout, torch.Generator().manual_seed(1))
+    parameters = replace(case.parameters, key_basis=basis, key_shift=shift, value_basis=value_basis, scale=scale)
     mask, index = causal(2, 1, 50)[:, None].clone(), torch.tensor([50])
     exact = exact_keys(case, [50, 50], [1, 1], [0, 0], 4, 12)
     rows, graphs = (case.key.unsqueeze(1), case.value.unsqueeze(1)), []
