@@ -9,7 +9,6 @@ from rotor.calibration.allocation.plan import Plan
 from rotor.calibration.codes.layer import LayerCodes, channels_bytes
 from rotor.calibration.codes.side import FITTED_BITS, SideCodes
 from rotor.checkpoint.layout import AttentionShape
-from rotor.checkpoint.rows import CodedRow
 
 
 def side(groups: int, columns: int, size: float, seed: int) -> SideCodes:
@@ -30,7 +29,6 @@ def predicted_loss(layers: list[LayerCodes], plan: Plan) -> float:
     for layer, groups in zip(layers, plan.channels, strict=True):
         for group, pair in enumerate(groups):
             for own, channels in zip(layer.sides, pair, strict=True):
-                assert isinstance(channels, CodedRow)
                 _, code = own.code(group, channels)
                 losses = own.losses(group, FITTED_BITS)[:, own.order(group)]
                 index = torch.tensor([FITTED_BITS.index(bits) for bits in code.bits.tolist()])
@@ -39,7 +37,7 @@ def predicted_loss(layers: list[LayerCodes], plan: Plan) -> float:
 
 
 def layer_codes(groups: int, columns: int, size: float, seed: int) -> LayerCodes:
-    return LayerCodes((side(groups, columns, size, seed), side(groups, columns, size, seed + 10)), joint=False)
+    return LayerCodes((side(groups, columns, size, seed), side(groups, columns, size, seed + 10)))
 
 
 WIDE = AttentionShape(num_layers=2, num_heads=16, num_kv_heads=4, head_dim=32, hidden_size=512, rotary_dim=32)

@@ -28,7 +28,6 @@ from rotor.checkpoint.folding import fold_code
 from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, ExactTokens, KeyForm
 from rotor.checkpoint.rows import CodedRow
 from rotor.errors import NumericsError
-from rotor.kernels.rows import pack, unpack
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model, weights_of
 from rotor.models.source import Checkpoint
@@ -176,18 +175,18 @@ def all_losses(losses: np.ndarray, widths: tuple[int, ...]) -> dict[int, float]:
 
 @pytest.mark.parametrize("widths", [WIDTHS, (0, 4, 8, 12), (0, 8), (0, 4, 16)])
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("taken", [0, 1])
-def test_curve_is_the_best_of_all_assignments(seed: int, widths: tuple[int, ...], taken: int):
-    """Of units of 3 nibbles, so that few channels fill some, of the first of which some nibbles are taken."""
+@pytest.mark.parametrize("scaled", [False, True])
+def test_curve_is_the_best_of_all_assignments(seed: int, widths: tuple[int, ...], scaled: bool):
+    """Of planes of 3 nibbles, so that few channels fill some; one of the first may hold a scale."""
     energy = normal(6, seed=seed).square()
     left = torch.tensor([{0: 1.0, 2: 0.12, 4: 0.012, 6: 1e-3, 8: 1e-4, 12: 1e-6, 16: 1e-8}[bits] for bits in widths])
     losses = energy * left[:, None].double()
-    curve = bit_curve(losses, widths, unit=3, taken=taken)
+    curve = bit_curve(losses, widths, scaled, plane=3)
     expected = all_losses(losses.numpy(), widths)
     assert curve.loss[0] == np.inf
-    assert len(curve.loss) == -(-(6 * max(widths) // 2 + 2 * taken) // 6) + 1
+    assert len(curve.loss) == -(-(6 * max(widths) // 2 + 2 * scaled) // 6) + 1
     for units, loss in enumerate(curve.loss[1:], start=1):
-        room = 6 * units - 2 * taken
+        room = 6 * units - 2 * scaled
         least = min((x for crumbs, x in expected.items() if 0 < crumbs <= room), default=np.inf)
         assert loss == pytest.approx(least, rel=1e-9)
         if not np.isfinite(loss):
@@ -230,7 +229,7 @@ def fitted(seed: int, dim: int = 16, samples: int = 256) -> tuple[Tensor, Tensor
 
 def rows_of(folded: FoldedBasis, projected: Tensor) -> Tensor:
     """What attention reads of what a projection puts out: through the bytes of a row."""
-    return unpack(pack(projected, CHANNELS), CHANNELS.split, torch.float64)
+    return CHANNELS.unpack(CHANNELS.pack(projected), torch.float64)
 
 
 def test_folded_projection_puts_out_the_codes_and_reads_them_back():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.paths import DEMO_MODEL
-from test_parted import SHAPE, layer_of
+from test_joint import SHAPE, layer_of
 from transformers import AutoModelForCausalLM
 
 import rotor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -44,7 +43,7 @@ def test_the_bundled_model() -> None:
     assert found.kv_cache_bytes[32768] == 32768 * found.kv_bytes_per_token
     with_weights = sum(t.numel() for t in load_file(DEMO_MODEL / "model.safetensors").values())
     assert found.parameters == with_weights
-    assert found.form == "joint, blocks of 64, 13 fast planes, 2 heads"
+    assert found.form == "joint, blocks of 64, 2 heads"
     assert not found.calibrate.streamed
     assert sum(found.calibrate.host_bytes.values()) < found.calibrate.available_host_bytes
     assert found.calibrate.product_seconds.keys() >= {"text", "statistics"}
@@ -104,7 +103,7 @@ def test_times_are_in_units_that_people_use() -> None:
 
 def test_the_recipe_and_the_model_decide_the_form(tiny) -> None:
     assert inspect(DEMO_MODEL, "fdc").form == "apart, post-RoPE, 1 head"
-    assert inspect(DEMO_MODEL, "rotor-smallest").form.startswith("joint, pre-RoPE, ")
+    assert inspect(DEMO_MODEL, "rotor", ["groups.domain=pre"]).form.startswith("joint, pre-RoPE, ")
     assert inspect(tiny("gpt2")).form.startswith("joint, no RoPE, ")
     assert inspect(tiny("gpt2"), "rotor", ["groups.joint=false"]).form.startswith("apart, no RoPE, ")
 
@@ -117,10 +116,10 @@ def test_more_tokens_and_wider_groups_need_more() -> None:
     assert wide.kept_disk_bytes > narrow.kept_disk_bytes
 
 
-@pytest.mark.parametrize("recipe", ["rotor", "rotor-plain"])
-def test_the_estimated_bytes_of_a_run_are_those_of_its_files(tiny, tmp_path: Path, recipe: str) -> None:
+@pytest.mark.parametrize("joint", ["true", "false"])
+def test_the_estimated_bytes_of_a_run_are_those_of_its_files(tiny, tmp_path: Path, joint: str) -> None:
     """Bases, codes and gradients are counted by the code that allocates them; joint latents and separate ones."""
-    spec = load_recipe(recipe, ["tokens.count=1024", "codes.tokens=1024"])
+    spec = load_recipe("rotor", ["tokens.count=1024", "codes.tokens=1024", f"groups.joint={joint}"])
     kept = {}
 
     def keep(self: PartialRun, name: str, tensors: dict[str, Tensor]) -> None:
@@ -137,8 +136,7 @@ def test_the_estimated_bytes_of_a_run_are_those_of_its_files(tiny, tmp_path: Pat
     assert written["codes"] == codes_bytes(form, shape)
     stored = sum(stored_bytes(shape, form.group_size, name, 1024) for name in wanted_gradients(form))
     assert kept["gradients-0000.safetensors"] == pytest.approx(stored, rel=0.05)
-    if recipe == "rotor":  # else encode and decode are the same, and written once
-        assert written["bases"] == pytest.approx(bases_bytes(shape, form), rel=0.05)
+    assert written["bases"] == pytest.approx(bases_bytes(shape, form), rel=0.05)
 
 
 def test_layers_with_a_sliding_window_keep_no_more_than_it(tiny) -> None:
@@ -150,14 +148,14 @@ def test_layers_with_a_sliding_window_keep_no_more_than_it(tiny) -> None:
 
 
 LOAD = DecodeStep(32768, 8)
-FAST = "joint, blocks of 64, 16 fast planes"
+JOINT = "joint, blocks of 64"
 
 
 @pytest.mark.parametrize(("heads", "layers", "hidden"), [(32, 32, 4096), (64, 80, 8192)])
 def test_decode_times_of_8b_and_70b_shapes(heads: int, layers: int, hidden: int) -> None:
     shape, device = AttentionShape(layers, heads, 8, 128, hidden, rotary_dim=128), find_device("h200")
     found = {(t.candidate, t.scenario): t for t in decode_times(shape, device, LOAD)}
-    forms = "joint, blocks of 64, 0 fast planes", FAST, "joint, pre-RoPE", "apart, post-RoPE"
+    forms = JOINT, "apart, post-RoPE"
     heads = "1 head", "2 heads", "4 heads", "8 heads"
     assert {key for key, _ in found} == {f"{form}, {size}" for form in forms for size in heads}
     whole = layers * 2 * 8 * 128 * 2
@@ -167,7 +165,7 @@ def test_decode_times_of_8b_and_70b_shapes(heads: int, layers: int, hidden: int)
         base = uncompressed_layer_time(shape, device, LOAD).attention_s
         assert time.share == pytest.approx(time.seconds / layers / base)
     one = uniform_layout(shape, LayerForm(KeyForm(64), 2, joint=True), 1 / 8, True)
-    time = found[f"{FAST}, 2 heads", "0.875"]
+    time = found[f"{JOINT}, 2 heads", "0.875"]
     predicted = layer_time(one, shape, device, LOAD)
     assert time.seconds == pytest.approx(layers * predicted.attention_s)
     assert time.instructions_per_key == pytest.approx(predicted.instructions / 8 / LOAD.keys)
@@ -181,7 +179,7 @@ def test_decode_times_are_shown_as_a_prediction_with_the_recipes_marked(tiny) ->
     assert "2,560 bytes per token" in text
     marked = [line for line in text.splitlines() if "* " in line and "│" in line]
     assert len(marked) == 1
-    assert "* joint, blocks of 64, 13 fast planes, 2 heads" in marked[0]
+    assert "* joint, blocks of 64, 2 heads" in marked[0]
     text = " ".join(text.split())
     assert "Predicted time of attention in a decode step" in text
     assert "1.5 instructions a cycle and SM; arithmetic, not measured" in text
@@ -192,13 +190,12 @@ def test_decode_times_are_shown_as_a_prediction_with_the_recipes_marked(tiny) ->
     assert {t.candidate.partition(",")[0] for t in inspect(tiny("gpt2")).decode_times} == {"joint", "apart"}
 
 
-def test_layouts_that_no_kernel_attends_to_are_left_out(tmp_path: Path) -> None:
-    """Of an 8B, pre-RoPE latents of eight heads are rebuilt in memory."""
-    sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    config = json.loads((DEMO_MODEL / "config.json").read_text()) | sizes
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    found = inspect(tmp_path)
+def test_layouts_that_no_kernel_attends_to_are_left_out() -> None:
+    """Keys before RoPE are expanded in memory."""
+    chosen = ["--set", "groups.domain=pre", "--set", "groups.size=1"]
+    found = inspect(DEMO_MODEL, "rotor", chosen[1::2])
     unserved = {t.candidate for t in found.decode_times if not t.instructions_per_key}
-    assert "joint, pre-RoPE, 8 heads" in unserved
-    text = CliRunner().invoke(app, ["inspect", str(tmp_path)]).output
-    assert [name for name in unserved if name in text] == []
+    assert unserved == {"joint, pre-RoPE, 1 head", "joint, pre-RoPE, 2 heads"}
+    text = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), *chosen]).output
+    assert "joint, pre-RoPE, 2 heads" not in text
+    assert "* joint, pre-RoPE, 1 head" in text  # the recipe's own

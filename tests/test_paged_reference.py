@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.random_layers import LAYERS, random_tensors, rotation_table, scales_of
+from support.random_layers import LAYERS, random_tensors, rotation_table, row_scale_of
 from torch import Tensor
 
 from rotor.kernels.parameters import AttentionParameters
@@ -37,7 +37,7 @@ def test_pages_give_what_rows_in_one_piece_give(name: str, seq_len: int, window:
         return torch.randn(sizes, generator=generator, dtype=torch.float64)
 
     tensors = random_tensors(layout, shape)
-    key = pack_layer(4 * normal(KV_LEN, layout.key_rank), layout, True, scales_of(tensors))
+    key = pack_layer(4 * normal(KV_LEN, layout.key_rank), layout, True, row_scale_of(tensors))
     value = key if layout.joint else pack_layer(4 * normal(KV_LEN, layout.value_rank), layout, False)
     heads = shape.num_heads // len(layout.groups)
     sizes = (shape.num_heads, shape.head_dim) if shape.rotary_dim else (heads * layout.key_width,)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from support.pages import Page
 
 from rotor.checkpoint.layout import GroupLayout
-from rotor.checkpoint.rows import CodedRow, NumberRow, Parted
+from rotor.checkpoint.rows import CodedRow, NumberRow
 from rotor.recipe import load_recipe
 from rotor.search.evaluation.accuracy import Fidelity
 from rotor.search.point import Point
@@ -36,12 +36,12 @@ def made(layers: int = 5, coded: bool = False, joint: bool = False) -> ReportDat
     ]
     data.chosen = data.points[1]
     data.target, data.metric = 0.99, "some ratio"
-    channels = CodedRow(n16=4, n8=8, n4=16)
-    latents = (Parted(channels), None) if joint else (channels, channels) if coded else (NumberRow(24), NumberRow(8))
+    channels = CodedRow(n16=4, n8=8, n4=16, scaled=joint)
+    latents = (channels, None) if joint else (channels, channels) if coded else (NumberRow(24), NumberRow(8))
     data.ranks = [[GroupLayout((0, 1), *latents)] * 2 for _ in range(layers)]
     data.head_dims = [32] * layers
     data.ranks_of = "of this point"
-    data.spectra_of = {"rest": "2 heads"} if joint else {"qk": "after RoPE, 1 head a group", "vo": "1 head a group"}
+    data.spectra_of = {"joint": "2 heads"} if joint else {"qk": "after RoPE, 1 head a group", "vo": "1 head a group"}
     data.spectra = [{side: [1.0, 0.1, 0.01] for side in data.spectra_of} for _ in range(layers)]
     return data
 

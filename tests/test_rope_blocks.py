@@ -91,16 +91,15 @@ def test_gradients_are_by_stored_keys(name: str, tiny) -> None:
 def written(tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Of each family a checkpoint with keys in blocks: of codes, joint ones too, and of 16 bits."""
     found = {}
-    for name, recipe in (("qwen3", "rotor-post"), ("gpt_neox", "rotor-post-16")):
+    for name, recipe in (("qwen3", "rotor"), ("gpt_neox", "rotor-16")):
         folder = tmp_path_factory.mktemp("blocks")
         settings = ["tokens.source=random", "tokens.count=1024", "tokens.seq_len=64", "groups.domain=block"]
         settings += [*FAST_EVALUATION, *SHORT_TEXT]
-        if recipe == "rotor-post":
-            settings += ["bases.qk=fisher", "groups.joint=true", "codes.tokens=512"]
-            settings += ["exact.first=0", "exact.newest=0"]
+        if recipe == "rotor":
+            settings += ["codes.tokens=512", "groups.size=all", "exact.first=0", "exact.newest=0"]
         else:
             settings += ["ranks.method=removal-rate"]
-        run = calibrate(tiny(name), folder / "run", recipe, [*settings, "groups.rope_block=4", "groups.fast_planes=1"])
+        run = calibrate(tiny(name), folder / "run", recipe, [*settings, "groups.rope_block=4"])
         export(run.folder, folder / "out", compression=0.45, measure=False)
         found[name] = folder / "out"
     return found
@@ -122,18 +121,18 @@ def test_a_checkpoint_validates_and_generates_as_it_computes(name: str, written:
 
 
 def test_rope_that_depends_on_the_length_rotates_keys_as_a_whole(tiny, tmp_path: Path) -> None:
-    """Parts of a rotation would be of other frequencies than what comes later; `rotor-post` serves it all the same."""
+    """Parts of a rotation would be of other frequencies than what comes later."""
     folder = shutil.copytree(tiny("llama"), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     (folder / "config.json").write_text(json.dumps(config))
     outline = ModelOutline.of(Checkpoint(folder))
-    assert outline.form(load_recipe("rotor-post")).distinct == [LayerForm(POST_ROPE, 4)]
+    assert outline.form(load_recipe("rotor")).distinct == [LayerForm(POST_ROPE, 4)]
 
 
 def test_sizes_of_blocks_that_are_refused() -> None:
-    for positions in (1, 3, 128):
+    for positions in (0, 3, 128):
         with pytest.raises(RecipeError, match=r"groups\.rope_block"):
-            load_recipe("rotor-post", ["groups.domain=block", f"groups.rope_block={positions}"])
+            load_recipe("rotor", ["groups.domain=block", f"groups.rope_block={positions}"])
     with pytest.raises(RecipeError, match=r"bases\.qk"):
         load_recipe("fdc", ["groups.domain=block"])  # svd is of keys after RoPE

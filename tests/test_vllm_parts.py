@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.random_layers import LAYERS, SHAPE, layout_of, random_tensors, rotation_table, scales_of
+from support.random_layers import LAYERS, SHAPE, layout_of, random_tensors, rotation_table, row_scale_of
 from torch import Tensor, nn
 
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
@@ -40,7 +40,7 @@ def paged_layer(shard: Shard, own: dict[str, Tensor | None], dtype: torch.dtype,
         layout, shape, 0.25, own.get("query_basis"), own.get("key_constant"), None, *map(own.get, names)
     )
     if "code_shift" in own:
-        parameters = replace(parameters, scales=scales_of({name: x for name, x in own.items() if x is not None}))
+        parameters = replace(parameters, scale=row_scale_of({name: x for name, x in own.items() if x is not None}))
     return PagedLayer(shard, dtype, parameters, table if layout.in_blocks else None, None, None)
 
 
@@ -50,7 +50,7 @@ def test_rows_are_found_where_they_were_written(name: str, dtype: torch.dtype) -
     """Behind the rows of a page others may lie: nothing is written there. What has no slot goes into page 0."""
     layout, shape = LAYERS[name]
     tensors = random_tensors(layout, shape, dtype=dtype)
-    codes = {name: x for name, x in tensors.items() if name in ("code_shift", "length_weight", "error_basis")}
+    codes = {name: x for name, x in tensors.items() if name in ("code_shift", "length_weight")}
     layer = paged_layer(shard_of(layout, shape, "", 0, 1), codes, dtype, None)
     size = sum(layout.row_bytes(dtype.itemsize))
     assert size == row_bytes(layout, 1, dtype.itemsize)
@@ -59,7 +59,7 @@ def test_rows_are_found_where_they_were_written(name: str, dtype: torch.dtype) -
     slots = torch.tensor([16, 63, 20, -1])
     layer.write(key, value, cache, slots)
     kept = slots[:3]
-    expected = [pack_layer(key, layout, True, scales_of(codes)), pack_layer(value, layout, False)]
+    expected = [pack_layer(key, layout, True, row_scale_of(codes)), pack_layer(value, layout, False)]
     for rows, latents in zip(layer.rows(cache), [expected[0]] * 2 if layout.joint else expected, strict=True):
         assert torch.equal(rows[kept // 16, kept % 16], latents[:3])
     untouched = torch.ones(4, 16, dtype=torch.bool)
@@ -96,7 +96,7 @@ def module_of(shard: Shard, tensors: dict[str, Tensor], lengths: list[int]) -> R
     norms = {"q_norm": nn.LayerNorm(shape.head_dim), "k_norm": nn.LayerNorm(shape.head_dim)} if shape.key_norm else {}
     module = RotorSelfAttention(3, shard, norms, table, lambda output: output, False).double()
     module.load(tensors)
-    names = ("query_basis", "key_constant", "key_basis", "key_shift", "code_shift", "length_weight", "error_basis")
+    names = ("query_basis", "key_constant", "key_basis", "key_shift", "code_shift", "length_weight")
     own = {name: x for name in names if (x := getattr(module, name)) is not None}
     layer = paged_layer(shard, own, torch.float64, table)
     module.attn = Pages(layer, lengths, sum(layout.row_bytes(8)))
@@ -123,7 +123,7 @@ def attended(tensors: dict[str, Tensor], layout: LayerLayout, shape: AttentionSh
         own = rotate(heads(key[0, 0]), *stored)
         joint = value if layout.joint else None
         key = project_keys(own, tensors["key_basis"], layout, tensors.get("key_shift"), joint)
-    rows = pack_layer(key, layout, True, scales_of(tensors))
+    rows = pack_layer(key, layout, True, row_scale_of(tensors))
     values = rows if layout.joint else pack_layer(value, layout, False)
     parameters = AttentionParameters(layout, shape, 0.25, tensors.get("query_basis"), tensors.get("key_constant"))
     of_keys = when_read(rotation, form) if layout.in_blocks else None

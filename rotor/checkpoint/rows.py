@@ -30,14 +30,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Annotated, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
-import torch
 from pydantic import PlainValidator, WithJsonSchema
-from torch import Tensor
-from torch.nn import functional
 
 from ..errors import CheckpointError
+
+if TYPE_CHECKING:  # commands check their arguments by these types before they import torch
+    import torch
+    from torch import Tensor
 
 WIDTHS = (16, 12, 8, 6, 4, 2)
 """Bits of a channel, in the order of a row and of the fields of CodedRow."""
@@ -226,6 +227,8 @@ class CodedRow:
         Returns:
             [..., bytes], uint8.
         """
+        import torch
+
         wide = latents.to(torch.promote_types(latents.dtype, torch.float32))
         return self.pack_codes(*self.codes(wide, scale))
 
@@ -241,10 +244,12 @@ class CodedRow:
 
             nibble = chosen_nibble((latents.square() * length).sum(-1, keepdim=True), lost)
             latents = latents / scale_of(nibble).to(latents.dtype) + shift
-        return (latents.floor().clamp(-half, half - 1) + half).to(torch.int32), nibble
+        return (latents.floor().clamp(-half, half - 1) + half).int(), nibble
 
     def pack_codes(self, codes: Tensor, nibble: Tensor | None = None) -> Tensor:
         """Pack what `codes` gave into rows, [..., bytes] uint8."""
+        import torch
+
         slots = _slots_of(self, codes.device)
         empty = codes.new_tensor([SIGNED, 0]).expand(*codes.shape[:-1], 2)
         codes = torch.cat([codes, empty] if nibble is None else [codes, empty, nibble], dim=-1)
@@ -258,6 +263,8 @@ class CodedRow:
 
     def unpack_codes(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Unpack what `pack_codes` packed."""
+        import torch
+
         words = rows.contiguous().view(torch.int16).to(torch.int32)
         nibbles = torch.cat([words >> 4 * plane & 15 for plane in range(WORD_PLANES)], dim=-1)
         codes = nibbles.new_zeros(*rows.shape[:-1], self.rank)
@@ -276,6 +283,8 @@ class CodedRow:
         That is nibbles and the crumbs of split planes, less 8; of a scaled row times its scale, which stands in its own
         place.
         """
+        import torch
+
         words = rows.contiguous().view(torch.int16)
         signed = words ^ SIGN_BITS  # a nibble less 8 in two's complement
         planes = [signed << 12 - 4 * plane >> 12 for plane in range(WORD_PLANES)]
@@ -292,6 +301,8 @@ class CodedRow:
 
     def resized(self, rows: Tensor, to: Row) -> Tensor:
         """Rows cut to the first channels, or filled up with the middle of further ones, [..., bytes of `to`]."""
+        import torch
+
         assert isinstance(to, CodedRow)
         codes, nibble = self.unpack_codes(rows)
         half = torch.tensor([1 << bits - 1 for bits in to.bits[self.rank :]], device=codes.device, dtype=codes.dtype)
@@ -337,7 +348,9 @@ class NumberRow:
         return rows
 
     def resized(self, rows: Tensor, to: Row) -> Tensor:
-        return functional.pad(rows, (0, to.width - self.width))
+        from torch.nn.functional import pad
+
+        return pad(rows, (0, to.width - self.width))
 
 
 Row = CodedRow | NumberRow
@@ -420,12 +433,12 @@ def lost_by(levels: Tensor, half: Tensor) -> Tensor:
 def scale_nibble(energy: Tensor) -> Tensor:
     """The nibble of the scale of a row whose latents have this weighted mean square, int32: the scale by its length."""
     steps = energy.clamp(min=2.0**-SCALE_MIDDLE).log2().mul(SCALE_STEPS / 2).round() + SCALE_MIDDLE
-    return steps.clamp(0, SCALE_LARGEST).to(torch.int32)
+    return steps.clamp(0, SCALE_LARGEST).int()
 
 
 def scale_of(nibble: Tensor) -> Tensor:
     """The scale of a nibble, float32."""
-    return torch.exp2((nibble - SCALE_MIDDLE).float() / SCALE_STEPS)
+    return ((nibble - SCALE_MIDDLE).float() / SCALE_STEPS).exp2()
 
 
 class _Slots(NamedTuple):
@@ -446,6 +459,8 @@ class _Slots(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _slots_of(row: CodedRow, device: torch.device) -> _Slots:
+    import torch
+
     half = torch.tensor([2.0 ** (bits - 1) for bits in row.bits], device=device)
     highest = [digits[0] if digits else Digit(row.rank, 0, NIBBLE_BITS) for digits in row.slots]
     highest = [digit._replace(channel=row.rank + 2) if digit.channel == SCALE else digit for digit in highest]

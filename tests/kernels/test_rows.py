@@ -8,7 +8,7 @@ from support.kernel_cases import FORMS, MIXED, CodedRow, layer
 
 from rotor.checkpoint.bases import levels_of
 from rotor.checkpoint.rows import NIBBLE_BITS, SIGNED
-from rotor.kernels.rows import pack, pack_layer, read_class, unpack, unpack_codes
+from rotor.kernels.rows import pack_layer, read_class
 
 LATENTS = [
     MIXED,
@@ -26,9 +26,10 @@ LATENTS = [
 def test_codes_are_those_of_the_floors(channels, dtype) -> None:
     latents = (40 * torch.randn(7, channels.rank, generator=torch.Generator().manual_seed(0))).to(dtype)
     latents[0, 0], latents[1, 0] = 1e4 if dtype != torch.float16 else 6e4, -3.0
-    rows = pack(latents, channels)
-    words, codes = rows.view(torch.int16).int(), unpack_codes(rows, channels)
-    read = (unpack(rows, channels.split, torch.float64) + SIGNED) @ levels_of(channels).T
+    rows = channels.pack(latents)
+    words, (codes, scale) = rows.view(torch.int16).int(), channels.unpack_codes(rows)
+    assert scale is None
+    read = (channels.unpack(rows, torch.float64) + SIGNED) @ levels_of(channels).T
     for row, numbers in enumerate(latents.tolist()):
         found = dict.fromkeys(range(channels.rank), 0)
         for place, digits in enumerate(channels.slots):
@@ -55,5 +56,5 @@ def test_groups_lie_where_the_layout_says() -> None:
     for cls in layout.classes():
         keys = read_class(rows[0], cls.key, cls.key_byte, cls.key_stride, cls.count, torch.float32)
         own = 4 * sides[0][..., cls.key_rank : cls.key_rank + cls.key.rank]
-        assert torch.equal(keys[..., 0, :], unpack(pack(own, cls.key), cls.key.split, torch.float32))
+        assert torch.equal(keys[..., 0, :], cls.key.unpack(cls.key.pack(own), torch.float32))
         assert cls.key_byte % 16 == cls.value_byte % 16 == 0

@@ -13,10 +13,8 @@ from support.kernel_cases import FORMS, MIXED, CodedRow, NumberRow, layer, rando
 from torch import Tensor
 
 from rotor.checkpoint.layout import GroupLayout, KeyForm, LayerLayout
-from rotor.checkpoint.rows import Parted
 from rotor.kernels.reference import partial_attention
 from rotor.kernels.rotary import when_read
-from rotor.kernels.rows import pack_codes, unpack, unpack_codes, unpack_parted
 from rotor.policies import Tiers
 from rotor.policies.methods.tiers import TieredLayer, cut_latent, cut_layout
 
@@ -89,33 +87,17 @@ class Case:
         found = []
         for group, part, starts in zip(self.layout.groups, cut.groups, self.layout.byte_offsets(4), strict=True):
             whole, kept, first = (group.key, part.key, starts[0]) if keys else (group.values, part.values, starts[1])
-            if isinstance(whole, Parted):
-                own = rows[..., first : first + whole.row_bytes()]
-                assert isinstance(kept, Parted)
-                own = own if cut == self.layout else cut_parts(own, whole, kept)
-                found.append(unpack_parted(own, whole, torch.float64))
-            elif isinstance(whole, CodedRow):
+            if isinstance(whole, CodedRow):
                 own = rows[..., first : first + whole.row_bytes()]
                 if cut != self.layout:
-                    codes = unpack_codes(own, whole)
+                    codes, scale = whole.unpack_codes(own)
                     codes[..., kept.rank :] = torch.tensor([2 ** (bits - 1) for bits in whole.bits[kept.rank :]])
-                    own = pack_codes(codes, whole)
-                found.append(unpack(own, whole.split, torch.float64))
+                    own = whole.pack_codes(codes, scale)
+                found.append(whole.unpack(own, torch.float64))
             else:
                 own = rows[..., first // 4 : first // 4 + whole.rank].double()
                 found.append(own * (torch.arange(whole.rank) < kept.rank))
         return torch.cat(found, dim=-1)
-
-
-def cut_parts(rows: Tensor, whole: Parted, kept: Parted) -> Tensor:
-    """Rows of a joint group whose channels behind those that are kept of each latent are codes in the middle."""
-    found = []
-    sizes = [part.row_bytes() for part in whole.parts]
-    for own, part, left in zip(rows.split(sizes, -1), whole.parts, kept.parts, strict=True):
-        codes = unpack_codes(own, part)
-        codes[..., left.rank :] = torch.tensor([2 ** (bits - 1) for bits in part.bits[left.rank :]])
-        found.append(pack_codes(codes, part, (own[..., :1] & 15).int() if part.scaled else None))
-    return torch.cat(found, dim=-1)
 
 
 def settle(policy: Tiers, tiers: np.ndarray, scores: np.ndarray) -> None:

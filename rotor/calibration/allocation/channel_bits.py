@@ -39,12 +39,12 @@ class BitCurve:
         return CodedRow(n16, n12, n8, n6, n4, n2, scaled=self.scaled)
 
 
-def bit_curve(losses: Tensor, widths: Sequence[int], scaled: bool = False) -> BitCurve:
+def bit_curve(losses: Tensor, widths: Sequence[int], scaled: bool = False, plane: int = PLANE) -> BitCurve:
     """Compute the best widths of a latent's channels for every number of planes.
 
     Args:
         losses: [widths, channels], float64, of each channel at each of `widths` (bits, 0 among them, in any order).
-        scaled: a nibble of the first plane holds the scale of a row.
+        scaled: a nibble of the first plane holds the scale of a row. plane: nibbles of one.
     """
     table, given = losses.numpy(), list(widths)
     whole = table[given.index(0)]
@@ -60,7 +60,7 @@ def bit_curve(losses: Tensor, widths: Sequence[int], scaled: bool = False) -> Bi
         _add_channels(best, (whole - table[given.index(width)])[order], size, crumbs[0])
         for width, size in zip(used, crumbs, strict=True)
     ]
-    of_plane, of_scale = (nibbles * NIBBLE_BITS // CRUMB_BITS for nibbles in (PLANE, int(scaled)))
+    of_plane, of_scale = (nibbles * NIBBLE_BITS // CRUMB_BITS for nibbles in (plane, int(scaled)))
     planes = np.arange(-(-(most + of_scale) // of_plane) + 1)
     room = np.clip(of_plane * planes - of_scale, 0, most)
     numbers = np.arange(1, channels + 1)[:, None]
