@@ -54,7 +54,7 @@ demo-full: setup
 	$(BIN)/rotor validate $(foreach recipe,fdc rotor,$(foreach target,$(TARGETS),out/demo-$(recipe)-$(target)))
 
 MODEL ?= artifacts/reference-model
-REFERENCE := rotor rotor-post palu fdc
+REFERENCE := rotor palu fdc
 reference: setup
 	@for recipe in $(REFERENCE); do \
 		$(BIN)/rotor calibrate $(MODEL) -o runs/reference-$$recipe --recipe $$recipe $(SETTINGS) --overwrite || exit; \

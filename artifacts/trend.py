@@ -22,8 +22,8 @@ import numpy as np
 from reference import markdown, shape_line
 
 BEATEN = ("per token, 4 bits", "GEAR-4", "KIVI-4")
-LADDER = ("rotor-plain", "palu-codes", "fisher-codes", "rotor-smallest", "rotor", "rotor-a-head", "rotor-post")
-RECIPES = ("rotor", "rotor-distilled", "rotor-post", "palu-codes", "zack", "palu", "fdc")
+LADDER = ("palu-codes", "fisher-codes", "rotor", "rotor-a-head")
+RECIPES = ("rotor", "palu-codes", "zack", "palu", "fdc")
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def test_tuning_tries_no_tile_above_a_block() -> None:
     assert [*tried][-1].materialise
     assert all(kernels.sm_80 == own.sm_80 for kernels in tried)
     best = min(tried, key=lambda kernels: tried[kernels])
-    assert (best.sm_90.stages, best.sm_90.warps, best.slices_per_sm) == (1, 2, 16)
+    assert (best.sm_90.stages, best.sm_90.warps, best.slices_per_sm) == (1, 1, 32)
 
 
 def test_tuning_tries_one_that_does_not_run_no_further() -> None:

@@ -13,30 +13,30 @@ from support.quick import mostly_nightly
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer
 
-from rotor.checkpoint.layout import POST_ROPE, KeyForm
+from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, KeyForm
 from rotor.checkpoint.sizes import kv_bytes_per_token
 from rotor.errors import UsageError
 from rotor.policies import stored_bytes
 from rotor.tools.validation.validate import cache_bytes_per_token
 
-PRE, SLOW, SOME = KeyForm(64), KeyForm(8), KeyForm(8)
+BLOCK_OF_8 = KeyForm(8)
 CASES = {
     "post": ("llama", Folding(POST_ROPE, 1, bits=MIXED)),
-    "pre": ("llama", Folding(PRE, 2, bits=MIXED)),
-    "window": ("mistral", Folding(PRE, 1, bits=MIXED)),
-    "key norm": ("qwen3", Folding(PRE, 2, bits=MIXED)),
+    "pre": ("llama", Folding(PRE_ROPE, 2, bits=MIXED)),
+    "window": ("mistral", Folding(PRE_ROPE, 1, bits=MIXED)),
+    "key norm": ("qwen3", Folding(PRE_ROPE, 2, bits=MIXED)),
     "softcap": ("gemma2", Folding(POST_ROPE, 2, bits=MIXED)),
     "no rope": ("gpt2", Folding(POST_ROPE, 1, bits=MIXED)),
-    "joint": ("llama", Folding(PRE, 2, joint=True, bits=MIXED)),
+    "joint": ("llama", Folding(PRE_ROPE, 2, joint=True, bits=MIXED)),
     "no rope, joint": ("gpt2", Folding(POST_ROPE, 4, joint=True, bits=MIXED)),
-    "fast planes": ("llama", Folding(SOME, 2, joint=True, bits=MIXED)),
-    "blocks in a window": ("mistral", Folding(SOME, 1, bits=MIXED)),
-    "slow planes, key norm": ("qwen3", Folding(SLOW, 2, joint=True, bits=MIXED)),
-    "partial": ("gpt_neox", Folding(KeyForm(8), 2, bits=MIXED)),
+    "blocks": ("llama", Folding(BLOCK_OF_8, 2, joint=True, bits=MIXED)),
+    "blocks in a window": ("mistral", Folding(BLOCK_OF_8, 1, bits=MIXED)),
+    "blocks, key norm": ("qwen3", Folding(BLOCK_OF_8, 2, joint=True, bits=MIXED)),
+    "partial": ("gpt_neox", Folding(BLOCK_OF_8, 2, bits=MIXED)),
 }
 """Family, and how it is compressed."""
 
-BLOCKS = {"fast planes": 8, "slow planes, key norm": 8}
+BLOCKS = {"blocks": 8, "blocks, key norm": 8}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_logits_are_those_of_rounded_latents_in_float64(name, pair) -> None:
     assert relative_error(got, expected) < 2e-3  # a shift in float32 may move a code of 16 bits by one
 
 
-QUICK = ("pre", "softcap", "no rope, joint", "fast planes", "blocks in a window")
+QUICK = ("pre", "softcap", "no rope, joint", "blocks", "blocks in a window")
 
 
 @pytest.mark.parametrize("name", mostly_nightly(CASES, lambda name: name in QUICK))
@@ -96,7 +96,7 @@ def test_every_cache_gives_the_tokens_of_rounded_latents(name, pair) -> None:
             assert stored == {torch.uint8}
 
 
-@pytest.mark.parametrize("name", ["window", "softcap", "no rope, joint", "fast planes", "slow planes, key norm"])
+@pytest.mark.parametrize("name", ["window", "softcap", "no rope, joint", "blocks", "blocks, key norm"])
 def test_a_row_alone_is_its_row_in_a_padded_batch(name, pair) -> None:
     """Padding by whole blocks, where keys are rotated within such: their codes depend on their place in it."""
     rows, mask = padded_prompts(BLOCKS.get(name, 1))
@@ -149,7 +149,7 @@ def test_what_is_added_before_rounding_stays_in_float32(pair) -> None:
         assert model.to("meta").model.layers[0].self_attn.get_parameter(name).is_meta
 
 
-@pytest.mark.parametrize("name", ["post", "fast planes", "no rope"])
+@pytest.mark.parametrize("name", ["post", "blocks", "no rope"])
 def test_autocast_runs_on_a_cpu(name, pair) -> None:
     """Projections put out bfloat16, the rest is as in a model of that dtype."""
     model, rows = pair(name).load(), prompts(2, 20)

@@ -227,14 +227,14 @@ def test_validate_elsewhere_says_what_it_could_not_check(run_copy, tmp_path: Pat
 
 
 RECIPES = [
-    *((recipe, "qwen3") for recipe in ("zack", "zdc", "palu", "rotor-post-16", "fdc-uniform", "fdc-prerope")),
-    *((recipe, "gpt2") for recipe in ("zack", "rotor-post-16")),
+    *((recipe, "qwen3") for recipe in ("zack", "zdc", "palu", "rotor-16", "fdc-uniform", "fdc-prerope")),
+    *((recipe, "gpt2") for recipe in ("zack", "rotor-16")),
 ]
 
 
 @pytest.mark.parametrize(
     ("recipe", "family"),
-    mostly_nightly(RECIPES, lambda case: case in (("zdc", "qwen3"), ("palu", "qwen3"), ("rotor-post-16", "gpt2"))),
+    mostly_nightly(RECIPES, lambda case: case in (("zdc", "qwen3"), ("palu", "qwen3"), ("rotor-16", "gpt2"))),
 )
 def test_every_recipe_on_models_with_and_without_rope(recipe: str, family: str, tiny, tmp_path: Path) -> None:
     small = ["tokens.count=512", "tokens.seq_len=64", *(["prune.kmeans=32"] if recipe == "zdc" else [])]

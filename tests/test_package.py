@@ -42,7 +42,6 @@ def test_groups_are_ordered_by_class_widest_first() -> None:
     "change",
     [
         {"rope_block": 48},
-        {"fast_planes": 2},
         {"groups": []},
         {"groups": [{"kv_heads": [0], "key": 0, "value": 16}]},
         {"groups": [{"kv_heads": [0], "key": "x", "value": 16}]},
@@ -61,7 +60,8 @@ def test_an_edited_layout_is_refused(change: dict) -> None:
 
 
 def test_a_default_kernel_config_lists_the_layers_launches() -> None:
-    groups = [GroupLayout((2 * g, 2 * g + 1), CodedRow(n4=width), None) for g, width in enumerate([16, 48])]
+    rows = (CodedRow(n4=width, scaled=True) for width in (16, 48))
+    groups = [GroupLayout((2 * g, 2 * g + 1), row, None) for g, row in enumerate(rows)]
     layout = ordered_by_class(groups, KeyForm(64))
     config = default_config([layout])
     (layer,) = config.to_dict()["layers"]
@@ -69,7 +69,7 @@ def test_a_default_kernel_config_lists_the_layers_launches() -> None:
     assert KernelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     config.check([layout])
     with pytest.raises(CheckpointError):
-        config.check([replace(layout, fast_planes=0)])
+        config.check([replace(layout, rope_block=32)])
 
 
 def test_the_package_offers_what_the_commands_do() -> None:

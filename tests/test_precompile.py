@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rotor.calibration.prediction.devices import find_device
 from rotor.calibration.prediction.instructions import group_instructions
+from rotor.checkpoint.layout import KeyForm
 from rotor.checkpoint.sizes import kv_bytes_per_token
 from rotor.cli.commands import app
 from rotor.errors import UsageError
@@ -58,12 +59,11 @@ def test_named_layouts() -> None:
         "smollm2-64x3": 0.875,
         "smollm2-128x3": 0.75,
         "gemma3-270m-256x1": 0.875,
-        "llama3-8b-post-128x1": 0.875,
         "llama3-8b-apart-64x1": 0.875,
         "llama3-8b-numbers-64x1": 0.5,
     }
-    assert found["llama3-8b-128x4"].layout.form == (64, 16)
-    assert found["llama3-8b-apart-64x1"].layout.form == (None, 0)
+    assert found["llama3-8b-128x4"].layout.form == KeyForm(64)
+    assert found["llama3-8b-apart-64x1"].layout.form == KeyForm()
 
 
 @needs_triton
@@ -71,9 +71,9 @@ def test_named_layouts() -> None:
     ("name", "arch", "goal", "spilled_bytes"),
     mostly_nightly(
         [
-            ("llama3-8b-128x2", 90, 21.5, 96),
-            ("llama3-8b-64x2", 90, 17.0, 96),
-            ("smollm2-64x3", 90, 25.0, 384),
+            ("llama3-8b-128x2", 90, 15.6, 96),
+            ("llama3-8b-64x2", 90, 11.0, 0),
+            ("smollm2-64x3", 90, 17.5, 0),
             ("llama3-8b-numbers-64x1", 80, 24.0, 48),
         ],
         lambda case: case[0] == "llama3-8b-128x2",  # whose kernels kernels/test_compile.py compiles too
@@ -105,7 +105,7 @@ def test_a_layer_takes_no_more_instructions_than_its_goal(name, arch, goal, spil
 def test_one_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch, decoding_alone) -> None:
     from rotor.tools.bench.variants import Variant
 
-    compile_variant, some = Variant.compile, {"llama3-8b-post-128x1": named_subjects()["llama3-8b-post-128x1"]}
+    compile_variant, some = Variant.compile, {"llama3-8b-apart-64x1": named_subjects()["llama3-8b-apart-64x1"]}
 
     def compile_or_fail(variant):
         if variant.name.startswith("absorb"):
@@ -121,7 +121,7 @@ def test_one_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch
     assert data["failed"] == 1
     assert data["predicted_for"] == {"sm_90": "h200"}
     (layer,) = data["layers"]
-    assert (layer["layout"], layer["arch"], layer["instructions_per_key"]) == ("llama3-8b-post-128x1", "sm_90", None)
+    assert (layer["layout"], layer["arch"], layer["instructions_per_key"]) == ("llama3-8b-apart-64x1", "sm_90", None)
     assert [k["error"] for k in layer["kernels"]] == ["RuntimeError: out of registers", None, None]
     text = CliRunner().invoke(app, call[:-1])  # `-q` says nothing
     assert text.exit_code == 1

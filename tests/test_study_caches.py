@@ -119,7 +119,7 @@ def test_the_front_has_what_nothing_else_beats(tmp_path) -> None:
     assert pareto_front(points, higher=True) == [(1, 5)]
     for name, method in (
         *(("KIVI-2", "KIVI"), ("GEAR-L-4", "GEAR-L"), ("per token, 2 bits", "per token")),
-        *(("rotor-post", "rotor-post"), ("rotor-post, 96 bytes", "rotor-post"), ("rotor-16, 320 bytes", "rotor-16")),
+        *(("rotor-16", "rotor-16"), ("rotor-16, 96 bytes", "rotor-16"), ("rotor, 320 bytes", "rotor")),
         ("H2O, alike, 0.2 of the tokens", "H2O, alike"),
     ):
         assert method_of(name) == method
@@ -128,7 +128,7 @@ def test_the_front_has_what_nothing_else_beats(tmp_path) -> None:
     assert record.answers == {"copy": 1.0}
 
 
-RECIPES = ["palu", "rotor-plain"]
+RECIPES = ["palu", "rotor"]
 FOUR = "per-token-4"
 FEW = ("uncompressed", FOUR)
 
@@ -162,7 +162,7 @@ def test_the_part_measures_quantisers_and_recipes_at_equal_bytes(measured) -> No
     assert 1200 < half["kv_bytes_per_token"] <= 1280
     assert 560 < quarter["kv_bytes_per_token"] <= 640
     assert exact["kl_div"] < half["kl_div"] < quarter["kl_div"]
-    coded = records["rotor-plain, 640 bytes"]
+    coded = records["rotor, 640 bytes"]
     assert 600 < coded["kv_bytes_per_token"] == coded["long_kv_bytes_per_token"] <= 640
     assert exact["kl_div"] < coded["kl_div"] < quarter["kl_div"]
     assert exact["answers"] == pytest.approx({"lookup": 1, "copy": 1}, abs=0.02)

@@ -193,7 +193,7 @@ AT_ONCE = {"enable_prefix_caching": False, "max_num_batched_tokens": 4096, "kv_c
 CALIBRATED = [
     ("llama", "rotor"),
     ("llama", "fdc"),
-    ("qwen3", "rotor-smallest"),
+    ("qwen3", "rotor"),
     ("gpt2", "rotor"),
     ("gemma", "rotor"),
     ("granite", "rotor"),

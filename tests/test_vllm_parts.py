@@ -186,7 +186,7 @@ def test_a_size_that_divides_nothing_is_refused_with_those_that_do() -> None:
 
 
 def test_tensors_of_a_checkpoint_that_are_others_are_named() -> None:
-    layout, shape = LAYERS["joint, T 8, F 3"]
+    layout, shape = LAYERS["joint, T 8"]
     tensors = random_tensors(layout, shape)
 
     def load(changed: dict[str, Tensor]) -> None:
@@ -206,7 +206,7 @@ def test_tensors_of_a_checkpoint_that_are_others_are_named() -> None:
 
 
 def test_only_what_is_added_before_rounding_keeps_float32() -> None:
-    layout, shape = LAYERS["joint, T 8, F 3"]
+    layout, shape = LAYERS["joint, T 8"]
     torch.set_default_dtype(torch.bfloat16)
     try:
         module = RotorSelfAttention(

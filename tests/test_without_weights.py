@@ -37,9 +37,9 @@ CASES = {
     "qwen3": ("fdc", ["groups.size=2", "ranks.multiple_of=4"]),  # norms of keys
     "gpt2": ("rotor", []),  # codes folded into a transposed projection
     "opt": ("fdc", ["ranks.multiple_of=4", *PRE_REFIT]),  # biases
-    "phi3": ("rotor-post", []),  # a fused projection
+    "phi3": ("rotor", ["groups.rope_block=16"]),  # a fused projection
     "mixtral": ("fdc", ["ranks.multiple_of=4"]),  # experts, which transformers joins
-    "falcon": ("rotor-smallest", []),  # one KV head
+    "falcon": ("rotor", ["groups.domain=pre"]),  # one KV head
 }
 IDS = torch.randint(1, 4096, (2, 12), generator=torch.Generator().manual_seed(3))
 

@@ -39,7 +39,7 @@ from rotor.checkpoint.rows import PLANE, CodedRow
 
 HEADS, SHARED, DIM, LENGTH = 2, 4, 64, 512
 SHAPE = AttentionShape(1, HEADS * SHARED, HEADS, DIM, 512)
-FORM = LayerForm(KeyForm(64, 0), HEADS, joint=True)
+FORM = LayerForm(KeyForm(64), HEADS, joint=True)
 NAME = stored_name(FORM.keys, joint=True)
 WIDTHS = (0, 4, 8, 12, 16)
 BITS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)

@@ -27,7 +27,7 @@ def test_what_is_written_is_read_again() -> None:
     assert config == default_config(LAYOUTS)
     config.check(LAYOUTS)
     assert [layout_class(layout) for layout in LAYOUTS] == [
-        "joint 96x2 (1), 176x2 (1), T 64, F 5 in 16, split 1", "numbers 40+24x1", "apart 64+16x1, T 16, F 0, split 1"
+        "joint 64x2 (1), 144x2 (1), T 64, split 1", "numbers 40+24x1", "apart 64+16x1, T 16, split 1"
     ]  # fmt: skip
 
 

@@ -162,13 +162,6 @@ def test_four_heads() -> None:
     check(layer_of([256, 96], 4, block=64), [100, 40], tiles=Tile(64, 4, 1), page=64)
 
 
-@pytest.mark.parametrize("nibbles", mostly_nightly([10, 40, 70], lambda nibbles: nibbles == 40))
-def test_fast_latents_of_any_width(nibbles: int) -> None:
-    """One to five planes, so that they lie in one span of words or in more."""
-    fast = CodedRow(n4=nibbles - 6, n2=11)
-    check(layer_of([64, 32], 3, block=64, latent=fast), [100, 40], head_dim=64, per_head=3)
-
-
 @pytest.mark.parametrize(
     ("tokens", "block"), mostly_nightly([([2, 1, 3], 64), ([16, 0, 5], None)], lambda case: case[1] == 64)
 )

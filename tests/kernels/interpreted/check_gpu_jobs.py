@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rotor.checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
-from rotor.checkpoint.rows import CodedRow, Parted
+from rotor.checkpoint.rows import CodedRow
 from rotor.kernels.defaults import default_layer
 from rotor.tools.bench import tuning
 from rotor.tools.bench.gpu import counters, model, tiles, times
@@ -18,7 +18,7 @@ from rotor.tools.bench.gpu.summary import markdown, tuned
 from rotor.tools.bench.subjects import Subject, with_exact
 
 SHAPE = AttentionShape(1, 4, 1, 32, 64, 32)
-LAYOUT = LayerLayout((GroupLayout((0,), Parted(CodedRow(n4=15), (CodedRow(n4=8),)), None),), 16, 4)
+LAYOUT = LayerLayout((GroupLayout((0,), CodedRow(n4=23, scaled=True), None),), 16)
 LOAD, LONG = "8 x 32K", "1 x 32K"
 SMALL = {LOAD: [20] * 2, LONG: [37], RAGGED: [20, 3], PROMPT: [70]}
 SIZES = {
@@ -70,7 +70,7 @@ def test_times_of_a_layer_with_exact_tokens(monkeypatch: pytest.MonkeyPatch) -> 
 def test_tiles_are_compiled_then_timed(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tiles, "COMPILED_KEYS", 20)
     monkeypatch.setattr(tuning, "WARPS_PER_SM", (1, 2))
-    monkeypatch.setattr(tuning, "tiles", lambda own, layout: [own, own.__class__(16), own.__class__(16, lean=1)])
+    monkeypatch.setattr(tuning, "tiles", lambda own, layout: [own, own.__class__(16), own.__class__(16, 2)])
     monkeypatch.setattr(tuning, "ABSORBING", [tuning.Absorbing(16, 1), tuning.Absorbing(32, 2)])
     chosen = [record for index in (0, 1, 3, 9) for record in tiles.compile_launch("tiny", index, "cpu")]
     assert [next(iter({"tile", "absorbing"} & set(record))) for record in chosen] == ["tile", "tile", "absorbing"]
