@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ from rotor.errors import CheckpointError
 from rotor.models.source import Checkpoint
 from rotor.progress import in_time
 from rotor.recipe import load_recipe, quick_overrides
+from rotor.recipe.requests import ExportRequest
+from rotor.search.export_job import ExportJob
 
 
 def test_the_bundled_model() -> None:
@@ -47,6 +50,19 @@ def test_the_bundled_model() -> None:
     assert not found.calibrate.streamed
     assert sum(found.calibrate.host_bytes.values()) < found.calibrate.available_host_bytes
     assert found.calibrate.product_seconds.keys() >= {"text", "statistics"}
+
+
+def test_long_blocks_whose_near_keys_are_read_from_codes_are_warned_of(demo_run, tmp_path: Path, caplog) -> None:
+    rows_alone = ["exact.first=0", "exact.newest=0"]
+    assert not inspect(DEMO_MODEL).warning
+    assert not inspect(DEMO_MODEL, overrides=[*rows_alone, "groups.rope_block=16"]).warning
+    assert "groups.rope_block=16" in inspect(DEMO_MODEL, overrides=rows_alone).warning
+    run = demo_run("rotor").folder
+    goal = ExportRequest(run, tmp_path / "out", compression=0.8)
+    ExportJob.check(goal)
+    assert "rope_block" not in caplog.text
+    ExportJob.check(replace(goal, overrides=rows_alone))
+    assert "groups.rope_block=16" in caplog.text
 
 
 def test_times_are_those_of_the_given_settings() -> None:

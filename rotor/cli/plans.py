@@ -42,6 +42,7 @@ def print_inspection(inspection: Inspection) -> None:
             f"{' or '.join(map(str, inspection.bits))} bits",
         ),
         ("form", inspection.form),
+        *([("warning", inspection.warning)] if inspection.warning else []),
         ("calibrate", _needs(inspection.calibrate)),
         ("export", _needs(inspection.export)),
         ("validate", _time(inspection.validate)),
@@ -76,9 +77,9 @@ def _print_decode_times(inspection: Inspection) -> None:
     )
     print_table(title, ("  layout of the cache",), scenarios, rows)
     say(
-        "Below 1: faster than the uncompressed model. *: what the recipe takes. joint: keys and values coded together; "
-        "apart: a latent each. fast planes: of keys, stored pre-RoPE in a latent of each head and rebuilt by "
-        "attention. heads: KV heads that share a latent. -, and what is left out: no kernel attends to it."
+        "Below 1: faster than the uncompressed model. *: what the recipe takes. joint: keys and values in one latent; "
+        "apart: a latent each. blocks: positions within which keys are rotated. heads: KV heads that share a latent. "
+        "-, and what is left out: no kernel attends to it."
     )
     if inspection.slower is not None:
         own, other = inspection.slower

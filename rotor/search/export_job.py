@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..calibration.planning.form import block_warning
 from ..calibration.run import Run
 from ..checkpoint.families import Family, find_family
 from ..checkpoint.hashes import file_sha256
@@ -59,6 +60,8 @@ class ExportJob:
                 policy.method,
             )
             recipe = replace(recipe, exact=Exact())
+        if warning := block_warning(opened.form, recipe.exact.tokens):
+            log.warning("%s", warning)
         _check_element_bytes(opened, checkpoint)
         tokens = context_tokens(checkpoint.config, request.context)
         job = cls(request, opened, recipe, checkpoint, out, tokens, policy)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, KeyForm, LayerForm, ModelForm
+from ...checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, ExactTokens, KeyForm, LayerForm, ModelForm
 from ...errors import RecipeError
 from ...recipe import Recipe
 from ..moments import vector_names
+
+LONGEST_BLOCK_READ_NEAR = 16
+"""Positions of a block from whose codes near keys may be read: planes that turn far within a block have the most to say
+of near keys, and lose rank by it."""
 
 Frequencies = Sequence[Sequence[float]]
 """Radians by which each plane of each layer rotates from one position to the next."""
@@ -33,6 +37,17 @@ def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
     # Keys hardly rotate within a block, so they are about as linear in the hidden state as values.
     joint = recipe.joins_latents and (rotated.rope_block is not None or not shape.rotates)
     return ModelForm(keys, _group_size(recipe, shape), joint)
+
+
+def block_warning(form: ModelForm, exact: ExactTokens | None) -> str:
+    """What is said where the newest keys are read from codes of long blocks; empty where all is well."""
+    longest = max(keys.rope_block or 0 for keys in form.keys)
+    if exact is not None or longest <= LONGEST_BLOCK_READ_NEAR:
+        return ""
+    return (
+        f"groups.rope_block {longest} and no exact tokens: near keys, which are read from their codes, lose accuracy "
+        f"in blocks so long. Keep tokens exactly, or calibrate with --set groups.rope_block={LONGEST_BLOCK_READ_NEAR}."
+    )
 
 
 def wanted_gradients(form: LayerForm) -> frozenset[str]:

@@ -30,6 +30,7 @@ from ...recipe.requests import InspectionRequest
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import COMPARED_COMPRESSION, DecodeTime, decode_times, slower
 from ..prediction.devices import find_device
+from .form import block_warning
 from .outline import ModelOutline, needs_whole_model
 
 WEIGHT_FILES = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
@@ -77,7 +78,7 @@ class Inspection:
     context_tokens: length of the sequence whose bytes an export counts.
     row_start: beginning of every text sequence, as text; None without a tokenizer.
     bits: bits that a channel may have.
-    form: form of the layers, in words.
+    form: form of the layers, in words. warning: what is wrong with it, or nothing.
     objective, instructions_per_cycle: device and load that decode_times are predicted for.
     slower: the form of the recipe, where it is predicted to be slower than no compression at COMPARED_COMPRESSION, and
         one that is not.
@@ -101,6 +102,7 @@ class Inspection:
     bits: tuple[int, ...]
     tokens: JsonObject
     form: str
+    warning: str
     objective: ObjectiveSettings
     instructions_per_cycle: float
     decode_times: list[DecodeTime]
@@ -185,6 +187,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         bits=spec.codes.bits,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
         form=form.in_words(shape),
+        warning=block_warning(form, spec.exact.tokens),
         objective=load,
         instructions_per_cycle=device_rates.instructions_per_cycle,
         decode_times=times,

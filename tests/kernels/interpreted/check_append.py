@@ -9,7 +9,7 @@ import torch
 from support.kernel_cases import FORMS, MIXED, CodedRow, NumberRow, layer, random_scale, rotation_table, shape_of
 from support.quick import mostly_nightly
 
-from rotor.checkpoint.layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout
+from rotor.checkpoint.layout import PRE_ROPE, AttentionShape, ExactTokens, GroupLayout, LayerLayout
 from rotor.checkpoint.rows import RowScale
 from rotor.kernels import append as append_module
 from rotor.kernels.append import append
@@ -88,7 +88,7 @@ def test_rows_are_those_of_plain_pytorch(name, batch_size, seq_len) -> None:
 def test_latents_into_pages(name, dtype) -> None:
     """Folded keys are packed bit for bit, into slots in any order; slots below zero are no place."""
     layout, generator = CASES[name], torch.Generator().manual_seed(1)
-    layout = LayerLayout(layout.groups, 64, 8)
+    layout = LayerLayout(layout.groups, *PRE_ROPE)
     kv_heads = layout.group_size * len(layout.groups)
     shape = AttentionShape(1, kv_heads, kv_heads, 16, 64, 16)
     tokens, page_size = 21, 16

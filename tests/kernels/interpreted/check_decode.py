@@ -110,7 +110,7 @@ def test_pages(page: int, keys: int) -> None:
 
 
 def test_views_that_begin_at_no_multiple_of_16_bytes() -> None:
-    assert layer_of([44], 2, block=64).row_bytes(2)[0] == 40
+    assert layer_of([44], 2, block=64).row_bytes(2)[0] == 24
     check(layer_of([44], 2, block=64), [97, 3], per_head=1, before=1)
     check(layer_of([20], 1, [28], coded=False), [70, 20], before=1)
 

@@ -33,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject("tiny", 1, LAYOUT, default_layer(LAYOUT), SHAPE, torch.float16, 16)
     for module in (times, tiles, model):
         monkeypatch.setattr(module, "gpu_subjects", lambda: {"tiny": subject})
-    monkeypatch.setattr(times, "MODELS", {"tiny": (SHAPE, 4)})
+    monkeypatch.setattr(times, "MODELS", {"tiny": SHAPE})
     monkeypatch.setattr(counters, "LOADS", SMALL)
     monkeypatch.setattr("rotor.tools.bench.subjects.gpu_subjects", lambda: {"tiny": subject})
     monkeypatch.setattr(times, "DTYPE", torch.float16)  # the interpreter knows no bfloat16
@@ -87,7 +87,7 @@ def test_tiles_are_compiled_then_timed(monkeypatch, tmp_path: Path) -> None:
     assert (of["own"]["tile"]["keys"], of["own"]["seconds"]["median"]) == (64, 9.0)
     assert of["best"]["seconds"]["median"] < of["own"]["seconds"]["median"]
     assert of["absorbing"]["absorbing"] == {"blocks": 16, "warps": 1, "stages": 1}
-    assert "| tiny | 1 x 32K | 64 x 1, 2; 0; " in markdown(records)
+    assert "| tiny | 1 x 32K | 64 x 1, 3; 16 | " in markdown(records)
 
 
 @pytest.mark.nightly
