@@ -192,7 +192,8 @@ def test_a_fresh_process_loads_every_tensor_and_only_with_rotor(run_copy, tmp_pa
     def keys_alone(*arguments):
         plan = plan_for(*arguments)
         ranks = [[(qk, 64) for qk, _ in layer] for layer in plan.ranks]
-        return dataclasses.replace(plan, ranks=ranks)
+        stored = 1 - sum(sum(pair) for layer in ranks for pair in layer) / (128 * sum(map(len, ranks)))
+        return dataclasses.replace(plan, ranks=ranks, stored=stored)
 
     run = calibrated(DEMO_MODEL, tmp_path / "run", "post", 1).folder
     export(run, tmp_path / "out", compression=0.3, measure=False)

@@ -195,17 +195,6 @@ def test_measured_and_written_it_keeps_what_layers_with_a_cache_keep(run: Run, t
         pass
 
 
-@pytest.mark.nightly
-def test_distillation_trains_what_several_layers_read(model: Path, tmp_path: Path) -> None:
-    settings = [*WITH_EXACT, "distil.steps=2", "distil.tokens=128"]
-    trained = rotor.calibrate(model, tmp_path / "run", "rotor", settings)
-    network = in_memory(trained)
-    with torch.inference_mode():
-        expected = network.model(PROMPT).logits
-        compressed = network.compress(trained.bases(), whole_ranks(trained), trained.recipe.exact.tokens)
-        assert relative_error(compressed(PROMPT, use_cache=False).logits, expected) < 1e-5
-
-
 def test_layers_on_several_devices_are_refused(run: Run) -> None:
     network = in_memory(run)
     compressed = network.compress(run.bases(), whole_ranks(run), run.recipe.exact.tokens)

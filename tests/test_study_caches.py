@@ -146,7 +146,14 @@ def measured(tmp_path_factory):
             "tokens.count=1024",
             "tokens.seq_len=128",
         ]
-        overrides += ["codes.tokens=256", "tokens.source=random", "evaluation.report_tokens=256"]
+        overrides += [
+            "exact.first=0",
+            "exact.newest=0",
+            "groups.rope_block=16",
+            "codes.tokens=256",
+            "tokens.source=random",
+            "evaluation.report_tokens=256",
+        ]
         arguments = {"parts": ["methods"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
         out = tmp_path_factory.mktemp("methods") / "study"
         yield study(DEMO_MODEL, out, RECIPES, **arguments), arguments
@@ -182,7 +189,7 @@ def test_the_part_writes_a_table_and_a_csv(measured) -> None:
     table = text[text.index("## All methods") :].partition("At equal bytes")[0].splitlines()
     lines = [line for line in table if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
-    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| uncompressed", "| palu, 1280 bytes"]
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| uncompressed", "| rotor, 1280 bytes"]
     assert any("not measured: out of reach" in line for line in lines)
 
 

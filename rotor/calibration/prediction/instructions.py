@@ -13,7 +13,7 @@ from ...checkpoint.rows import WORD_PLANES, CodedRow, Row
 DECODING = {64: 10.7, 128: 14.6, 256: 22.9, 512: 35.8}
 """Instructions of decoding a key of a group by the nibbles, or numbers, of its row, for up to 8 query rows (sm_90)."""
 
-MORE_ROWS = 0.5
+MORE_ROWS = 0.25
 """Share of them that each further 8 query rows add."""
 
 ABSORBING = {64: 0.7, 128: 0.75, 256: 0.87, 512: 1.24}
