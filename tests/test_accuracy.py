@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,16 @@ from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 
 from rotor.calibration.calibrate import calibrate
 from rotor.checked import Reader, plain
-from rotor.errors import CheckpointError, DataError
+from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.models.device_plan import DevicePlan
 from rotor.models.documents import read_documents
 from rotor.models.source import Checkpoint
 from rotor.models.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
 from rotor.recipe import Evaluation, load_recipe
+from rotor.recipe.requests import ExportRequest
 from rotor.search.evaluation.accuracy import Accuracy, Fidelity
 from rotor.search.export.export import export
+from rotor.search.export_job import ExportJob
 from rotor.search.point import Point
 from rotor.search.table import Context, ProbeTable
 
@@ -207,6 +210,31 @@ def test_a_target_is_missed_where_the_whole_interval_is_below(
 ) -> None:
     assert Fidelity(value, interval, {}).against(0.99) == (met, text)
     assert Accuracy("text", 0.99, {"report": Fidelity(value, interval, {})}).below_target == text
+
+
+def test_a_target_counts_text_in_long_rows_too() -> None:
+    """A layout that fails behind the rows that chose it is not unseen."""
+    good, bad = Fidelity(0.995, (0.99, 0.999), {}), Fidelity(0.9, (0.89, 0.91), {})
+    assert Accuracy("text", 0.99, {"report": good, "long": good}).against_target() == (True, "")
+    met, why = Accuracy("text", 0.99, {"report": good, "long": bad}).against_target()
+    assert not met
+    assert why == "the whole 95 % interval is below the target on text in rows of 2048 tokens"
+    assert Accuracy("text", None, {"report": bad}).against_target() == (True, "")
+
+
+def test_no_target_behind_the_calibrated_length_of_keys_after_rope(tiny, tmp_path: Path, caplog) -> None:
+    short = ["tokens.count=512", "tokens.seq_len=64", "tokens.source=random"]
+    for recipe, settings in (("rotor", ["groups.domain=post", "codes.tokens=256"]), ("fdc", ["ranks.multiple_of=4"])):
+        run = calibrate(tiny("llama"), tmp_path / recipe, recipe, [*short, *settings])
+        asked = ExportRequest(run.folder, tmp_path / "out", accuracy=0.9)
+        if recipe == "fdc":
+            ExportJob.check(asked)
+            assert "rows of 64 tokens: behind them the accuracy" in caplog.text
+        else:
+            with pytest.raises(UsageError, match="rows of 64 tokens: no accuracy can be promised"):
+                ExportJob.check(asked)
+        for promised in (replace(asked, context=64), replace(asked, accuracy=None, compression=0.5)):
+            ExportJob.check(promised)
 
 
 def test_validate_ends_with_3_where_the_interval_is_below_the_target_alone(copied: Path, capsys) -> None:

@@ -189,7 +189,7 @@ def test_the_part_writes_a_table_and_a_csv(measured) -> None:
     table = text[text.index("## All methods") :].partition("At equal bytes")[0].splitlines()
     lines = [line for line in table if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
-    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| uncompressed", "| rotor, 1280 bytes"]
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| uncompressed", "| palu, 1280 bytes"]
     assert any("not measured: out of reach" in line for line in lines)
 
 

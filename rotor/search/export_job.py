@@ -64,6 +64,8 @@ class ExportJob:
             log.warning("%s", warning)
         _check_element_bytes(opened, checkpoint)
         tokens = context_tokens(checkpoint.config, request.context)
+        if request.accuracy is not None:
+            _check_calibrated_length(opened, recipe, tokens)
         job = cls(request, opened, recipe, checkpoint, out, tokens, policy)
         check_space(out.path, job.needed_bytes)
         job.check_nothing_added()
@@ -128,6 +130,27 @@ def _check_element_bytes(run: Run, checkpoint: Checkpoint) -> None:
             f"{expected} ({str(checkpoint.dtype).removeprefix('torch.')}, by the model's config.json).",
             "Calibrate again: earlier versions of rotor took the dtype of the calibration for that of the cache.",
         )
+
+
+def _check_calibrated_length(run: Run, recipe: Recipe, context: int) -> None:
+    """Raises UsageError where a target is asked for codes of keys after RoPE beyond the rows that they were fitted to.
+
+    Slow planes go on turning behind the last calibrated position, where codes clip what they never saw. Ranks, as the
+    papers choose them, lose less there: a warning.
+    """
+    calibrated = run.info["tokens"]["seq_len"]
+    stays = any(keys.rope_block is None and run.shape.layer(i).rotary_dim for i, keys in enumerate(run.form.keys))
+    if not stays or context <= calibrated:
+        return
+    what = f"keys stay after RoPE, calibrated on rows of {calibrated} tokens"
+    if not recipe.coded:
+        log.warning("%s: behind them the accuracy that is measured here is not promised", what)
+        return
+    raise UsageError(
+        f"{what}: no accuracy can be promised for sequences of {context}, where keys have turned further.",
+        f"Calibrate again with --set tokens.seq_len={context} --set evaluation.seq_len={context}, or promise less: "
+        f"--context {calibrated}.",
+    )
 
 
 def _check_recipe(recipe: Recipe, run: Run, request: ExportRequest) -> None:

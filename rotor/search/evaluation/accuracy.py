@@ -13,6 +13,7 @@ from pydantic import Field
 
 from ...checked import Reader, plain
 from ...checkpoint.schemas import AccuracyInfo
+from ...models.projections import LONG_SEQ_LEN
 from ...models.splits import LONG_SPLIT, SPLITS
 from ...recipe.metric_registry import METRICS, metric_info
 
@@ -144,10 +145,24 @@ class Accuracy:
     def report(self) -> Fidelity | None:
         return self.measured.get("report")
 
+    def against_target(self) -> tuple[bool, str]:
+        """Whether the target is met on the report split and on its long rows, and what lies below it.
+
+        See Fidelity.against. On long rows text alone is measured.
+        """
+        said = []
+        for split, where in (("report", ""), (LONG_SPLIT, f" on text in rows of {LONG_SEQ_LEN} tokens")):
+            if self.target is not None and (measured := self.measured.get(split)) is not None:
+                met, why = measured.against(self.target)
+                if not met:
+                    return False, why + where
+                said += [why + where] if why else []
+        return True, "; ".join(said)
+
     @property
     def below_target(self) -> str:
-        """What lies below the target on the report split (see Fidelity.against); empty where nothing does."""
-        return "" if self.target is None or self.report is None else self.report.against(self.target)[1]
+        """What lies below the target, see against_target; empty where nothing does."""
+        return self.against_target()[1]
 
     def rows(self) -> list[Row]:
         """Everything that is said of the accuracy, one row for each thing; a single row where nothing was measured."""

@@ -241,7 +241,6 @@ class _Numerics:
         measured = {split: meter.measure(compressed, split) for split in ("report", LONG_SPLIT) if split in meter.base}
         result.accuracy = meter.accuracy(measured, target, data)
         result.summary["accuracy"] = result.accuracy.summary()
-        report = measured["report"]
         text = f"{meter.metric} {measured['report']}"
         chance = ""
         if meter.base["report"].get("at_chance"):
@@ -249,7 +248,7 @@ class _Numerics:
         if target is None:
             result.skip("accuracy target", f"on the report split none was set; {text}{chance}")
         else:
-            met, why = report.against(target)
+            met, why = result.accuracy.against_target()
             text = f"on the report split {text}, target {target}{why and ': '}{why}{chance}"
             result.add("accuracy target", met, text)
 
