@@ -216,3 +216,20 @@ def test_a_hundred_thousand_of_anything_are_not_read(what: str, exported: Path) 
         section["layers"]["0"]["groups"] *= 100_000
     with pytest.raises(CheckpointError, match=rf"{what}: got '\d+ {what}', expected at most"):
         CompressedSection(**section)
+
+
+def test_what_an_earlier_rotor_wrote_is_refused_with_what_makes_it_anew(tiny, tmp_path: Path, capsys) -> None:
+    """Also where its recipe has fields that are gone."""
+    run = calibrated(tiny("llama"), tmp_path / "run", "post", 1).folder
+    export(run, tmp_path / "out", compression=0.3, measure=False)
+    for folder, name in ((run, "run.json"), (tmp_path / "out", "rotor.json")):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | {"format_version": 4}))
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(recipe.read_text().replace("rope_block:", "fast_planes: quarter\n  rope_block:"))
+    calls = (("export", run, "-o", tmp_path / "again", "--compression", "0.3"), ("validate", tmp_path / "out"))
+    for call in (*calls, ("report", run)):
+        code, _, said = rotor(capsys, *map(str, call))
+        assert code == 1
+        assert "format_version is 4, this rotor reads 5" in said
+        assert "rotor calibrate MODEL -o RUN" in said

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checked import JsonObject
 from ..checkpoint.atomic import write_json, write_text
-from ..checkpoint.file_names import RECIPE
+from ..checkpoint.file_names import INFO, RECIPE
 from ..checkpoint.hashes import file_sha256
 from ..checkpoint.locks import exclusive
 from ..checkpoint.output_folder import OutputFolder
@@ -50,7 +50,6 @@ from .planning.form import wanted_gradients
 from .planning.outline import ModelOutline, needs_whole_model, wanted_moments
 from .pruning import prune_sequences
 from .run import (
-    INFO,
     WEIGHT_FISHER,
     Run,
     write_bases,

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..checked import JsonObject, Reader
 from ..checkpoint.atomic import replacing
 from ..checkpoint.bases import BasisPair, LayerBases, check_stored, latent_size
-from ..checkpoint.file_names import RECIPE
+from ..checkpoint.file_names import INFO, RECIPE
 from ..checkpoint.layout import AttentionShape, KeyForm, LayerForm, ModelForm
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.publishing import write_tensors
@@ -34,7 +34,7 @@ from .codes.layer import GroupChannels, LayerCodes, coded_bases
 from .codes.side import FITTED_BITS, SideCodes
 from .moments import pack_symmetric, unpack_symmetric
 
-INFO, WEIGHT_FISHER = "run.json", "fisher.safetensors"
+WEIGHT_FISHER = "fisher.safetensors"
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
 

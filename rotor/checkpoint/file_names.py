@@ -1,6 +1,9 @@
-"""Names of the files that an export adds to those of the model; a run has a recipe too."""
+"""Names of the files of a run, and of those that an export adds to the model's."""
 
 from __future__ import annotations
+
+INFO = "run.json"
+"""Record of a calibration: see rotor.checkpoint.schemas.RunInfo."""
 
 ROTOR_JSON = "rotor.json"
 """Record of what was done, measured and written: see rotor.checkpoint.schemas.CheckpointInfo."""

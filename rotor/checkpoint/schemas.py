@@ -90,7 +90,7 @@ class RunInfo(TypedDict):
 
     model: ModelInfo
     form: FormInfo
-    format_version: NotRequired[int]
+    format_version: int
     element_bytes: ElementBytes
     shape: dict[str, int | bool | list[int | None] | list[list[int]]]
     tokens: NotRequired[JsonObject]
@@ -189,7 +189,7 @@ class CheckpointInfo(TypedDict):
     kv_bytes_of_sequence: NotRequired[SequenceInfo]
     accuracy: AccuracyInfo
     ranks: PlanRanks
-    format_version: NotRequired[int]
+    format_version: int
     versions: NotRequired[JsonObject]
     rank_method: NotRequired[str]
     parameter: NotRequired[float]
@@ -203,23 +203,27 @@ class CheckpointInfo(TypedDict):
 Info = TypeVar("Info")
 
 
+def check_version(path: Path, content: object) -> None:
+    """Raises CheckpointError where run.json or rotor.json is of another version, whose files may have other fields."""
+    if isinstance(content, dict) and content.get("format_version") != FORMAT_VERSION:
+        stored = content.get("format_version", "that of an earlier rotor")
+        raise CheckpointError(f"{path}: format_version is {stored}, this rotor reads {FORMAT_VERSION}.", MADE_ANEW)
+
+
 def read_file(path: Path, kind: type[Info], hint: str) -> Info:
     """Read a JSON file as one of the types above.
 
     Raises:
-        CheckpointError: missing, not JSON, or not of that type; names the field.
+        CheckpointError: missing, not JSON, of another format_version, or not of that type; names the field.
     """
-    info: Info = Reader(str(path), CheckpointError, hint).read(kind, read_json(path, hint))
+    content = read_json(path, hint)
+    check_version(path, content)
+    info: Info = Reader(str(path), CheckpointError, hint).read(kind, content)
     return info
 
 
 def check_run(info: RunInfo, reader: Reader) -> AttentionShape:
     """Check what the types of run.json cannot express; returns the model's shape."""
-    if info.get("format_version") != FORMAT_VERSION:
-        stored = info.get("format_version", "that of an earlier rotor")
-        raise CheckpointError(
-            f"{reader.where}: format_version is {stored}, this rotor reads {FORMAT_VERSION}.", MADE_ANEW
-        )
     shape: AttentionShape = reader.read(AttentionShape, info["shape"], "shape")
     form = info["form"]
     size = form["group_size"]

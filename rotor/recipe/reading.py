@@ -10,7 +10,9 @@ from itertools import takewhile
 from pathlib import Path
 
 from ..checked import Reader, nearest_name
-from ..checkpoint.file_names import RECIPE
+from ..checkpoint.file_names import INFO, RECIPE, ROTOR_JSON
+from ..checkpoint.json_files import read_json
+from ..checkpoint.schemas import check_version
 from ..checkpoint.yaml_files import read_text, read_yaml
 from ..errors import CheckpointError, RecipeError
 from .recipe import Recipe
@@ -54,6 +56,9 @@ def load_stored_recipe(folder: Path) -> Recipe:
     try:
         return _named(str(folder / RECIPE))
     except RecipeError as error:
+        for path in (folder / INFO, folder / ROTOR_JSON):
+            if path.is_file():
+                check_version(path, read_json(path, "Calibrate or export again."))
         raise CheckpointError(error.message, "It is damaged: calibrate or export again.") from error
 
 
