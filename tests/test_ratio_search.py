@@ -85,7 +85,8 @@ def test_an_export_searches_ratios(tiny, tmp_path, caplog) -> None:
     (tmp_path / "zdc.yaml").write_text(json.dumps({**find_policy("zdc").as_dict(), "share_above": 0.1}))
     options = {"accuracy": 0.6, "cache": str(tmp_path / "zdc.yaml"), "overrides": SMALLER}
     done = export(run.folder, tmp_path / "out", **options)
-    assert done.report["compression"]["stored"] == 0.0
+    shares = done.report["compression"]
+    assert shares["planned"] == 0.0 < shares["stored"]  # by ranks, and by what the policy stores
     policy = done.report["cache"]["policy"]
     assert done.accuracy.measured["search"].accuracy >= 0.6
     assert policy["search"] is False
