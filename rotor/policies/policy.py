@@ -185,9 +185,7 @@ def stored_bytes(cache: Cache) -> int:
     return sum(of_layer(layer) for layer in cache.layers)
 
 
-def packed_layer_bytes(
-    policy: Policy, layouts: Sequence[LayerLayout], dtype: torch.dtype, tokens: int
-) -> list[float]:
+def packed_layer_bytes(policy: Policy, layouts: Sequence[LayerLayout], dtype: torch.dtype, tokens: int) -> list[float]:
     """Bytes of each layer of a compressed model's cache for each token of a prompt of `tokens`.
 
     Budgets that depend on the prompt (`squeeze`) are taken as equal, which they are in the mean.
