@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt
@@ -54,6 +54,8 @@ class Tiers(Policy):
         share_above: an export that searches lets a layer take the choice of an earlier one where more than this share
             of their important tokens is the same (the paper: 0.95); null: none does.
         search: an export with an accuracy searches g and the ratios that keep it, from these on.
+        search_by: `bisection` along few proportions; `oracle`: the best of a grid of g and ratios; `regression`: what a
+            regression on the grid's best for several losses gives for the loss that is asked.
         qk_important, qk_unimportant: p_QK^i and p_QK^u, shares of a key latent's bytes that are removed.
         v_important, v_unimportant: p_VW^i and p_VW^u, of a value latent's; joint latents are keys'.
 
@@ -82,6 +84,7 @@ class Tiers(Policy):
     shared_with: tuple[NonNegativeInt, ...] = ()
     share_above: Share | None = None
     search: bool = False
+    search_by: Literal["bisection", "regression", "oracle"] = "bisection"
 
     def __post_init__(self) -> None:
         super().__post_init__()
