@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -32,7 +34,7 @@ def test_the_solved_rate_is_that_of_all_plans(alike: bool) -> None:
     for seed in range(4):
         solved = path(seed, alike)
         steps = [plan.stored for plan in solved.plans()]
-        between = [(low + high) / 2 for low, high in zip(steps, steps[1:], strict=False)]
+        between = [(low + high) / 2 for low, high in pairwise(steps)]
         for target in [*steps, *between, steps[-1] + 0.01]:
             found, expected = solved.at_compression(target), RankPath.at_compression(solved, target)
             assert (found is None) == (expected is None)
