@@ -3,8 +3,9 @@
 python artifacts/studies/tiers_attention.py
 
 One layer of an 8B's heads (32 query, 8 KV) on random numbers in float32, one thread: rows of RANK numbers of keys and
-of values a head, of which important tokens keep 0.6 and others 0.3 (recipes/cache/zdc.yaml). Products are multiplications
-of queries with keys and of weights with values. Times are medians of alternating passes, whole and of attention alone.
+of values a head, of which important tokens keep 0.6 and others 0.3 (recipes/cache/zdc.yaml). Products are
+multiplications of queries with keys and of weights with values. Times are medians of alternating passes, of attention
+alone and with storing and choosing.
 """
 
 from __future__ import annotations
