@@ -84,9 +84,8 @@ def main() -> None:
     torch.set_num_threads(1)
     cases = {f"a prompt of {length}": ([length], 0) for length in PROMPTS}
     cases[f"a step behind {BEHIND}"] = ([BEHIND, *[1] * STEPS], 1)
-    print(
-        "| | products, together | apart | apart over together | attention's time | whole pass |\n|---|---|---|---|---|---|"
-    )
+    print("| | products, together | apart | apart over together | attention's time | whole pass |")
+    print("|---" * 6 + "|")
     for name, (lengths, first) in cases.items():
         shares: list[list[float]] = [[], []]
         for seed in range(REPEATS):
