@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from support.compare import relative_error
 from support.paths import DEMO_MODEL
+from support.runs import FAST_EVALUATION
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.moments import LayerStatistics
@@ -113,3 +115,34 @@ def test_calibrating_on_half_of_the_rows_with_centroids(tmp_path: Path) -> None:
     settings = ["tokens.count=2048", "tokens.seq_len=64", "tokens.source=random", "prune.kmeans=64"]
     info = calibrate(DEMO_MODEL, tmp_path / "run", "zdc", settings).info["tokens"]
     assert (info["count"], info["rows"], info["pruned_rows"]) == (1024, 16, 16)
+
+
+def test_the_share_is_dropped_within_each_topic() -> None:
+    """Topics of 100, 40 and 7 sequences, mixed, and 13 of one each: ZDC section 5.1."""
+    topics = ["large"] * 100 + ["middle"] * 40 + ["small"] * 7 + [f"one {i}" for i in range(13)]
+    order = torch.randperm(160, generator=torch.Generator().manual_seed(4)).tolist()
+    topics = [topics[place] for place in order]
+    rows = torch.arange(160)[:, None].expand(-1, 4)
+    for share in (0.25, 0.5, 0.9):
+        for seed in range(3):
+            kept = prune_sequences(rows, Prune(share=share, seed=seed), topics)[:, 0].tolist()
+            assert kept == sorted(set(kept))
+            assert len(kept) == 160 - round(160 * share)
+            for topic, count in (("large", 100), ("middle", 40), ("small", 7)):
+                left = sum(topics[place] == topic for place in kept)
+                assert abs(left - (1 - share) * count) <= 1
+    one_topic = prune_sequences(rows, Prune(share=0.5), ["same"] * 160)
+    assert torch.equal(one_topic, prune_sequences(rows, Prune(share=0.5)))
+
+
+def test_topics_are_files_or_what_lines_say(tiny, tmp_path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in ("a", "b"):
+        (text / f"{name}.txt").write_text(f"{name} is a letter of the alphabet. " * 120)
+    lines = [{"text": f"line {i} of a file. " * 100, "topic": f"topic {i % 2}"} for i in range(4)]
+    (text / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    spec = ["tokens.source=text", f"tokens.path={text}", "tokens.count=2048", "tokens.seq_len=64", "prune.share=0.5"]
+    run = calibrate(tiny("llama"), tmp_path / "run", "fdc", [*spec, *FAST_EVALUATION])
+    about = run.info["tokens"]
+    assert (about["topics"], about["pruned_rows"], about["rows"]) == (4, 16, 16)

@@ -153,6 +153,11 @@ def test_fdc_predicts_requests_of_every_trace(tiny, tmp_path: Path) -> None:
     assert of_8b["prompt"] < 1 < of_8b["most"]
     assert of_8b["step"] < 0.7
     assert "Times of requests, predicted" in summary
+    equal = found["fdc/fdc, accuracy 0.99"]
+    if "times" in equal:
+        assert set(equal["times"]) == set(times)
+        assert equal["stored"] > 0
+    assert "at an equal accuracy, predicted" in summary
 
 
 @pytest.mark.nightly

@@ -183,7 +183,7 @@ class Calibration:
             sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, held_out, opening)
         if spec.source == "synthetic":
             self.partial.keep(TOKENS_FILE, {"rows": sample.sequences})
-        sequences = prune_sequences(sample.sequences, self.recipe.prune)
+        sequences = prune_sequences(sample.sequences, self.recipe.prune, sample.topics)
         least = self.form.group_size * max(own.head_dim for own in self.shape.sizes)
         if sequences.numel() < least:
             raise DataError(
@@ -196,6 +196,7 @@ class Calibration:
             "rows": sequences.shape[0],
             "seq_len": sequences.shape[1],
             "pruned_rows": len(sample.sequences) - len(sequences),
+            "topics": len(set(sample.topics)),
             "documents_sha256": digests(sample.documents),
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,20 +27,36 @@ BATCH_VECTORS = 1024
 """Vectors of a mini-batch; a constant, so that the result does not depend on how tokens are batched."""
 
 
-def prune_sequences(sequences: Tensor, prune: Prune) -> Tensor:
+def prune_sequences(sequences: Tensor, prune: Prune, topics: Sequence[str] = ()) -> Tensor:
     """Drop `prune.share` of the sequences at random, keeping the order of the others.
 
+    Args:
+        topics: of each sequence; the share is then dropped of each topic, to within one sequence, and of all.
     Raises:
         DataError: no sequence would be left, or fewer tokens (and so keys of a head) than centroids.
     """
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(prune.seed))
-    left = sequences[order[round(len(sequences) * prune.share) :].sort().values]
+    left = sequences[_kept(order, prune.share, topics).sort().values]
     hint = "Lower it, or ask for more tokens with --set tokens.count=N."
     if not len(left):
         raise DataError(f"prune.share {prune.share} leaves none of {len(sequences)} sequences.", hint)
     if prune.kmeans is not None and prune.kmeans > left.numel():
         raise DataError(f"prune.kmeans: {prune.kmeans} centroids for {left.numel()} tokens.", hint)
     return left
+
+
+def _kept(order: Tensor, share: float, topics: Sequence[str]) -> Tensor:
+    """The sequences that stay, given all in random order."""
+    dropped = round(len(order) * share)
+    if len(set(topics)) < 2:
+        return order[dropped:]
+    number = {topic: place for place, topic in enumerate(sorted(set(topics)))}
+    by_topic = order[torch.tensor([number[topics[place]] for place in order.tolist()]).argsort(stable=True)]
+    # Every so many in the line of all topics, so that topics of one sequence are dropped as often as others.
+    places = (torch.arange(dropped, dtype=torch.float64) + 0.5) * len(order) / max(dropped, 1)
+    stays = torch.ones(len(order), dtype=torch.bool)
+    stays[places.long()] = False
+    return by_topic[stays]
 
 
 class StreamingKMeans:

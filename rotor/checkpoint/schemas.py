@@ -100,7 +100,8 @@ class RunInfo(TypedDict):
 
 
 class CompressionInfo(TypedDict):
-    """Share of the KV cache removed by unrounded and by stored ranks."""
+    """Share of the KV cache removed: planned by unrounded ranks; stored by stored ranks, and by the cache policy where
+    one is stored."""
 
     planned: float
     stored: float

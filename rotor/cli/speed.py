@@ -99,34 +99,56 @@ def _print_layers(layers: list[CountedLayer], title: str) -> None:
 
 
 @command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200")
-def schedule(folder: Path, output: Json, sms: Count = 132, lengths: str = "32768", target_device: str = "h200") -> None:
-    """Simulate how evenly a decode step's attention loads a GPU: unsplit, the papers' greedy schedule, equal slices.
+def schedule(
+    folder: Path,
+    output: Json,
+    sms: Count = 132,
+    lengths: str = "32768",
+    target_device: str = "h200",
+    prompts: bool = False,
+) -> None:
+    """Simulate how evenly attention loads a GPU: without a schedule, by that of FDC and ZACK, in equal slices.
 
-    Arithmetic on predicted costs; nothing is run, and no GPU is needed.
+    Arithmetic on predicted costs; nothing is run, and no GPU is needed. In a decode step the papers' schedule is the
+    longest task first. In prompts it is blocks of B_r query rows by a head's ranks (rows), and these with the last
+    round's tasks cut for all SMs (papers); costs are the papers' own, of ranks.
 
     Args:
         sms: Streaming multiprocessors of the GPU.
-        lengths: Cached tokens of each sequence of the batch: 32768, or 8x32768,200.
+        lengths: Cached tokens of each sequence of the batch, or tokens of each prompt: 32768, or 8x32768,200.
+        prompts: Simulate prompts of these lengths in place of a decode step.
     """
     check_folder(folder)
 
     from ..calibration.prediction.devices import find_device
     from ..models.compressed import CompressedCheckpoint
+    from ..tools.bench.prompt_simulation import simulate_prompts
     from ..tools.bench.records import provenance
     from ..tools.bench.simulation import simulate
 
     tokens = parse_lengths(lengths)
     device = find_device(target_device)
     checkpoint = CompressedCheckpoint(folder)
-    balances = simulate(checkpoint.layouts, checkpoint.shape, tokens, device, sms, checkpoint.dtype.itemsize)
+    layouts, shape = checkpoint.layouts, checkpoint.shape
+    if prompts:
+        of_prompts = {
+            keys: simulate_prompts(layouts, shape, tokens, sms, keys == "causal") for keys in ("all", "causal")
+        }
+    else:
+        of_prompts = {"": simulate(layouts, shape, tokens, device, sms, checkpoint.dtype.itemsize)}
 
     def text() -> None:
-        rows = [(b.schedule, f"{b.largest_over_mean:.3f}", b.parts) for b in balances]
-        right = "largest over mean", "partial results"
-        print_table(f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", ("schedule",), right, rows)
+        rows = [
+            (b.schedule, *([keys] if keys else []), f"{b.largest_over_mean:.3f}", b.parts)
+            for keys, balances in of_prompts.items()
+            for b in balances
+        ]
+        left = ("schedule", "keys") if prompts else ("schedule",)
+        right = "largest over mean", "tasks" if prompts else "partial results"
+        print_table(f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", left, right, rows)
 
-    about = {**provenance(command_line()), "sms": sms, "lengths": tokens}
-    output.show({**about, "schedules": [*map(asdict, balances)]}, text)
+    found = [asdict(b) | ({"keys": keys} if keys else {}) for keys, balances in of_prompts.items() for b in balances]
+    output.show({**provenance(command_line()), "sms": sms, "lengths": tokens, "schedules": found}, text)
 
 
 def parse_lengths(text: str) -> list[int]:

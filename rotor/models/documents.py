@@ -43,6 +43,15 @@ def read_documents(path: Path) -> list[str]:
     """The text of a file, or of every UTF-8 file in a folder, sorted by name; of *.jsonl a document a line.
 
     Raises:
+        As read_documents_with_topics.
+    """
+    return [text for text, _ in read_documents_with_topics(path)]
+
+
+def read_documents_with_topics(path: Path) -> list[tuple[str, str]]:
+    """What read_documents returns, each with its topic: the `topic` of a line of *.jsonl, otherwise its file.
+
+    Raises:
         MissingError: no such file or folder.
         DataError: it holds no text, or a line of *.jsonl is not a document.
     """
@@ -50,22 +59,24 @@ def read_documents(path: Path) -> list[str]:
         raise MissingError(
             f"text {path}: no such file or folder.", "Give the path of a text file or of a folder of them."
         )
-    documents = []
+    documents = list[tuple[str, str]]()
     for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
         try:
             text = file.read_text("utf-8")
-            documents += _of_lines(file, text) if file.suffix == ".jsonl" else [text]
+            name = file.relative_to(path).as_posix()
+            documents += _of_lines(file, text, name) if file.suffix == ".jsonl" else [(text, name)]
         except UnicodeDecodeError:
             if path.is_file():
                 raise DataError(f"text {path}: not UTF-8.", "Convert it to UTF-8.") from None
-    documents = [text for text in documents if text.strip()]
+    documents = [(text, topic) for text, topic in documents if text.strip()]
     if not documents:
         raise DataError(f"text {path}: no text in it.", "Give a text file, or a folder with UTF-8 files.")
     return documents
 
 
-def _of_lines(file: Path, text: str) -> list[str]:
-    """The documents of JSON lines: of each its `text`, or what its `messages` say, with an empty line between them."""
+def _of_lines(file: Path, text: str, name: str) -> list[tuple[str, str]]:
+    """The documents of JSON lines: of each its `text`, or what its `messages` say, with an empty line between them; and
+    its `topic`, or the name of the file."""
     documents = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -80,7 +91,8 @@ def _of_lines(file: Path, text: str) -> list[str]:
             raise DataError(
                 f"text {file}, line {number}: got {got}"[:200] + ", expected `text` or `messages`.", JSON_LINES
             )
-        documents.append(document)
+        topic = data.get("topic")
+        documents.append((document, topic if isinstance(topic, str) else name))
     return documents
 
 

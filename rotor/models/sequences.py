@@ -5,6 +5,7 @@ Every sequence begins as the model is served: with the tokens that its tokenizer
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,16 +43,24 @@ def text_sequences(
     Args:
         most: number of sequences wanted; no more text is tokenized than they need.
     """
+    return sequences_by_document(documents, tokenizer, seq_len, most)[0]
+
+
+def sequences_by_document(
+    documents: list[str], tokenizer: PreTrainedTokenizerBase, seq_len: int, most: int | None = None
+) -> tuple[Tensor, list[int]]:
+    """What text_sequences returns, and of each sequence the index of the document that it begins in."""
     require_tokenizer(tokenizer)
     separator = separator_token(tokenizer)
     start = text_start(tokenizer)[: seq_len - 1]
-    ids = list[int]()
+    ids, ends = list[int](), list[int]()
     for text in documents:
         ids += [] if separator is None else [separator]
         ids += encode(tokenizer, text)
+        ends.append(len(ids))
         if most is not None and len(ids) >= most * seq_len:
             break
-    sequences = list[list[int]]()
+    sequences, begun_in = list[list[int]](), list[int]()
     position = 0
     length = seq_len - len(start)
     while most is None or len(sequences) < most:
@@ -59,8 +68,9 @@ def text_sequences(
         if position + length > len(ids):
             break
         sequences.append(start + ids[position : position + length])
+        begun_in.append(bisect_right(ends, position))
         position += length
-    return torch.tensor(sequences, dtype=torch.int64).reshape(len(sequences), seq_len)
+    return torch.tensor(sequences, dtype=torch.int64).reshape(len(sequences), seq_len), begun_in
 
 
 def evenly_spaced(sequences: Tensor, count: int, what: str) -> Tensor:
@@ -74,4 +84,9 @@ def evenly_spaced(sequences: Tensor, count: int, what: str) -> Tensor:
             f"{what}: {sequences.shape[0]} sequences of {sequences.shape[1]} tokens, expected {count}.",
             "Give a longer text, or ask for fewer or shorter sequences with --set.",
         )
-    return sequences[torch.arange(count) * len(sequences) // max(count, 1)]
+    return sequences[even_places(len(sequences), count)]
+
+
+def even_places(available: int, count: int) -> Tensor:
+    """`count` of the numbers below `available`, at equal distances: [count], int64."""
+    return torch.arange(count) * available // max(count, 1)

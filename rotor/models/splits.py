@@ -184,6 +184,16 @@ def divided(documents: Sequence[str]) -> list[str]:
     ]
 
 
+def topics_of_units(documents: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """The topic of each document, and of each part where documents are few (see `divided`), by its text.
+
+    Args:
+        documents: texts with their topics.
+    """
+    few = len(documents) < MIN_DOCUMENTS
+    return {unit: topic for text, topic in documents for unit in (text, *(divided([text]) if few else ()))}
+
+
 def digest(document: str) -> str:
     """SHA-256 of a document's text."""
     return hashlib.sha256(document.encode("utf-8", "surrogatepass")).hexdigest()

@@ -15,11 +15,11 @@ from ..errors import DataError, NumericsError
 from ..numerics import first_not_finite, is_finite
 from ..progress import Advance, Progress
 from ..recipe import Evaluation, Tokens
-from .documents import dataset_documents, read_documents
+from .documents import dataset_documents, read_documents_with_topics
 from .memory import SAMPLING_TOKENS
 from .projections import bounded_seq_len
-from .sequences import evenly_spaced, prompt_start, text_sequences
-from .splits import calibration_share
+from .sequences import even_places, evenly_spaced, prompt_start, sequences_by_document
+from .splits import calibration_share, topics_of_units
 from .tokenizer import check_ids, text_start
 from .weights import Weights
 
@@ -38,10 +38,14 @@ MODEL_WRITES = -1
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """Sequences to calibrate on, [num_sequences, seq_len], and the documents they come from."""
+    """Sequences to calibrate on, [num_sequences, seq_len], and the documents they come from.
+
+    topics: of each sequence the topic that it begins in; empty: they have none.
+    """
 
     sequences: Tensor
     documents: tuple[str, ...] = ()
+    topics: tuple[str, ...] = ()
 
 
 def calibration_tokens(
@@ -84,8 +88,11 @@ def calibration_tokens(
         with progress.task("sample", count * seq_len, "tokens") as advance:
             sequences = synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance, opening)
         return CalibrationTokens(sequences)
+    topics: dict[str, str] = {}
     if spec.source == "text":
-        documents = read_documents(Path(spec.path or ""))
+        found = read_documents_with_topics(Path(spec.path or ""))
+        documents = [text for text, _ in found]
+        topics = topics_of_units(found)
         what = f"tokens.path {spec.path}"
     else:
         with progress.task("read data set", None, ""):
@@ -93,9 +100,12 @@ def calibration_tokens(
             what = f"tokens.dataset {spec.dataset}"
     if held_out is not None:
         documents = calibration_share(documents, held_out)
-    sequences = text_sequences(documents, tokenizer, seq_len)
+    sequences, begun_in = sequences_by_document(documents, tokenizer, seq_len)
     check_ids(sequences, config.get_text_config().vocab_size)
-    return CalibrationTokens(evenly_spaced(sequences, count, what), tuple(documents))
+    chosen = evenly_spaced(sequences, count, what)
+    places = even_places(len(sequences), count).tolist()
+    of_sequences = tuple(topics[documents[begun_in[place]]] for place in places) if topics else ()
+    return CalibrationTokens(chosen, tuple(documents), of_sequences)
 
 
 def ordinary_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:

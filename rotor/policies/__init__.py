@@ -25,6 +25,6 @@ from .methods.per_token import PerToken
 from .methods.streaming import Streaming
 from .methods.tiers import Tiers
 from .methods.window import Window
-from .policy import LONG_TOKENS, LayerSample, Policy, packed_bytes_per_token, random_rows, stored_bytes
+from .policy import LONG_TOKENS, LayerSample, Policy, packed_bytes_per_token, packed_size, random_rows, stored_bytes
 from .quantiser import CodedLayer, Quantiser
 from .registry import bundled_policies, describe_policy, find_policy, read_stored

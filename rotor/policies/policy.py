@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..checked import Expect, JsonObject, Reader, shorten
-from ..checkpoint import ExactTokens, LayerLayout
+from ..checkpoint import AttentionShape, ExactTokens, LayerLayout
+from ..checkpoint.sizes import CacheSize
 from ..errors import UnsupportedModelError, UsageError
 from ..kernels.rows import row_dtype
 from ..runtime import WithExactRows
@@ -184,19 +185,31 @@ def stored_bytes(cache: Cache) -> int:
     return sum(of_layer(layer) for layer in cache.layers)
 
 
-def packed_bytes_per_token(policy: Policy, layouts: Sequence[LayerLayout], dtype: torch.dtype, tokens: int) -> float:
-    """Bytes of a compressed model's cache for each token of a prompt of `tokens`, all layers.
+def packed_layer_bytes(policy: Policy, layouts: Sequence[LayerLayout], dtype: torch.dtype, tokens: int) -> list[float]:
+    """Bytes of each layer of a compressed model's cache for each token of a prompt of `tokens`.
 
     Budgets that depend on the prompt (`squeeze`) are taken as equal, which they are in the mean.
     """
-    total = 0
+    by_layer = []
     for layer, layout in zip(policy.layers(len(layouts)), layouts, strict=True):
         widths, kind = layout.row_elements(dtype.itemsize), row_dtype(layout, dtype)
         rows = [random_rows(1, tokens, width, kind) for width in widths]
         layer.follow(layout, dtype)
         layer.fill(rows[0], rows[1])
-        total += layer.stored_bytes()
-    return total / tokens
+        by_layer.append(layer.stored_bytes() / tokens)
+    return by_layer
+
+
+def packed_bytes_per_token(policy: Policy, layouts: Sequence[LayerLayout], dtype: torch.dtype, tokens: int) -> float:
+    """Bytes of a compressed model's cache for each token of a prompt of `tokens`, all layers."""
+    return sum(packed_layer_bytes(policy, layouts, dtype, tokens))
+
+
+def packed_size(
+    policy: Policy, layouts: Sequence[LayerLayout], shape: AttentionShape, dtype: torch.dtype, tokens: int
+) -> CacheSize:
+    """The size of a compressed model's cache that a policy keeps of a prompt of `tokens`, everything counted."""
+    return CacheSize.of_rows(packed_layer_bytes(policy, layouts, dtype, tokens), shape, dtype.itemsize)
 
 
 def random_rows(heads: int, tokens: int, width: int, dtype: torch.dtype) -> Tensor:

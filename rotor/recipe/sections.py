@@ -76,7 +76,8 @@ class Prune:
     """Pruning of calibration data, and centroids that stand for the rest (ZDC section 5.1)."""
 
     share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the sequences dropped, at random (ZDC: 0.5, within each topic)."""
+    """Share of the sequences dropped, at random (ZDC: 0.5); of text within each topic: the `topic` of a line of
+    *.jsonl, otherwise a file."""
     kmeans: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     """Centroids that replace queries, keys and values, of each KV head or group apart; null for the exact moments,
     which are both more accurate and cheaper."""

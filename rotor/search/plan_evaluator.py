@@ -157,7 +157,8 @@ class PlanEvaluator:
         self.table.put(point)
         if "search" in missing:
             value = point.fidelity("search").accuracy
-            self.progress.message(f"compression {point.stored:.3f}: accuracy {value:.4f} (search split)")
+            what = "compression" if self.policy is None else "compression of the rows"
+            self.progress.message(f"{what} {point.stored:.3f}: accuracy {value:.4f} (search split)")
         return point
 
 

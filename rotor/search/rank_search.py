@@ -88,6 +88,7 @@ class RankSearch(PlanEvaluator):
         """The policy whose ratios keep the accuracy that is asked."""
         from ..policies import Tiers
         from ..policies.agreement import agreement, agreement_in_words, shared_choices
+        from .ratio_grid import find_by_regression, find_optimum
         from .ratio_search import Cache, RatioPlan, find_ratios
 
         policy, target = self.job.policy, self.job.request.accuracy
@@ -117,7 +118,8 @@ class RankSearch(PlanEvaluator):
             self.progress.message(f"{found.policy.in_words}: removes {found.stored:.3f}, {measured.accuracy:.4f}")
             return measured
 
-        return shared(find_ratios(cache, policy, target, self.recipe.search, measure))
+        ways = {"bisection": find_ratios, "regression": find_by_regression, "oracle": find_optimum}
+        return shared(ways[policy.search_by](cache, policy, target, self.recipe.search, measure))
 
     def _plan(self) -> Plan:
         """Find the plan of the goal, and measure where the table lacks something."""

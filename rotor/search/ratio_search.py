@@ -5,7 +5,7 @@ the p are scaled together and found by the bisection that finds ranks. Then othe
 lighter ratios of values are tried: each is measured once, just above what the best one removes, and the bisection goes
 on along the most accurate one, if that keeps what is asked.
 
-Source: ZDC section 5.2, equations 5 and 6. There a regression model learns what an enumeration found.
+Source: ZDC section 5.2, equations 5 and 6. There a regression model learns what an enumeration found: `ratio_grid`.
 """
 
 from __future__ import annotations

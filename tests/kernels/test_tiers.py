@@ -13,7 +13,6 @@ from support.kernel_cases import FORMS, MIXED, CodedRow, NumberRow, layer, rando
 from torch import Tensor
 
 from rotor.checkpoint.layout import GroupLayout, KeyForm, LayerLayout
-from rotor.kernels.reference import partial_attention
 from rotor.kernels.rotary import when_read
 from rotor.policies import Tiers
 from rotor.policies.methods.tiers import TieredLayer, cut_latent, cut_layout
@@ -127,8 +126,8 @@ def test_attention_to_tiers_is_that_to_whole_rows_cut_in_place(policy: Tiers, ki
         real = torch.arange(start, tokens.stop) >= torch.tensor(PADS)[:, None]
         tiers = np.concatenate([tiers, np.where(real, HIGH, 0)], axis=1)
         layer_.begin(mask, 2, length, torch.device("cpu"))
-        rows = layer_.update(case.key[:, None, tokens], case.value[:, None, tokens])
-        got, log_sum = partial_attention(case.queries(tokens), *rows, case.parameters, case.tables(tokens.stop), mask)
+        layer_.update(case.key[:, None, tokens], case.value[:, None, tokens])
+        got, log_sum = layer_.attend(case.queries(tokens), case.parameters, case.tables(tokens.stop), mask)
         expected, expected_sum = case.expected(policy, tokens, tiers)
         same(got, expected, real)
         same(log_sum, expected_sum, real)

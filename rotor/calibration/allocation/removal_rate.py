@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from .plan import Plan, RankInputs, SpectraPath
+from .plan import COMPRESSION_SLACK, Plan, RankInputs, SpectraPath
 
 SHARE_SLACK = 1e-12
 """Slack in comparing a tail with the removal rate, so that rounding errors do not decide ties."""
@@ -46,8 +49,32 @@ class RemovalRatePath(SpectraPath):
         ]
         return self._make(removal_rate, exact)
 
-    def _plans(self) -> list[Plan]:
-        # Only tails that start on a multiple change the stored ranks; the first column always stays.
+    def at_compression(self, target: float) -> Plan | None:
+        """The mildest plan that removes at least `target` of the cache, or None: the removal rate solved for it.
+
+        What is removed is a rising step function of the rate. Its plans number thousands in a large model; bisection
+        makes some fifty.
+        """
+        from scipy.optimize import bisect  # slow to import
+
+        def above(rate: float) -> float:
+            return 1.0 if self.plan(rate).stored >= target - COMPRESSION_SLACK else -1.0
+
+        largest = self._rates[-1]
+        if above(largest) < 0:
+            return None
+        if above(0.0) > 0:
+            return self.plan(0.0)
+        step = bisect(above, 0.0, largest, xtol=SHARE_SLACK / 2)
+        return self.plan(float(self._rates[np.searchsorted(self._rates, step + 2 * SHARE_SLACK, side="right") - 1]))
+
+    @cached_property
+    def _rates(self) -> np.ndarray:
+        """Rates at which a stored rank falls, rising from 0 on. Only tails that start on a multiple change the stored
+        ranks; the first column always stays."""
         starts = slice(self.multiple_of, None, self.multiple_of)
-        rates = {0.0}.union(*(s[:, starts].flatten().tolist() for pair in self._shares for s in pair))
-        return [self.plan(rate) for rate in sorted(rates)]
+        rates = [s[:, starts].flatten() for pair in self._shares for s in pair]
+        return np.unique(torch.cat([torch.zeros(1, dtype=torch.float64), *rates]).numpy())
+
+    def _plans(self) -> list[Plan]:
+        return [self.plan(rate) for rate in self._rates.tolist()]

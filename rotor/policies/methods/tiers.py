@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
+from torch.nn import functional
 
 from ...checkpoint import GroupLayout, LayerLayout
 from ...checkpoint.rows import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES, CodedRow, NumberRow, Row
-from ...kernels.parameters import seq_len_of
-from ...kernels.reference import partial_attention
+from ...kernels.parameters import AttentionParameters, seq_len_of
+from ...kernels.reference import join, partial_attention
+from ...kernels.rotary import Rotation
 from ...kernels.rows import resize_layer
 from ...runtime import AttentionCall
-from ..layer import PolicyLayer, StoredSequence, behind_padding
+from ..layer import PolicyLayer, StoredSequence, behind_padding, right_aligned
 from ..policy import Policy, Share
 
 Rows = tuple[Tensor, Tensor]
@@ -52,6 +54,8 @@ class Tiers(Policy):
         share_above: an export that searches lets a layer take the choice of an earlier one where more than this share
             of their important tokens is the same (the paper: 0.95); null: none does.
         search: an export with an accuracy searches g and the ratios that keep it, from these on.
+        search_by: `bisection` along few proportions; `oracle`: the best of a grid of g and ratios; `regression`: what a
+            regression on the grid's best for several losses gives for the loss that is asked.
         qk_important, qk_unimportant: p_QK^i and p_QK^u, shares of a key latent's bytes that are removed.
         v_important, v_unimportant: p_VW^i and p_VW^u, of a value latent's; joint latents are keys'.
 
@@ -59,10 +63,11 @@ class Tiers(Policy):
     So generated tokens are ranked as the prompt's are.
     Bytes: both kinds of rows, a byte a token, and a float32 an important token.
     Limits: for compressed checkpoints, whose channels are nested; one that was refitted for its rank is cut no better.
-    Queries keep all channels: the paper cuts those of unimportant tokens too, which saves arithmetic but no cache, and
-    a token's importance is known once its query has met all keys. With
-    post-RoPE codes the denominators lack what the channels' means add to every logit of a query. Attention runs in
-    plain PyTorch.
+    Attention runs in plain PyTorch: where rows are numbers after RoPE or without it over each kind of rows at its own
+    width, joined by log-sum-exp; elsewhere over all rows at full width, with what was cut filled up.
+    Queries meet the first channels of each kind: the paper cuts those of unimportant tokens further, to which
+    a token belongs once its query has met all keys. With
+    post-RoPE codes the denominators lack what the channels' means add to every logit of a query.
     Source: ZDC section 5.2. Its equation 6 asks for p^u < p^i and p_QK <= p_VW, its text for the opposite ("unimportant
     tokens have a higher p; the QK pair has more dimensions to drop"): the text is required here, and g that never falls
     with the layers, in both. That layers repeat each other's choice did not hold of any model here.
@@ -79,6 +84,7 @@ class Tiers(Policy):
     shared_with: tuple[NonNegativeInt, ...] = ()
     share_above: Share | None = None
     search: bool = False
+    search_by: Literal["bisection", "regression", "oracle"] = "bisection"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,8 +161,8 @@ class TieredSequence(StoredSequence):
 
 
 class TieredLayer(PolicyLayer):
-    """One layer's cache in two blocks: rows of important tokens, and rows of others, with fewer channels. Attention
-    reads a number that was cut as 0, and a code as its middle."""
+    """One layer's cache in two blocks: rows of important tokens, and rows of others, with fewer channels. A number that
+    was cut counts as 0, and a code as its middle."""
 
     in_pytorch = True
     new_sequence = TieredSequence
@@ -174,13 +180,51 @@ class TieredLayer(PolicyLayer):
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         self.begin(call.mask, len(call.value), seq_len_of(call.query), call.query.device)
         self.follow(call.parameters.layout, call.query.dtype)
-        rows = call.cached()
-        output, log_sums = partial_attention(call.query, *rows, call.parameters, call.rotations.read, call.mask)
+        call.cached()
+        output, log_sums = self.attend(call.query, call.parameters, call.rotations.read, call.mask)
         self.choose(log_sums)
         return output.to(call.query.dtype)
 
+    def attend(
+        self, query: Tensor, parameters: AttentionParameters, rotation: Rotation | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over all rows that are stored, and its log-sum-exp; see `kernels.reference.partial_attention`."""
+        if self.layout.coded or rotation is not None:
+            found = [self._whole(sequence) for sequence in self.sequences]
+            keys, values = (right_aligned(side, 0.0) for side in zip(*found, strict=True))
+            return partial_attention(query, keys, values, parameters, rotation, mask)
+        high, low = (_CutAttention(parameters, layout) for layout in self.layouts)
+        outputs, sums = [], []
+        for row, sequence in enumerate(self.sequences):
+            own = query[row : row + 1]
+            of_sequence = None if mask is None else mask[row : row + 1] if len(mask) > 1 else mask
+            parts = []
+            for cut, rows, important in (high, sequence.high, True), (low, sequence.low, False):
+                places = (sequence.important == important).nonzero()[:, 0]
+                if len(places) or not sequence.tokens:  # of padding alone: zeros
+                    seen = self._columns(of_sequence, places + sequence.start)
+                    parts.append(cut(own, rows, seen))
+            output, log_sum = zip(*parts, strict=True)
+            joined = join(list(output), list(log_sum), high.widths) if len(parts) > 1 else parts[0]
+            outputs.append(joined[0])
+            sums.append(joined[1])
+        return torch.cat(outputs), torch.cat(sums)
+
+    def _columns(self, mask: Tensor | None, places: Tensor) -> Tensor | None:
+        """The mask of the newest tokens over those at some positions; None: causal over exactly the newest."""
+        if mask is not None:
+            return mask[..., places] if mask.shape[-1] > 1 else mask
+        if self.length == 1 or len(places) == self.length == self.num_tokens:
+            return None
+        queries = torch.arange(self.num_tokens - self.length, self.num_tokens, device=places.device)
+        return (places <= queries[:, None])[None, None]
+
     def store(self, sequence: TieredSequence, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the rows of new tokens, which count as important until their worth is known."""
+        """Store the rows of new tokens, which count as important until their worth is known; `attend` reads them.
+
+        Returns:
+            No rows.
+        """
         new = torch.ones(sequence.new, dtype=torch.bool, device=keys.device)
         if not hasattr(sequence, "high"):
             empty = keys[:, :, :0].clone(), values[:, :, :0].clone()
@@ -188,6 +232,10 @@ class TieredLayer(PolicyLayer):
             sequence.important, sequence.scores = new[:0], keys.new_zeros(0, dtype=torch.float32)
         sequence.high = _behind(sequence.high, _resized((keys, values), self.layout, self.layouts[0]))
         sequence.important = torch.cat([sequence.important, new])
+        return keys[:, :, :0], values[:, :, :0]
+
+    def _whole(self, sequence: TieredSequence) -> Rows:
+        """All rows of a sequence in the order of their positions, filled up to all channels."""
         high, low = (
             _resized(rows, cut, self.layout)
             for rows, cut in zip((sequence.high, sequence.low), self.layouts, strict=True)
@@ -234,6 +282,45 @@ class TieredLayer(PolicyLayer):
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
         self.update(key_states, value_states)
         self.choose(torch.zeros(len(key_states), key_states.shape[2], 1))
+
+
+class _CutAttention:
+    """Attention over rows of numbers that are cut to the first channels of each group, after RoPE or without it.
+
+    Args:
+        parameters: of the layer with all channels. cut: layout of the rows.
+
+    widths: of each query head's output, with all channels.
+    """
+
+    def __init__(self, parameters: AttentionParameters, cut: LayerLayout) -> None:
+        self.groups = parameters.layout.groups
+        self.cut, self.heads = cut, parameters.heads_per_group
+        self.widths = [group.values.width for group in self.groups for _ in range(self.heads)]
+        basis = parameters.query_basis
+        if basis is not None:
+            basis = torch.cat(self._first(basis, [group.key.width for group in self.groups], 1), dim=-1)
+        self.parameters = replace(parameters, layout=cut, query_basis=basis)
+
+    def __call__(self, query: Tensor, rows: Rows, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `partial_attention`; what was cut of the output is 0."""
+        if query.dim() == 3:  # absorbed by q_proj: each group's heads with all channels
+            query = torch.cat(self._first(query, [g.key.width for g in self.groups], self.heads), dim=-1)
+        output, log_sums = partial_attention(query, *rows, self.parameters, None, mask)
+        parts = output.split([self.heads * group.values.width for group in self.cut.groups], dim=-1)
+        full = [
+            functional.pad(part.unflatten(-1, (self.heads, -1)), (0, whole.values.width - group.values.width))
+            for part, whole, group in zip(parts, self.groups, self.cut.groups, strict=True)
+        ]
+        return torch.cat([part.flatten(-2) for part in full], dim=-1), log_sums
+
+    def _first(self, columns: Tensor, widths: list[int], times: int) -> list[Tensor]:
+        """The columns of each group's key channels that are kept, each group having `times` its width of columns."""
+        parts = columns.split([times * width for width in widths], dim=-1)
+        return [
+            part.unflatten(-1, (times, -1))[..., : group.key.width].flatten(-2)
+            for part, group in zip(parts, self.cut.groups, strict=True)
+        ]
 
 
 def cut_layout(layout: LayerLayout, qk_ratio: float, v_ratio: float) -> LayerLayout:

@@ -101,7 +101,7 @@ def _export(search: RankSearch) -> ExportResult:
         report, digest = _write(staging, job, policy, chosen, point, accuracy, texts, search.progress)
     if job.unmeasured:
         log.warning("accuracy is not measured: %s", job.unmeasured)
-    log.info("compression %.4f, %s", point.stored, allocated_by(job.recipe))
+    log.info("compression %.4f, %s", report["compression"]["stored"], allocated_by(job.recipe))
     return ExportResult(job.out.path, report, accuracy, digest, times.seconds, search.measured_points)
 
 
@@ -121,7 +121,7 @@ def _write(
     checkpoint = job.checkpoint
     family = job.family
     layouts = model_layouts(bases, point.ranks, recipe.exact.tokens)
-    size = _size_as_planned(job, layouts, point)
+    size = _size(job, layouts, policy, point)
     apart = job.request.without_weights
     contents = rewritten_tensors(checkpoint, run.shape, bases.__getitem__, layouts, checkpoint.tensor)
     tensors = write_shards(None if apart else staging, checkpoint, contents, job.check_unchanged, progress)
@@ -259,8 +259,11 @@ def _report(
     }
 
 
-def _size_as_planned(job: ExportJob, layouts: Sequence[LayerLayout], point: Point) -> CacheSize:
+def _size(job: ExportJob, layouts: Sequence[LayerLayout], policy: Policy | None, point: Point) -> CacheSize:
     """The size of the cache that layouts describe, in the dtype that the model is served in.
+
+    Args:
+        policy: keeps the cache: then the size is of what it stores of a prompt of the served length.
 
     Raises:
         CheckpointError: it is not what the plan counted.
@@ -274,7 +277,11 @@ def _size_as_planned(job: ExportJob, layouts: Sequence[LayerLayout], point: Poin
             f"remove {removed:.6f} of a cache in {str(dtype).removeprefix('torch.')}.",
             "Calibrate again: the run was written by another version of rotor.",
         )
-    return size
+    if policy is None:
+        return size
+    from ...policies import packed_size
+
+    return packed_size(policy, layouts, job.run.shape, dtype, job.context_tokens)
 
 
 def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> Accuracy:

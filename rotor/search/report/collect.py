@@ -99,13 +99,14 @@ def collect_checkpoint(
         )
     data.ranks = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in layouts]
     data.ranks_of = "of this checkpoint"
-    size = CacheSize.of_layouts(layouts, shape, report["kv_bytes_per_token"]["element_bytes"])
-    held = report.get("kv_bytes_of_sequence") or size.of_sequence(LONG_CONTEXT)
-    _headline(data, chosen, size.info, held, report["source"])
+    size = report["kv_bytes_per_token"]
+    rows = CacheSize.of_layouts(layouts, shape, size["element_bytes"])
+    held = report.get("kv_bytes_of_sequence") or rows.of_sequence(LONG_CONTEXT)
+    _headline(data, chosen, size, held, report["source"])
     if isinstance(run, Run):  # which has other measured points, spectra and timings
         table = None if accuracy.table is None else RankTable.named(run, accuracy.table)
         point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
-        if table and point:
+        if table and point and "cache" not in report:  # points count rows alone, without what a policy makes of them
             data.points, data.chosen = table.points, point
         _add_run(data, run, table, point)
     else:

@@ -63,6 +63,9 @@ def unsplit(tasks: Tasks, sms: int) -> list[list[Part]]:
 def longest_first(tasks: Tasks, sms: int) -> list[list[Part]]:
     """The papers' decode schedule: longest task first, each to the SM with the least work so far. Not split.
 
+    It evens out a batch of many sequences of different lengths or ranks. With fewer tasks than SMs (one sequence) each
+    has an SM of its own in any order, and the rest idle.
+
     Source: FDC section 5.3 and figure 8; ZACK section 5.3 and figure 12.
     """
     seconds = tasks.seconds
@@ -123,6 +126,14 @@ class Balance:
     parts: int
 
 
+def check_load(lengths: Sequence[int], sms: int) -> None:
+    """Raises UsageError unless there are sequences, all with tokens, and SMs."""
+    if not lengths or min(lengths) < 1 or sms < 1:
+        raise UsageError(
+            f"lengths {list(lengths)[:8]} on {sms} SMs: expected positive numbers.", "Example: --lengths 8x32768"
+        )
+
+
 def simulate(
     layouts: Sequence[LayerLayout],
     shape: AttentionShape,
@@ -138,10 +149,7 @@ def simulate(
     Raises:
         UsageError: no sequence, one without keys, or no SM.
     """
-    if not lengths or min(lengths) < 1 or sms < 1:
-        raise UsageError(
-            f"lengths {list(lengths)[:8]} on {sms} SMs: expected positive numbers.", "Example: --lengths 8x32768"
-        )
+    check_load(lengths, sms)
     layers = [layer_tasks(layout, shape, lengths, device, sms, element_bytes) for layout in layouts]
     balances = []
     for name, schedule in SCHEDULES.items():

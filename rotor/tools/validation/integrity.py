@@ -14,6 +14,7 @@ from ...checkpoint.sizes import CacheSize
 from ...checkpoint.tensors import layer_tensors
 from ...errors import CheckpointError, RotorError
 from ...models.compressed import CompressedCheckpoint
+from ...policies import packed_size, read_stored
 from ...progress import Progress
 from ...search import Accuracy
 
@@ -130,19 +131,26 @@ def _check_tensors(result: Validation, checkpoint: CompressedCheckpoint, advance
 
 
 def _check_sizes(result: Validation, checkpoint: CompressedCheckpoint) -> None:
-    """Check the sizes that rotor.json claims against those of the layouts in the dtype that is served."""
+    """Check the sizes that rotor.json claims against those of the layouts in the dtype that is served, or of what a
+    stored cache policy keeps of rows of these layouts."""
     report = checkpoint.report
-    size = CacheSize.of_layouts(checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize)
     tokens = report["kv_bytes_of_sequence"]["tokens"] if "kv_bytes_of_sequence" in report else None
+    policy = read_stored(getattr(checkpoint.section, "cache", None))
+    if policy is not None and tokens is not None:
+        size = packed_size(policy, checkpoint.layouts, checkpoint.shape, checkpoint.dtype, tokens)
+    else:
+        size = CacheSize.of_layouts(checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize)
+    whose = "the layouts'" if policy is None else f"cache policy {policy.method}'s"
     claimed, found = report["compression"]["stored"], size.removed(tokens)
-    problems = [] if abs(claimed - found) <= ROUNDED else [f"compression {claimed:.6f}, the layouts' is {found:.6f}"]
+    problems = [] if abs(claimed - found) <= ROUNDED else [f"compression {claimed:.6f}, {whose} is {found:.6f}"]
     stated = report["kv_bytes_per_token"]
     if stated != size.info:
-        problems.append(f"{stated} KV bytes per token, the layouts' are {size.info}")
+        problems.append(f"{stated} KV bytes per token, {whose} are {size.info}")
     if tokens is not None and report["kv_bytes_of_sequence"] != size.of_sequence(tokens):
-        problems.append(f"{report['kv_bytes_of_sequence']} of a sequence, the layouts' are {size.of_sequence(tokens)}")
+        problems.append(f"{report['kv_bytes_of_sequence']} of a sequence, {whose} are {size.of_sequence(tokens)}")
     dtype = str(checkpoint.dtype).removeprefix("torch.")
-    fine = f"{found:.4f} of the rows' bytes removed, of a cache in {dtype}"
+    what = "the rows" if policy is None else "the cache"
+    fine = f"{found:.4f} of {what} removed, in bytes of a cache in {dtype}"
     result.add_problems("sizes in rotor.json", problems, fine)
 
 

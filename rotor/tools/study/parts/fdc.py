@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 
+from ....calibration.allocation.plan import Plan
 from ....calibration.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from ....calibration.prediction.devices import Device, find_device
 from ....calibration.prediction.prompt import bases_flops, layer_flops, uncompressed_layer_flops
@@ -21,14 +22,22 @@ from ....checkpoint.layout import ordered_by_class
 from ....checkpoint.rows import NumberRow
 from ....checkpoint.sizes import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ....checkpoint.tensors import BASES, layer_tensors
-from ....errors import UsageError
+from ....errors import AccuracyError, UsageError
 from ....recipe import Recipe
+from ....search import PlanEvaluator
+from ....search.search import find_plan
 from ..context import StudyContext
 from ..part import Part, Table, Task
 from ..store import Record, StudyStore
 
 AT = 0.5
 """Share of the cache that a recipe removes; FDC's tables 7 to 11 have 0.53 to 0.67."""
+
+ACCURACY = 0.99
+"""Share of the accuracy that recipes keep where they are compared at an equal one (FDC section 6.6)."""
+
+AT_ACCURACY = f", accuracy {ACCURACY:g}"
+"""End of the names of those records."""
 
 GPU_BYTES = 80 << 30
 """Memory of the paper's A100s."""
@@ -123,10 +132,26 @@ class Fdc(Part):
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         for name, recipe in study.inputs.recipes.items():
             yield Task(f"{self.name}/{name}", partial(_measure, study, name, recipe))
+            yield Task(f"{self.name}/{name}{AT_ACCURACY}", partial(_measure_at_accuracy, study, name, recipe))
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
+        yield from self._tables_at_removal(store)
+        records = store.part(self.name)
+        found = {name.removesuffix(AT_ACCURACY): of for name, of in records.items() if name.endswith(AT_ACCURACY)}
+        if found:
+            header = ["recipe", "removed", "model", *(f"{trace}: TTFT, TBT" for trace in TRACES)]
+            text = (
+                f"Figures 9, 10, 12 and 13 as the papers compare: each recipe removes what keeps {ACCURACY:g} of the "
+                "accuracy (the study's metric, on its search split). Over the uncompressed model's times, predicted."
+            )
+            rows = [row for name, record in found.items() for row in _accuracy_rows(name, record)]
+            yield Table(header, rows, "Times of requests at an equal accuracy, predicted (FDC figures 12 and 13)", text)
+
+    def _tables_at_removal(self, store: StudyStore) -> Iterator[Table]:
         rows, latencies = [], []
         for recipe, record in store.part(self.name).items():
+            if recipe.endswith(AT_ACCURACY):
+                continue
             for model, traces in record["times"].items():
                 for trace, of in traces.items():
                     ratios = (of[key] for key in ("prompt", "step", "most"))
@@ -138,12 +163,12 @@ class Fdc(Part):
             header = ["recipe, model", "requests", "TTFT", "TBT", "most requests a second", "compressing, of JCT"]
             text = (
                 f"Over the uncompressed model's, at {AT:g} removed, of requests with the mean lengths of FDC's table "
-                "6: times of a prompt and of a step (figures 9 and 10, and of `fdc-uniform` and `fdc-prerope` 12 and "
-                "13), and the most that is served (figure 11), in a batch that fits into 80 GB. The last column is "
+                "6: times of a prompt and of a step (figures 9 and 10), and the most that is served (figure 11), in a "
+                "batch that fits into 80 GB. The last column is "
                 "table 12: the largest of its mean, shortest and longest lengths in place of the 99th percentile. "
                 "`like an 8B`: Llama 3.1 8B, whose heads keep the shares of these."
             )
-            yield Table(header, rows, "Times of requests, predicted (FDC figures 9 to 13, table 12)", text)
+            yield Table(header, rows, "Times of requests, predicted (FDC figures 9 to 11, table 12)", text)
             text = (
                 "Figure 11: latency of a token over the idle uncompressed model's, at rates of requests over the most "
                 "that the uncompressed model serves."
@@ -156,6 +181,30 @@ def _measure(study: StudyContext, name: str, recipe: Recipe) -> Record:
     plan = path.at_compression(AT)
     if plan is None:
         raise UsageError(f"{name} cannot remove {AT:g} of the rows.", "Leave this recipe out of the part fdc.")
+    return _record(study, evaluator, recipe, plan)
+
+
+def _measure_at_accuracy(study: StudyContext, name: str, recipe: Recipe) -> Record:
+    """The same of the plan that keeps ACCURACY, or why there is none."""
+    evaluator, path = study.path(name, recipe)
+    try:
+        plan = find_plan(path, recipe.search, ACCURACY, evaluator.search)
+    except AccuracyError as error:
+        return {"out_of_reach": error.message}
+    return {**_record(study, evaluator, recipe, plan), "planned": plan.planned}
+
+
+def _accuracy_rows(name: str, record: Record) -> Iterator[list[str]]:
+    if "times" not in record:
+        yield [f"`{name}`", "out of reach", *[""] * (1 + len(TRACES))]
+        return
+    for model, traces in record["times"].items():
+        cells = (f"{of['prompt']:.3f}, {of['step']:.3f}" for of in traces.values())
+        yield [f"`{name}`", f"{record['stored']:.3f}", model, *cells]
+
+
+def _record(study: StudyContext, evaluator: PlanEvaluator, recipe: Recipe, plan: Plan) -> Record:
+    """What a plan removes, and predicted times of this model and of an 8B by it."""
     device = find_device(recipe.objective.device)
     if device.matmul_flops_per_s is None:
         raise UsageError(

@@ -162,7 +162,10 @@ def _degradation(study: StudyContext, name: str) -> Record:
     opening = chat_opening(checkpoint.folder, checkpoint.tokenizer) if writes else []
     config, tokenizer, held_out = checkpoint.config, checkpoint.tokenizer, recipe.evaluation
     own = calibration_tokens(recipe.tokens, config, tokenizer, network.source, None, held_out, opening)
-    texts = [prune_sequences(own.sequences, recipe.prune)[:SEQUENCES], *study.data.report[:SEQUENCES].split(1)]
+    texts = [
+        prune_sequences(own.sequences, recipe.prune, own.topics)[:SEQUENCES],
+        *study.data.report[:SEQUENCES].split(1),
+    ]
     found: Record = {side: {f"{ratio:g}": [0.0] * len(texts) for ratio in RATIOS} for side in SIDES}
     for place, text in enumerate(texts):
         with network.uncompressed():
