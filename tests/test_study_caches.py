@@ -119,7 +119,7 @@ def test_the_front_has_what_nothing_else_beats(tmp_path) -> None:
     assert pareto_front(points, higher=True) == [(1, 5)]
     for name, method in (
         *(("KIVI-2", "KIVI"), ("GEAR-L-4", "GEAR-L"), ("per token, 2 bits", "per token")),
-        *(("rotor-16", "rotor-16"), ("rotor-16, 96 bytes", "rotor-16"), ("rotor, 320 bytes", "rotor")),
+        *(("fdc", "fdc"), ("rotor-16, 96 bytes", "rotor-16"), ("rotor, 320 bytes", "rotor")),
         ("H2O, alike, 0.2 of the tokens", "H2O, alike"),
     ):
         assert method_of(name) == method

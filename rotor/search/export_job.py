@@ -32,7 +32,7 @@ class ExportJob:
     """An export with everything that is known before any work.
 
     recipe: the run's, with the request's overrides. context_tokens: length of the sequence whose bytes are counted.
-    policy: the policy that keeps the cache, if any.
+    policy: the policy that keeps the cache, if any. warnings: what is said when all is done.
     """
 
     request: ExportRequest
@@ -42,6 +42,7 @@ class ExportJob:
     out: OutputFolder
     context_tokens: int
     policy: Policy | None = None
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def check(cls, request: ExportRequest) -> ExportJob:
@@ -60,13 +61,12 @@ class ExportJob:
                 policy.method,
             )
             recipe = replace(recipe, exact=Exact())
-        if warning := block_warning(opened.form, recipe.exact.tokens):
-            log.warning("%s", warning)
         _check_element_bytes(opened, checkpoint)
         tokens = context_tokens(checkpoint.config, request.context)
+        warnings = [block_warning(opened.form, recipe.exact.tokens)]
         if request.accuracy is not None:
-            _check_calibrated_length(opened, recipe, tokens)
-        job = cls(request, opened, recipe, checkpoint, out, tokens, policy)
+            warnings.append(_beyond_calibration(opened, recipe, tokens))
+        job = cls(request, opened, recipe, checkpoint, out, tokens, policy, tuple(filter(None, warnings)))
         check_space(out.path, job.needed_bytes)
         job.check_nothing_added()
         return job
@@ -132,20 +132,22 @@ def _check_element_bytes(run: Run, checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_calibrated_length(run: Run, recipe: Recipe, context: int) -> None:
-    """Raises UsageError where a target is asked for codes of keys after RoPE beyond the rows that they were fitted to.
+def _beyond_calibration(run: Run, recipe: Recipe, context: int) -> str:
+    """What is to be said where keys stay after RoPE and sequences are longer than the rows that they were fitted to.
 
     Slow planes go on turning behind the last calibrated position, where codes clip what they never saw. Ranks, as the
     papers choose them, lose less there: a warning.
+
+    Raises:
+        UsageError: no target can be promised, as keys are codes.
     """
     calibrated = run.info["tokens"]["seq_len"]
     stays = any(keys.rope_block is None and run.shape.layer(i).rotary_dim for i, keys in enumerate(run.form.keys))
     if not stays or context <= calibrated:
-        return
+        return ""
     what = f"keys stay after RoPE, calibrated on rows of {calibrated} tokens"
     if not recipe.coded:
-        log.warning("%s: behind them the accuracy that is measured here is not promised", what)
-        return
+        return f"{what}: behind them the accuracy that is measured here is not promised"
     raise UsageError(
         f"{what}: no accuracy can be promised for sequences of {context}, where keys have turned further.",
         f"Calibrate again with --set tokens.seq_len={context} --set evaluation.seq_len={context}, or promise less: "

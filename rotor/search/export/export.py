@@ -99,6 +99,8 @@ def _export(search: RankSearch) -> ExportResult:
     with times.stage("write"), staged_folder(job.out, job.request.overwrite, job.sources, job.needed_bytes) as staging:
         chosen = job.run.bases(point.channels)
         report, digest = _write(staging, job, policy, chosen, point, accuracy, texts, search.progress)
+    for warning in job.warnings:
+        log.warning("%s", warning)
     if job.unmeasured:
         log.warning("accuracy is not measured: %s", job.unmeasured)
     log.info("compression %.4f, %s", report["compression"]["stored"], allocated_by(job.recipe))
