@@ -363,3 +363,42 @@ def test_an_export_keeps_the_tokens_that_its_recipe_names(without_weights: bool,
     assert stored_bytes(cache) == 2 * (held["after"] - (held["tokens"] - 20) * per_token)
     result = validate(out)
     assert not result.damaged, [check for check in result.checks if check.status == "fail"]
+
+
+def test_a_pass_of_one_token_of_padding_does_not_begin_a_sequence(models) -> None:
+    """Rows behind 30 tokens of padding, of which one comes alone: slots keep the first tokens that are none."""
+    model, _ = models("blocks")
+    rows, begin, passes = prompts(3, 44), [0, 30, 21], [20, 1, 11, *[1] * 12]
+    for make in CACHES["dynamic"], lambda config: StaticCache(config=config, max_cache_len=50):
+        cache = make(model.config)
+        with torch.no_grad():
+            got = through(model, cache, rows, passes, begin)
+            check(got, expected_of(model, rows, passes, begin), begin)
+        assert all(layer.exact_rows.begin.tolist() == begin for layer in cache.layers)
+
+
+def test_padding_that_comes_token_by_token_is_not_taken_for_the_first_tokens(models) -> None:
+    model, _ = models("post")
+    rows, begin, passes = prompts(2, 20), [6, 9], [1] * 20
+    with torch.no_grad():
+        got = through(model, DynamicCache(config=model.config), rows, passes, begin)
+        check(got, expected_of(model, rows, passes, begin), begin)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_that_was_edited_between_two_passes_is_another_one(inference: bool, models) -> None:
+    """Also one made in inference mode, which does not count what is written to it."""
+    model, _ = models("blocks")
+    rows, begin = prompts(2, 24), [0, 0]
+    with torch.inference_mode(inference), torch.no_grad():
+        caches = [DynamicCache(config=model.config) for _ in range(2)]
+        for cache in caches:
+            through(model, cache, rows[:, :23], [23], begin)
+        mask = torch.ones(2, 1, 1, 24, dtype=torch.bool)
+        last = {"input_ids": rows[:, 23:], "position_ids": torch.full((2, 1), 23)}
+        model(**last, attention_mask=mask, past_key_values=caches[0])
+        mask[:, :, :, 3:9] = False
+        got = model(**last, attention_mask=mask, past_key_values=caches[1]).logits
+        caches[0].crop(-1)
+        expected = model(**last, attention_mask=mask.clone(), past_key_values=caches[0]).logits
+    assert relative_error(got, expected) < TOLERANCE

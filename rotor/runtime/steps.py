@@ -23,7 +23,16 @@ from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention, dense_attention
 from ..kernels.rotary import rotate
 from ..kernels.slots import ExactSlots
-from .exact import NewTokens, SeenTokens, exact_keys, host_span, remembered_division, with_exact_rows
+from .exact import (
+    Division,
+    NewTokens,
+    SeenTokens,
+    division_of_pass,
+    exact_keys,
+    first_real_of_pass,
+    host_span,
+    with_exact_rows,
+)
 from .rope import Rotations, TokenSpan
 from .slots import exact_slots
 
@@ -187,6 +196,7 @@ class _Stored(NamedTuple):
     """What a layer with exact tokens has after a pass.
 
     mask, span: of the pass. tokens: that are kept exactly. key, value: all rows. seen: None where nothing lies before.
+    division: in plain PyTorch, where something does.
     """
 
     mask: Tensor | None
@@ -195,6 +205,7 @@ class _Stored(NamedTuple):
     key: Tensor
     value: Tensor
     seen: SeenTokens | None
+    division: Division | None
 
 
 def _stored_exactly(call: AttentionCall) -> Attend:
@@ -211,14 +222,18 @@ def _stored_exactly(call: AttentionCall) -> Attend:
     key, value, seen = call.key, call.value, None
     if call.cache is not None:
         layer = with_exact_rows(call.cache, call.layer_idx, tokens)
-        named = {"exact": exact, "mask": mask, "span": span, "by_kernel": call.kernels is not None}
+        start = first_real_of_pass(mask, span, call.layer_idx)
+        named = {"exact": exact, "start": start, "span": span, "by_kernel": call.kernels is not None}
         key, value = call.cache.update(call.key, call.value, call.layer_idx, **named)
         seen = layer.take_seen()
-    return partial(_attend_exactly, stored=_Stored(mask, span, tokens, key, value, seen))
+    division = None
+    if seen is not None and call.kernels is None:
+        division = division_of_pass(tokens, seen, mask, span, call.layer_idx)
+    return partial(_attend_exactly, stored=_Stored(mask, span, tokens, key, value, seen, division))
 
 
 def _attend_exactly(call: AttentionCall, stored: _Stored) -> Tensor:
-    exact, (mask, span, tokens, key, value, seen) = call.exact, stored
+    exact, (mask, span, tokens, key, value, seen, division) = call.exact, stored
     assert exact is not None
     if seen is None:
         return attend_to_prompt(exact, call.parameters, mask)
@@ -227,7 +242,7 @@ def _attend_exactly(call: AttentionCall, stored: _Stored) -> Tensor:
             mask = _causal(span, key.device)
         slots = exact_slots(tokens, seen, mask, span, call.layer_idx)
         return attend_to_rows(call._replace(mask=mask), key, value, slots)
-    division = remembered_division(tokens, seen, mask, span)
+    assert division is not None
     rows = None
     if division.keys is None or len(division.keys):
         rows = RowKeys(call.query, key, value, call.rotations.read, division.rows, division.keys)
