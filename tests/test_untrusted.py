@@ -19,6 +19,7 @@ from support.runs import calibrated, reseal
 
 import rotor.models.tokenizer as tokenizer_module
 from rotor.checked import options
+from rotor.checkpoint.layout import LayerLayout
 from rotor.checkpoint.section import CompressedSection
 from rotor.errors import CheckpointError, DataError, RecipeError
 from rotor.models.source import Checkpoint
@@ -207,12 +208,31 @@ def test_no_model_is_fetched_that_only_a_checkpoint_leads_to(
         assert rotor(capsys, "report", folder / name)[0] == 0
 
 
-@pytest.mark.parametrize("what", ["layers", "groups"])
+@pytest.mark.parametrize("what", ["layers", "groups", "kv_heads", "key", "fast", "biases", "method"])
 def test_a_hundred_thousand_of_anything_are_not_read(what: str, exported: Path) -> None:
+    """Also of what the section does not know."""
     section = json.loads((exported / "config.json").read_text())["quantization_config"]
+    layer, many = section["layers"]["0"], [0] * 100_000
     if what == "layers":
-        section["layers"] = {str(index): section["layers"]["0"] for index in range(100_000)}
+        section["layers"] = {str(index): layer for index in range(100_000)}
+    elif what == "groups":
+        layer["groups"] *= 100_000
+    elif what in ("kv_heads", "key"):
+        layer["groups"][0][what] = many
+    elif what == "fast":
+        layer["groups"][0]["key"] = {"4": 8, "fast": many}
     else:
-        section["layers"]["0"]["groups"] *= 100_000
-    with pytest.raises(CheckpointError, match=rf"{what}: got '\d+ {what}', expected at most"):
+        section |= {"biases": many} if what == "biases" else {"cache": {"method": many}}
+    with pytest.raises(CheckpointError, match=rf"{what}: got '\d+ entries', expected at most 4096"):
         CompressedSection(**section)
+
+
+def test_no_field_of_a_layout_may_be_null(exported: Path) -> None:
+    section = json.loads((exported / "config.json").read_text())["quantization_config"]
+    for field in ("groups", "kv_heads", "key", "layers"):
+        own = json.loads(json.dumps(section))
+        layer = own["layers"]["0"]
+        holder = own["layers"] if field == "layers" else layer if field == "groups" else layer["groups"][0]
+        holder["0" if field == "layers" else field] = None
+        with pytest.raises(CheckpointError, match="got None, expected"):
+            LayerLayout.from_dict(CompressedSection(**own).layers["0"], "config.json, layer 0")
