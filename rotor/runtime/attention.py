@@ -33,6 +33,7 @@ from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer, row_scale
 from ..logs import log
+from ..numerics import is_finite
 from .exact import NewTokens
 from .rope import RotaryTable, Rotations, TokenSpan, rope_of
 from .steps import AttentionCall, CacheRows, SharedRows
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
     from .steps import Arguments
+
+WIDER_DTYPE = "Load it in bfloat16 or float32: from_pretrained(FOLDER, dtype=torch.bfloat16), or --dtype bfloat16."
 
 # Older versions of transformers have a single class of quantised layers.
 QUANTISING = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
@@ -207,8 +210,43 @@ class RotorAttention(CompressedProjections):
         super().train(mode)
         return self
 
+    def check_range(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Check that what `.to()` and the like do to tensors leaves the layer's numbers finite.
+
+        Raises:
+            UsageError: a number is beyond the new dtype, which is float16 in practice; names the tensor.
+        """
+        for name, parameter in self.named_parameters():
+            if name in FLOAT32 or parameter.is_meta or not parameter.is_floating_point():
+                continue
+            wanted = fn(parameter.new_empty(0)).dtype
+            if not wanted.is_floating_point or torch.finfo(wanted).max >= torch.finfo(parameter.dtype).max:
+                continue
+            largest = float(parameter.detach().abs().amax())
+            if largest > torch.finfo(wanted).max:
+                raise UsageError(
+                    f"layer {self.layer_idx}: {name} has numbers up to {largest:.3g}, and {wanted} reaches "
+                    f"{torch.finfo(wanted).max:.3g}.",
+                    WIDER_DTYPE,
+                )
+
+    def check_finite(self) -> None:
+        """Check float16 weights after they were loaded, which may have been cast.
+
+        Raises:
+            UsageError: a tensor has a number that is not finite; names it.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dtype == torch.float16 and not parameter.is_meta and not is_finite(parameter):
+                raise UsageError(
+                    f"layer {self.layer_idx}: {name} is not finite in {parameter.dtype}: it has numbers beyond "
+                    f"{torch.finfo(parameter.dtype).max:.3g}.",
+                    WIDER_DTYPE,
+                )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotorAttention:
         """Apply `.to()` and the like: shifts and constants move with the module, and stay float32."""
+        self.check_range(fn)
         kept = {name: p.detach() for name, p in self._parameters.items() if p is not None and name in FLOAT32}
         super()._apply(fn, recurse)
         for name, before in kept.items():

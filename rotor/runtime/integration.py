@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, modeling_utils
 from transformers.masking_utils import sdpa_mask
@@ -118,6 +119,7 @@ class RotorQuantizer(HfQuantizer):
         for index, kernels in enumerate(self.kernel_config.layers):
             module = family.attention_module(network, index)
             assert isinstance(module, RotorAttention)
+            module.check_finite()
             module.kernels = kernels
         if self.cache_policy is not None:
             try:
@@ -178,19 +180,28 @@ def with_rewritten(load: Callable[..., Any]) -> Callable[..., Any]:
     return loading
 
 
-def with_hint(method: Callable[..., Any], dtype: str) -> Callable[..., Any]:
-    """transformers' `half` or `float` of a model, which says of a compressed one how it gets another dtype."""
+def converting(model: PreTrainedModel, fn: Callable[[Tensor], Tensor], *rest: object, **named: object) -> Any:
+    """`nn.Module._apply` of a model, which `.to()`, `.half()` and the like call: refuses before anything is changed.
+
+    Raises:
+        UsageError: numbers of a compressed layer are beyond the new dtype.
+    """
+    for module in model.modules():
+        if isinstance(module, RotorAttention):
+            module.check_range(fn)
+    return nn.Module._apply(model, fn, *rest, **named)
+
+
+def as_to(method: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """transformers' `half` or `float` of a model, which of a compressed one is `.to(dtype)`; it refuses others."""
 
     @wraps(method)
-    def converting(model: PreTrainedModel, *given: object) -> Any:
+    def convert(model: PreTrainedModel, *given: object) -> Any:
         if isinstance(getattr(model, "hf_quantizer", None), RotorQuantizer):
-            raise UsageError(
-                f".{method.__name__}(): a compressed model gets its dtype while it loads.",
-                f"from_pretrained(FOLDER, dtype=torch.{dtype})",
-            )
+            return model.to(dtype)
         return method(model, *given)
 
-    return converting
+    return convert
 
 
 def with_head(model: PreTrainedModel, family: Family) -> Any:
@@ -256,8 +267,9 @@ def register() -> None:
         AttentionMaskInterface.register(name, sdpa_mask)
     loading: Any = modeling_utils
     loading.convert_and_load_state_dict_in_model = with_rewritten(loading.convert_and_load_state_dict_in_model)
-    for name, dtype in (("half", "float16"), ("float", "float32")):
-        setattr(loading.PreTrainedModel, name, with_hint(getattr(loading.PreTrainedModel, name), dtype))
+    for name, dtype in (("half", torch.float16), ("float", torch.float32)):
+        setattr(loading.PreTrainedModel, name, as_to(getattr(loading.PreTrainedModel, name), dtype))
+    loading.PreTrainedModel._apply = converting
     keep_shifts_with_rows(Cache)
 
 
