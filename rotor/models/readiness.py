@@ -54,10 +54,10 @@ def check_text(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTo
 
     calibrated = list[str]()
     if tokens.source == "text":
-        documents = calibration_share(read_documents(Path(tokens.path or "")), evaluation)
+        documents = calibration_share(read_documents(Path(tokens.path or ""), tokenizer), evaluation, tokenizer)
         calibrated = digests(documents) if evaluation.source == "text" else []
         need("calibration", "tokens.count", documents, tokens.count, tokens.seq_len)
-    held_out = held_out_documents(evaluation, calibrated)
+    held_out = held_out_documents(evaluation, calibrated, tokenizer)
     for split in SPLITS:
         field = f"{split}_tokens"
         documents = getattr(held_out, split)

@@ -47,8 +47,9 @@ def text_sequences(
     start = text_start(tokenizer)[: seq_len - 1]
     ids = list[int]()
     for text in documents:
-        ids += [] if separator is None else [separator]
-        ids += encode(tokenizer, text)
+        own = encode(tokenizer, text)
+        ids += [] if separator is None or own[:1] == [separator] else [separator]  # a rendered chat may have its BOS
+        ids += own
         if most is not None and len(ids) >= most * seq_len:
             break
     sequences = list[list[int]]()

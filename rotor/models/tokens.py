@@ -85,14 +85,14 @@ def calibration_tokens(
             sequences = synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance, opening)
         return CalibrationTokens(sequences)
     if spec.source == "text":
-        documents = read_documents(Path(spec.path or ""))
+        documents = read_documents(Path(spec.path or ""), tokenizer)
         what = f"tokens.path {spec.path}"
     else:
         with progress.task("read data set", None, ""):
             documents = dataset_documents(spec, tokenizer, count * seq_len)
             what = f"tokens.dataset {spec.dataset}"
     if held_out is not None:
-        documents = calibration_share(documents, held_out)
+        documents = calibration_share(documents, held_out, tokenizer)
     sequences = text_sequences(documents, tokenizer, seq_len)
     check_ids(sequences, config.get_text_config().vocab_size)
     return CalibrationTokens(evenly_spaced(sequences, count, what), tuple(documents))
