@@ -36,7 +36,7 @@ from ..logs import log
 from ..numerics import is_finite
 from .exact import NewTokens
 from .rope import RotaryTable, Rotations, TokenSpan, rope_of
-from .steps import AttentionCall, CacheRows, SharedRows
+from .steps import AttentionCall, CacheRows, SharedRows, without_gradients
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
@@ -152,6 +152,7 @@ class RotorAttention(CompressedProjections):
                 output = shared.attend(call)
             else:
                 output = store.store_and_attend(call)
+        output = without_gradients(output, self.layout)
         if self.gate_proj is not None:
             output = output * self.gate_proj(hidden_states).sigmoid()
         return self.o_proj(output), None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..checkpoint import ExactTokens, LayerKernels
+from ..checkpoint import ExactTokens, LayerKernels, LayerLayout
 from ..errors import UsageError
 from ..kernels.exact import RowKeys, attend_to_both
 from ..kernels.parameters import AttentionParameters, seq_len_of
@@ -107,6 +107,7 @@ class SharedRows(NamedTuple):
             before = rotate(query.to(wide), given[0].to(wide), -given[1].to(wide))
             of_rows = rotate(before, by_row[0].to(wide), by_row[1].to(wide)).to(query.dtype)
         output = self.attend(call._replace(query=of_rows, exact=exact._replace(query=query)))[:, missing:]
+        output = without_gradients(output, call.parameters.layout)
         places = [order.index(head) for head in range(len(order))]
         return output.unflatten(-1, (own.num_kv_heads, -1))[:, :, places].flatten(2)
 
@@ -246,8 +247,7 @@ def _attend_exactly(call: AttentionCall, stored: _Stored) -> Tensor:
     rows = None
     if division.keys is None or len(division.keys):
         rows = RowKeys(call.query, key, value, call.rotations.read, division.rows, division.keys)
-    output = attend_to_both(exact.query, exact_keys(seen, division), rows, call.parameters)
-    return _without_gradients(output, call.parameters) if rows is not None else output
+    return attend_to_both(exact.query, exact_keys(seen, division), rows, call.parameters)
 
 
 def _causal(span: TokenSpan, device: torch.device) -> Tensor:
@@ -305,13 +305,15 @@ def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor, slots: Exact
         from ..kernels.attention import rows_attention  # imports Triton
 
         return rows_attention(*inputs, call.kernels, **around, layer_idx=call.layer_idx)
-    output = attention(call.query, key, value, parameters, call.rotations.read, call.mask)
-    return _without_gradients(output, parameters)
+    return attention(call.query, key, value, parameters, call.rotations.read, call.mask)
 
 
-def _without_gradients(output: Tensor, parameters: AttentionParameters) -> Tensor:
-    """The output of attention over rows, which refuses gradients if they are codes."""
-    if parameters.layout.coded and output.requires_grad and not torch.compiler.is_compiling():
+def without_gradients(output: Tensor, layout: LayerLayout) -> Tensor:
+    """The output of a layer's attention, which refuses gradients if the layer caches codes.
+
+    So does a pass that reads none, a prompt beside exact tokens: what is trained so is not what is served.
+    """
+    if layout.coded and output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_refuse_gradients)
     return output
 
