@@ -21,6 +21,7 @@ import rotor.models.tokenizer as tokenizer_module
 from rotor.checked import options
 from rotor.checkpoint.layout import LayerLayout
 from rotor.checkpoint.section import CompressedSection
+from rotor.cli.checkpoints import _how_to_validate
 from rotor.errors import CheckpointError, DataError, RecipeError
 from rotor.models.source import Checkpoint
 from rotor.models.tokenizer import check_ids
@@ -92,13 +93,15 @@ def test_what_a_checkpoint_names_is_not_opened(exported: Path, tmp_path: Path) -
     assert "full-rank rewrite" in {check.name for check in result.checks if check.status == "pass"}
     (check,) = (check for check in result.checks if check.name == "accuracy target")
     assert check.status == "skipped"
-    assert check.detail.startswith("recipe.yaml names '/")
-    assert "--set evaluation.path=..." in check.detail
+    named = f"recipe.yaml names a text, which is opened only if you name it: --text {tmp_path / 'pipe'}"
+    assert check.detail == named
 
 
 def test_what_the_user_names_is_opened(exported: Path, tmp_path: Path) -> None:
     named = validate(exported, overrides=[f"evaluation.path={ROOT / 'LICENSE'}"])
     assert named.summary["same_data_as_export"]
+    assert _how_to_validate(exported) == f"rotor validate {exported} --text {ROOT / 'LICENSE'}"
+    assert validate(exported, text=ROOT / "LICENSE").summary["accuracy"] == named.summary["accuracy"]
     recipe = tmp_path / "own.yaml"
     recipe.write_text((exported / "recipe.yaml").read_text())
     assert validate(exported, recipe=str(recipe)).summary["accuracy"] == named.summary["accuracy"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...calibration.run import Run
-from ...checked import shorten
 from ...checkpoint.rewritten import source_at
 from ...checkpoint.sizes import CacheSize, share_removed
 from ...errors import RotorError, UsageError
@@ -84,8 +84,9 @@ def run_validation(request: ValidationRequest) -> Validation:
         changed = {change.partition("=")[0].strip() for change in overrides}
         named = request.recipe is not None or "evaluation.path" in changed
         if spec.source == "text" and not named:  # any file of this machine
-            hint = "which is opened only if you do: --set evaluation.path=..."
-            withheld = withheld or f"recipe.yaml names {shorten(spec.path)}, {hint}"
+            path = str(spec.path)
+            named_so = shlex.quote(path) if path.isprintable() and len(path) < 300 else "FILE"
+            withheld = withheld or f"recipe.yaml names a text, which is opened only if you name it: --text {named_so}"
         with source_at(request.model):
             numerics = _Numerics(
                 result,
