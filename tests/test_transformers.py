@@ -15,6 +15,7 @@ from support.paths import ROOT
 from support.runs import FAST_EVALUATION, SHORT_TEXT, WITH_EXACT, calibrated
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache, StaticCache
 
 from rotor.calibration.calibrate import calibrate
 from rotor.errors import UsageError
@@ -74,6 +75,33 @@ def test_another_attention_is_ignored_with_a_warning(exported, caplog: pytest.Lo
         assert caplog.messages == []
         AutoModelForCausalLM.from_pretrained(folder, attn_implementation="flash_attention_2")
     assert "attn_implementation='flash_attention_2' is ignored" in caplog.text
+
+
+def test_attention_stays_rotors_when_another_is_set_after_loading(exported, caplog: pytest.LogCaptureFixture) -> None:
+    model = AutoModelForCausalLM.from_pretrained(exported("llama"))
+    tokens = torch.arange(5)[None]
+    with torch.inference_mode():
+        expected = model(tokens).logits
+        caplog.clear()
+        for asked in ("flex_attention", "eager"):
+            model.set_attn_implementation(asked)
+            assert model.config._attn_implementation == "rotor"
+            assert f"attn_implementation='{asked}' is ignored" in caplog.text
+        assert torch.equal(model(tokens).logits, expected)
+        with pytest.raises(UsageError, match="the attention mask is of the type object, expected a tensor of 4 dim"):
+            model.model.layers[0].self_attn(torch.zeros(1, 5, 48), None, object())
+
+
+def test_a_prefix_of_another_model_is_refused(exported, tiny) -> None:
+    """Keys and values of the source are not rows, in a dynamic as in a static cache."""
+    source = AutoModelForCausalLM.from_pretrained(tiny("llama"))
+    model = AutoModelForCausalLM.from_pretrained(exported("llama"))
+    tokens = torch.arange(6)[None]
+    for cache in (DynamicCache(config=source.config), StaticCache(config=source.config, max_cache_len=16)):
+        with torch.no_grad():
+            source(tokens, past_key_values=cache)
+            with pytest.raises(UsageError, match=r"layer 0: the cache holds keys of 4 heads of 16 that another model"):
+                model(tokens[:, :1], past_key_values=cache)
 
 
 def test_attention_weights_are_refused(exported) -> None:

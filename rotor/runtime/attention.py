@@ -345,9 +345,10 @@ def _check_pass(
         raise UsageError(
             "transformers' continuous batching (paged attention) cannot serve a compressed cache.", "Use generate()."
         )
-    if mask is not None and mask.dim() != 4:
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4):
+        got = f"has {mask.dim()} dimensions" if isinstance(mask, Tensor) else f"is of the type {type(mask).__name__}"
         raise UsageError(
-            f"the attention mask has {mask.dim()} dimensions, expected 4.",
+            f"the attention mask {got}, expected a tensor of 4 dimensions.",
             "Leave attn_implementation unset; compressed layers always run rotor's own attention.",
         )
     layers = getattr(cache, "layers", ())

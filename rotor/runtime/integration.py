@@ -84,11 +84,7 @@ class RotorQuantizer(HfQuantizer):
             FALCON_ATTENTION_CLASSES.setdefault(name, FalconAttention)
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        language_model = config.get_text_config()
-        asked = language_model._attn_implementation
-        if asked is not None and not is_ours(asked):
-            log.warning("attn_implementation=%r is ignored: compressed layers always run rotor's own attention.", asked)
-        language_model._attn_implementation = METHOD
+        keep_attention(config)
         return config
 
     def _process_model_before_weight_loading(
@@ -178,6 +174,27 @@ def with_rewritten(load: Callable[..., Any]) -> Callable[..., Any]:
         return load(model, model.__dict__.pop(REWRITTEN, state_dict), *rest, **named)
 
     return loading
+
+
+def keep_attention(config: PreTrainedConfig) -> None:
+    """Set the language model's attention to rotor's; warn where another was asked for."""
+    language_model = config.get_text_config()
+    asked = language_model._attn_implementation
+    if asked is not None and not is_ours(asked):
+        log.warning("attn_implementation=%r is ignored: compressed layers always run rotor's own attention.", asked)
+    language_model._attn_implementation = METHOD
+
+
+def with_own_attention(method: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' `set_attn_implementation`, by which a compressed language model keeps rotor's."""
+
+    @wraps(method)
+    def setting(model: PreTrainedModel, *given: object, **named: object) -> None:
+        method(model, *given, **named)
+        if any(isinstance(module, RotorAttention) for module in model.modules()):
+            keep_attention(model.config)
+
+    return setting
 
 
 def converting(model: PreTrainedModel, fn: Callable[[Tensor], Tensor], *rest: object, **named: object) -> Any:
@@ -270,6 +287,8 @@ def register() -> None:
     for name, dtype in (("half", torch.float16), ("float", torch.float32)):
         setattr(loading.PreTrainedModel, name, as_to(getattr(loading.PreTrainedModel, name), dtype))
     loading.PreTrainedModel._apply = converting
+    set_attention = with_own_attention(loading.PreTrainedModel.set_attn_implementation)
+    loading.PreTrainedModel.set_attn_implementation = set_attention
     keep_shifts_with_rows(Cache)
 
 

@@ -72,6 +72,7 @@ class AttentionCall(NamedTuple):
     def cached(self) -> tuple[Tensor, Tensor]:
         """Store the rows of the new tokens in the cache, which there must be; all rows of the layer."""
         assert self.cache is not None
+        _check_rows(self.cache, self.layer_idx, self.key)
         return self.cache.update(self.key, self.value, self.layer_idx)
 
 
@@ -248,6 +249,20 @@ def _attend_exactly(call: AttentionCall, stored: _Stored) -> Tensor:
     if division.keys is None or len(division.keys):
         rows = RowKeys(call.query, key, value, call.rotations.read, division.rows, division.keys)
     return attend_to_both(exact.query, exact_keys(seen, division), rows, call.parameters)
+
+
+def _check_rows(cache: Cache, layer_idx: int, key: Tensor) -> None:
+    """Check that a cache holds rows like the new ones; raises UsageError where another model filled it."""
+    layers = getattr(cache, "layers", ())
+    held = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
+    if not isinstance(held, Tensor) or held.dim() != 4 or torch.compiler.is_compiling():
+        return
+    if (held.shape[1], held.shape[3]) != (key.shape[1], key.shape[3]):
+        raise UsageError(
+            f"layer {layer_idx}: the cache holds keys of {held.shape[1]} heads of {held.shape[3]} that another model "
+            f"put there, expected rows of {key.shape[3]}.",
+            "Begin with an empty cache.",
+        )
 
 
 def _causal(span: TokenSpan, device: torch.device) -> Tensor:
