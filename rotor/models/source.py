@@ -43,7 +43,7 @@ class Checkpoint:
     """A folder with config.json and safetensors shards, opened read-only; tensors are read when asked for.
 
     file_of: shard file name by tensor name.
-    names: tensor names.
+    names: tensor names. unused: names that are left out, of scales by which an engine would keep the cache.
     files: shard file names, sorted.
 
     Raises:
@@ -63,6 +63,7 @@ class Checkpoint:
             hint = "It is a run of `rotor calibrate`: give its source model, or what `rotor export` makes of it."
         self.config_dict = read_json(self.folder / "config.json", hint)
         check_config(self.folder / "config.json", self.config_dict)
+        self.unused: frozenset[str] = frozenset()
         self._handles: dict[str, safe_open] = {}
         self._located = self._locate()
 
@@ -195,7 +196,10 @@ class Checkpoint:
                 if not (self.folder / file).is_file():
                     raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", DOWNLOAD_AGAIN)
             files = sorted(set(weight_map.values()))
-        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+        located = {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+        if only_cache_is_quantised(self.config_dict.get("quantization_config")):
+            self.unused = frozenset(name for name in located if name.endswith((".k_scale", ".v_scale")))
+        return {name: file for name, file in located.items() if name not in self.unused}
 
     def _no_weights(self) -> CheckpointError:
         for path in sorted(self.folder.iterdir()):
@@ -236,7 +240,10 @@ def config_of(folder: Path) -> PreTrainedConfig:
     """
     check_config(folder / "config.json", read_json(folder / "config.json"))
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if only_cache_is_quantised(getattr(config, "quantization_config", None)):
+            del config.quantization_config
+        return config
     except RotorError:
         raise
     except Exception as error:  # config classes of transformers raise anything for unexpected values
@@ -244,6 +251,13 @@ def config_of(folder: Path) -> PreTrainedConfig:
             f"{folder / 'config.json'}: transformers cannot read it: {one_line(error)}",
             "Check config.json, or install a version of transformers that knows this model.",
         ) from error
+
+
+def only_cache_is_quantised(section: object) -> bool:
+    """Whether a `quantization_config` of compressed-tensors only says how engines keep the cache: weights are whole."""
+    if not isinstance(section, dict) or section.get("quant_method") != "compressed-tensors":
+        return False
+    return bool(section.get("kv_cache_scheme")) and not (section.get("config_groups") or section.get("sparsity_config"))
 
 
 def _check_files(folder: Path) -> None:

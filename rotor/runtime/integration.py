@@ -215,7 +215,8 @@ def as_to(method: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     @wraps(method)
     def convert(model: PreTrainedModel, *given: object) -> Any:
         if isinstance(getattr(model, "hf_quantizer", None), RotorQuantizer):
-            return model.to(dtype)
+            whole: Any = model
+            return whole.to(dtype)
         return method(model, *given)
 
     return convert
