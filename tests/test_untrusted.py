@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from support.command_line import expect_error, rotor
 from support.paths import ROOT
 from support.quick import mostly_nightly
@@ -22,7 +23,7 @@ from rotor.checked import options
 from rotor.checkpoint.layout import LayerLayout
 from rotor.checkpoint.section import CompressedSection
 from rotor.cli.checkpoints import _how_to_validate
-from rotor.errors import CheckpointError, DataError, RecipeError
+from rotor.errors import CheckpointError, DataError, RecipeError, UsageError
 from rotor.models.source import Checkpoint
 from rotor.models.tokenizer import check_ids
 from rotor.recipe import Recipe, load_recipe, override
@@ -239,3 +240,16 @@ def test_no_field_of_a_layout_may_be_null(exported: Path) -> None:
         holder["0" if field == "layers" else field] = None
         with pytest.raises(CheckpointError, match="got None, expected"):
             LayerLayout.from_dict(CompressedSection(**own).layers["0"], "config.json, layer 0")
+
+
+def test_a_model_that_a_checkpoint_was_not_made_from(exported: Path, tiny, tmp_path: Path) -> None:
+    """Of other sizes, compressed itself, or of the same sizes with other weights."""
+    other = shutil.copytree(exported.parent / "model", tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, other / "model.safetensors")
+    for model in (tiny("gpt2"), exported, other):
+        with pytest.raises(UsageError, match=r"is not the model that .*out was made from, model\.") as caught:
+            validate(exported, model=model, text=ROOT / "LICENSE")
+        assert "--model MODEL" in caught.value.hint
+    moved = shutil.copytree(exported.parent / "model", tmp_path / "moved")
+    assert not validate(exported, model=moved, measure=False).damaged

@@ -31,6 +31,9 @@ FROM_GGUF = (
     "Give the original safetensors checkpoint, or convert it: pip install gguf accelerate, then in Python "
     "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(OUT), and the tokenizer likewise."
 )
+CHANGED = " changed since calibration"
+"""How what `Checkpoint.changes` says of a file ends whose content is another."""
+
 OTHER_FORMATS = {
     "adapter_config.json": ("a LoRA adapter, not a whole model", "Give its base model merged (merge_and_unload)."),
     "quantize_config.json": ("an already quantised checkpoint (GPTQ or AWQ)", GIVE_ORIGINAL),
@@ -169,7 +172,7 @@ class Checkpoint:
             elif file not in recorded:
                 changes.append(f"{path} was added since calibration")
             elif file_sha256(path) != recorded[file]:
-                changes.append(f"{path} changed since calibration")
+                changes.append(f"{path}{CHANGED}")
         return changes
 
     def bytes_of(self, file: str) -> int:
