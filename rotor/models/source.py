@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
-from ..checked import shorten
+from ..checked import nearest_name, shorten
 from ..checkpoint.hashes import file_sha256
 from ..checkpoint.json_files import read_json
-from ..errors import CheckpointError, MissingError, NumericsError, RotorError, UnsupportedModelError
+from ..errors import CheckpointError, MissingError, NumericsError, RotorError, UnsupportedModelError, UsageError
 from ..numerics import is_finite
 from .sidecars import sidecars
 from .source_config import check_config
@@ -23,6 +25,7 @@ from .tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+RUN_INFO = "run.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DOWNLOAD_AGAIN = "Download it again: index and shards are not of one model."
@@ -61,10 +64,8 @@ class Checkpoint:
             said = "is a file" if self.folder.exists() else "no such folder"
             raise MissingError(f"{folder}: {said}.", "Give the folder of a downloaded model.")
         _check_files(self.folder)
-        hint = "Give a folder that save_pretrained wrote."
-        if (self.folder / "run.json").is_file():
-            hint = "It is a run of `rotor calibrate`: give its source model, or what `rotor export` makes of it."
-        self.config_dict = read_json(self.folder / "config.json", hint)
+        _check_no_run(self.folder)
+        self.config_dict = read_json(self.folder / "config.json", "Give a folder that save_pretrained wrote.")
         check_config(self.folder / "config.json", self.config_dict)
         self.unused: frozenset[str] = frozenset()
         self._handles: dict[str, safe_open] = {}
@@ -241,6 +242,7 @@ def config_of(folder: Path) -> PreTrainedConfig:
     Raises:
         CheckpointError: config.json is missing, unknown to transformers, or has a refused value.
     """
+    _check_no_run(folder)
     check_config(folder / "config.json", read_json(folder / "config.json"))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -250,6 +252,13 @@ def config_of(folder: Path) -> PreTrainedConfig:
     except RotorError:
         raise
     except Exception as error:  # config classes of transformers raise anything for unexpected values
+        kind = read_json(folder / "config.json").get("model_type")
+        if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+            raise UnsupportedModelError(
+                f"{folder / 'config.json'}: model_type {shorten(kind)} is not known to transformers "
+                f"{transformers.__version__}{nearest_name(kind, CONFIG_MAPPING)}",
+                "docs/families.md lists what rotor supports; a newer transformers may know the model.",
+            ) from None
         raise CheckpointError(
             f"{folder / 'config.json'}: transformers cannot read it: {one_line(error)}",
             "Check config.json, or install a version of transformers that knows this model.",
@@ -261,6 +270,15 @@ def only_cache_is_quantised(section: object) -> bool:
     if not isinstance(section, dict) or section.get("quant_method") != "compressed-tensors":
         return False
     return bool(section.get("kv_cache_scheme")) and not (section.get("config_groups") or section.get("sparsity_config"))
+
+
+def _check_no_run(folder: Path) -> None:
+    """Raise UsageError for a run of calibrate, with the command that makes a checkpoint of it."""
+    if (folder / RUN_INFO).is_file() and not (folder / "config.json").exists():
+        raise UsageError(
+            f"{folder} is a run of `rotor calibrate`, not a model.",
+            f"A checkpoint is made of it by: rotor export {shlex.quote(str(folder))} -o OUT --accuracy 0.99",
+        )
 
 
 def _check_files(folder: Path) -> None:
