@@ -205,11 +205,15 @@ def _range(schema: JsonObject) -> str:
     return f" {' and '.join(bounds)}" if bounds else ""
 
 
+SHORT_NAMES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+"""Other words for names, which do not resemble them."""
+
+
 def nearest_name(word: object, known: Iterable[str]) -> str:
     """End of an error's sentence: suggest the known word that `word` resembles, if any, and add the full stop."""
     text = word[:60].casefold() if isinstance(word, str) else ""
     names = {str(name).casefold(): name for name in known}
-    match = difflib.get_close_matches(text, list(names), n=1)
+    match = difflib.get_close_matches(SHORT_NAMES.get(text, text), list(names), n=1)
     return f"; did you mean {names[match[0]]!r}?" if match else "."
 
 

@@ -20,11 +20,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer, StaticCache
 
+from rotor.calibration.planning.outline import ModelOutline
 from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, ExactTokens, KeyForm
 from rotor.checkpoint.sizes import CacheSize, exact_bytes_of_sequence, kv_bytes_per_token
-from rotor.errors import UsageError
+from rotor.errors import CheckpointError, RecipeError, UsageError
+from rotor.models.source import Checkpoint
 from rotor.policies import Streaming, stored_bytes, use_cache_policy
+from rotor.recipe import load_recipe
 from rotor.runtime import RotorAttention
+from rotor.search.evaluation.cached import constant_rope_tokens
 from rotor.search.export.export import export
 from rotor.tools.validation.validate import validate
 
@@ -147,7 +151,8 @@ def test_a_model_whose_sequences_are_shorter_than_the_ring_is_its_source(name: s
     """Of every family; also where layers have windows, and where a prompt comes in chunks."""
     dtype = torch.float32 if "moe" in name or name == "mixtral" else torch.float64  # experts are never float64
     source = AutoModelForCausalLM.from_pretrained(tiny(name), dtype=dtype).eval()
-    model = folded(source, Folding(SOME, 1, bits=((8, 4),), exact=ExactTokens(4, 128)))
+    keys = SOME if constant_rope_tokens(source.config) is None else POST_ROPE
+    model = folded(source, Folding(keys, 1, bits=((8, 4),), exact=ExactTokens(4, 128)))
     begin = [0, 0] if name == "gemma2" else [0, 5]  # gemma2's own attention gives NaN behind padding in float64
     rows = prompts(2, LENGTH)
     mask, positions = padded(rows, begin)
@@ -289,18 +294,33 @@ def test_every_cache_gives_the_same_tokens(name: str, models) -> None:
     assert looked_up.shape == several.shape
 
 
-def test_gradients_of_a_prompt_are_the_sources(models) -> None:
-    model, source = models("pre")
+def test_gradients_of_numbers_beside_exact_tokens_are_the_sources(models) -> None:
+    """A prompt is exact, so that its gradients are those of the source."""
+    model, source = models("numbers")
     rows = prompts(1, 12)
     for own in (model, source):
         own.zero_grad()
         own(rows, labels=rows).loss.backward()
     theirs = source.get_input_embeddings().weight.grad
     assert relative_error(model.get_input_embeddings().weight.grad, theirs) < 1e-9
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_loss_beside_codes_has_no_gradient(use_cache: bool, models) -> None:
+    """Whether a pass reads codes or not; gradients stay as they were."""
+    for name in ("post", "both kinds of layers"):
+        model, _ = models(name)
+        model.zero_grad()
+        rows = prompts(1, 12)
+        loss = model(rows, labels=rows, use_cache=use_cache).loss
+        with pytest.raises(UsageError, match="caches codes, which have no gradients"):
+            loss.backward()
     cache = DynamicCache(config=model.config)
     model(rows, past_key_values=cache)
     with pytest.raises(UsageError, match="caches codes, which have no gradients"):
         model(rows[:, :1], past_key_values=cache).logits.sum().backward()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert model.model.layers[0].self_attn.get_submodule(name).weight.grad is None
 
 
 def test_bytes_are_counted_with_exact_tokens(models) -> None:
@@ -363,3 +383,56 @@ def test_an_export_keeps_the_tokens_that_its_recipe_names(without_weights: bool,
     assert stored_bytes(cache) == 2 * (held["after"] - (held["tokens"] - 20) * per_token)
     result = validate(out)
     assert not result.damaged, [check for check in result.checks if check.status == "fail"]
+
+
+def test_a_pass_of_one_token_of_padding_does_not_begin_a_sequence(models) -> None:
+    """Rows behind 30 tokens of padding, of which one comes alone: slots keep the first tokens that are none."""
+    model, _ = models("blocks")
+    rows, begin, passes = prompts(3, 44), [0, 30, 21], [20, 1, 11, *[1] * 12]
+    for make in CACHES["dynamic"], lambda config: StaticCache(config=config, max_cache_len=50):
+        cache = make(model.config)
+        with torch.no_grad():
+            got = through(model, cache, rows, passes, begin)
+            check(got, expected_of(model, rows, passes, begin), begin)
+        assert all(layer.exact_rows.begin.tolist() == begin for layer in cache.layers)
+
+
+def test_padding_that_comes_token_by_token_is_not_taken_for_the_first_tokens(models) -> None:
+    model, _ = models("post")
+    rows, begin, passes = prompts(2, 20), [6, 9], [1] * 20
+    with torch.no_grad():
+        got = through(model, DynamicCache(config=model.config), rows, passes, begin)
+        check(got, expected_of(model, rows, passes, begin), begin)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_that_was_edited_between_two_passes_is_another_one(inference: bool, models) -> None:
+    """Also one made in inference mode, which does not count what is written to it."""
+    model, _ = models("blocks")
+    rows, begin = prompts(2, 24), [0, 0]
+    with torch.inference_mode(inference), torch.no_grad():
+        caches = [DynamicCache(config=model.config) for _ in range(2)]
+        for cache in caches:
+            through(model, cache, rows[:, :23], [23], begin)
+        mask = torch.ones(2, 1, 1, 24, dtype=torch.bool)
+        last = {"input_ids": rows[:, 23:], "position_ids": torch.full((2, 1), 23)}
+        model(**last, attention_mask=mask, past_key_values=caches[0])
+        mask[:, :, :, 3:9] = False
+        got = model(**last, attention_mask=mask, past_key_values=caches[1]).logits
+        caches[0].crop(-1)
+        expected = model(**last, attention_mask=mask.clone(), past_key_values=caches[0]).logits
+    assert relative_error(got, expected) < TOLERANCE
+
+
+def test_exact_keys_and_codes_of_other_frequencies_are_refused(tiny) -> None:
+    """Behind the length at which frequencies change, exact keys would keep theirs and codes take new ones."""
+    source = AutoModelForCausalLM.from_pretrained(tiny("phi3"), dtype=torch.float64).eval()
+    with pytest.raises(CheckpointError, match="exact keys keep those of their pass"):
+        folded(source, Folding(PRE, 1, bits=MIXED, exact=EXACT))
+    folded(source, Folding(PRE, 1, bits=MIXED))
+    outline = ModelOutline.of(Checkpoint(tiny("phi3")))
+    given = ["groups.domain=pre", "groups.size=1"]
+    with pytest.raises(RecipeError, match=r"groups\.domain pre: the frequencies of this model's RoPE depend"):
+        outline.form(load_recipe("rotor", given))
+    assert outline.form(load_recipe("rotor", [*given, "exact.first=0", "exact.newest=0"])).keys == (PRE, PRE)
+    assert outline.form(load_recipe("rotor", ["groups.domain=post"])).keys == (POST_ROPE, POST_ROPE)

@@ -215,7 +215,8 @@ def test_a_checkpoint_of_the_model_without_its_head(name: str, tiny, tmp_path: P
             "partial_rotary_factor is 0.5; for llama",
         ),
         ("llama", {"is_encoder_decoder": True}, "'llama' is not supported: it is an encoder and a decoder."),
-        ("llama", {"model_type": "bloom"}, "'bloom' is not supported.\nSupported: afmoe, apertus, arcee, bamba,"),
+        ("llama", {"model_type": "bloom"}, "'bloom' is not supported.\ndocs/families.md lists the "),
+        ("llama", {"model_type": "bert"}, "'bert' is not supported: it is an encoder, which keeps no cache."),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name: str, change: dict, message: str, tmp_path: Path) -> None:
@@ -241,7 +242,7 @@ def test_what_is_not_supported_is_refused_by_name(name: str, change: dict, messa
         ("RwkvConfig", "it keeps a state of fixed size"),
         ("T5Config", "it is an encoder and a decoder.\nrotor compresses models that are decoders alone."),
         ("BartConfig", "it is an encoder and a decoder."),
-        ("LlavaConfig", "it reads more than text, by a language model 'llama'.\nGive a language model alone."),
+        ("LlavaConfig", "it reads more than text, by a language model 'llama'.\nSave its language model as a model"),
         ("Gemma3nConfig", "several streams of hidden states"),
         ("Gemma3nTextConfig", "several streams of hidden states"),
         ("Qwen3VLTextConfig", "model_type 'qwen3_vl_text' is not supported"),

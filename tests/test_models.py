@@ -178,7 +178,7 @@ def test_what_attention_cannot_do_is_refused(compressed, tiny) -> None:
     model = load(compressed("llama", "post", 1)[1])
     x = torch.zeros(1, 3, 48)
     cos_sin = model.model.rotary_emb(x, torch.arange(3)[None])
-    with pytest.raises(UsageError, match="2 dimensions, expected 4"):
+    with pytest.raises(UsageError, match="2 dimensions, expected a tensor of 4 dimensions"):
         model.model.layers[0].self_attn(x, position_embeddings=cos_sin, attention_mask=torch.ones(1, 3))
     model = AutoModelForCausalLM.from_pretrained(tiny("llama"), attn_implementation="rotor")
     with pytest.raises(UsageError, match="LlamaAttention, which is not compressed"):

@@ -156,8 +156,8 @@ def test_lines_of_json_are_documents(tmp_path: Path) -> None:
     ("line", "text"),
     [
         ("plain words", "line 2: not JSON"),
-        ('{"body": "x"}', "line 2: got the keys body, expected `text` or `messages`"),
-        ('{"messages": [{"role": "user"}]}', "line 2: got the keys messages"),
+        ('{"body": "x"}', "line 2: got the keys body, expected `text`, `messages` or `conversations`"),
+        ('{"messages": [{"role": "user"}]}', "line 2: `messages`, message 1: it has neither content nor tool_calls"),
         ("[1]", "line 2: got list"),
     ],
 )

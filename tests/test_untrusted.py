@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from support.command_line import expect_error, rotor
 from support.paths import ROOT
 from support.quick import mostly_nightly
@@ -19,8 +20,10 @@ from support.runs import calibrated, reseal
 
 import rotor.models.tokenizer as tokenizer_module
 from rotor.checked import options
+from rotor.checkpoint.layout import LayerLayout
 from rotor.checkpoint.section import CompressedSection
-from rotor.errors import CheckpointError, DataError, RecipeError
+from rotor.cli.checkpoints import _how_to_validate
+from rotor.errors import CheckpointError, DataError, RecipeError, UsageError
 from rotor.models.source import Checkpoint
 from rotor.models.tokenizer import check_ids
 from rotor.recipe import Recipe, load_recipe, override
@@ -91,13 +94,15 @@ def test_what_a_checkpoint_names_is_not_opened(exported: Path, tmp_path: Path) -
     assert "full-rank rewrite" in {check.name for check in result.checks if check.status == "pass"}
     (check,) = (check for check in result.checks if check.name == "accuracy target")
     assert check.status == "skipped"
-    assert check.detail.startswith("recipe.yaml names '/")
-    assert "--set evaluation.path=..." in check.detail
+    named = f"recipe.yaml names a text, which is opened only if you name it: --text {tmp_path / 'pipe'}"
+    assert check.detail == named
 
 
 def test_what_the_user_names_is_opened(exported: Path, tmp_path: Path) -> None:
     named = validate(exported, overrides=[f"evaluation.path={ROOT / 'LICENSE'}"])
     assert named.summary["same_data_as_export"]
+    assert _how_to_validate(exported) == f"rotor validate {exported} --text {ROOT / 'LICENSE'}"
+    assert validate(exported, text=ROOT / "LICENSE").summary["accuracy"] == named.summary["accuracy"]
     recipe = tmp_path / "own.yaml"
     recipe.write_text((exported / "recipe.yaml").read_text())
     assert validate(exported, recipe=str(recipe)).summary["accuracy"] == named.summary["accuracy"]
@@ -207,14 +212,22 @@ def test_no_model_is_fetched_that_only_a_checkpoint_leads_to(
         assert rotor(capsys, "report", folder / name)[0] == 0
 
 
-@pytest.mark.parametrize("what", ["layers", "groups"])
+@pytest.mark.parametrize("what", ["layers", "groups", "kv_heads", "key", "fast", "biases", "method"])
 def test_a_hundred_thousand_of_anything_are_not_read(what: str, exported: Path) -> None:
+    """Also of what the section does not know."""
     section = json.loads((exported / "config.json").read_text())["quantization_config"]
+    layer, many = section["layers"]["0"], [0] * 100_000
     if what == "layers":
-        section["layers"] = {str(index): section["layers"]["0"] for index in range(100_000)}
+        section["layers"] = {str(index): layer for index in range(100_000)}
+    elif what == "groups":
+        layer["groups"] *= 100_000
+    elif what in ("kv_heads", "key"):
+        layer["groups"][0][what] = many
+    elif what == "fast":
+        layer["groups"][0]["key"] = {"4": 8, "fast": many}
     else:
-        section["layers"]["0"]["groups"] *= 100_000
-    with pytest.raises(CheckpointError, match=rf"{what}: got '\d+ {what}', expected at most"):
+        section |= {"biases": many} if what == "biases" else {"cache": {"method": many}}
+    with pytest.raises(CheckpointError, match=rf"{what}: got '\d+ entries', expected at most 4096"):
         CompressedSection(**section)
 
 
@@ -233,3 +246,27 @@ def test_what_an_earlier_rotor_wrote_is_refused_with_what_makes_it_anew(tiny, tm
         assert code == 1
         assert "format_version is 4, this rotor reads 5" in said
         assert "rotor calibrate MODEL -o RUN" in said
+
+
+def test_no_field_of_a_layout_may_be_null(exported: Path) -> None:
+    section = json.loads((exported / "config.json").read_text())["quantization_config"]
+    for field in ("groups", "kv_heads", "key", "layers"):
+        own = json.loads(json.dumps(section))
+        layer = own["layers"]["0"]
+        holder = own["layers"] if field == "layers" else layer if field == "groups" else layer["groups"][0]
+        holder["0" if field == "layers" else field] = None
+        with pytest.raises(CheckpointError, match="got None, expected"):
+            LayerLayout.from_dict(CompressedSection(**own).layers["0"], "config.json, layer 0")
+
+
+def test_a_model_that_a_checkpoint_was_not_made_from(exported: Path, tiny, tmp_path: Path) -> None:
+    """Of other sizes, compressed itself, or of the same sizes with other weights."""
+    other = shutil.copytree(exported.parent / "model", tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, other / "model.safetensors")
+    for model in (tiny("gpt2"), exported, other):
+        with pytest.raises(UsageError, match=r"is not the model that .*out was made from, model\.") as caught:
+            validate(exported, model=model, text=ROOT / "LICENSE")
+        assert "--model MODEL" in caught.value.hint
+    moved = shutil.copytree(exported.parent / "model", tmp_path / "moved")
+    assert not validate(exported, model=moved, measure=False).damaged

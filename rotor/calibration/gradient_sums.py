@@ -76,8 +76,8 @@ class GradientSums:
             samples[name] = replace(kept, gradients=self._clips[name].shortened(kept.gradients))
         by_token = torch.cat(self._squares)
         longest = by_token.topk(max(1, round(TOP_TOKEN_SHARE * self.tokens))).values
-        every = float(by_token.sum())  # 0 where nothing reads the layer's attention, as behind an o_proj of zeros
-        return LayerFisher(total, samples, float(longest.sum()) / every if every else 0.0)
+        everything = float(by_token.sum())  # 0 where the layer reaches nothing: o_proj is zero
+        return LayerFisher(total, samples, float(longest.sum()) / everything if everything else 0.0)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Tensors to store, from which `load` goes on."""

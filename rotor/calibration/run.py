@@ -10,6 +10,7 @@ layers.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 from ..checked import JsonObject, Reader
 from ..checkpoint.atomic import replacing
 from ..checkpoint.bases import BasisPair, LayerBases, check_stored, latent_size
-from ..checkpoint.file_names import INFO, RECIPE
+from ..checkpoint.file_names import INFO, RECIPE, ROTOR_JSON
 from ..checkpoint.layout import AttentionShape, KeyForm, LayerForm, ModelForm
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.publishing import write_tensors
@@ -174,6 +175,16 @@ class Run:
         path = Path(folder)
         if not path.is_dir():
             raise MissingError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
+        if (path / "config.json").is_file() and not (path / INFO).exists():
+            given = shlex.quote(str(path))
+            if (path / ROTOR_JSON).is_file():
+                raise UsageError(
+                    f"{path} is a checkpoint that `rotor export` wrote, not a run.", "Give the run of its rotor.json."
+                )
+            raise UsageError(
+                f"{path} is a model, not a run of `rotor calibrate`.",
+                f"Calibrate first: rotor calibrate {given} -o RUN, then rotor export RUN -o OUT --accuracy 0.99",
+            )
         info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
         check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
         run = cls(path, load_stored_recipe(path), info, Manifest.read(path, CALIBRATE_AGAIN))

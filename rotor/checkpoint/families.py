@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..checked import nearest_name
 from ..errors import UnsupportedModelError
 from .layout import AttentionShape, HeadSizes
 
@@ -479,6 +480,12 @@ def architectures() -> set[str]:
     return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in served} | {name for name in served.values() if name}
 
 
+_ENCODERS = frozenset(
+    {"albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "roberta"}
+    | {"clip", "convbert", "esm", "longformer", "siglip", "vit", "xlm", "xlm-roberta", "wav2vec2"}
+)
+"""Models that read and do not generate."""
+
 _RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
 """Models that are linear attention or state spaces alone."""
 
@@ -547,14 +554,19 @@ def _why_not(config: Any) -> tuple[str, str]:
     unlike = next((_UNLIKE[name] for name in names if name in _UNLIKE), None)
     if unlike is not None:
         return f"{refusal}: {unlike}.", "Serve it as it is, or with a cache that transformers quantises."
+    if model_type in _ENCODERS:
+        return f"{refusal}: it is an encoder, which keeps no cache.", "rotor compresses models that generate text."
     if model_type in _RECURRENT:
         return f"{refusal}: it keeps a state of fixed size, not keys and values.", "Serve it as it is."
     if getattr(language_model, "model_type", None) is not None:
         return (
             f"{refusal}: it reads more than text, by a language model {language_model.model_type!r}.",
-            f"Give a language model alone. Supported: {', '.join(sorted({*FAMILIES, *MULTIMODAL}))}.",
+            "Save its language model as a model of its own, and give that folder."
+            if language_model.model_type in FAMILIES
+            else "docs/families.md lists what is supported.",
         )
-    return f"{refusal}.", f"Supported: {', '.join(sorted({*FAMILIES, *MULTIMODAL}))}."
+    known = sorted({*FAMILIES, *MULTIMODAL})
+    return f"{refusal}{nearest_name(model_type, known)}", f"docs/families.md lists the {len(known)} that are."
 
 
 def find_family(config: Any) -> Family:

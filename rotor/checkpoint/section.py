@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..checked import JsonObject, Reader, shorten
+from ..checked import JsonObject, Reader, joined, shorten
 from ..errors import CheckpointError
 from ..installing import PACKAGE
 from .layout import AttentionShape, LayerLayout, check_layouts
@@ -21,9 +21,9 @@ MARK = f"{METHOD} (needs the Python package {PACKAGE}, from its source folder or
 that repeats this text, even where all shapes are those of the uncompressed model (only queries and keys compressed,
 after RoPE). It has no slash, as transformers takes a name with a slash for code on the hub."""
 
-MOST_LAYERS = 4096
-"""Layers that a section has at most, and groups that a layer has: more come from a damaged file, and would take minutes
-to read."""
+MOST_ENTRIES = 4096
+"""Entries that a list or a mapping of a section has at most, layers and groups among them: more come from a damaged
+file, and are not read one by one."""
 
 
 def is_ours(name: object) -> bool:
@@ -62,23 +62,14 @@ class CompressedSection:
         self.quant_method: Any = METHOD  # transformers' own type knows its own methods only
         reader = Reader("config.json, quantization_config", CheckpointError, EDITED)
         self.format_version = reader.read(int, format_version, "format_version")
-        if isinstance(layers, dict):
-            self._check_counts(layers, reader)
+        for name, value in {"layers": layers, "biases": biases, "cache": cache, "source": source}.items():
+            _check_lengths(value, name, reader)
         self.layers = reader.read(JsonObject, layers or {}, "layers")
         self.biases = sorted(reader.read(list[Literal["q", "k", "v", "o"]], biases, "biases"))
         if cache is not None:
             self.cache = reader.read(JsonObject, cache, "cache")
         if source is not None:
             self.source = reader.read(SourceInfo, source, "source")
-
-    @staticmethod
-    def _check_counts(layers: JsonObject, reader: Reader) -> None:
-        if len(layers) > MOST_LAYERS:
-            raise reader.fail("layers", f"{len(layers)} layers", f"at most {MOST_LAYERS}")
-        for index, layer in layers.items():
-            groups = layer.get("groups") if isinstance(layer, dict) else None
-            if isinstance(groups, list) and len(groups) > MOST_LAYERS:
-                raise reader.fail(f"layers.{index}.groups", f"{len(groups)} groups", f"at most {MOST_LAYERS}")
 
     @property
     def coded(self) -> bool:
@@ -101,3 +92,16 @@ class CompressedSection:
         layouts = [LayerLayout.from_dict(layer, f"config.json, layer {i}") for i, layer in enumerate(in_order)]
         check_layouts(layouts, shape)
         return layouts
+
+
+def _check_lengths(value: object, name: str, reader: Reader) -> None:
+    """Check that no list or mapping in a value is longer than MOST_ENTRIES; raises CheckpointError, which names it."""
+    stack: list[tuple[str, object]] = [(name, value)]
+    while stack:
+        name, value = stack.pop()
+        if not isinstance(value, dict | list | tuple):
+            continue
+        if len(value) > MOST_ENTRIES:
+            raise reader.fail(name, f"{len(value)} entries", f"at most {MOST_ENTRIES}")
+        below = value.items() if isinstance(value, dict) else enumerate(value)
+        stack += [(joined(name, key), own) for key, own in below]

@@ -122,7 +122,16 @@ def _print_export(out: Path, result: ExportResult) -> None:
         say(f"Cache policy {name}: {size_bytes:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
     print_seconds(result.seconds)
     say(f"Digest: {result.digest} (of every file: what `sha256sum {shlex.quote(str(out))}/manifest.json` prints)")
-    say(f"Next: rotor validate {shlex.quote(str(out))}")
+    say(f"Next: {_how_to_validate(out)}")
+
+
+def _how_to_validate(out: Path) -> str:
+    """The command, with the text that accuracy was measured on: validate opens none that only a checkpoint names."""
+    from ..recipe import load_stored_recipe
+
+    spec = load_stored_recipe(out).evaluation
+    text = f" --text {shlex.quote(str(spec.path))}" if spec.source == "text" else ""
+    return f"rotor validate {shlex.quote(str(out))}{text}"
 
 
 @command(epilog="Example: rotor materialise out/demo -o out/full")
@@ -137,7 +146,7 @@ def materialise(request: MaterialisationRequest, output: OutputOptions) -> None:
 
     def text() -> None:
         say(f"{out}: written. Digest: {digest}")
-        say(f"Next: rotor validate {shlex.quote(out)}")
+        say(f"Next: {_how_to_validate(Path(out))}")
 
     output.show({"folder": out, "digest": digest}, text)
 

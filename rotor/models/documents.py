@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checked import JsonObject
 from ..errors import DataError, MissingError
 from ..installing import pip_install
+from ..logs import log
 from ..recipe import Tokens
+from .chats import read_chat, render
 from .tokenizer import encode
 
 if TYPE_CHECKING:
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 
 JSON_LINES = (
     'Give in each line an object with a text ({"text": "..."}) or a chat ({"messages": [{"role": "user", "content": '
-    '"..."}]}), or plain text in a file of another name.'
+    '"..."}]}, or ShareGPT\'s `conversations`), or plain text in a file of another name.'
 )
 
 HELD_OUT_MODULES = (
@@ -39,16 +43,18 @@ HELD_OUT_MODULES = (
 """Standard-library modules and packages that the bundled model was not trained on."""
 
 
-def read_documents(path: Path) -> list[str]:
+def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
     """The text of a file, or of every UTF-8 file in a folder, sorted by name; of *.jsonl a document a line.
 
+    Args:
+        tokenizer: the model's, whose chat template renders chats; without one their messages are joined.
     Raises:
         As read_documents_with_topics.
     """
-    return [text for text, _ in read_documents_with_topics(path)]
+    return [text for text, _ in read_documents_with_topics(path, tokenizer)]
 
 
-def read_documents_with_topics(path: Path) -> list[tuple[str, str]]:
+def read_documents_with_topics(path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> list[tuple[str, str]]:
     """What read_documents returns, each with its topic: the `topic` of a line of *.jsonl, otherwise its file.
 
     Raises:
@@ -59,53 +65,83 @@ def read_documents_with_topics(path: Path) -> list[tuple[str, str]]:
         raise MissingError(
             f"text {path}: no such file or folder.", "Give the path of a text file or of a folder of them."
         )
-    documents = list[tuple[str, str]]()
+    documents: list[tuple[str | JsonObject, str]] = []
+    skipped = []
     for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        name = file.relative_to(path).as_posix()
         try:
-            text = file.read_text("utf-8")
-            name = file.relative_to(path).as_posix()
+            text = _decoded(file)
             documents += _of_lines(file, text, name) if file.suffix == ".jsonl" else [(text, name)]
-        except UnicodeDecodeError:
+        except _NotText as error:
             if path.is_file():
-                raise DataError(f"text {path}: not UTF-8.", "Convert it to UTF-8.") from None
-    documents = [(text, topic) for text, topic in documents if text.strip()]
-    if not documents:
-        raise DataError(f"text {path}: no text in it.", "Give a text file, or a folder with UTF-8 files.")
-    return documents
+                raise DataError(f"text {path}: {error}.", error.hint) from None
+            skipped.append(f"{name} ({error})")
+    chats = iter(render([chat for chat, _ in documents if isinstance(chat, dict)], tokenizer))
+    texts = [(text if isinstance(text, str) else next(chats), topic) for text, topic in documents]
+    texts = [(text, topic) for text, topic in texts if text.strip()]
+    left_out = f" {len(skipped)} file{'s' * (len(skipped) > 1)} skipped: {', '.join(skipped)}"[:200] + "."
+    if not texts:
+        raise DataError(
+            f"text {path}: no text in it.{left_out if skipped else ''}",
+            "Give a text file, or a folder with UTF-8 files.",
+        )
+    if skipped:
+        log.warning("text %s:%s", path, left_out)
+    return texts
 
 
-def _of_lines(file: Path, text: str, name: str) -> list[tuple[str, str]]:
-    """The documents of JSON lines: of each its `text`, or what its `messages` say, with an empty line between them; and
-    its `topic`, or the name of the file."""
-    documents = []
-    for number, line in enumerate(text.splitlines(), 1):
+class _NotText(Exception):
+    """A file that is not UTF-8 text. hint: what to do."""
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(what)
+        self.hint = hint
+
+
+def _decoded(file: Path) -> str:
+    """The text of a file; raises _NotText."""
+    data = file.read_bytes()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if b"\0" in data:
+            raise _NotText("not text but a binary file", "Give a text file (UTF-8).") from None
+        raise _NotText(
+            f"not UTF-8 (byte {error.start} is 0x{data[error.start]:02x})",
+            f"Convert it: iconv -f latin1 -t utf-8 {shlex.quote(file.name)} > utf8-{shlex.quote(file.name)}",
+        ) from None
+    if "\0" in text:
+        raise _NotText("not text but a binary file", "Give a text file (UTF-8).")
+    return text.replace("\r\n", "\n").replace("\r", "\n")  # as Python reads text files
+
+
+def _of_lines(file: Path, text: str, name: str) -> list[tuple[str | JsonObject, str]]:
+    """The documents of JSON lines: of each its `text`, or its chat as `chats.read_chat` gives it; and its `topic`, or
+    the name of the file."""
+    documents: list[tuple[str | JsonObject, str]] = []
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
+        where = f"text {file}, line {number}"
         try:
             data = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"text {file}, line {number}: not JSON: {error}"[:300], JSON_LINES) from None
-        document = _document_of(data)
-        if document is None:
+            raise DataError(f"{where}: not JSON: {error}"[:300], JSON_LINES) from None
+        topic = data.get("topic") if isinstance(data, dict) else None
+        topic = topic if isinstance(topic, str) else name
+        if isinstance(data, dict) and isinstance(data.get("text"), str):
+            documents.append((str(data["text"]), topic))
+        elif isinstance(data, dict) and ("messages" in data or "conversations" in data):
+            chat = read_chat(data)
+            if isinstance(chat, str):
+                raise DataError(f"{where}: {chat}.", JSON_LINES)
+            documents.append((chat, topic))
+        else:
             got = f"the keys {', '.join(map(str, data))}" if isinstance(data, dict) else type(data).__name__
             raise DataError(
-                f"text {file}, line {number}: got {got}"[:200] + ", expected `text` or `messages`.", JSON_LINES
+                f"{where}: got {got}"[:200] + ", expected `text`, `messages` or `conversations`.", JSON_LINES
             )
-        topic = data.get("topic")
-        documents.append((document, topic if isinstance(topic, str) else name))
     return documents
-
-
-def _document_of(data: object) -> str | None:
-    if not isinstance(data, dict):
-        return None
-    if isinstance(data.get("text"), str):
-        return str(data["text"])
-    messages = data.get("messages")
-    if not isinstance(messages, list) or not messages:
-        return None
-    said = [message.get("content") if isinstance(message, dict) else None for message in messages]
-    return "\n\n".join(map(str, said)) if all(isinstance(content, str) for content in said) else None
 
 
 def require_datasets(spec: Tokens) -> ModuleType:

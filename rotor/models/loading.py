@@ -14,7 +14,7 @@ from ..errors import CheckpointError, RotorError
 from ..numerics import check_parameters
 from ..runtime.integration import replace_attention
 from .compressed import CompressedCheckpoint, open_model
-from .source import Checkpoint, one_line
+from .source import Checkpoint, one_line, only_cache_is_quantised
 from .weights import StreamedWeights, Weights, auto_class, keep_softcap
 
 if TYPE_CHECKING:
@@ -76,9 +76,11 @@ def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype) -> 
     """
     checkpoint = open_model(folder)
     check_fit(checkpoint)
+    whole = only_cache_is_quantised(checkpoint.config_dict.get("quantization_config"))
+    given: dict[str, Any] = {"config": deepcopy(checkpoint.config)} if whole else {}
     try:
         loaded: Any = auto_class(checkpoint.config).from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True, **given
         )
     except RotorError:
         raise
@@ -86,8 +88,9 @@ def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype) -> 
         raise CheckpointError(f"{folder}: transformers cannot load it: {one_line(error)}") from error
     model, report = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report.get(kind):
-            shown = ", ".join(map(str, sorted(report[kind])))[:300]
+        keys = set(report.get(kind, ())) - checkpoint.unused
+        if keys:
+            shown = ", ".join(map(str, sorted(keys)))[:300]
             raise CheckpointError(f"{folder}: {kind.replace('_', ' ')} on loading: {shown}.", CHECK_CONFIG)
     check_parameters(model, str(folder))
     keep_softcap(model)

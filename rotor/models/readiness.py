@@ -15,6 +15,9 @@ from .splits import SPLITS, calibration_share, description_of, digests, held_out
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+CHARACTERS_A_TOKEN = 4
+"""Characters of a token, about, where there is no text to count them in."""
+
 CHAT_ADVICE = (
     "the model has a chat template, and Python source is hardly what it is for: give text of your own with --text FILE "
     "or --set evaluation.source=text --set evaluation.path=FILE"
@@ -43,21 +46,25 @@ def check_text(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTo
 
     short: dict[str, int] = {}  # available tokens, by the setting that asks for more
     shortages = []
+    enough = 0  # characters of a text whose thirds are long enough
 
     def need(what: str, field: str, documents: list[str], count: int, seq_len: int) -> None:
         length = bounded_seq_len(seq_len, config)
         needed = -(-count // length)
         available = len(text_sequences(documents, tokenizer, length, needed))
         if available < needed:
+            nonlocal enough
+            characters = sum(map(len, documents)) / max(1, len(text_sequences(documents, tokenizer, 2)) * 2)
+            enough = max(enough, round(3 * needed * length * (characters or CHARACTERS_A_TOKEN)))
             short[field] = available * length
             shortages.append(f"{what} has {available * length} of {needed * length} tokens")
 
     calibrated = list[str]()
     if tokens.source == "text":
-        documents = calibration_share(read_documents(Path(tokens.path or "")), evaluation)
+        documents = calibration_share(read_documents(Path(tokens.path or ""), tokenizer), evaluation, tokenizer)
         calibrated = digests(documents) if evaluation.source == "text" else []
         need("calibration", "tokens.count", documents, tokens.count, tokens.seq_len)
-    held_out = held_out_documents(evaluation, calibrated)
+    held_out = held_out_documents(evaluation, calibrated, tokenizer)
     for split in SPLITS:
         field = f"{split}_tokens"
         documents = getattr(held_out, split)
@@ -65,9 +72,12 @@ def check_text(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTo
         need(f"the {split} split", f"evaluation.{field}", documents, count, evaluation.seq_len)
     if short:
         fitting = " ".join(f"--set {field}={available}" for field, available in short.items())
-        hint = f"Give a longer text, or ask for what there is: {fitting}"
+        hint = f"Give a longer text, about {enough:,} characters, or ask for what there is: {fitting}"
         if 0 in short.values():
-            hint = "Give a longer text: a third of it is calibrated on, a third searches, a third reports."
+            hint = (
+                f"Give a longer text, about {enough:,} characters: a third of it is calibrated on, a third searches, a "
+                "third reports."
+            )
         texts = [tokens.path] if tokens.source == "text" else []
         texts += [evaluation.path if evaluation.source == "text" else "the Python standard library's source"]
         names = " and ".join(dict.fromkeys(map(str, texts)))
@@ -90,7 +100,10 @@ def describe_text(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> 
 def describe_evaluation(spec: Evaluation, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Describe the text that accuracy is measured on, with a warning if a chat model is measured on source code."""
     if tokenizer is None:
-        return "accuracy cannot be measured, as the model has no tokenizer to read text with"
+        return (
+            "accuracy cannot be measured, as the model has no tokenizer to read text with: add tokenizer.json first, "
+            "or export the run with --compression"
+        )
     line = f"accuracy is measured on {description_of(spec)}"
     if spec.source == "stdlib" and getattr(tokenizer, "chat_template", None):
         return f"{line}; {CHAT_ADVICE}"

@@ -55,8 +55,9 @@ def sequences_by_document(
     start = text_start(tokenizer)[: seq_len - 1]
     ids, ends = list[int](), list[int]()
     for text in documents:
-        ids += [] if separator is None else [separator]
-        ids += encode(tokenizer, text)
+        own = encode(tokenizer, text)
+        ids += [] if separator is None or own[:1] == [separator] else [separator]  # a rendered chat may have its BOS
+        ids += own
         ends.append(len(ids))
         if most is not None and len(ids) >= most * seq_len:
             break

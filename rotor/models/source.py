@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
-from ..checked import shorten
+from ..checked import nearest_name, shorten
 from ..checkpoint.hashes import file_sha256
 from ..checkpoint.json_files import read_json
-from ..errors import CheckpointError, MissingError, NumericsError, RotorError, UnsupportedModelError
+from ..errors import CheckpointError, MissingError, NumericsError, RotorError, UnsupportedModelError, UsageError
 from ..numerics import is_finite
 from .sidecars import sidecars
 from .source_config import check_config
@@ -23,6 +25,7 @@ from .tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+RUN_INFO = "run.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DOWNLOAD_AGAIN = "Download it again: index and shards are not of one model."
@@ -31,6 +34,9 @@ FROM_GGUF = (
     "Give the original safetensors checkpoint, or convert it: pip install gguf accelerate, then in Python "
     "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(OUT), and the tokenizer likewise."
 )
+CHANGED = " changed since calibration"
+"""How what `Checkpoint.changes` says of a file ends whose content is another."""
+
 OTHER_FORMATS = {
     "adapter_config.json": ("a LoRA adapter, not a whole model", "Give its base model merged (merge_and_unload)."),
     "quantize_config.json": ("an already quantised checkpoint (GPTQ or AWQ)", GIVE_ORIGINAL),
@@ -43,7 +49,7 @@ class Checkpoint:
     """A folder with config.json and safetensors shards, opened read-only; tensors are read when asked for.
 
     file_of: shard file name by tensor name.
-    names: tensor names.
+    names: tensor names. unused: names that are left out, of scales by which an engine would keep the cache.
     files: shard file names, sorted.
 
     Raises:
@@ -58,11 +64,10 @@ class Checkpoint:
             said = "is a file" if self.folder.exists() else "no such folder"
             raise MissingError(f"{folder}: {said}.", "Give the folder of a downloaded model.")
         _check_files(self.folder)
-        hint = "Give a folder that save_pretrained wrote."
-        if (self.folder / "run.json").is_file():
-            hint = "It is a run of `rotor calibrate`: give its source model, or what `rotor export` makes of it."
-        self.config_dict = read_json(self.folder / "config.json", hint)
+        _check_no_run(self.folder)
+        self.config_dict = read_json(self.folder / "config.json", "Give a folder that save_pretrained wrote.")
         check_config(self.folder / "config.json", self.config_dict)
+        self.unused: frozenset[str] = frozenset()
         self._handles: dict[str, safe_open] = {}
         self._located = self._locate()
 
@@ -168,7 +173,7 @@ class Checkpoint:
             elif file not in recorded:
                 changes.append(f"{path} was added since calibration")
             elif file_sha256(path) != recorded[file]:
-                changes.append(f"{path} changed since calibration")
+                changes.append(f"{path}{CHANGED}")
         return changes
 
     def bytes_of(self, file: str) -> int:
@@ -195,7 +200,10 @@ class Checkpoint:
                 if not (self.folder / file).is_file():
                     raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", DOWNLOAD_AGAIN)
             files = sorted(set(weight_map.values()))
-        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+        located = {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+        if only_cache_is_quantised(self.config_dict.get("quantization_config")):
+            self.unused = frozenset(name for name in located if name.endswith((".k_scale", ".v_scale")))
+        return {name: file for name, file in located.items() if name not in self.unused}
 
     def _no_weights(self) -> CheckpointError:
         for path in sorted(self.folder.iterdir()):
@@ -234,16 +242,43 @@ def config_of(folder: Path) -> PreTrainedConfig:
     Raises:
         CheckpointError: config.json is missing, unknown to transformers, or has a refused value.
     """
+    _check_no_run(folder)
     check_config(folder / "config.json", read_json(folder / "config.json"))
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if only_cache_is_quantised(getattr(config, "quantization_config", None)):
+            del config.quantization_config
+        return config
     except RotorError:
         raise
     except Exception as error:  # config classes of transformers raise anything for unexpected values
+        kind = read_json(folder / "config.json").get("model_type")
+        if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+            raise UnsupportedModelError(
+                f"{folder / 'config.json'}: model_type {shorten(kind)} is not known to transformers "
+                f"{transformers.__version__}{nearest_name(kind, CONFIG_MAPPING)}",
+                "docs/families.md lists what rotor supports; a newer transformers may know the model.",
+            ) from None
         raise CheckpointError(
             f"{folder / 'config.json'}: transformers cannot read it: {one_line(error)}",
             "Check config.json, or install a version of transformers that knows this model.",
         ) from error
+
+
+def only_cache_is_quantised(section: object) -> bool:
+    """Whether a `quantization_config` of compressed-tensors only says how engines keep the cache: weights are whole."""
+    if not isinstance(section, dict) or section.get("quant_method") != "compressed-tensors":
+        return False
+    return bool(section.get("kv_cache_scheme")) and not (section.get("config_groups") or section.get("sparsity_config"))
+
+
+def _check_no_run(folder: Path) -> None:
+    """Raise UsageError for a run of calibrate, with the command that makes a checkpoint of it."""
+    if (folder / RUN_INFO).is_file() and not (folder / "config.json").exists():
+        raise UsageError(
+            f"{folder} is a run of `rotor calibrate`, not a model.",
+            f"A checkpoint is made of it by: rotor export {shlex.quote(str(folder))} -o OUT --accuracy 0.99",
+        )
 
 
 def _check_files(folder: Path) -> None:

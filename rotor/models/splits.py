@@ -97,7 +97,7 @@ def evaluation_data(
         DataError: there is no text, or too little.
     """
     seq_len = bounded_seq_len(spec.seq_len, config)
-    held_out = held_out_documents(spec, calibrated)
+    held_out = held_out_documents(spec, calibrated, tokenizer)
     search, report = (
         evenly_spaced(
             text_sequences(getattr(held_out, split), tokenizer, seq_len),
@@ -115,15 +115,18 @@ def evaluation_data(
     return EvaluationData(search, report, held_out.description, held_out.excluded, long)
 
 
-def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Documents:
+def held_out_documents(
+    spec: Evaluation, calibrated: Collection[str] = (), tokenizer: PreTrainedTokenizerBase | None = None
+) -> Documents:
     """Deal the documents that a recipe names to the splits.
 
     Args:
         calibrated: digests of the documents that were calibrated on, which are left out of search and report.
+        tokenizer: the model's, which renders chats.
     Raises:
         DataError: there is no text, or all of a split was calibrated on.
     """
-    read = stdlib_documents() if spec.source == "stdlib" else read_documents(Path(spec.path or ""))
+    read = stdlib_documents() if spec.source == "stdlib" else read_documents(Path(spec.path or ""), tokenizer)
     description = description_of(spec)
     documents = list(dict.fromkeys(read))  # copies of one document would fall into different splits
     units, known = divided(documents), set(calibrated)
@@ -151,15 +154,17 @@ def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Do
     return Documents(splits[0], kept[0], kept[1], description, excluded)
 
 
-def calibration_share(documents: list[str], spec: Evaluation) -> list[str]:
+def calibration_share(
+    documents: list[str], spec: Evaluation, tokenizer: PreTrainedTokenizerBase | None = None
+) -> list[str]:
     """Documents of a calibration text that are in neither the search split nor the report split.
 
     Args:
-        spec: names the held-out text.
+        spec: names the held-out text. tokenizer: the model's, which renders chats.
     """
     if spec.source != "text":  # a study may calibrate on the standard library too, but never measures such a run on it
         return documents
-    held = held_out_documents(spec)
+    held = held_out_documents(spec, tokenizer=tokenizer)
     others = {digest(unit) for unit in (*held.search, *held.report)}
     units = divided(documents)
     if not others & set(map(digest, units)):

@@ -38,6 +38,9 @@ TIMEOUT_S = 120.0
 CHAT_CPU_S = 20
 """Limit of a chat template's processor time, most of which is the start of the process."""
 
+CHAT_CHARACTERS_A_SECOND = 200_000
+"""Characters of chats for each of which a second is added to CPU_S."""
+
 TRIAL_TEXT = "\n".join(
     [
         "The quick brown fox jumps over 13 lazy dogs; 3.14159 is near 22/7, and (a + b) * c != a + b * c.",
@@ -113,6 +116,17 @@ def as_chat(folder: Path, prompt: str) -> str:
     return str(verdict["text"])
 
 
+def as_chats(folder: Path, chats: str) -> JsonObject:
+    """Render chats with the model's chat template, in the same child process.
+
+    Args:
+        chats: JSON of a list of {"messages": [...], "tools": [...] or null}.
+    Returns:
+        `texts`, of each chat its text or null where the template fails, and then `first_error`; or `error` alone.
+    """
+    return _in_child("chats", folder, chats, CPU_S + len(chats) // CHAT_CHARACTERS_A_SECOND)
+
+
 def chat_opening(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens of the chat template before the user's message; empty without a template or if it fails."""
     if not getattr(tokenizer, "chat_template", None):
@@ -127,6 +141,7 @@ def _trial(folder: Path) -> JsonObject:
 
 def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> JsonObject:
     """Run rotor.models.tokenizer_trial in a child process."""
+    timeout = TIMEOUT_S + 2 * max(0, cpu_s - CPU_S)
     command = [sys.executable, tokenizer_trial.__file__, task, str(folder.absolute()), str(MEMORY_BYTES), str(cpu_s)]
     try:
         done = subprocess.run(
@@ -134,13 +149,13 @@ def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> JsonObject:
             input=text.encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=TIMEOUT_S,
+            timeout=timeout,
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
         )
         verdict: JsonObject = json.loads(done.stdout.rstrip().rpartition(b"\n")[2])
         return verdict
     except subprocess.TimeoutExpired:
-        return {"error": f"it was not done within {TIMEOUT_S:g} s"}
+        return {"error": f"it was not done within {timeout:g} s"}
     except OSError as error:
         return {"error": f"the process that tries it cannot be started ({error.strerror})"}
     except ValueError:  # the child died before it printed a verdict

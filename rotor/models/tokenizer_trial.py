@@ -1,9 +1,10 @@
 """Load a tokenizer of unknown origin and use it once, in a child process that may crash.
 
-This file is run as a script. Its arguments are the task (`text` or `chat`), the model folder, and the limits of memory
-in bytes and of processor time in seconds; its standard input is a text. It prints one line of JSON. For `text`,
-`largest` is the largest id that text can produce; for `chat`, `text` is the rendered chat template; `error` says what
-failed. It imports neither rotor nor torch, so that it starts within a second.
+This file is run as a script. Its arguments are the task (`text`, `chat` or `chats`), the model folder, and the limits
+of memory in bytes and of processor time in seconds; its standard input is a text, for `chats` JSON. It prints one line
+of JSON. For `text`, `largest` is the largest id that text can produce; for `chat`, `text` is the rendered chat
+template; for `chats`, see `rendered_chats`; `error` says what failed. It imports neither rotor nor torch, so that it
+starts within a second.
 """
 
 from __future__ import annotations
@@ -63,11 +64,36 @@ def trial(task: str, folder: str, text: str) -> dict[str, object]:
         if len(rendered) > len(text) + MAX_ADDED_CHARACTERS:
             return {"error": f"it makes {len(rendered)} characters of {len(text)}"}
         return {"text": rendered}
+    if task == "chats":
+        return rendered_chats(tokenizer, json.loads(text))
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     tokenizer.decode(ids)
     if not all(type(number) is int and number >= 0 for number in ids):
         return {"error": "it gives ids that are not numbers from 0"}
     return {"largest": largest_id(tokenizer), "tokens": len(ids)}
+
+
+def rendered_chats(tokenizer: Any, chats: list[dict[str, Any]]) -> dict[str, object]:
+    """The text of each chat, None where the template fails; a template that does not take null gets tool calls as
+    JSON in the content."""
+    texts: list[str | None] = []
+    error = ""
+    for chat in chats:
+        written = [
+            {**message, "content": message["content"] or "\n".join(map(json.dumps, message.get("tool_calls", [])))}
+            for message in chat["messages"]
+        ]
+        text = None
+        for messages in (chat["messages"], written):
+            try:
+                text = tokenizer.apply_chat_template(messages, tools=chat["tools"], tokenize=False)
+                break
+            except Exception as caught:  # a template raises errors of its own
+                error = error or f"{type(caught).__name__}: {' '.join(str(caught).split())[:200]}"
+        if text is not None and len(text) > 4 * len(json.dumps(chat)) + MAX_ADDED_CHARACTERS:
+            return {"error": f"it makes {len(text)} characters of a chat of {len(json.dumps(chat))}"}
+        texts.append(text)
+    return {"texts": texts, "first_error": error}
 
 
 def main() -> None:

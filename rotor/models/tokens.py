@@ -90,7 +90,7 @@ def calibration_tokens(
         return CalibrationTokens(sequences)
     topics: dict[str, str] = {}
     if spec.source == "text":
-        found = read_documents_with_topics(Path(spec.path or ""))
+        found = read_documents_with_topics(Path(spec.path or ""), tokenizer)
         documents = [text for text, _ in found]
         topics = topics_of_units(found)
         what = f"tokens.path {spec.path}"
@@ -99,7 +99,7 @@ def calibration_tokens(
             documents = dataset_documents(spec, tokenizer, count * seq_len)
             what = f"tokens.dataset {spec.dataset}"
     if held_out is not None:
-        documents = calibration_share(documents, held_out)
+        documents = calibration_share(documents, held_out, tokenizer)
     sequences, begun_in = sequences_by_document(documents, tokenizer, seq_len)
     check_ids(sequences, config.get_text_config().vocab_size)
     chosen = evenly_spaced(sequences, count, what)

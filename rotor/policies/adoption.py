@@ -104,8 +104,8 @@ class _Attachment:
                 "Use a checkpoint that `rotor export` wrote, or another policy.",
             )
         for module in self._compressed:
-            policy.check_exact(module.layout.exact)
             policy.check_rows(module.layout.coded, module.layout.rope_block is None)
+            policy.check_exact(module.layout.exact)
         tables: list[RotaryTable | None] = [None] * count
         if policy.moves_keys:
             tables = rotary_tables(network, family, model.config)

@@ -39,7 +39,8 @@ class Quantiser(Policy):
         if coded:
             raise UsageError(
                 f"cache policy {self.method}: it quantises, and this checkpoint's rows are codes already.",
-                "Use --cache none or a policy that only evicts, or a recipe whose columns have 16 bits (rotor-16).",
+                "Use --cache none. A policy that quantises is for rows of numbers: rotor calibrate MODEL -o RUN "
+                "--recipe rotor-16.",
             )
 
     @property

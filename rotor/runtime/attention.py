@@ -33,14 +33,17 @@ from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer, row_scale
 from ..logs import log
+from ..numerics import is_finite
 from .exact import NewTokens
 from .rope import RotaryTable, Rotations, TokenSpan, rope_of
-from .steps import AttentionCall, CacheRows, SharedRows
+from .steps import AttentionCall, CacheRows, SharedRows, without_gradients
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
     from .steps import Arguments
+
+WIDER_DTYPE = "Load it in bfloat16 or float32: from_pretrained(FOLDER, dtype=torch.bfloat16), or --dtype bfloat16."
 
 # Older versions of transformers have a single class of quantised layers.
 QUANTISING = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
@@ -149,6 +152,7 @@ class RotorAttention(CompressedProjections):
                 output = shared.attend(call)
             else:
                 output = store.store_and_attend(call)
+        output = without_gradients(output, self.layout)
         if self.gate_proj is not None:
             output = output * self.gate_proj(hidden_states).sigmoid()
         return self.o_proj(output), None
@@ -207,8 +211,43 @@ class RotorAttention(CompressedProjections):
         super().train(mode)
         return self
 
+    def check_range(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Check that what `.to()` and the like do to tensors leaves the layer's numbers finite.
+
+        Raises:
+            UsageError: a number is beyond the new dtype, which is float16 in practice; names the tensor.
+        """
+        for name, parameter in self.named_parameters():
+            if name in FLOAT32 or parameter.is_meta or not parameter.is_floating_point():
+                continue
+            wanted = fn(parameter.new_empty(0)).dtype
+            if not wanted.is_floating_point or torch.finfo(wanted).max >= torch.finfo(parameter.dtype).max:
+                continue
+            largest = float(parameter.detach().abs().amax())
+            if largest > torch.finfo(wanted).max:
+                raise UsageError(
+                    f"layer {self.layer_idx}: {name} has numbers up to {largest:.3g}, and {wanted} reaches "
+                    f"{torch.finfo(wanted).max:.3g}.",
+                    WIDER_DTYPE,
+                )
+
+    def check_finite(self) -> None:
+        """Check float16 weights after they were loaded, which may have been cast.
+
+        Raises:
+            UsageError: a tensor has a number that is not finite; names it.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dtype == torch.float16 and not parameter.is_meta and not is_finite(parameter):
+                raise UsageError(
+                    f"layer {self.layer_idx}: {name} is not finite in {parameter.dtype}: it has numbers beyond "
+                    f"{torch.finfo(parameter.dtype).max:.3g}.",
+                    WIDER_DTYPE,
+                )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotorAttention:
         """Apply `.to()` and the like: shifts and constants move with the module, and stay float32."""
+        self.check_range(fn)
         kept = {name: p.detach() for name, p in self._parameters.items() if p is not None and name in FLOAT32}
         super()._apply(fn, recurse)
         for name, before in kept.items():
@@ -306,9 +345,10 @@ def _check_pass(
         raise UsageError(
             "transformers' continuous batching (paged attention) cannot serve a compressed cache.", "Use generate()."
         )
-    if mask is not None and mask.dim() != 4:
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4):
+        got = f"has {mask.dim()} dimensions" if isinstance(mask, Tensor) else f"is of the type {type(mask).__name__}"
         raise UsageError(
-            f"the attention mask has {mask.dim()} dimensions, expected 4.",
+            f"the attention mask {got}, expected a tensor of 4 dimensions.",
             "Leave attn_implementation unset; compressed layers always run rotor's own attention.",
         )
     layers = getattr(cache, "layers", ())

@@ -6,9 +6,7 @@ layer when attention first meets the cache (`with_exact_rows`), so that whatever
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +23,7 @@ from ..checkpoint import ExactTokens
 from ..errors import UsageError
 from ..kernels.exact import ExactKeys
 from ..kernels.parameters import shown_by
+from .passes import OfPass
 from .rope import TokenSpan
 
 if TYPE_CHECKING:
@@ -103,12 +102,12 @@ class ExactRows:
         self.latest, self.until = FAR, 0
 
     def add(
-        self, new: NewTokens, mask: Tensor | None, span: TokenSpan, fixed: bool, by_kernel: bool = False
+        self, new: NewTokens, start: Tensor | int, span: TokenSpan, fixed: bool, by_kernel: bool = False
     ) -> SeenTokens | None:
         """Store the new tokens of a pass.
 
         Args:
-            mask: of the pass, over all keys. span: where its tokens lie; query_offset is a number wherever the host
+            start: `first_real` of the pass. span: where its tokens lie; query_offset is a number wherever the host
                 knows it.
             fixed: the tensors must stay where they are in memory (a static cache).
             by_kernel: one launch stores a single new token.
@@ -116,7 +115,7 @@ class ExactRows:
             What the queries see exactly; None where nothing lies before them.
         """
         offset, seq_len = span.query_offset, span.seq_len
-        self._begin(mask, span, new.key)
+        self._begin(start, len(new.key))
         assert self.begin is not None
         if self.keys is None or self.values is None:
             shape = (*new.key.shape[:2], self.exact.slots, new.key.shape[3])
@@ -137,25 +136,20 @@ class ExactRows:
             return before
         return SeenTokens(self.keys, self.values, self.begin, self.until, offset + 1)
 
-    def _begin(self, mask: Tensor | None, span: TokenSpan, like: Tensor) -> None:
-        """Find where sequences begin of which nothing but padding was known. A token that is no padding sees itself."""
+    def _begin(self, start: Tensor | int, batch_size: int) -> None:
+        """Find where sequences begin of which nothing but padding was known."""
         if isinstance(self.begin, int):
             return
-        if mask is None or span.seq_len == 1:
-            offset = span.query_offset
-            if self.begin is None:
-                self.begin = offset
-            elif torch.compiler.is_compiling():  # compiled code writes to the same memory each time
-                self.begin.copy_(_earlier(self.begin, offset))
-            else:
-                self.begin = _earlier(self.begin, offset)
+        if isinstance(start, Tensor):
+            start = start.expand(batch_size)
+        if self.begin is None:
+            self.begin = start.clone() if isinstance(start, Tensor) else start
         else:
-            place = torch.arange(span.seq_len, device=mask.device)
-            column = place + (span.query_offset - span.kv_offset)
-            itself = mask.expand(-1, -1, span.seq_len, -1)[:, :, place, column]
-            real = shown_by(itself).any(1).expand(len(like), -1)
-            found = torch.where(real.any(-1), real.int().argmax(-1) + span.query_offset, FAR)
-            self.begin = found if self.begin is None else torch.minimum(self.begin, found)
+            begin = torch.minimum(self.begin, start) if isinstance(start, Tensor) else self.begin.clamp(max=start)
+            if torch.compiler.is_compiling():  # compiled code writes to the same memory each time
+                self.begin.copy_(begin)
+            else:
+                self.begin = begin
         if isinstance(self.begin, Tensor) and _on_host(self.begin):
             first, self.latest = int(self.begin.min()), int(self.begin.max())
             self.begin = first if first == self.latest < FAR else self.begin
@@ -212,8 +206,30 @@ class ExactRows:
             self.begin = change(self.begin)
 
 
-def _earlier(begin: Tensor, index: int | Tensor) -> Tensor:
-    return torch.minimum(begin, index) if isinstance(index, Tensor) else begin.clamp(max=index)
+def first_real(mask: Tensor | None, span: TokenSpan) -> Tensor | int:
+    """Index of each sequence's first new token that is no padding, FAR where there is none, [batch_size]; one for all
+    without a mask. A token that is no padding sees itself.
+
+    Args:
+        mask: of a pass, over all keys, [batch_size or 1, num_heads or 1, seq_len or 1, kv_len].
+    """
+    offset: Tensor | int = span.query_offset
+    if mask is None:
+        return offset
+    place = torch.arange(span.seq_len, device=mask.device)
+    itself = mask.expand(-1, -1, span.seq_len, -1)[:, :, place, place + (offset - span.kv_offset)]
+    real = shown_by(itself).any(1)
+    return torch.where(real.any(-1), real.int().argmax(-1) + offset, FAR)
+
+
+_first_real: OfPass[Tensor | int] = OfPass()
+
+
+def first_real_of_pass(mask: Tensor | None, span: TokenSpan, layer: int) -> Tensor | int:
+    """`first_real`, computed once for the layers of a pass that share its mask."""
+    if mask is None or torch.compiler.is_compiling():
+        return first_real(mask, span)
+    return _first_real(mask, (span.seq_len, span.kv_len), layer, lambda: first_real(mask, span))
 
 
 def _on_host(tensor: Tensor) -> bool:
@@ -299,30 +315,22 @@ def _rows_seen(shown: Tensor) -> range | None:
     return range(first - first % 64, int(places[-1]) + 1)
 
 
-@dataclass
-class _Remembered:
-    """The latest divisions: the layers of a pass that are alike share them."""
-
-    known: list[tuple[weakref.ref[Tensor] | None, tuple[object, ...], int | Tensor, Division]]
-
-    def __call__(self, exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: TokenSpan) -> Division:
-        alike = not isinstance(seen.length, Tensor) and span.seq_len <= REMEMBERED_QUERIES
-        if torch.compiler.is_compiling() or not alike:
-            return divided(exact, seen, mask, span)
-        version = None if mask is None or mask.is_inference() else mask._version
-        key = exact, seen.until, seen.length, span[1:4], len(seen.key), seen.key.device, version
-        for of_mask, known, begin, division in self.known:
-            same_mask = of_mask is None if mask is None else of_mask is not None and of_mask() is mask
-            same_begin = begin is seen.begin if isinstance(begin, Tensor) else begin == seen.begin
-            if known == key and same_mask and same_begin:
-                return division
-        division = divided(exact, seen, mask, span)
-        of_mask = None if mask is None else weakref.ref(mask)
-        self.known = [*self.known[-3:], (of_mask, key, seen.begin, division)]
-        return division
+_divisions: OfPass[Division] = OfPass()
 
 
-remembered_division = _Remembered([])
+def division_of_pass(
+    exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: TokenSpan, layer: int
+) -> Division:
+    """`divided`, computed once for the layers of a pass that are alike.
+
+    Args:
+        layer: index; what is computed for one serves later ones.
+    """
+    alike = isinstance(seen.begin, int) and not isinstance(seen.length, Tensor) and span.seq_len <= REMEMBERED_QUERIES
+    if torch.compiler.is_compiling() or not alike:
+        return divided(exact, seen, mask, span)
+    key = exact, seen.begin, seen.until, seen.length, span[1:4], len(seen.key), seen.key.device
+    return _divisions(mask, key, layer, lambda: divided(exact, seen, mask, span))
 
 
 def exact_keys(seen: SeenTokens, division: Division) -> ExactKeys:
@@ -332,8 +340,8 @@ def exact_keys(seen: SeenTokens, division: Division) -> ExactKeys:
 class WithExactRows:
     """A cache's layer of rows that also keeps exact tokens.
 
-    exact_rows: these. rows: `update` is given NewTokens, the mask and the span of a pass by name, and whether kernels
-    serve it, and puts what its queries see into `seen`.
+    exact_rows: these. rows: `update` is given NewTokens, the first that are no padding and the span of a pass by name,
+    and whether kernels serve it, and puts what its queries see into `seen`.
     """
 
     exact_rows: ExactRows
@@ -346,7 +354,7 @@ class WithExactRows:
         value_states: Tensor,
         *args: object,
         exact: NewTokens | None = None,
-        mask: Tensor | None = None,
+        start: Tensor | int = 0,
         span: TokenSpan | None = None,
         by_kernel: bool = False,
         **kwargs: object,
@@ -356,7 +364,7 @@ class WithExactRows:
                 "a cache whose layers keep exact tokens was given rows alone.",
                 "Use a cache with the model that filled it.",
             )
-        self.seen = self.exact_rows.add(exact, mask, span, self.fixed, by_kernel)
+        self.seen = self.exact_rows.add(exact, start, span, self.fixed, by_kernel)
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         return found
 

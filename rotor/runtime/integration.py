@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, modeling_utils
 from transformers.masking_utils import sdpa_mask
@@ -83,11 +84,7 @@ class RotorQuantizer(HfQuantizer):
             FALCON_ATTENTION_CLASSES.setdefault(name, FalconAttention)
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        language_model = config.get_text_config()
-        asked = language_model._attn_implementation
-        if asked is not None and not is_ours(asked):
-            log.warning("attn_implementation=%r is ignored: compressed layers always run rotor's own attention.", asked)
-        language_model._attn_implementation = METHOD
+        keep_attention(config)
         return config
 
     def _process_model_before_weight_loading(
@@ -118,6 +115,7 @@ class RotorQuantizer(HfQuantizer):
         for index, kernels in enumerate(self.kernel_config.layers):
             module = family.attention_module(network, index)
             assert isinstance(module, RotorAttention)
+            module.check_finite()
             module.kernels = kernels
         if self.cache_policy is not None:
             try:
@@ -178,19 +176,50 @@ def with_rewritten(load: Callable[..., Any]) -> Callable[..., Any]:
     return loading
 
 
-def with_hint(method: Callable[..., Any], dtype: str) -> Callable[..., Any]:
-    """transformers' `half` or `float` of a model, which says of a compressed one how it gets another dtype."""
+def keep_attention(config: PreTrainedConfig) -> None:
+    """Set the language model's attention to rotor's; warn where another was asked for."""
+    language_model = config.get_text_config()
+    asked = language_model._attn_implementation
+    if asked is not None and not is_ours(asked):
+        log.warning("attn_implementation=%r is ignored: compressed layers always run rotor's own attention.", asked)
+    language_model._attn_implementation = METHOD
+
+
+def with_own_attention(method: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' `set_attn_implementation`, by which a compressed language model keeps rotor's."""
 
     @wraps(method)
-    def converting(model: PreTrainedModel, *given: object) -> Any:
+    def setting(model: PreTrainedModel, *given: object, **named: object) -> None:
+        method(model, *given, **named)
+        if any(isinstance(module, RotorAttention) for module in model.modules()):
+            keep_attention(model.config)
+
+    return setting
+
+
+def converting(model: PreTrainedModel, fn: Callable[[Tensor], Tensor], *rest: object, **named: object) -> Any:
+    """`nn.Module._apply` of a model, which `.to()`, `.half()` and the like call: refuses before anything is changed.
+
+    Raises:
+        UsageError: numbers of a compressed layer are beyond the new dtype.
+    """
+    for module in model.modules():
+        if isinstance(module, RotorAttention):
+            module.check_range(fn)
+    return nn.Module._apply(model, fn, *rest, **named)
+
+
+def as_to(method: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """transformers' `half` or `float` of a model, which of a compressed one is `.to(dtype)`; it refuses others."""
+
+    @wraps(method)
+    def convert(model: PreTrainedModel, *given: object) -> Any:
         if isinstance(getattr(model, "hf_quantizer", None), RotorQuantizer):
-            raise UsageError(
-                f".{method.__name__}(): a compressed model gets its dtype while it loads.",
-                f"from_pretrained(FOLDER, dtype=torch.{dtype})",
-            )
+            whole: Any = model
+            return whole.to(dtype)
         return method(model, *given)
 
-    return converting
+    return convert
 
 
 def with_head(model: PreTrainedModel, family: Family) -> Any:
@@ -256,8 +285,11 @@ def register() -> None:
         AttentionMaskInterface.register(name, sdpa_mask)
     loading: Any = modeling_utils
     loading.convert_and_load_state_dict_in_model = with_rewritten(loading.convert_and_load_state_dict_in_model)
-    for name, dtype in (("half", "float16"), ("float", "float32")):
-        setattr(loading.PreTrainedModel, name, with_hint(getattr(loading.PreTrainedModel, name), dtype))
+    for name, dtype in (("half", torch.float16), ("float", torch.float32)):
+        setattr(loading.PreTrainedModel, name, as_to(getattr(loading.PreTrainedModel, name), dtype))
+    loading.PreTrainedModel._apply = converting
+    set_attention = with_own_attention(loading.PreTrainedModel.set_attn_implementation)
+    loading.PreTrainedModel.set_attn_implementation = set_attention
     keep_shifts_with_rows(Cache)
 
 

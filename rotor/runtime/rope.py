@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import Family, KeyForm, LayerLayout
 from ..checkpoint.layout import PRE_ROPE
+from ..errors import CheckpointError
 from ..kernels.rotary import Rotation, when_read, within_blocks
 from .positions import PositionCheck
 
@@ -216,9 +217,19 @@ class InBlocks(NoRope):
 
 
 def rope_of(layout: LayerLayout, table: RotaryTable | None) -> NoRope:
-    """Choose how a layer's queries and keys are rotated."""
+    """Choose how a layer's queries and keys are rotated.
+
+    Raises:
+        CheckpointError: exact keys and codes would be rotated by different frequencies.
+    """
     if table is None:
         return NoRope()
     if layout.rope_block is None:
         return PostRope()
+    if table.depends_on_length and layout.exact is not None:
+        raise CheckpointError(
+            "keys are stored before RoPE beside exact tokens, and the frequencies of this model's RoPE depend on the "
+            "length: beyond it exact keys keep those of their pass, and codes take new ones.",
+            "Calibrate again with --set groups.domain=post.",
+        )
     return InBlocks(layout.form, table, layout.exact is not None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 from ..checkpoint import ExactTokens
 from ..kernels.slots import ExactSlots
 from .exact import LATEST, SeenTokens, ring_index
+from .passes import OfPass
 from .rope import TokenSpan
 
 
@@ -55,44 +54,7 @@ def bounds_of(exact: ExactTokens, seen: SeenTokens, span: TokenSpan) -> Bounds:
     )
 
 
-@dataclass
-class _Known:
-    """The bounds of a pass, of layers with windows alike: valid for later layers than `layer`."""
-
-    mask: weakref.ref[Tensor] | None
-    key: tuple[object, ...]
-    layer: int
-    bounds: Bounds
-
-
-class _Pass:
-    """The latest bounds. The layers go through a pass in their order, and share its mask."""
-
-    def __init__(self) -> None:
-        self.known: list[_Known] = []
-
-    def __call__(
-        self, exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: TokenSpan, layer: int
-    ) -> Bounds:
-        if torch.compiler.is_compiling() or (mask is None and isinstance(seen.length, Tensor)):
-            return bounds_of(exact, seen, span)
-        capturing = seen.key.is_cuda and torch.cuda.is_current_stream_capturing()
-        length = None if isinstance(seen.length, Tensor) else seen.length
-        version = None if mask is None or mask.is_inference() else mask._version
-        sizes = span.seq_len, span.kv_len, length, len(seen.key)
-        key = exact, seen.until, *sizes, seen.key.device, version, capturing
-        for known in self.known:
-            same = known.mask is None if mask is None else known.mask is not None and known.mask() is mask
-            if same and known.key == key and known.layer < layer:
-                known.layer = layer
-                return known.bounds
-        bounds = bounds_of(exact, seen, span)
-        of_mask = None if mask is None else weakref.ref(mask)
-        self.known = [*self.known[-3:], _Known(of_mask, key, layer, bounds)]
-        return bounds
-
-
-_bounds = _Pass()
+_bounds: OfPass[Bounds] = OfPass()
 
 
 def exact_slots(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: TokenSpan, layer: int) -> ExactSlots:
@@ -102,4 +64,13 @@ def exact_slots(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span:
         exact: of the layer, within its window. mask: of the pass. layer: index; what is computed for one serves later
             ones.
     """
-    return ExactSlots(seen.key, seen.value, *_bounds(exact, seen, mask, span, layer))
+    known_to_host = mask is not None or not isinstance(seen.length, Tensor)
+    if torch.compiler.is_compiling() or not known_to_host:
+        return ExactSlots(seen.key, seen.value, *bounds_of(exact, seen, span))
+    capturing = seen.key.is_cuda and torch.cuda.is_current_stream_capturing()
+    begin = seen.begin if isinstance(seen.begin, int) else None  # a tensor is what the mask says
+    length = None if isinstance(seen.length, Tensor) else seen.length
+    sizes = span.seq_len, span.kv_len, length, len(seen.key)
+    key = exact, begin, seen.until, *sizes, seen.key.device, capturing
+    bounds = _bounds(mask, key, layer, lambda: bounds_of(exact, seen, span))
+    return ExactSlots(seen.key, seen.value, *bounds)

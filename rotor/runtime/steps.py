@@ -16,14 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..checkpoint import ExactTokens, LayerKernels
+from ..checkpoint import ExactTokens, LayerKernels, LayerLayout
 from ..errors import UsageError
 from ..kernels.exact import RowKeys, attend_to_both
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention, dense_attention
 from ..kernels.rotary import rotate
 from ..kernels.slots import ExactSlots
-from .exact import NewTokens, SeenTokens, exact_keys, host_span, remembered_division, with_exact_rows
+from .exact import (
+    Division,
+    NewTokens,
+    SeenTokens,
+    division_of_pass,
+    exact_keys,
+    first_real_of_pass,
+    host_span,
+    with_exact_rows,
+)
 from .rope import Rotations, TokenSpan
 from .slots import exact_slots
 
@@ -63,6 +72,7 @@ class AttentionCall(NamedTuple):
     def cached(self) -> tuple[Tensor, Tensor]:
         """Store the rows of the new tokens in the cache, which there must be; all rows of the layer."""
         assert self.cache is not None
+        _check_rows(self.cache, self.layer_idx, self.key)
         return self.cache.update(self.key, self.value, self.layer_idx)
 
 
@@ -98,6 +108,7 @@ class SharedRows(NamedTuple):
             before = rotate(query.to(wide), given[0].to(wide), -given[1].to(wide))
             of_rows = rotate(before, by_row[0].to(wide), by_row[1].to(wide)).to(query.dtype)
         output = self.attend(call._replace(query=of_rows, exact=exact._replace(query=query)))[:, missing:]
+        output = without_gradients(output, call.parameters.layout)
         places = [order.index(head) for head in range(len(order))]
         return output.unflatten(-1, (own.num_kv_heads, -1))[:, :, places].flatten(2)
 
@@ -187,6 +198,7 @@ class _Stored(NamedTuple):
     """What a layer with exact tokens has after a pass.
 
     mask, span: of the pass. tokens: that are kept exactly. key, value: all rows. seen: None where nothing lies before.
+    division: in plain PyTorch, where something does.
     """
 
     mask: Tensor | None
@@ -195,6 +207,7 @@ class _Stored(NamedTuple):
     key: Tensor
     value: Tensor
     seen: SeenTokens | None
+    division: Division | None
 
 
 def _stored_exactly(call: AttentionCall) -> Attend:
@@ -211,14 +224,18 @@ def _stored_exactly(call: AttentionCall) -> Attend:
     key, value, seen = call.key, call.value, None
     if call.cache is not None:
         layer = with_exact_rows(call.cache, call.layer_idx, tokens)
-        named = {"exact": exact, "mask": mask, "span": span, "by_kernel": call.kernels is not None}
+        start = first_real_of_pass(mask, span, call.layer_idx)
+        named = {"exact": exact, "start": start, "span": span, "by_kernel": call.kernels is not None}
         key, value = call.cache.update(call.key, call.value, call.layer_idx, **named)
         seen = layer.take_seen()
-    return partial(_attend_exactly, stored=_Stored(mask, span, tokens, key, value, seen))
+    division = None
+    if seen is not None and call.kernels is None:
+        division = division_of_pass(tokens, seen, mask, span, call.layer_idx)
+    return partial(_attend_exactly, stored=_Stored(mask, span, tokens, key, value, seen, division))
 
 
 def _attend_exactly(call: AttentionCall, stored: _Stored) -> Tensor:
-    exact, (mask, span, tokens, key, value, seen) = call.exact, stored
+    exact, (mask, span, tokens, key, value, seen, division) = call.exact, stored
     assert exact is not None
     if seen is None:
         return attend_to_prompt(exact, call.parameters, mask)
@@ -227,12 +244,25 @@ def _attend_exactly(call: AttentionCall, stored: _Stored) -> Tensor:
             mask = _causal(span, key.device)
         slots = exact_slots(tokens, seen, mask, span, call.layer_idx)
         return attend_to_rows(call._replace(mask=mask), key, value, slots)
-    division = remembered_division(tokens, seen, mask, span)
+    assert division is not None
     rows = None
     if division.keys is None or len(division.keys):
         rows = RowKeys(call.query, key, value, call.rotations.read, division.rows, division.keys)
-    output = attend_to_both(exact.query, exact_keys(seen, division), rows, call.parameters)
-    return _without_gradients(output, call.parameters) if rows is not None else output
+    return attend_to_both(exact.query, exact_keys(seen, division), rows, call.parameters)
+
+
+def _check_rows(cache: Cache, layer_idx: int, key: Tensor) -> None:
+    """Check that a cache holds rows like the new ones; raises UsageError where another model filled it."""
+    layers = getattr(cache, "layers", ())
+    held = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
+    if not isinstance(held, Tensor) or held.dim() != 4 or torch.compiler.is_compiling():
+        return
+    if (held.shape[1], held.shape[3]) != (key.shape[1], key.shape[3]):
+        raise UsageError(
+            f"layer {layer_idx}: the cache holds keys of {held.shape[1]} heads of {held.shape[3]} that another model "
+            f"put there, expected rows of {key.shape[3]}.",
+            "Begin with an empty cache.",
+        )
 
 
 def _causal(span: TokenSpan, device: torch.device) -> Tensor:
@@ -290,13 +320,15 @@ def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor, slots: Exact
         from ..kernels.attention import rows_attention  # imports Triton
 
         return rows_attention(*inputs, call.kernels, **around, layer_idx=call.layer_idx)
-    output = attention(call.query, key, value, parameters, call.rotations.read, call.mask)
-    return _without_gradients(output, parameters)
+    return attention(call.query, key, value, parameters, call.rotations.read, call.mask)
 
 
-def _without_gradients(output: Tensor, parameters: AttentionParameters) -> Tensor:
-    """The output of attention over rows, which refuses gradients if they are codes."""
-    if parameters.layout.coded and output.requires_grad and not torch.compiler.is_compiling():
+def without_gradients(output: Tensor, layout: LayerLayout) -> Tensor:
+    """The output of a layer's attention, which refuses gradients if the layer caches codes.
+
+    So does a pass that reads none, a prompt beside exact tokens: what is trained so is not what is served.
+    """
+    if layout.coded and output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_refuse_gradients)
     return output
 

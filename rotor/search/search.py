@@ -153,8 +153,9 @@ def find_plan(
             return reached
         reached = chosen
     best, plan = max(tried, key=lambda one: (one[0], one[1].stored), default=(math.nan, None))
+    digits = next((n for n in range(4, 9) if round(best, n) < round(target, n)), 9)  # as many as differ
     raise AccuracyError(
-        f"accuracy {target} is out of reach: the best measured is {best:.4f}, at compression {plan.stored:.3f}."
+        f"accuracy {target} is out of reach: the best measured is {best:.{digits}f}, at compression {plan.stored:.3f}."
         if plan is not None
         else f"accuracy {target} is out of reach: this recipe has no rank plans to measure.",
         "Ask for less, or calibrate with another recipe or with more tokens.",

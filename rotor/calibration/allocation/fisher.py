@@ -14,7 +14,7 @@ class FisherPath(SpectraPath):
     def _plans(self) -> list[Plan]:
         columns, information = max(self.columns), self.inputs.gradients()
         values = [float(v) for pair in information for side in pair for v in side]
-        scale = columns / max(min(values), max(values) * 1e-6)
+        scale = columns / max(min(values), max(values) * 1e-6, 1e-300)  # all are 0 where no layer reaches anything
         # The largest factor gives even the least informative group all columns. Smaller ones follow down to the point
         # where the most informative group has one multiple left. A rank changes where factor * information crosses a
         # multiple.

@@ -146,7 +146,10 @@ class SpectraPath(RankPath):
         self.shape = inputs.shape
         self.multiple_of = inputs.multiple_of
         self.columns = [spectra.qk.shape[-1] for spectra in inputs.spectra]
-        self.granularity = f"ranks in multiples of {self.multiple_of}", "lower it with --set ranks.multiple_of=8"
+        self.granularity = (
+            f"ranks in multiples of {self.multiple_of}",
+            f"lower it with --set ranks.multiple_of={max(1, self.multiple_of // 2)}",
+        )
 
     def _make(self, parameter: float, exact: list[LayerRanks]) -> Plan:
         """Make a plan: round its ranks and count its compression."""

@@ -70,6 +70,12 @@ def _key_form(recipe: Recipe, shape: AttentionShape, constant: bool) -> KeyForm:
             "place in the cache.",
             "Give --set groups.domain=post.",
         )
+    if groups.domain == "pre" and not constant and recipe.exact.tokens is not None:
+        raise RecipeError(
+            "groups.domain pre: the frequencies of this model's RoPE depend on the length, beyond which exact keys "
+            "would keep those of their pass, and codes take new ones.",
+            "Give --set groups.domain=post, or --set exact.first=0 --set exact.newest=0.",
+        )
     if groups.domain == "pre":
         return PRE_ROPE
     return KeyForm(groups.rope_block) if constant else POST_ROPE

@@ -16,6 +16,8 @@ from ...models.layerwise import LayerwiseModel
 from ...progress import Advance
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from ...policies import Policy
 
 LONGEST_STEP = 64
@@ -34,6 +36,34 @@ def prefill_of(answers: Tensor) -> int:
     if len(positions) == 0 or int(positions[0]) < 2:
         raise DataError("cached scoring needs answers, and at least two tokens before the first.")
     return int(positions[0]) - 1
+
+
+def constant_rope_tokens(config: PreTrainedConfig) -> int | None:
+    """Tokens of a sequence up to which RoPE's frequencies stay as they are; None where they never change.
+
+    Beyond these, keys that a cache holds keep the frequencies of their pass, and one pass over a whole row gives all
+    tokens those of its end.
+    """
+    own = config.get_text_config()
+    rope = getattr(own, "rope_parameters", None) or {}
+    most = []
+    for part in (rope, *rope.values()):  # of all layers, or by their type
+        kind = str(part.get("rope_type")) if isinstance(part, dict) else ""
+        if kind == "longrope":
+            most.append(part["original_max_position_embeddings"])
+        elif "dynamic" in kind:
+            most.append(own.max_position_embeddings)
+    return min(most, default=None)
+
+
+def check_steps_in_memory(network: LayerwiseModel, length: int, most: int) -> None:
+    """Raises UsageError where weights are read layer by layer, and rows have to be read step by step."""
+    if network.source.streamed:
+        raise UsageError(
+            f"rows of {length} tokens: the frequencies of this model's RoPE change behind {most}, so that accuracy is "
+            "measured token by token, which needs all weights in memory.",
+            f"Give --set evaluation.seq_len={most}, or --offload never on a machine that can hold them.",
+        )
 
 
 def check_in_memory(network: LayerwiseModel, policy: Policy) -> None:

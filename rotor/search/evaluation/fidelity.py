@@ -18,7 +18,13 @@ from ...models.layerwise import LayerwiseModel
 from ...progress import Progress
 from ...recipe.metric_registry import METRICS, metric_info, primitive_metrics, report_metrics
 from .accuracy import Accuracy, BaseValues, Fidelity
-from .cached import check_in_memory, final_states_through_cache, prefill_of
+from .cached import (
+    check_in_memory,
+    check_steps_in_memory,
+    constant_rope_tokens,
+    final_states_through_cache,
+    prefill_of,
+)
 from .measurement import Measurement, measure_text, smallest
 from .prompts import PROMPTS, EvaluationContext, Prompts, make_prompts
 from .scoring import AnswerScores, Scores, answer_scores, score
@@ -161,7 +167,7 @@ class FidelityMeter:
 
         Args:
             read: how rows are read; by default through a cache of the policy, or without one whole, each token as
-                decoding has it.
+                decoding has it; token by token where RoPE's frequencies change within a row.
         """
         if read is None and self.policy is not None:
             read = partial(final_states_through_cache, network, policy=self.fitted_policy(network))
@@ -216,6 +222,14 @@ class FidelityMeter:
             self._warned.add(of)
             self.progress.message(text)
 
+    def _token_by_token(self, network: LayerwiseModel, length: int) -> Read | None:
+        """How rows are read as they are served whose tokens change RoPE's frequencies; None where they do not."""
+        most = constant_rope_tokens(self.context.config)
+        if most is None or length <= most:
+            return None
+        check_steps_in_memory(network, length, most)
+        return partial(final_states_through_cache, network, step=1)
+
     def _run(
         self, network: LayerwiseModel, split: str, reference: Tensor | None, read: Read | None
     ) -> tuple[Scores, Tensor, dict[str, AnswerScores]]:
@@ -226,12 +240,14 @@ class FidelityMeter:
         """
         start, asked = self._prefill(split), self._prompts[split]
         parts = [self.context.rows[split], *(prompts.rows for prompts in asked.values())]
+        read = read or self._token_by_token(network, max(part.shape[1] for part in parts))
         with self.progress.task("measure", sum(part.numel() for part in parts), "tokens") as advance:
             if read is None:
                 with network.decoding():
                     states, *answer_states = network.final_states_of(parts, advance)
             else:
                 prefills = [start, *(prefill_of(prompts.answers) for prompts in asked.values())]
+                prefills = prefills if start else [1] * len(parts)  # as decoding has it
                 pairs = zip(parts, prefills, strict=True)
                 states, *answer_states = (read(rows=rows, prefill=prefill, advance=advance) for rows, prefill in pairs)
         states = states[:, start:]

@@ -127,7 +127,7 @@ class StudyContext:
 
     def calibration_rows(self, count: int) -> Tensor:
         """Rows [count, seq_len] of the text that is kept for calibrations."""
-        documents = held_out_documents(self.evaluation)
+        documents = held_out_documents(self.evaluation, tokenizer=self.checkpoint.tokenizer)
         rows = text_sequences(documents.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
         return evenly_spaced(rows, count, f"study, calibration part of {documents.description}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ...calibration.run import Run
-from ...checked import shorten
+from ...checkpoint.families import attention_shape
 from ...checkpoint.rewritten import source_at
+from ...checkpoint.section import is_compressed
 from ...checkpoint.sizes import CacheSize, share_removed
 from ...errors import RotorError, UsageError
 from ...models.compressed import CompressedCheckpoint, open_model
@@ -20,10 +22,10 @@ from ...models.device_plan import DevicePlan
 from ...models.documents import require_tokenizer
 from ...models.layerwise import LayerwiseModel
 from ...models.projections import bounded_seq_len, context_tokens
-from ...models.source import Checkpoint
+from ...models.source import CHANGED, Checkpoint
 from ...models.splits import LONG_SPLIT, EvaluationData, evaluation_data
 from ...models.tokens import random_tokens
-from ...options import MemoryOptions, with_fields_of
+from ...options import with_fields_of
 from ...policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ...progress import Progress, StageTimes
 from ...recipe import Evaluation, Recipe, load_recipe, load_stored_recipe, override
@@ -84,8 +86,9 @@ def run_validation(request: ValidationRequest) -> Validation:
         changed = {change.partition("=")[0].strip() for change in overrides}
         named = request.recipe is not None or "evaluation.path" in changed
         if spec.source == "text" and not named:  # any file of this machine
-            hint = "which is opened only if you do: --set evaluation.path=..."
-            withheld = withheld or f"recipe.yaml names {shorten(spec.path)}, {hint}"
+            path = str(spec.path)
+            named_so = shlex.quote(path) if path.isprintable() and len(path) < 300 else "FILE"
+            withheld = withheld or f"recipe.yaml names a text, which is opened only if you name it: --text {named_so}"
         with source_at(request.model):
             numerics = _Numerics(
                 result,
@@ -141,7 +144,7 @@ class _Numerics:
     recipe: Recipe
     spec: Evaluation
     withheld: str
-    options: MemoryOptions
+    options: ValidationRequest
     policy: Policy | None
     shared: dict[str, tuple[object, object]]
     progress: Progress
@@ -150,6 +153,8 @@ class _Numerics:
         result = self.result
         source = self.source
         run = self.run
+        if isinstance(source, Checkpoint):
+            self._check_source(source)
         data = self._text()
         config = self.checkpoint.config
         if data is None:
@@ -163,7 +168,6 @@ class _Numerics:
             for name in ("source unchanged", "full-rank rewrite", "accuracy target"):
                 result.skip(name, f"source model not found ({source}); pass --model")
         else:
-            self._check_source(source)
             if isinstance(run, Run):
                 with self.progress.task("full-rank rewrite", None, ""):
                     error = _full_rank_error(source, run, rows[:NUMERICS_ROWS], devices.streamed)
@@ -226,11 +230,27 @@ class _Numerics:
         return DevicePlan.choose(self.options, self.checkpoint.dtype)
 
     def _check_source(self, source: Checkpoint) -> None:
-        """Check that the source's files are those that were calibrated."""
+        """Check that the source's files are those that were calibrated.
+
+        Raises:
+            UsageError: it is another model, to which a comparison would mean nothing.
+        """
         recorded = self.checkpoint.report["source"]
         expected = {**recorded["shards"], **(recorded.get("files") or {})}
         with self.progress.task("check model", None, ""):
             problems = source.changes(expected)
+            same = set(source.files) & set(recorded["shards"])
+            changed = same and not same - {Path(problem.removesuffix(CHANGED)).name for problem in problems}
+        if (
+            is_compressed(source.config_dict)
+            or attention_shape(source.config) != self.checkpoint.shape
+            or (self.options.model is not None and (changed or not same))
+        ):
+            made = self.checkpoint.folder
+            raise UsageError(
+                f"{source.folder} is not the model that {made} was made from, {recorded['name']}.",
+                "Give that model's folder or hub id: --model MODEL. Without it, --no-measure checks the rest.",
+            )
         fine = f"{len(expected)} file(s), {len(source.files)} of them shards"
         self.result.add_problems("source unchanged", problems, fine)
 
