@@ -152,7 +152,7 @@ def test_files_that_are_no_text_are_named(tmp_path: Path, caplog: pytest.LogCapt
         read_documents(tmp_path / "a.pdf")
     with pytest.raises(DataError, match=r"not UTF-8 \(byte 1 is 0xfc\)") as caught:
         read_documents(tmp_path / "b.txt")
-    assert caught.value.hint == "Convert it: iconv -f latin1 -t utf-8 b.txt > utf8-b.txt"
+    assert caught.value.hint == f"Convert it: iconv -f latin1 -t utf-8 {tmp_path}/b.txt > {tmp_path}/b.txt.utf8"
     with pytest.raises(
         DataError, match=r"no text in it\. 2 files skipped: a\.pdf \(not text but a binary file\), b\.txt"
     ):

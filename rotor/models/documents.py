@@ -108,7 +108,7 @@ def _decoded(file: Path) -> str:
             raise _NotText("not text but a binary file", "Give a text file (UTF-8).") from None
         raise _NotText(
             f"not UTF-8 (byte {error.start} is 0x{data[error.start]:02x})",
-            f"Convert it: iconv -f latin1 -t utf-8 {shlex.quote(file.name)} > utf8-{shlex.quote(file.name)}",
+            f"Convert it: iconv -f latin1 -t utf-8 {shlex.quote(str(file))} > {shlex.quote(f'{file}.utf8')}",
         ) from None
     if "\0" in text:
         raise _NotText("not text but a binary file", "Give a text file (UTF-8).")

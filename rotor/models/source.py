@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from ..checked import nearest_name, shorten
+from ..checkpoint.file_names import INFO
 from ..checkpoint.hashes import file_sha256
 from ..checkpoint.json_files import read_json
 from ..errors import CheckpointError, MissingError, NumericsError, RotorError, UnsupportedModelError, UsageError
@@ -25,7 +26,6 @@ from .tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-RUN_INFO = "run.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DOWNLOAD_AGAIN = "Download it again: index and shards are not of one model."
@@ -274,7 +274,7 @@ def only_cache_is_quantised(section: object) -> bool:
 
 def _check_no_run(folder: Path) -> None:
     """Raise UsageError for a run of calibrate, with the command that makes a checkpoint of it."""
-    if (folder / RUN_INFO).is_file() and not (folder / "config.json").exists():
+    if (folder / INFO).is_file() and not (folder / "config.json").exists():
         raise UsageError(
             f"{folder} is a run of `rotor calibrate`, not a model.",
             f"A checkpoint is made of it by: rotor export {shlex.quote(str(folder))} -o OUT --accuracy 0.99",
