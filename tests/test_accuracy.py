@@ -15,6 +15,7 @@ from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 
 from rotor.calibration.calibrate import calibrate
 from rotor.checked import Reader, plain
+from rotor.cli.checkpoints import how_to_keep_more
 from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.models.device_plan import DevicePlan
 from rotor.models.documents import read_documents
@@ -220,6 +221,20 @@ def test_a_target_counts_text_in_long_rows_too() -> None:
     assert not met
     assert why == "the whole 95 % interval is below the target on text in rows of 2048 tokens"
     assert Accuracy("text", None, {"report": bad}).against_target() == (True, "")
+
+
+def test_a_report_below_its_target_says_what_keeps_more(tmp_path: Path) -> None:
+    """By as much as is missing, of the worse of the report split and its long rows."""
+    recipe = load_recipe("rotor", ["evaluation.quick=true"])
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    report, long = Fidelity(0.9863, (0.98, 0.992), {}), Fidelity(0.9901, (0.98, 0.999), {})
+    found = Accuracy("text", 0.99, {"search": long, "report": report, "long": long})
+    assert (
+        how_to_keep_more(tmp_path, found) == "To keep more, export with --accuracy 0.994, or calibrate without --quick."
+    )
+    (tmp_path / "recipe.yaml").write_text(load_recipe("rotor").to_yaml())
+    found = Accuracy("text", 0.998, {"search": long, "report": report})
+    assert how_to_keep_more(tmp_path, found) == "To keep more, export with --accuracy 0.999."
 
 
 def test_no_target_behind_the_calibrated_length_of_keys_after_rope(tiny, tmp_path: Path) -> None:

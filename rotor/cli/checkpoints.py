@@ -24,6 +24,7 @@ from .options import OutputOptions
 
 if TYPE_CHECKING:
     from ..calibration.run import Run
+    from ..search.evaluation.accuracy import Accuracy
     from ..search.export.export import ExportResult
     from ..tools.validation.integrity import Validation
 
@@ -116,13 +117,24 @@ def _print_export(out: Path, result: ExportResult) -> None:
             f"search split) of {accuracy.data}, {result.measured_points} measurement(s)"
         )
         if below := accuracy.below_target:
-            say(f"On the report split {below} ({accuracy.target:g}).")
+            say(f"On the report split {below} ({accuracy.target:g}). {how_to_keep_more(out, accuracy)}")
     for tokens, size_bytes in report.get("cache", {}).get("kv_bytes_per_token", {}).items():
         name = report["cache"]["policy"]["method"]
         say(f"Cache policy {name}: {size_bytes:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
     print_seconds(result.seconds)
     say(f"Digest: {result.digest} (of every file: what `sha256sum {shlex.quote(str(out))}/manifest.json` prints)")
     say(f"Next: {_how_to_validate(out)}")
+
+
+def how_to_keep_more(out: Path, accuracy: Accuracy) -> str:
+    """What to do where the report is below the target: ask for as much more as is missing, or measure more."""
+    from ..recipe import load_stored_recipe
+
+    assert accuracy.target is not None
+    least = min(one.accuracy for split, one in accuracy.measured.items() if split != "search")
+    stricter = min(0.999, round(accuracy.target + max(0.0, accuracy.target - least) + 0.0005, 3))
+    quick = load_stored_recipe(out).evaluation.quick
+    return f"To keep more, export with --accuracy {stricter:g}{', or calibrate without --quick' if quick else ''}."
 
 
 def _how_to_validate(out: Path) -> str:
