@@ -14,6 +14,7 @@ from support.paths import DEMO_MODEL
 from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 
 from rotor.calibration.calibrate import calibrate
+from rotor.calibration.planning.inspection import inspect
 from rotor.checked import Reader, plain
 from rotor.cli.checkpoints import how_to_keep_more
 from rotor.errors import CheckpointError, DataError, UsageError
@@ -237,11 +238,14 @@ def test_a_report_below_its_target_says_what_keeps_more(tmp_path: Path) -> None:
     assert how_to_keep_more(tmp_path, found) == "To keep more, export with --accuracy 0.999."
 
 
-def test_no_target_behind_the_calibrated_length_of_keys_after_rope(tiny, tmp_path: Path) -> None:
+def test_no_target_behind_the_calibrated_length_of_keys_after_rope(tiny, tmp_path: Path, caplog) -> None:
     short = ["tokens.count=512", "tokens.seq_len=64", "tokens.source=random"]
     for recipe, settings in (("rotor", ["groups.domain=post", "codes.tokens=256"]), ("fdc", ["ranks.multiple_of=4"])):
         run = calibrate(tiny("llama"), tmp_path / recipe, recipe, [*short, *settings])
         asked = ExportRequest(run.folder, tmp_path / "out", accuracy=0.9)
+        assert ("for longer sequences export promises no accuracy" in caplog.text) == (recipe == "rotor")
+        assert bool(inspect(tiny("llama"), recipe, [*short, *settings]).warning) == (recipe == "rotor")
+        caplog.clear()
         if recipe == "fdc":
             (said,) = ExportJob.check(asked).warnings
             assert "rows of 64 tokens: behind them the accuracy" in said

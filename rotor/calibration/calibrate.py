@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ from ..models.device_plan import DevicePlan
 from ..models.hardware import fit_threads
 from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
+from ..models.projections import context_tokens
 from ..models.readiness import check_text, describe_text
 from ..models.source import Checkpoint
 from ..models.splits import digests
@@ -46,7 +48,7 @@ from .gradients import fisher_information, weight_fisher
 from .information import LayerFisher
 from .moments import LayerStatistics
 from .partial import TOKENS_FILE, PartialRun
-from .planning.form import wanted_gradients
+from .planning.form import length_warning, wanted_gradients
 from .planning.outline import ModelOutline, needs_whole_model, wanted_moments
 from .pruning import prune_sequences
 from .run import (
@@ -56,6 +58,8 @@ from .run import (
     write_codes,
     write_weight_fisher,
 )
+
+log = logging.getLogger("rotor")
 
 
 @system_errors()
@@ -128,6 +132,8 @@ class Calibration:
     def run(self) -> None:
         """Run all stages and publish the run folder; stages that an unfinished run has done are skipped."""
         hashes = self._check_model()
+        if warning := length_warning(self.form, self.shape, self.recipe, context_tokens(self.checkpoint.config)):
+            log.warning("%s", warning)
         with self.times.stage("tokens"):
             sequences, about_tokens = self._sample()
         fingerprint = {

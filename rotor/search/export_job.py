@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..calibration.planning.form import block_warning
+from ..calibration.planning.form import block_warning, stays_after_rope
 from ..calibration.run import Run
 from ..checkpoint.families import Family, find_family
 from ..checkpoint.hashes import file_sha256
@@ -142,8 +142,7 @@ def _beyond_calibration(run: Run, recipe: Recipe, context: int) -> str:
         UsageError: no target can be promised, as keys are codes.
     """
     calibrated = run.info["tokens"]["seq_len"]
-    stays = any(keys.rope_block is None and run.shape.layer(i).rotary_dim for i, keys in enumerate(run.form.keys))
-    if not stays or context <= calibrated:
+    if not stays_after_rope(run.form, run.shape) or context <= calibrated:
         return ""
     what = f"keys stay after RoPE, calibrated on rows of {calibrated} tokens"
     if not recipe.coded:

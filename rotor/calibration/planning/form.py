@@ -39,6 +39,23 @@ def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
     return ModelForm(keys, _group_size(recipe, shape), joint)
 
 
+def length_warning(form: ModelForm, shape: AttentionShape, recipe: Recipe, context: int) -> str:
+    """What is said before a calibration whose codes fit shorter rows than are served, as keys stay after RoPE."""
+    rows = recipe.tokens.seq_len
+    if not recipe.coded or not stays_after_rope(form, shape) or context <= rows:
+        return ""
+    return (
+        f"keys stay after RoPE in this model, and tokens.seq_len {rows} fits their codes to rows of {rows} tokens: for "
+        f"longer sequences export promises no accuracy. Give --set tokens.seq_len={context} --set "
+        f"evaluation.seq_len={context}, or as many tokens as you serve."
+    )
+
+
+def stays_after_rope(form: ModelForm, shape: AttentionShape) -> bool:
+    """Whether the keys of a layer are stored as its RoPE rotates them, so that they turn on with each position."""
+    return any(keys.rope_block is None and own.rotary_dim for keys, own in zip(form.keys, shape.layers, strict=True))
+
+
 def block_warning(form: ModelForm, exact: ExactTokens | None) -> str:
     """What is said where the newest keys are read from codes of long blocks; empty where all is well."""
     longest = max(keys.rope_block or 0 for keys in form.keys)

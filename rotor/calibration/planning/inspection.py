@@ -30,7 +30,7 @@ from ...recipe.requests import InspectionRequest
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import COMPARED_COMPRESSION, DecodeTime, decode_times, slower
 from ..prediction.devices import find_device
-from .form import block_warning
+from .form import block_warning, length_warning
 from .outline import ModelOutline, needs_whole_model
 
 WEIGHT_FILES = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
@@ -187,7 +187,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         bits=spec.codes.bits,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
         form=form.in_words(shape),
-        warning=block_warning(form, spec.exact.tokens),
+        warning=block_warning(form, spec.exact.tokens) or length_warning(form, shape, spec, served),
         objective=load,
         instructions_per_cycle=device_rates.instructions_per_cycle,
         decode_times=times,
