@@ -102,7 +102,8 @@ class Groups:
     keep a latent each."""
     rope_block: RopeBlock = MOST_ROPE_BLOCK
     """Positions of a block of domain `block`, a power of two up to 64: fewer take more arithmetic. With exact tokens 64
-    takes as few bytes as less; without them (exact.newest=0) the newest keys are read from codes too, and 16 is better.
+    takes as few bytes as less; without them (exact.newest=0) near keys are read from codes too, and on SmolLM2 16 has a
+    sixth less of the KL, 4 two fifths.
     """
 
 
