@@ -61,7 +61,7 @@ def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> T
     work = widest // layout.operands * layout.planes * rows * (1 + layout.latents_per_group) // 2
     if not layout.coded:
         return Tile(64, 2, 2) if work <= 1024 else Tile(32, 4 if work <= 8192 else 8, 2)
-    if work > 3072:
+    if work > 3072 or widest > 256:
         return Tile(64, 2, 2)
     return Tile(64, 1, 3) if layout.joint else Tile(32, 1, 2)
 
