@@ -40,7 +40,7 @@ def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies |
 
 
 def length_warning(form: ModelForm, shape: AttentionShape, recipe: Recipe, context: int) -> str:
-    """What is said before a calibration whose codes fit shorter rows than are served, as keys stay after RoPE."""
+    """Warn before a calibration whose codes fit shorter rows than are served, as keys stay after RoPE; else empty."""
     rows = recipe.tokens.seq_len
     if not recipe.coded or not stays_after_rope(form, shape) or context <= rows:
         return ""
@@ -52,12 +52,12 @@ def length_warning(form: ModelForm, shape: AttentionShape, recipe: Recipe, conte
 
 
 def stays_after_rope(form: ModelForm, shape: AttentionShape) -> bool:
-    """Whether the keys of a layer are stored as its RoPE rotates them, so that they turn on with each position."""
+    """Tell whether some layer stores keys as its RoPE rotates them, so that they turn on with each position."""
     return any(keys.rope_block is None and own.rotary_dim for keys, own in zip(form.keys, shape.layers, strict=True))
 
 
 def block_warning(form: ModelForm, exact: ExactTokens | None) -> str:
-    """What is said where the newest keys are read from codes of long blocks; empty where all is well."""
+    """Warn where the newest keys are read from codes of long blocks; empty where all is well."""
     longest = max(keys.rope_block or 0 for keys in form.keys)
     if exact is not None or longest <= LONGEST_BLOCK_READ_NEAR:
         return ""
