@@ -88,7 +88,7 @@ test-min:
 
 # Where Python has a PyTorch that sees a GPU, it is used as it is.
 MINUTES ?= 9
-GPU_RUN = -m rotor gpu -o artifacts/benchmarks/gpu.jsonl --minutes $(MINUTES)
+GPU_RUN = artifacts/gpu -o artifacts/benchmarks/gpu.jsonl --minutes $(MINUTES)
 gpu:
 	@if $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then \
 		PYTHONPATH="$(CURDIR)/$(BUNDLE)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) $(GPU_RUN); \
@@ -108,7 +108,7 @@ gpu-bundle:
 	@du -sh $(BUNDLE)
 	@echo "Carry this tree with $(BUNDLE)/, which git ignores. There, in its root:"
 	@echo "    export PYTHONPATH=\$$PWD/$(BUNDLE) $$(git rev-parse HEAD 2>/dev/null | sed 's/^/ROTOR_COMMIT=/')"
-	@echo "    python3 -m rotor gpu -o gpu.jsonl --minutes 9"
+	@echo "    python3 artifacts/gpu -o gpu.jsonl --minutes 9"
 
 # vLLM for CPUs, without what it needs for pictures and sounds (torchvision, torchaudio, torchcodec).
 test-vllm: .venv-vllm/.done

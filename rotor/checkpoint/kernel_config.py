@@ -1,8 +1,8 @@
 """kernel_config.json: how the kernels are to run a compressed model, decided when it is exported and free to edit.
 
 Pure data: the values that a launch goes by. The rules that choose them without a GPU are in `kernels/defaults.py`;
-`rotor gpu --tune OUT` writes what it measured. No schedule is named: decoding takes equal slices of all keys, and the
-papers' longest task first (FDC and ZACK 5.3) is simulated alone, by `rotor schedule`.
+`rotor tune OUT` writes what it measured. No schedule is named: decoding takes equal slices of all keys, and the
+papers' longest task first (FDC and ZACK 5.3) is simulated alone, by artifacts/studies/schedules.py.
 """
 
 from __future__ import annotations

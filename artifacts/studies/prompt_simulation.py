@@ -13,8 +13,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ...checkpoint.layout import AttentionShape, LayerLayout
-from .simulation import Balance, Tasks, check_load, equal_slices
+from simulation import Balance, Tasks, check_load, equal_slices
+
+from rotor.checkpoint.layout import AttentionShape, LayerLayout
 
 ROWS = 64
 """B_r, query rows of a task where all heads have the same ranks."""

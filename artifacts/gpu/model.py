@@ -24,12 +24,13 @@ from transformers import (
     StaticCache,
 )
 
-from ....checked import JsonObject
-from ....checkpoint.families import attention_shape, find_family
-from ..records import quartiles
-from ..subjects import gpu_subjects
+from rotor.checked import JsonObject
+from rotor.checkpoint.families import attention_shape, find_family
+from rotor.tools.bench.records import quartiles
+
 from .loads import LOADS
 from .plan import Record
+from .subjects import gpu_subjects
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,7 +73,7 @@ def _no_mask(*_: object, **__: object) -> None:
 
 def random_model(name: str, device: torch.device, sizes: JsonObject) -> Any:
     """A Llama of these sizes, all of whose layers have a layout's latents; or UNCOMPRESSED."""
-    from ....runtime.integration import replace_attention
+    from rotor.runtime.integration import replace_attention
 
     AttentionInterface.register(GROUPED, grouped_heads)
     AttentionMaskInterface.register(GROUPED, _no_mask)

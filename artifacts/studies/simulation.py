@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...calibration.prediction.devices import Device
-from ...calibration.prediction.instructions import group_instructions
-from ...checkpoint.layout import AttentionShape, LayerLayout
-from ...errors import UsageError
+from rotor.calibration.prediction.devices import Device
+from rotor.calibration.prediction.instructions import group_instructions
+from rotor.checkpoint.layout import AttentionShape, LayerLayout
+from rotor.errors import UsageError
 
 KEYS = 64
 """Keys in a tile of decoding."""

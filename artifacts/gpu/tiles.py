@@ -14,15 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ....checkpoint.kernel_config import LayerKernels
-from ....kernels.attention import ranges_of, starts_of_blocks
-from ....kernels.decoding import DecodeLayer, decode_attention
-from ....kernels.launch import capability_of, sm_count
-from ..attention import TOLERANCE, Call, Problem, kernel, relative_error
-from ..subjects import gpu_subjects
-from ..tuning import Absorbing, launches, search
+from rotor.checkpoint.kernel_config import LayerKernels
+from rotor.kernels.attention import ranges_of, starts_of_blocks
+from rotor.kernels.decoding import DecodeLayer, decode_attention
+from rotor.kernels.launch import capability_of, sm_count
+from rotor.tools.bench.attention import TOLERANCE, Call, Problem, kernel, relative_error
+from rotor.tools.bench.tuning import launches, search
+
+from .absorbing import Absorbing, ways_to_absorb
 from .loads import LOADS
 from .plan import Record
+from .subjects import gpu_subjects
 from .times import cold_seconds, contiguous, copies, predictions
 
 TUNED = ("8 x 32K", "1 x 32K")
@@ -65,9 +67,10 @@ def absorbing_call(problem: Problem, layer: DecodeLayer, kernels: LayerKernels) 
 
 
 def compile_launch(name: str, index: int, device: str = "cuda") -> Iterator[Record]:
-    """One of a layer's `launches`, run once over few keys: what Triton's cache keeps; and what it takes of an SM."""
+    """Run one of a layer's `launches` or `ways_to_absorb` once over few keys, so that Triton's cache has it."""
     where, subject = torch.device(device), gpu_subjects()[name]
-    decoding, absorbing = launches(subject.kernels, subject.layout, capability_of(where))
+    decoding = launches(subject.kernels, subject.layout, capability_of(where))
+    absorbing = ways_to_absorb(subject.layout)
     if index >= len(decoding) + len(absorbing):
         return
     (problem,) = contiguous(subject, [COMPILED_KEYS], 1, where)
@@ -124,7 +127,7 @@ def tune(
             if time.monotonic() - begun > stop_after_s:
                 yield {**about, "left_out": f"tiles that came after {stop_after_s:.0f} s"}
                 break
-        for absorbing in launches(subject.kernels, subject.layout, capability)[1]:
+        for absorbing in ways_to_absorb(subject.layout):
             seconds = timing.of_absorbing(absorbing, best)
             yield {**about, **described(best, capability), "absorbing": asdict(absorbing), **timing.said(seconds)}
         del timing

@@ -1,55 +1,23 @@
-"""Layers whose kernels are compiled: those of a checkpoint, and named ones that no checkpoint has."""
+"""Named layers, of models that people run, whose kernels are counted, compiled and timed without a checkpoint."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import torch
 
-from ...calibration.prediction.cost import DecodeStep
-from ...checkpoint.kernel_config import LayerKernels, layout_class
-from ...checkpoint.layout import MOST_ROPE_BLOCK, AttentionShape, ExactTokens, GroupLayout, LayerLayout
-from ...checkpoint.rows import CodedRow, NumberRow, Row
-from ...kernels.defaults import default_layer
-from ...models.compressed import CompressedCheckpoint
+from rotor.calibration.prediction.cost import DecodeStep
+from rotor.checkpoint.layout import MOST_ROPE_BLOCK, AttentionShape, ExactTokens, GroupLayout, LayerLayout
+from rotor.checkpoint.rows import CodedRow, NumberRow, Row
+from rotor.kernels.defaults import default_layer
+from rotor.tools.bench.precompile import Subject
 
 STEP = DecodeStep(context_tokens=32768, batch_size=8)
 """Whose instructions are counted, a key, and whose time is predicted."""
 
 PAGE = 64
 """Keys of a page, in layers that no checkpoint has."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A layer to be compiled: its name, how many are alike, its kernels' configuration, and the model's sizes."""
-
-    name: str
-    layers: int
-    layout: LayerLayout
-    kernels: LayerKernels
-    shape: AttentionShape
-    dtype: torch.dtype
-    page: int = 0
-    softcap: bool = False
-
-
-def subjects_of(folder: Path) -> list[Subject]:
-    """The distinct layers of a compressed checkpoint, by its kernel_config.json.
-
-    Raises:
-        CheckpointError: not a compressed checkpoint; no kernel configuration, or nonsense in it.
-    """
-    checkpoint = CompressedCheckpoint(folder)
-    alike = Counter(zip(checkpoint.layouts, checkpoint.kernel_config.layers, strict=True))
-    softcap = bool(getattr(checkpoint.config.get_text_config(), "attn_logit_softcapping", None))
-    return [
-        Subject(layout_class(layout), count, layout, kernels, checkpoint.shape, checkpoint.dtype, 0, softcap)
-        for (layout, kernels), count in alike.items()
-    ]
 
 
 SPLIT = 16

@@ -1,12 +1,12 @@
-"""A run of `rotor gpu` as Markdown: tables of what its records say."""
+"""A run of `python artifacts/gpu` as Markdown: tables of what its records say."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-from ..subjects import model_of
 from .plan import Record
+from .subjects import model_of
 
 
 def markdown(records: list[Record]) -> str:

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.launch import device_guard, sm_count
-from .attention import Call
+from rotor.kernels.launch import device_guard, sm_count
+from rotor.tools.bench.attention import Call
 
 KEYS = 64
 PROGRAMS_PER_SM = 8

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ..records import describe_device, quartiles
+from rotor.tools.bench.records import describe_device, quartiles
+
 from .plan import Record
 
 ASKED = (

@@ -1,4 +1,4 @@
-"""A whole run of `rotor gpu`: on a GPU the jobs, elsewhere what they would be."""
+"""A whole run of `python artifacts/gpu`: on a GPU the jobs, elsewhere what they would be."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from ....errors import UsageError
-from ..records import provenance
-from ..subjects import gpu_subjects
+from rotor.errors import UsageError
+from rotor.tools.bench.records import provenance
+
 from .plan import DEVICE, Job, Record, jobs
 from .runner import Runner
+from .subjects import gpu_subjects
 from .summary import markdown
 
 MINUTES = 9.0

@@ -93,8 +93,9 @@ def _number(text: str) -> float | None:
 
 def step(load: str, names: list[str], device: str = "cuda", lengths: list[int] | None = None) -> None:
     """A step of each subject, launched once: what ncu looks at."""
-    from ..attention import kernel
-    from ..subjects import gpu_subjects
+    from rotor.tools.bench.attention import kernel
+
+    from .subjects import gpu_subjects
     from .times import appending, contiguous
 
     where = torch.device(device)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ....calibration.prediction.cost import DecodeStep, layer_bytes, layer_time, uncompressed_layer_time
-from ....calibration.prediction.devices import Device, bundled_devices
-from ....kernels.append import append
-from ....kernels.attention import attend_pages, ranges_of_pages
-from ....kernels.defaults import default_layer
-from ..attention import (
+from rotor.calibration.prediction.cost import DecodeStep, layer_bytes, layer_time, uncompressed_layer_time
+from rotor.calibration.prediction.devices import Device, bundled_devices
+from rotor.kernels.append import append
+from rotor.kernels.attention import attend_pages, ranges_of_pages
+from rotor.kernels.defaults import default_layer
+from rotor.tools.bench.attention import (
     TOLERANCE,
     Call,
     Problem,
@@ -34,11 +34,12 @@ from ..attention import (
     uncompressed_heads,
     zero_scale,
 )
-from ..baselines import flash_decoding, random_flash
-from ..records import quartiles
-from ..subjects import MODELS, PAGE, Subject, gpu_subjects
+from rotor.tools.bench.records import quartiles
+
+from .baselines import flash_decoding, random_flash
 from .loads import LOADS, PROMPT, PROMPT_TOKENS, RAGGED
 from .plan import Record
+from .subjects import MODELS, PAGE, Subject, gpu_subjects
 
 DTYPE = torch.bfloat16
 """Dtype of uncompressed caches."""

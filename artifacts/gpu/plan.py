@@ -1,4 +1,4 @@
-"""What `rotor gpu` does, in which order, and how long each part may take."""
+"""What `python artifacts/gpu` does, in which order, and how long each part may take."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from ....checked import JsonObject
-from ....checkpoint.kernel_config import ARCHITECTURES
-from ..subjects import gpu_subjects, model_of
-from ..tuning import launches
+from rotor.checked import JsonObject
+from rotor.checkpoint.kernel_config import ARCHITECTURES
+from rotor.tools.bench.tuning import launches
+
+from .absorbing import ways_to_absorb
 from .loads import LOADS, PROMPT
+from .subjects import gpu_subjects, model_of
 
 Record = JsonObject
 """A measurement, as a line of JSON."""
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[2]
 """The checkout: tests/ lies there."""
 
 CORES = max(1, min(16, len(os.sched_getaffinity(0))))
@@ -154,7 +156,7 @@ def _tiles(names: list[str]) -> list[Task]:
         subject = gpu_subjects()[name]
         if name not in LIKE_OTHERS and subject.layout.exact is None:
             own, layout = subject.kernels, subject.layout
-            count = max(sum(len(kind) for kind in launches(own, layout, each)) for each in ARCHITECTURES)
+            count = max(len(launches(own, layout, each)) for each in ARCHITECTURES) + len(ways_to_absorb(layout))
             found += [
                 (index, Task(f"{name}, {index}", "tiles:compile_launch", {"name": name, "index": index}))
                 for index in range(count)
