@@ -257,9 +257,9 @@ class StudyRequest(MemoryOptions, Reported):
         recipes: Names of bundled recipes or YAML files.
         overrides: Override a recipe field in all recipes; may be repeated.
         text: Text of your own to calibrate on and to measure accuracy on, as for `rotor calibrate`.
-        parts: Some of curves, methods, match, fdc, zdc, gear, squeeze. methods, every cache policy and recipes at equal
-            bytes, takes longest; match finds the bytes at which a recipe is as good as fp8, 4 bits, KIVI and KVTC; the
-            last four have figures of these papers in shape. FILE.py:CLASS is a part of your own.
+        parts: Some of curves, methods, match. methods, every cache policy and recipes at equal bytes, takes longest;
+            match finds the bytes at which a recipe is as good as fp8, 4 bits, KIVI and KVTC. FILE.py:CLASS is a part of
+            your own, or one of artifacts/studies/parts, which have the papers' figures in shape.
         sizes: Bytes of cache per token at which the parts methods and match measure recipes; by default sizes from
             3.75 % to 50 % of the uncompressed cache.
         caches: Cache policies of your own for the part methods, as --cache takes them.

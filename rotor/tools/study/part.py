@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import UsageError
@@ -100,15 +102,27 @@ def find_part(name: str) -> Part:
     file, _, class_name = name.rpartition(":")
     if name in PARTS:
         part: Any = getattr(importlib.import_module(f"{__package__}.parts.{name}"), name.capitalize())
-    elif file.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        if not Path(file).is_file() or spec is None or spec.loader is None:
-            raise UsageError(f"--parts {name}: no such file.", "Give FILE.py:CLASS, the class of a part.")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        part = getattr(module, class_name, None)
-    else:
+    elif not file.endswith(".py"):
         raise UsageError(f"--parts {name}: expected some of {', '.join(PARTS)}, or FILE.py:CLASS.")
+    elif not Path(file).is_file():
+        raise UsageError(f"--parts {name}: no such file.", "Give FILE.py:CLASS, the class of a part.")
+    else:
+        part = getattr(_module(Path(file).resolve()), class_name, None)
     if not (isinstance(part, type) and issubclass(part, Part)):
         raise UsageError(f"--parts {name}: is no subclass of rotor.tools.study.part.Part.")
     return part()
+
+
+def _module(file: Path) -> ModuleType:
+    """Load a module from its file; it may import those beside it."""
+    loaded = sys.modules.get(file.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(file):
+        return loaded
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

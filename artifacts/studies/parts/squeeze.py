@@ -1,4 +1,7 @@
-"""The part `squeeze`: how alike hidden states are before and after attention (SqueezeAttention figure 2)."""
+"""The part `squeeze`: how alike hidden states are before and after attention (SqueezeAttention figure 2).
+
+rotor study MODEL --parts artifacts/studies/parts/squeeze.py:Squeeze -o STUDY
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from ....errors import UnsupportedModelError
-from ....policies import PolicyLayer, Window, cache_policy
-from ....policies.budgets import squeeze_shares, three_means, token_cosines
-from ....policies.eviction import EvictingLayer
-from ..context import StudyContext
-from ..part import Part, Table, Task, number
-from ..store import Record, StudyStore
+from rotor.errors import UnsupportedModelError
+from rotor.policies import PolicyLayer, Window, cache_policy
+from rotor.policies.budgets import squeeze_shares, three_means, token_cosines
+from rotor.policies.eviction import EvictingLayer
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.part import Part, Table, Task, number
+from rotor.tools.study.store import Record, StudyStore
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,6 +2,8 @@
 
 A request is a prompt and then steps. A prompt takes its products at the device's rate, a step what `decode_seconds`
 says, and everything outside attention takes the products and the bytes of its weights. Nothing is measured.
+
+    rotor study MODEL --recipes fdc,palu,fdc-uniform --parts artifacts/studies/parts/fdc.py:Fdc -o STUDY
 """
 
 from __future__ import annotations
@@ -11,24 +13,25 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 
-from ....calibration.allocation.plan import Plan
-from ....calibration.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
-from ....calibration.prediction.devices import Device, find_device
-from ....calibration.prediction.prompt import bases_flops, layer_flops, uncompressed_layer_flops
-from ....checkpoint import AttentionShape, GroupLayout, LayerLayout
-from ....checkpoint.families import attention_shape
-from ....checkpoint.folding import model_layouts
-from ....checkpoint.layout import ordered_by_class
-from ....checkpoint.rows import NumberRow
-from ....checkpoint.sizes import kv_bytes_per_token, uncompressed_kv_bytes_per_token
-from ....checkpoint.tensors import BASES, layer_tensors
-from ....errors import AccuracyError, UsageError
-from ....recipe import Recipe
-from ....search import PlanEvaluator
-from ....search.search import find_plan
-from ..context import StudyContext
-from ..part import Part, Table, Task
-from ..store import Record, StudyStore
+from prompt_flops import bases_flops, layer_flops, uncompressed_layer_flops
+
+from rotor.calibration.allocation.plan import Plan
+from rotor.calibration.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
+from rotor.calibration.prediction.devices import Device, find_device
+from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout
+from rotor.checkpoint.families import attention_shape
+from rotor.checkpoint.folding import model_layouts
+from rotor.checkpoint.layout import ordered_by_class
+from rotor.checkpoint.rows import NumberRow
+from rotor.checkpoint.sizes import kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from rotor.checkpoint.tensors import BASES, layer_tensors
+from rotor.errors import AccuracyError, UsageError
+from rotor.recipe import Recipe
+from rotor.search import PlanEvaluator
+from rotor.search.search import find_plan
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.part import Part, Table, Task
+from rotor.tools.study.store import Record, StudyStore
 
 AT = 0.5
 """Share of the cache that a recipe removes; FDC's tables 7 to 11 have 0.53 to 0.67."""

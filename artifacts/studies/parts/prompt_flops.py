@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 
-from ...checkpoint.layout import AttentionShape, LayerLayout
-from ...checkpoint.tensors import BASES, layer_tensors
-from ...kernels.reference import fused_width
+from rotor.checkpoint.layout import AttentionShape, LayerLayout
+from rotor.checkpoint.tensors import BASES, layer_tensors
+from rotor.kernels.reference import fused_width
 
 
 def layer_flops(layout: LayerLayout, shape: AttentionShape, tokens: int) -> float:

@@ -1,5 +1,7 @@
 """The part `zdc`: which tokens layers find important, what bases lose on other text, bytes between processes, seconds,
 and ratios per token beside eviction and codes (ZDC figures 4 to 9, 14 and 19 to 23 in shape).
+
+    rotor study MODEL --recipes zdc --parts artifacts/studies/parts/zdc.py:Zdc -o STUDY
 """
 
 from __future__ import annotations
@@ -11,28 +13,28 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from scores import SEQUENCES, measure_scores, observe, tables_of_scores
 from torch import Tensor
 
-from ....calibration.pruning import prune_sequences
-from ....checkpoint import GroupLayout, LayerLayout, NumberRow
-from ....checkpoint.bases import LayerBases
-from ....checkpoint.folding import model_layouts
-from ....checkpoint.layout import POST_ROPE, AttentionShape, ordered_by_class
-from ....errors import UnsupportedModelError, UsageError
-from ....models.tokenizer import chat_opening
-from ....models.tokens import calibration_tokens
-from ....parallel.heads import travel
-from ....policies import GEAR, H2O, Policy, Tiers, find_policy
-from ....search import CompressibleModel
-from ....search.evaluation.cached import final_states_through_cache
-from ....search.ratio_search import rising_shares
-from ..cache_part import CachePart, StudiedCache, cache_records
-from ..caches import PROMPT_SHARE, CacheRecord
-from ..context import StudyContext
-from ..part import Table, Task, number
-from ..scores import SEQUENCES, measure_scores, observe, tables_of_scores
-from ..store import Record, StudyStore
-from .methods import at_equal_bytes
+from rotor.calibration.pruning import prune_sequences
+from rotor.checkpoint import GroupLayout, LayerLayout, NumberRow
+from rotor.checkpoint.bases import LayerBases
+from rotor.checkpoint.folding import model_layouts
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ordered_by_class
+from rotor.errors import UnsupportedModelError, UsageError
+from rotor.models.tokenizer import chat_opening
+from rotor.models.tokens import calibration_tokens
+from rotor.parallel.heads import travel
+from rotor.policies import GEAR, H2O, Policy, Tiers, find_policy
+from rotor.search import CompressibleModel
+from rotor.search.evaluation.cached import final_states_through_cache
+from rotor.search.ratio_search import rising_shares
+from rotor.tools.study.cache_part import CachePart, StudiedCache, cache_records
+from rotor.tools.study.caches import PROMPT_SHARE, CacheRecord
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.part import Table, Task, number
+from rotor.tools.study.parts.methods import at_equal_bytes
+from rotor.tools.study.store import Record, StudyStore
 
 RATIOS = (0.1, 0.3, 0.5, 0.7)
 """p of figure 14."""

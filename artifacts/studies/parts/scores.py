@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...calibration.capture import observed_attention
-from ...policies.agreement import in_common
-from .context import StudyContext
-from .part import Table
-from .store import Record
+from rotor.calibration.capture import observed_attention
+from rotor.policies.agreement import in_common
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.part import Table
+from rotor.tools.study.store import Record
 
 SEQUENCES = 2
 """Sequences of the report split in which scores are looked at."""

@@ -1,4 +1,7 @@
-"""The part `gear`: what codes of keys and values lose, and of what a cache consists (GEAR figures 1a, 2a, 2b and 6)."""
+"""The part `gear`: what codes of keys and values lose, and of what a cache consists (GEAR figures 1a, 2a, 2b and 6).
+
+rotor study MODEL --parts artifacts/studies/parts/gear.py:Gear -o STUDY
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from ....errors import UsageError
-from ....policies import GEAR, KCVT, KIVI, PerToken, Quantiser
-from ....policies.store import Side, Stream, heads_together, tensor_bytes
-from ..cache_part import GROUP
-from ..caches import PROMPT_SHARE
-from ..context import StudyContext
-from ..part import Part, Table, Task, number
-from ..plots import draw_line
-from ..store import Record, StudyStore
+from rotor.errors import UsageError
+from rotor.policies import GEAR, KCVT, KIVI, PerToken, Quantiser
+from rotor.policies.store import Side, Stream, heads_together, tensor_bytes
+from rotor.tools.study.cache_part import GROUP
+from rotor.tools.study.caches import PROMPT_SHARE
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.part import Part, Table, Task, number
+from rotor.tools.study.plots import draw_line
+from rotor.tools.study.store import Record, StudyStore
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
