@@ -19,7 +19,7 @@ from rotor.search.point import Point
 from rotor.search.report.data import ReportData
 from rotor.search.report.figures import _drawings, figures
 from rotor.search.report.report import render
-from rotor.search.report.style import LOSS_FLOOR, layer_colours, shown_loss
+from rotor.search.report.figures import LOSS_FLOOR, layer_colours, shown_loss
 
 
 def shown(stored: float, search: Fidelity, report: Fidelity | None = None) -> Point:

@@ -3,7 +3,7 @@
 A request is a prompt and then steps. A prompt takes its products at the device's rate, a step what `decode_seconds`
 says, and everything outside attention takes the products and the bytes of its weights. Nothing is measured.
 
-    rotor study MODEL --recipes fdc,palu,fdc-uniform --parts artifacts/studies/parts/fdc.py:Fdc -o STUDY
+    rotor study MODEL --recipes fdc,palu --parts artifacts/studies/parts/fdc.py:Fdc -o STUDY
 """
 
 from __future__ import annotations

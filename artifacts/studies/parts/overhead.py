@@ -37,7 +37,7 @@ TEXT = (
     "longest first, for sequences of 64 lengths up to the objective's and an 8B's heads with this plan's shares of "
     "their channels (at equal lengths and with few heads both schedules are the same). Equal slices, which the kernels "
     "take, are in the last column. "
-    "/AC, one rate for all heads, is combine.py with `--recipes fdc,fdc-uniform`."
+    "/AC, one rate for all heads, is combine.py with `--recipes fdc,artifacts/studies/recipes/fdc-uniform.yaml`."
 )
 
 

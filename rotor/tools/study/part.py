@@ -6,16 +6,14 @@ A part of your own is a subclass of `Part`: name it on the command line as `--pa
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import UsageError
+from ...policies.registry import import_file
 from .context import StudyContext
 from .parts import PARTS
 from .store import StudyStore
@@ -107,22 +105,7 @@ def find_part(name: str) -> Part:
     elif not Path(file).is_file():
         raise UsageError(f"--parts {name}: no such file.", "Give FILE.py:CLASS, the class of a part.")
     else:
-        part = getattr(_module(Path(file).resolve()), class_name, None)
+        part = getattr(import_file(Path(file)), class_name, None)
     if not (isinstance(part, type) and issubclass(part, Part)):
         raise UsageError(f"--parts {name}: is no subclass of rotor.tools.study.part.Part.")
     return part()
-
-
-def _module(file: Path) -> ModuleType:
-    """Load a module from its file; it may import those beside it."""
-    loaded = sys.modules.get(file.stem)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(file):
-        return loaded
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
