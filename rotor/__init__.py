@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .policies import use_cache_policy as use_cache_policy
     from .policies.fitting import fit_cache_policy as fit_cache_policy
     from .progress import Progress as Progress
+    from .runtime.policies_hook import CachePolicies
     from .search.export.export import ExportResult as ExportResult
     from .search.export.export import export as export
     from .search.export.materialise import materialise as materialise
@@ -71,4 +72,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-register_with_transformers()
+def _policies() -> CachePolicies:
+    from . import policies
+
+    return policies
+
+
+register_with_transformers(_policies)

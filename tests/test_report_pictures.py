@@ -17,9 +17,8 @@ from rotor.recipe import load_recipe
 from rotor.search.evaluation.accuracy import Fidelity
 from rotor.search.point import Point
 from rotor.search.report.data import ReportData
-from rotor.search.report.figures import _drawings, figures
+from rotor.search.report.figures import LOSS_FLOOR, _drawings, figures, layer_colours, shown_loss
 from rotor.search.report.report import render
-from rotor.search.report.figures import LOSS_FLOOR, layer_colours, shown_loss
 
 
 def shown(stored: float, search: Fidelity, report: Fidelity | None = None) -> Point:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,7 @@ from ..checkpoint import (
 )
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..kernels.defaults import config_of
+from . import policies_hook
 from .attention import RotorAttention, attend_to_shared
 from .positions import keep_shifts_with_rows
 from .rope import rotary_tables
@@ -94,7 +94,7 @@ class RotorQuantizer(HfQuantizer):
         family, shape = family_of(model.config), attention_shape(model.config)
         network, layouts = with_head(model, family), config.layouts(shape)
         section = getattr(config, "cache", None)
-        self.cache_policy = None if section is None else import_module("rotor.policies").read_stored(section)
+        self.cache_policy = None if section is None else policies_hook.find_policies().read_stored(section)
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
         self.kernel_config = config_of(find_kernel_config(model.config, checkpoint_files), layouts)
         if config.source is not None and checkpoint_files:
@@ -119,7 +119,7 @@ class RotorQuantizer(HfQuantizer):
             module.kernels = kernels
         if self.cache_policy is not None:
             try:
-                import_module("rotor.policies").attach_stored(model, network, self.cache_policy)
+                policies_hook.find_policies().attach_stored(model, network, self.cache_policy)
             except (UsageError, UnsupportedModelError) as error:
                 raise CheckpointError(f"config.json, quantization_config: {error.message}", error.hint) from error
         return model

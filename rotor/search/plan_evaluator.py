@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..calibration.allocation.bits import BitsPath
+from ..calibration.allocation.paths import PATHS
 from ..calibration.allocation.plan import Plan, RankInputs, RankPath, Sensitivity, Spectra
 from ..calibration.run import Run, read_weight_fisher
 from ..errors import UsageError
@@ -190,4 +191,6 @@ def rank_path(
         groups = [information.unflatten(-1, (-1, run.form.group_size)).sum(-1) for information in layers]
         return [(keys, values) for keys, values in groups]
 
-    return ranks.rule.path(RankInputs(spectra, run.shape, ranks.multiple_of, gradients, sensitivities, context_tokens))
+    return PATHS[ranks.method](
+        RankInputs(spectra, run.shape, ranks.multiple_of, gradients, sensitivities, context_tokens)
+    )
