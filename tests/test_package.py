@@ -130,4 +130,6 @@ def test_a_facade_offers_what_it_says_and_loads_it_when_it_is_used(name: str) ->
         package.nothing  # noqa: B018
     program = f"import sys, rotor.{name}; print([m for m in sys.modules if m.startswith('rotor.{name}.')])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.strip() == ("['rotor.runtime.policies_hook', 'rotor.runtime.registration']" if name == "runtime" else "[]")
+    assert done.stdout.strip() == (
+        "['rotor.runtime.policies_hook', 'rotor.runtime.registration']" if name == "runtime" else "[]"
+    )

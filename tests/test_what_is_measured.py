@@ -9,7 +9,7 @@ import pytest
 from support.paths import DEMO_MODEL, ROOT
 
 from rotor.calibration.planning.outline import ModelOutline
-from rotor.models.projections import long_sequence_count
+from rotor.models.lengths import long_sequence_count
 from rotor.models.source import Checkpoint
 from rotor.models.splits import LONG_SPLIT, evaluation_data
 from rotor.progress import Progress

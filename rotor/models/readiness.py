@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..errors import DataError
 from ..recipe import Evaluation, Recipe
 from .documents import read_documents, require_datasets, require_tokenizer
-from .projections import bounded_seq_len
+from .lengths import bounded_seq_len
 from .sequences import text_sequences
 from .splits import SPLITS, calibration_share, description_of, digests, held_out_documents
 

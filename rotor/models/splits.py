@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import DataError
 from ..recipe import Evaluation
 from .documents import read_documents, stdlib_documents
-from .projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_count
+from .lengths import LONG_SEQ_LEN, bounded_seq_len, long_sequence_count
 from .sequences import evenly_spaced, text_sequences
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from ..numerics import first_not_finite, is_finite
 from ..progress import Advance, Progress
 from ..recipe import Evaluation, Tokens
 from .documents import dataset_documents, read_documents_with_topics
+from .lengths import bounded_seq_len
 from .memory import SAMPLING_TOKENS
-from .projections import bounded_seq_len
 from .sequences import even_places, evenly_spaced, prompt_start, sequences_by_document
 from .splits import calibration_share, topics_of_units
 from .tokenizer import check_ids, text_start

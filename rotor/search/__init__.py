@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 from ..facade import lazy
 
 if TYPE_CHECKING:
-    from .compressible import CompressibleModel as CompressibleModel
     from .evaluation.accuracy import Accuracy as Accuracy
     from .evaluation.accuracy import Fidelity as Fidelity
-    from .evaluation.device_plan import evaluation_plan as evaluation_plan
     from .evaluation.fidelity import FidelityMeter as FidelityMeter
     from .evaluation.prompts import EvaluationContext as EvaluationContext
     from .plan_evaluator import PlanEvaluator as PlanEvaluator
@@ -23,9 +21,7 @@ if TYPE_CHECKING:
     from .table import RankTable as RankTable
 
 _MODULES = {
-    "compressible": "CompressibleModel",
     "evaluation.accuracy": "Accuracy Fidelity",
-    "evaluation.device_plan": "evaluation_plan",
     "evaluation.fidelity": "FidelityMeter",
     "evaluation.prompts": "EvaluationContext",
     "plan_evaluator": "PlanEvaluator rank_path",

@@ -15,7 +15,7 @@ from ..checkpoint.hashes import file_sha256
 from ..checkpoint.output_folder import OutputFolder
 from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, UsageError
-from ..models.projections import context_tokens
+from ..models.lengths import context_tokens
 from ..models.source import Checkpoint
 from ..recipe import Recipe
 from ..recipe.requests import ExportRequest

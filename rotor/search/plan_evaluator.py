@@ -13,11 +13,11 @@ from ..calibration.allocation.paths import PATHS
 from ..calibration.allocation.plan import Plan, RankInputs, RankPath, Sensitivity, Spectra
 from ..calibration.run import Run, read_weight_fisher
 from ..errors import UsageError
+from ..models.compressible import CompressibleModel
 from ..models.device_plan import DevicePlan
 from ..models.splits import EvaluationData
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe
-from .compressible import CompressibleModel
 from .evaluation.accuracy import Fidelity
 from .evaluation.fidelity import FidelityMeter
 from .point import Point

@@ -18,8 +18,8 @@ from ..models.compressed import open_model
 from ..models.device_plan import DevicePlan
 from ..models.hardware import fit_threads
 from ..models.hub import find_model
+from ..models.lengths import bounded_seq_len
 from ..models.loading import load_model
-from ..models.projections import bounded_seq_len
 from ..models.tokenizer import as_chat, check_ids
 from ..models.tokens import synthetic_tokens
 from ..models.weights import Weights

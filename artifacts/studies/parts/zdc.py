@@ -22,11 +22,11 @@ from rotor.checkpoint.bases import LayerBases
 from rotor.checkpoint.folding import model_layouts
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ordered_by_class
 from rotor.errors import UnsupportedModelError, UsageError
+from rotor.models.compressible import CompressibleModel
 from rotor.models.tokenizer import chat_opening
 from rotor.models.tokens import calibration_tokens
 from rotor.parallel.heads import travel
 from rotor.policies import GEAR, H2O, Policy, Tiers, find_policy
-from rotor.search import CompressibleModel
 from rotor.search.evaluation.cached import final_states_through_cache
 from rotor.search.ratio_search import rising_shares
 from rotor.tools.study.cache_part import CachePart, StudiedCache, cache_records

@@ -20,8 +20,8 @@ from ...errors import MissingError
 from ...models.device_plan import DevicePlan
 from ...models.hardware import matmul_rate
 from ...models.hub import find_source
+from ...models.lengths import context_tokens
 from ...models.memory import Estimate, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
-from ...models.projections import context_tokens
 from ...models.source import Checkpoint, config_of
 from ...models.tokenizer import load_tokenizer, text_start
 from ...options import with_fields_of

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ...checked import Reader, plain
 from ...checkpoint.schemas import AccuracyInfo
-from ...models.projections import LONG_SEQ_LEN
+from ...models.lengths import LONG_SEQ_LEN
 from ...models.splits import LONG_SPLIT, SPLITS
 from ...recipe.metric_registry import METRICS, metric_info
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...checkpoint.schemas import TextInfo
-from ...models.projections import bounded_seq_len
+from ...models.lengths import bounded_seq_len
 from ...models.tokenizer import as_chat
 from ..point import Point
 from ..rank_search import RankSearch

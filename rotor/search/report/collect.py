@@ -17,7 +17,7 @@ from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SequenceInfo, SizeI
 from ...checkpoint.sizes import CacheSize, share_removed
 from ...errors import CheckpointError, RotorError
 from ...models.compressed import read_report
-from ...models.projections import LONG_CONTEXT
+from ...models.lengths import LONG_CONTEXT
 from ...models.source import Checkpoint
 from ...progress import in_bytes
 from ...recipe import Recipe, load_stored_recipe

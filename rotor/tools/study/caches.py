@@ -15,13 +15,14 @@ from ...calibration.allocation.plan import RankPath
 from ...checkpoint.layout import AttentionShape
 from ...checkpoint.sizes import exact_bytes_of_sequence, uncompressed_kv_bytes_of_sequence
 from ...errors import UnsupportedModelError
+from ...models.compressible import CompressibleModel
 from ...models.splits import SPLITS
 from ...policies import LONG_TOKENS, EvictingLayer, Eviction, Policy, random_rows, stored_bytes
 from ...policies.fitting import fit_cache_policy
 from ...policies.quantiser import Quantiser
 from ...progress import Advance, Progress
 from ...runtime.attention import RotorAttention
-from ...search import CompressibleModel, EvaluationContext, FidelityMeter, PlanEvaluator
+from ...search import EvaluationContext, FidelityMeter, PlanEvaluator
 from ...search.evaluation.cached import final_states_through_cache
 
 PROMPT_SHARE = 0.75
