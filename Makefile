@@ -22,7 +22,7 @@ TARGETS := 0.99 0.95 0.90
 FAST := $(wildcard $(foreach name,bases codes forms json recipe recipe_reference search inspection cost layers \
 	arguments installing ranks,tests/test_$(name).py))
 
-PAGES = README.md CONTRIBUTING.md LICENSE docs artifacts/NOTES.md artifacts/studies
+PAGES = README.md CONTRIBUTING.md LICENSE docs artifacts/NOTES.md artifacts/NOTES-old.md artifacts/studies artifacts/benchmarks
 
 .PHONY: docs demo demo-full reference gpu gpu-bundle test test-fast test-slow test-vllm test-min lint setup clean
 
