@@ -8,7 +8,7 @@
 # make test-min  the tests on the oldest versions that pyproject.toml allows
 # make gpu       on a GPU: tests and measurements in nine minutes (MINUTES=4: in four)
 # make gpu-bundle  packages for a GPU machine without network (Python 3.12, PyTorch and Triton there), in .gpu-bundle/
-# make docs      the pages of README, docs/ and artifacts/ as a site in build/site
+# make docs      the pages of README, docs/ and artifacts/, and the API from docstrings, as a site in build/site
 # make test-vllm the tests of vLLM's plugin, in an environment with vLLM for CPUs
 
 PYTHON ?= python3
