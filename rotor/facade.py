@@ -1,4 +1,4 @@
-"""What a package offers to others, imported when it is first used: `__getattr__ = lazy(__name__, {...})`."""
+"""Names that a package offers to others, imported when they are first used: `__getattr__ = lazy(__name__, {...})`."""
 
 from __future__ import annotations
 

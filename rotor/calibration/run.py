@@ -207,12 +207,12 @@ class Run:
 
     @property
     def writable(self) -> bool:
-        """Whether measurements can be stored in the folder, which may belong to somebody else."""
+        """Tell whether measurements can be stored in the folder, which may belong to somebody else."""
         return os.access(self.folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
     @property
     def has_codes(self) -> bool:
-        """Whether calibration fitted codes, which bits are allocated by."""
+        """Tell whether calibration fitted codes, which bits are allocated by."""
         return layer_path(Path(), "codes", 0).as_posix() in self.manifest.files
 
     @property

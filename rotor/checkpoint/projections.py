@@ -225,7 +225,7 @@ class CompressedProjections(nn.Module):
         return query, key, value
 
     def weights_behind_rope(self) -> tuple[Tensor | None, Tensor | None]:
-        """What rotated queries and keys are multiplied by, [head_dim] each, where norms leave their weights out."""
+        """Factors of rotated queries and keys, [head_dim] each, where norms leave their weights out."""
         norms = [self._modules[name] for name in self.norm_names]
         weights = [norm.weight for norm in norms if isinstance(norm, UnweightedNorm)]
         return (weights[0], weights[-1]) if weights else (None, None)

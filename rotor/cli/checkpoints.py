@@ -127,7 +127,7 @@ def _print_export(out: Path, result: ExportResult) -> None:
 
 
 def how_to_keep_more(out: Path, accuracy: Accuracy) -> str:
-    """What to do where the report is below the target: ask for as much more as is missing, or measure more."""
+    """Hint where the report is below the target: ask for as much more as is missing, or measure more."""
     from ..recipe import load_stored_recipe
 
     assert accuracy.target is not None

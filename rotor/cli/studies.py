@@ -47,7 +47,7 @@ def study(request: StudyRequest, output: OutputOptions) -> None:
 
 
 def _print_study(result: Study) -> None:
-    """What every recipe removes at the target accuracies, and where all of it is."""
+    """Print what every recipe removes at the target accuracies, and where all of it is."""
     from ..tools.study.parts.curves import curves, target_tables
 
     for table in target_tables(curves(result.records)):

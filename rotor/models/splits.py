@@ -37,7 +37,7 @@ PARTS_PER_DOCUMENT = 6
 
 @dataclass(frozen=True)
 class SplitText:
-    """What one split measures on.
+    """Sequences and prompts that one split measures on.
 
     sequences: [num_sequences, seq_len]; the splits' are from different documents (or parts of a single one).
     filler: [tokens], all of the split's text, from which prompts take what stands between question and answer.
@@ -117,7 +117,7 @@ class Documents:
 
     @property
     def names(self) -> dict[str, dict[str, int]]:
-        """What served each split: the number of documents, or parts of them, by the names of their files."""
+        """Sources of each split: the number of documents, or parts of them, by the names of their files."""
         named = {split: Counter(f"{unit.kind}/{unit.name}" for unit in self.splits[split]) for split in self.splits}
         return {split: dict(counts) for split, counts in named.items()}
 

@@ -29,7 +29,7 @@ MAX_SPAN_TOKENS = 32
 """Most tokens of a span that is repeated later in a sequence."""
 
 SPAN_REPEATS = 2
-"""How often a span is repeated."""
+"""Number of times that a span is repeated."""
 
 MODEL_WRITES = -1
 """Placeholder for a token that the model samples."""

@@ -24,7 +24,7 @@ from .wire import Wire
 
 @dataclass(frozen=True)
 class Travel:
-    """What a token of a prompt costs in a layer, of all processes together: bytes by rows, and by heads (None where
+    """Cost of a token of a prompt in a layer, of all processes together: bytes by rows, and by heads (None where
     heads do not travel)."""
 
     rows: int

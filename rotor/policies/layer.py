@@ -30,7 +30,7 @@ from .store import Stored, mapped, tensor_bytes
 
 
 class StoredSequence(Stored):
-    """What a layer stores of one sequence of a batch, without its padding.
+    """Store of a layer for one sequence of a batch, without its padding.
 
     start: position of the first token, behind padding. tokens: tokens given so far. new: tokens of this step.
     """

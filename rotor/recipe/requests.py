@@ -33,7 +33,7 @@ Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 
 @dataclass(frozen=True)
 class CalibrationRequest(MemoryOptions, Reported):
-    """What `rotor calibrate` is asked to do.
+    """Request of `rotor calibrate`.
 
     Args:
         model: Folder of the model (config.json and safetensors), which is only read; or a hub id.
@@ -106,7 +106,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class ExportRequest(MemoryOptions, Goal, Reported):
-    """What `rotor export` is asked to do.
+    """Request of `rotor export`.
 
     Args:
         run: Run folder that `rotor calibrate` wrote; its tables gain the points that are measured.
@@ -165,7 +165,7 @@ class ExportRequest(MemoryOptions, Goal, Reported):
 
 @dataclass(frozen=True)
 class MaterialisationRequest(Reported):
-    """What `rotor materialise` is asked to do.
+    """Request of `rotor materialise`.
 
     Args:
         folder: What `rotor export --without-weights` wrote.
@@ -183,7 +183,7 @@ class MaterialisationRequest(Reported):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationOptions(MemoryOptions):
-    """How `rotor validate` checks a folder.
+    """Options by which `rotor validate` checks a folder.
 
     Args:
         model: Source model, if it is not where it was; checkpoints without weights take them from it.
@@ -236,7 +236,7 @@ class ValidationOptions(MemoryOptions):
 
 @dataclass(frozen=True)
 class ValidationRequest(ValidationOptions, Reported):
-    """What `rotor validate` is asked to do with one folder.
+    """Request of `rotor validate` for one folder.
 
     Args:
         folder: What `rotor export` wrote, or with `cache` an uncompressed model.
@@ -250,7 +250,7 @@ class ValidationRequest(ValidationOptions, Reported):
 
 @dataclass(frozen=True)
 class StudyRequest(MemoryOptions, Reported):
-    """What `rotor study` is asked to do.
+    """Request of `rotor study`.
 
     Args:
         model: Folder of the model (config.json and safetensors), which is only read; or a hub id.
@@ -301,7 +301,7 @@ class StudyRequest(MemoryOptions, Reported):
 
 @dataclass(frozen=True)
 class InspectionRequest(DeviceOptions):
-    """What `rotor inspect` is asked to look at.
+    """Request of `rotor inspect`.
 
     Args:
         model: Folder of the model (a config.json alone is enough), or a hub id, of which only the configuration is
@@ -339,7 +339,7 @@ class InspectionRequest(DeviceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions(DeviceOptions):
-    """How `rotor generate` continues a prompt.
+    """Options by which `rotor generate` continues a prompt.
 
     Args:
         raw: Continue the prompt as it is, also where the model has a chat template.
@@ -363,7 +363,7 @@ class GenerationOptions(DeviceOptions):
 
 @dataclass(frozen=True)
 class GenerationRequest(GenerationOptions, Reported):
-    """What `rotor generate` is asked to continue.
+    """Request of `rotor generate`.
 
     Args:
         folder: A compressed checkpoint, or any model's folder or hub id.
@@ -379,7 +379,7 @@ class GenerationRequest(GenerationOptions, Reported):
 
 @dataclass(frozen=True)
 class BenchRequest(DeviceOptions, Reported):
-    """What `rotor bench` is asked to measure.
+    """Request of `rotor bench`.
 
     Args:
         folder: A checkpoint that `rotor export` wrote.

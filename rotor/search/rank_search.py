@@ -74,7 +74,7 @@ class RankSearch(PlanEvaluator):
 
     @property
     def searches_ratios(self) -> bool:
-        """Whether the goal is kept by the policy's ratios, beside which ranks are at their mildest."""
+        """Tell whether the goal is kept by the policy's ratios, beside which ranks are at their mildest."""
         return self.job.request.accuracy is not None and getattr(self.job.policy, "search", False)
 
     def follow(self, policy: Policy) -> None:

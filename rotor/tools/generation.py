@@ -39,7 +39,7 @@ FITTED_TOKENS, FITTED_SEQ_LEN = 2048, 256
 
 
 class Continuation(TypedDict):
-    """What a model wrote.
+    """Text that a model wrote.
 
     text: the prompt with its continuation, or the answer. chat_template: whether one was applied. kv_cache_bytes: at
     the end; of a split cache also what each process had of it, and the bytes that this process sent, by kind.

@@ -148,7 +148,7 @@ class Tiers(Policy):
 
 
 class TieredSequence(StoredSequence):
-    """What a layer in tiers stores of one sequence.
+    """Store of a layer in tiers for one sequence.
 
     high: key and value rows of important tokens, in the order of their positions. low: of other tokens.
     important: [tokens] bool. scores: [important tokens] float32, by which they are chosen.

@@ -287,7 +287,7 @@ def _size(job: ExportJob, layouts: Sequence[LayerLayout], policy: Policy | None,
 
 
 def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> Accuracy:
-    """What was measured of the point that is written; where nothing was (no table), why."""
+    """Measurements of the point that is written; where nothing was (no table), why."""
     metric = job.recipe.evaluation.metric
     target = job.request.accuracy
     if table is None:

@@ -177,7 +177,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
 
 
 def _windows(shape: AttentionShape) -> str:
-    """How many layers hold at most so many tokens."""
+    """Counts of layers that hold at most so many tokens, in words."""
     counts = {window: shape.windows.count(window) for window in sorted({w for w in shape.windows if w})}
     held = [f"{count} of {shape.num_layers} layers hold at most {window:,} tokens" for window, count in counts.items()]
     return ", ".join(held) or "none"

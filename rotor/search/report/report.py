@@ -118,7 +118,7 @@ def _largest_share(data: ReportData, side: str) -> float:
 
 
 def _has_side(group: GroupLayout, side: str) -> bool:
-    """Whether a group has latents of `values` beside those of `keys`, which stand for joint ones too."""
+    """Tell whether a group has latents of `values` beside those of `keys`, which stand for joint ones too."""
     return side == "keys" or not group.joint
 
 
@@ -138,7 +138,7 @@ def _next_steps(data: ReportData) -> list[tuple[str, str]]:
 
 
 def _channels_for(spectrum: list[float]) -> int:
-    """How many leading channels hold 0.99 of the sum of squares."""
+    """Number of leading channels that hold 0.99 of the sum of squares."""
     sums = list(accumulate(value * value for value in spectrum))
     return next(i + 1 for i, total in enumerate(sums) if total >= 0.99 * sums[-1])
 

@@ -99,7 +99,7 @@ def search(
 
 
 def tiles(own: Tile, layout: LayerLayout) -> list[Tile]:
-    """What is tried for a layer, its own tile first: its keys, warps and stages changed.
+    """Tiles that are tried for a layer, its own tile first: its keys, warps and stages changed.
 
     No tile is above a block of positions.
     """

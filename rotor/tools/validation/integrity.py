@@ -51,7 +51,7 @@ class Validation:
 
     @property
     def damaged(self) -> bool:
-        """Whether a check other than the accuracy target failed."""
+        """Tell whether a check other than the accuracy target failed."""
         return any(c.status == "fail" and c.name != "accuracy target" for c in self.checks)
 
     @property
