@@ -28,7 +28,7 @@ from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.compressible import CompressibleModel
 from rotor.models.device_plan import DevicePlan
 from rotor.models.source import Checkpoint
-from rotor.recipe import load_recipe
+from rotor.recipe.reading import load_recipe
 from rotor.search.export.export import export
 from rotor.search.plan_evaluator import rank_path
 from rotor.search.table import RankTable

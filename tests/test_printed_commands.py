@@ -14,7 +14,7 @@ from support.tiny_models import build_tiny
 
 from rotor.calibration.run import Run
 from rotor.cli.app import app
-from rotor.recipe import load_recipe
+from rotor.recipe.reading import load_recipe
 from rotor.search.export.export import export
 
 METRIC = ["evaluation.metric=kl_div"]

@@ -13,7 +13,7 @@ from support.pages import Page
 
 from rotor.checkpoint.layout import GroupLayout
 from rotor.checkpoint.rows import CodedRow, NumberRow
-from rotor.recipe import load_recipe
+from rotor.recipe.reading import load_recipe
 from rotor.search.evaluation.accuracy import Fidelity
 from rotor.search.point import Point
 from rotor.search.report.data import ReportData

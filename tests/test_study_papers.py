@@ -21,8 +21,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from rotor.calibration.prediction.devices import find_device
-from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout, NumberRow
-from rotor.checkpoint.layout import POST_ROPE, pre_rope
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, LayerLayout, pre_rope
+from rotor.checkpoint.rows import NumberRow
 from rotor.policies import GEAR, KCVT
 from rotor.policies.agreement import in_common
 from rotor.tools.study.context import StudyContext

@@ -20,7 +20,7 @@ from ..kernels.reference import dense_attention
 from ..kernels.rotary import Rotation, rotate, when_read, within_blocks
 from ..models.layerwise import LayerwiseModel
 from ..progress import Advance
-from ..recipe import Prune
+from ..recipe.sections import Prune
 from .moments import JOINT, LayerStatistics, named_form
 from .pruning import ClusteredStatistics
 

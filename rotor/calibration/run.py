@@ -30,7 +30,8 @@ from ..checkpoint.publishing import write_tensors
 from ..checkpoint.schemas import RunInfo, check_run, read_file
 from ..errors import CheckpointError, MissingError, UsageError
 from ..models.hub import find_model
-from ..recipe import Recipe, load_stored_recipe
+from ..recipe.reading import load_stored_recipe
+from ..recipe.recipe import Recipe
 from .codes.layer import GroupChannels, LayerCodes, coded_bases
 from .codes.side import FITTED_BITS, SideCodes
 from .moments import pack_symmetric, unpack_symmetric

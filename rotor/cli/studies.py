@@ -25,7 +25,7 @@ def study(request: StudyRequest, output: OutputOptions) -> None:
     length, evaluation and search are those of the first.
     """
     from ..models.hub import check_name
-    from ..recipe import load_recipe
+    from ..recipe.reading import load_recipe
 
     for recipe in request.recipes:
         load_recipe(recipe, request.overrides)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..recipe import Evaluation
+from ..recipe.sections import Evaluation
 from .documents import read_documents, stdlib_documents
 from .lengths import bounded_seq_len
 from .overlap import overlapping

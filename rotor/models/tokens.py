@@ -13,7 +13,7 @@ from transformers import StaticCache
 from ..errors import DataError, NumericsError
 from ..numerics import first_not_finite, is_finite
 from ..progress import Advance, Progress
-from ..recipe import Evaluation, Tokens
+from ..recipe.sections import Evaluation, Tokens
 from .documents import dataset_documents
 from .lengths import bounded_seq_len
 from .memory import SAMPLING_TOKENS

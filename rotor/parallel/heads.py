@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checkpoint import AttentionShape, LayerLayout
+from ..checkpoint.layout import AttentionShape, LayerLayout
 from ..kernels.logits import ClassRows, absorbed_queries
 from ..kernels.reference import dense_attention
-from ..runtime import AttentionCall
+from ..runtime.steps import AttentionCall
 from .wire import Wire
 
 

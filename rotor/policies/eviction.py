@@ -13,9 +13,10 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 from torch.nn import functional
 
-from ..checkpoint import LayerLayout
+from ..checkpoint.layout import LayerLayout
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..runtime import AttentionCall, attend_to_rows, rows_of
+from ..runtime.rope import rows_of
+from ..runtime.steps import AttentionCall, attend_to_rows
 from .budgets import SqueezeBudgets
 from .column_sums import ScoreSoftmax, column_sums
 from .layer import PolicyLayer, StoredSequence, between, mask_of_places, right_aligned

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..checked import Expect, JsonObject, Reader, shorten
-from ..checkpoint import AttentionShape, ExactTokens, LayerLayout
+from ..checkpoint.layout import AttentionShape, ExactTokens, LayerLayout
 from ..checkpoint.sizes import CacheSize
 from ..errors import UnsupportedModelError, UsageError
 from ..kernels.rows import row_dtype
-from ..runtime import WithExactRows
+from ..runtime.exact import WithExactRows
 from .layer import PolicyLayer
 from .store import tensor_bytes
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint import LayerLayout
+from ..checkpoint.layout import LayerLayout
 from ..errors import UsageError
-from ..runtime import AttentionCall
+from ..runtime.steps import AttentionCall
 from .layer import PolicyLayer, StoredSequence, behind_padding
 from .policy import LayerSample, Policy
 from .store import Side, Stream, spans_of

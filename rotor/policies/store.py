@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checkpoint import LayerLayout
+from ..checkpoint.layout import LayerLayout
 
 Parts = tuple[Tensor, ...]
 """The stored tensors of a run of tokens, [batch_size, *, n, *] each. Dimension 2 grows with the tokens: in the first

@@ -18,7 +18,7 @@ from ..errors import MissingError, UsageError
 from ..options import MAX_NUMBER, Count, DeviceOptions, MemoryOptions, Reported, check_options
 
 if TYPE_CHECKING:
-    from . import Recipe
+    from .recipe import Recipe
 else:
     Recipe = object  # options are made of these classes before any recipe is read, whose import takes a while
 
@@ -73,7 +73,7 @@ class CalibrationRequest(MemoryOptions, Reported):
     @cached_property
     def overridden_recipe(self) -> Recipe:
         """The recipe with the text and the overrides; raises RecipeError as `load_recipe` does."""
-        from . import load_recipe, quick_overrides, text_overrides
+        from .reading import load_recipe, quick_overrides, text_overrides
 
         quick = quick_overrides(load_recipe(self.recipe)) if self.quick else ()
         return load_recipe(self.recipe, (*quick, *text_overrides(self.text), *self.overrides))
@@ -151,13 +151,14 @@ class ExportRequest(MemoryOptions, Goal, Reported):
         if not run.is_dir():
             raise MissingError(f"{run}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
         if (run / RECIPE).is_file():
-            from . import load_stored_recipe
+            from .reading import load_stored_recipe
 
             self.override(load_stored_recipe(run))
 
     def override(self, recipe: Recipe) -> Recipe:
         """The recipe of a run with what this export changes of it."""
-        from . import EXPORT_SECTIONS, override, quick_overrides
+        from .reading import override, quick_overrides
+        from .recipe import EXPORT_SECTIONS
 
         quick = quick_overrides(recipe, ("evaluation", "search")) if self.quick else ()
         return override(recipe, (*quick, *self.overrides), EXPORT_SECTIONS)
@@ -223,7 +224,7 @@ class ValidationOptions(MemoryOptions):
     @property
     def evaluation_overrides(self) -> tuple[str, ...]:
         """Everything that the request changes in the section evaluation."""
-        from . import distance_overrides, load_recipe, quick_overrides, text_overrides
+        from .reading import distance_overrides, load_recipe, quick_overrides, text_overrides
 
         quick = quick_overrides(load_recipe("rotor"), ("evaluation",)) if self.quick else ()
         return (
@@ -294,7 +295,7 @@ class StudyRequest(MemoryOptions, Reported):
     @property
     def all_overrides(self) -> tuple[str, ...]:
         """Overrides of every recipe, those of the text and the distance among them."""
-        from . import distance_overrides, text_overrides
+        from .reading import distance_overrides, text_overrides
 
         return (*text_overrides(self.text), *distance_overrides(self.distance), *self.overrides)
 
@@ -331,7 +332,7 @@ class InspectionRequest(DeviceOptions):
     @cached_property
     def overridden_recipe(self) -> Recipe:
         """The recipe with the overrides; raises RecipeError as `load_recipe` does."""
-        from . import load_recipe, quick_overrides
+        from .reading import load_recipe, quick_overrides
 
         quick = quick_overrides(load_recipe(self.recipe)) if self.quick else ()
         return load_recipe(self.recipe, (*quick, *self.overrides))

@@ -22,19 +22,10 @@ from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checked import JsonObject
-from ..checkpoint import (
-    KERNEL_CONFIG,
-    MARK,
-    METHOD,
-    AttentionShape,
-    CompressedSection,
-    Family,
-    LayerLayout,
-    attention_shape,
-    family_of,
-    is_ours,
-    language_model_setting,
-)
+from ..checkpoint.families import Family, attention_shape, family_of, language_model_setting
+from ..checkpoint.file_names import KERNEL_CONFIG
+from ..checkpoint.layout import AttentionShape, LayerLayout
+from ..checkpoint.section import MARK, METHOD, CompressedSection, is_ours
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..kernels.defaults import config_of
 from . import policies_hook
@@ -48,7 +39,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ..checkpoint import RewrittenTensors
+    from ..checkpoint.rewritten import RewrittenTensors
 
 log = logging.getLogger("rotor")
 
@@ -98,7 +89,7 @@ class RotorQuantizer(HfQuantizer):
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
         self.kernel_config = config_of(find_kernel_config(model.config, checkpoint_files), layouts)
         if config.source is not None and checkpoint_files:
-            from ..checkpoint import open_rewritten  # not needed for checkpoints with weights
+            from ..checkpoint.rewritten import open_rewritten  # not needed for checkpoints with weights
 
             tensors = open_rewritten(Path(checkpoint_files[0]), model.config, config)
             model.__dict__[REWRITTEN] = {name: LazyTensor(tensors, name) for name in tensors.file_of}

@@ -17,7 +17,7 @@ from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, UsageError
 from ..models.lengths import context_tokens
 from ..models.source import Checkpoint
-from ..recipe import Recipe
+from ..recipe.recipe import Recipe
 from ..recipe.requests import ExportRequest
 from ..recipe.sections import Exact
 

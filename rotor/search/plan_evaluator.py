@@ -17,7 +17,7 @@ from ..models.compressible import CompressibleModel
 from ..models.device_plan import DevicePlan
 from ..models.splits import SPLITS, EvaluationData
 from ..progress import Progress, StageTimes
-from ..recipe import Recipe
+from ..recipe.recipe import Recipe
 from .evaluation.accuracy import Fidelity
 from .evaluation.fidelity import FidelityMeter
 from .point import Point

@@ -16,7 +16,7 @@ from ..checkpoint.bases import LayerBases
 from ..checkpoint.layout import LayerRanks
 from ..models.compressible import CompressibleModel
 from ..progress import Advance
-from ..recipe import Ranks
+from ..recipe.sections import Ranks
 from .evaluation.scoring import score
 
 KL_NOISE = 1e-9

@@ -26,7 +26,7 @@ from ..checkpoint.layout import ExactTokens
 from ..errors import CheckpointError
 from ..models.device_plan import DevicePlan
 from ..models.splits import EvaluationData
-from ..recipe import Evaluation, Ranks
+from ..recipe.sections import Evaluation, Ranks
 from .evaluation.accuracy import BaseValues
 from .point import Point
 

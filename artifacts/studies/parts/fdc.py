@@ -18,16 +18,15 @@ from prompt_flops import bases_flops, layer_flops, uncompressed_layer_flops
 from rotor.calibration.allocation.plan import Plan
 from rotor.calibration.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from rotor.calibration.prediction.devices import Device, find_device
-from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout
 from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.folding import model_layouts
-from rotor.checkpoint.layout import ordered_by_class
+from rotor.checkpoint.layout import AttentionShape, GroupLayout, LayerLayout, ordered_by_class
 from rotor.checkpoint.rows import NumberRow
 from rotor.checkpoint.sizes import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from rotor.checkpoint.tensors import BASES, layer_tensors
 from rotor.errors import AccuracyError, UsageError
-from rotor.recipe import Recipe
-from rotor.search import PlanEvaluator
+from rotor.recipe.recipe import Recipe
+from rotor.search.plan_evaluator import PlanEvaluator
 from rotor.search.search import find_plan
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.part import Part, Table, Task

@@ -19,7 +19,7 @@ from rotor.calibration.prediction.devices import find_device
 from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.folding import model_layouts
 from rotor.errors import UsageError
-from rotor.recipe import Recipe
+from rotor.recipe.recipe import Recipe
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.part import Part, Table, Task
 from rotor.tools.study.store import StudyStore

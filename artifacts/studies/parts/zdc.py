@@ -17,10 +17,10 @@ from scores import SEQUENCES, measure_scores, observe, tables_of_scores
 from torch import Tensor
 
 from rotor.calibration.pruning import prune_sequences
-from rotor.checkpoint import GroupLayout, LayerLayout, NumberRow
 from rotor.checkpoint.bases import LayerBases
 from rotor.checkpoint.folding import model_layouts
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, ordered_by_class
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, LayerLayout, ordered_by_class
+from rotor.checkpoint.rows import NumberRow
 from rotor.errors import UnsupportedModelError, UsageError
 from rotor.models.compressible import CompressibleModel
 from rotor.models.tokenizer import chat_opening

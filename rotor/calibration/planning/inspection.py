@@ -25,8 +25,8 @@ from ...models.memory import Estimate, available_device_bytes, available_host_by
 from ...models.source import Checkpoint, config_of
 from ...models.tokenizer import load_tokenizer, text_start
 from ...options import with_fields_of
-from ...recipe import ObjectiveSettings
 from ...recipe.requests import InspectionRequest
+from ...recipe.sections import ObjectiveSettings
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import COMPARED_COMPRESSION, DecodeTime, decode_times, slower
 from ..prediction.devices import find_device

@@ -24,8 +24,9 @@ from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estim
 from ...models.source import Checkpoint
 from ...options import MemoryOptions
 from ...progress import Progress
-from ...recipe import Evaluation, Recipe
 from ...recipe.metric_registry import primitive_metrics, report_metrics
+from ...recipe.recipe import Recipe
+from ...recipe.sections import Evaluation
 from ..bases.layer import bases_bytes, needed_statistics
 from ..codes.quantiser import SAMPLED_TOKENS
 from ..codes.side import codes_bytes

@@ -35,7 +35,7 @@ from ...models.source import INDEX_FILE, Checkpoint
 from ...models.splits import SPLITS
 from ...options import with_fields_of
 from ...progress import Progress, StageTimes
-from ...recipe import Recipe
+from ...recipe.recipe import Recipe
 from ...recipe.requests import ExportRequest
 from ..evaluation.accuracy import Accuracy
 from ..export_job import ExportJob

@@ -14,7 +14,7 @@ from ...checkpoint.schemas import CheckpointInfo, ModelInfo
 from ...checkpoint.sizes import share_removed
 from ...installing import pip_install
 from ...progress import in_bytes
-from ...recipe import Recipe
+from ...recipe.recipe import Recipe
 from ..evaluation.accuracy import Accuracy
 
 

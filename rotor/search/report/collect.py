@@ -20,8 +20,9 @@ from ...models.compressed import read_report
 from ...models.lengths import LONG_CONTEXT
 from ...models.source import Checkpoint
 from ...progress import in_bytes
-from ...recipe import Recipe, load_stored_recipe
 from ...recipe.metric_registry import metric_info
+from ...recipe.reading import load_stored_recipe
+from ...recipe.recipe import Recipe
 from ..evaluation.accuracy import Accuracy, chance_note
 from ..point import Point
 from ..table import TABLES, RankTable

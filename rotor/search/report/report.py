@@ -22,7 +22,7 @@ from ...checkpoint.schemas import CheckpointInfo
 from ...errors import UsageError
 from ...installing import pip_install
 from ...progress import in_bytes, in_time
-from ...recipe import Recipe
+from ...recipe.recipe import Recipe
 from .collect import collect, collect_checkpoint, collect_run
 from .data import Cell, ReportData
 from .figures import SIDE_NAMES, figures

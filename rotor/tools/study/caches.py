@@ -22,8 +22,10 @@ from ...policies.fitting import fit_cache_policy
 from ...policies.quantiser import Quantiser
 from ...progress import Advance, Progress
 from ...runtime.attention import RotorAttention
-from ...search import EvaluationContext, FidelityMeter, PlanEvaluator
 from ...search.evaluation.cached import final_states_through_cache
+from ...search.evaluation.fidelity import FidelityMeter
+from ...search.evaluation.prompts import EvaluationContext
+from ...search.plan_evaluator import PlanEvaluator
 
 PROMPT_SHARE = 0.75
 """Share of a sequence of text that is the prompt: three quarters, as in GEAR's tasks (900 tokens of 1156 in GSM8k)."""

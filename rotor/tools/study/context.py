@@ -25,10 +25,13 @@ from ...models.source import Checkpoint
 from ...models.splits import CALIBRATION, EvaluationData, evaluation_data, held_out_documents
 from ...policies.fitting import FIT_TOKENS
 from ...progress import Progress
-from ...recipe import Evaluation, Recipe
 from ...recipe.metric_registry import primitive_metrics
+from ...recipe.recipe import Recipe
 from ...recipe.requests import StudyRequest
-from ...search import EvaluationContext, FidelityMeter, PlanEvaluator
+from ...recipe.sections import Evaluation
+from ...search.evaluation.fidelity import FidelityMeter
+from ...search.evaluation.prompts import EvaluationContext
+from ...search.plan_evaluator import PlanEvaluator
 from .caches import CacheBench
 from .inputs import StudyInputs
 from .store import StudyStore

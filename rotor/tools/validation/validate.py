@@ -30,10 +30,13 @@ from ...models.tokens import random_tokens
 from ...options import with_fields_of
 from ...policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ...progress import Progress, StageTimes
-from ...recipe import Evaluation, Recipe, load_recipe, load_stored_recipe, override
+from ...recipe.reading import load_recipe, load_stored_recipe, override
+from ...recipe.recipe import Recipe
 from ...recipe.requests import ValidationRequest
-from ...search import EvaluationContext, FidelityMeter
+from ...recipe.sections import Evaluation
 from ...search.evaluation.cached import check_in_memory
+from ...search.evaluation.fidelity import FidelityMeter
+from ...search.evaluation.prompts import EvaluationContext
 from ...search.evaluation.scoring import batch_logits
 from .integrity import Validation, check_integrity
 from .tasks import compare_tasks
