@@ -69,7 +69,7 @@ __all__ = [*sorted(_MODULE_OF), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """What this package offers, imported when it is first used."""
+    """Import what this package offers when it is first used."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)

@@ -70,7 +70,7 @@ def test_times_are_those_of_the_given_settings() -> None:
     spec = recipe.evaluation
     layers, head = 2 * sum(outline.layers), 2 * max(outline.vocabulary)
     flops = outline.evaluation_flops(recipe)
-    assert flops["search"] == (1 + 7) * (layers + head) * spec.search_tokens
+    assert flops["search"] == (1 + 4) * (layers + head) * spec.search_tokens
     prompts = spec.seq_len * (spec.lookup_prompts + spec.copy_prompts)
     assert 2 * (layers + 1.5 * head) * spec.report_tokens <= flops["report"]
     assert flops["report"] <= 2 * (layers + 1.5 * head) * 2 * spec.report_tokens + 2 * layers * prompts

@@ -135,8 +135,8 @@ class AccuracyInfo(TypedDict):
     """Accuracy as measured of a checkpoint.
 
     base: of the uncompressed model, by split. left_out: ratios that were not measured, by split and name.
-    excluded_documents: digests of held-out text that was calibrated on. table: key in the run. not_measured: why
-    `search`, `report` and `table` are null.
+    excluded_documents: digests of held-out text that was calibrated on. documents: of each split how many there are, by
+    the names of their files. table: key in the run. not_measured: why `search`, `report` and `table` are null.
     """
 
     target: float | None
@@ -150,6 +150,7 @@ class AccuracyInfo(TypedDict):
     base: NotRequired[dict[str, JsonObject | None]]
     left_out: NotRequired[dict[str, dict[str, str]]]
     excluded_documents: NotRequired[list[str]]
+    documents: NotRequired[dict[str, dict[str, int]]]
     table: NotRequired[str | None]
     not_measured: NotRequired[str]
 

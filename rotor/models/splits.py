@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,11 +55,13 @@ class EvaluationData:
 
     splits: both, by name. description: the text in words.
     excluded: digests of documents that were left out because they were calibrated on.
+    documents: of each split the number of its documents, or of parts of them, by the names of their files.
     """
 
     splits: dict[str, SplitText]
     description: str
     excluded: tuple[str, ...] = ()
+    documents: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def search(self) -> Tensor:
@@ -146,7 +148,8 @@ def evaluation_data(
             filler.append(sequences.flatten())
         names = tuple(kind for kind in kinds for _ in range(count)) if len(kinds) > 1 else ()
         splits[split] = SplitText(torch.cat(found), torch.cat(filler), names)
-    return EvaluationData(splits, held_out.description, held_out.excluded)
+    documents = {split: held_out.names[split] for split in SPLITS}
+    return EvaluationData(splits, held_out.description, held_out.excluded, documents)
 
 
 def sequences_of_a_kind(tokens: int, seq_len: int, kinds: int) -> int:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TABLES = "tables"
 PROBES = "probes"
 LATEST = "latest"
-TABLE_VERSION = 9
+TABLE_VERSION = 10
 HINT = "Delete it, and the next export measures again."
 T = TypeVar("T")
 

@@ -69,7 +69,8 @@ class Accuracy:
     metric: name of the recipe's metric. target: of the search. measured: by split (search, report).
     base: what was recorded of the uncompressed model, by split. left_out: why a ratio was not measured, by split and
     name. data, data_sha256: the held-out text, and its tokens. excluded_documents: digests of documents that are no
-    text to measure on, as they were calibrated on. table: key of the run's table. not_measured: why nothing was.
+    text to measure on, as they were calibrated on. documents: of each split how many there are, by the names of files.
+    table: key of the run's table. not_measured: why nothing was.
     """
 
     metric: str
@@ -80,6 +81,7 @@ class Accuracy:
     data: str | None = None
     data_sha256: str | None = None
     excluded_documents: tuple[str, ...] = ()
+    documents: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     table: str | None = None
     not_measured: str = ""
 
@@ -99,6 +101,7 @@ class Accuracy:
             info.get("data"),
             info["data_sha256"],
             tuple(info.get("excluded_documents", ())),
+            info.get("documents", {}),
             info.get("table"),
             info.get("not_measured", "" if "report" in measured else "nobody says why"),
         )
@@ -118,6 +121,7 @@ class Accuracy:
             "data": self.data,
             "data_sha256": self.data_sha256,
             "excluded_documents": list(self.excluded_documents),
+            "documents": {split: dict(names) for split, names in self.documents.items()},
             "table": self.table,
         }
         if self.not_measured:

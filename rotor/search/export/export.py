@@ -42,7 +42,6 @@ from ..export_job import ExportJob
 from ..point import Point
 from ..rank_search import RankSearch
 from ..report.report import write_with_checkpoint
-from ..table import RankTable
 from .model_card import model_card
 from .texts import texts_before_and_after
 
@@ -94,7 +93,7 @@ def _export(search: RankSearch) -> ExportResult:
     policy = search.stored_policy(point)
     texts = texts_before_and_after(search, point) if job.request.texts and not job.unmeasured else []
     search.close()
-    accuracy = _accuracy(job, point, None if job.unmeasured else search.table)
+    accuracy = _accuracy(job, point, None if job.unmeasured else search)
     times = search.times
     with times.stage("write"), staged_folder(job.out, job.request.overwrite, job.sources, job.needed_bytes) as staging:
         chosen = job.run.bases(point.channels)
@@ -286,14 +285,14 @@ def _size(job: ExportJob, layouts: Sequence[LayerLayout], policy: Policy | None,
     return packed_size(policy, layouts, job.run.shape, dtype, job.context_tokens)
 
 
-def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> Accuracy:
-    """Measurements of the point that is written; where nothing was (no table), why."""
+def _accuracy(job: ExportJob, point: Point, search: RankSearch | None) -> Accuracy:
+    """Measurements of the point that is written; where nothing was (no search), why."""
     metric = job.recipe.evaluation.metric
     target = job.request.accuracy
-    if table is None:
+    if search is None:
         excluded = tuple(sorted(job.run.calibrated_documents))  # no text for `validate` to measure on
         return Accuracy(metric, target, excluded_documents=excluded, not_measured=job.unmeasured)
-    context = table.context
+    table, context = search.table, search.table.context
     return Accuracy(
         metric,
         target,
@@ -303,6 +302,7 @@ def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> Accuracy
         data=context.data,
         data_sha256=context.data_sha256,
         excluded_documents=context.excluded,
+        documents=search.data.documents,
         table=context.key,
     )
 

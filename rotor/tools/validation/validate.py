@@ -165,7 +165,7 @@ class _Numerics:
         if data is None:
             rows = random_tokens(NUMERICS_ROWS, bounded_seq_len(RANDOM_SEQ_LEN, config), config, None, seed=0)
         else:
-            rows = data.report
+            rows = data.report[:, :RANDOM_SEQ_LEN]
         devices = self._devices()
         no_run = f"run folder not found ({run}); pass --run"
         meter = None
@@ -215,11 +215,17 @@ class _Numerics:
         source = self.source
         if isinstance(source, str) or self.withheld or source.tokenizer is None:
             return None
-        excluded = tuple(self.checkpoint.report["accuracy"].get("excluded_documents", ()))
+        known = {*self.checkpoint.report["accuracy"].get("excluded_documents", ())}
+        if isinstance(self.run, Run):
+            known |= self.run.calibrated_documents
+        excluded = tuple(sorted(known))
         key = (source.folder.resolve(), self.spec, excluded)
         given = (source.config, source.tokenizer, excluded)
         with self.progress.task("load text", None, ""):
-            return self._once("text", key, lambda: evaluation_data(self.spec, *given))
+            data = self._once("text", key, lambda: evaluation_data(self.spec, *given))
+        if data.excluded:
+            self.progress.message(f"text: {len(data.excluded)} document(s) left out, which were calibrated on")
+        return data
 
     def _once(self, kind: str, key: object, measure: Callable[[], T]) -> T:
         """The result for an earlier folder, if its `key` was the same; the last result of each kind is kept."""
