@@ -45,7 +45,6 @@ REFUSED = {
     ("validate", "OUT"): (2, "OUT: no such folder"),
     ("bench", "OUT", "--batch", "0"): (2, "--batch 0: expected whole numbers"),
     ("compile", "OUT"): (2, "OUT: no such folder"),
-    ("schedule", "OUT"): (2, "OUT: no such folder"),
     ("study", ".", "-o", "STUDY", "--recipes", "fcd"): (2, "did you mean 'fdc'"),
     ("generate", "OUT"): (2, "got neither of PROMPT and --prompt-file"),
     ("generate", "OUT", "x", "--prompt-file", "y"): (2, "got both of PROMPT and --prompt-file"),

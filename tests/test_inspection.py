@@ -34,7 +34,7 @@ from rotor.cli.commands import app
 from rotor.errors import CheckpointError
 from rotor.models.source import Checkpoint
 from rotor.progress import in_time
-from rotor.recipe import load_recipe, quick_overrides
+from rotor.recipe.reading import load_recipe, quick_overrides
 from rotor.recipe.requests import ExportRequest
 from rotor.search.export_job import ExportJob
 

@@ -16,8 +16,9 @@ from support.runs import in_memory
 from rotor.errors import RecipeError
 from rotor.models.splits import SPLITS
 from rotor.progress import Progress
-from rotor.recipe import Evaluation, load_recipe
 from rotor.recipe.metric_registry import METRICS, metric_info
+from rotor.recipe.reading import load_recipe
+from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation import scoring as evaluation
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.measurement import Measurement, measure_text, smallest

@@ -23,7 +23,7 @@ from rotor.models.splits import evaluation_data
 from rotor.models.tokenizer import text_start
 from rotor.models.tokens import calibration_tokens, ordinary_tokens, with_repeats
 from rotor.models.weights import Weights
-from rotor.recipe import Evaluation, Tokens
+from rotor.recipe.sections import Evaluation, Tokens
 from rotor.search.evaluation.prompts import EvaluationContext, make_prompts
 
 BOS = "<|endoftext|>"

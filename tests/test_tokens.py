@@ -34,7 +34,7 @@ from rotor.models.tokens import (
     with_repeats,
 )
 from rotor.models.weights import Weights
-from rotor.recipe import Tokens
+from rotor.recipe.sections import Tokens
 
 CPU = torch.device("cpu")
 

@@ -65,13 +65,13 @@ class SourceInfo(TypedDict):
 
 
 class KeyFormInfo(TypedDict):
-    """How a layer's keys are stored; see rotor.checkpoint.layout.KeyForm."""
+    """Form in which a layer's keys are stored; see rotor.checkpoint.layout.KeyForm."""
 
     rope_block: RopeBlock | None
 
 
 class FormInfo(TypedDict):
-    """What a run's layers are compressed to; see rotor.checkpoint.layout.ModelForm."""
+    """Form that a run's layers are compressed to; see rotor.checkpoint.layout.ModelForm."""
 
     keys: list[KeyFormInfo]
     group_size: int
@@ -172,7 +172,7 @@ class CacheInfo(TypedDict):
 
 
 class TextInfo(TypedDict):
-    """What the uncompressed and the compressed model write to a prompt."""
+    """Texts that the uncompressed and the compressed model write to a prompt."""
 
     prompt: str
     prompt_tokens: int

@@ -21,7 +21,7 @@ from .options import Json, OutputOptions
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-    from ..recipe import Recipe
+    from ..recipe.recipe import Recipe
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 """Folder of sitecustomize, which every Python process runs that has it on PYTHONPATH."""
@@ -116,8 +116,7 @@ def recipes(output: Json, show: str | None = None, fields: bool = False) -> None
             --recipe takes. Of a cache policy each field with its meaning: YAML that --cache takes.
         fields: Print what each field of a recipe may be, its default and what it decides.
     """
-    from ..recipe import bundled_recipes, load_recipe
-    from ..recipe.reading import comments_of
+    from ..recipe.reading import bundled_recipes, comments_of, load_recipe
     from ..recipe.reference import recipe_fields, reference_page
 
     if show is not None and fields:

@@ -68,7 +68,7 @@ METAVARS = {
 
 @dataclass
 class Json:
-    """How results are printed."""
+    """Form in which results are printed."""
 
     as_json: bool = False
 
@@ -148,7 +148,7 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def _list_reader(hint: object) -> Callable[[str, str], Sequence[int] | Sequence[str]] | None:
-    """What reads a list that is given as `A,B`, for a field that is a Sequence; None for any other."""
+    """Reader of a list that is given as `A,B`, for a field that is a Sequence; None for any other."""
     if get_origin(hint) is not Sequence:
         return None
     if get_args(hint) == (int,):

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..recipe import Evaluation
+from ..recipe.sections import Evaluation
 from .documents import read_documents, stdlib_documents
+from .lengths import bounded_seq_len
 from .overlap import overlapping
-from .projections import bounded_seq_len
 from .sequences import evenly_spaced, text_sequences
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ PARTS_PER_DOCUMENT = 6
 
 @dataclass(frozen=True)
 class SplitText:
-    """What one split measures on.
+    """Sequences and prompts that one split measures on.
 
     sequences: [num_sequences, seq_len]; the splits' are from different documents (or parts of a single one).
     filler: [tokens], all of the split's text, from which prompts take what stands between question and answer.
@@ -119,7 +119,7 @@ class Documents:
 
     @property
     def names(self) -> dict[str, dict[str, int]]:
-        """What served each split: the number of documents, or parts of them, by the names of their files."""
+        """Sources of each split: the number of documents, or parts of them, by the names of their files."""
         named = {split: Counter(f"{unit.kind}/{unit.name}" for unit in self.splits[split]) for split in self.splits}
         return {split: dict(counts) for split, counts in named.items()}
 

@@ -13,10 +13,10 @@ from transformers import StaticCache
 from ..errors import DataError, NumericsError
 from ..numerics import first_not_finite, is_finite
 from ..progress import Advance, Progress
-from ..recipe import Evaluation, Tokens
+from ..recipe.sections import Evaluation, Tokens
 from .documents import dataset_documents
+from .lengths import bounded_seq_len
 from .memory import SAMPLING_TOKENS
-from .projections import bounded_seq_len
 from .sequences import even_places, evenly_spaced, prompt_start, separator_token, sequences_by_document
 from .splits import Unit, calibration_share, read_kinds, sequences_of_a_kind
 from .tokenizer import check_ids, encode, text_start
@@ -29,7 +29,7 @@ MAX_SPAN_TOKENS = 32
 """Most tokens of a span that is repeated later in a sequence."""
 
 SPAN_REPEATS = 2
-"""How often a span is repeated."""
+"""Number of times that a span is repeated."""
 
 MODEL_WRITES = -1
 """Placeholder for a token that the model samples."""
@@ -232,7 +232,7 @@ def given_tokens(
     seed: int,
     opening: Sequence[int] = (),
 ) -> Tensor:
-    """What the model's own text begins with, MODEL_WRITES elsewhere: [count, seq_len], int64.
+    """Beginnings of the model's own text, MODEL_WRITES elsewhere: [count, seq_len], int64.
 
     Even sequences are the two sides of a chat, from its template's text before the user's turn; where there is none
     they start with the separator token (if the model has one), because such a first token is often an attention sink

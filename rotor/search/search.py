@@ -120,11 +120,11 @@ def by_bisection(steps: Sequence[Plan], search: Search, reaches: Callable[[Plan]
     refused = {len(steps)}
 
     def gap(low: int, high: int) -> float:
-        """What lies between two plans, of what they save; below the first and above the last there is nothing."""
+        """Plan between two, by what they save; below the first and above the last there is nothing."""
         return steps[min(high, len(steps) - 1)].stored - steps[max(low, 0)].stored
 
     def room(low: int, high: int) -> bool:
-        """Whether there are plans between two, and the two more than the resolution apart."""
+        """Tell whether there are plans between two, and the two more than the resolution apart."""
         return high - low > 1 and (low < 0 or gap(low, high) > resolution + COMPRESSION_SLACK)
 
     def halfway(low: int, high: int) -> int:

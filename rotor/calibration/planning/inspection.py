@@ -20,13 +20,15 @@ from ...errors import MissingError
 from ...models.device_plan import DevicePlan
 from ...models.hardware import matmul_rate
 from ...models.hub import find_source
+from ...models.lengths import bounded_seq_len, context_tokens
 from ...models.memory import Estimate, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
-from ...models.projections import bounded_seq_len, context_tokens
 from ...models.source import Checkpoint, config_of
 from ...models.tokenizer import load_tokenizer, text_start
 from ...options import with_fields_of
-from ...recipe import ObjectiveSettings, Recipe, override, quick_overrides
+from ...recipe.reading import override, quick_overrides
+from ...recipe.recipe import Recipe
 from ...recipe.requests import InspectionRequest
+from ...recipe.sections import ObjectiveSettings
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import COMPARED_COMPRESSION, DecodeTime, decode_times, slower
 from ..prediction.devices import find_device

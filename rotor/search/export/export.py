@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ...checkpoint.atomic import write_json, write_text
-from ...checkpoint.bases import LayerBases
-from ...checkpoint.families import language_model_setting
+from ...checkpoint.bases import FoldedBases, LayerBases
+from ...checkpoint.families import find_family, language_model_setting
 from ...checkpoint.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
-from ...checkpoint.folding import model_layouts
+from ...checkpoint.folding import fold_bases, model_layouts
 from ...checkpoint.hashes import tensor_sha256
-from ...checkpoint.layout import LayerLayout
+from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...checkpoint.locks import exclusive
 from ...checkpoint.manifest import write_manifest
+from ...checkpoint.projections import GetTensor, read_attention
 from ...checkpoint.publishing import staged_folder, write_tensors
 from ...checkpoint.rewritten import BASES, RewrittenTensors
 from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SourceInfo, TensorInfo, TextInfo
@@ -34,14 +35,13 @@ from ...models.source import INDEX_FILE, Checkpoint
 from ...models.splits import SPLITS
 from ...options import with_fields_of
 from ...progress import Progress, StageTimes
-from ...recipe import Recipe
+from ...recipe.recipe import Recipe
 from ...recipe.requests import ExportRequest
 from ..evaluation.accuracy import Accuracy
 from ..export_job import ExportJob
 from ..point import Point
 from ..rank_search import RankSearch
 from ..report.report import write_with_checkpoint
-from ..rewriting import rewritten_tensors
 from .model_card import model_card
 from .texts import texts_before_and_after
 
@@ -286,7 +286,7 @@ def _size(job: ExportJob, layouts: Sequence[LayerLayout], policy: Policy | None,
 
 
 def _accuracy(job: ExportJob, point: Point, search: RankSearch | None) -> Accuracy:
-    """What was measured of the point that is written; where nothing was (no search), why."""
+    """Measurements of the point that is written; where nothing was (no search), why."""
     metric = job.recipe.evaluation.metric
     target = job.request.accuracy
     if search is None:
@@ -310,3 +310,25 @@ def _accuracy(job: ExportJob, point: Point, search: RankSearch | None) -> Accura
 def allocated_by(recipe: Recipe) -> str:
     """The method that chose ranks, or the bits that were allocated."""
     return f"bits {list(recipe.codes.bits)}" if recipe.coded else recipe.ranks.method
+
+
+def rewritten_tensors(
+    checkpoint: Checkpoint,
+    shape: AttentionShape,
+    bases: Callable[[int], LayerBases],
+    layouts: Sequence[LayerLayout],
+    read: GetTensor,
+) -> RewrittenTensors:
+    """The tensors that a source becomes by a run's bases, of which one layer's are in memory at a time.
+
+    Args:
+        bases: gives those of a layer. layouts: from `model_layouts`.
+        read: `checkpoint.tensor`, or for shapes and dtypes alone `checkpoint.meta_tensor`.
+    """
+    family = find_family(checkpoint.config)
+    first = read_attention(family, 0, checkpoint.names, checkpoint.meta_tensor, shape)
+
+    def folded(layer: int) -> FoldedBases:
+        return fold_bases(bases(layer), layouts[layer], shape.layer(layer))
+
+    return RewrittenTensors(family, shape, layouts, first.bias_names, checkpoint.file_of, read, folded)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ...calibration.planning.outline import evaluation_plan
 from ...calibration.run import Run
 from ...checkpoint.families import attention_shape
 from ...checkpoint.rewritten import source_at
@@ -18,20 +19,24 @@ from ...checkpoint.section import is_compressed
 from ...checkpoint.sizes import CacheSize, share_removed
 from ...errors import RotorError, UsageError
 from ...models.compressed import CompressedCheckpoint, open_model
+from ...models.compressible import CompressibleModel
 from ...models.device_plan import DevicePlan
 from ...models.documents import require_tokenizer
 from ...models.layerwise import LayerwiseModel
-from ...models.projections import bounded_seq_len, context_tokens
+from ...models.lengths import bounded_seq_len, context_tokens
 from ...models.source import CHANGED, Checkpoint
 from ...models.splits import EvaluationData, evaluation_data
 from ...models.tokens import random_tokens
 from ...options import with_fields_of
 from ...policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ...progress import Progress, StageTimes
-from ...recipe import Evaluation, Recipe, load_recipe, load_stored_recipe, override
+from ...recipe.reading import load_recipe, load_stored_recipe, override
+from ...recipe.recipe import Recipe
 from ...recipe.requests import ValidationRequest
-from ...search import CompressibleModel, EvaluationContext, FidelityMeter, evaluation_plan
+from ...recipe.sections import Evaluation
 from ...search.evaluation.cached import check_in_memory
+from ...search.evaluation.fidelity import FidelityMeter
+from ...search.evaluation.prompts import EvaluationContext
 from ...search.evaluation.scoring import batch_logits
 from .integrity import Validation, check_integrity
 from .tasks import compare_tasks
