@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.kernel_config import LayerKernels
+from ..checkpoint.layout import ExactTokens
 from ..kernels.exact import ExactKeys, RowKeys, attend_to_both, project_rows
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import partial_attention, project_keys
@@ -354,14 +355,15 @@ class PagedLayer:
         first = 0 if kept is None else self._first_held(kept)
         start = max(0, old - newest + 1)
         index = torch.cat([torch.arange(*of, device=query.device) for of in ((min(first, start),), (start, kv_len))])
-        near = (index >= old) | (index > position - newest) | (index < first)
+        held = ExactTokens(first, newest)
+        near = (index >= old) | held.is_exact(position, index)
         seen = (index <= position) & (index > position - window) & near
         sides = new_key, new_value
         if kept is not None:
             before = self.read_exactly(*kept, index[:-seq_len])
             sides = torch.cat([before[0], new_key]), torch.cat([before[1], new_value])
         places = torch.arange(max(0, old - window + 1), old, device=query.device)
-        coded = (places > position - window) & (places <= position - newest) & (places >= first)
+        coded = (places > position - window) & ~held.is_exact(position, places)
         of_rows = None
         if len(places):
             page_size = rows[0].shape[1]
