@@ -110,7 +110,7 @@ class StepRequests:
         return known
 
     def alone(self, first: int, end: int) -> bool:
-        """Whether nothing lies before the new tokens of these requests."""
+        """Tell whether nothing lies before the new tokens of these requests."""
         return all(
             self.lengths[request] == self.starts[request + 1] - self.starts[request] for request in range(first, end)
         )
@@ -280,7 +280,7 @@ class PagedLayer:
     def _slots(
         self, exact: ExactPages | None, new: tuple[Tensor, Tensor], step: StepRequests, first: int, end: int
     ) -> ExactSlots | None:
-        """What the kernels read of exact tokens before the new ones of prompts, or with those of requests that decode;
+        """Exact tokens that the kernels read before the new ones of prompts, or with those of requests that decode;
         None where nothing lies before.
 
         Args:
@@ -377,13 +377,13 @@ class PagedLayer:
         return attend_to_both(query.transpose(0, 1)[None], exact, of_rows, self.parameters)[0]
 
     def _first_held(self, kept: ExactPages) -> int:
-        """How many first tokens the first page of a sequence holds exactly: none in page 0, which is empty."""
+        """Number of first tokens that the first page of a sequence holds exactly: none in page 0, which is empty."""
         exact = self.parameters.layout.exact
         assert exact is not None
         return min(exact.first, kept.pages.shape[1]) if int(kept.block_table[0]) else 0
 
     def decodes(self, tokens: int) -> bool:
-        """Whether requests of so many new tokens decode without the host, so that a CUDA graph may hold them."""
+        """Tell whether requests of so many new tokens decode without the host, so that a CUDA graph may hold them."""
         if self.kernels is None or self.kernels.materialise:
             return False
         from ..kernels.attention import MOST_ROWS  # imports Triton
