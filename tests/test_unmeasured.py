@@ -151,4 +151,4 @@ def test_checkpoints_stand_side_by_side(run_copy, tmp_path: Path, capsys) -> Non
     code, printed, error = rotor(capsys, "compare", tmp_path / "a", tmp_path / "c")
     assert "not measured" in printed
     assert "cannot be compared" in printed
-    expect_error(capsys, 1, "is a run of `rotor calibrate`", "compare", tmp_path / "a", run.folder)
+    expect_error(capsys, 2, "is a run of `rotor calibrate`", "compare", tmp_path / "a", run.folder)
