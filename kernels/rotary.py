@@ -45,6 +45,14 @@ def within_blocks(rotation: Rotation, positions: Tensor, form: KeyForm) -> Rotat
     return cos[place] / cos[0], sin[place] / cos[0]
 
 
+def relative(rotation: Rotation, to: Rotation) -> Rotation:
+    """cos and sin of a rotation behind another one, in float32 or wider, without RoPE's attention factor."""
+    wide = torch.promote_types(rotation[0].dtype, torch.float32)
+    (cos, sin), (cos_to, sin_to) = ((side[0].to(wide), side[1].to(wide)) for side in (rotation, to))
+    square = cos_to.square() + sin_to.square()
+    return (cos * cos_to + sin * sin_to) / square, (sin * cos_to - cos * sin_to) / square
+
+
 def when_read(rotation: Rotation, form: KeyForm, positions: Tensor | None = None) -> Rotation:
     """cos and sin of stored keys when they are read: to the beginning of their block.
 

@@ -92,7 +92,7 @@ class RotorAttention(CompressedProjections):
         self.kernels: LayerKernels = default_layer(layout)
         self.store: Any = CacheRows()
         self.rotary = rotary
-        self.rope = rope_of(layout, rotary)
+        self.rope = rope_of(layout, shape, rotary)
 
     def forward(
         self,
@@ -120,8 +120,8 @@ class RotorAttention(CompressedProjections):
         text = self._described() if served and torch.compiler.is_compiling() else ""
         if reads_rows:
             self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
-        rotations = self.rope(span, given, hidden_states, served)
-        rotations = rotations._replace(weights=self.weights_behind_rope())
+        rotations = self.rope(span, given, hidden_states, served, cache, self.layer_idx)
+        rotations = rotations._replace(weights=self.weights_behind_rope(self.layout.form))
 
         query, new_key, new_value = self.projected(hidden_states)
         if self.family.query_scale is not None:
