@@ -41,6 +41,7 @@ from .steps import AttentionCall, CacheRows, SharedRows, without_gradients
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
+    from ..kernels.append import Appended
     from .steps import Arguments
 
 WIDER_DTYPE = "Load it in bfloat16 or float32: from_pretrained(FOLDER, dtype=torch.bfloat16), or --dtype bfloat16."
@@ -137,9 +138,7 @@ class RotorAttention(CompressedProjections):
             elif kernels is None:
                 rows = plain_rows(parameters, *projected, rotations)
             else:
-                from ..kernels import operators  # imports Triton
-
-                made = operators.append(parameters, text, *projected, rotations.table, rotations.places)
+                made = appended(parameters, text, *projected, rotations)
                 rows = made.query, made.key, made.value
                 if made.exact_key is not None and made.exact_value is not None:
                     exact = NewTokens(made.query, made.exact_key, made.exact_value)
@@ -173,7 +172,7 @@ class RotorAttention(CompressedProjections):
     def _served(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the kernels serve the layer at all."""
         fits = self.sinks is None and not self.shape.weighted_behind_rope and not self.is_read_by_others
-        return fits and layer_served(self.layout, self.shape, dtype, device, self.rope.fits_kernels)
+        return fits and layer_served(self.layout, self.shape, dtype, device)
 
     @torch.compiler.assume_constant_result
     def _described(self) -> str:
@@ -293,6 +292,29 @@ def plain_rows(
         heads = rotated(key.transpose(1, 2), rotations.stored, rotations.weights[1])
         latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, value)
     return query, pack_layer(latents, layout, True, parameters.scale), pack_layer(value, layout, keys=False)
+
+
+def appended(
+    parameters: AttentionParameters, text: str, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
+) -> Appended:
+    """Make queries and rows, and exact keys and values where the layer has them, by the kernels.
+
+    Args:
+        text: the layer as operators take it, while a compiler traces. query, key, value: as projections and norms put
+            them out.
+    """
+    from ..kernels import operators  # imports Triton
+
+    if rotations.query is None:
+        return operators.append(parameters, text, query, key, value, rotations.table, rotations.places)
+    queries = rotated(query.transpose(1, 2), rotations.query, None)
+    stored = key
+    if parameters.key_basis is not None:
+        stored = rotated(key.transpose(1, 2), rotations.stored, None).transpose(1, 2)
+    made = operators.append(parameters, text, query, stored, value, None, None)._replace(query=queries)
+    if parameters.layout.exact is None:
+        return made
+    return made._replace(exact_key=rotated(key.transpose(1, 2), rotations.exact, None))
 
 
 def new_tokens(query: Tensor, key: Tensor, value: Tensor, rotations: Rotations) -> NewTokens:

@@ -41,9 +41,9 @@ class Rotations(NamedTuple):
     """cos and sin, each broadcastable to [batch_size, heads, tokens, rotary_dim]; None where nothing is rotated.
 
     query: of new queries. stored: of new keys as the cache keeps them. read: of all keys when they are read. Kernels
-        compute these three from `table`, unless `stored` is given.
+        compute these three from `table` where `query` is None.
     table: [positions, rotary_dim]. In blocks position 0 is the beginning of the first key's block; otherwise there is
-        a row for each new token.
+        a row for each new token. Beside `query`: of the beginnings of blocks, [batch_size or 1, blocks, rotary_dim].
     places: in blocks, rows of `table` of the new tokens, [seq_len].
     first: in blocks, the row of the first key.
     exact: of new queries and keys as the model was given positions; that of queries where it is the same.
@@ -143,8 +143,6 @@ def rotary_tables(network: nn.Module, family: Family, config: PreTrainedConfig) 
 
 class NoRope:
     """A model without RoPE: nothing is rotated."""
-
-    fits_kernels = True
 
     def __call__(
         self,
@@ -256,8 +254,6 @@ class BlocksAsGiven(NoRope):
     key is read as it was rotated when it came, whatever the model rotates later ones by.
     """
 
-    fits_kernels = False
-
     def __init__(self, form: KeyForm, layer_type: str | None) -> None:
         assert form.rope_block is not None
         self.form, self.block, self.layer_type = form, form.rope_block, layer_type
@@ -275,23 +271,24 @@ class BlocksAsGiven(NoRope):
         whole: Rotation = given
 
         def make() -> Rotations:
-            return self._made(span, whole, cache)
+            return self._made(span, whole, cache, kernels)
 
         if torch.compiler.is_compiling() or isinstance(span.query_offset, Tensor):
             return make()
-        key = self.layer_type, self.block, *span[:4], id(cache)
+        key = self.layer_type, self.block, *span[:4], id(cache), kernels
         return _as_given(whole[0], key, layer_idx, make)
 
-    def _made(self, span: TokenSpan, given: Rotation, cache: Cache | None) -> Rotations:
+    def _made(self, span: TokenSpan, given: Rotation, cache: Cache | None, kernels: bool) -> Rotations:
         cos, sin = given
         begun = rotations_of_blocks(given, self.block, span, cache, self.layer_type)
-        new = torch.arange(span.seq_len, device=cos.device) + span.query_offset
-        keys = torch.arange(span.kv_len, device=cos.device) + span.kv_offset
-        whole = cos.unsqueeze(1), sin.unsqueeze(1)
-        stored = None
+        whole, stored = (cos.unsqueeze(1), sin.unsqueeze(1)), None
         if self.form != PRE_ROPE:
-            stored = relative(whole, _by_key(begun, new // self.block))
-        read = _by_key(begun, keys // self.block)
+            new = torch.arange(span.seq_len, device=cos.device) + span.query_offset
+            stored = relative(whole, _rotation(begun[:, None, new // self.block]))
+        if kernels:
+            return Rotations(whole, stored, table=_rotation(begun.float()), first=span.kv_offset, exact=whole)
+        keys = torch.arange(span.kv_len, device=cos.device) + span.kv_offset
+        read = _rotation(begun[:, None, keys // self.block])
         if len(begun) == 1 and isinstance(span.kv_offset, int) and span.kv_offset % self.block == 0:
             read = read[0][0, 0], read[1][0, 0]  # the first key begins a block: queries may be absorbed for each
         return Rotations(whole, stored, read, exact=whole)
@@ -300,9 +297,9 @@ class BlocksAsGiven(NoRope):
 _as_given: OfPass[Rotations] = OfPass()
 
 
-def _by_key(begun: Tensor, block: Tensor) -> Rotation:
-    """cos and sin of the beginnings of some keys' blocks, [batch_size or 1, 1, keys, rotary_dim] each."""
-    cos, sin = (torch.cat([side, side], -1).unsqueeze(1) for side in begun[:, block].unbind(2))
+def _rotation(planes: Tensor) -> Rotation:
+    """cos and sin, [..., rotary_dim] each, of those of planes, [..., 2, planes]."""
+    cos, sin = torch.cat([planes, planes], -1).unbind(-2)
     return cos, sin
 
 
