@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .integration import replace_attention as replace_attention
     from .positions import PositionCheck as PositionCheck
     from .registration import register_with_transformers as register_with_transformers
+    from .rope import BlocksAsGiven as BlocksAsGiven
     from .rope import RotaryTable as RotaryTable
     from .rope import Rotations as Rotations
     from .rope import TokenSpan as TokenSpan
@@ -32,7 +33,7 @@ _MODULES = {
     "integration": "replace_attention",
     "positions": "PositionCheck",
     "registration": "register_with_transformers",
-    "rope": "RotaryTable Rotations TokenSpan rotary_tables rows_of",
+    "rope": "BlocksAsGiven RotaryTable Rotations TokenSpan rotary_tables rows_of",
     "steps": "AttentionCall CacheRows RowStore attend_to_rows",
 }
 __getattr__ = lazy(__name__, _MODULES)

@@ -171,7 +171,8 @@ class RotorAttention(CompressedProjections):
     @torch.compiler.assume_constant_result
     def _served(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the kernels serve the layer at all."""
-        fits = self.sinks is None and not self.shape.weighted_behind_rope and not self.is_read_by_others
+        by_keys = self.shape.weighted_behind_rope and self.layout.rope_block is None  # keys have weights
+        fits = self.sinks is None and not by_keys and not self.is_read_by_others
         return fits and layer_served(self.layout, self.shape, dtype, device)
 
     @torch.compiler.assume_constant_result
@@ -307,14 +308,15 @@ def appended(
 
     if rotations.query is None:
         return operators.append(parameters, text, query, key, value, rotations.table, rotations.places)
-    queries = rotated(query.transpose(1, 2), rotations.query, None)
+    of_queries, of_keys = rotations.weights
+    queries = rotated(query.transpose(1, 2), rotations.query, of_queries)
     stored = key
     if parameters.key_basis is not None:
-        stored = rotated(key.transpose(1, 2), rotations.stored, None).transpose(1, 2)
+        stored = rotated(key.transpose(1, 2), rotations.stored, of_keys).transpose(1, 2)
     made = operators.append(parameters, text, query, stored, value, None, None)._replace(query=queries)
     if parameters.layout.exact is None:
         return made
-    return made._replace(exact_key=rotated(key.transpose(1, 2), rotations.exact, None))
+    return made._replace(exact_key=rotated(key.transpose(1, 2), rotations.exact, of_keys))
 
 
 def new_tokens(query: Tensor, key: Tensor, value: Tensor, rotations: Rotations) -> NewTokens:
