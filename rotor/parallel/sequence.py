@@ -244,8 +244,8 @@ def sequence_parallel(model: PreTrainedModel, group: Any = None) -> Iterator[Seq
         (
             any(isinstance(layer.rope, BlocksAsGiven) for layer in layers)
             or any(layer.rotary is not None and layer.rotary.depends_on_length for layer in layers),
-            "RoPE's frequencies depend on the length (dynamic, longrope), or weights stand behind it, and a process has "
-            "only some positions.",
+            "RoPE's frequencies depend on the length (dynamic, longrope), or weights stand behind it, and a process "
+            "has only some positions.",
             "Run this model in one process.",
         ),
         (
