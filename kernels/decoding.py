@@ -370,16 +370,16 @@ def decode_attention(
                 blocks_each, warps, stages = layer.absorb_shape(heads * sequences * tokens >= sms)
                 align = math.gcd(16, queries.stride(0), queries.stride(1))
                 chunks = -(-max_blocks // blocks_each)
-                of_blocks, starts_stride = constant if starts_of_blocks is None else starts_of_blocks, 0
+                of_blocks, starts_blocks = constant if starts_of_blocks is None else starts_of_blocks, 0
                 if of_blocks.dim() == 4 and len(of_blocks) > 1:  # those of each sequence
-                    of_blocks, starts_stride = of_blocks[part], of_blocks.stride(0)
+                    of_blocks, starts_blocks = of_blocks[part], of_blocks.shape[1]
                 shared = absorbing_programs(chunks, heads * sequences * tokens * warps, sms)
                 assert layer.absorb_basis is not None
                 absorb_kernel[shared, heads, sequences * tokens](
                     queries, *layer.absorb_basis,
                     of_blocks, absorbed, constant, begin, until,
                     none if starts is None else starts, groups, max_blocks, queries.stride(0) // align,
-                    queries.stride(1) // align, starts_stride, log2, ALIGN=align, enable_fp_fusion=True,
+                    queries.stride(1) // align, starts_blocks, log2, ALIGN=align, enable_fp_fusion=True,
                     num_warps=warps, num_stages=stages, **layer.absorb_constants(tokens, blocks_each),
                 )  # fmt: skip
             decode_kernel[(programs,)](
