@@ -12,11 +12,11 @@ import pytest
 import torch
 from support.paths import DEMO_MODEL
 from support.quick import mostly_nightly
+from support.texts import texts_of
 from support.tiny_models import CONFIGS
 
 from rotor.errors import DataError, MissingError
 from rotor.models import tokens as tokens_module
-from rotor.models.documents import read_documents
 from rotor.models.loading import load_model, weights_of
 from rotor.models.sequences import text_sequences
 from rotor.models.source import Checkpoint
@@ -123,11 +123,11 @@ def test_the_documents_of_a_folder(tmp_path: Path, demo) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"text of {name} " * 200)
     (tmp_path / "binary.bin").write_bytes(b"\xff\xfe\x00")
-    documents = read_documents(tmp_path)
+    documents = texts_of(tmp_path)
     assert [d.split()[2] for d in documents] == ["code/a.txt", "code/deep/b.txt", "loose.txt", "prose/a.txt"]
     spec = Tokens("text", str(tmp_path), count=1024, seq_len=64)
     tokens = calibration_tokens(spec, demo.config, demo.tokenizer)
-    assert tokens.documents == tuple(documents)
+    assert [unit.text for unit in tokens.documents] == documents
     every = text_sequences(documents, demo.tokenizer, 64)
     assert torch.equal(tokens.sequences, every[torch.arange(16) * len(every) // 16])
 

@@ -142,7 +142,7 @@ def _how_to_validate(out: Path) -> str:
     from ..recipe import load_stored_recipe
 
     spec = load_stored_recipe(out).evaluation
-    text = f" --text {shlex.quote(str(spec.path))}" if spec.source == "text" else ""
+    text = "".join(f" --text {shlex.quote(str(path))}" for path in spec.paths) if spec.source == "text" else ""
     return f"rotor validate {shlex.quote(str(out))}{text}"
 
 

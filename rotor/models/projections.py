@@ -66,19 +66,6 @@ def context_tokens(config: PreTrainedConfig, asked: int | None = None) -> int:
     return asked or bounded_seq_len(LONG_CONTEXT, config)
 
 
-LONG_SEQ_LEN = 2048
-"""Tokens of a long sequence of the report split."""
-
-
-def long_sequence_count(report_tokens: int, seq_len: int, config: PreTrainedConfig) -> int:
-    """Number of long sequences in a report split, which have half of its tokens.
-
-    There are none where the model has too few positions or the other sequences are as long.
-    """
-    fits = bounded_seq_len(LONG_SEQ_LEN, config) == LONG_SEQ_LEN and bounded_seq_len(seq_len, config) < LONG_SEQ_LEN
-    return report_tokens // (2 * LONG_SEQ_LEN) if fits else 0
-
-
 def bounded_seq_len(seq_len: int, config: PreTrainedConfig) -> int:
     """Bound `seq_len` by the model's positions."""
     return min(seq_len, getattr(config.get_text_config(), "max_position_embeddings", None) or seq_len)

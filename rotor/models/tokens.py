@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +14,11 @@ from ..errors import DataError, NumericsError
 from ..numerics import first_not_finite, is_finite
 from ..progress import Advance, Progress
 from ..recipe import Evaluation, Tokens
-from .documents import dataset_documents, read_documents_with_topics
+from .documents import dataset_documents
 from .memory import SAMPLING_TOKENS
 from .projections import bounded_seq_len
 from .sequences import even_places, evenly_spaced, prompt_start, sequences_by_document
-from .splits import calibration_share, topics_of_units
+from .splits import Unit, calibration_share, read_kinds, sequences_of_a_kind
 from .tokenizer import check_ids, text_start
 from .weights import Weights
 
@@ -44,7 +43,7 @@ class CalibrationTokens:
     """
 
     sequences: Tensor
-    documents: tuple[str, ...] = ()
+    documents: tuple[Unit, ...] = ()
     topics: tuple[str, ...] = ()
 
 
@@ -88,24 +87,28 @@ def calibration_tokens(
         with progress.task("sample", count * seq_len, "tokens") as advance:
             sequences = synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance, opening)
         return CalibrationTokens(sequences)
-    topics: dict[str, str] = {}
     if spec.source == "text":
-        found = read_documents_with_topics(Path(spec.path or ""), tokenizer)
-        documents = [text for text, _ in found]
-        topics = topics_of_units(found)
-        what = f"tokens.path {spec.path}"
+        texts = read_kinds(spec.paths, tokenizer)
+        what = "tokens.path"
     else:
         with progress.task("read data set", None, ""):
-            documents = dataset_documents(spec, tokenizer, count * seq_len)
-            what = f"tokens.dataset {spec.dataset}"
+            texts = {str(spec.dataset): [(text, "") for text in dataset_documents(spec, tokenizer, count * seq_len)]}
+            what = "tokens.dataset"
     if held_out is not None:
-        documents = calibration_share(documents, held_out, tokenizer)
-    sequences, begun_in = sequences_by_document(documents, tokenizer, seq_len)
-    check_ids(sequences, config.get_text_config().vocab_size)
-    chosen = evenly_spaced(sequences, count, what)
-    places = even_places(len(sequences), count).tolist()
-    of_sequences = tuple(topics[documents[begun_in[place]]] for place in places) if topics else ()
-    return CalibrationTokens(chosen, tuple(documents), of_sequences)
+        shares = calibration_share(texts, held_out, tokenizer)
+    else:
+        shares = {kind: [Unit(text, name, kind) for text, name in documents] for kind, documents in texts.items()}
+    chosen, topics = list[Tensor](), list[str]()
+    for kind, units in shares.items():
+        of_kind = sequences_of_a_kind(count * seq_len, seq_len, len(shares))
+        sequences, begun_in = sequences_by_document([unit.text for unit in units], tokenizer, seq_len)
+        check_ids(sequences, config.get_text_config().vocab_size)
+        chosen.append(evenly_spaced(sequences, of_kind, f"{what} {kind}"))
+        topics += [units[begun_in[place]].name for place in even_places(len(sequences), of_kind).tolist()]
+    order = torch.arange(sum(map(len, chosen))).reshape(len(chosen), -1).T.flatten()  # one of each kind in turn
+    documents = tuple(unit for units in shares.values() for unit in units)
+    of_sequences = tuple(topics[place] for place in order.tolist()) if spec.source == "text" else ()
+    return CalibrationTokens(torch.cat(chosen)[order], documents, of_sequences)
 
 
 def ordinary_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:

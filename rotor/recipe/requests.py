@@ -24,6 +24,7 @@ else:
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 RemovalRate = Annotated[float, Field(ge=0, lt=1)]
+Texts = Iterable[Path | str] | Path | str
 ContextTokens = Annotated[int, Field(ge=1, le=1 << 32)]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
@@ -40,9 +41,9 @@ class CalibrationRequest(MemoryOptions, Reported):
         recipe: Name of a bundled recipe (see `rotor recipes`) or a YAML file.
         overrides: Override a recipe field (`rotor recipes --fields` has all of them); may be repeated.
         text: Text of your own (a UTF-8 file or a folder of them) to calibrate on and to measure accuracy on. Its
-            documents are dealt to three splits that share none: calibration, search, report. Without it the recipe's
-            tokens calibrate, and accuracy is measured on source of Python's standard library
-            (evaluation.source=stdlib).
+            documents are dealt to three splits that share none: calibration, search, report. May be repeated: each is a
+            kind of text, and the smallest ratio of the kinds counts. Without it the recipe's tokens calibrate, and
+            accuracy is measured on source of Python's standard library (evaluation.source=stdlib).
         revision: Branch, tag or commit of a hub id; the commit that it is now is kept in run.json.
         quick: A first look in minutes: few tokens to calibrate on and, in exports of this run, to measure accuracy on.
             Results are marked as quick.
@@ -57,7 +58,7 @@ class CalibrationRequest(MemoryOptions, Reported):
     recipe: str | Recipe = "rotor"
     overrides: Iterable[str] = ()
     _: KW_ONLY
-    text: Path | str | None = None
+    text: Texts = ()
     revision: str | None = None
     quick: bool = False
     batch_tokens: Count = 2048
@@ -190,7 +191,7 @@ class ValidationOptions(MemoryOptions):
         recipe: Recipe whose section evaluation says how accuracy is measured; default: the checkpoint's. No text is
             opened that only the checkpoint names.
         overrides: Override a field of the recipe's section evaluation; may be repeated.
-        text: Text to measure accuracy on, as for `rotor calibrate`: a file or a folder.
+        text: Text to measure accuracy on, as for `rotor calibrate`: a file or a folder; may be repeated.
         quick: Measure accuracy on few tokens; results are marked as quick.
         cache: How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of
             your own; default: the checkpoint's own.
@@ -207,7 +208,7 @@ class ValidationOptions(MemoryOptions):
     run: Path | str | None = None
     recipe: str | Recipe | None = None
     overrides: Iterable[str] = ()
-    text: Path | str | None = None
+    text: Texts = ()
     quick: bool = False
     cache: str | None = None
     measure: bool = True
@@ -276,7 +277,7 @@ class StudyRequest(MemoryOptions, Reported):
     recipes: Sequence[str] = ("fdc", "rotor")
     overrides: Iterable[str] = ()
     _: KW_ONLY
-    text: Path | str | None = None
+    text: Texts = ()
     parts: Sequence[str] = ("curves",)
     sizes: Sequence[int] = ()
     caches: Sequence[str] = ()

@@ -13,7 +13,7 @@ from ..calibration.allocation.plan import Plan, RankInputs, RankPath, Sensitivit
 from ..calibration.run import Run, read_weight_fisher
 from ..errors import UsageError
 from ..models.device_plan import DevicePlan
-from ..models.splits import EvaluationData
+from ..models.splits import SPLITS, EvaluationData
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe
 from .compressible import CompressibleModel
@@ -133,9 +133,9 @@ class PlanEvaluator:
         """The table's point for a plan, measured where it was not yet, with one rewrite of the model.
 
         Args:
-            splits: by default all, the report split's long rows among them.
+            splits: by default both.
         """
-        splits = tuple(self.data.sequences) if splits is None else splits
+        splits = SPLITS if splits is None else splits
         point = self.table.find(plan) or Point.of(plan)
         missing = [split for split in splits if not point.has(split)]
         if not missing:

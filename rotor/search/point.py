@@ -13,11 +13,10 @@ from .evaluation.accuracy import Fidelity
 
 @dataclass(frozen=True)
 class Point(Plan):
-    """A plan and its fidelity on each split that it was measured on, and on the report split's long rows."""
+    """A plan and its fidelity on each split that it was measured on."""
 
     search: Fidelity | None = None
     report: Fidelity | None = None
-    long: Fidelity | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> Point:

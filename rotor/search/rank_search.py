@@ -153,7 +153,7 @@ class RankSearch(PlanEvaluator):
         evaluation = self.recipe.evaluation
         checkpoint = self.job.checkpoint
         self.progress.message(f"text: {describe_evaluation(evaluation, checkpoint.tokenizer)}")
-        context = EvaluationContext(evaluation, self.data.sequences, checkpoint.tokenizer, checkpoint.config)
+        context = EvaluationContext.of(evaluation, self.data, checkpoint.tokenizer, checkpoint.config)
         return FidelityMeter(context, self.progress, self.policy)
 
     def _load_model(self) -> CompressibleModel:

@@ -197,7 +197,7 @@ def write_text(study: StudyContext, source: str) -> None:
     folder = study.store.folder / "text" / SPLIT.get(source, "")
     if source in SPLIT and not folder.is_dir():
         folder.mkdir(parents=True)
-        for index, document in enumerate(getattr(held_out_documents(study.evaluation), SPLIT[source])):
+        for index, document in enumerate(held_out_documents(study.evaluation).texts(SPLIT[source])):
             (folder / f"{index:05d}.txt").write_text(document, "utf-8")
 
 

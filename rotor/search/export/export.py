@@ -31,7 +31,7 @@ from ...kernels.defaults import default_config
 from ...logs import log_file
 from ...models.sidecars import sidecars
 from ...models.source import INDEX_FILE, Checkpoint
-from ...models.splits import LONG_SPLIT, SPLITS
+from ...models.splits import SPLITS
 from ...options import with_fields_of
 from ...progress import Progress, StageTimes
 from ...recipe import Recipe
@@ -293,12 +293,11 @@ def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> Accuracy
     if table is None:
         excluded = tuple(sorted(job.run.calibrated_documents))  # no text for `validate` to measure on
         return Accuracy(metric, target, excluded_documents=excluded, not_measured=job.unmeasured)
-    splits = (*SPLITS, *([LONG_SPLIT] if point.has(LONG_SPLIT) else []))
     context = table.context
     return Accuracy(
         metric,
         target,
-        measured={split: point.fidelity(split) for split in splits},
+        measured={split: point.fidelity(split) for split in SPLITS},
         base=table.base,
         left_out=table.left_out,
         data=context.data,

@@ -84,7 +84,7 @@ def collect_checkpoint(
     data.target = accuracy.target
     data.texts = report.get("texts", [])
     chosen = Point.of_checkpoint(report, accuracy.measured)
-    data.ratios = accuracy.ratio_rows() + accuracy.long_rows()
+    data.ratios = accuracy.ratio_rows() + accuracy.part_rows()
     if accuracy.report is None:
         data.absent["points"] = f"Accuracy was not measured: {accuracy.not_measured}."
     else:
@@ -119,7 +119,7 @@ def collect_checkpoint(
 
 def _accuracy_of(point: Point, table: RankTable) -> Accuracy:
     """The accuracy that a table has of a point."""
-    splits = {"search": point.search, "report": point.report, "long": point.long}
+    splits = {"search": point.search, "report": point.report}
     measured = {split: fidelity for split, fidelity in splits.items() if fidelity is not None}
     return Accuracy(table.context.metric, None, measured, table.base, table.left_out, table.context.data)
 

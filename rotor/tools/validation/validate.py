@@ -23,7 +23,7 @@ from ...models.documents import require_tokenizer
 from ...models.layerwise import LayerwiseModel
 from ...models.projections import bounded_seq_len, context_tokens
 from ...models.source import CHANGED, Checkpoint
-from ...models.splits import LONG_SPLIT, EvaluationData, evaluation_data
+from ...models.splits import EvaluationData, evaluation_data
 from ...models.tokens import random_tokens
 from ...options import with_fields_of
 from ...policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
@@ -258,7 +258,7 @@ class _Numerics:
         """Compare the compressed model with the source over the report split: every ratio, KL, agreement."""
         result = self.result
         target = self.checkpoint.report["accuracy"]["target"]
-        measured = {split: meter.measure(compressed, split) for split in ("report", LONG_SPLIT) if split in meter.base}
+        measured = {"report": meter.measure(compressed, "report")}
         result.accuracy = meter.accuracy(measured, target, data)
         result.summary["accuracy"] = result.accuracy.summary()
         text = f"{meter.metric} {measured['report']}"
@@ -325,11 +325,9 @@ def _measured(
         base = LayerwiseModel(devices.weights(source))
     if policy is not None:
         check_in_memory(base, policy)
-    meter = FidelityMeter(EvaluationContext(spec, data.sequences, source.tokenizer, source.config), progress, policy)
+    meter = FidelityMeter(EvaluationContext.of(spec, data, source.tokenizer, source.config), progress, policy)
     meter.left_out |= {} if searched is None else {"search": searched}
-    for split in ("report", LONG_SPLIT):
-        if split in data.sequences:
-            meter.measure_base(base, split)
+    meter.measure_base(base, "report")
     return meter, base
 
 
