@@ -28,7 +28,7 @@ KEYS = 64
 """Keys that a program expands."""
 
 INTEGERS = [
-    "kv_len", "first", "block", "table_stride", "table_batch", "table_pages", "page", "key_batch", "key_row",
+    "kv_len", "first", "block", "table_stride", "table_blocks", "table_pages", "page", "key_batch", "key_row",
     "value_batch", "value_row", "basis_stride", "key_start", "key_group", "value_start", "value_group", "key_words",
     "value_words", "first_head", "first_column", "keys_batch", "keys_token", "keys_head", "keys_width", "values_batch",
     "values_token", "values_head", "values_width",
@@ -107,7 +107,7 @@ def rebuilt(
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def materialise_kernel(
     key, value, basis, constant, cos, sin, block_table, kv_lens, kv_start, keys, values, kv_len, first, block,
-    table_stride, table_batch, table_pages, page, key_batch, key_row, value_batch, value_row, basis_stride, key_start,
+    table_stride, table_blocks, table_pages, page, key_batch, key_row, value_batch, value_row, basis_stride, key_start,
     key_group, value_start, value_group, key_words, value_words, first_head, first_column, keys_batch, keys_token,
     keys_head, keys_width, values_batch, values_token, values_head, values_width,
     SIZE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
@@ -189,9 +189,9 @@ def materialise_kernel(
                     one += tl.load(added + plane, mask=plane < HALF, other=0.0)[None, :]
                     two += tl.load(added + HALF + plane, mask=plane < HALF, other=0.0)[None, :]
                 # Keys are rotated by the beginning of their block: they were stored rotated within it.
-                own_block = (first + index) // block
+                own_block = (first + index) // block + tl.program_id(2) * table_blocks
                 held = there[:, None] & (plane < HALF)[None, :]
-                place = own_block.to(tl.int64)[:, None] * table_stride + plane[None, :] + sequence * table_batch
+                place = own_block.to(tl.int64)[:, None] * table_stride + plane[None, :]
                 own_cos = tl.load(cos + place, mask=held, other=1.0).to(tl.float32)
                 own_sin = tl.load(sin + place, mask=held, other=0.0).to(tl.float32)
                 tl.store(out + plane[None, :], (one * own_cos - two * own_sin).to(kind), mask=held)
@@ -288,7 +288,7 @@ def materialise(
         materialise_kernel, (triton.cdiv(kv_len, KEYS), cls.count * (size + 1), batch_size), *rows,
         keys if basis is None else basis, keys if constant is None else constant, cos, sin,
         *((keys, keys, keys) if pages is None else pages[:3]), keys, values, kv_len, first, layout.rope_block or 1,
-        cos.stride(-2), cos.stride(0) if cos.dim() == 3 and len(cos) > 1 else 0,
+        cos.stride(-2), cos.shape[1] if cos.dim() == 3 and len(cos) > 1 else 0,
         0 if pages is None else pages.block_table.stride(0),
         1 if pages is None else key.shape[1], rows[0].stride(0), rows[0].stride(1), rows[1].stride(0),
         rows[1].stride(1), 0 if basis is None else basis.stride(0), *starts, *words, cls.start * layout.group_size,
