@@ -24,7 +24,11 @@ CASES: dict[str, tuple[str, LayoutOf, str]] = {
     "gemma2, a window and a soft cap": ("gemma2", groups_of(2, KeyForm(64), NUMBERS), ""),
     "gemma4_text, heads of two sizes, normed values": ("gemma4_text", groups_of(2, KeyForm(8), NUMBERS), ""),
     "phi3, frequencies of two lengths": ("phi3", groups_of(2, KeyForm(16), NUMBERS), ""),
-    "hunyuan_v1_dense, weights behind RoPE": ("hunyuan_v1_dense", groups_of(1, KeyForm(8), NUMBERS), ""),
+    "hunyuan_v1_dense, weights behind RoPE": (
+        "hunyuan_v1_dense",
+        groups_of(2, KeyForm(8), (NumberRow(16), NumberRow(12))),
+        "",
+    ),
     "gpt2, no RoPE": ("gpt2", groups_of(2, KeyForm(), NUMBERS), "qkvo"),
 }
 
