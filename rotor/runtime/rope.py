@@ -40,8 +40,8 @@ class TokenSpan(NamedTuple):
 class Rotations(NamedTuple):
     """cos and sin, each broadcastable to [batch_size, heads, tokens, rotary_dim]; None where nothing is rotated.
 
-    query: of new queries. stored: of new keys as the cache keeps them. read: of all keys when they are read. Kernels
-        compute these three from `table` where `query` is None.
+    query: of new queries. stored: of new keys as the cache keeps them. read: of all keys when they are read, see
+        `reference.attention`. Kernels compute these three from `table` where `query` is None.
     table: [positions, rotary_dim]. In blocks position 0 is the beginning of the first key's block; otherwise there is
         a row for each new token. Beside `query`: of the beginnings of blocks, [batch_size or 1, blocks, rotary_dim].
     places: in blocks, rows of `table` of the new tokens, [seq_len].
@@ -64,14 +64,14 @@ def rows_of(rotation: Rotation, rows: slice | Tensor) -> Rotation:
     """Select some positions of cos and sin: [*rows, rotary_dim] each.
 
     Args:
-        rotation: [positions, rotary_dim] each, or of sequences [batch_size, 1, positions, rotary_dim].
-        rows: where rotations are of sequences, [batch_size, ...].
+        rotation: as `Rotations.read`. rows: where rotations are of sequences, [batch_size, ...].
     """
     if rotation[0].dim() == 2:
         return rotation[0][rows], rotation[1][rows]
     assert isinstance(rows, Tensor)
     sequence = torch.arange(len(rows), device=rows.device).view(-1, *[1] * (rows.dim() - 1))
-    cos, sin = (table.expand(len(rows), -1, -1, -1)[sequence, 0, rows] for table in rotation)
+    of_sequences = (table[:, 0] if table.dim() == 4 else table for table in rotation)
+    cos, sin = (table.expand(len(rows), -1, -1)[sequence, rows] for table in of_sequences)
     return cos, sin
 
 
@@ -288,9 +288,9 @@ class BlocksAsGiven(NoRope):
         if kernels:
             return Rotations(whole, stored, table=_rotation(begun.float()), first=span.kv_offset, exact=whole)
         keys = torch.arange(span.kv_len, device=cos.device) + span.kv_offset
-        read = _rotation(begun[:, None, keys // self.block])
-        if len(begun) == 1 and isinstance(span.kv_offset, int) and span.kv_offset % self.block == 0:
-            read = read[0][0, 0], read[1][0, 0]  # the first key begins a block: queries may be absorbed for each
+        read = _rotation(begun[:, keys // self.block])
+        if not isinstance(span.kv_offset, int) or span.kv_offset % self.block:
+            read = read[0].unsqueeze(1), read[1].unsqueeze(1)  # rows begin within a block: in any order
         return Rotations(whole, stored, read, exact=whole)
 
 
