@@ -1,8 +1,9 @@
 """Check that the positions given to a model agree with indices in the cache, as far as attention can tell.
 
 Keys that are stored before RoPE are rotated by their index in the cache, unless they are rotated as given
-(`rope.BlocksAsGiven`). Only differences of positions matter: padding on the left shifts a whole sequence. If tokens that are attended to have different shifts (a hole inside a sequence
-whose positions skip it; several documents in a row), the result would be wrong and nothing would say so.
+(`rope.BlocksAsGiven`). Only differences of positions matter: padding on the left shifts a whole sequence. If tokens
+that are attended to have different shifts (a hole inside a sequence whose positions skip it; several documents in a
+row), the result would be wrong and nothing would say so.
 """
 
 from __future__ import annotations
