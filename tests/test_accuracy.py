@@ -34,8 +34,9 @@ from rotor.models.splits import (
     read_kinds,
 )
 from rotor.progress import Progress
-from rotor.recipe import Evaluation, load_recipe
+from rotor.recipe.reading import load_recipe
 from rotor.recipe.requests import ExportRequest
+from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.accuracy import Accuracy, Fidelity
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.prompts import EvaluationContext

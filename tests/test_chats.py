@@ -18,7 +18,7 @@ from rotor.models.chats import _rendered, in_words, read_chat
 from rotor.models.sequences import text_sequences
 from rotor.models.source import Checkpoint
 from rotor.models.splits import held_out_documents
-from rotor.recipe import Evaluation
+from rotor.recipe.sections import Evaluation
 
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}"

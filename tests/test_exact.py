@@ -24,7 +24,7 @@ from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, ExactTokens, KeyForm
 from rotor.checkpoint.sizes import CacheSize, exact_bytes_of_sequence, kv_bytes_per_token
 from rotor.errors import UsageError
 from rotor.policies import Streaming, stored_bytes, use_cache_policy
-from rotor.runtime import RotorAttention
+from rotor.runtime.attention import RotorAttention
 from rotor.search.evaluation.cached import constant_rope_tokens
 from rotor.search.export.export import export
 from rotor.tools.validation.validate import validate

@@ -19,7 +19,7 @@ from rotor.models.readiness import check_text, describe_evaluation
 from rotor.models.sequences import text_sequences
 from rotor.models.source import Checkpoint
 from rotor.models.splits import held_out_documents
-from rotor.recipe import load_recipe, text_overrides
+from rotor.recipe.reading import load_recipe, text_overrides
 
 SMALL = ["tokens.count=512", "tokens.seq_len=64", "evaluation.seq_len=64", "evaluation.search_tokens=256"]
 SMALL += [

@@ -13,8 +13,9 @@ from rotor.calibration.planning.outline import ModelOutline
 from rotor.models.source import Checkpoint
 from rotor.models.splits import evaluation_data
 from rotor.progress import Progress
-from rotor.recipe import Evaluation, distance_overrides, load_recipe
 from rotor.recipe.metric_registry import report_metrics
+from rotor.recipe.reading import distance_overrides, load_recipe
+from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.prompts import EvaluationContext, make_prompts
 from rotor.search.export.export import export

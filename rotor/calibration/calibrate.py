@@ -29,7 +29,7 @@ from ..models.device_plan import DevicePlan
 from ..models.hardware import fit_threads
 from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
-from ..models.projections import context_tokens
+from ..models.lengths import context_tokens
 from ..models.readiness import check_text, describe_text
 from ..models.source import Checkpoint
 from ..models.splits import digests

@@ -62,13 +62,14 @@ METAVARS = {
     "tasks": "A,B",
     "lengths": "A,B",
     "text": "FILE",
+    "base_model": "ID",
     "prompt_file": "FILE",
 }
 
 
 @dataclass
 class Json:
-    """How results are printed."""
+    """Form in which results are printed."""
 
     as_json: bool = False
 
@@ -148,7 +149,7 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def _list_reader(hint: object) -> Callable[[str, str], Sequence[int] | Sequence[str]] | None:
-    """What reads a list that is given as `A,B`, for a field that is a Sequence; None for any other."""
+    """Reader of a list that is given as `A,B`, for a field that is a Sequence; None for any other."""
     if get_origin(hint) is not Sequence:
         return None
     if get_args(hint) == (int,):

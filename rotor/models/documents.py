@@ -12,7 +12,7 @@ from ..checked import JsonObject
 from ..errors import DataError, MissingError
 from ..installing import pip_install
 from ..logs import log
-from ..recipe import Tokens
+from ..recipe.sections import Tokens
 from .chats import read_chat, render
 from .tokenizer import encode
 

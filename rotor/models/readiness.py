@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import DataError
-from ..recipe import Evaluation, Recipe
+from ..recipe.recipe import Recipe
+from ..recipe.sections import Evaluation
 from .documents import require_datasets, require_tokenizer
-from .projections import bounded_seq_len
+from .lengths import bounded_seq_len
 from .sequences import text_sequences
 from .splits import (
     SPLITS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..recipe import Evaluation
+from ..recipe.sections import Evaluation
 from .documents import read_documents, stdlib_documents
+from .lengths import bounded_seq_len
 from .overlap import overlapping
-from .projections import bounded_seq_len
 from .sequences import evenly_spaced, text_sequences
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ PARTS_PER_DOCUMENT = 6
 
 @dataclass(frozen=True)
 class SplitText:
-    """What one split measures on.
+    """Sequences and prompts that one split measures on.
 
     sequences: [num_sequences, seq_len]; the splits' are from different documents (or parts of a single one).
     filler: [tokens], all of the split's text, from which prompts take what stands between question and answer.
@@ -55,11 +55,13 @@ class EvaluationData:
 
     splits: both, by name. description: the text in words.
     excluded: digests of documents that were left out because they were calibrated on.
+    documents: of each split the number of its documents, or of parts of them, by the names of their files.
     """
 
     splits: dict[str, SplitText]
     description: str
     excluded: tuple[str, ...] = ()
+    documents: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def search(self) -> Tensor:
@@ -117,7 +119,7 @@ class Documents:
 
     @property
     def names(self) -> dict[str, dict[str, int]]:
-        """What served each split: the number of documents, or parts of them, by the names of their files."""
+        """Sources of each split: the number of documents, or parts of them, by the names of their files."""
         named = {split: Counter(f"{unit.kind}/{unit.name}" for unit in self.splits[split]) for split in self.splits}
         return {split: dict(counts) for split, counts in named.items()}
 
@@ -146,7 +148,8 @@ def evaluation_data(
             filler.append(sequences.flatten())
         names = tuple(kind for kind in kinds for _ in range(count)) if len(kinds) > 1 else ()
         splits[split] = SplitText(torch.cat(found), torch.cat(filler), names)
-    return EvaluationData(splits, held_out.description, held_out.excluded)
+    documents = {split: held_out.names[split] for split in SPLITS}
+    return EvaluationData(splits, held_out.description, held_out.excluded, documents)
 
 
 def sequences_of_a_kind(tokens: int, seq_len: int, kinds: int) -> int:

@@ -42,7 +42,7 @@ def load_recipe(recipe: str | Recipe, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def comments_of(recipe: str) -> str:
-    """What the file of a bundled recipe says before its first field: what the recipe is, and how it differs from its
+    """Read what the file of a bundled recipe says before its first field: what it is, and how it differs from its
     paper; nothing of other recipes."""
     file = resources.files("rotor.recipes") / f"{recipe}.yaml"
     if recipe not in bundled_recipes():
@@ -92,7 +92,7 @@ QUICK = {
     "search.resolution": 0.01,
     "search.tries": 0,
 }
-"""What --quick sets: a first look at a model of 270 M parameters takes minutes of a core in place of hours."""
+"""Settings of --quick: a first look at a model of 270 M parameters takes minutes of a core in place of hours."""
 
 
 def quick_overrides(recipe: Recipe, sections: tuple[str, ...] | None = None) -> tuple[str, ...]:

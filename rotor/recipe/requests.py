@@ -18,12 +18,13 @@ from ..errors import MissingError, UsageError
 from ..options import MAX_NUMBER, Count, DeviceOptions, MemoryOptions, Reported, check_options
 
 if TYPE_CHECKING:
-    from . import Recipe
+    from .recipe import Recipe
 else:
     Recipe = object  # options are made of these classes before any recipe is read, whose import takes a while
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 RemovalRate = Annotated[float, Field(ge=0, lt=1)]
+HubId = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$", max_length=200)]
 Texts = Iterable[Path | str] | Path | str
 ContextTokens = Annotated[int, Field(ge=1, le=1 << 32)]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
@@ -33,7 +34,7 @@ Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 
 @dataclass(frozen=True)
 class CalibrationRequest(MemoryOptions, Reported):
-    """What `rotor calibrate` is asked to do.
+    """Request of `rotor calibrate`.
 
     Args:
         model: Folder of the model (config.json and safetensors), which is only read; or a hub id.
@@ -73,7 +74,7 @@ class CalibrationRequest(MemoryOptions, Reported):
     @cached_property
     def overridden_recipe(self) -> Recipe:
         """The recipe with the text and the overrides; raises RecipeError as `load_recipe` does."""
-        from . import load_recipe, quick_overrides, text_overrides
+        from .reading import load_recipe, quick_overrides, text_overrides
 
         quick = quick_overrides(load_recipe(self.recipe)) if self.quick else ()
         return load_recipe(self.recipe, (*quick, *text_overrides(self.text), *self.overrides))
@@ -106,7 +107,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class ExportRequest(MemoryOptions, Goal, Reported):
-    """What `rotor export` is asked to do.
+    """Request of `rotor export`.
 
     Args:
         run: Run folder that `rotor calibrate` wrote; its tables gain the points that are measured.
@@ -121,6 +122,8 @@ class ExportRequest(MemoryOptions, Goal, Reported):
             fixed prompts with. That needs all weights in memory.
         without_weights: Write bases in place of weights, which are rewritten from the source's on loading, or by
             `rotor materialise`.
+        base_model: Id on the hub of the source, which the card names as what this is made of; default: the id that the
+            model was fetched by, or the folder's name. The licence is that of the source's card.
         context: Tokens of the sequences that are served, whose bytes count (default: the model's longest, at most
             32768); a layer with a window holds no more than that, so that its channels cost less.
         overwrite: Replace a non-empty output folder.
@@ -135,6 +138,7 @@ class ExportRequest(MemoryOptions, Goal, Reported):
     cache: str | None = None
     texts: bool = False
     without_weights: bool = False
+    base_model: HubId | None = None
     context: ContextTokens | None = None
     overwrite: bool = False
 
@@ -151,13 +155,14 @@ class ExportRequest(MemoryOptions, Goal, Reported):
         if not run.is_dir():
             raise MissingError(f"{run}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
         if (run / RECIPE).is_file():
-            from . import load_stored_recipe
+            from .reading import load_stored_recipe
 
             self.override(load_stored_recipe(run))
 
     def override(self, recipe: Recipe) -> Recipe:
         """The recipe of a run with what this export changes of it."""
-        from . import EXPORT_SECTIONS, override, quick_overrides
+        from .reading import override, quick_overrides
+        from .recipe import EXPORT_SECTIONS
 
         quick = quick_overrides(recipe, ("evaluation", "search")) if self.quick else ()
         return override(recipe, (*quick, *self.overrides), EXPORT_SECTIONS)
@@ -165,7 +170,7 @@ class ExportRequest(MemoryOptions, Goal, Reported):
 
 @dataclass(frozen=True)
 class MaterialisationRequest(Reported):
-    """What `rotor materialise` is asked to do.
+    """Request of `rotor materialise`.
 
     Args:
         folder: What `rotor export --without-weights` wrote.
@@ -183,7 +188,7 @@ class MaterialisationRequest(Reported):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationOptions(MemoryOptions):
-    """How `rotor validate` checks a folder.
+    """Options by which `rotor validate` checks a folder.
 
     Args:
         model: Source model, if it is not where it was; checkpoints without weights take them from it.
@@ -223,7 +228,7 @@ class ValidationOptions(MemoryOptions):
     @property
     def evaluation_overrides(self) -> tuple[str, ...]:
         """Everything that the request changes in the section evaluation."""
-        from . import distance_overrides, load_recipe, quick_overrides, text_overrides
+        from .reading import distance_overrides, load_recipe, quick_overrides, text_overrides
 
         quick = quick_overrides(load_recipe("rotor"), ("evaluation",)) if self.quick else ()
         return (
@@ -236,7 +241,7 @@ class ValidationOptions(MemoryOptions):
 
 @dataclass(frozen=True)
 class ValidationRequest(ValidationOptions, Reported):
-    """What `rotor validate` is asked to do with one folder.
+    """Request of `rotor validate` for one folder.
 
     Args:
         folder: What `rotor export` wrote, or with `cache` an uncompressed model.
@@ -250,7 +255,7 @@ class ValidationRequest(ValidationOptions, Reported):
 
 @dataclass(frozen=True)
 class StudyRequest(MemoryOptions, Reported):
-    """What `rotor study` is asked to do.
+    """Request of `rotor study`.
 
     Args:
         model: Folder of the model (config.json and safetensors), which is only read; or a hub id.
@@ -258,9 +263,9 @@ class StudyRequest(MemoryOptions, Reported):
         recipes: Names of bundled recipes or YAML files.
         overrides: Override a recipe field in all recipes; may be repeated.
         text: Text of your own to calibrate on and to measure accuracy on, as for `rotor calibrate`.
-        parts: Some of curves, methods, match, fdc, zdc, gear, squeeze. methods, every cache policy and recipes at equal
-            bytes, takes longest; match finds the bytes at which a recipe is as good as fp8, 4 bits, KIVI and KVTC; the
-            last four have figures of these papers in shape. FILE.py:CLASS is a part of your own.
+        parts: Some of curves, methods, match. methods, every cache policy and recipes at equal bytes, takes longest;
+            match finds the bytes at which a recipe is as good as fp8, 4 bits, KIVI and KVTC. FILE.py:CLASS is a part of
+            your own, or one of artifacts/studies/parts, which have the papers' figures in shape.
         sizes: Bytes of cache per token at which the parts methods and match measure recipes; by default sizes from
             3.75 % to 50 % of the uncompressed cache.
         caches: Cache policies of your own for the part methods, as --cache takes them.
@@ -294,14 +299,14 @@ class StudyRequest(MemoryOptions, Reported):
     @property
     def all_overrides(self) -> tuple[str, ...]:
         """Overrides of every recipe, those of the text and the distance among them."""
-        from . import distance_overrides, text_overrides
+        from .reading import distance_overrides, text_overrides
 
         return (*text_overrides(self.text), *distance_overrides(self.distance), *self.overrides)
 
 
 @dataclass(frozen=True)
 class InspectionRequest(DeviceOptions):
-    """What `rotor inspect` is asked to look at.
+    """Request of `rotor inspect`.
 
     Args:
         model: Folder of the model (a config.json alone is enough), or a hub id, of which only the configuration is
@@ -331,7 +336,7 @@ class InspectionRequest(DeviceOptions):
     @cached_property
     def overridden_recipe(self) -> Recipe:
         """The recipe with the overrides; raises RecipeError as `load_recipe` does."""
-        from . import load_recipe, quick_overrides
+        from .reading import load_recipe, quick_overrides
 
         quick = quick_overrides(load_recipe(self.recipe)) if self.quick else ()
         return load_recipe(self.recipe, (*quick, *self.overrides))
@@ -339,7 +344,7 @@ class InspectionRequest(DeviceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions(DeviceOptions):
-    """How `rotor generate` continues a prompt.
+    """Options by which `rotor generate` continues a prompt.
 
     Args:
         raw: Continue the prompt as it is, also where the model has a chat template.
@@ -363,7 +368,7 @@ class GenerationOptions(DeviceOptions):
 
 @dataclass(frozen=True)
 class GenerationRequest(GenerationOptions, Reported):
-    """What `rotor generate` is asked to continue.
+    """Request of `rotor generate`.
 
     Args:
         folder: A compressed checkpoint, or any model's folder or hub id.
@@ -379,7 +384,7 @@ class GenerationRequest(GenerationOptions, Reported):
 
 @dataclass(frozen=True)
 class BenchRequest(DeviceOptions, Reported):
-    """What `rotor bench` is asked to measure.
+    """Request of `rotor bench`.
 
     Args:
         folder: A checkpoint that `rotor export` wrote.

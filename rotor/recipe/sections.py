@@ -210,7 +210,7 @@ class Evaluation:
     report_tokens: Count = 24576
     """Tokens of the split that is measured once, for what was chosen."""
     metric: Metric = "default"
-    """What accuracy means. `default` is the smallest of the next-token accuracy ratio, the perplexity ratio, and
+    """Meaning of accuracy. `default` is the smallest of the next-token accuracy ratio, the perplexity ratio, and
     look-up over a distance (of keys, and of random tokens to be copied)."""
     seed: Seed = 0
     """Seed of the deal to the splits, and of the prompts that metrics draw."""
@@ -241,7 +241,7 @@ PREDICTED_POINTS = 4
 
 @dataclass(frozen=True, config=MODEL)
 class Search:
-    """How the point of an accuracy is searched."""
+    """Search for the point of an accuracy."""
 
     resolution: Share = 0.01
     """The search ends when plans that were measured are this much of compression apart, around the target."""

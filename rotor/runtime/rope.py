@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import AttentionShape, Family, KeyForm, LayerLayout
-from ..checkpoint.layout import PRE_ROPE
+from ..checkpoint.families import Family
+from ..checkpoint.layout import PRE_ROPE, AttentionShape, KeyForm, LayerLayout
 from ..kernels.rotary import Rotation, relative, when_read, within_blocks
 from .beginnings import rotations_of_blocks
 from .passes import OfPass

@@ -1,4 +1,4 @@
-"""What plans are expected to lose, by what was measured of some of them and what is predicted of all.
+"""Expected loss of plans, by what was measured of some of them and what is predicted of all.
 
 What is lost of the accuracy is close to a power of the predicted loss, with an exponent near one: of three models at
 0.79 to 0.93 removed it was 0.8 to 1.4, and near the target their ratio was constant within a tenth. Errors of single
@@ -68,7 +68,7 @@ class ExpectedLoss:
         return max((*kept[-1:].tolist(), *(i for i in by_itself if i < below)), default=0)
 
     def explains(self, index: int) -> bool:
-        """Whether the curve is within a factor of two of what a plan was measured to lose."""
+        """Tell whether the curve is within a factor of two of what a plan was measured to lose."""
         _, expected = self._fit()
         return abs(float(expected[index]) - math.log(self.measured[index][0])) <= math.log(2)
 

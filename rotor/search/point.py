@@ -34,7 +34,7 @@ class Point(Plan):
         return cls(parameter, shares["planned"], shares["stored"], exact, stored, **measured)  # type: ignore[arg-type]
 
     def fidelity(self, split: str) -> Fidelity:
-        """What was measured on a split; raises UsageError if nothing was."""
+        """Measurements on a split; raises UsageError if nothing was."""
         measured: Fidelity | None = getattr(self, split)
         if measured is None:
             raise UsageError(
@@ -43,7 +43,7 @@ class Point(Plan):
         return measured
 
     def has(self, split: str) -> bool:
-        """Whether it was measured on a split."""
+        """Tell whether it was measured on a split."""
         return getattr(self, split) is not None
 
     def with_fidelity(self, split: str, measured: Fidelity) -> Point:

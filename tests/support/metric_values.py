@@ -8,7 +8,7 @@ import torch
 
 from rotor.models.source import Checkpoint
 from rotor.models.splits import evaluation_data
-from rotor.recipe import Evaluation
+from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.prompts import EvaluationContext
 from rotor.search.evaluation.scoring import Scores, position_scores
 

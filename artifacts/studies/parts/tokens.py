@@ -28,7 +28,8 @@ from rotor.checkpoint.bases import LayerBases
 from rotor.checkpoint.output_folder import remove
 from rotor.errors import DataError
 from rotor.models.splits import held_out_documents
-from rotor.recipe import Evaluation, Recipe
+from rotor.recipe.recipe import Recipe
+from rotor.recipe.sections import Evaluation
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.part import Part, Table, Task, number
 from rotor.tools.study.parts.curves import point_record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, ExactTokens, KeyForm, LayerForm, ModelForm
 from ...errors import RecipeError
-from ...recipe import Recipe
+from ...recipe.recipe import Recipe
 from ..moments import vector_names
 
 LONGEST_BLOCK_READ_NEAR = 16

@@ -16,11 +16,16 @@ import torch
 from ...checkpoint.families import Family, attention_shape, find_family
 from ...checkpoint.layout import AttentionShape, HeadSizes, LayerForm, ModelForm
 from ...checkpoint.sizes import uncompressed_kv_bytes_per_token
+from ...models.device_plan import DevicePlan
+from ...models.hardware import fit_threads
+from ...models.lengths import bounded_seq_len
 from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates
-from ...models.projections import bounded_seq_len
 from ...models.source import Checkpoint
-from ...recipe import Evaluation, Recipe
+from ...options import MemoryOptions
+from ...progress import Progress
 from ...recipe.metric_registry import primitive_metrics, report_metrics
+from ...recipe.recipe import Recipe
+from ...recipe.sections import Evaluation
 from ..bases.layer import bases_bytes, needed_statistics
 from ..codes.quantiser import SAMPLED_TOKENS
 from ..codes.side import codes_bytes
@@ -341,3 +346,14 @@ class _LayerBytes:
             codes = codes_bytes(form, shape)
         outputs = packed_bytes(moment_shape(shape, group_size, "output")) if recipe.bases.refit else 0
         return cls(moments, statistics, solving, bases, outputs + bases + codes, gradients)
+
+
+def evaluation_plan(checkpoint: Checkpoint, recipe: Recipe, options: MemoryOptions, progress: Progress) -> DevicePlan:
+    """Decide where a model runs while accuracy is measured, by an estimate of its memory, which `progress` shows."""
+    outline = ModelOutline.of(checkpoint)
+    plan = DevicePlan.choose(options, outline.dtype)
+    fit_threads(outline.stored_bytes)
+    estimates = outline.evaluation(recipe, plan.device, plan.dtype)
+    plan, line = plan.within_memory(options.offload, estimates)
+    progress.message(line)
+    return plan

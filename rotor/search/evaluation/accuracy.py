@@ -17,18 +17,18 @@ from ...models.splits import SPLITS
 from ...recipe.metric_registry import METRICS, metric_info
 
 PART_VALUES = {"token_accuracy": "next tokens", "ppl_ratio": "perplexity", "kl_div": "KL"}
-"""What is shown of a kind of text, and of a range of positions."""
+"""Columns shown of a kind of text, and of a range of positions."""
 
 BaseValues = dict[str, bool | int | float]
-"""What was recorded of the uncompressed model on a split: ratios' denominators, counts of tokens, `at_chance`."""
+"""Records of the uncompressed model on a split: ratios' denominators, counts of tokens, `at_chance`."""
 
 Row = tuple[str, str]
-"""What was measured, and its value in words."""
+"""Name of a measurement, and its value in words."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """What was measured of a model on one split.
+    """Measurements of a model on one split.
 
     accuracy: of the recipe's metric; 1 is equal to the uncompressed model, below 1 is worse.
     interval: its 95 % interval.
@@ -51,7 +51,7 @@ class Fidelity:
         return f"95 % interval {self.interval[0]:.4f} to {self.interval[1]:.4f}"
 
     def against(self, target: float) -> tuple[bool, str]:
-        """Whether a target is met, and where it is not, or not by the value itself, what lies below it.
+        """Tell whether a target is met, and where it is not, or not by the value itself, what lies below it.
 
         It is missed where the whole interval lies below it.
         """
@@ -69,7 +69,8 @@ class Accuracy:
     metric: name of the recipe's metric. target: of the search. measured: by split (search, report).
     base: what was recorded of the uncompressed model, by split. left_out: why a ratio was not measured, by split and
     name. data, data_sha256: the held-out text, and its tokens. excluded_documents: digests of documents that are no
-    text to measure on, as they were calibrated on. table: key of the run's table. not_measured: why nothing was.
+    text to measure on, as they were calibrated on. documents: of each split how many there are, by the names of files.
+    table: key of the run's table. not_measured: why nothing was.
     """
 
     metric: str
@@ -80,6 +81,7 @@ class Accuracy:
     data: str | None = None
     data_sha256: str | None = None
     excluded_documents: tuple[str, ...] = ()
+    documents: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     table: str | None = None
     not_measured: str = ""
 
@@ -99,6 +101,7 @@ class Accuracy:
             info.get("data"),
             info["data_sha256"],
             tuple(info.get("excluded_documents", ())),
+            info.get("documents", {}),
             info.get("table"),
             info.get("not_measured", "" if "report" in measured else "nobody says why"),
         )
@@ -118,6 +121,7 @@ class Accuracy:
             "data": self.data,
             "data_sha256": self.data_sha256,
             "excluded_documents": list(self.excluded_documents),
+            "documents": {split: dict(names) for split, names in self.documents.items()},
             "table": self.table,
         }
         if self.not_measured:
@@ -147,12 +151,12 @@ class Accuracy:
         return self.measured.get("report")
 
     def against_target(self) -> tuple[bool, str]:
-        """Whether the target is met on the report split, and what lies below it. See Fidelity.against."""
+        """Tell whether the target is met on the report split, and what lies below it. See Fidelity.against."""
         return (True, "") if self.target is None or self.report is None else self.report.against(self.target)
 
     @property
     def below_target(self) -> str:
-        """What lies below the target, see against_target; empty where nothing does."""
+        """Words for what lies below the target, see against_target; empty where nothing does."""
         return self.against_target()[1]
 
     def rows(self) -> list[Row]:
@@ -192,7 +196,7 @@ class Accuracy:
         return rows
 
     def part_rows(self) -> list[Row]:
-        """What was measured of each of several texts, and of each range of positions in rows of the report split."""
+        """Measurements of each of several texts, and of each range of positions in rows of the report split."""
         if self.report is None:
             return []
         parts = {f"text {kind}": values for kind, values in self.report.kinds.items()}
@@ -204,7 +208,7 @@ class Accuracy:
 
     @property
     def note(self) -> str:
-        """What the metric is, and how far the value may be trusted; or that it is to be measured."""
+        """Describe the metric, and how far the value may be trusted; or that it is to be measured."""
         if self.report is None:
             return (
                 "Measure it, with `rotor validate` where the model has a tokenizer, before you rely on this checkpoint."
@@ -216,7 +220,7 @@ class Accuracy:
 
 
 def _beside_base(name: str, base: BaseValues) -> str:
-    """What a ratio is one to: of prompts the uncompressed model's probability, and over how much other text."""
+    """Denominator of a ratio: of prompts the uncompressed model's probability, and over how much other text."""
     if name == "ppl_ratio" and isinstance(base.get("perplexity"), float):
         return f", base {base['perplexity']:.3f}"
     probability = base.get(name)
@@ -227,5 +231,5 @@ def _beside_base(name: str, base: BaseValues) -> str:
 
 
 def chance_note(base: BaseValues) -> str:
-    """What is to be said of an uncompressed model that guesses, to whom ratios mean nothing; nothing of any other."""
+    """Note on an uncompressed model that guesses, to whom ratios mean nothing; nothing of any other."""
     return "; it is at chance on this text, where ratios to it mean nothing" if base.get("at_chance") else ""

@@ -218,7 +218,7 @@ class FidelityMeter:
         return rows
 
     def _parts_of_text(self, split: str, text: Scores) -> dict[str, dict[str, dict[str, float]]]:
-        """What was measured of each of several texts, and in each range of positions, by the names of metrics."""
+        """Measurements of each of several texts, and in each range of positions, by the names of metrics."""
         names = [name for name in self.measured(split) if name not in PROMPTS]
         whole, start = self._text[split], self._prefill(split)
 
@@ -241,7 +241,7 @@ class FidelityMeter:
         }
 
     def accuracy(self, measured: Mapping[str, Fidelity], target: float | None, data: str) -> Accuracy:
-        """What was measured of a model, beside what was recorded of the uncompressed one.
+        """Measurements of a model, beside what was recorded of the uncompressed one.
 
         Args:
             data: the held-out text in words.
@@ -266,7 +266,7 @@ class FidelityMeter:
             self.progress.message(text)
 
     def _token_by_token(self, network: LayerwiseModel, length: int) -> Read | None:
-        """How rows are read as they are served whose tokens change RoPE's frequencies; None where they do not."""
+        """Way in which rows are read whose tokens change RoPE's frequencies; None where they do not."""
         most = constant_rope_tokens(self.context.config)
         if most is None or length <= most:
             return None

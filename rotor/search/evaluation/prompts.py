@@ -21,7 +21,7 @@ from torch import Tensor
 from ...errors import DataError
 from ...models.sequences import prompt_start
 from ...models.tokens import ordinary_tokens
-from ...recipe import Evaluation
+from ...recipe.sections import Evaluation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

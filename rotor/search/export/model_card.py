@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any, cast
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -14,7 +15,7 @@ from ...checkpoint.schemas import CheckpointInfo, ModelInfo
 from ...checkpoint.sizes import share_removed
 from ...installing import pip_install
 from ...progress import in_bytes
-from ...recipe import Recipe
+from ...recipe.recipe import Recipe
 from ..evaluation.accuracy import Accuracy
 
 
@@ -36,7 +37,8 @@ def model_card(
     name = report["source"]["name"]
     share = report["compression"]
     held = report["kv_bytes_of_sequence"]
-    base_model = report["source"]["hub_id"] or name
+    source = report["source"]
+    base_model = source.get("base_model") or source["hub_id"] or name
     name = markdown(name)
     measured = "\n".join(f"| {label} | {text} |" for label, text in accuracy.rows())
     metadata = ModelCardData(
@@ -45,6 +47,7 @@ def model_card(
         library_name="transformers",
         pipeline_tag="text-generation" if family.auto_class == "AutoModelForCausalLM" else "image-text-to-text",
         tags=["rotor", "kv-cache", "compression"],
+        **cast(dict[str, Any], source.get("card", {})),
     )
     weights = _where_weights_are(report["source"]) if apart else ""
     layouts = [LayerLayout.from_dict(layout, ROTOR_JSON) for layout in report["layouts"]]
@@ -117,7 +120,7 @@ def _where_weights_are(source: ModelInfo) -> str:
 
 
 def _texts(report: CheckpointInfo) -> str:
-    """What both models write to the prompts."""
+    """Section with both models' answers to the prompts."""
     if not report.get("texts"):
         return ""
     parts = ["\n## Before and after\n\nGreedy, to two fixed prompts whose beginnings the cache keeps compressed.\n"]

@@ -17,17 +17,21 @@ from ...checkpoint.families import attention_shape
 from ...checkpoint.output_folder import OutputFolder
 from ...checkpoint.sizes import uncompressed_kv_bytes_per_token
 from ...errors import UsageError
+from ...models.compressible import CompressibleModel
 from ...models.device_plan import DevicePlan
-from ...models.projections import context_tokens
+from ...models.lengths import context_tokens
 from ...models.sequences import evenly_spaced, text_sequences
 from ...models.source import Checkpoint
 from ...models.splits import CALIBRATION, EvaluationData, evaluation_data, held_out_documents
 from ...policies.fitting import FIT_TOKENS
 from ...progress import Progress
-from ...recipe import Evaluation, Recipe
 from ...recipe.metric_registry import primitive_metrics
+from ...recipe.recipe import Recipe
 from ...recipe.requests import StudyRequest
-from ...search import CompressibleModel, EvaluationContext, FidelityMeter, PlanEvaluator
+from ...recipe.sections import Evaluation
+from ...search.evaluation.fidelity import FidelityMeter
+from ...search.evaluation.prompts import EvaluationContext
+from ...search.plan_evaluator import PlanEvaluator
 from .caches import CacheBench
 from .inputs import StudyInputs
 from .store import StudyStore
