@@ -74,7 +74,7 @@ def test_not_measured_when_asked(run: Run, tmp_path: Path, capsys, monkeypatch: 
     """Nothing is loaded or read for it; every tensor is as with measuring; `validate` then measures or not."""
     measured = export(run.folder, tmp_path / "measured", removal_rate=0.1)
     with monkeypatch.context() as patch:
-        patch.setattr("rotor.search.rank_search.evaluation_data", None)
+        patch.setattr("rotor.search.export.search.evaluation_data", None)
         result = export(run.folder, tmp_path / "out", removal_rate=0.1, measure=False)
     assert result.measured_points == 0
     assert result.report["tensors"] == measured.report["tensors"]

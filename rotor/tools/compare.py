@@ -16,7 +16,7 @@ from ..search.evaluation.accuracy import Accuracy
 
 @dataclass(frozen=True)
 class Compared:
-    """What is known of one checkpoint. info: its rotor.json. accuracy: as it was measured when it was exported."""
+    """Facts of one checkpoint. info: its rotor.json. accuracy: as it was measured when it was exported."""
 
     folder: Path
     info: CheckpointInfo
@@ -24,7 +24,7 @@ class Compared:
 
     @property
     def texts(self) -> list[TextInfo]:
-        """What both models wrote to prompts, if `--texts` was given."""
+        """Texts that both models wrote to prompts, if `--texts` was given."""
         return self.info.get("texts", [])
 
     def to_dict(self) -> JsonObject:
@@ -55,5 +55,5 @@ def compare(folders: Sequence[str | Path]) -> list[Compared]:
 
 
 def measured_alike(compared: Sequence[Compared]) -> bool:
-    """Whether all were measured on the same tokens by the same metric, so that their numbers may be compared."""
+    """Tell whether all were measured on the same tokens by the same metric, so that their numbers may be compared."""
     return len({(one.accuracy.data_sha256, one.accuracy.metric) for one in compared}) == 1

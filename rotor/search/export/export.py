@@ -38,11 +38,11 @@ from ...progress import Progress, StageTimes
 from ...recipe.recipe import Recipe
 from ...recipe.requests import ExportRequest
 from ..evaluation.accuracy import Accuracy
-from ..export_job import ExportJob
 from ..point import Point
-from ..rank_search import RankSearch
 from ..report.report import write_with_checkpoint
+from .job import ExportJob
 from .model_card import model_card
+from .search import RankSearch
 from .source_card import repeated_metadata
 from .texts import texts_before_and_after
 
