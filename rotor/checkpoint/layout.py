@@ -138,8 +138,9 @@ class AttentionShape:
         return gate if self.gated else sinks if self.sinks else norm if self.value_norm else ""
 
     @property
-    def needs_post_rope(self) -> str:
-        """Why keys can only be compressed after RoPE, in words; empty where they may be before it."""
+    def rotates_as_told(self) -> str:
+        """Why logits depend on more than distances in the cache, in words; empty where they do not. Keys in blocks are
+        then rotated as the model says in each pass."""
         if self.mrope:
             return "positions of images have three axes in this model"
         weights = "norms behind RoPE have weights in this model, so that logits depend on more than distances"
