@@ -166,7 +166,7 @@ class ExportRequest(MemoryOptions, Goal, Reported):
 
     @property
     def writes_texts(self) -> bool:
-        """Whether both models continue prompts."""
+        """Tell whether both models continue prompts."""
         return self.texts or bool(self.prompts)
 
     def override(self, recipe: Recipe) -> Recipe:
