@@ -18,6 +18,7 @@ from triton.runtime import driver
 from ...checkpoint.kernel_config import LayerKernels
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...kernels.append import append
+from ...kernels.decode import MOVES
 from ...kernels.decoding import DecodeLayer, absorbing_programs, block_starts, decode_attention, finish_constants
 from ...kernels.materialise import PagesOf, materialise
 from ...kernels.parameters import AttentionParameters
@@ -189,7 +190,7 @@ def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dic
     programs = absorbing_programs(chunks, queries * warps, SMS)
     tiles = sequences * groups * length / step / (SMS * kernels.slices_per_sm)
     parts = 1 + tiles * step / length
-    loops = Loop(1), Loop(parts, (Loop(1), Loop(tiles / parts)))
+    loops = Loop(1), Loop(parts, (Loop(1), Loop(tiles / parts, longer=1 / MOVES)))
     return {
         "absorb": {"loops": (Loop(chunks / programs),), "keys": length / programs / layer.group_rows, "groups": groups},
         "decode": {"loops": loops, "keys": tiles * step, "groups": groups, "programs": kernels.slices_per_sm},
