@@ -88,7 +88,8 @@ def absorb_kernel(
         of_excess = ()
         for i in tl.static_range(PARTS):
             for c in tl.static_range(CHUNKS):
-                matrices += (tl.load(own_basis + ((within + c * CHUNK) * WIDTH)[:, None] + (i * PART + column)[None, :]),)
+                rows = own_basis + ((within + c * CHUNK) * WIDTH)[:, None]
+                matrices += (tl.load(rows + (i * PART + column)[None, :]),)
             less = tl.zeros((PART,), tl.float32)
             for j in tl.static_range(OPERANDS):
                 less = tl.where((i * PART + column) // COLUMNS == j, -excess(j), less)

@@ -94,7 +94,7 @@ def operands(words, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr)
 def as_number(digits, DTYPE: tl.constexpr):
     """Digits in units of UNIT: reinterpreted as float16."""
     numbers = digits.to(tl.uint16).to(tl.float16, bitcast=True)
-    return numbers if DTYPE == tl.float16 else numbers.to(DTYPE)
+    return numbers if tl.float16 == DTYPE else numbers.to(DTYPE)
 
 
 @triton.jit
@@ -131,8 +131,8 @@ def rows_at(
 ):  # fmt: skip
     """Pointers to the rows of a tile, [KEYS].
 
-    Keys outside begin ... until - 1 are replaced by the nearest one inside, so that what is loaded is there, and finite.
-    Codes always are finite, and a page whole: there the keys stay.
+    Keys outside begin ... until - 1 are replaced by the nearest one inside, so that what is loaded exists and is finite.
+    Codes always are finite, and pages always whole: there these keys are read.
     """
     start = tile * STEP
     place = tl.arange(0, KEYS)

@@ -70,7 +70,7 @@ def _append(
         scale = RowScale(scale_shift, scale_length)
     made = append_rows(
         key, value, layout, shape, query=query, key_basis=key_basis, key_shift=key_shift, value_basis=value_basis,
-        value_shift=value_shift, rotation=rotation, index=index, scale=scale,
+        value_shift=value_shift, rotation=rotation, index=index, scale=scale, remember=False,
     )  # fmt: skip
     rotated = key.new_empty(0) if made.rotated is None else made.rotated
     inputs = {side.untyped_storage().data_ptr() for side in (key, value) if side is not None}
