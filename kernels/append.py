@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Append new tokens of a layer to the cache: rotate, project, quantise and pack keys and values, and rotate queries.
 
-In a layer with exact tokens keys are also rotated as attention takes them, and values are projected here.
+In a layer with exact tokens keys are also rotated as attention takes them, and stored in their slots with the values of
+heads, which are projected here.
 
 All of it is one launch. A program makes some words of a group's row for some tokens. A table says which digit is in
 each of the four planes of a word. The columns of the basis are gathered by this table, so that the columns of the
@@ -32,9 +33,11 @@ from .coding import EMPTY, GROUP_FIELDS, code_group, coding_plan, digits_of, pac
 from .launch import device_table, launch, padded, precision
 from .rotary import Rotation
 from .rows import as_loaded, row_dtype
+from .slots import SlotsToFill
 
 KEYS, VALUES, QUERIES, EXACT_KEYS = 0, 1, 2, 3
-"""Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head, rotate a KV head."""
+"""Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head, rotate (and store) a KV
+head."""
 
 FIELDS = 7
 """Numbers that describe a job: its kind; first head; first entry of the digit table (or first column); words of a
@@ -54,7 +57,8 @@ INTEGERS = [
     "first_token", "tokens", "seq_len", "table_rows", "index_batch", "block", "page", "query_batch",
     "query_position", "query_head", "key_batch", "key_position", "key_head", "value_batch", "value_position",
     "value_head", "basis_stride", "value_basis_stride", "table_stride", "key_page", "key_row", "value_page",
-    "value_row", "num_heads", "rotated_heads", "groups", "rank",
+    "value_row", "num_heads", "rotated_heads", "groups", "rank", "offset", "begin", "slots_batch",
+    "slots_head", "slots_slot",
 ]  # fmt: skip
 """Integer arguments that the kernel is not specialised on: one compiled kernel serves all lengths."""
 
@@ -72,6 +76,8 @@ ADDRESSES = [
     "slots",
     "key_rows",
     "value_rows",
+    "offsets",
+    "begins",
 ]
 """Pointers that the kernel is not specialised on being multiples of 16 bytes, which a view may not be. Another kernel
 would be compiled for it, perhaps while a CUDA graph is captured. Strides are not known to be multiples either, so
@@ -188,31 +194,57 @@ def rotate_head(
         tl.store(query_out + target[:, None] + 2 * HALF + place[None, :], own, mask=there)
 
 
+@triton.jit
+def store_head(
+    key, value, exact_keys, exact_values, cos, sin, row, valid, from_key, from_value, place, slots_slot, offset, begin,
+    table_stride, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
+    FIRST: tl.constexpr, NEWEST: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Store a KV head of some tokens exactly, the key rotated: in their slots, and in those of first tokens.
+
+    offset, begin: of each token, see `slots.SlotsToFill`. place: of slot 0 of its sequence and head.
+    """
+    dim = tl.arange(0, HEAD_PADDED)
+    for first in tl.static_range(2 if FIRST else 1):
+        slot = offset - begin if first else FIRST + offset % NEWEST
+        there = valid & (slot >= 0) & (slot < FIRST) if first else valid
+        to = place + slot.to(tl.int64) * slots_slot
+        rotate_head(
+            key, exact_keys, cos, sin, row, there, from_key, to, table_stride, HALF, HALF_PADDED, REST, REST_PADDED
+        )
+        inside = there[:, None] & (dim < HEAD_DIM)[None, :]
+        copied = tl.load(value + from_value[:, None] + dim[None, :], mask=inside, other=0.0)
+        tl.store(exact_values + to[:, None] + dim[None, :], copied, mask=inside)
+
+
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def append_kernel(
     query, key, value, key_basis, key_shift, value_basis, value_shift, cos, sin, index, slots, query_out, key_rows,
     value_rows, places, jobs, latents_out, arrived, code_shift, code_length, code_halves, code_places, code_groups,
+    exact_keys, exact_values, offsets, begins,
     first_token, tokens, seq_len, table_rows, index_batch, block, page, query_batch, query_position, query_head,
     key_batch, key_position, key_head, value_batch, value_position, value_head, basis_stride, value_basis_stride,
     table_stride, key_page, key_row, value_page, value_row, num_heads, rotated_heads, groups,
-    rank,
+    rank, offset, begin, slots_batch, slots_head, slots_slot,
     SIZE: tl.constexpr, MODE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr,
     REST_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, CODED: tl.constexpr,
     FOLDED: tl.constexpr, PART: tl.constexpr, SHIFT: tl.constexpr, VALUE_BASIS: tl.constexpr,
     VALUE_SHIFT: tl.constexpr, QUERY: tl.constexpr, EXACT: tl.constexpr, INDEX: tl.constexpr, SLOTS: tl.constexpr,
+    STORE: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, OFFSETS: tl.constexpr, BEGINS: tl.constexpr,
     LATENTS: tl.constexpr, MIDDLE: tl.constexpr, LARGEST: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FIELDS: tl.constexpr, GROUP_FIELDS: tl.constexpr, PRECISION: tl.constexpr,
     PLANES: tl.constexpr,
 ):  # fmt: skip
     """Do one job for ROWS of the tokens first_token ... tokens - 1; see `append`. Grid: blocks of ROWS tokens, jobs.
 
-    MODE: rotation of keys (NONE, WHOLE, BLOCK). FOLDED: keys are given as latents. PART: `value` is the values' part of
-    joint latents and is added to that of the keys. SHIFT: the basis has a shift. VALUE_BASIS: values are given as
-    heads, and have a basis; VALUE_SHIFT: which has a shift. QUERY: there are queries to rotate; EXACT: and keys, which
-    are written behind them. INDEX, SLOTS: `index` or `slots` is given. PLANES: planes of the digit table, 4 or 8.
-    LATENTS: joint groups of codes, whose latents are left in `latents_out`, [tokens - first_token, rank] float32, and
-    coded by the last program of a group, by the tables of `coding.CodingPlan`; arrived: counters, see `arrivals`,
-    for each block of tokens and group.
+    MODE: rotation of keys (NONE, WHOLE, BLOCK). FOLDED: keys are given as latents. PART: `value` is the values'
+    part of joint latents and is added to that of the keys. SHIFT: the basis has a shift. VALUE_BASIS: values are
+    given as heads, and have a basis; VALUE_SHIFT: which has a shift. QUERY: there are queries to rotate; EXACT: and
+    keys, which are written behind them. INDEX, SLOTS: `index` or `slots` is given. STORE: store keys and values of
+    heads exactly, by offset and begin, which with OFFSETS and BEGINS are on the device; FIRST, NEWEST: slots.
+    PLANES: planes of the digit table, 4 or 8. LATENTS: joint groups of codes, whose latents are left in
+    `latents_out`, [tokens - first_token, rank] float32, and coded by the last program of a group, by the tables of
+    `coding.CodingPlan`; arrived: counters, see `arrivals`, for each block of tokens and group.
     """
     token = first_token + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
@@ -223,7 +255,7 @@ def append_kernel(
     if INDEX:
         row = tl.load(index + sequence * index_batch + position, mask=valid, other=0)
     done = False
-    if QUERY:
+    if QUERY:  # noqa: SIM102
         if kind == 2:
             rotate_head(
                 query, query_out, cos, sin, row, valid,
@@ -232,15 +264,30 @@ def append_kernel(
                 REST_PADDED,
             )  # fmt: skip
             done = True
-        if EXACT:  # noqa: SIM102
-            if kind == 3:
+    if EXACT or STORE:  # noqa: SIM102
+        if kind == 3:
+            if EXACT:
                 rotate_head(
                     key, query_out, cos, sin, row, valid,
                     sequence * key_batch + position * key_position + head * key_head,
                     (token.to(tl.int64) * rotated_heads + num_heads + head) * (2 * HALF + REST), table_stride, HALF,
                     HALF_PADDED, REST, REST_PADDED,
                 )  # fmt: skip
-                done = True
+            if STORE:
+                index_now = tl.zeros((ROWS,), tl.int64) + offset
+                if OFFSETS:
+                    index_now = tl.zeros((ROWS,), tl.int64) + tl.load(offsets)
+                index_0 = tl.zeros((ROWS,), tl.int64) + begin
+                if BEGINS:
+                    index_0 = tl.load(begins + sequence, mask=valid, other=0).to(tl.int64)
+                store_head(
+                    key, value, exact_keys, exact_values, cos, sin, row, valid,
+                    sequence * key_batch + position * key_position + head * key_head,
+                    sequence * value_batch + position * value_position + head * value_head,
+                    sequence * slots_batch + head * slots_head, slots_slot, index_now, index_0, table_stride, HALF,
+                    HALF_PADDED, REST, REST_PADDED, FIRST, NEWEST, HEAD_DIM, HEAD_PADDED,
+                )  # fmt: skip
+            done = True
     if not done:
         words, first_word = tl.load(job + 3), tl.load(job + 4)
         held, written = tl.load(job + 5), tl.load(job + 6)
@@ -351,6 +398,7 @@ def append(
     scale: RowScale | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     slots: Tensor | None = None,
+    fill: SlotsToFill | None = None,
     remember: bool = True,
 ) -> Appended:
     """Make the rows of new tokens, and rotate their queries, in one launch.
@@ -377,6 +425,8 @@ def append(
         out: rows to write into, in place of new ones: [batch_size, 1, seq_len, bytes] each, or with `slots` pages
             [num_pages, page_size, bytes]; rows of numbers are in the model's dtype. A joint layer ignores the second.
         slots: [batch_size * seq_len], integers, page * page_size + index in the page for each token; negative for none.
+        fill: in a layer with exact tokens whose keys are rotated here, or without RoPE: keep the new token of each
+            sequence there.
         remember: keep counters for other launches. What compiled code launches may not: see `decode_attention`.
     """
     batch_size, seq_len = key.shape[:2]
@@ -398,7 +448,7 @@ def append(
     most = tokens
     if layout.scaled and not layout.folds_keys(shape):
         most = max(1, LATENT_BYTES // (4 * layout.key_rank))
-    call = _Call(key, value, layout, shape, query, rotated, rotated_keys, bases, rotation, index, scale, remember)
+    call = _Call(key, value, layout, shape, query, rotated, rotated_keys, bases, rotation, index, scale, fill, remember)
     for start in range(0, tokens, most):
         call.launch(range(start, min(start + most, tokens)), sides, page, row_strides, slots, as_it_is)
     if rotated is not None:
@@ -427,6 +477,7 @@ class _Call:
     rotation: Rotation | None
     index: Tensor | None
     scale: RowScale | None
+    fill: SlotsToFill | None
     remember: bool
 
     def launch(
@@ -447,7 +498,10 @@ class _Call:
         """
         key, value, layout, shape, query = self.key, self.value, self.layout, self.shape, self.query
         rotation, index, exact = self.rotation, self.index, self.layout.exact is not None
-        plan = tables_of(layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, key.device)
+        stored = self.fill is not None
+        plan = tables_of(
+            layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, stored, key.device
+        )
         if not tokens or not len(plan.jobs):
             return
         cos, sin = (key, key) if rotation is None else rotation
@@ -467,11 +521,20 @@ class _Call:
             if not layout.folds_keys(shape):
                 latents = torch.empty(len(tokens), layout.key_rank, dtype=torch.float32, device=key.device)
                 arrived = counters(blocks * groups, key.device, self.remember)
+        exact_sides, slot_strides, first, newest, offset, begin = (key, key), (0, 0, 0), 0, 1, 0, 0
+        if self.fill is not None:
+            keys, values, first, offset, begin = self.fill
+            assert seq_len == 1
+            assert keys.stride() == values.stride()
+            exact_sides, slot_strides, newest = (keys, values), keys.stride()[:3], keys.shape[2] - first
+        on_device = isinstance(offset, Tensor), isinstance(begin, Tensor)
         launch(
             append_kernel, (blocks, len(plan.jobs)), asked, key, source,
             *(key if each is None else each for each in self.bases), cos, sin,
             plan.jobs if index is None else index, plan.jobs if slots is None else slots,
             key if self.rotated is None else self.rotated, *sides, plan.places, plan.jobs, latents, arrived, *coding,
+            *exact_sides,
+            offset if on_device[0] else plan.jobs, begin if on_device[1] else plan.jobs,
             tokens.start, tokens.stop,
             seq_len, batch_size * seq_len if rotation is None else len(cos),
             index.stride(0) if index is not None and index.dim() == 2 and len(index) > 1 else 0,
@@ -479,10 +542,12 @@ class _Call:
             key.stride(2) if key.dim() == 4 else 0, source.stride(0), source.stride(1),
             source.stride(2) if exact else 0, 0 if key_basis is None else key_basis.stride(0),
             0 if value_basis is None else value_basis.stride(0), cos.stride(0), *row_strides, shape.num_heads,
-            shape.num_heads + self.rotated_keys, groups, layout.key_rank, **plan.constants,
+            shape.num_heads + self.rotated_keys, groups, layout.key_rank,
+            0 if on_device[0] else offset, 0 if on_device[1] else begin, *slot_strides, **plan.constants,
             PART=layout.joint and value is not None, SHIFT=key_shift is not None, VALUE_BASIS=exact,
             VALUE_SHIFT=value_shift is not None, QUERY=query is not None, EXACT=self.rotated_keys > 0,
-            INDEX=index is not None, SLOTS=slots is not None, ROWS=rows_each, num_warps=warps,
+            INDEX=index is not None, SLOTS=slots is not None, STORE=stored, FIRST=first, NEWEST=newest,
+            OFFSETS=on_device[0], BEGINS=on_device[1], ROWS=rows_each, num_warps=warps,
         )  # fmt: skip
 
 
@@ -522,6 +587,7 @@ def tables_of(
     query: bool,
     as_it_is: bool,
     rotated: bool,
+    stored: bool,
     device: torch.device,
 ) -> Plan:
     """Make the tables of a layer.
@@ -529,7 +595,7 @@ def tables_of(
     Args:
         query: there are queries to rotate.
         as_it_is: outputs of projections that are rows already are not copied.
-        rotated: keys are rotated by the kernel.
+        rotated: keys are rotated by the kernel. stored: and kept in slots of exact tokens.
     """
     folded = layout.folds_keys(shape)
     planes = planes_of(layout)
@@ -560,8 +626,8 @@ def tables_of(
             column += latent.rank
     if query:
         jobs += [[QUERIES, head] + [0] * (FIELDS - 2) for head in range(shape.num_heads)]
-        if layout.exact is not None and rotated:
-            jobs += [[EXACT_KEYS, head] + [0] * (FIELDS - 2) for head in range(shape.num_kv_heads)]
+    if stored or (query and layout.exact is not None and rotated):
+        jobs += [[EXACT_KEYS, head] + [0] * (FIELDS - 2) for head in range(shape.num_kv_heads)]
     half, rest = shape.rotary_planes, shape.head_dim - shape.rotary_dim
     mode = WHOLE if layout.rope_block is None else NONE if layout.pre_rope else BLOCK
     constants = {
@@ -583,4 +649,5 @@ def prepare(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, devi
     for query in (False, True):
         for as_it_is in (False, not layout.coded and layout.exact is None):
             for rotated in (False, True):
-                tables_of(layout, shape, dtype, query, as_it_is, rotated, device)
+                for stored in {False, layout.exact is not None}:
+                    tables_of(layout, shape, dtype, query, as_it_is, rotated, stored, device)

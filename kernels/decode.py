@@ -131,7 +131,7 @@ def rows_at(
 ):  # fmt: skip
     """Pointers to the rows of a tile, [KEYS].
 
-    Keys outside begin ... until - 1 are replaced by the nearest one inside, so that what is loaded exists and is finite.
+    Keys outside begin ... until - 1 are replaced by the nearest one inside: what is loaded exists, and is finite.
     Codes always are finite, and pages always whole: there these keys are read.
     """
     start = tile * STEP

@@ -34,7 +34,7 @@ from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer, row_scale
 from ..logs import log
 from ..numerics import is_finite
-from .exact import NewTokens
+from .exact import NewTokens, host_span
 from .rope import RotaryTable, Rotations, TokenSpan, rope_of
 from .steps import AttentionCall, CacheRows, SharedRows, without_gradients
 
@@ -128,7 +128,8 @@ class RotorAttention(CompressedProjections):
             query = self._scaled(query, kwargs.get("position_ids"), span)
         projected = query, new_key, new_value
         with torch.autocast(hidden_states.device.type, enabled=False):
-            parameters, exact = self._parameters_of_attention(), None
+            parameters, exact, fill = self._parameters_of_attention(), None, None
+            span = span if self.layout.exact is None else host_span(span)
             if kernels is None and self.layout.exact is not None:
                 exact = new_tokens(*projected, rotations)
                 rows = exact.query, exact.key[:, :1, :, :0], exact.value[:, :1, :, :0]
@@ -139,12 +140,23 @@ class RotorAttention(CompressedProjections):
             else:
                 from ..kernels import operators  # imports Triton
 
-                made = operators.append(parameters, text, *projected, rotations.table, rotations.places)
+                fill = store.slots_to_fill(cache, parameters, self.layer_idx, attention_mask, span)
+                made = operators.append(parameters, text, *projected, rotations.table, rotations.places, fill)
                 rows = made.query, made.key, made.value
                 if made.exact_key is not None and made.exact_value is not None:
                     exact = NewTokens(made.query, made.exact_key, made.exact_value)
             call = AttentionCall(
-                parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels, text, exact, span
+                parameters,
+                self.layer_idx,
+                *rows,
+                cache,
+                attention_mask,
+                rotations,
+                kernels,
+                text,
+                exact,
+                span,
+                fill is not None,
             )
             if self.is_read_by_others:
                 shared = SharedRows(call, store.stored(call))
