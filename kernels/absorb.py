@@ -27,7 +27,7 @@ def absorb_kernel(
     GROUPS: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr, PLANES: tl.constexpr,
     ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
-    COUNT: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    COUNT: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Absorb one query head of one new token, for COUNT blocks at a time.
 
@@ -123,7 +123,7 @@ def absorb_kernel(
                 sin = tl.load(at_start + ((block_0 + start) * (2 * STARTS) + STARTS + c * HALF))
                 first = planes[2 * c] * cos + planes[2 * c + 1] * sin
                 second = planes[2 * c + 1] * cos - planes[2 * c] * sin
-                rotated += (tl.reshape(tl.join(first, second), (COUNT, CHUNK)).to(DTYPE),)
+                rotated += (once(tl.reshape(tl.join(first, second), (COUNT, CHUNK)).to(DTYPE), ASM),)
             rotated += still
             # Constants of the block's logits: of the constant keys, less what operands have too much.
             shared = tl.zeros((COUNT, 8), tl.float32)
@@ -148,3 +148,14 @@ def absorb_kernel(
                     tl.store(pair + TOKENS * ROWS, scaled * UNIT, mask=inside)
                 else:
                     tl.store(constant + index + at_block, (unscaled + scaled) * scale, mask=inside)
+
+
+@triton.jit
+def once(numbers, ASM: tl.constexpr):
+    """The same numbers, of 16 bits, which the compiler does not compute twice for two products."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [numbers], dtype=numbers.dtype, is_pure=False, pack=2
+        )
+    else:
+        return numbers

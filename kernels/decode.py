@@ -6,20 +6,23 @@ little. A program is one or a few warps. A tile has the keys of one block of pos
 one absorbed query per query row: `absorb` has multiplied the query with the basis, and has collected the constant parts
 of the logits. Nothing of a key is rebuilt.
 
-Codes are multiplied in float16 whatever the model's dtype: it takes four instructions for two words. The two nibbles of
-a byte are read as the lower one and as the byte, each plus 1024, at which the last bit of the mantissa counts ones. So
-absorbed queries have the higher nibble's column less for the lower one, and the end of a slice takes the higher nibble
-out of the byte. What an operand has too much (`excess`) is subtracted from the logits with the constants, and from the
-weighted values after each tile. Left in the sums it would grow with the length, and so would the rounding error of
-tensor cores.
+Codes are multiplied in float16 whatever the model's dtype: bits of a digit are read as they are, as the smallest
+numbers of float16 (`UNIT`), which takes four instructions for two words. The two nibbles of a byte are read as the
+lower one and as the byte. So absorbed queries have the higher nibble's column less for the lower one, and the end of a
+slice takes the higher nibble out of the byte. What an operand has too much (`excess`) is subtracted from the logits
+with the constants, and from the weighted values every few tiles. Left in the sums it would grow with the length, and so
+would the rounding error of tensor cores.
 
 Rows of joint groups have a scale in their first nibble, which multiplies a key's logits before constants are added, and
 its weight before values are summed: a product with a column of ones spreads its nibble over the query rows. The operand
 in its place is read as 1.
 
+Weights are relative to a reference, which is the largest logit of the first tile and is seldom moved: where a weight
+would overflow, and every few tiles (`MOVES`). So a tile asks for no maximum, and rescales nothing.
+
 A tile is loaded twice, as [keys, columns] and as [columns, keys]: Triton then copies packed words to shared memory,
-reads them as operands of products (`ldmatrix`) and unpacks them in registers. The next tiles are loaded while one is
-computed. Logits are exponents of 2.
+reads them as operands of products (`ldmatrix`) and unpacks them in registers. The second are read after the softmax, so
+that they take no registers before. The next tiles are loaded while one is computed. Logits are exponents of 2.
 
 Each program works through its slice of the line of tiles (see `ranges`) and writes one partial result for each
 (sequence, group) in the slice; `join` combines them.
@@ -46,7 +49,7 @@ MOST = tl.constexpr(1e30)
 """Above every sum of weights that are finite in float16."""
 
 MOVES = 16
-"""Tiles after which a reference moves at the latest."""
+"""Tiles after which a reference moves at the latest, and what operands have too much is subtracted."""
 
 UNIT = tl.constexpr(2.0**-24)
 """What a digit of 1 is read as: the smallest float16, so that its bits are the digit."""
@@ -312,9 +315,9 @@ def decode_kernel(
             else:
                 open_ = tl.load(holes + new + tl.zeros_like(place)) != 0
 
-        # State of the softmax: the reference of weights, an integer, sums of weights since, [SPREAD, ROWS], and of what
-        # weighs values (weights times scales): before the last move, [ROWS], and since, [16, ROWS] of which all are
-        # equal; and weighted values.
+        # State of the softmax: the reference of weights; sums of weights, [SPREAD, ROWS]; sums of weights times scales,
+        # which weigh values, before the last move, [ROWS], and since, [16, ROWS] of which all are equal; and weighted
+        # values, of which those since the last move still have what operands have too much.
         reference = tl.full((ROWS,), UNSEEN, tl.float32)
         total_weight = tl.zeros((SPREAD, ROWS), tl.float32)
         before_move = tl.zeros((ROWS,), tl.float32)
@@ -324,19 +327,16 @@ def decode_kernel(
             weighted += (tl.zeros((VALUE_PART, ROWS), tl.float32),)
         page = page_of(block_table, sequence, tile_0, b, u, table_stride, STEP, KEYS, PAGE)
         for tile in tl.range(tile_0, tile_1, num_stages=STAGES):
-            rows_of_tile = rows_at(keys, page, tile, b, u, key_block, KEY_ROW, STEP, KEYS, PAGE, CODED)
-            now = ()
-            for i in tl.static_range(PARTS):
-                now += (load_rows(rows_of_tile, width, i * PART, PART, EXACT),)
-            if not JOINT:
-                rows_of_tile = rows_at(values, page, tile, b, u, value_block, VALUE_ROW, STEP, KEYS, PAGE, CODED)
-            # The page of the next tile.
-            after = tl.minimum(tile + 1, tile_1 - 1)
-            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
+            rows_of_tile = rows_at(keys, page, tile, b, u, key_block, KEY_ROW, STEP, KEYS, PAGE, CODED)  # [KEYS]
             z = ()
             for i in tl.static_range(PARTS):
-                z += operands(now[i], CODED, DTYPE, ASM)
-            # Keys of this tile that each query row attends to.
+                words = load_rows(rows_of_tile, width, i * PART, PART, EXACT)  # [KEYS, PART]
+                z += operands(words, CODED, DTYPE, ASM)
+            if not JOINT:
+                rows_of_tile = rows_at(values, page, tile, b, u, value_block, VALUE_ROW, STEP, KEYS, PAGE, CODED)
+            after = tl.minimum(tile + 1, tile_1 - 1)
+            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)  # of the next tile
+            # Keys of this tile that each query row attends to, [KEYS, 1 or ROWS].
             start = tile * STEP
             if TOKENS > 1:
                 index = (start + place)[:, None]
@@ -354,73 +354,60 @@ def decode_kernel(
                     bits = mask + new.to(tl.int64) * mask_stride + start + place
                     visible &= tl.load(bits, mask=read, other=1) != 0
                 visible = visible[:, None]
-            # Logits: latents times absorbed queries. The constant of the block enters with the softmax.
+            # Queries and constants of the tile's block.
             if BLOCK > 0:
                 block = q_group + (tile * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
-                c = of_rows(constant + CONSTANTS * block + row, live, ROWS == LIVE)
+                c = of_rows(constant + CONSTANTS * block + row, live, ROWS == LIVE)  # [ROWS]
                 if SCALED:
-                    scaled_c = of_rows(constant + CONSTANTS * block + LIVE + row, live, ROWS == LIVE)
-            HIDDEN: tl.constexpr = NEG_INF * UNIT if CODED else NEG_INF
-            logits = tl.zeros((KEYS, ROWS), tl.float32)
-            if SCALED:
-                logits += scaled_c[None, :]
-            if not SOFTCAP:
-                logits = tl.where(visible, logits, HIDDEN)
-            for i in tl.static_range(PARTS):
-                for j in tl.static_range(OPERANDS):
-                    if BLOCK > 0:
+                    scaled_c = of_rows(constant + CONSTANTS * block + LIVE + row, live, ROWS == LIVE)  # [ROWS]
+                queries = ()
+                for i in tl.static_range(PARTS):
+                    for j in tl.static_range(OPERANDS):
                         pointers = query + block * (OPERANDS * COLUMNS) + (j * COLUMNS + i * PART) + q_row
-                        q = of_rows(pointers, live[None, :], ROWS == LIVE)
-                    else:
-                        q = queries[i * OPERANDS + j]
-                    logits = tl.dot(z[i * OPERANDS + j], q, logits, input_precision=PRECISION)
-            # Exponents of weights, but for the reference.
+                        queries += (of_rows(pointers, live[None, :], ROWS == LIVE),)  # [PART, ROWS]
+            # Logits and scales, [KEYS, ROWS]. What is added to all logits of a row stays apart.
+            logits = logits_of_tile(z, queries, scaled_c, visible, KEYS, ROWS, CODED, SCALED, SOFTCAP, PRECISION)
+            scales = 1.0
             if SCALED:
-                nibble = tl.dot(z[0], spread, tl.zeros((KEYS, ROWS), tl.float32), input_precision=PRECISION)
-                halves = tl.split(tl.reshape(nibble, (KEYS, ROWS // 2, 2)))
-                of_pair = tl.exp2(halves[0] * (0.5 / UNIT) - 4.0)
-                scales = tl.reshape(tl.join(of_pair, of_pair), (KEYS, ROWS))
-                logits = logits * tl.reshape(tl.join(of_pair * factor, of_pair * factor), (KEYS, ROWS))
+                of_key = tl.dot(z[0], spread, tl.zeros((KEYS, ROWS), tl.float32), input_precision=PRECISION)
+                of_pair = scales_of_pairs(of_key, KEYS, ROWS)
+                scales = both_of_pairs(of_pair, KEYS, ROWS)
+                logits = logits * both_of_pairs(of_pair * factor, KEYS, ROWS)
             else:
-                scales = 1.0
                 logits = logits * factor
+            added_to_all = tl.zeros((ROWS,), tl.float32)
             if SOFTCAP:
                 if CONSTANT:
                     logits += c[None, :]
+                # tanh, written with exp2.
                 logits = softcap - 2.0 * softcap / (tl.exp2(logits * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
                 logits = tl.where(visible, logits, NEG_INF)
-                fixed = tl.zeros((ROWS,), tl.float32)
             elif CONSTANT:
-                fixed = c
-            else:
-                fixed = tl.zeros((ROWS,), tl.float32)
-            weights = tl.exp2(logits + (fixed - reference)[None, :])
-            rounded = (weights * scales).to(DTYPE)
-            sums = tl.dot(ones, rounded, since_move, input_precision=PRECISION)
+                added_to_all = c
+            # Softmax: weights relative to the reference. An overflow shows in their sums.
+            weights, rounded, sums = softmax_of_tile(
+                logits, added_to_all - reference, scales, ones, since_move, DTYPE, PRECISION
+            )
             if (tl.max(tl.max(sums, 0), 0) > MOST) | (tile % MOVE == MOVE - 1):
-                higher = tl.maximum(reference, tl.max(logits, 0) + fixed)
+                higher = tl.maximum(reference, tl.max(logits, 0) + added_to_all)
                 shrink = tl.exp2(reference - higher)
-                reference = higher
-                tile_weight = tl.max(since_move, 0)
-                before_move = (before_move + tile_weight) * shrink
-                moved = ()
-                for i in tl.static_range(VALUE_PARTS):
-                    for j in tl.static_range(OPERANDS):
-                        kept = weighted[i * OPERANDS + j]
-                        if CODED:
-                            kept -= (tile_weight * (excess(j) * UNIT))[None, :]
-                        moved += (kept * shrink[None, :],)
-                weighted = moved
+                weight_since = tl.max(since_move, 0)
+                weighted = settled(weighted, weight_since, shrink, CODED)
+                before_move = (before_move + weight_since) * shrink
                 total_weight = total_weight * shrink[None, :]
-                weights = tl.exp2(logits + (fixed - higher)[None, :])
-                rounded = (weights * scales).to(DTYPE)
-                sums = tl.dot(ones, rounded, tl.zeros((16, ROWS), tl.float32), input_precision=PRECISION)
+                reference = higher
+                weights, rounded, sums = softmax_of_tile(
+                    logits, added_to_all - reference, scales, ones, tl.zeros((16, ROWS), tl.float32), DTYPE, PRECISION
+                )
             since_move = sums
             if SCALED:
                 total_weight += tl.sum(tl.reshape(weights, (KEYS // SPREAD, SPREAD, ROWS)), 0)
+            # Values.
             added = ()
             for i in tl.static_range(VALUE_PARTS):
-                words = load_columns(rows_of_tile, value_width, i * VALUE_PART, VALUE_PART, VALUE_EXACT and WHOLE)
+                words = load_columns(  # [VALUE_PART, KEYS]
+                    rows_of_tile, value_width, i * VALUE_PART, VALUE_PART, VALUE_EXACT and WHOLE
+                )
                 v = operands(words, CODED, DTYPE, ASM)
                 for j in tl.static_range(OPERANDS):
                     added += (tl.dot(v[j], rounded, weighted[i * OPERANDS + j], input_precision=PRECISION),)
@@ -429,28 +416,83 @@ def decode_kernel(
         # The partial result of this (sequence, group), of nibbles: a byte's higher one is what it has beside the lower.
         # In place of the scale stands 1, by its weights.
         seen = reference > UNSEEN
-        tile_weight = tl.max(since_move, 0)
-        total_scaled = before_move + tile_weight
-        sums = tl.where(seen, tl.sum(total_weight, 0) if SCALED else total_scaled, 1.0)
+        weight_since = tl.max(since_move, 0)
+        weighted = settled(weighted, weight_since, tl.full((ROWS,), 1.0, tl.float32), CODED)
+        total_scaled = before_move + weight_since
+        sums_of_rows = tl.where(seen, tl.sum(total_weight, 0) if SCALED else total_scaled, 1.0)
         out = partial + slot.to(tl.int64) * (LIVE * OPERANDS * VALUE_COLUMNS)
         out += row[None, :] * (OPERANDS * VALUE_COLUMNS) + value_column[:, None]
-        lower = tl.zeros((VALUE_PART, ROWS), tl.float32)
         for i in tl.static_range(VALUE_PARTS):
             for j in tl.static_range(OPERANDS):
                 result = weighted[i * OPERANDS + j]
+                if CODED and sixteenth(j):
+                    result = (result - weighted[i * OPERANDS + j - 1] if j < 4 else result) * 0.0625
                 if CODED:
-                    result = result / UNIT - (excess(j) * tile_weight)[None, :]
-                    digits = result
-                    if sixteenth(j):
-                        result = (result - lower if j < 4 else result) * 0.0625
-                    lower = digits
+                    result = result / UNIT
                 if SCALED and j == 0 and i == 0:
                     result = tl.where((value_column == 0)[:, None], total_scaled[None, :], result)
                 stored = (
                     live[None, :] if WHOLE else live[None, :] & (i * VALUE_PART + value_column < VALUE_COLUMNS)[:, None]
                 )
-                tl.store(out + j * VALUE_COLUMNS + i * VALUE_PART, result / sums[None, :], mask=stored)
-        tl.store(partial_lse + slot * LIVE + row, tl.where(seen, reference + tl.log2(sums), NEG_INF), mask=live)
+                tl.store(out + j * VALUE_COLUMNS + i * VALUE_PART, result / sums_of_rows[None, :], mask=stored)
+        log_sums = tl.where(seen, reference + tl.log2(sums_of_rows), NEG_INF)
+        tl.store(partial_lse + slot * LIVE + row, log_sums, mask=live)
+
+
+@triton.jit
+def logits_of_tile(
+    z, queries, scaled_c, visible, KEYS: tl.constexpr, ROWS: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Latents times absorbed queries, [KEYS, ROWS] in digits; of hidden keys far below all others (not with a soft cap,
+    which is to come before).
+
+    z: operands, [KEYS, PART] each. queries: of each, [PART, ROWS]. scaled_c: what scales multiply, [ROWS].
+    """
+    HIDDEN: tl.constexpr = NEG_INF * UNIT if CODED else NEG_INF
+    logits = tl.zeros((KEYS, ROWS), tl.float32)
+    if SCALED:
+        logits += scaled_c[None, :]
+    if not SOFTCAP:
+        logits = tl.where(visible, logits, HIDDEN)
+    for i in tl.static_range(len(z)):
+        logits = tl.dot(z[i], queries[i], logits, input_precision=PRECISION)
+    return logits
+
+
+@triton.jit
+def scales_of_pairs(nibbles, KEYS: tl.constexpr, ROWS: tl.constexpr):
+    """The scales of keys by their nibbles, [KEYS, ROWS] of which all in a row are equal; [KEYS, ROWS // 2]: one for two
+    query rows, as a thread has them."""
+    pairs = tl.split(tl.reshape(nibbles, (KEYS, ROWS // 2, 2)))
+    return tl.exp2(pairs[0] * (0.5 / UNIT) - 4.0)
+
+
+@triton.jit
+def both_of_pairs(numbers, KEYS: tl.constexpr, ROWS: tl.constexpr):
+    """Numbers of pairs of query rows, [KEYS, ROWS // 2], for both of each: [KEYS, ROWS]."""
+    return tl.reshape(tl.join(numbers, numbers), (KEYS, ROWS))
+
+
+@triton.jit
+def softmax_of_tile(logits, more, scales, ones, sums, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Weights 2^(logits + more), [KEYS, ROWS]; these times scales, in DTYPE; and `sums`, [16, ROWS], with theirs, which
+    are infinite where one is beyond DTYPE."""
+    weights = tl.exp2(logits + more[None, :])
+    rounded = (weights * scales).to(DTYPE)
+    return weights, rounded, tl.dot(ones, rounded, sums, input_precision=PRECISION)
+
+
+@triton.jit
+def settled(weighted, weight_since, shrink, CODED: tl.constexpr):
+    """Weighted values, [VALUE_PART, ROWS] each, without what operands have too much since the last move, shrunk."""
+    found = ()
+    for i in tl.static_range(len(weighted)):
+        kept = weighted[i]
+        if CODED:
+            kept -= (weight_since * (excess(i % CODED) * UNIT))[None, :]
+        found += (kept * shrink[None, :],)
+    return found
 
 
 @triton.jit

@@ -259,6 +259,7 @@ class DecodeLayer:
             "REST": self.rest_chunks, "BLOCK": self.block, "HEADS": self.heads, "PER_HEAD": self.per_head,
             "TOKENS": tokens, "COLUMNS": self.columns, "PART": math.gcd(self.operands * self.columns, ABSORBED_PART),
             "CHUNK": self.chunk, "COUNT": blocks, "PRECISION": precision(self.dtype),
+            "ASM": assembled() and self.dtype.itemsize == 2,
         }  # fmt: skip
 
 
