@@ -8,7 +8,7 @@
 # make test-min  the tests on the oldest versions that pyproject.toml allows
 # make gpu       on a GPU: tests and measurements in nine minutes (MINUTES=4: in four)
 # make gpu-bundle  packages for a GPU machine without network (Python 3.12, PyTorch and Triton there), in .gpu-bundle/
-# make docs      the pages of README, docs/ and artifacts/ as a site in build/site
+# make docs      the pages of README, docs/ and artifacts/, and the API from docstrings, as a site in build/site
 # make test-vllm the tests of vLLM's plugin, in an environment with vLLM for CPUs
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ TARGETS := 0.99 0.95 0.90
 FAST := $(wildcard $(foreach name,bases codes forms json recipe recipe_reference search inspection cost layers \
 	arguments installing ranks,tests/test_$(name).py))
 
-PAGES = README.md CONTRIBUTING.md LICENSE docs artifacts/NOTES.md artifacts/studies
+PAGES = README.md CONTRIBUTING.md LICENSE docs artifacts/NOTES.md artifacts/NOTES-old.md artifacts/studies artifacts/benchmarks
 
 .PHONY: docs demo demo-full reference gpu gpu-bundle test test-fast test-slow test-vllm test-min lint setup clean
 
@@ -88,7 +88,7 @@ test-min:
 
 # Where Python has a PyTorch that sees a GPU, it is used as it is.
 MINUTES ?= 9
-GPU_RUN = -m rotor gpu -o artifacts/benchmarks/gpu.jsonl --minutes $(MINUTES)
+GPU_RUN = artifacts/gpu -o artifacts/benchmarks/gpu.jsonl --minutes $(MINUTES)
 gpu:
 	@if $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then \
 		PYTHONPATH="$(CURDIR)/$(BUNDLE)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) $(GPU_RUN); \
@@ -108,7 +108,7 @@ gpu-bundle:
 	@du -sh $(BUNDLE)
 	@echo "Carry this tree with $(BUNDLE)/, which git ignores. There, in its root:"
 	@echo "    export PYTHONPATH=\$$PWD/$(BUNDLE) $$(git rev-parse HEAD 2>/dev/null | sed 's/^/ROTOR_COMMIT=/')"
-	@echo "    python3 -m rotor gpu -o gpu.jsonl --minutes 9"
+	@echo "    python3 artifacts/gpu -o gpu.jsonl --minutes 9"
 
 # vLLM for CPUs, without what it needs for pictures and sounds (torchvision, torchaudio, torchcodec).
 test-vllm: .venv-vllm/.done

@@ -1,7 +1,7 @@
 """The kernel_config.json of a model that nobody has tuned: tiles and warps by rule.
 
-`rotor export` writes it, and checkpoints without the file run by it. Tiles go by counts of instructions (`rotor
-compile`); `rotor gpu --tune OUT` measures more.
+`rotor export` writes it, and checkpoints without the file run by it. Tiles go by counts of instructions (`python
+artifacts/gpu count`); `rotor tune OUT` measures more.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ Papers have short names in docstrings, recipes and help; docs/design.md lists th
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .facade import lazy
 from .runtime.registration import register_with_transformers
 from .versions import __version__
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .policies import use_cache_policy as use_cache_policy
     from .policies.fitting import fit_cache_policy as fit_cache_policy
     from .progress import Progress as Progress
+    from .runtime.policies_hook import CachePolicies
     from .search.export.export import ExportResult as ExportResult
     from .search.export.export import export as export
     from .search.export.materialise import materialise as materialise
@@ -63,12 +64,26 @@ _MODULES = {
     "tools.validation.integrity": "Validation",
     "tools.validation.validate": "validate",
 }
-__all__ = [*sorted(name for names in _MODULES.values() for name in names.split()), "__version__"]
-__getattr__ = lazy(__name__, _MODULES)
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = [*sorted(_MODULE_OF), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what this package offers when it is first used."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-register_with_transformers()
+def _policies() -> CachePolicies:
+    from . import policies
+
+    return policies
+
+
+register_with_transformers(_policies)

@@ -1,4 +1,4 @@
-"""How rotor is installed, in the words that every error, model card and page uses.
+"""Installation of rotor, in the words that every error, model card and page uses.
 
 No package index has rotor yet. Nobody owns its name there, so anybody could publish under it; the instructions name a
 source folder instead.

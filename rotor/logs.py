@@ -16,7 +16,7 @@ LOG = "log.txt"
 
 
 def is_first_process() -> bool:
-    """Whether this is the first process of those that torchrun started; the others print nothing."""
+    """Tell whether this is the first process of those that torchrun started; the others print nothing."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -28,7 +28,7 @@ def one_thread() -> Iterator[None]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither NaN nor Inf. Its minimum and maximum show both, far faster than `isfinite`."""
+    """Tell whether a tensor has neither NaN nor Inf. Its minimum and maximum show both, far faster than `isfinite`."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     if tensor.element_size() == 1:  # torch has no aminmax for 8-bit floats

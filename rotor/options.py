@@ -83,7 +83,7 @@ def check_options(request: Any) -> None:
 
 
 def _meant(option: str, value: object, kind: Any) -> str:
-    """What to do next where a share between 0 and 1 is wanted; `--accuracy 99` is a percentage."""
+    """Hint where a share between 0 and 1 is wanted; `--accuracy 99` is a percentage."""
     limits = {type(limit).__name__: limit for part in kind.__metadata__ for limit in getattr(part, "metadata", ())}
     if kind.__origin__ is not float or "Lt" not in limits or limits["Lt"].lt != 1:
         return ""

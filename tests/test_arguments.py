@@ -45,7 +45,6 @@ REFUSED = {
     ("validate", "OUT"): (2, "OUT: no such folder"),
     ("bench", "OUT", "--batch", "0"): (2, "--batch 0: expected whole numbers"),
     ("compile", "OUT"): (2, "OUT: no such folder"),
-    ("schedule", "OUT"): (2, "OUT: no such folder"),
     ("study", ".", "-o", "STUDY", "--recipes", "fcd"): (2, "did you mean 'fdc'"),
     ("generate", "OUT"): (2, "got neither of PROMPT and --prompt-file"),
     ("generate", "OUT", "x", "--prompt-file", "y"): (2, "got both of PROMPT and --prompt-file"),
@@ -101,7 +100,7 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
         assert "ROTOR_DEBUG" not in error, arguments
 
 
-SHOWN = {"as_json", "quiet"}
+SHOWN = {"as_json", "quiet", "layouts"}
 """Options of what is printed."""
 
 OTHERWISE = {"no_measure": "measure", "folders": "folder"}

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu.subjects import named_subjects
+from support.command_line import rotor
 from support.kernel_cases import shape_of
 from support.random_layers import NARROW, NARROW_BOTH, WIDE, WIDE_BOTH, layout_of
 from typer.testing import CliRunner
@@ -20,7 +22,6 @@ from rotor.search.export.export import export
 from rotor.tools.bench import attention, tuning
 from rotor.tools.bench.attention import pytorch_path
 from rotor.tools.bench.bench import bench
-from rotor.tools.bench.subjects import named_subjects
 
 APART = layout_of(1, [(WIDE, NARROW)] * 4)
 JOINT = layout_of(2, [(WIDE_BOTH, None), (NARROW_BOTH, None)], KeyForm(8))
@@ -136,5 +137,12 @@ def test_tuning_tries_one_that_does_not_run_no_further() -> None:
     layout = named_subjects()["llama3-8b-apart-64x1"].layout
     own = default_layer(layout)
     tried = [kernels for kernels, _ in tuning.search(own, layout, 80, lambda kernels: float("inf"))]
-    assert len(tried) == len(set(tried)) == len(tuning.launches(own, layout, 80)[0]) + 1
+    assert len(tried) == len(set(tried)) == len(tuning.launches(own, layout, 80)) + 1
     assert all(kernels.sm_90 == own.sm_90 for kernels in tried)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+def test_tuning_needs_a_gpu(capsys, tmp_path) -> None:
+    code, _, said = rotor(capsys, "tune", str(tmp_path))
+    assert code == 2
+    assert "there is no CUDA device here" in said

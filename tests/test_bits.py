@@ -25,10 +25,10 @@ from rotor.checkpoint.sizes import kv_bytes_per_token
 from rotor.errors import CheckpointError, RecipeError, UsageError
 from rotor.kernels.rotary import rotate, when_read
 from rotor.models.compressed import CompressedCheckpoint
+from rotor.models.compressible import CompressibleModel
 from rotor.models.device_plan import DevicePlan
 from rotor.models.source import Checkpoint
-from rotor.recipe import load_recipe
-from rotor.search.compressible import CompressibleModel
+from rotor.recipe.reading import load_recipe
 from rotor.search.export.export import export
 from rotor.search.plan_evaluator import rank_path
 from rotor.search.table import RankTable

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.paths import ROOT
 from support.policy_models import PolicyModels, prompts
 from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 from support.tiny_models import tiny_config
@@ -143,6 +144,17 @@ def test_bundled_policies_are_there_under_every_method() -> None:
     assert found["kivi-2"] == KIVI(2, group=32, residual=128)
     assert found["fp8"] == FP8()
     assert find_policy("none") is None
+
+
+def test_policies_of_papers_beside_the_bundled_ones() -> None:
+    found = {file.stem: find_policy(str(file)) for file in (ROOT / "artifacts/studies/policies").glob("*.yaml")}
+    assert found == {
+        "kivi-2-64": KIVI(2, group=64, residual=64),  # GEAR section 4
+        "kivi-4-64": KIVI(4, group=64, residual=64),
+        "squeeze-h2o-20": H2O(share=0.2, squeeze=0.85),
+        "squeeze-streaming-20": Streaming(share=0.2, squeeze=0.85),
+        "fp8-tensor": FP8(scale="tensor"),
+    }
 
 
 def test_commands_take_a_policy_by_name(policy_models: PolicyModels, tiny, capsys, tmp_path) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from support.paths import DEMO_MODEL
+from support.texts import texts_of
 
 from rotor.errors import DataError
 from rotor.models.chats import _rendered, in_words, read_chat
-from rotor.models.documents import read_documents
 from rotor.models.sequences import text_sequences
 from rotor.models.source import Checkpoint
 from rotor.models.splits import held_out_documents
-from rotor.recipe import Evaluation
+from rotor.recipe.sections import Evaluation
 
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}"
@@ -61,7 +61,7 @@ def test_chats_with_tools_and_of_sharegpt_are_rendered(model: Path, tmp_path: Pa
     file = written(tmp_path / "a.jsonl", WITH_TOOLS, {"text": "a\u2028b"}, SHAREGPT)
     tokenizer = Checkpoint(model).tokenizer
     bos = tokenizer.bos_token
-    assert read_documents(file, tokenizer) == [
+    assert texts_of(file, tokenizer) == [
         f"{bos}{TOOLS}<user>What is 2 + 2?{CALLED}<tool>4<assistant>Four.",
         "a\u2028b",
         f"{bos}<system>Be brief.<user>Hello<assistant>Hi.",
@@ -72,8 +72,8 @@ def test_without_a_template_messages_are_joined(tmp_path: Path) -> None:
     file = written(tmp_path / "a.jsonl", WITH_TOOLS, SHAREGPT)
     called = '{"name": "add", "arguments": {"a": 2, "b": 2}}'
     expected = [f"What is 2 + 2?\n\n{called}\n\n4\n\nFour.", "Be brief.\n\nHello\n\nHi."]
-    assert read_documents(file) == expected
-    assert read_documents(file, Checkpoint(DEMO_MODEL).tokenizer) == expected
+    assert texts_of(file) == expected
+    assert texts_of(file, Checkpoint(DEMO_MODEL).tokenizer) == expected
 
 
 def test_a_template_that_takes_no_null_gets_calls_as_text(model: Path, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_template_that_takes_no_null_gets_calls_as_text(model: Path, tmp_path:
         "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
     )
     file = written(tmp_path / "a.jsonl", WITH_TOOLS)
-    (text,) = read_documents(file, Checkpoint(folder).tokenizer)
+    (text,) = texts_of(file, Checkpoint(folder).tokenizer)
     assert text.startswith('<user>What is 2 + 2?<assistant>{"id": "1", "type": "function", "function": {"name": "add"')
     assert text.endswith("<tool>4<assistant>Four.")
 
@@ -93,7 +93,7 @@ def test_a_chat_that_the_template_refuses_is_joined_with_a_warning(
     banned = {"messages": [{"role": "banned", "content": "x"}, {"role": "user", "content": "y"}]}
     file = written(tmp_path / "a.jsonl", SHAREGPT, banned)
     with caplog.at_level(logging.WARNING, "rotor"):
-        assert read_documents(file, Checkpoint(model).tokenizer)[1] == "x\n\ny"
+        assert texts_of(file, Checkpoint(model).tokenizer)[1] == "x\n\ny"
     assert "1 of 2 chats cannot be rendered by the model's chat template" in caplog.text
     assert "no such role" in caplog.text
 
@@ -101,7 +101,7 @@ def test_a_chat_that_the_template_refuses_is_joined_with_a_warning(
 def test_a_rendered_chat_has_its_bos_once(model: Path, tmp_path: Path) -> None:
     file = written(tmp_path / "a.jsonl", *[SHAREGPT] * 40, {"text": "plain " * 50})
     tokenizer = Checkpoint(model).tokenizer
-    ids = text_sequences(read_documents(file, tokenizer), tokenizer, 32).flatten()
+    ids = text_sequences(texts_of(file, tokenizer), tokenizer, 32).flatten()
     assert int((ids == tokenizer.bos_token_id).sum()) == 41
     assert not torch.any((ids[1:] == tokenizer.bos_token_id) & (ids[:-1] == tokenizer.bos_token_id))
 
@@ -113,7 +113,7 @@ def test_splits_are_of_rendered_chats_and_a_template_runs_once(model: Path, tmp_
     _rendered.cache_clear()
     parts = [held_out_documents(Evaluation("text", str(file)), tokenizer=tokenizer) for _ in range(2)]
     assert parts[0] == parts[1]
-    assert sorted([*parts[0].calibration, *parts[0].search, *parts[0].report]) == [
+    assert sorted(unit.text for units in parts[0].splits.values() for unit in units) == [
         f"{tokenizer.bos_token}<user>Question {i}" for i in range(9)
     ]
     assert (_rendered.cache_info().misses, _rendered.cache_info().hits) == (1, 1)
@@ -135,7 +135,7 @@ def test_what_is_wrong_with_a_chat_is_said(chat: Any, text: str, tmp_path: Path)
     assert isinstance(said, str)
     assert text in said
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: `"):
-        read_documents(written(tmp_path / "a.jsonl", {"text": "one"}, chat))
+        texts_of(written(tmp_path / "a.jsonl", {"text": "one"}, chat))
 
 
 def test_sharegpt_names_roles_in_its_own_words() -> None:
@@ -149,15 +149,15 @@ def test_files_that_are_no_text_are_named(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "a.pdf").write_bytes(b"%PDF-1.4\x00\xff\xfe")
     (tmp_path / "b.txt").write_bytes("für".encode("latin1"))
     with pytest.raises(DataError, match="not text but a binary file"):
-        read_documents(tmp_path / "a.pdf")
+        texts_of(tmp_path / "a.pdf")
     with pytest.raises(DataError, match=r"not UTF-8 \(byte 1 is 0xfc\)") as caught:
-        read_documents(tmp_path / "b.txt")
+        texts_of(tmp_path / "b.txt")
     assert caught.value.hint == f"Convert it: iconv -f latin1 -t utf-8 {tmp_path}/b.txt > {tmp_path}/b.txt.utf8"
     with pytest.raises(
         DataError, match=r"no text in it\. 2 files skipped: a\.pdf \(not text but a binary file\), b\.txt"
     ):
-        read_documents(tmp_path)
+        texts_of(tmp_path)
     (tmp_path / "c.txt").write_text("text")
     with caplog.at_level(logging.WARNING, "rotor"):
-        assert read_documents(tmp_path) == ["text"]
+        assert texts_of(tmp_path) == ["text"]
     assert "2 files skipped" in caplog.text

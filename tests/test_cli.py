@@ -180,7 +180,7 @@ def test_json_output_of_every_command(tiny, tmp_path: Path, capsys) -> None:
     tokens = generated["kv_cache_bytes"] / exported["kv_bytes_per_token"]["after"]
     assert tokens == 4 + generated["prompt_tokens"]
     assert {"fdc", "rotor"} <= set(json.loads(rotor(capsys, "recipes", "--json")[1]))
-    for command, key in ((["inspect", model], "shape"), (["schedule", out], "schedules"), (["report", run], "figures")):
+    for command, key in ((["inspect", model], "shape"), (["report", run], "figures")):
         assert key in json.loads(rotor(capsys, *command, "--json")[1])
 
 

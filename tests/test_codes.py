@@ -386,7 +386,7 @@ def test_quadratic_form_predicts_a_small_change_of_the_loss(tiny):
     """KL of a small error of the values is e^T F e / 2 on average over text that the model wrote itself."""
     from rotor.models.tokens import calibration_tokens
     from rotor.models.weights import Weights
-    from rotor.recipe import Tokens
+    from rotor.recipe.sections import Tokens
 
     checkpoint = Checkpoint(tiny("gpt2"))
     model = load_model(tiny("gpt2"), torch.device("cpu"), torch.float32)

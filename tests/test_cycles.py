@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from rotor.tools.bench.cycles import busy, resident_warps, shared_bytes, weights
-from rotor.tools.bench.sass import Graph, Instruction, Loop, parse
+from gpu.cycles import busy, resident_warps, shared_bytes, weights
+from gpu.sass import Graph, Instruction, Loop, parse
 
 
 def instruction(opcode: str, operands: str = "") -> Instruction:

@@ -45,7 +45,7 @@ PARSED_ALONE = {
     "--tasks": "test_tasks.py",
     "bench": "test_bench.py",
     "compile": "test_precompile.py",
-    "gpu": "test_gpu_run.py",
+    "tune": "test_bench.py",
     "run": "test_autoload.py",
     "study": "test_study_request.py",
     "torchrun": "test_parallel.py",

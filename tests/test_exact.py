@@ -26,8 +26,8 @@ from rotor.checkpoint.sizes import CacheSize, exact_bytes_of_sequence, kv_bytes_
 from rotor.errors import CheckpointError, RecipeError, UsageError
 from rotor.models.source import Checkpoint
 from rotor.policies import Streaming, stored_bytes, use_cache_policy
-from rotor.recipe import load_recipe
-from rotor.runtime import RotorAttention
+from rotor.recipe.reading import load_recipe
+from rotor.runtime.attention import RotorAttention
 from rotor.search.evaluation.cached import constant_rope_tokens
 from rotor.search.export.export import export
 from rotor.tools.validation.validate import validate

@@ -24,12 +24,11 @@ from rotor.calibration.capture import capture
 from rotor.calibration.moments import stored_name
 from rotor.checkpoint.families import FAMILIES, MULTIMODAL, attention_shape, find_family
 from rotor.checkpoint.layout import pre_rope
-from rotor.checkpoint.projections import read_attention
+from rotor.checkpoint.projections import kv_parameters, read_attention
 from rotor.errors import UnsupportedModelError
 from rotor.kernels.reference import dense_attention
 from rotor.kernels.rotary import rotate
 from rotor.models.loading import load_model
-from rotor.models.projections import kv_parameters
 from rotor.models.source import Checkpoint
 from rotor.search.export.export import export
 from rotor.tools.validation.validate import validate

@@ -11,7 +11,8 @@ from support.cache_truth import affine_truth, states
 from support.policy_models import PolicyModels, prompts
 from transformers import DynamicCache
 
-from rotor.checkpoint import GroupLayout, LayerLayout, NumberRow
+from rotor.checkpoint.layout import GroupLayout, LayerLayout
+from rotor.checkpoint.rows import NumberRow
 from rotor.policies import GEAR, CodedLayer, cache_policy, find_policy
 from rotor.policies.methods.gear import GEARCode, low_rank
 

@@ -1,4 +1,4 @@
-"""`rotor gpu`: its processes, its budget, what it says without a GPU, and what it makes of what others print."""
+"""`python artifacts/gpu`: processes, budget, what it says without a GPU, and what it makes of what others print."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu import runner as module
+from gpu.arguments import run_command
+from gpu.counters import parse
+from gpu.plan import CORES, Job, Task, jobs
+from gpu.runner import Runner, find
+from gpu.session import run
+from gpu.summary import markdown
 from support.paths import ROOT
-from typer.testing import CliRunner
 
-from rotor.cli.commands import app
 from rotor.errors import UsageError
-from rotor.tools.bench.gpu import runner as module
-from rotor.tools.bench.gpu.counters import parse
-from rotor.tools.bench.gpu.plan import CORES, Job, Task, jobs
-from rotor.tools.bench.gpu.runner import Runner, find
-from rotor.tools.bench.gpu.session import run
-from rotor.tools.bench.gpu.summary import markdown
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
 
@@ -112,10 +111,9 @@ def test_every_task_of_the_plan_is_a_function(tmp_path) -> None:
 @needs_no_gpu
 def test_without_a_gpu_it_says_what_would_run(tmp_path) -> None:
     out = tmp_path / "gpu.jsonl"
-    done = CliRunner().invoke(app, ["gpu", "-o", str(out), "-q"])
-    assert isinstance(done.exception, UsageError)
-    assert "no CUDA device" in str(done.exception)
-    session = run(out, 1.0, "rotor gpu", lambda line: None)
+    with pytest.raises(UsageError, match="no CUDA device"):
+        run_command(["-o", str(out)])
+    session = run(out, 1.0, "", lambda line: None)
     assert not session.cuda
     for job in jobs(out):
         (line,) = [line for line in session.summary.splitlines() if f" s  {job.name} " in line]
@@ -123,7 +121,7 @@ def test_without_a_gpu_it_says_what_would_run(tmp_path) -> None:
     (record,) = map(json.loads, out.read_text().splitlines())
     assert (record["cuda"], record["job"]) == (False, "device")
     with pytest.raises(UsageError, match="--only x: no job"):
-        run(out, 1.0, "rotor gpu", lambda line: None, ["x"])
+        run(out, 1.0, "", lambda line: None, ["x"])
 
 
 METRICS = {
@@ -167,7 +165,7 @@ BUNDLED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection", 
 @needs_no_gpu
 def test_it_starts_from_a_bare_copy_with_the_bundle_on_the_path(tmp_path: Path) -> None:
     """Uninstalled, by a Python that has no pydantic: what `make gpu-bundle` says to carry is enough."""
-    for folder in ("rotor", "kernels", "recipes"):
+    for folder in ("rotor", "kernels", "recipes", "artifacts/gpu"):
         shutil.copytree(ROOT / folder, tmp_path / "tree" / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("installed", "bundle"):
         (tmp_path / name).mkdir()
@@ -178,7 +176,7 @@ def test_it_starts_from_a_bare_copy_with_the_bundle_on_the_path(tmp_path: Path) 
 
     def start(*folders: str) -> subprocess.CompletedProcess[str]:
         paths = os.pathsep.join(str(tmp_path / name) for name in folders)
-        program = [sys.executable, "-S", "-m", "rotor", "gpu", "-o", str(tmp_path / "gpu.jsonl"), "--minutes", "1"]
+        program = [sys.executable, "-S", "artifacts/gpu", "-o", str(tmp_path / "gpu.jsonl"), "--minutes", "1"]
         environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         return subprocess.run(program, cwd=tmp_path / "tree", env=environment, capture_output=True, text=True)
 

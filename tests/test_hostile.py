@@ -32,7 +32,7 @@ from rotor.errors import CheckpointError, NumericsError, RecipeError, RotorError
 from rotor.models.loading import check_fit
 from rotor.models.source import Checkpoint
 from rotor.progress import Progress
-from rotor.recipe import load_recipe, parse_recipe
+from rotor.recipe.reading import load_recipe, parse_recipe
 from rotor.runtime.integration import RotorConfig
 from rotor.search.export.export import export
 from rotor.search.report.collect import collect

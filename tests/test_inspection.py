@@ -34,7 +34,7 @@ from rotor.cli.commands import app
 from rotor.errors import CheckpointError
 from rotor.models.source import Checkpoint
 from rotor.progress import in_time
-from rotor.recipe import load_recipe, quick_overrides
+from rotor.recipe.reading import load_recipe, quick_overrides
 from rotor.recipe.requests import ExportRequest
 from rotor.search.export_job import ExportJob
 
@@ -43,7 +43,7 @@ def test_the_bundled_model() -> None:
     found = inspect(DEMO_MODEL)
     assert (found.model_type, found.dtype) == ("llama", "bfloat16")
     assert found.kv_bytes_per_token == 2 * 2 * 64 * 5 * 2  # K and V, heads, head_dim, layers, bfloat16
-    assert found.kv_cache_bytes[32768] == 32768 * found.kv_bytes_per_token
+    assert found.kv_cache_bytes == {2048: 2048 * found.kv_bytes_per_token}
     with_weights = sum(t.numel() for t in load_file(DEMO_MODEL / "model.safetensors").values())
     assert found.parameters == with_weights
     assert found.form == "joint, blocks of 64, 2 heads"
@@ -70,7 +70,7 @@ def test_times_are_those_of_the_given_settings() -> None:
     spec = recipe.evaluation
     layers, head = 2 * sum(outline.layers), 2 * max(outline.vocabulary)
     flops = outline.evaluation_flops(recipe)
-    assert flops["search"] == (1 + 7) * (layers + head) * spec.search_tokens
+    assert flops["search"] == (1 + 4) * (layers + head) * spec.search_tokens
     prompts = spec.seq_len * (spec.lookup_prompts + spec.copy_prompts)
     assert 2 * (layers + 1.5 * head) * spec.report_tokens <= flops["report"]
     assert flops["report"] <= 2 * (layers + 1.5 * head) * 2 * spec.report_tokens + 2 * layers * prompts
@@ -82,6 +82,29 @@ def test_times_are_those_of_the_given_settings() -> None:
     shown = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), "--quick"]).output
     assert re.search(r"\nvalidate +about [^ ]+ (s|min) for the matrix products alone", shown)
     assert "6144 synthetic tokens" in shown
+
+
+def test_what_one_came_for_is_told_and_layouts_where_they_are_asked_for(tmp_path: Path) -> None:
+    """The cache afterwards, the time with --quick, no length that the model has not; other layouts by --layouts."""
+    found = inspect(DEMO_MODEL)
+    assert list(found.kv_cache_bytes) == [2048]
+    before, (least, most) = found.kv_cache_bytes[2048], found.after[2048]
+    exact = 132 * found.kv_bytes_per_token
+    assert (least - exact, most - exact) == (round(0.08 * before), round(0.19 * before))
+    assert inspect(DEMO_MODEL, "fdc").after == {}
+    quick = inspect(DEMO_MODEL, quick=True)
+    for command in ("calibrate", "export"):
+        given = sum(getattr(found, command).product_seconds.values())
+        assert found.quick_seconds[command] < given / 2
+        assert quick.quick_seconds[command] == pytest.approx(
+            sum(getattr(quick, command).product_seconds.values()), abs=0.2
+        )
+    shown = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL)]).output
+    assert "KV cache          2,560 bytes per token: 5.24 MB at 2 K" in shown
+    assert "at 2 K with its exact tokens, if as much can go as of other models" in " ".join(shown.split())
+    assert "with --quick; as it is less than 10 s on an H100" in " ".join(shown.split())
+    assert "layout of the cache" not in shown
+    assert "layout of the cache" in CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), "--layouts"]).output
 
 
 def test_a_config_alone_is_enough(tiny, tmp_path: Path) -> None:
@@ -158,7 +181,8 @@ def test_layers_with_a_sliding_window_keep_no_more_than_it(tiny) -> None:
     for family, layers in (("mistral", 2), ("gemma2", 1)):
         found = inspect(tiny(family))
         per_layer = found.kv_bytes_per_token // 2
-        assert found.kv_cache_bytes[32768] == per_layer * (12 * layers + 32768 * (2 - layers))
+        for tokens, size in found.kv_cache_bytes.items():
+            assert size == per_layer * (12 * layers + tokens * (2 - layers))
 
 
 LOAD = DecodeStep(32768, 8)
@@ -186,7 +210,7 @@ def test_decode_times_of_8b_and_70b_shapes(heads: int, layers: int, hidden: int)
 
 
 def test_decode_times_are_shown_as_a_prediction_with_the_recipes_marked(tiny) -> None:
-    shown = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL)])
+    shown = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), "--layouts"])
     text = shown.output
     assert shown.exit_code == 0, text
     assert "5 layers, 6 query and 2 KV heads of 64, RoPE" in text
@@ -210,6 +234,6 @@ def test_layouts_that_no_kernel_attends_to_are_left_out() -> None:
     found = inspect(DEMO_MODEL, "rotor", chosen[1::2])
     unserved = {t.candidate for t in found.decode_times if not t.instructions_per_key}
     assert unserved == {"joint, pre-RoPE, 1 head", "joint, pre-RoPE, 2 heads"}
-    text = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), *chosen]).output
+    text = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), "--layouts", *chosen]).output
     assert "joint, pre-RoPE, 2 heads" not in text
     assert "* joint, pre-RoPE, 1 head" in text  # the recipe's own

@@ -54,7 +54,7 @@ def test_a_process_loads_what_it_needs() -> None:
     loading, calibrating = imported(
         "rotor, rotor.runtime.integration, rotor.checkpoint.schemas", "rotor.calibration.calibrate"
     )
-    below = {"errors", "checked", "logs", "numerics", "progress", "facade", "installing", "versions"}
+    below = {"errors", "checked", "logs", "numerics", "progress", "installing", "versions"}
     assert loading <= below | {"runtime", "checkpoint", "kernels"}
     assert "calibration" in calibrating
     assert not calibrating & {"policies", "vllm", "search", "tools"}

@@ -15,7 +15,7 @@ from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
 from rotor.models.source import Checkpoint
 from rotor.progress import Progress
-from rotor.recipe import Evaluation
+from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation import scoring as evaluation
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.prompts import lookup_text, make_prompts

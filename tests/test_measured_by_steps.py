@@ -16,7 +16,7 @@ from rotor.checkpoint.layout import POST_ROPE, ExactTokens
 from rotor.errors import UsageError
 from rotor.models.layerwise import LayerwiseModel
 from rotor.progress import Progress
-from rotor.recipe import Evaluation
+from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.cached import constant_rope_tokens
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.prompts import EvaluationContext

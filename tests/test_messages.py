@@ -18,7 +18,8 @@ from rotor.models.readiness import check_text, describe_evaluation
 from rotor.models.source import Checkpoint
 from rotor.options import DeviceOptions
 from rotor.policies import use_cache_policy
-from rotor.recipe import Evaluation, load_recipe, text_overrides
+from rotor.recipe.reading import load_recipe, text_overrides
+from rotor.recipe.sections import Evaluation
 from rotor.search.export.export import export
 from rotor.tools.validation.validate import validate
 

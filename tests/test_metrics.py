@@ -16,8 +16,9 @@ from support.runs import in_memory
 from rotor.errors import RecipeError
 from rotor.models.splits import SPLITS
 from rotor.progress import Progress
-from rotor.recipe import Evaluation, load_recipe
 from rotor.recipe.metric_registry import METRICS, metric_info
+from rotor.recipe.reading import load_recipe
+from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation import scoring as evaluation
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.measurement import Measurement, measure_text, smallest
@@ -193,12 +194,12 @@ def test_export_and_validate_agree_on_a_metric(metric: str, run_copy, tmp_path: 
 
 @pytest.mark.parametrize(
     ("seed", "least", "counted"),
-    mostly_nightly([(1, 0.45, False), (0, 0.435, True)], lambda case: case[0] == 1),
+    mostly_nightly([(6, 0.44, False), (8, 0.425, True)], lambda case: case[0] == 6),
 )
 def test_the_search_split_decides_what_the_model_can_do(
     seed: int, least: float, counted: bool, run_copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copying has 0.41 on the search split of seed 1 and 0.49 on its report split; 0.45 and 0.42 on those of seed 0."""
+    """Copying has 0.39 on the search split of seed 6 and 0.49 on its report split; 0.45 and 0.40 on those of seed 8."""
     monkeypatch.setattr("rotor.search.evaluation.fidelity.LEAST_BASE", least)
     own = [f"evaluation.seed={seed}", "evaluation.copy_prompts=8", "evaluation.search_tokens=1024"]
     run, own = run_copy("fdc"), [*own, "evaluation.report_tokens=1024"]

@@ -21,13 +21,13 @@ from rotor.checkpoint.hashes import file_sha256
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, LayerForm
 from rotor.checkpoint.projections import AttentionWeights
 from rotor.errors import NumericsError
+from rotor.models.compressible import CompressibleModel
 from rotor.models.device_plan import DevicePlan
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
 from rotor.models.source import Checkpoint
 from rotor.models.tokens import synthetic_tokens
 from rotor.models.weights import Weights
-from rotor.search.compressible import CompressibleModel
 from rotor.search.evaluation.scoring import batch_logits
 from rotor.search.export.export import export
 

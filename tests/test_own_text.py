@@ -19,7 +19,7 @@ from rotor.models.readiness import check_text, describe_evaluation
 from rotor.models.sequences import text_sequences
 from rotor.models.source import Checkpoint
 from rotor.models.splits import held_out_documents
-from rotor.recipe import load_recipe, text_overrides
+from rotor.recipe.reading import load_recipe, text_overrides
 
 SMALL = ["tokens.count=512", "tokens.seq_len=64", "evaluation.seq_len=64", "evaluation.search_tokens=256"]
 SMALL += [
@@ -61,9 +61,9 @@ def test_one_flag_is_for_all_splits_which_share_nothing(
     assert opened.recipe.tokens.path == opened.recipe.evaluation.path == str(words)
     documents = held_out_documents(opened.recipe.evaluation, opened.calibrated_documents)
     assert documents.excluded == ()
-    parts = [set(documents.calibration), set(documents.search), set(documents.report)]
+    parts = [set(documents.texts("calibration")), set(documents.texts("search")), set(documents.texts("report"))]
     assert [len(part) for part in parts] == [2, 2, 2]
-    assert set.union(*parts) == set(read_documents(words))
+    assert set.union(*parts) == {text for text, _ in read_documents(words)}
 
     monkeypatch.chdir(ROOT)
     code, printed, error = rotor(capsys, "export", run, "-o", out, "--compression", "0.3")
@@ -93,7 +93,9 @@ def test_too_little_text_is_told_before_anything_is_done(model: Path, tmp_path: 
     with pytest.raises(DataError) as error:
         check_text(recipe, Checkpoint(model).config, tokenizer)
     parts = held_out_documents(recipe.evaluation)
-    has = [64 * (len(text_sequences(part, tokenizer, 64))) for part in (parts.calibration, parts.search)]
+    has = [
+        64 * (len(text_sequences(part, tokenizer, 64))) for part in (parts.texts("calibration"), parts.texts("search"))
+    ]
     assert 0 < has[0] < 512
     assert f"calibration has {has[0]} of 512 tokens" in error.value.message
     assert str(short) in error.value.message
@@ -119,7 +121,7 @@ def test_text_that_only_judges_is_checked_too(model: Path, tmp_path: Path) -> No
 
 
 def test_rows_are_counted_as_they_are_cut(model: Path) -> None:
-    tokenizer, documents = Checkpoint(model).tokenizer, read_documents(ROOT / "docs")
+    tokenizer, documents = Checkpoint(model).tokenizer, [text for text, _ in read_documents(ROOT / "docs")]
     rows = len(text_sequences(documents, tokenizer, 100))
     assert len(text_sequences(documents, tokenizer, 100, 1 << 30)) == rows
     assert len(text_sequences(documents, tokenizer, 100, rows)) == rows
@@ -148,7 +150,7 @@ def test_lines_of_json_are_documents(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     said = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "Four."}]
     file.write_text("\n".join(map(json.dumps, ({"text": "one"}, {"messages": said}))) + "\n\n")
-    assert read_documents(file) == ["one", "What is 2 + 2?\n\nFour."]
+    assert read_documents(file) == [("one", "chats.jsonl"), ("What is 2 + 2?\n\nFour.", "chats.jsonl")]
     assert read_documents(tmp_path) == read_documents(file)
 
 

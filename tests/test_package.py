@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import subprocess
@@ -116,18 +115,3 @@ def test_every_package_is_installed() -> None:
     folders = {path.parent.relative_to(ROOT) for top in ("rotor", "kernels") for path in (ROOT / top).rglob("*.py")}
     there = {".".join(("rotor", *folder.parts[folder.parts[0] == "rotor" :])) for folder in folders}
     assert set(re.findall(r'"([\w.]+)"', listed[1])) == there | {"rotor.recipes"}
-
-
-@pytest.mark.parametrize("name", ["checkpoint", "recipe", "runtime", "search"])
-def test_a_facade_offers_what_it_says_and_loads_it_when_it_is_used(name: str) -> None:
-    package = importlib.import_module(f"rotor.{name}")
-    offered = {one: module for module, names in package._MODULES.items() for one in names.split()}
-    source = (ROOT / "rotor" / name / "__init__.py").read_text()
-    assert set(re.findall(r"from \.[\w.]+ import \w+ as (\w+)", source)) == set(offered)
-    for one, module in offered.items():
-        assert getattr(package, one) is getattr(importlib.import_module(f"rotor.{name}.{module}"), one)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        package.nothing  # noqa: B018
-    program = f"import sys, rotor.{name}; print([m for m in sys.modules if m.startswith('rotor.{name}.')])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.strip() == ("['rotor.runtime.registration']" if name == "runtime" else "[]")

@@ -14,7 +14,7 @@ from support.tiny_models import build_tiny
 
 from rotor.calibration.run import Run
 from rotor.cli.app import app
-from rotor.recipe import load_recipe
+from rotor.recipe.reading import load_recipe
 from rotor.search.export.export import export
 
 METRIC = ["evaluation.metric=kl_div"]
@@ -47,8 +47,8 @@ def test_settings_and_options_in_texts_exist() -> None:
     known = {option for command in commands for p in command.params for option in (*p.opts, *p.secondary_opts)}
     settings = load_recipe("rotor").to_dict()
     for file, texts in TEXTS.items():
-        # Options of git, of an engine, and of pytest, and the processes that `rotor gpu` starts.
-        others = ("rotor/vllm/", "rotor/tools/bench/gpu", "rotor/tools/bench/records")
+        # Options of git and of an engine.
+        others = ("rotor/vllm/", "rotor/tools/bench/records")
         if file.startswith(others):
             continue
         for text in texts:

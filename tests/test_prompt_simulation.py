@@ -5,11 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, LayerLayout, ordered_by_class
-from rotor.checkpoint.rows import NumberRow
-from rotor.errors import UsageError
-from rotor.tools.bench.prompt_simulation import (
+from prompt_simulation import (
     Prompt,
     equal_rows,
     in_rounds,
@@ -18,6 +14,10 @@ from rotor.tools.bench.prompt_simulation import (
     simulate_prompts,
     slices,
 )
+
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, LayerLayout, ordered_by_class
+from rotor.checkpoint.rows import NumberRow
+from rotor.errors import UsageError
 
 SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
 

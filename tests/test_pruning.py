@@ -17,7 +17,7 @@ from rotor.calibration.moments import LayerStatistics
 from rotor.calibration.pruning import ClusteredStatistics, StreamingKMeans, prune_sequences
 from rotor.checkpoint.layout import AttentionShape
 from rotor.errors import DataError, NumericsError
-from rotor.recipe import Prune
+from rotor.recipe.sections import Prune
 
 SHAPE = AttentionShape(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=8, hidden_size=64)
 

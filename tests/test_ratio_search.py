@@ -12,7 +12,8 @@ from support.runs import calibrated
 from transformers import DynamicCache
 
 from rotor.calibration.allocation.plan import Plan
-from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout, NumberRow
+from rotor.checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
+from rotor.checkpoint.rows import NumberRow
 from rotor.errors import AccuracyError, UsageError
 from rotor.policies import Tiers, cache_policy, find_policy, packed_bytes_per_token
 from rotor.policies.agreement import agreement, agreement_in_words, shared_choices

@@ -4,8 +4,8 @@ import pytest
 
 from rotor.errors import RecipeError
 from rotor.models.splits import description_of
-from rotor.recipe import EXPORT_SECTIONS, bundled_recipes, load_recipe, override, parse_recipe
-from rotor.recipe.reading import QUICK
+from rotor.recipe.reading import QUICK, bundled_recipes, load_recipe, override, parse_recipe
+from rotor.recipe.recipe import EXPORT_SECTIONS
 from rotor.recipe.requests import CalibrationRequest
 
 

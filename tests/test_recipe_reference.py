@@ -8,7 +8,8 @@ import pytest
 from support.command_line import rotor
 from support.paths import ROOT
 
-from rotor.recipe import EXPORT_SECTIONS, load_recipe, parse_recipe
+from rotor.recipe.reading import load_recipe, parse_recipe
+from rotor.recipe.recipe import EXPORT_SECTIONS
 from rotor.recipe.reference import recipe_fields, reference_page
 
 SETTINGS = {

@@ -13,13 +13,12 @@ from support.pages import Page
 
 from rotor.checkpoint.layout import GroupLayout
 from rotor.checkpoint.rows import CodedRow, NumberRow
-from rotor.recipe import load_recipe
+from rotor.recipe.reading import load_recipe
 from rotor.search.evaluation.accuracy import Fidelity
 from rotor.search.point import Point
 from rotor.search.report.data import ReportData
-from rotor.search.report.figures import _drawings, figures
+from rotor.search.report.figures import LOSS_FLOOR, _drawings, figures, layer_colours, shown_loss
 from rotor.search.report.report import render
-from rotor.search.report.style import LOSS_FLOOR, layer_colours, shown_loss
 
 
 def shown(stored: float, search: Fidelity, report: Fidelity | None = None) -> Point:

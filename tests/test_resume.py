@@ -20,8 +20,8 @@ from rotor.calibration.partial import PartialRun
 from rotor.calibration.run import Run
 from rotor.checkpoint.output_folder import OutputFolder
 from rotor.errors import CheckpointError, UsageError
+from rotor.models.compressible import CompressibleModel
 from rotor.models.layerwise import LayerwiseModel
-from rotor.search.compressible import CompressibleModel
 from rotor.search.export.export import export
 
 pytestmark = pytest.mark.nightly

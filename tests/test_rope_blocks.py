@@ -24,7 +24,7 @@ from rotor.kernels.rotary import rotate, when_read, within_blocks
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
 from rotor.models.source import Checkpoint
-from rotor.recipe import load_recipe
+from rotor.recipe.reading import load_recipe
 from rotor.runtime.attention import RotorAttention
 from rotor.search.export.export import export
 from rotor.tools.validation.validate import validate

@@ -12,10 +12,10 @@ import pytest
 import torch
 from support.paths import ROOT
 from support.shortcuts import tried
+from support.texts import texts_of
 
 from rotor.calibration.planning.inspection import inspect
 from rotor.models import tokenizer as tokenizers
-from rotor.models.documents import read_documents
 from rotor.models.loading import load_model
 from rotor.models.sequences import prompt_start, text_sequences
 from rotor.models.source import Checkpoint
@@ -23,7 +23,7 @@ from rotor.models.splits import evaluation_data
 from rotor.models.tokenizer import text_start
 from rotor.models.tokens import calibration_tokens, ordinary_tokens, with_repeats
 from rotor.models.weights import Weights
-from rotor.recipe import Evaluation, Tokens
+from rotor.recipe.sections import Evaluation, Tokens
 from rotor.search.evaluation.prompts import EvaluationContext, make_prompts
 
 BOS = "<|endoftext|>"
@@ -109,18 +109,20 @@ def test_rows_of_calibration(source: str, plain: Checkpoint, begins: Checkpoint)
     assert (rows[:, 0] == 0).all()
     assert (without[:, 0] != 0).any()
     if source != "text":  # of which documents are kept apart in rows, too
-        assert torch.isin(rows[:, 1:], ordinary_tokens(begins.config, begins.tokenizer)).all()
+        ordinary = torch.isin(rows[:, 1:], ordinary_tokens(begins.config, begins.tokenizer))
+        places = (~ordinary).nonzero().tolist()  # of separators, between two passages
+        assert places == ([[row, 15] for row in range(1, 8, 2)] if source == "synthetic" else [])
     if source == "random":
         assert torch.equal(rows[:, 1:], without[:, 1:])
     if source == "synthetic":
-        assert torch.equal(rows[1::2, 1], without[1::2, 0])
+        assert rows[1, 1] == without[1, 0] == begins.tokenizer.encode("#", add_special_tokens=False)[0]
 
 
 def test_rows_of_both_splits_and_prompts(begins: Checkpoint) -> None:
     spec = Evaluation("text", str(TEXT), seq_len=128, search_tokens=512, report_tokens=512)
     data = evaluation_data(spec, begins.config, begins.tokenizer)
-    context = EvaluationContext(spec, data.sequences, begins.tokenizer, begins.config)
-    for split, rows in data.sequences.items():
+    context = EvaluationContext.of(spec, data, begins.tokenizer, begins.config)
+    for split, rows in context.rows.items():
         assert (rows[:, 0] == 0).all()
         assert (rows[:, 1] != 0).all()
         for name in ("lookup", "copy"):
@@ -148,7 +150,7 @@ def test_inspect_says_what_a_text_begins_with(plain: Checkpoint, begins: Checkpo
 def test_a_data_set_begins_so_too(begins: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytest.importorskip("datasets").config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "data").mkdir()
-    lines = [json.dumps({"text": part}) + "\n" for part in read_documents(TEXT)[0].split("\n\n")]
+    lines = [json.dumps({"text": part}) + "\n" for part in texts_of(TEXT)[0].split("\n\n")]
     (tmp_path / "data" / "train.jsonl").write_text("".join(lines))
     spec = Tokens("dataset", dataset=str(tmp_path / "data"), count=512, seq_len=64)
     rows = calibration_tokens(spec, begins.config, begins.tokenizer).sequences

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from rotor.tools.bench.sass import CountError, Graph, Loop
+from gpu.sass import CountError, Graph, Loop
 
 
 def by_hand(*lines: str) -> Graph:

@@ -25,16 +25,16 @@ def path_of(
 
 
 class Fake:
-    """Measures nothing: a plan's accuracy is a function of its saving; its interval is 0.01 to either side."""
+    """Measures nothing: a plan's accuracy is a function of its saving; its interval is `width` to either side."""
 
-    def __init__(self, curve: Any, steps: list[float], **path: Any) -> None:
-        self.curve, self.asked = curve, []
+    def __init__(self, curve: Any, steps: list[float], width: float = 0.01, **path: Any) -> None:
+        self.curve, self.width, self.asked = curve, width, []
         self.path = path_of(steps, **path)
 
     def __call__(self, plan: Any) -> Fidelity:
         self.asked.append(plan.stored)
         value = self.curve(plan.stored)
-        return Fidelity(value, (value - 0.01, value + 0.01), {})
+        return Fidelity(value, (value - self.width, value + self.width), {})
 
     def find(self, target: float, resolution: float = 0.01) -> float:
         return find_plan(self.path, Search(resolution), target, self).stored
@@ -56,34 +56,59 @@ def test_the_chosen_plan_and_the_next_refused_one_are_at_most_the_resolution_apa
     assert len(fake.asked) <= Search(resolution).points(predicted=False)
 
 
+def falling(saving: float) -> float:
+    """A predicted loss."""
+    return 1e-5 * math.exp(11 * saving)
+
+
 def test_predicted_losses_take_the_place_of_halvings() -> None:
-    """Accuracy falls by a power of the predicted loss: fewer plans are measured, whatever the factor; the result is as
-    near to the target as by bisection."""
-
-    def loss(saving: float) -> float:
-        return 1e-5 * math.exp(11 * saving)
-
+    """Accuracy falls by a power of the predicted loss: fewer plans are measured, whatever the factor; without noise the
+    result is as near to the target as by bisection."""
     search, counts = Search(0.0125, tries=0), []
     for power, lost in product((0.7, 1.0, 1.3), (0.3, 3.0, 30.0)):
 
         def curve(saving: float, power: float = power, lost: float = lost) -> float:
-            return 1 - 0.01 * lost * (loss(saving) / 0.005) ** power
+            return 1 - 0.01 * lost * (falling(saving) / 0.005) ** power
 
-        guided, bisected = Fake(curve, STEPS, loss=loss), Fake(curve, STEPS)
+        guided, bisected = Fake(curve, STEPS, width=0.0, loss=falling), Fake(curve, STEPS)
         chosen, expected = (find_plan(fake.path, search, 0.99, fake).stored for fake in (guided, bisected))
-        assert chosen == max(s for s in guided.asked if curve(s) >= 0.99)
-        assert min(s for s in guided.asked if s > chosen) - chosen <= 0.0125 + 1e-9
-        assert abs(chosen - expected) <= 0.0125
-        assert len(guided.asked) <= len(bisected.asked)
+        assert curve(chosen) >= 0.99
+        assert abs(chosen - expected) <= 0.0125 + 1e-9
         counts.append((len(guided.asked), len(bisected.asked)))
     guesses, halvings = np.sum(counts, axis=0)
-    assert guesses <= 0.8 * halvings
+    assert guesses <= 0.6 * halvings
+
+
+def test_the_plan_that_is_chosen_keeps_the_target_on_other_text_four_times_in_five() -> None:
+    """Not the luckiest: plans of one sample share its luck, and each has some of its own. By bisection less than half
+    of the choices keep it."""
+    generator = np.random.default_rng(0)
+
+    def lost(saving: float) -> float:
+        return 0.6 * falling(saving)
+
+    def chosen(loss: Any) -> tuple[float, float]:
+        common, other = np.exp(0.15 * generator.standard_normal(2))
+
+        def measure(plan: Any) -> Fidelity:
+            value = lost(plan.stored) * common * math.exp(0.1 * generator.standard_normal())
+            return Fidelity(1 - value, (1 - 1.35 * value, 1 - 0.65 * value), {})
+
+        plan = find_plan(path_of(STEPS, loss=loss), Search(0.01), 0.99, measure)
+        return lost(plan.stored) * other * math.exp(0.1 * generator.standard_normal()), plan.stored
+
+    guided = np.array([chosen(falling) for _ in range(400)])
+    lucky = np.array([chosen(lambda saving: None) for _ in range(400)])
+    assert 0.76 <= (guided[:, 0] <= 0.01).mean() <= 0.95
+    assert (lucky[:, 0] <= 0.01).mean() < 0.5
+    exact = max(s for s in STEPS if lost(s) <= 0.01)
+    assert exact - 0.025 <= guided[:, 1].mean() <= exact - 0.01
 
 
 @pytest.mark.parametrize("loss", [lambda saving: 1e-9 + saving**40, lambda saving: 1e3 * (1 + saving)])
 def test_wrong_predictions_cost_points_and_no_accuracy(loss: Callable[[float], float]) -> None:
     fake = Fake(cliff(0.807, 0.93), STEPS, loss=loss)
-    assert 0.797 <= fake.find(0.95, 0.01) < 0.807
+    assert 0.787 <= fake.find(0.95, 0.01) < 0.807
     assert len(fake.asked) == len(set(fake.asked)) <= 2 * Search(0.01).points(predicted=False)
     assert fake.find(1.0) == 0.0  # nothing may be lost, so nothing is predicted
 

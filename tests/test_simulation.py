@@ -5,18 +5,20 @@ from __future__ import annotations
 import random
 
 import pytest
-
-from rotor.calibration.prediction.devices import find_device
-from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, LayerLayout, ordered_by_class
-from rotor.checkpoint.rows import NumberRow
-from rotor.cli.speed import parse_lengths
-from rotor.errors import UsageError
-from rotor.tools.bench.simulation import (
+import schedules
+from schedules import parse_lengths
+from simulation import (
     Tasks,
     equal_slices,
     longest_first,
     simulate,
 )
+
+from rotor.calibration.prediction.devices import find_device
+from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, LayerLayout, ordered_by_class
+from rotor.checkpoint.rows import NumberRow
+from rotor.errors import UsageError
+from rotor.search.export.export import export
 
 SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
 H200 = find_device("h200")
@@ -76,3 +78,17 @@ def test_lengths() -> None:
             parse_lengths(wrong)
     with pytest.raises(UsageError, match="positive"):
         simulate([ragged_layout()], SHAPE, [0], H200, 132)
+
+
+def test_the_study_of_a_checkpoint(capsys, monkeypatch: pytest.MonkeyPatch, demo_run, tmp_path) -> None:
+    export(demo_run("fdc").folder, tmp_path / "out", removal_rate=0.2)
+    monkeypatch.setattr("sys.argv", ["schedules.py", str(tmp_path / "out"), "--lengths", "8x4096,200"])
+    schedules.main()
+    step = capsys.readouterr().out
+    assert "| step, 132 SMs | none | lpt | stream |" in step
+    monkeypatch.setattr("sys.argv", ["schedules.py", str(tmp_path / "out"), "--prompts", "--lengths", "300"])
+    schedules.main()
+    assert "| prompts, causal, 132 SMs | rounds | none | rows | papers | stream |" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["schedules.py", str(tmp_path / "out"), "--lengths", "many"])
+    with pytest.raises(SystemExit, match="'many' is not a number of tokens"):
+        schedules.main()

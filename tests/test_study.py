@@ -12,7 +12,7 @@ from support.runs import SMALL_STUDY as SMALL
 from support.runs import TINY_STUDY
 
 from rotor.errors import UsageError
-from rotor.search.report.style import shown_loss
+from rotor.search.report.figures import shown_loss
 from rotor.tools.study import context as study_context
 from rotor.tools.study.part import find_part
 from rotor.tools.study.parts import curves, methods

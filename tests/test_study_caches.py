@@ -13,12 +13,12 @@ from support.paths import DEMO_MODEL
 from support.runs import FAST_EVALUATION, calibrated
 
 from rotor.errors import UsageError
+from rotor.models.compressible import CompressibleModel
 from rotor.models.device_plan import DevicePlan
 from rotor.models.source import Checkpoint
 from rotor.policies import H2O, KCVT, PerToken
 from rotor.progress import Progress
-from rotor.recipe import Evaluation
-from rotor.search.compressible import CompressibleModel
+from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.prompts import EvaluationContext, Prompts
 from rotor.tools.study import caches
 from rotor.tools.study.cache_part import cache_records, draw_fidelity, method_of, pareto_front

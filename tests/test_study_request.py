@@ -13,7 +13,7 @@ from support.runs import SMALL_STUDY as SMALL
 from support.runs import TINY_STUDY
 
 from rotor.errors import UsageError
-from rotor.recipe import load_recipe
+from rotor.recipe.reading import load_recipe
 from rotor.tools.study.inputs import same_conditions
 from rotor.tools.study.parts import curves
 from rotor.tools.study.store import StudyStore

@@ -26,7 +26,8 @@ from rotor.cli.checkpoints import _how_to_validate
 from rotor.errors import CheckpointError, DataError, RecipeError, UsageError
 from rotor.models.source import Checkpoint
 from rotor.models.tokenizer import check_ids
-from rotor.recipe import Recipe, load_recipe, override
+from rotor.recipe.reading import load_recipe, override
+from rotor.recipe.recipe import Recipe
 from rotor.recipe.reference import recipe_fields
 from rotor.search.export.export import export
 from rotor.tools.validation.validate import validate

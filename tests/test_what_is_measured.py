@@ -1,4 +1,4 @@
-"""What is measured on each split: text alone for a metric of text, long rows, tasks over a distance; what is kept."""
+"""What is measured on each split: text alone for a metric of text, positions, tasks over a distance; what is kept."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.paths import DEMO_MODEL, ROOT
 
 from rotor.calibration.planning.outline import ModelOutline
-from rotor.models.projections import long_sequence_count
 from rotor.models.source import Checkpoint
-from rotor.models.splits import LONG_SPLIT, evaluation_data
+from rotor.models.splits import evaluation_data
 from rotor.progress import Progress
-from rotor.recipe import Evaluation, distance_overrides, load_recipe
 from rotor.recipe.metric_registry import report_metrics
+from rotor.recipe.reading import distance_overrides, load_recipe
+from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.prompts import EvaluationContext, make_prompts
 from rotor.search.export.export import export
@@ -46,7 +47,7 @@ def test_a_metric_of_text_measures_text_alone(demo) -> None:
     checkpoint, network = demo
     spec = replace(SPEC, metric="text", report_tokens=1024)
     data, progress = evaluation_data(spec, checkpoint.config, checkpoint.tokenizer), Counted()
-    meter = FidelityMeter(EvaluationContext(spec, data.sequences, checkpoint.tokenizer, checkpoint.config), progress)
+    meter = FidelityMeter(EvaluationContext.of(spec, data, checkpoint.tokenizer, checkpoint.config), progress)
     for split in ("search", "report"):
         meter.measure_base(network, split)
         assert set(meter.measured(split)) <= {"token_accuracy", "ppl_ratio", "top1_agreement", "kl_div"}
@@ -58,8 +59,6 @@ def test_a_metric_of_text_measures_text_alone(demo) -> None:
     assert "lookup" in report_metrics("default")
     assert "copy" in report_metrics("lookup")
     outline = ModelOutline.of(checkpoint)
-    import torch
-
     cpu, needed = torch.device("cpu"), {}
     for metric in ("text", "default"):
         recipe = load_recipe("rotor", [f"evaluation.metric={metric}", "evaluation.report_tokens=1024"])
@@ -67,24 +66,30 @@ def test_a_metric_of_text_measures_text_alone(demo) -> None:
     assert needed["text"] < needed["default"]
 
 
-def test_long_rows_are_of_the_report_split(demo) -> None:
+def test_rows_are_as_long_as_what_is_served_and_told_by_position(demo) -> None:
+    """Of a model that is right in the first 512 positions alone, the report says where it is wrong."""
     checkpoint, network = demo
-    data = evaluation_data(SPEC, checkpoint.config, checkpoint.tokenizer)
-    assert data.long is not None
-    assert data.long.shape == (1, 2048)
-    assert list(data.sequences) == ["search", "report", LONG_SPLIT]
-    assert data.long[0, :128].tolist() == data.report[0].tolist()
-    assert replace(data, long=None).sha256 != data.sha256
-    meter = FidelityMeter(EvaluationContext(SPEC, data.sequences, checkpoint.tokenizer, checkpoint.config), Progress())
-    meter.measure_base(network, LONG_SPLIT)
-    assert set(meter.measured(LONG_SPLIT)) == {"token_accuracy", "ppl_ratio", "kl_div"}
-    found = meter.measure(network, LONG_SPLIT)
-    assert (found.accuracy, found.values["kl_div"]) == (1, 0)
-    config = checkpoint.config
-    assert [long_sequence_count(n, 512, config) for n in (4095, 4096, 24576)] == [0, 1, 6]
-    assert long_sequence_count(24576, 2048, config) == 0
-    short = type(config)(**config.to_dict() | {"max_position_embeddings": 2047})
-    assert long_sequence_count(24576, 512, short) == 0
+    assert Evaluation().seq_len == 2048
+    spec = Evaluation("text", str(DOCS), search_tokens=2048, report_tokens=4096, metric="text")
+    data = evaluation_data(spec, checkpoint.config, checkpoint.tokenizer)
+    assert (data.search.shape, data.report.shape) == ((1, 2048), (2, 2048))
+    meter = FidelityMeter(EvaluationContext.of(spec, data, checkpoint.tokenizer, checkpoint.config), Progress())
+    for split in ("search", "report"):
+        meter.measure_base(network, split)
+
+    def read(rows, prefill, advance):
+        states = network.final_states(rows)
+        return torch.cat([states[:, :512], states[:, 512:].flip(-1)], dim=1)
+
+    found = meter.measure(network, "report", read)
+    assert list(found.positions) == ["0-512", "512-1024", "1024-2048"]
+    assert (found.positions["0-512"]["ppl_ratio"], found.positions["0-512"]["kl_div"]) == (1, 0)
+    assert all(found.positions[name]["kl_div"] > 1 for name in ("512-1024", "1024-2048"))
+    assert meter.measure(network, "search", read).positions == {}
+    told = dict(meter.accuracy({"report": found, "search": found}, None, "docs").part_rows())
+    assert told["positions 0 to 512"] == "next tokens 1.0000, perplexity 1.0000, KL 0.0000"
+    low, high = found.interval
+    assert low < found.accuracy < high  # eight runs of two rows are drawn
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +104,13 @@ def exported(demo_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.nightly
-def test_an_export_reports_long_rows(exported: Path) -> None:
+def test_an_export_reports_positions(exported: Path) -> None:
     report = collect(exported / "out")
-    (told,) = (text for label, text in report.ratios if label == "rows of 2,048 tokens")
-    assert told.endswith("2047 predicted tokens")
-    assert f"| rows of 2,048 tokens | {told} |" in (exported / "out" / "README.md").read_text()
+    (told,) = (text for label, text in report.ratios if label == "positions 1024 to 2048")
+    assert f"| positions 1024 to 2048 | {told} |" in (exported / "out" / "README.md").read_text()
     checked = validate(exported / "out", text=DOCS, overrides=[*OF_DOCS[2:], "evaluation.report_tokens=4096"])
     assert not checked.damaged
-    assert f"KL {checked.summary['accuracy'][LONG_SPLIT]['kl_div']:.4f}" in told
-    without = validate(exported / "out", text=DOCS, overrides=[*OF_DOCS[2:], "evaluation.report_tokens=512"])
-    assert LONG_SPLIT not in without.summary["accuracy"]
+    assert f"KL {checked.summary['accuracy']['positions']['1024-2048']['kl_div']:.4f}" in told
 
 
 @pytest.mark.nightly
@@ -143,7 +145,7 @@ def test_tasks_over_a_distance() -> None:
     recipe = load_recipe("rotor", [*OF_DOCS, *distance_overrides(1500), "evaluation.report_tokens=4096"])
     assert recipe.evaluation.seq_len == 2048
     data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
-    context = EvaluationContext(recipe.evaluation, data.sequences, checkpoint.tokenizer, checkpoint.config)
+    context = EvaluationContext.of(recipe.evaluation, data, checkpoint.tokenizer, checkpoint.config)
     for name in ("lookup", "copy"):
         prompts = make_prompts(name, context, "report")
         assert prompts.filler_tokens == 1500

@@ -38,7 +38,9 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     held_out = held_out_documents(Evaluation())
-    rows = evenly_spaced(text_sequences(held_out.report, tokenizer, given.length), given.rows, held_out.description)
+    rows = evenly_spaced(
+        text_sequences(held_out.texts("report"), tokenizer, given.length), given.rows, held_out.description
+    )
     streaming = replace(find_policy("streaming-50"), tokens=given.tokens)
     network, first, losses = LayerwiseModel.of(model), given.tokens + 1, {}
     for name, policy in {

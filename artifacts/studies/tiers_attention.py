@@ -16,7 +16,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from rotor.checkpoint import AttentionShape, GroupLayout, LayerLayout, NumberRow
+from rotor.checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
+from rotor.checkpoint.rows import NumberRow
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import partial_attention
 from rotor.kernels.rotary import Rotation

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+from collections import Counter
 from contextlib import ExitStack
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -29,7 +29,7 @@ from ..models.device_plan import DevicePlan
 from ..models.hardware import fit_threads
 from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
-from ..models.projections import context_tokens
+from ..models.lengths import context_tokens
 from ..models.readiness import check_text, describe_text
 from ..models.source import Checkpoint
 from ..models.splits import digests
@@ -126,8 +126,7 @@ class Calibration:
 
     def check_out(self) -> None:
         """Raise UsageError if the run folder must not be written."""
-        text = self.recipe.tokens.path
-        self.out.check(self.request.overwrite, [self.source.folder], [] if text is None else [Path(text)])
+        self.out.check(self.request.overwrite, [self.source.folder], list(self.recipe.tokens.paths))
 
     def run(self) -> None:
         """Run all stages and publish the run folder; stages that an unfinished run has done are skipped."""
@@ -203,7 +202,8 @@ class Calibration:
             "seq_len": sequences.shape[1],
             "pruned_rows": len(sample.sequences) - len(sequences),
             "topics": len(set(sample.topics)),
-            "documents_sha256": digests(sample.documents),
+            "documents_sha256": digests([unit.text for unit in sample.documents]),
+            "documents": dict(Counter(f"{unit.kind}/{unit.name}" for unit in sample.documents)),
         }
 
     def _weight_fisher(self, sequences: Tensor) -> None:

@@ -15,12 +15,12 @@ from transformers.masking_utils import sdpa_mask
 
 from ..checkpoint.families import Family
 from ..checkpoint.layout import PRE_ROPE, AttentionShape, ExactTokens, KeyForm
+from ..checkpoint.projections import keys_before_rope, split_activations
 from ..kernels.reference import dense_attention
 from ..kernels.rotary import Rotation, rotate, when_read, within_blocks
 from ..models.layerwise import LayerwiseModel
-from ..models.projections import keys_before_rope, split_activations
 from ..progress import Advance
-from ..recipe import Prune
+from ..recipe.sections import Prune
 from .moments import JOINT, LayerStatistics, named_form
 from .pruning import ClusteredStatistics
 

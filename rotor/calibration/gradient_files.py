@@ -24,7 +24,7 @@ DONE = "gradients.json"
 
 
 class GradientFiles:
-    """What a gradient pass keeps until it is needed no more: in a folder, or without one in memory.
+    """Sums that a gradient pass keeps until it is needed no more: in a folder, or without one in memory.
 
     entered: layers whose entering hidden states are computed; one more: also the states that leave the last layer.
     backward: layer by whose entering states the gradient is computed (the number of layers: by the states that leave
@@ -48,7 +48,7 @@ class GradientFiles:
         return forward + 2 * backward
 
     def in_words(self) -> str:
-        """What is done, in words; empty if that is nothing."""
+        """Work that is done, in words; empty if that is nothing."""
         if self.backward is None:
             return f"hidden states of {self.entered - 1} layer(s) for gradients" if self.entered > 1 else ""
         part = self.folder is not None and (self.folder / _sums(self.backward - 1)).is_file()

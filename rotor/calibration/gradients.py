@@ -27,9 +27,9 @@ from torch.nn.functional import cross_entropy
 
 from ..checkpoint.families import Family
 from ..checkpoint.layout import AttentionShape, ExactTokens
+from ..checkpoint.projections import kv_parameters
 from ..errors import NumericsError
 from ..models.layerwise import LayerwiseModel, logit_batches
-from ..models.projections import kv_parameters
 from ..numerics import is_finite
 from ..progress import Advance, Progress
 from .capture import StoredKeys, observed_attention

@@ -144,7 +144,7 @@ class PartialRun:
             self.remove()
 
     def holdings(self) -> str:
-        """What a resumed run need not compute again, in words; empty if that is nothing."""
+        """Stages that a resumed run need not compute again, in words; empty if that is nothing."""
         if layers := self.finished_layers:
             return f"{layers} finished layer(s)"
         gradients = GradientFiles(self.work).in_words()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, NumericsError
-from ..recipe import Prune
+from ..recipe.sections import Prune
 from .moments import JOINT, UNCENTRED, LayerStatistics, counted_tokens
 
 NEVER_CLUSTERED = ("output", JOINT)

@@ -30,7 +30,8 @@ from ..checkpoint.publishing import write_tensors
 from ..checkpoint.schemas import RunInfo, check_run, read_file
 from ..errors import CheckpointError, MissingError, UsageError
 from ..models.hub import find_model
-from ..recipe import Recipe, load_stored_recipe
+from ..recipe.reading import load_stored_recipe
+from ..recipe.recipe import Recipe
 from .codes.layer import GroupChannels, LayerCodes, coded_bases
 from .codes.side import FITTED_BITS, SideCodes
 from .moments import pack_symmetric, unpack_symmetric
@@ -207,12 +208,12 @@ class Run:
 
     @property
     def writable(self) -> bool:
-        """Whether measurements can be stored in the folder, which may belong to somebody else."""
+        """Tell whether measurements can be stored in the folder, which may belong to somebody else."""
         return os.access(self.folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
     @property
     def has_codes(self) -> bool:
-        """Whether calibration fitted codes, which bits are allocated by."""
+        """Tell whether calibration fitted codes, which bits are allocated by."""
         return layer_path(Path(), "codes", 0).as_posix() in self.manifest.files
 
     @property

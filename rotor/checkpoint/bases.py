@@ -73,7 +73,7 @@ class BasisPair:
     lengths: Tensor | None = None
 
     def stored(self, group: int, rank: int) -> Row:
-        """What the cache holds of a group: its channels by bits where they are coded, else the first `rank` numbers."""
+        """Row of a group in the cache: its channels by bits where they are coded, else the first `rank` numbers."""
         if not self.codes:
             return NumberRow(rank)
         return CodedRow.of_bits(self.codes[group].bits.tolist(), scaled=self.mean is not None)
@@ -107,12 +107,12 @@ class LayerBases:
 
     @property
     def joint(self) -> bool:
-        """Whether keys and values are coded together."""
+        """Tell whether keys and values are coded together."""
         return len(self.latents) == 1
 
     @property
     def layer_form(self) -> LayerForm:
-        """What the layer is compressed to."""
+        """Form that the layer is compressed to."""
         return LayerForm(self.form, self.group_size, self.joint)
 
     @property
@@ -136,7 +136,7 @@ class LayerBases:
         return self.latents[1]
 
     def stored_latents(self, ranks: LayerRanks) -> list[tuple[Row, ...]]:
-        """What the cache holds of each group, see `BasisPair.stored`."""
+        """Row that the cache holds of each group, see `BasisPair.stored`."""
         pairs = self.latents
         return [
             tuple(pair.stored(group, rank) for pair, rank in zip(pairs, of_group[: len(pairs)], strict=True))
@@ -164,7 +164,7 @@ class LayerBases:
 
 
 def latent_size(form: LayerForm, shape: AttentionShape) -> tuple[int, int]:
-    """How many of each latent a layer has, and with how many numbers each."""
+    """Count of each latent in a layer, and numbers of each."""
     return shape.num_kv_heads // form.group_size, form.columns(shape.head_dim)
 
 
@@ -185,7 +185,7 @@ def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:
 
 @dataclass(frozen=True)
 class FoldedBasis:
-    """How keys or values x of a group, side by side, n numbers, become a latent and are read from it; float64.
+    """Maps of the keys or values x of a group, side by side, n numbers, to a latent and back; float64.
 
     latent: what is stored of it.
     encode: [n, rank]; the projection puts out x @ encode + shift.
@@ -217,12 +217,12 @@ class FoldedBasis:
 
     @property
     def constant(self) -> Tensor:
-        """What is added to what a row is read as, [..., n]."""
+        """Constant part of what a row is read as, [..., n]."""
         return self._of_codes if self.mean is None else self.mean
 
     @property
     def _of_codes(self) -> Tensor:
-        """What is added to the nibbles' part of x, [..., n]; a scale multiplies both."""
+        """Constant part of the decoded vector, before the row's scale, [..., n]."""
         assert self.offset is not None
         assert self.dropped is not None
         return self.read @ self.offset + self.dropped
@@ -248,7 +248,7 @@ class FoldedBasis:
 
 @dataclass(frozen=True)
 class ScaledCode:
-    """How the latent of a joint group of codes is scaled and coded, float64; `tensors.layer_tensors` has the formula.
+    """Scale and code of the latent of a joint group, float64; `tensors.layer_tensors` has the formula.
 
     shift, length: [rank].
     """
@@ -327,7 +327,7 @@ class FoldedBases:
 
 
 def levels_of(channels: CodedRow) -> Tensor:
-    """How many levels of each channel a unit of each column counts, [rank, width], float64."""
+    """Levels of each channel for a unit of each column, [rank, width], float64."""
     levels = torch.zeros(channels.rank, channels.width, dtype=torch.float64)
     for place, column in enumerate(channels.columns):
         for channel, count in column.items():

@@ -524,7 +524,7 @@ def family_of(config: Any) -> Family:
 
 
 def is_supported(config: Any) -> bool:
-    """Whether a model is of a supported family, whatever its variant."""
+    """Tell whether a model is of a supported family, whatever its variant."""
     if getattr(config, "is_encoder_decoder", False):
         return False
     multimodal = config.model_type in MULTIMODAL and config.get_text_config().model_type in LANGUAGE_MODELS

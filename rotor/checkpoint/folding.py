@@ -319,7 +319,7 @@ def reading_rounded(
 
 
 def _constants(bases: list[FoldedBasis], shape: AttentionShape) -> Tensor:
-    """What codes add to the keys or values that are read, [num_kv_heads, head_dim]."""
+    """Constants that codes add to the keys or values that are read, [num_kv_heads, head_dim]."""
     return torch.cat([basis.constant for basis in bases]).unflatten(0, (-1, shape.head_dim))
 
 

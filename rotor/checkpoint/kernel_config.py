@@ -1,8 +1,8 @@
 """kernel_config.json: how the kernels are to run a compressed model, decided when it is exported and free to edit.
 
 Pure data: the values that a launch goes by. The rules that choose them without a GPU are in `kernels/defaults.py`;
-`rotor gpu --tune OUT` writes what it measured. No schedule is named: decoding takes equal slices of all keys, and the
-papers' longest task first (FDC and ZACK 5.3) is simulated alone, by `rotor schedule`.
+`rotor tune OUT` writes what it measured. No schedule is named: decoding takes equal slices of all keys, and the
+papers' longest task first (FDC and ZACK 5.3) is simulated alone, by artifacts/studies/schedules.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """How the kernels of a layer are launched.
+    """Launch parameters of the kernels of a layer.
 
     layout: the layer's layout in words (`layout_class`), which must be that of config.json.
     sm_80, sm_90: tiles of decoding by architecture.
@@ -76,7 +76,7 @@ class KernelConfig:
     version: Literal[4] = 4
 
     def to_dict(self) -> JsonObject:
-        """What `from_dict` reads, in JSON's types."""
+        """Write what `from_dict` reads, in JSON's types."""
         return asdict(self)
 
     @classmethod
@@ -109,7 +109,7 @@ class KernelConfig:
 
 
 def layout_class(layout: LayerLayout) -> str:
-    """What the kernels of a layer are compiled for, in words: `joint 256x2, T 64`.
+    """Case that the kernels of a layer are compiled for, in words: `joint 256x2, T 64`.
 
     Nibbles (or numbers) of the rows of the classes of groups with their KV heads, the block within which keys are
     rotated, planes whose crumbs are read too; `apart` where values have latents of their own, `numbers` where there are

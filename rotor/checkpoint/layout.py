@@ -1,4 +1,4 @@
-"""What a compressed model stores: groups of KV heads, their latents, and where RoPE stands in their keys.
+"""Layout of what a compressed model stores: groups of KV heads, their latents, and where RoPE stands in their keys.
 
 Pure data, no tensors. One LayerLayout a layer is written into `config.json` (the loader builds the attention modules
 from it) and into `rotor.json` (the report); what is launched for it is in `kernel_config.json`.
@@ -30,7 +30,7 @@ NewestTokens = Annotated[int, Expect(range(1, 4097).__contains__, "a number of t
 RopeBlock = Annotated[int, Expect({1, 2, 4, 8, 16, 32, 64}.__contains__, "a power of two from 1 to 64")]
 
 Side = TypeVar("Side")
-"""What a layer has one of for keys and one for values: rows, tensors, sizes."""
+"""Pair of something for keys and for values: rows, tensors, sizes."""
 
 LayerRanks = list[tuple[int, int]]
 """(key rank, value rank) of each group of a layer: in the order of the bases offline, then of the layout."""
@@ -131,7 +131,7 @@ class AttentionShape:
 
     @property
     def needs_exact(self) -> str:
-        """What of the model is only served beside exact tokens, in words; empty where nothing is."""
+        """Parts of the model that are only served beside exact tokens, in words; empty where nothing is."""
         gate = "its attention is gated, and values cannot be folded into what a gate stands before"
         sinks = "its softmax has learned sinks, which join with exact tokens"
         norm = "its values are normed, and v_proj cannot be folded into what a norm stands before"
@@ -169,7 +169,7 @@ class AttentionShape:
 
     @property
     def rotates(self) -> bool:
-        """Whether RoPE rotates the keys of any layer."""
+        """Tell whether RoPE rotates the keys of any layer."""
         return any(own.rotary_dim for own in self.heads) if self.heads else self.rotary_dim > 0
 
     @property
@@ -193,7 +193,7 @@ class AttentionShape:
 
 
 class KeyForm(NamedTuple):
-    """How RoPE stands in the keys that a layer stores; see LayerLayout, whose field this is."""
+    """Form of RoPE in the keys that a layer stores; see LayerLayout, whose field this is."""
 
     rope_block: int | None = None
 
@@ -216,7 +216,7 @@ def pre_rope(shape: AttentionShape) -> KeyForm:
 
 
 class LayerForm(NamedTuple):
-    """What a layer is compressed to.
+    """Form that a layer is compressed to.
 
     keys: how keys are stored. group_size: KV heads that share a latent. joint: values share it too.
     """
@@ -246,7 +246,7 @@ class LayerForm(NamedTuple):
 
 
 class ModelForm(NamedTuple):
-    """What the layers of a model are compressed to.
+    """Form that the layers of a model are compressed to.
 
     keys: of each layer, how they are stored. group_size, joint: of all layers, see LayerForm.
     """
@@ -395,17 +395,17 @@ class LayerLayout:
 
     @property
     def joint(self) -> bool:
-        """Whether keys and values are coded together: attention then reads both from the key rows, with their scale."""
+        """Tell whether keys and values are coded together: attention then reads both from the key rows."""
         return self.groups[0].joint
 
     @property
     def scaled(self) -> bool:
-        """Whether rows have a scale, as those of joint groups of codes."""
+        """Tell whether rows have a scale, as those of joint groups of codes."""
         return self.groups[0].key.scaled
 
     @property
     def coded(self) -> bool:
-        """Whether the layer keeps rows of bytes (see `rows`) rather than rows of the model's dtype."""
+        """Tell whether the layer keeps rows of bytes (see `rows`) rather than rows of the model's dtype."""
         return self.groups[0].key.coded
 
     @property
@@ -415,24 +415,24 @@ class LayerLayout:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether RoPE still stands between stored keys and queries, block by block; pre-RoPE, position by position."""
+        """Tell whether RoPE stands between stored keys and queries, block by block; pre-RoPE, position by position."""
         return self.rope_block is not None
 
     @property
     def pre_rope(self) -> bool:
-        """Whether keys are stored before RoPE, and expanded and rotated when they are read."""
+        """Tell whether keys are stored before RoPE, and expanded and rotated when they are read."""
         return self.form == PRE_ROPE
 
     def folds_keys(self, shape: AttentionShape) -> bool:
-        """Whether the key basis is inside W_k: nothing stands between them, and no key is kept exactly."""
+        """Tell whether the key basis is inside W_k: nothing stands between them, and no key is kept exactly."""
         return self.exact is None and (self.pre_rope or not shape.rotary_dim) and not shape.key_norm
 
     def folds_queries(self, shape: AttentionShape) -> bool:
-        """Whether q_proj puts out absorbed queries: without RoPE, norms and exact keys nothing stands between."""
+        """Tell whether q_proj puts out absorbed queries: without RoPE, norms and exact keys nothing stands between."""
         return self.exact is None and not shape.rotary_dim and not shape.key_norm
 
     def meets_latents(self, key: Row, shape: AttentionShape) -> bool:
-        """Whether prompts attend to a latent of keys as it is stored, and no key is expanded.
+        """Tell whether prompts attend to a latent of keys as it is stored, and no key is expanded.
 
         Always in a model without RoPE, whose queries come absorbed. After RoPE it is for numbers (codes have constants
         too, which full keys take in) that are no wider than a head: attention's work grows with the width.
@@ -444,7 +444,7 @@ class LayerLayout:
 
     @property
     def folds_values(self) -> bool:
-        """Whether the value basis is inside W_v, and what reads values inside W_o: no value is kept exactly."""
+        """Tell whether the value basis is inside W_v, and what reads values inside W_o: no value is kept exactly."""
         return self.exact is None
 
     @property
@@ -457,11 +457,11 @@ class LayerLayout:
         return (key, value)[: self.latents_per_group]
 
     def values_from(self, key: Side, value: Side) -> Side:
-        """What values are read from: the value side, or the key side where a latent has both in it."""
+        """Side that values are read from: the value side, or the key side where a latent has both in it."""
         return self.stored_sides(key, value)[-1]
 
     def part_of_keys(self, value: Side) -> Side | None:
-        """What v_proj puts out, where it is a part of the latents in the key row; None where it has its own row."""
+        """Output of v_proj, where it is a part of the latents in the key row; None where it has its own row."""
         return value if self.joint else None
 
     def columns(self, head_dim: int) -> int:
@@ -469,12 +469,12 @@ class LayerLayout:
         return self.groups[0].columns(head_dim)
 
     def has_value_projection(self, shape: AttentionShape) -> bool:
-        """Whether there is a v_proj; otherwise k_proj puts out latents of both."""
+        """Tell whether there is a v_proj; otherwise k_proj puts out latents of both."""
         return not (self.joint and self.folds_keys(shape))
 
     @property
     def has_value_shift(self) -> bool:
-        """Whether values have a row of codes whose means are not in W_v, which puts out values to be kept exactly."""
+        """Tell whether values have a row of codes whose means are not in W_v, whose output is kept exactly."""
         return self.coded and not self.joint and not self.folds_values
 
     def shifted_projections(self, shape: AttentionShape) -> frozenset[str]:
@@ -512,7 +512,7 @@ class LayerLayout:
 
     @property
     def operands(self) -> int:
-        """What attention reads of a word of every latent, see `CodedRow`; 1 of numbers."""
+        """Numbers that attention reads of a word of every latent, see `CodedRow`; 1 of numbers."""
         return self.groups[0].key.operands
 
     @property

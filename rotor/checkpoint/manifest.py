@@ -70,7 +70,7 @@ class Manifest:
         return listed | {name: "is unexpected" for name in self.added()}
 
     def problem(self, name: str) -> str:
-        """What is wrong with one file; an empty text if nothing is."""
+        """Describe what is wrong with one file; an empty text if nothing is."""
         path = self.folder / name
         if name not in self.files:
             return "is unexpected"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from .families import Family
+from .families import Family, attention_shape
 from .layout import AttentionShape
 from .tensors import BASES, FLOAT32
 
@@ -225,7 +225,7 @@ class CompressedProjections(nn.Module):
         return query, key, value
 
     def weights_behind_rope(self) -> tuple[Tensor | None, Tensor | None]:
-        """What rotated queries and keys are multiplied by, [head_dim] each, where norms leave their weights out."""
+        """Factors of rotated queries and keys, [head_dim] each, where norms leave their weights out."""
         norms = [self._modules[name] for name in self.norm_names]
         weights = [norm.weight for norm in norms if isinstance(norm, UnweightedNorm)]
         return (weights[0], weights[-1]) if weights else (None, None)
@@ -238,3 +238,35 @@ class CompressedProjections(nn.Module):
             x = norm(x)
         heads = x.unflatten(-1, (-1, self.head_dim))
         return heads if norm is None or self.wide_norms else norm(heads)
+
+
+def keys_before_rope(family: Family, output: Tensor, shape: AttentionShape) -> Tensor:
+    """Turn the output of `family.key_source` into keys before RoPE, [batch_size * seq_len, num_kv_heads, head_dim]."""
+    if family.has_key_norm:
+        output = output.transpose(1, 2) if family.norms_heads_first else output
+    elif family.fused is not None:
+        output = split_activations(family, output, shape)[1]
+    return family.in_halves(output.reshape(-1, shape.num_kv_heads, shape.head_dim), shape)
+
+
+def split_activations(family: Family, output: Tensor, shape: AttentionShape) -> tuple[Tensor, ...]:
+    """Split the output [..., features] of a fused projection into query, key, value, [..., heads * head_dim] each."""
+    return tuple(part.movedim(0, -1) for part in family.split(output.movedim(-1, 0), shape))
+
+
+def kv_parameters(family: Family, model: nn.Module, layer: int) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+    """Parameters of the key and value projections, each with a function that takes its part of the parameter's tensor.
+
+    The part is [num_kv_heads * head_dim, hidden_size].
+    """
+    module = family.attention_module(model, layer)
+    if family.fused is None:
+        there = dict(module.named_parameters())
+        names = ["k_proj.weight", next(name for name in family.value_weights if name in there)]
+        return [(there[name], lambda g: g) for name in names]
+    weight = module.get_parameter(f"{family.fused}.weight")
+    shape = attention_shape(model.config).layer(layer)
+    return [
+        (weight, lambda g: family.split(oriented(family, g), shape)[1]),
+        (weight, lambda g: family.split(oriented(family, g), shape)[2]),
+    ]

@@ -89,7 +89,7 @@ class Digit(NamedTuple):
 
 
 class RowScale(NamedTuple):
-    """How the scale of a row is chosen and its latents are coded by it, see `tensors.layer_tensors`.
+    """Choice of the scale of a row and of the codes by it, see `tensors.layer_tensors`.
 
     shift, length: [rank], float32.
     """
@@ -154,7 +154,7 @@ class CodedRow:
 
     @property
     def operands(self) -> int:
-        """How many numbers attention reads out of a word: its nibbles, and the lower crumbs of split ones."""
+        """Count of numbers that attention reads out of a word: its nibbles, and the lower crumbs of split ones."""
         return WORD_PLANES + self.split
 
     @property
@@ -169,7 +169,7 @@ class CodedRow:
 
     @cached_property
     def slots(self) -> tuple[tuple[Digit, ...], ...]:
-        """What each slot holds: the scale, a nibble, a higher and a lower crumb (which may be missing), or nothing."""
+        """Content of each slot: the scale, a nibble, a higher and a lower crumb (which may be missing), or nothing."""
         crumbs = [Digit(channel, 0, CRUMB_BITS) for channel, bits in enumerate(self.bits) if bits % NIBBLE_BITS]
         cut = [tuple(crumbs[i : i + 2]) for i in range(0, len(crumbs), 2)]
         whole: list[tuple[Digit, ...]] = [(Digit(SCALE, 0, NIBBLE_BITS),)] * self.scaled
@@ -354,7 +354,7 @@ class NumberRow:
 
 
 Row = CodedRow | NumberRow
-"""What the cache holds of a token for the keys or the values of a group, or for both."""
+"""Row that the cache holds of a token for the keys or the values of a group, or for both."""
 
 
 MAX_RANK = 1 << 24

@@ -65,13 +65,13 @@ class SourceInfo(TypedDict):
 
 
 class KeyFormInfo(TypedDict):
-    """How a layer's keys are stored; see rotor.checkpoint.layout.KeyForm."""
+    """Form in which a layer's keys are stored; see rotor.checkpoint.layout.KeyForm."""
 
     rope_block: RopeBlock | None
 
 
 class FormInfo(TypedDict):
-    """What a run's layers are compressed to; see rotor.checkpoint.layout.ModelForm."""
+    """Form that a run's layers are compressed to; see rotor.checkpoint.layout.ModelForm."""
 
     keys: list[KeyFormInfo]
     group_size: int
@@ -135,8 +135,8 @@ class AccuracyInfo(TypedDict):
     """Accuracy as measured of a checkpoint.
 
     base: of the uncompressed model, by split. left_out: ratios that were not measured, by split and name.
-    excluded_documents: digests of held-out text that was calibrated on. table: key in the run. not_measured: why
-    `search`, `report` and `table` are null.
+    excluded_documents: digests of held-out text that was calibrated on. documents: of each split how many there are, by
+    the names of their files. table: key in the run. not_measured: why `search`, `report` and `table` are null.
     """
 
     target: float | None
@@ -150,6 +150,7 @@ class AccuracyInfo(TypedDict):
     base: NotRequired[dict[str, JsonObject | None]]
     left_out: NotRequired[dict[str, dict[str, str]]]
     excluded_documents: NotRequired[list[str]]
+    documents: NotRequired[dict[str, dict[str, int]]]
     table: NotRequired[str | None]
     not_measured: NotRequired[str]
 
@@ -171,7 +172,7 @@ class CacheInfo(TypedDict):
 
 
 class TextInfo(TypedDict):
-    """What the uncompressed and the compressed model write to a prompt."""
+    """Texts that the uncompressed and the compressed model write to a prompt."""
 
     prompt: str
     prompt_tokens: int

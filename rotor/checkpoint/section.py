@@ -27,12 +27,12 @@ file, and are not read one by one."""
 
 
 def is_ours(name: object) -> bool:
-    """Whether an attention implementation or a quantisation method is rotor's: METHOD, or a MARK of any version."""
+    """Tell whether an attention or quantisation method is rotor's: METHOD, or a MARK of any version."""
     return isinstance(name, str) and (name == METHOD or name.startswith(f"{METHOD} ("))
 
 
 def is_compressed(config: Mapping[str, object]) -> bool:
-    """Whether a model's config.json is one that rotor wrote."""
+    """Tell whether a model's config.json is one that rotor wrote."""
     stored = config.get("quantization_config")
     return isinstance(stored, dict) and is_ours(stored.get("quant_method"))
 
@@ -73,7 +73,7 @@ class CompressedSection:
 
     @property
     def coded(self) -> bool:
-        """Whether a layer keeps rows of codes."""
+        """Tell whether a layer keeps rows of codes."""
         return any(LayerLayout.from_dict(layer, f"config.json, layer {i}").coded for i, layer in self.layers.items())
 
     def layouts(self, shape: AttentionShape) -> list[LayerLayout]:

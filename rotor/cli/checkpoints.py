@@ -127,8 +127,8 @@ def _print_export(out: Path, result: ExportResult) -> None:
 
 
 def how_to_keep_more(out: Path, accuracy: Accuracy) -> str:
-    """What to do where the report is below the target: ask for as much more as is missing, or measure more."""
-    from ..recipe import load_stored_recipe
+    """Hint where the report is below the target: ask for as much more as is missing, or measure more."""
+    from ..recipe.reading import load_stored_recipe
 
     assert accuracy.target is not None
     least = min(one.accuracy for split, one in accuracy.measured.items() if split != "search")
@@ -139,10 +139,10 @@ def how_to_keep_more(out: Path, accuracy: Accuracy) -> str:
 
 def _how_to_validate(out: Path) -> str:
     """The command, with the text that accuracy was measured on: validate opens none that only a checkpoint names."""
-    from ..recipe import load_stored_recipe
+    from ..recipe.reading import load_stored_recipe
 
     spec = load_stored_recipe(out).evaluation
-    text = f" --text {shlex.quote(str(spec.path))}" if spec.source == "text" else ""
+    text = "".join(f" --text {shlex.quote(str(path))}" for path in spec.paths) if spec.source == "text" else ""
     return f"rotor validate {shlex.quote(str(out))}{text}"
 
 

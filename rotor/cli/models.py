@@ -17,12 +17,11 @@ from ..logs import is_first_process, printable
 from ..recipe.requests import GenerationOptions, InspectionRequest
 from .app import command
 from .options import Json, OutputOptions
-from .plans import print_inspection
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-    from ..recipe import Recipe
+    from ..recipe.recipe import Recipe
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 """Folder of sitecustomize, which every Python process runs that has it on PYTHONPATH."""
@@ -88,20 +87,24 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
 
 
 @command(epilog="Example: rotor inspect artifacts/demo-model --recipe fdc")
-def inspect(request: InspectionRequest, output: Json) -> None:
+def inspect(request: InspectionRequest, output: Json, layouts: bool = False) -> None:
     """Describe a model: attention, cache, what a recipe does with it, the memory and disk that this takes.
 
     Reads the configuration, the headers of the shards and the tokenizer, no weights; of a hub id nothing but the
     configuration is fetched. A config.json alone is enough.
+
+    Args:
+        layouts: Predict the time of attention with other layouts of the cache, too.
     """
     from ..models.hub import check_name
 
     check_name(str(request.model), request.revision)
 
     from ..calibration.planning.inspection import run_inspection
+    from .plans import print_inspection
 
     inspection = run_inspection(request)
-    output.show(inspection.to_dict(), lambda: print_inspection(inspection))
+    output.show(inspection.to_dict(), lambda: print_inspection(inspection, layouts))
 
 
 @command(epilog="Example: rotor recipes --show rotor")
@@ -113,8 +116,7 @@ def recipes(output: Json, show: str | None = None, fields: bool = False) -> None
             --recipe takes. Of a cache policy each field with its meaning: YAML that --cache takes.
         fields: Print what each field of a recipe may be, its default and what it decides.
     """
-    from ..recipe import bundled_recipes, load_recipe
-    from ..recipe.reading import comments_of
+    from ..recipe.reading import bundled_recipes, comments_of, load_recipe
     from ..recipe.reference import recipe_fields, reference_page
 
     if show is not None and fields:

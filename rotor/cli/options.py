@@ -53,6 +53,9 @@ NAMES = {
 }
 """Names of options that are not the parameter's."""
 
+REPEATED = ("overrides", "text")
+"""Parameters whose options may be repeated."""
+
 METAVARS = {
     "overrides": "KEY=VALUE",
     "program": "COMMAND [ARGS]...",
@@ -65,7 +68,7 @@ METAVARS = {
 
 @dataclass
 class Json:
-    """How results are printed."""
+    """Form in which results are printed."""
 
     as_json: bool = False
 
@@ -126,7 +129,7 @@ def _default(parameter: inspect.Parameter) -> object:
     default = parameter.default
     if parameter.name in NEGATED:
         return not default
-    if isinstance(default, tuple) and parameter.name != "overrides":
+    if isinstance(default, tuple) and parameter.name not in REPEATED:
         return ",".join(map(str, default))
     return default
 
@@ -145,7 +148,7 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def _list_reader(hint: object) -> Callable[[str, str], Sequence[int] | Sequence[str]] | None:
-    """What reads a list that is given as `A,B`, for a field that is a Sequence; None for any other."""
+    """Reader of a list that is given as `A,B`, for a field that is a Sequence; None for any other."""
     if get_origin(hint) is not Sequence:
         return None
     if get_args(hint) == (int,):
@@ -156,12 +159,12 @@ def _list_reader(hint: object) -> Callable[[str, str], Sequence[int] | Sequence[
 def _plain(hint: Any) -> Any:
     """The type that Typer reads for a field of a request: the first of a union, text for a list in commas."""
     kind = without_none(hint)
+    if get_origin(kind) in (Union, UnionType):
+        kind = get_args(kind)[0]
     if get_origin(kind) is Sequence:
         return str
     if get_origin(kind) is Iterable:
         return list[str]
-    if get_origin(kind) in (Union, UnionType):
-        kind = get_args(kind)[0]
     return kind if without_none(hint) is hint else kind | None
 
 

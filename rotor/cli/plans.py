@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..calibration.planning.inspection import REMOVED, SHARE_OF_PEAK
 from ..progress import in_bytes, in_time
 from .console import print_pairs, print_table, say
 
@@ -11,7 +12,16 @@ if TYPE_CHECKING:
     from ..calibration.planning.inspection import Inspection, ResourceEstimate
 
 
-def print_inspection(inspection: Inspection) -> None:
+SHORT_S = 10
+"""Seconds on a server below which other things than products take most of the time."""
+
+
+def print_inspection(inspection: Inspection, layouts: bool) -> None:
+    """Print what is known of a model.
+
+    Args:
+        layouts: predicted times of other layouts of the cache, too.
+    """
     shape = inspection.shape
     extras = "RoPE" if shape.rotates else "no RoPE"
     if shape.key_norm:
@@ -33,6 +43,7 @@ def print_inspection(inspection: Inspection) -> None:
             f"{shape.num_layers} layers, {shape.num_heads} query and {shape.heads_in_words}, {extras}",
         ),
         ("KV cache", f"{inspection.kv_bytes_per_token:,} bytes per token: {cache}"),
+        *([("afterwards", _afterwards(inspection))] if inspection.after else []),
         *([("states", f"{in_bytes(states)} a sequence beside the cache, which stay as they are")] if states else []),
         ("context", f"{inspection.context_tokens:,} tokens, whose bytes an export counts (--context)"),
         ("text begins with", start),
@@ -43,8 +54,8 @@ def print_inspection(inspection: Inspection) -> None:
         ),
         ("form", inspection.form),
         *([("warning", inspection.warning)] if inspection.warning else []),
-        ("calibrate", _needs(inspection.calibrate)),
-        ("export", _needs(inspection.export)),
+        ("calibrate", f"{_needs(inspection.calibrate)}\n{_elsewhere(inspection, 'calibrate')}"),
+        ("export", f"{_needs(inspection.export)}\n{_elsewhere(inspection, 'export')}"),
         ("validate", _time(inspection.validate)),
         (
             "checkpoint",
@@ -53,7 +64,45 @@ def print_inspection(inspection: Inspection) -> None:
         ),
         *([] if gpu is None else [("GPU", f"{in_bytes(gpu)} available")]),
     )
-    _print_decode_times(inspection)
+    if layouts:
+        _print_decode_times(inspection)
+    else:
+        _print_own_times(inspection)
+
+
+def _afterwards(inspection: Inspection) -> str:
+    """The cache at the length whose bytes an export counts, by what other models kept."""
+    least, most = inspection.after[inspection.context_tokens]
+    short, long = REMOVED
+    return (
+        f"{in_bytes(least)} to {in_bytes(most)} at {_length(inspection.context_tokens)} with its exact tokens, if as "
+        f"much can go as of other models at --accuracy 0.99 ({short:.2f} to {long:.2f} of the rows, "
+        "docs/large-models.md)"
+    )
+
+
+def _elsewhere(inspection: Inspection, command: str) -> str:
+    """Time with --quick, and on a server."""
+    quick, server = inspection.quick_seconds[command], inspection.server_seconds[command]
+    there = f"about {in_time(server)}" if server >= SHORT_S else f"less than {SHORT_S} s"
+    return (
+        f"about {in_time(quick)} with --quick; as it is {there} on an H100 (by arithmetic, at {SHARE_OF_PEAK:g} of its "
+        "peak)"
+    )
+
+
+def _print_own_times(inspection: Inspection) -> None:
+    """Attention's predicted time with the layout that the recipe takes."""
+    own = [t for t in inspection.decode_times if t.chosen and t.instructions_per_key]
+    load = inspection.objective
+    if own:
+        shares = ", ".join(f"{t.share:.2f} at {t.scenario} removed" for t in own)
+        say(
+            f"Attention in a decode step is predicted to take {shares}, of the uncompressed model's time "
+            f"({load.device}, {load.batch_size} x {load.context_tokens} tokens; arithmetic, not measured). --layouts "
+            "has others."
+        )
+    _say_slower(inspection)
 
 
 def _length(tokens: int) -> str:
@@ -81,6 +130,11 @@ def _print_decode_times(inspection: Inspection) -> None:
         "apart: a latent each. blocks: positions within which keys are rotated. heads: KV heads that share a latent. "
         "-, and what is left out: no kernel attends to it."
     )
+    _say_slower(inspection)
+
+
+def _say_slower(inspection: Inspection) -> None:
+    """What to do where the recipe's attention is predicted to be slower than without compression."""
     if inspection.slower is not None:
         own, other = inspection.slower
         better = f"{other.settings} is predicted at {other.share:.2f}" if other else "no layout is predicted below 1"

@@ -25,7 +25,7 @@ def study(request: StudyRequest, output: OutputOptions) -> None:
     length, evaluation and search are those of the first.
     """
     from ..models.hub import check_name
-    from ..recipe import load_recipe
+    from ..recipe.reading import load_recipe
 
     for recipe in request.recipes:
         load_recipe(recipe, request.overrides)
@@ -47,7 +47,7 @@ def study(request: StudyRequest, output: OutputOptions) -> None:
 
 
 def _print_study(result: Study) -> None:
-    """What every recipe removes at the target accuracies, and where all of it is."""
+    """Print what every recipe removes at the target accuracies, and where all of it is."""
     from ..tools.study.parts.curves import curves, target_tables
 
     for table in target_tables(curves(result.records)):

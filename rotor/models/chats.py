@@ -89,7 +89,7 @@ def _with_arguments(call: JsonObject) -> JsonObject:
 
 
 def _parsed(value: Any) -> Any:
-    """What JSON in a string says; any other value as it is."""
+    """Value of JSON in a string; any other value as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -132,7 +132,7 @@ def _rendered(folder: str, chats: str) -> tuple[tuple[str | None, ...], str]:
 
 
 def in_words(chat: JsonObject) -> str:
-    """What a chat's messages say, with empty lines between them; tool calls as JSON."""
+    """Text of a chat's messages, with empty lines between them; tool calls as JSON."""
     said = []
     for message in chat["messages"]:
         said += [message["content"]] if message["content"] else []

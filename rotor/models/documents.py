@@ -12,7 +12,7 @@ from ..checked import JsonObject
 from ..errors import DataError, MissingError
 from ..installing import pip_install
 from ..logs import log
-from ..recipe import Tokens
+from ..recipe.sections import Tokens
 from .chats import read_chat, render
 from .tokenizer import encode
 
@@ -43,20 +43,13 @@ HELD_OUT_MODULES = (
 """Standard-library modules and packages that the bundled model was not trained on."""
 
 
-def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
+def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> list[tuple[str, str]]:
     """The text of a file, or of every UTF-8 file in a folder, sorted by name; of *.jsonl a document a line.
 
     Args:
         tokenizer: the model's, whose chat template renders chats; without one their messages are joined.
-    Raises:
-        As read_documents_with_topics.
-    """
-    return [text for text, _ in read_documents_with_topics(path, tokenizer)]
-
-
-def read_documents_with_topics(path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> list[tuple[str, str]]:
-    """What read_documents returns, each with its topic: the `topic` of a line of *.jsonl, otherwise its file.
-
+    Returns:
+        Documents, each with its topic: the `topic` of a line of *.jsonl, otherwise the name of its file.
     Raises:
         MissingError: no such file or folder.
         DataError: it holds no text, or a line of *.jsonl is not a document.
@@ -68,7 +61,7 @@ def read_documents_with_topics(path: Path, tokenizer: PreTrainedTokenizerBase | 
     documents: list[tuple[str | JsonObject, str]] = []
     skipped = []
     for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
-        name = file.relative_to(path).as_posix()
+        name = file.name if path.is_file() else file.relative_to(path).as_posix()
         try:
             text = _decoded(file)
             documents += _of_lines(file, text, name) if file.suffix == ".jsonl" else [(text, name)]

@@ -35,7 +35,7 @@ class ModelSource:
 
 
 def check_name(model: str | Path, revision: str | None = None) -> bool:
-    """Whether `model` is a local folder; False if it may be a hub id. The hub is not asked.
+    """Tell whether `model` is a local folder; False if it may be a hub id. The hub is not asked.
 
     Raises:
         MissingError: it is neither.

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import DataError
-from ..recipe import Evaluation, Recipe
-from .documents import read_documents, require_datasets, require_tokenizer
-from .projections import bounded_seq_len
+from ..recipe.recipe import Recipe
+from ..recipe.sections import Evaluation
+from .documents import require_datasets, require_tokenizer
+from .lengths import bounded_seq_len
 from .sequences import text_sequences
-from .splits import SPLITS, calibration_share, description_of, digests, held_out_documents
+from .splits import (
+    SPLITS,
+    calibration_share,
+    description_of,
+    digests,
+    held_out_documents,
+    kinds_of,
+    read_kinds,
+    sequences_of_a_kind,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -48,28 +57,32 @@ def check_text(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTo
     shortages = []
     enough = 0  # characters of a text whose thirds are long enough
 
-    def need(what: str, field: str, documents: list[str], count: int, seq_len: int) -> None:
+    def need(what: str, field: str, documents: list[str], count: int, seq_len: int, kinds: int) -> None:
         length = bounded_seq_len(seq_len, config)
-        needed = -(-count // length)
+        needed = sequences_of_a_kind(count, length, kinds)
         available = len(text_sequences(documents, tokenizer, length, needed))
         if available < needed:
             nonlocal enough
             characters = sum(map(len, documents)) / max(1, len(text_sequences(documents, tokenizer, 2)) * 2)
             enough = max(enough, round(3 * needed * length * (characters or CHARACTERS_A_TOKEN)))
-            short[field] = available * length
+            short[field] = min(short.get(field, count), available * length * kinds)
             shortages.append(f"{what} has {available * length} of {needed * length} tokens")
 
     calibrated = list[str]()
     if tokens.source == "text":
-        documents = calibration_share(read_documents(Path(tokens.path or ""), tokenizer), evaluation, tokenizer)
-        calibrated = digests(documents) if evaluation.source == "text" else []
-        need("calibration", "tokens.count", documents, tokens.count, tokens.seq_len)
+        shares = calibration_share(read_kinds(tokens.paths, tokenizer), evaluation, tokenizer)
+        for kind, units in shares.items():
+            documents = [unit.text for unit in units]
+            calibrated += digests(documents) if evaluation.source == "text" else []
+            what = f"calibration on {kind}" if len(shares) > 1 else "calibration"
+            need(what, "tokens.count", documents, tokens.count, tokens.seq_len, len(shares))
     held_out = held_out_documents(evaluation, calibrated, tokenizer)
     for split in SPLITS:
         field = f"{split}_tokens"
-        documents = getattr(held_out, split)
-        count = getattr(evaluation, field)
-        need(f"the {split} split", f"evaluation.{field}", documents, count, evaluation.seq_len)
+        for kind in held_out.kinds:
+            what = f"the {split} split{f' of {kind}' if len(held_out.kinds) > 1 else ''}"
+            documents, count = held_out.texts(split, kind), getattr(evaluation, field)
+            need(what, f"evaluation.{field}", documents, count, evaluation.seq_len, len(held_out.kinds))
     if short:
         fitting = " ".join(f"--set {field}={available}" for field, available in short.items())
         hint = f"Give a longer text, about {enough:,} characters, or ask for what there is: {fitting}"
@@ -78,9 +91,10 @@ def check_text(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTo
                 f"Give a longer text, about {enough:,} characters: a third of it is calibrated on, a third searches, a "
                 "third reports."
             )
-        texts = [tokens.path] if tokens.source == "text" else []
-        texts += [evaluation.path if evaluation.source == "text" else "the Python standard library's source"]
-        names = " and ".join(dict.fromkeys(map(str, texts)))
+        texts = [str(path) for path in tokens.paths] if tokens.source == "text" else []
+        python = ["the Python standard library's source"]
+        texts += [str(path) for path in evaluation.paths] if evaluation.source == "text" else python
+        names = " and ".join(dict.fromkeys(texts))
         raise DataError(f"text {names}: too short: {', '.join(shortages)}.", hint)
 
 
@@ -90,7 +104,7 @@ def describe_text(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> 
     source = {
         "random": "random tokens",
         "synthetic": "text that the model writes",
-        "text": f"text {Path(tokens.path or '').name}",
+        "text": f"text {' and '.join(kinds_of(tokens.paths))}",
         "dataset": f"data set {tokens.dataset}",
     }[tokens.source]
     measured = describe_evaluation(recipe.evaluation, tokenizer)

@@ -49,7 +49,7 @@ def text_sequences(
 def sequences_by_document(
     documents: list[str], tokenizer: PreTrainedTokenizerBase, seq_len: int, most: int | None = None
 ) -> tuple[Tensor, list[int]]:
-    """What text_sequences returns, and of each sequence the index of the document that it begins in."""
+    """Result of text_sequences, and of each sequence the index of the document that it begins in."""
     require_tokenizer(tokenizer)
     separator = separator_token(tokenizer)
     start = text_start(tokenizer)[: seq_len - 1]

@@ -35,7 +35,7 @@ FROM_GGUF = (
     "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(OUT), and the tokenizer likewise."
 )
 CHANGED = " changed since calibration"
-"""How what `Checkpoint.changes` says of a file ends whose content is another."""
+"""End of what `Checkpoint.changes` says of a file whose content is another."""
 
 OTHER_FORMATS = {
     "adapter_config.json": ("a LoRA adapter, not a whole model", "Give its base model merged (merge_and_unload)."),
@@ -266,7 +266,7 @@ def config_of(folder: Path) -> PreTrainedConfig:
 
 
 def only_cache_is_quantised(section: object) -> bool:
-    """Whether a `quantization_config` of compressed-tensors only says how engines keep the cache: weights are whole."""
+    """Tell whether a `quantization_config` of compressed-tensors speaks of the cache alone: weights are whole."""
     if not isinstance(section, dict) or section.get("quant_method") != "compressed-tensors":
         return False
     return bool(section.get("kv_cache_scheme")) and not (section.get("config_groups") or section.get("sparsity_config"))

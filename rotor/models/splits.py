@@ -7,8 +7,9 @@ split alone. A run keeps the SHA-256 of each document it was calibrated on, so t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,18 +17,17 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..recipe import Evaluation
+from ..recipe.sections import Evaluation
 from .documents import read_documents, stdlib_documents
-from .projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_count
+from .lengths import bounded_seq_len
+from .overlap import overlapping
 from .sequences import evenly_spaced, text_sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+CALIBRATION = "calibration"
 SPLITS = ("search", "report")
-LONG_SPLIT = "long"
-"""Name of the report split's long sequences, which show errors that grow with the distance between tokens."""
-
 MIN_DOCUMENTS = 3
 """Fewer documents than this are cut into parts, which are then dealt to the splits."""
 
@@ -36,60 +36,98 @@ PARTS_PER_DOCUMENT = 6
 
 
 @dataclass(frozen=True)
-class EvaluationData:
-    """Held-out sequences of tokens. `search` chooses the ranks; only `report` gives the numbers that are reported.
+class SplitText:
+    """Sequences and prompts that one split measures on.
 
-    search, report: [num_sequences, seq_len], from different documents (or different parts of a single one).
-    long: [num_sequences, LONG_SEQ_LEN] from the documents of `report`, or None.
-    description: the text in words.
-    excluded: digests of documents that were left out because they were calibrated on.
+    sequences: [num_sequences, seq_len]; the splits' are from different documents (or parts of a single one).
+    filler: [tokens], all of the split's text, from which prompts take what stands between question and answer.
+    kinds: of each sequence the name of its text, where several were given; else empty.
     """
 
-    search: Tensor
-    report: Tensor
+    sequences: Tensor
+    filler: Tensor
+    kinds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """Held-out text in tokens. `search` chooses the ranks; only `report` gives the numbers that are reported.
+
+    splits: both, by name. description: the text in words.
+    excluded: digests of documents that were left out because they were calibrated on.
+    documents: of each split the number of its documents, or of parts of them, by the names of their files.
+    """
+
+    splits: dict[str, SplitText]
     description: str
     excluded: tuple[str, ...] = ()
-    long: Tensor | None = None
+    documents: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
-    def sequences(self) -> dict[str, Tensor]:
-        """The sequences of each split by its name, LONG_SPLIT included if there are long ones."""
-        splits = {"search": self.search, "report": self.report}
-        return splits if self.long is None else splits | {LONG_SPLIT: self.long}
+    def search(self) -> Tensor:
+        """Sequences of the search split, [num_sequences, seq_len]."""
+        return self.splits["search"].sequences
+
+    @property
+    def report(self) -> Tensor:
+        """Sequences of the report split, [num_sequences, seq_len]."""
+        return self.splits["report"].sequences
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of all sequences and their lengths."""
-        return _digest_of_sequences(*self.sequences.values())
+        """SHA-256 of everything that both splits measure on."""
+        return _digest_of(*self.splits.values())
 
     @property
     def search_sha256(self) -> str:
-        """SHA-256 of the search split's sequences."""
-        return _digest_of_sequences(self.search)
+        """SHA-256 of what the search split measures on."""
+        return _digest_of(self.splits["search"])
 
 
-def _digest_of_sequences(*parts: Tensor) -> str:
+def _digest_of(*splits: SplitText) -> str:
     sha256 = hashlib.sha256()
-    for sequences in parts:
-        sha256.update(f"{tuple(sequences.shape)}|".encode() + sequences.numpy().tobytes())
+    for tensor in (tensor for split in splits for tensor in (split.sequences, split.filler)):
+        sha256.update(f"{tuple(tensor.shape)}|".encode() + tensor.numpy().tobytes())
     return sha256.hexdigest()
 
 
 @dataclass(frozen=True)
-class Documents:
-    """The documents of each split, and the digests of those left out because they were calibrated on."""
+class Unit:
+    """A document, or a part of one where documents are few. name: of its file. kind: name of the text it is from."""
 
-    calibration: list[str]
-    search: list[str]
-    report: list[str]
+    text: str
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of each split, the text in words, and the digests of those left out as they were calibrated on."""
+
+    splits: dict[str, list[Unit]]
     description: str
-    excluded: tuple[str, ...]
+    excluded: tuple[str, ...] = ()
+
+    def texts(self, split: str, kind: str | None = None) -> list[str]:
+        """The documents of a split, of one kind or all."""
+        return [unit.text for unit in self.splits[split] if kind in (None, unit.kind)]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Names of the texts."""
+        return list(dict.fromkeys(unit.kind for units in self.splits.values() for unit in units))
+
+    @property
+    def names(self) -> dict[str, dict[str, int]]:
+        """Sources of each split: the number of documents, or parts of them, by the names of their files."""
+        named = {split: Counter(f"{unit.kind}/{unit.name}" for unit in self.splits[split]) for split in self.splits}
+        return {split: dict(counts) for split, counts in named.items()}
 
 
 def evaluation_data(
     spec: Evaluation, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, calibrated: Collection[str] = ()
 ) -> EvaluationData:
-    """Read the text that a recipe names and split it.
+    """Read the text that a recipe names and split it; of several texts each has an equal share of the sequences.
 
     Args:
         calibrated: digests of the documents that were calibrated on.
@@ -98,27 +136,33 @@ def evaluation_data(
     """
     seq_len = bounded_seq_len(spec.seq_len, config)
     held_out = held_out_documents(spec, calibrated, tokenizer)
-    search, report = (
-        evenly_spaced(
-            text_sequences(getattr(held_out, split), tokenizer, seq_len),
-            -(-getattr(spec, f"{split}_tokens") // seq_len),
-            f"evaluation, {split} split of {held_out.description}",
-        )
-        for split in SPLITS
-    )
-    long = None
-    count = long_sequence_count(spec.report_tokens, spec.seq_len, config)
-    if count:
-        sequences = text_sequences(held_out.report, tokenizer, LONG_SEQ_LEN)
-        count = min(count, len(sequences))
-        long = evenly_spaced(sequences, count, "long sequences") if count else None
-    return EvaluationData(search, report, held_out.description, held_out.excluded, long)
+    kinds = held_out.kinds
+    splits = {}
+    for split in SPLITS:
+        count = sequences_of_a_kind(getattr(spec, f"{split}_tokens"), seq_len, len(kinds))
+        found, filler = list[Tensor](), list[Tensor]()
+        for kind in kinds:
+            what = f"evaluation, {split} split of {held_out.description}{f', {kind}' if len(kinds) > 1 else ''}"
+            sequences = text_sequences(held_out.texts(split, kind), tokenizer, seq_len)
+            found.append(evenly_spaced(sequences, count, what))
+            filler.append(sequences.flatten())
+        names = tuple(kind for kind in kinds for _ in range(count)) if len(kinds) > 1 else ()
+        splits[split] = SplitText(torch.cat(found), torch.cat(filler), names)
+    documents = {split: held_out.names[split] for split in SPLITS}
+    return EvaluationData(splits, held_out.description, held_out.excluded, documents)
+
+
+def sequences_of_a_kind(tokens: int, seq_len: int, kinds: int) -> int:
+    """Sequences that a split of so many tokens takes of each of several texts."""
+    return -(-tokens // (seq_len * kinds))
 
 
 def held_out_documents(
     spec: Evaluation, calibrated: Collection[str] = (), tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Documents:
-    """Deal the documents that a recipe names to the splits.
+    """Deal the documents that a recipe names to the splits: each text's by itself, so that every split has all kinds.
+
+    A document that is given twice or cut up (see `overlap`) goes to one split whole.
 
     Args:
         calibrated: digests of the documents that were calibrated on, which are left out of search and report.
@@ -126,50 +170,100 @@ def held_out_documents(
     Raises:
         DataError: there is no text, or all of a split was calibrated on.
     """
-    read = stdlib_documents() if spec.source == "stdlib" else read_documents(Path(spec.path or ""), tokenizer)
     description = description_of(spec)
-    documents = list(dict.fromkeys(read))  # copies of one document would fall into different splits
-    units, known = divided(documents), set(calibrated)
+    if spec.source == "stdlib":
+        texts = {"stdlib": [(text, "modules") for text in dict.fromkeys(stdlib_documents())]}
+    else:
+        texts = read_kinds(spec.paths, tokenizer)
+    known = set(calibrated)
+    for documents in texts.values():
+        parts = divided([text for text, _ in documents])
+        if len(parts) > len(documents):
+            known |= {digest(part) for text, _ in documents if digest(text) in known for part in divided([text])}
+    splits: dict[str, list[Unit]] = {split: [] for split in (CALIBRATION, *SPLITS)}
+    dealt = [(unit, split) for kind, documents in texts.items() for unit, split in _dealt(kind, documents, spec.seed)]
+    taken: dict[int, str] = {}
+    for (unit, split), one in zip(dealt, overlapping([unit.text for unit, _ in dealt]), strict=True):
+        splits[taken.setdefault(one, split)].append(unit)
+    held = [unit for split in SPLITS for unit in splits[split]]
+    excluded = tuple(sorted({digest(unit.text) for unit in held} & known))
+    splits |= {split: [unit for unit in splits[split] if digest(unit.text) not in known] for split in SPLITS}
+    for kind, documents in texts.items():
+        empty = [split for split in SPLITS if not any(unit.kind == kind for unit in splits[split])]
+        of_several = f" ({kind})" if len(texts) > 1 else ""
+        if empty and not excluded:
+            raise DataError(
+                f"evaluation, {description}{of_several}: too little text for three splits, "
+                f"{sum(len(text) for text, _ in documents)} characters in {len(documents)} document(s).",
+                "Give a longer text; documents that are given twice or cut up count as one.",
+            )
+        if empty:
+            raise DataError(
+                f"evaluation, {description}{of_several}: the {empty[-1]} split has no document left that was "
+                f"not calibrated on ({len(excluded)} were).",
+                "Name other text with --set evaluation.path=FILE, or the standard library's with "
+                "evaluation.source=stdlib.",
+            )
+    return Documents(splits, description, excluded)
+
+
+def read_kinds(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, list[tuple[str, str]]]:
+    """The documents of each of several texts by its name, with the names of their files; no document twice."""
+    seen, texts = set[str](), dict[str, list[tuple[str, str]]]()
+    for kind, path in kinds_of(paths).items():
+        found = {text: (text, name) for text, name in reversed(read_documents(path, tokenizer))}
+        texts[kind] = [pair for text, pair in reversed(found.items()) if text not in seen]
+        seen |= found.keys()
+    return texts
+
+
+def kinds_of(paths: Sequence[Path]) -> dict[str, Path]:
+    """Names of several texts: those of their files, or of so much of their paths as tells them apart."""
+    names = [path.name for path in paths]
+    return {name if names.count(name) == 1 else str(path): path for name, path in zip(names, paths, strict=True)}
+
+
+def _dealt(kind: str, documents: list[tuple[str, str]], seed: int) -> list[tuple[Unit, str]]:
+    """The documents of one text, or their parts, each with the split that it is dealt to."""
+    order = (CALIBRATION, *SPLITS)
+    units = _units(kind, documents)
     if len(units) > len(documents):  # neighbouring parts stay in one split, to cut as few sentences as possible
         share = -(-len(units) // 3)
-        splits = [units[start : start + share] for start in range(0, 3 * share, share)]
-        known |= {digest(part) for d in documents if digest(d) in known for part in divided([d])}
-    else:
-        ranked = sorted(units, key=digest)  # the order of the input does not matter
-        order = torch.randperm(len(ranked), generator=torch.Generator().manual_seed(spec.seed)).tolist()
-        splits = [[ranked[i] for i in order[start::3]] for start in range(3)]
-    kept = [[unit for unit in split if digest(unit) not in known] for split in splits[1:]]
-    excluded = tuple(sorted({digest(unit) for split in splits[1:] for unit in split} & known))
-    if not all(kept) and not excluded:
-        raise DataError(
-            f"evaluation, {description}: too little text for three splits, {sum(map(len, documents))} characters.",
-            "Give a longer text.",
-        )
-    if not all(kept):
-        raise DataError(
-            f"evaluation, {description}: the {'report' if kept[0] else 'search'} split has no document left that was "
-            f"not calibrated on ({len(excluded)} were).",
-            "Name other text with --set evaluation.path=FILE, or the standard library's with evaluation.source=stdlib.",
-        )
-    return Documents(splits[0], kept[0], kept[1], description, excluded)
+        return [(unit, order[index // share]) for index, unit in enumerate(units)]
+    ranked = sorted(units, key=lambda unit: digest(unit.text))  # the order of the input does not matter
+    drawn = torch.randperm(len(ranked), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [(ranked[place], order[index % 3]) for index, place in enumerate(drawn)]
+
+
+def _units(kind: str, documents: Sequence[tuple[str, str]]) -> list[Unit]:
+    """The documents of one text, or their parts where they are few."""
+    return [Unit(part, name, kind) for text, name in documents for part in divided([text], len(documents))]
 
 
 def calibration_share(
-    documents: list[str], spec: Evaluation, tokenizer: PreTrainedTokenizerBase | None = None
-) -> list[str]:
-    """Documents of a calibration text that are in neither the search split nor the report split.
+    texts: Mapping[str, Sequence[tuple[str, str]]], spec: Evaluation, tokenizer: PreTrainedTokenizerBase | None = None
+) -> dict[str, list[Unit]]:
+    """Documents of calibration texts that have nothing in common with the search split and the report split.
 
     Args:
-        spec: names the held-out text. tokenizer: the model's, which renders chats.
+        texts: documents and the names of their files, by the name of their text. spec: names the held-out text.
+        tokenizer: the model's, which renders chats.
     """
+    whole = {kind: [Unit(text, name, kind) for text, name in documents] for kind, documents in texts.items()}
     if spec.source != "text":  # a study may calibrate on the standard library too, but never measures such a run on it
-        return documents
-    held = held_out_documents(spec, tokenizer=tokenizer)
-    others = {digest(unit) for unit in (*held.search, *held.report)}
-    units = divided(documents)
-    if not others & set(map(digest, units)):
-        units = documents
-    return [unit for unit in units if digest(unit) not in others]
+        return whole
+    dealt = held_out_documents(spec, tokenizer=tokenizer)
+    own = set(dealt.texts(CALIBRATION))
+    held = [text for split in SPLITS for text in dealt.texts(split)]
+    share = {}
+    for kind, documents in texts.items():
+        parts = _units(kind, documents)
+        share[kind] = parts if {*held, *own} & {part.text for part in parts} else whole[kind]
+    others = list({unit.text for units in share.values() for unit in units} - {*own, *held})
+    sets = overlapping([*held, *others])
+    taken = {*sets[: len(held)]}
+    shared = {text for text, one in zip(others, sets[len(held) :], strict=True) if one in taken} | set(held)
+    return {kind: [unit for unit in units if unit.text not in shared] for kind, units in share.items()}
 
 
 def digests(documents: Sequence[str]) -> list[str]:
@@ -177,9 +271,13 @@ def digests(documents: Sequence[str]) -> list[str]:
     return sorted({digest(unit) for unit in (*documents, *divided(documents))})
 
 
-def divided(documents: Sequence[str]) -> list[str]:
-    """The documents; fewer than MIN_DOCUMENTS are each cut into PARTS_PER_DOCUMENT parts of equal length."""
-    if len(documents) >= MIN_DOCUMENTS:
+def divided(documents: Sequence[str], of: int | None = None) -> list[str]:
+    """The documents; fewer than MIN_DOCUMENTS are each cut into PARTS_PER_DOCUMENT parts of equal length.
+
+    Args:
+        of: number of documents that they are some of.
+    """
+    if (len(documents) if of is None else of) >= MIN_DOCUMENTS:
         return list(documents)
     lengths = (max(1, -(-len(text) // PARTS_PER_DOCUMENT)) for text in documents)
     return [
@@ -189,16 +287,6 @@ def divided(documents: Sequence[str]) -> list[str]:
     ]
 
 
-def topics_of_units(documents: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The topic of each document, and of each part where documents are few (see `divided`), by its text.
-
-    Args:
-        documents: texts with their topics.
-    """
-    few = len(documents) < MIN_DOCUMENTS
-    return {unit: topic for text, topic in documents for unit in (text, *(divided([text]) if few else ()))}
-
-
 def digest(document: str) -> str:
     """SHA-256 of a document's text."""
     return hashlib.sha256(document.encode("utf-8", "surrogatepass")).hexdigest()
@@ -206,7 +294,7 @@ def digest(document: str) -> str:
 
 def description_of(spec: Evaluation) -> str:
     """Describe the held-out text that a recipe names."""
-    text = f"text {Path(spec.path or '').name}"
+    text = f"text {' and '.join(kinds_of(spec.paths))}"
     if spec.source == "stdlib":
         text = "source of the Python standard library (modules held out)"
     return f"{text}, a quick look at few tokens" if spec.quick else text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,13 +13,13 @@ from transformers import StaticCache
 from ..errors import DataError, NumericsError
 from ..numerics import first_not_finite, is_finite
 from ..progress import Advance, Progress
-from ..recipe import Evaluation, Tokens
-from .documents import dataset_documents, read_documents_with_topics
+from ..recipe.sections import Evaluation, Tokens
+from .documents import dataset_documents
+from .lengths import bounded_seq_len
 from .memory import SAMPLING_TOKENS
-from .projections import bounded_seq_len
-from .sequences import even_places, evenly_spaced, prompt_start, sequences_by_document
-from .splits import calibration_share, topics_of_units
-from .tokenizer import check_ids, text_start
+from .sequences import even_places, evenly_spaced, prompt_start, separator_token, sequences_by_document
+from .splits import Unit, calibration_share, read_kinds, sequences_of_a_kind
+from .tokenizer import check_ids, encode, text_start
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ MAX_SPAN_TOKENS = 32
 """Most tokens of a span that is repeated later in a sequence."""
 
 SPAN_REPEATS = 2
-"""How often a span is repeated."""
+"""Number of times that a span is repeated."""
 
 MODEL_WRITES = -1
 """Placeholder for a token that the model samples."""
@@ -44,7 +43,7 @@ class CalibrationTokens:
     """
 
     sequences: Tensor
-    documents: tuple[str, ...] = ()
+    documents: tuple[Unit, ...] = ()
     topics: tuple[str, ...] = ()
 
 
@@ -88,24 +87,28 @@ def calibration_tokens(
         with progress.task("sample", count * seq_len, "tokens") as advance:
             sequences = synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance, opening)
         return CalibrationTokens(sequences)
-    topics: dict[str, str] = {}
     if spec.source == "text":
-        found = read_documents_with_topics(Path(spec.path or ""), tokenizer)
-        documents = [text for text, _ in found]
-        topics = topics_of_units(found)
-        what = f"tokens.path {spec.path}"
+        texts = read_kinds(spec.paths, tokenizer)
+        what = "tokens.path"
     else:
         with progress.task("read data set", None, ""):
-            documents = dataset_documents(spec, tokenizer, count * seq_len)
-            what = f"tokens.dataset {spec.dataset}"
+            texts = {str(spec.dataset): [(text, "") for text in dataset_documents(spec, tokenizer, count * seq_len)]}
+            what = "tokens.dataset"
     if held_out is not None:
-        documents = calibration_share(documents, held_out, tokenizer)
-    sequences, begun_in = sequences_by_document(documents, tokenizer, seq_len)
-    check_ids(sequences, config.get_text_config().vocab_size)
-    chosen = evenly_spaced(sequences, count, what)
-    places = even_places(len(sequences), count).tolist()
-    of_sequences = tuple(topics[documents[begun_in[place]]] for place in places) if topics else ()
-    return CalibrationTokens(chosen, tuple(documents), of_sequences)
+        shares = calibration_share(texts, held_out, tokenizer)
+    else:
+        shares = {kind: [Unit(text, name, kind) for text, name in documents] for kind, documents in texts.items()}
+    chosen, topics = list[Tensor](), list[str]()
+    for kind, units in shares.items():
+        of_kind = sequences_of_a_kind(count * seq_len, seq_len, len(shares))
+        sequences, begun_in = sequences_by_document([unit.text for unit in units], tokenizer, seq_len)
+        check_ids(sequences, config.get_text_config().vocab_size)
+        chosen.append(evenly_spaced(sequences, of_kind, f"{what} {kind}"))
+        topics += [units[begun_in[place]].name for place in even_places(len(sequences), of_kind).tolist()]
+    order = torch.arange(sum(map(len, chosen))).reshape(len(chosen), -1).T.flatten()  # one of each kind in turn
+    documents = tuple(unit for units in shares.values() for unit in units)
+    of_sequences = tuple(topics[place] for place in order.tolist()) if spec.source == "text" else ()
+    return CalibrationTokens(torch.cat(chosen)[order], documents, of_sequences)
 
 
 def ordinary_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
@@ -152,12 +155,9 @@ def synthetic_tokens(
 ) -> Tensor:
     """Sample text from the model at temperature 1: [count, seq_len], int64; independent of where its weights are.
 
-    Every sequence starts with the tokens that the tokenizer puts before a text. If there are none, every second one
-    starts with the separator token (if the model has one), because such a first token is often an attention sink and
-    must be in the statistics. The other sequences continue with a random ordinary token. Special tokens are never
-    drawn there, so no sequence ends early. A chat model writes both sides of a chat in every second sequence, special
-    tokens included, starting from its template's text before the user's turn. transformers' `generate` would use the
-    global random generator; this function has its own.
+    Every sequence starts with the tokens that the tokenizer puts before a text; what it goes on with is in
+    `given_tokens`. Special tokens are drawn in chats alone, so no other sequence ends early. transformers' `generate`
+    would use the global random generator; this function has its own.
 
     Args:
         opening: first tokens of a chat; empty for a model without a chat template.
@@ -168,18 +168,10 @@ def synthetic_tokens(
     """
     model, device = weights.model, weights.device
     allowed = ordinary_tokens(config, tokenizer)
-    given = torch.full((count, seq_len), MODEL_WRITES)
-    begin = list(opening or prompt_start(tokenizer))[: seq_len - 1]
-    start = text_start(tokenizer)[: seq_len - 1]
-    given[:, : len(start)] = torch.tensor(start, dtype=torch.int64)
-    given[:, len(start)] = random_tokens(count, 1, config, tokenizer, seed)[:, 0]
-    if begin:
-        given[::2] = MODEL_WRITES
-        given[::2, : len(begin)] = torch.tensor(begin)
+    given = given_tokens(count, seq_len, config, tokenizer, seed, opening).to(device)
     drawn_from = torch.arange(min(config.get_text_config().vocab_size, len(tokenizer))) if opening else allowed
     barred = ~torch.isin(drawn_from, allowed).to(device)  # special tokens, outside chats
     allowed_there = drawn_from.to(device)
-    given = given.to(device)
     even = torch.arange(count, device=device) % 2 == 0
     generator = torch.Generator(device).manual_seed(seed)
     written = []
@@ -205,6 +197,91 @@ def synthetic_tokens(
                 advance(len(batch))
             written.append(torch.cat(tokens, dim=1).cpu())
     return torch.cat(written)
+
+
+OPENINGS = (
+    "#",
+    "def",
+    '{"id":',
+    "The",
+    "##",
+    "1.",
+    "import",
+    "<!DOCTYPE",
+    '[\n  {\n    "',
+    "| ",
+    "- **",
+    "#include",
+    "SELECT",
+    "Q:",
+)
+"""Beginnings of kinds of text that models are used for: pages, code, data, lists, tables, questions."""
+
+DRAWN_TOKENS = 2048
+"""Tokens of the vocabulary among which those of other scripts are looked for."""
+
+OTHER_SCRIPTS = 64
+"""Least of them that are of other scripts, of a model that may know other languages."""
+
+
+def given_tokens(
+    count: int,
+    seq_len: int,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    opening: Sequence[int] = (),
+) -> Tensor:
+    """Beginnings of the model's own text, MODEL_WRITES elsewhere: [count, seq_len], int64.
+
+    Even sequences are the two sides of a chat, from its template's text before the user's turn; where there is none
+    they start with the separator token (if the model has one), because such a first token is often an attention sink
+    and must be in the statistics. Odd ones hold two passages, the second behind a separator: one begins with a random
+    ordinary token, the other in turn as a kind of text does (OPENINGS), or with a token of another script. Without a
+    separator they are one passage each.
+    """
+    given = torch.full((count, seq_len), MODEL_WRITES)
+    begin = list(opening or prompt_start(tokenizer))[: seq_len - 1]
+    start = text_start(tokenizer)[: seq_len - 1]
+    separator = separator_token(tokenizer)
+    drawn = random_tokens(count, 1, config, tokenizer, seed)[:, 0].tolist()
+    generator = torch.Generator().manual_seed(seed)
+    scripts = [] if tokenizer is None else _tokens_of_other_scripts(config, tokenizer, generator)
+    for row in range(count):
+        if begin and row % 2 == 0:
+            given[row, : len(begin)] = torch.tensor(begin)
+            continue
+        passages, places = [[drawn[row]]], [len(start), seq_len // 2]
+        if separator is not None and tokenizer is not None:
+            passages.insert(row // 2 % 2, _beginning(row // 2, tokenizer, scripts))
+        given[row, : len(start)] = torch.tensor(start, dtype=torch.int64)
+        for place, tokens in zip(places, passages, strict=False):
+            tokens = tokens if place == len(start) else [separator, *tokens]
+            tokens = tokens[: seq_len - place]
+            given[row, place : place + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+    return given
+
+
+def _beginning(turn: int, tokenizer: PreTrainedTokenizerBase, scripts: list[int]) -> list[int]:
+    """Tokens that a passage begins with: a token of another script at every fourth turn, if there are any."""
+    if scripts and turn % 4 == 3:
+        return [scripts[turn % len(scripts)]]
+    return encode(tokenizer, OPENINGS[(turn - turn // 4 if scripts else turn) % len(OPENINGS)])
+
+
+def _tokens_of_other_scripts(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, generator: torch.Generator
+) -> list[int]:
+    """Some ordinary tokens with letters beyond ASCII; none where the vocabulary has few."""
+    ordinary = ordinary_tokens(config, tokenizer)
+    ids = ordinary[torch.randperm(len(ordinary), generator=generator)[:DRAWN_TOKENS]].tolist()
+    texts = tokenizer.batch_decode([[token] for token in ids])
+    found = [
+        token
+        for token, text in zip(ids, texts, strict=True)
+        if "\ufffd" not in text and any(letter.isalpha() and not letter.isascii() for letter in text)
+    ]
+    return found if len(found) >= OTHER_SCRIPTS else []
 
 
 def with_repeats(sequences: Tensor, share: float, seed: int, vocabulary: Tensor, fixed: int = 0) -> Tensor:

@@ -175,7 +175,7 @@ class StreamedWeights(Weights):
             raise self._misfit(f"{where}: missing on loading: {', '.join(missing)[:300]}")
 
     def _is_unused(self, name: str) -> bool:
-        """Whether checkpoints of the family hold a tensor that their model has no use for."""
+        """Tell whether checkpoints of the family hold a tensor that their model has no use for."""
         patterns = self.model._keys_to_ignore_on_load_unexpected or ()
         return any(re.search(pattern, name) for pattern in patterns)
 

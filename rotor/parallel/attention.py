@@ -15,7 +15,8 @@ from torch import Tensor
 from ..kernels.parameters import seq_len_of
 from ..kernels.reference import attention, join, partial_attention
 from ..kernels.rotary import Rotation
-from ..runtime import AttentionCall, rows_of
+from ..runtime.rope import rows_of
+from ..runtime.steps import AttentionCall
 from .cache import Rows
 from .plan import token_runs
 from .wire import Wire

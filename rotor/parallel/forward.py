@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from ..errors import UsageError
-from ..runtime import PositionCheck
+from ..runtime.positions import PositionCheck
 from .attention import visible
 from .cache import ShardedLayer
 from .plan import own_indices

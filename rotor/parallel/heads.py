@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checkpoint import AttentionShape, LayerLayout
+from ..checkpoint.layout import AttentionShape, LayerLayout
 from ..kernels.logits import ClassRows, absorbed_queries
 from ..kernels.reference import dense_attention
-from ..runtime import AttentionCall
+from ..runtime.steps import AttentionCall
 from .wire import Wire
 
 
 @dataclass(frozen=True)
 class Travel:
-    """What a token of a prompt costs in a layer, of all processes together: bytes by rows, and by heads (None where
+    """Cost of a token of a prompt in a layer, of all processes together: bytes by rows, and by heads (None where
     heads do not travel)."""
 
     rows: int

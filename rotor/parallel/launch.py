@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ..errors import RotorError, UsageError
 
 TIMEOUT = timedelta(minutes=5)
-"""How long a process waits for another in any collective."""
+"""Time for which a process waits for another in any collective."""
 
 
 def join_processes(device: str) -> str:

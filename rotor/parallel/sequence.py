@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..checkpoint import FAMILIES
+from ..checkpoint.families import FAMILIES
 from ..errors import UsageError
 from ..kernels.exact import read_values
 from ..logs import log
-from ..runtime import AttentionCall, CacheRows, RotorAttention, RowStore, TokenSpan
+from ..runtime.attention import RotorAttention
+from ..runtime.rope import TokenSpan
+from ..runtime.steps import AttentionCall, CacheRows, RowStore
 from .attention import attend_by_rows, attend_to_sharded_rows, visible
 from .cache import Rows, ShardedLayer
 from .forward import Pass, begin_pass

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..checkpoint import Family, attention_shape, family_of, find_family, is_supported
+from ..checkpoint.families import Family, attention_shape, family_of, find_family, is_supported
 from ..errors import UnsupportedModelError
-from ..runtime import CacheRows, RotaryTable, rotary_tables
+from ..runtime.rope import RotaryTable, rotary_tables
+from ..runtime.steps import CacheRows
 from .layer import PolicyLayer
 from .policy import Policy
 from .registry import find_policy

@@ -1,4 +1,4 @@
-"""How far the layers of a model agree in which tokens are important (ZDC section 5.2, observation O4)."""
+"""Agreement of the layers of a model in which tokens are important (ZDC section 5.2, observation O4)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ CLUSTERS = 3
 
 
 def token_cosines(before: Tensor, after: Tensor) -> Tensor:
-    """How alike the hidden states of each token are before and after a layer's attention.
+    """Cosine of the hidden states of each token before and after a layer's attention.
 
     Args:
         before, after: [batch_size, seq_len, hidden_size].

@@ -13,9 +13,10 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 from torch.nn import functional
 
-from ..checkpoint import LayerLayout
+from ..checkpoint.layout import LayerLayout
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..runtime import AttentionCall, attend_to_rows, rows_of
+from ..runtime.rope import rows_of
+from ..runtime.steps import AttentionCall, attend_to_rows
 from .budgets import SqueezeBudgets
 from .column_sums import ScoreSoftmax, column_sums
 from .layer import PolicyLayer, StoredSequence, between, mask_of_places, right_aligned
@@ -92,14 +93,14 @@ class Eviction(Policy):
 
     @abstractmethod
     def protected(self, budget: int) -> tuple[int, int]:
-        """How many of the first and of the newest tokens stay, whatever their scores."""
+        """Numbers of first and of newest tokens that stay, whatever their scores."""
 
     def priority(self, held: KeptTokens) -> Tensor:
         """Priority by which tokens are kept, [batch_size, groups, slots]; among equals the older token stays."""
         return held.index.float()
 
     def score_softmax(self, held: KeptTokens) -> ScoreSoftmax | None:
-        """How a step's logits change before the softmax whose columns are added to the scores."""
+        """Change a step's logits before the softmax whose columns are added to the scores."""
         return None
 
 
@@ -123,7 +124,7 @@ class ScoringEviction(Eviction):
 
 
 class HeldSequence(StoredSequence):
-    """What an evicting layer stores of one sequence.
+    """Store of an evicting layer for one sequence.
 
     sides: keys and values of the kept tokens, [1, heads, slots, width]; packed rows by groups.
     index: [groups, slots] int32, positions of the tokens in the sequence. scores: in the same shape, float32, where the

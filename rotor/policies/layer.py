@@ -21,16 +21,17 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import DynamicLayer
 
-from ..checkpoint import LayerLayout
+from ..checkpoint.layout import LayerLayout
 from ..errors import UsageError
 from ..kernels.parameters import seq_len_of, shown_by
 from ..kernels.rotary import Rotation, rotate
-from ..runtime import AttentionCall, RotaryTable, RowStore, attend_to_rows
+from ..runtime.rope import RotaryTable
+from ..runtime.steps import AttentionCall, RowStore, attend_to_rows
 from .store import Stored, mapped, tensor_bytes
 
 
 class StoredSequence(Stored):
-    """What a layer stores of one sequence of a batch, without its padding.
+    """Store of a layer for one sequence of a batch, without its padding.
 
     start: position of the first token, behind padding. tokens: tokens given so far. new: tokens of this step.
     """

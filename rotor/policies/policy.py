@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..checked import Expect, JsonObject, Reader, shorten
-from ..checkpoint import AttentionShape, ExactTokens, LayerLayout
+from ..checkpoint.layout import AttentionShape, ExactTokens, LayerLayout
 from ..checkpoint.sizes import CacheSize
 from ..errors import UnsupportedModelError, UsageError
 from ..kernels.rows import row_dtype
-from ..runtime import WithExactRows
+from ..runtime.exact import WithExactRows
 from .layer import PolicyLayer
 from .store import tensor_bytes
 
@@ -36,7 +36,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 @dataclass(frozen=True)
 class LayerSample:
-    """What a layer's cache is given on calibration text, on the CPU in float32.
+    """Input of a layer's cache on calibration text, on the CPU in float32.
 
     keys, values: [sequences, seq_len, width over all heads]. key_gradients, value_gradients: the gradients of the
     model's summed next-token loss by them.
@@ -66,17 +66,17 @@ class Policy(ABC):
 
     @property
     def needs_states(self) -> bool:
-        """Whether its layers need `observe_states`."""
+        """Tell whether its layers need `observe_states`."""
         return False
 
     @property
     def moves_keys(self) -> bool:
-        """Whether keys are stored or read at other positions than their own; layers then get a `table`."""
+        """Tell whether keys are stored or read at other positions than their own; layers then get a `table`."""
         return False
 
     @property
     def needs_samples(self) -> bool:
-        """Whether the policy must still be fitted to calibration text."""
+        """Tell whether the policy must still be fitted to calibration text."""
         return False
 
     def fitted(self, samples: Sequence[LayerSample]) -> Policy:
@@ -89,7 +89,7 @@ class Policy(ABC):
         return 1
 
     holds_windows = False
-    """Whether layers with a window keep all tokens, of which attention sees the window's; see `beyond_windows`."""
+    """True where layers with a window keep all tokens, of which attention sees the window's; see `beyond_windows`."""
 
     @abstractmethod
     def layers(self, count: int) -> list[PolicyLayer]:
@@ -137,7 +137,7 @@ class Policy(ABC):
         return len(layers)
 
     def _replaces(self, layer: Any) -> bool:
-        """Whether the policy's layers can stand in the place of such a layer of a cache."""
+        """Tell whether the policy's layers can stand in the place of such a layer of a cache."""
         return type(layer) is DynamicLayer or (self.holds_windows and type(layer) is DynamicSlidingWindowLayer)
 
     def adopt(self, cache: Cache, config: PreTrainedConfig) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint import LayerLayout
+from ..checkpoint.layout import LayerLayout
 from ..errors import UsageError
-from ..runtime import AttentionCall
+from ..runtime.steps import AttentionCall
 from .layer import PolicyLayer, StoredSequence, behind_padding
 from .policy import LayerSample, Policy
 from .store import Side, Stream, spans_of
@@ -23,7 +23,7 @@ class Quantiser(Policy):
 
     @abstractmethod
     def streams(self) -> tuple[Stream, Stream]:
-        """How keys and values are coded."""
+        """Streams by which keys and values are coded."""
 
     def beyond_windows(self) -> Quantiser:
         """The policy for models with sliding windows too, to measure what its codes cost there.
@@ -75,7 +75,7 @@ class FittedQuantiser(Quantiser):
 
     @abstractmethod
     def streams_of(self, fit: Any) -> tuple[Stream, Stream]:
-        """How keys and values of a layer are coded, given its fit."""
+        """Streams of a layer, given its fit."""
 
     def streams(self) -> tuple[Stream, Stream]:
         """The streams of the first layer; in all layers the same tokens wait."""
@@ -100,7 +100,7 @@ class FittedQuantiser(Quantiser):
 
 
 class CodedSequence(StoredSequence):
-    """What a coded layer stores of one sequence. sides: keys and values."""
+    """Store of a coded layer for one sequence. sides: keys and values."""
 
     sides: tuple[Side, Side]
 

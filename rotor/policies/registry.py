@@ -14,8 +14,8 @@ from pkgutil import iter_modules
 from types import ModuleType
 
 from ..checked import JsonObject, Reader, nearest_name, shorten
-from ..checkpoint import read_text, read_yaml
 from ..checkpoint.section import EDITED
+from ..checkpoint.yaml_files import read_text, read_yaml
 from ..errors import CheckpointError, RecipeError, UsageError
 from . import methods
 from .policy import Policy
@@ -43,20 +43,28 @@ def find_method(name: str, trusted: bool) -> type[Policy] | None:
     if not wanted or not (trusted or module in sys.modules):
         return None
     try:
-        kind = getattr(_of_file(Path(module)) if module.endswith(".py") else import_module(module), wanted, None)
+        kind = getattr(import_file(Path(module)) if module.endswith(".py") else import_module(module), wanted, None)
     except (ImportError, OSError):  # also a name that is too long for the system
         return None
     return kind if isinstance(kind, type) and issubclass(kind, Policy) and not isabstract(kind) else None
 
 
-def _of_file(path: Path) -> ModuleType:
-    """Import a file once, as a module of the file's name, by which a checkpoint names it."""
+def import_file(path: Path) -> ModuleType:
+    """Import a user's file once, as a module of the file's name, by which a checkpoint names it.
+
+    It may import files beside it.
+
+    Raises:
+        RecipeError: another module has that name.
+    """
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
         return known
     spec = spec_from_file_location(path.stem, path.resolve())
     if known is not None or spec is None or spec.loader is None:
         raise RecipeError(f"{path}: a module {path.stem!r} is there already.", "Give the file another name.")
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)
     module = sys.modules[path.stem] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""How tokens are stored: codecs, and one side (keys or values) of the cache of a sequence."""
+"""Storage of tokens: codecs, and one side (keys or values) of the cache of a sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checkpoint import LayerLayout
+from ..checkpoint.layout import LayerLayout
 
 Parts = tuple[Tensor, ...]
 """The stored tensors of a run of tokens, [batch_size, *, n, *] each. Dimension 2 grows with the tokens: in the first
@@ -99,7 +99,7 @@ class Stream:
 
     @property
     def waits(self) -> bool:
-        """Whether new tokens are uncoded at first; otherwise attention reads their codes from their own step on."""
+        """Tell whether new tokens are uncoded at first; else attention reads their codes from their own step on."""
         return self.block > 1 or self.window > 0
 
     @property
@@ -115,7 +115,7 @@ class Stream:
         return replace(self, codec=self.codec.of_rows(spans), prompt_codec=prompt_codec)
 
     def ready(self, waiting: int, prompt: bool) -> int:
-        """How many of the oldest waiting tokens are coded now."""
+        """Number of the oldest waiting tokens that are coded now."""
         if prompt and self.whole_prompt:
             return waiting
         return max(0, waiting - self.window) // self.block * self.block

@@ -1,18 +1,13 @@
 """The methods of bases as data: what recipes, help and tables say of them.
 
-A new method is a function in a file of rotor.calibration.bases and one entry here. Naming a method needs no torch.
+A new method is a function in a file of rotor.calibration.bases, with an entry here and one in the table of `layer.py`
+there. Naming a method needs no torch.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from ..calibration.bases.method import Inputs
-    from ..checkpoint.bases import BasisPair
+from typing import Literal
 
 Domain = Literal["post", "pre"]
 """After RoPE; before it, or rotated within blocks of positions. Without RoPE any will do."""
@@ -23,10 +18,9 @@ Side = Literal["qk", "vo"]
 
 @dataclass(frozen=True)
 class BasisMethod:
-    """A way to compute the basis of one side, under the name that recipes give it.
+    """Way to compute the basis of one side, under the name that recipes give it.
 
     summary: one line, for help and tables; papers by their short names (docs/design.md, Sources).
-    implementation: MODULE:FUNCTION, from Inputs to a BasisPair; a module of rotor.calibration.bases.
     domains: where keys may be compressed with it.
     gradients: it reads the gradients of the model's loss by keys or values, too.
     moments: names of the second moments that it reads: `query`, `key` (as keys are stored), `value`, `output`.
@@ -35,19 +29,9 @@ class BasisMethod:
     side: Side
     name: str
     summary: str
-    implementation: str
     moments: frozenset[str] = frozenset()
     domains: tuple[Domain, ...] = ("post", "pre")
     gradients: bool = False
-
-    @property
-    def compute(self) -> Callable[[Inputs], BasisPair]:
-        """The function, imported when it is asked for."""
-        module, _, function = self.implementation.partition(":")
-        compute: Callable[[Inputs], BasisPair] = getattr(
-            importlib.import_module(f"rotor.calibration.bases.{module}"), function
-        )
-        return compute
 
 
 _READS_BOTH = frozenset({"query", "key"})
@@ -59,7 +43,6 @@ METHODS = (
         "qk",
         "svd",
         "SVD of the stacked queries and keys, one rotation for both (FDC section 5.1)",
-        "svd:of_queries_and_keys",
         _READS_BOTH,
         domains=("post",),
     ),
@@ -67,7 +50,6 @@ METHODS = (
         "qk",
         "whitened",
         "SVD of the keys, which is that of W_k whitened by its input (Palu section 3.3)",
-        "svd:of_keys",
         _READS_KEYS,
         domains=("pre",),
     ),
@@ -75,7 +57,6 @@ METHODS = (
         "qk",
         "kq",
         "least error of the logits, in closed form (KQ-SVD); before RoPE weighted by the query per rotary frequency",
-        "kq:of_keys",
         _READS_BOTH,
     ),
     # With all heads of a group as one reader, the loss and the latents are both diagonal in these bases; what codes
@@ -84,53 +65,46 @@ METHODS = (
         "qk",
         "fisher",
         "least loss of the model to second order: E[g g^T] of its gradients by the keys, against the centred keys",
-        "fisher:of_keys",
         _READS_KEYS,
         gradients=True,
     ),
-    BasisMethod("qk", "palu", "SVD of W_k, without data (Palu)", "palu:of_key_projection", domains=("pre",)),
+    BasisMethod("qk", "palu", "SVD of W_k, without data (Palu)", domains=("pre",)),
     BasisMethod(
         "qk",
         "identity",
         "keys as they are, channels in the order of their share of the logits; to compare with",
-        "identity:of_keys",
         _READS_BOTH,
     ),
     BasisMethod(
         "vo",
         "svd",
         "SVD of the values stacked with the rows of W_o that read them (ZACK section 4.3)",
-        "svd:of_readers_and_values",
         _READS_VALUES,
     ),
     BasisMethod(
         "vo",
         "whitened",
         "SVD of the values, which is that of W_v whitened by its input (Palu section 3.3)",
-        "svd:of_values",
         _READS_VALUES,
     ),
     BasisMethod(
         "vo",
         "kq",
         "least error of what W_o makes of the values, in closed form (KQ-SVD)",
-        "kq:of_values",
         _READS_VALUES,
     ),
     BasisMethod(
         "vo",
         "kq-output",
         "the same of the values as attention weighs them, which is what o_proj receives",
-        "kq:of_outputs",
         frozenset({"output"}),
     ),
-    BasisMethod("vo", "fisher", "the same of the values", "fisher:of_values", _READS_VALUES, gradients=True),
-    BasisMethod("vo", "palu", "SVD of W_v, without data (Palu)", "palu:of_value_projection"),
+    BasisMethod("vo", "fisher", "the same of the values", _READS_VALUES, gradients=True),
+    BasisMethod("vo", "palu", "SVD of W_v, without data (Palu)"),
     BasisMethod(
         "vo",
         "identity",
         "values as they are, channels in the order of their share of the output; to compare with",
-        "identity:of_values",
         _READS_VALUES,
     ),
 )

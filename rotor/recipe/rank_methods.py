@@ -1,16 +1,13 @@
 """The methods that turn spectra into ranks, as data: what recipes, help and tables say of them.
 
-A new method is a class in a file of rotor.calibration.allocation and one entry here. Naming a method needs no torch.
+A new method is a class in a file of rotor.calibration.allocation, with an entry here and one in `paths.py` there.
+Naming a method needs no torch.
 """
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from ..calibration.allocation.plan import RankInputs, RankPath
+from typing import Literal
 
 Need = Literal["gradients", "sensitivities"]
 """gradients: squared, of W_k and W_v, summed in calibration. sensitivities: from probes of each layer and side."""
@@ -21,20 +18,12 @@ class RankMethod:
     """A way from singular values to ranks, under the name that `ranks.method` gives it.
 
     summary: one line, for help and tables; papers by their short names (docs/design.md, Sources).
-    implementation: file in rotor.calibration.allocation, and the SpectraPath in it.
     needs: what has to be measured beside the spectra.
     """
 
     name: str
     summary: str
-    implementation: str
     needs: frozenset[Need] = frozenset()
-
-    def path(self, inputs: RankInputs) -> RankPath:
-        """All its plans; the module is imported when they are asked for."""
-        module, _, kind = self.implementation.partition(":")
-        made: RankPath = getattr(importlib.import_module(f"rotor.calibration.allocation.{module}"), kind)(inputs)
-        return made
 
 
 _METHODS = (
@@ -42,23 +31,19 @@ _METHODS = (
         "removal-rate",
         "one rate for all groups, both sides: the largest tail of at most that share of the spectrum goes (FDC "
         "equation 1)",
-        "removal_rate:RemovalRatePath",
     ),
     RankMethod(
         "uniform",
         "the same share of columns everywhere (FDC section 6.6, /AC)",
-        "uniform:UniformPath",
     ),
     RankMethod(
         "fisher",
         "in proportion to squared gradients of W_k and W_v (Palu section 3.2)",
-        "fisher:FisherPath",
         frozenset({"gradients"}),
     ),
     RankMethod(
         "global",
         "water-filling over all layers by probed sensitivities",
-        "water_filling:WaterFillingPath",
         frozenset({"sensitivities"}),
     ),
 )

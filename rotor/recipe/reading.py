@@ -42,7 +42,7 @@ def load_recipe(recipe: str | Recipe, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def comments_of(recipe: str) -> str:
-    """What the file of a bundled recipe says before its first field: what the recipe is, and how it differs from its
+    """Read what the file of a bundled recipe says before its first field: what it is, and how it differs from its
     paper; nothing of other recipes."""
     file = resources.files("rotor.recipes") / f"{recipe}.yaml"
     if recipe not in bundled_recipes():
@@ -66,14 +66,18 @@ DISTANCE_ROOM = 548
 """Tokens of a row of look-ups or copies beside the text in between: with 1,500 of that rows have 2,048."""
 
 
-def text_overrides(path: str | Path | None, sections: Iterable[str] = ("tokens", "evaluation")) -> tuple[str, ...]:
-    """Overrides that read the text of a file or folder in these sections, wherever they are used later; none for None.
+def text_overrides(
+    text: str | Path | Iterable[str | Path], sections: Iterable[str] = ("tokens", "evaluation")
+) -> tuple[str, ...]:
+    """Overrides that read the text of files or folders in these sections, wherever they are used later.
 
     With both sections its documents are dealt to the three splits, of which one is calibrated on.
     """
-    if path is None:
+    paths = [text] if isinstance(text, (str, Path)) else text
+    places = [str(Path(path).expanduser().absolute()) for path in paths]
+    if not places:
         return ()
-    place = json.dumps(str(Path(path).expanduser().absolute()))
+    place = json.dumps(places[0] if len(places) == 1 else places)
     return tuple(item for section in sections for item in (f"{section}.source=text", f"{section}.path={place}"))
 
 
@@ -81,14 +85,14 @@ QUICK = {
     "tokens.count": 6144,
     "codes.tokens": 6144,
     "evaluation.quick": "true",
-    "evaluation.search_tokens": 1024,
-    "evaluation.report_tokens": 2048,
-    "evaluation.lookup_prompts": 8,
+    "evaluation.search_tokens": 4096,
+    "evaluation.report_tokens": 4096,
+    "evaluation.lookup_prompts": 12,
     "evaluation.copy_prompts": 12,
     "search.resolution": 0.01,
     "search.tries": 0,
 }
-"""What --quick sets: a first look at a model of 270 M parameters takes minutes of a core in place of hours."""
+"""Settings of --quick: a first look at a model of 270 M parameters takes minutes of a core in place of hours."""
 
 
 def quick_overrides(recipe: Recipe, sections: tuple[str, ...] | None = None) -> tuple[str, ...]:

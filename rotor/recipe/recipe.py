@@ -37,9 +37,9 @@ class Recipe:
     """All that decides the result of a run, apart from the model."""
 
     name: str
-    """What the recipe is called."""
+    """Name of the recipe."""
     summary: str
-    """What it is, in a sentence."""
+    """Description in a sentence."""
     tokens: Tokens = Tokens()
     prune: Prune = Prune()
     groups: Groups = Groups()
@@ -53,23 +53,23 @@ class Recipe:
 
     @property
     def coded(self) -> bool:
-        """Whether channels are codes, allocated by bits."""
+        """Tell whether channels are codes, allocated by bits."""
         return any(0 < bits < max(WIDTHS) for bits in self.codes.bits)
 
     @property
     def joins_latents(self) -> bool:
-        """Whether keys and values share a latent wherever the model lets them; see Groups.joint."""
+        """Tell whether keys and values share a latent wherever the model lets them; see Groups.joint."""
         fisher = (self.bases.qk, self.bases.vo) == ("fisher", "fisher")
         return self.groups.joint and self.coded and fisher and not self.bases.refit
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether calibration takes gradients by keys and values."""
+        """Tell whether calibration takes gradients by keys and values."""
         return self.coded or any(method.gradients for method in self.bases.methods)
 
     @property
     def rank_needs(self) -> frozenset[Need]:
-        """What the ranks' method needs; nothing where bits are allocated instead."""
+        """Needs of the ranks' method; nothing where bits are allocated instead."""
         return frozenset() if self.coded else self.ranks.rule.needs
 
     def to_dict(self) -> JsonObject:
@@ -81,7 +81,7 @@ class Recipe:
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        """What fields ask of each other."""
+        """Check what fields ask of each other."""
 
         def need(fits: bool, name: str, expected: str) -> None:
             if not fits:

@@ -18,12 +18,13 @@ from ..errors import MissingError, UsageError
 from ..options import MAX_NUMBER, Count, DeviceOptions, MemoryOptions, Reported, check_options
 
 if TYPE_CHECKING:
-    from . import Recipe
+    from .recipe import Recipe
 else:
     Recipe = object  # options are made of these classes before any recipe is read, whose import takes a while
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 RemovalRate = Annotated[float, Field(ge=0, lt=1)]
+Texts = Iterable[Path | str] | Path | str
 ContextTokens = Annotated[int, Field(ge=1, le=1 << 32)]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
@@ -32,7 +33,7 @@ Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 
 @dataclass(frozen=True)
 class CalibrationRequest(MemoryOptions, Reported):
-    """What `rotor calibrate` is asked to do.
+    """Request of `rotor calibrate`.
 
     Args:
         model: Folder of the model (config.json and safetensors), which is only read; or a hub id.
@@ -40,9 +41,9 @@ class CalibrationRequest(MemoryOptions, Reported):
         recipe: Name of a bundled recipe (see `rotor recipes`) or a YAML file.
         overrides: Override a recipe field (`rotor recipes --fields` has all of them); may be repeated.
         text: Text of your own (a UTF-8 file or a folder of them) to calibrate on and to measure accuracy on. Its
-            documents are dealt to three splits that share none: calibration, search, report. Without it the recipe's
-            tokens calibrate, and accuracy is measured on source of Python's standard library
-            (evaluation.source=stdlib).
+            documents are dealt to three splits that share none: calibration, search, report. May be repeated: each is a
+            kind of text, and the smallest ratio of the kinds counts. Without it the recipe's tokens calibrate, and
+            accuracy is measured on source of Python's standard library (evaluation.source=stdlib).
         revision: Branch, tag or commit of a hub id; the commit that it is now is kept in run.json.
         quick: A first look in minutes: few tokens to calibrate on and, in exports of this run, to measure accuracy on.
             Results are marked as quick.
@@ -57,7 +58,7 @@ class CalibrationRequest(MemoryOptions, Reported):
     recipe: str | Recipe = "rotor"
     overrides: Iterable[str] = ()
     _: KW_ONLY
-    text: Path | str | None = None
+    text: Texts = ()
     revision: str | None = None
     quick: bool = False
     batch_tokens: Count = 2048
@@ -72,7 +73,7 @@ class CalibrationRequest(MemoryOptions, Reported):
     @cached_property
     def overridden_recipe(self) -> Recipe:
         """The recipe with the text and the overrides; raises RecipeError as `load_recipe` does."""
-        from . import load_recipe, quick_overrides, text_overrides
+        from .reading import load_recipe, quick_overrides, text_overrides
 
         quick = quick_overrides(load_recipe(self.recipe)) if self.quick else ()
         return load_recipe(self.recipe, (*quick, *text_overrides(self.text), *self.overrides))
@@ -105,7 +106,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class ExportRequest(MemoryOptions, Goal, Reported):
-    """What `rotor export` is asked to do.
+    """Request of `rotor export`.
 
     Args:
         run: Run folder that `rotor calibrate` wrote; its tables gain the points that are measured.
@@ -150,13 +151,14 @@ class ExportRequest(MemoryOptions, Goal, Reported):
         if not run.is_dir():
             raise MissingError(f"{run}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
         if (run / RECIPE).is_file():
-            from . import load_stored_recipe
+            from .reading import load_stored_recipe
 
             self.override(load_stored_recipe(run))
 
     def override(self, recipe: Recipe) -> Recipe:
         """The recipe of a run with what this export changes of it."""
-        from . import EXPORT_SECTIONS, override, quick_overrides
+        from .reading import override, quick_overrides
+        from .recipe import EXPORT_SECTIONS
 
         quick = quick_overrides(recipe, ("evaluation", "search")) if self.quick else ()
         return override(recipe, (*quick, *self.overrides), EXPORT_SECTIONS)
@@ -164,7 +166,7 @@ class ExportRequest(MemoryOptions, Goal, Reported):
 
 @dataclass(frozen=True)
 class MaterialisationRequest(Reported):
-    """What `rotor materialise` is asked to do.
+    """Request of `rotor materialise`.
 
     Args:
         folder: What `rotor export --without-weights` wrote.
@@ -182,7 +184,7 @@ class MaterialisationRequest(Reported):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationOptions(MemoryOptions):
-    """How `rotor validate` checks a folder.
+    """Options by which `rotor validate` checks a folder.
 
     Args:
         model: Source model, if it is not where it was; checkpoints without weights take them from it.
@@ -190,7 +192,7 @@ class ValidationOptions(MemoryOptions):
         recipe: Recipe whose section evaluation says how accuracy is measured; default: the checkpoint's. No text is
             opened that only the checkpoint names.
         overrides: Override a field of the recipe's section evaluation; may be repeated.
-        text: Text to measure accuracy on, as for `rotor calibrate`: a file or a folder.
+        text: Text to measure accuracy on, as for `rotor calibrate`: a file or a folder; may be repeated.
         quick: Measure accuracy on few tokens; results are marked as quick.
         cache: How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of
             your own; default: the checkpoint's own.
@@ -207,7 +209,7 @@ class ValidationOptions(MemoryOptions):
     run: Path | str | None = None
     recipe: str | Recipe | None = None
     overrides: Iterable[str] = ()
-    text: Path | str | None = None
+    text: Texts = ()
     quick: bool = False
     cache: str | None = None
     measure: bool = True
@@ -222,7 +224,7 @@ class ValidationOptions(MemoryOptions):
     @property
     def evaluation_overrides(self) -> tuple[str, ...]:
         """Everything that the request changes in the section evaluation."""
-        from . import distance_overrides, load_recipe, quick_overrides, text_overrides
+        from .reading import distance_overrides, load_recipe, quick_overrides, text_overrides
 
         quick = quick_overrides(load_recipe("rotor"), ("evaluation",)) if self.quick else ()
         return (
@@ -235,7 +237,7 @@ class ValidationOptions(MemoryOptions):
 
 @dataclass(frozen=True)
 class ValidationRequest(ValidationOptions, Reported):
-    """What `rotor validate` is asked to do with one folder.
+    """Request of `rotor validate` for one folder.
 
     Args:
         folder: What `rotor export` wrote, or with `cache` an uncompressed model.
@@ -249,7 +251,7 @@ class ValidationRequest(ValidationOptions, Reported):
 
 @dataclass(frozen=True)
 class StudyRequest(MemoryOptions, Reported):
-    """What `rotor study` is asked to do.
+    """Request of `rotor study`.
 
     Args:
         model: Folder of the model (config.json and safetensors), which is only read; or a hub id.
@@ -257,9 +259,9 @@ class StudyRequest(MemoryOptions, Reported):
         recipes: Names of bundled recipes or YAML files.
         overrides: Override a recipe field in all recipes; may be repeated.
         text: Text of your own to calibrate on and to measure accuracy on, as for `rotor calibrate`.
-        parts: Some of curves, methods, match, fdc, zdc, gear, squeeze. methods, every cache policy and recipes at equal
-            bytes, takes longest; match finds the bytes at which a recipe is as good as fp8, 4 bits, KIVI and KVTC; the
-            last four have figures of these papers in shape. FILE.py:CLASS is a part of your own.
+        parts: Some of curves, methods, match. methods, every cache policy and recipes at equal bytes, takes longest;
+            match finds the bytes at which a recipe is as good as fp8, 4 bits, KIVI and KVTC. FILE.py:CLASS is a part of
+            your own, or one of artifacts/studies/parts, which have the papers' figures in shape.
         sizes: Bytes of cache per token at which the parts methods and match measure recipes; by default sizes from
             3.75 % to 50 % of the uncompressed cache.
         caches: Cache policies of your own for the part methods, as --cache takes them.
@@ -276,7 +278,7 @@ class StudyRequest(MemoryOptions, Reported):
     recipes: Sequence[str] = ("fdc", "rotor")
     overrides: Iterable[str] = ()
     _: KW_ONLY
-    text: Path | str | None = None
+    text: Texts = ()
     parts: Sequence[str] = ("curves",)
     sizes: Sequence[int] = ()
     caches: Sequence[str] = ()
@@ -293,14 +295,14 @@ class StudyRequest(MemoryOptions, Reported):
     @property
     def all_overrides(self) -> tuple[str, ...]:
         """Overrides of every recipe, those of the text and the distance among them."""
-        from . import distance_overrides, text_overrides
+        from .reading import distance_overrides, text_overrides
 
         return (*text_overrides(self.text), *distance_overrides(self.distance), *self.overrides)
 
 
 @dataclass(frozen=True)
 class InspectionRequest(DeviceOptions):
-    """What `rotor inspect` is asked to look at.
+    """Request of `rotor inspect`.
 
     Args:
         model: Folder of the model (a config.json alone is enough), or a hub id, of which only the configuration is
@@ -330,7 +332,7 @@ class InspectionRequest(DeviceOptions):
     @cached_property
     def overridden_recipe(self) -> Recipe:
         """The recipe with the overrides; raises RecipeError as `load_recipe` does."""
-        from . import load_recipe, quick_overrides
+        from .reading import load_recipe, quick_overrides
 
         quick = quick_overrides(load_recipe(self.recipe)) if self.quick else ()
         return load_recipe(self.recipe, (*quick, *self.overrides))
@@ -338,7 +340,7 @@ class InspectionRequest(DeviceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions(DeviceOptions):
-    """How `rotor generate` continues a prompt.
+    """Options by which `rotor generate` continues a prompt.
 
     Args:
         raw: Continue the prompt as it is, also where the model has a chat template.
@@ -362,7 +364,7 @@ class GenerationOptions(DeviceOptions):
 
 @dataclass(frozen=True)
 class GenerationRequest(GenerationOptions, Reported):
-    """What `rotor generate` is asked to continue.
+    """Request of `rotor generate`.
 
     Args:
         folder: A compressed checkpoint, or any model's folder or hub id.
@@ -378,7 +380,7 @@ class GenerationRequest(GenerationOptions, Reported):
 
 @dataclass(frozen=True)
 class BenchRequest(DeviceOptions, Reported):
-    """What `rotor bench` is asked to measure.
+    """Request of `rotor bench`.
 
     Args:
         folder: A checkpoint that `rotor export` wrote.

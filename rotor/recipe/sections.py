@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
@@ -36,10 +37,15 @@ Prompts = Annotated[int, Field(ge=1, le=1 << 14)]
 Items = Annotated[int, Field(ge=2, le=1 << 14)]
 Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
+TextPaths = str | tuple[str, ...] | None
 Shares = Annotated[tuple[Share, ...], Expect(lambda shares: 0 < len(shares) <= 256, "1 to 256 shares between 0 and 1")]
 
 
 Metric = Annotated[str, Expect(METRICS.__contains__, f"one of {', '.join(METRICS)}", tuple(METRICS))]
+
+
+def _paths(path: TextPaths) -> tuple[Path, ...]:
+    return tuple(map(Path, (path,) if isinstance(path, str) else path or ()))
 
 
 def _are_widths(bits: tuple[int, ...]) -> bool:
@@ -55,8 +61,9 @@ class Tokens:
     `synthetic` samples text from the model itself, from random starts (ZACK: at least 16K), and where it has a chat
     template half of the rows as a chat; `text` reads the file or folder `path`; `dataset` reads `column` of a `split`
     of `dataset`."""
-    path: str | None = None
-    """UTF-8 file for `text`, or a folder of them; `rotor calibrate --text FILE` sets it here and in `evaluation`."""
+    path: TextPaths = None
+    """UTF-8 file for `text`, or a folder of them, or a list: each is a kind of text, and has an equal share of the
+    rows. `rotor calibrate --text FILE` sets it here and in `evaluation`."""
     dataset: str | None = None
     """Data set for `dataset`: a name on the hub (NAME or NAME:CONFIG), or a local folder."""
     split: str = "train"
@@ -69,6 +76,11 @@ class Tokens:
     """Tokens in a row, or the model's longest sequence if that is shorter."""
     seed: Seed = 0
     """Seed of what is drawn: random tokens, the text that the model writes, the order of a data set."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """`path` as a list."""
+        return _paths(self.path)
 
 
 @dataclass(frozen=True, config=MODEL)
@@ -187,16 +199,18 @@ class Evaluation:
     """`stdlib`, the default, reads modules of the running Python's standard library: source code, whatever the model is
     for; `text` reads the file or folder `path`. Its documents are dealt to three splits that share none: one for
     calibrations on the same text, one to search, one to report."""
-    path: str | None = None
-    """UTF-8 file for `text`, or a folder of them; `rotor calibrate --text FILE` sets it here and in `tokens`."""
-    seq_len: RowLength = 512
-    """Tokens in a row."""
+    path: TextPaths = None
+    """UTF-8 file for `text`, or a folder of them, or a list: each is a kind of text, and the smallest ratio of the
+    kinds counts. `rotor calibrate --text FILE` sets it here and in `tokens`."""
+    seq_len: RowLength = 2048
+    """Tokens in a row of text, or the model's longest sequence if that is shorter. Rows as long as what is served show
+    what is lost with distance; the report has accuracy by position."""
     search_tokens: Count = 16384
     """Tokens of the split that chooses ranks and bits."""
     report_tokens: Count = 24576
     """Tokens of the split that is measured once, for what was chosen."""
     metric: Metric = "default"
-    """What accuracy means. `default` is the smallest of the next-token accuracy ratio, the perplexity ratio, and
+    """Meaning of accuracy. `default` is the smallest of the next-token accuracy ratio, the perplexity ratio, and
     look-up over a distance (of keys, and of random tokens to be copied)."""
     seed: Seed = 0
     """Seed of the deal to the splits, and of the prompts that metrics draw."""
@@ -215,24 +229,33 @@ class Evaluation:
     lm_eval_limit: Annotated[int, Field(ge=1, le=1 << 24)] | None = 200
     """Documents of a task of --tasks; null takes them all."""
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """`path` as a list."""
+        return _paths(self.path)
+
+
+PREDICTED_POINTS = 4
+"""Points that a search by predicted losses measures, about."""
+
 
 @dataclass(frozen=True, config=MODEL)
 class Search:
-    """How the point of an accuracy is searched."""
+    """Search for the point of an accuracy."""
 
     resolution: Share = 0.01
-    """The search ends when what reaches the target and what does not are this much of compression apart."""
+    """The search ends when plans that were measured are this much of compression apart, around the target."""
     tries: Annotated[int, Field(ge=0, le=100)] = 3
-    """Gaps above a plan that reaches the target, or plans beside it, that are tried before it is final."""
+    """Where plans have no predicted loss: gaps above a plan that reaches the target, or plans beside it, that are tried
+    before it is final."""
 
     def points(self, predicted: bool) -> int:
         """Points that are measured for one target, where plans lie close together and accuracy falls.
 
         Args:
-            predicted: plans have predicted losses, which take the place of about half of the halvings.
+            predicted: plans have predicted losses, by a curve through which few points are enough.
         """
-        halvings = math.log2(1 / self.resolution)
-        return max(1, math.ceil(halvings / 2 if predicted else halvings) + 1 + self.tries)
+        return PREDICTED_POINTS if predicted else max(1, math.ceil(math.log2(1 / self.resolution)) + 1 + self.tries)
 
 
 @dataclass(frozen=True, config=MODEL)

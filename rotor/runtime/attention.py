@@ -14,16 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import cache_utils
 
-from ..checkpoint import (
-    FLOAT32,
-    AttentionShape,
-    CompressedProjections,
-    Family,
-    LayerKernels,
-    LayerLayout,
-    attention_norms,
-    layer_tensors,
-)
+from ..checkpoint.families import Family
+from ..checkpoint.kernel_config import LayerKernels
+from ..checkpoint.layout import AttentionShape, LayerLayout
+from ..checkpoint.projections import CompressedProjections, attention_norms
+from ..checkpoint.tensors import FLOAT32, layer_tensors
 from ..errors import UsageError
 from ..kernels.defaults import default_layer
 from ..kernels.dispatch import call_served, layer_served

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ..checkpoint import ExactTokens
+from ..checkpoint.layout import ExactTokens
 from ..errors import UsageError
 from ..kernels.exact import ExactKeys
 from ..kernels.parameters import shown_by

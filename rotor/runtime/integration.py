@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +22,13 @@ from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checked import JsonObject
-from ..checkpoint import (
-    KERNEL_CONFIG,
-    MARK,
-    METHOD,
-    AttentionShape,
-    CompressedSection,
-    Family,
-    LayerLayout,
-    attention_shape,
-    family_of,
-    is_ours,
-    language_model_setting,
-)
+from ..checkpoint.families import Family, attention_shape, family_of, language_model_setting
+from ..checkpoint.file_names import KERNEL_CONFIG
+from ..checkpoint.layout import AttentionShape, LayerLayout
+from ..checkpoint.section import MARK, METHOD, CompressedSection, is_ours
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..kernels.defaults import config_of
+from . import policies_hook
 from .attention import RotorAttention, attend_to_shared
 from .positions import keep_shifts_with_rows
 from .rope import rotary_tables
@@ -48,7 +39,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ..checkpoint import RewrittenTensors
+    from ..checkpoint.rewritten import RewrittenTensors
 
 log = logging.getLogger("rotor")
 
@@ -94,11 +85,11 @@ class RotorQuantizer(HfQuantizer):
         family, shape = family_of(model.config), attention_shape(model.config)
         network, layouts = with_head(model, family), config.layouts(shape)
         section = getattr(config, "cache", None)
-        self.cache_policy = None if section is None else import_module("rotor.policies").read_stored(section)
+        self.cache_policy = None if section is None else policies_hook.find_policies().read_stored(section)
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
         self.kernel_config = config_of(find_kernel_config(model.config, checkpoint_files), layouts)
         if config.source is not None and checkpoint_files:
-            from ..checkpoint import open_rewritten  # not needed for checkpoints with weights
+            from ..checkpoint.rewritten import open_rewritten  # not needed for checkpoints with weights
 
             tensors = open_rewritten(Path(checkpoint_files[0]), model.config, config)
             model.__dict__[REWRITTEN] = {name: LazyTensor(tensors, name) for name in tensors.file_of}
@@ -119,7 +110,7 @@ class RotorQuantizer(HfQuantizer):
             module.kernels = kernels
         if self.cache_policy is not None:
             try:
-                import_module("rotor.policies").attach_stored(model, network, self.cache_policy)
+                policies_hook.find_policies().attach_stored(model, network, self.cache_policy)
             except (UsageError, UnsupportedModelError) as error:
                 raise CheckpointError(f"config.json, quantization_config: {error.message}", error.hint) from error
         return model

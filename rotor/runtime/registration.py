@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
+
+from . import policies_hook
 
 LOADING = ("transformers.modeling_utils", "transformers.quantizers")
 """The modules of `from_pretrained` and of quantisation configs: whoever loads a model, or reads its config before,
 has imported one of them."""
 
 
-def register_with_transformers() -> None:
-    """Register at once if transformers can load models already, else as soon as it can."""
+def register_with_transformers(policies: Callable[[], policies_hook.CachePolicies]) -> None:
+    """Register at once if transformers can load models already, else as soon as it can.
+
+    Args:
+        policies: imports cache policies; called for the first checkpoint that has one.
+    """
+    policies_hook.find_policies = policies
     if any(name in sys.modules for name in LOADING):
         _register()
     elif not any(isinstance(finder, _AfterLoading) for finder in sys.meta_path):
@@ -27,7 +33,7 @@ def register_with_transformers() -> None:
 def _register() -> None:
     """Register; warn, don't raise, on an incompatible transformers, so that other models still load."""
     try:
-        importlib.import_module("rotor.runtime.integration")
+        from . import integration  # noqa: F401
     except Exception as error:
         message = f"transformers loads no checkpoint of rotor's, which could not be registered with it: {error!r}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)

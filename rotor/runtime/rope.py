@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import Family, KeyForm, LayerLayout
-from ..checkpoint.layout import PRE_ROPE
+from ..checkpoint.families import Family
+from ..checkpoint.layout import PRE_ROPE, KeyForm, LayerLayout
 from ..errors import CheckpointError
 from ..kernels.rotary import Rotation, when_read, within_blocks
 from .positions import PositionCheck

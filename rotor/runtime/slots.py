@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint import ExactTokens
+from ..checkpoint.layout import ExactTokens
 from ..kernels.slots import ExactSlots
 from .exact import LATEST, SeenTokens, ring_index
 from .passes import OfPass

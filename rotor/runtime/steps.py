@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..checkpoint import ExactTokens, LayerKernels, LayerLayout
+from ..checkpoint.kernel_config import LayerKernels
+from ..checkpoint.layout import ExactTokens, LayerLayout
 from ..errors import UsageError
 from ..kernels.exact import RowKeys, attend_to_both
 from ..kernels.parameters import AttentionParameters, seq_len_of

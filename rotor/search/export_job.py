@@ -15,9 +15,9 @@ from ..checkpoint.hashes import file_sha256
 from ..checkpoint.output_folder import OutputFolder
 from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, UsageError
-from ..models.projections import context_tokens
+from ..models.lengths import context_tokens
 from ..models.source import Checkpoint
-from ..recipe import Recipe
+from ..recipe.recipe import Recipe
 from ..recipe.requests import ExportRequest
 from ..recipe.sections import Exact
 
@@ -133,7 +133,7 @@ def _check_element_bytes(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _beyond_calibration(run: Run, recipe: Recipe, context: int) -> str:
-    """What is to be said where keys stay after RoPE and sequences are longer than the rows that they were fitted to.
+    """Warning where keys stay after RoPE and sequences are longer than the rows that they were fitted to.
 
     Slow planes go on turning behind the last calibrated position, where codes clip what they never saw. Ranks, as the
     papers choose them, lose less there: a warning.

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..calibration.allocation.bits import BitsPath
+from ..calibration.allocation.paths import PATHS
 from ..calibration.allocation.plan import Plan, RankInputs, RankPath, Sensitivity, Spectra
 from ..calibration.run import Run, read_weight_fisher
 from ..errors import UsageError
+from ..models.compressible import CompressibleModel
 from ..models.device_plan import DevicePlan
-from ..models.splits import EvaluationData
+from ..models.splits import SPLITS, EvaluationData
 from ..progress import Progress, StageTimes
-from ..recipe import Recipe
-from .compressible import CompressibleModel
+from ..recipe.recipe import Recipe
 from .evaluation.accuracy import Fidelity
 from .evaluation.fidelity import FidelityMeter
 from .point import Point
@@ -133,9 +134,9 @@ class PlanEvaluator:
         """The table's point for a plan, measured where it was not yet, with one rewrite of the model.
 
         Args:
-            splits: by default all, the report split's long rows among them.
+            splits: by default both.
         """
-        splits = tuple(self.data.sequences) if splits is None else splits
+        splits = SPLITS if splits is None else splits
         point = self.table.find(plan) or Point.of(plan)
         missing = [split for split in splits if not point.has(split)]
         if not missing:
@@ -190,4 +191,6 @@ def rank_path(
         groups = [information.unflatten(-1, (-1, run.form.group_size)).sum(-1) for information in layers]
         return [(keys, values) for keys, values in groups]
 
-    return ranks.rule.path(RankInputs(spectra, run.shape, ranks.multiple_of, gradients, sensitivities, context_tokens))
+    return PATHS[ranks.method](
+        RankInputs(spectra, run.shape, ranks.multiple_of, gradients, sensitivities, context_tokens)
+    )

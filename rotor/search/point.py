@@ -13,11 +13,10 @@ from .evaluation.accuracy import Fidelity
 
 @dataclass(frozen=True)
 class Point(Plan):
-    """A plan and its fidelity on each split that it was measured on, and on the report split's long rows."""
+    """A plan and its fidelity on each split that it was measured on."""
 
     search: Fidelity | None = None
     report: Fidelity | None = None
-    long: Fidelity | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> Point:
@@ -35,7 +34,7 @@ class Point(Plan):
         return cls(parameter, shares["planned"], shares["stored"], exact, stored, **measured)  # type: ignore[arg-type]
 
     def fidelity(self, split: str) -> Fidelity:
-        """What was measured on a split; raises UsageError if nothing was."""
+        """Measurements on a split; raises UsageError if nothing was."""
         measured: Fidelity | None = getattr(self, split)
         if measured is None:
             raise UsageError(
@@ -44,7 +43,7 @@ class Point(Plan):
         return measured
 
     def has(self, split: str) -> bool:
-        """Whether it was measured on a split."""
+        """Tell whether it was measured on a split."""
         return getattr(self, split) is not None
 
     def with_fidelity(self, split: str, measured: Fidelity) -> Point:

@@ -14,9 +14,9 @@ from torch import Tensor
 from ..calibration.allocation.plan import Sensitivity, round_rank
 from ..checkpoint.bases import LayerBases
 from ..checkpoint.layout import LayerRanks
+from ..models.compressible import CompressibleModel
 from ..progress import Advance
-from ..recipe import Ranks
-from .compressible import CompressibleModel
+from ..recipe.sections import Ranks
 from .evaluation.scoring import score
 
 KL_NOISE = 1e-9

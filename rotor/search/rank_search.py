@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..calibration.allocation.plan import Plan
+from ..calibration.planning.outline import evaluation_plan
 from ..checkpoint.folding import model_layouts
 from ..errors import UsageError
+from ..models.compressible import CompressibleModel
 from ..models.device_plan import DevicePlan
 from ..models.readiness import describe_evaluation
 from ..models.splits import EvaluationData, evaluation_data
 from ..progress import Progress, StageTimes, in_time
-from .compressible import CompressibleModel
 from .evaluation.accuracy import Fidelity
-from .evaluation.device_plan import evaluation_plan
 from .evaluation.fidelity import FidelityMeter
 from .evaluation.prompts import EvaluationContext
 from .export_job import ExportJob
@@ -74,7 +74,7 @@ class RankSearch(PlanEvaluator):
 
     @property
     def searches_ratios(self) -> bool:
-        """Whether the goal is kept by the policy's ratios, beside which ranks are at their mildest."""
+        """Tell whether the goal is kept by the policy's ratios, beside which ranks are at their mildest."""
         return self.job.request.accuracy is not None and getattr(self.job.policy, "search", False)
 
     def follow(self, policy: Policy) -> None:
@@ -153,7 +153,7 @@ class RankSearch(PlanEvaluator):
         evaluation = self.recipe.evaluation
         checkpoint = self.job.checkpoint
         self.progress.message(f"text: {describe_evaluation(evaluation, checkpoint.tokenizer)}")
-        context = EvaluationContext(evaluation, self.data.sequences, checkpoint.tokenizer, checkpoint.config)
+        context = EvaluationContext.of(evaluation, self.data, checkpoint.tokenizer, checkpoint.config)
         return FidelityMeter(context, self.progress, self.policy)
 
     def _load_model(self) -> CompressibleModel:

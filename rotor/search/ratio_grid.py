@@ -100,7 +100,7 @@ class _Grid:
         self.accuracies: dict[Tiers, float] = {}
 
     def best(self, target: float) -> Tiers | None:
-        """What removes most of those that keep the accuracy, if accuracy falls as everything gets harsher."""
+        """Find what removes most and keeps the accuracy, if accuracy falls as everything gets harsher."""
         best, left = None, list(self.plans)
         while left:
             plan = left[len(left) // 2]
@@ -126,7 +126,7 @@ class _Grid:
         return self.accuracies[plan.policy]
 
     def _harsher(self, plan: RatioPlan, than: RatioPlan) -> bool:
-        """Whether a plan has no smaller ratio, and no larger share of important tokens."""
+        """Tell whether a plan has no smaller ratio, and no larger share of important tokens."""
         assert plan.policy is not None
         assert than.policy is not None
         own, other = _ratios(plan.policy), _ratios(than.policy)

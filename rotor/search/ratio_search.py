@@ -49,7 +49,7 @@ class RatioPlan(Plan):
 
 @dataclass(frozen=True)
 class Cache:
-    """What the rows of a plan are made of: its layouts, the model's sizes, and bytes of a number."""
+    """Make-up of the rows of a plan: its layouts, the model's sizes, and bytes of a number."""
 
     plan: Plan
     layouts: Sequence[LayerLayout]

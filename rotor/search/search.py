@@ -20,78 +20,7 @@ from ..calibration.allocation.removal_rate import RemovalRatePath
 from ..errors import AccuracyError, UsageError
 from ..recipe.sections import Search
 from .evaluation.accuracy import Fidelity
-
-FIRST_LOSS = 0.25
-"""Predicted loss of the first plan that is measured, in nats for each unit of accuracy that may be lost. Plans of bits
-that kept 0.99 had 0.1 to 0.45 of it (SmolLM2-135M, Gemma 3 270M)."""
-
-LEAST_LOST = 1 / 16
-"""Least accuracy that a plan is taken to have lost, over what may be lost: less is noise."""
-
-
-class _Choice:
-    """Chooses which plan of a path is measured next, between one that reached the target and one that did not.
-
-    Args:
-        steps: plans by what they save. allowed: accuracy that may be lost. resolution: see Search.
-    """
-
-    def __init__(self, steps: Sequence[Plan], allowed: float, resolution: float) -> None:
-        self._steps, self._allowed, self._resolution = steps, allowed, resolution
-        losses = [step.loss for step in steps if step.loss is not None and step.loss > 0]
-        self._log_losses = np.log(losses) if len(losses) == len(steps) and allowed > 0 else None
-        self._lost: dict[int, float] = {}
-        self._gap = math.inf
-        self._guessed = False
-
-    def measured(self, index: int, accuracy: float) -> None:
-        """Note the accuracy of a plan."""
-        self._lost[index] = max(1 - accuracy, LEAST_LOST * self._allowed)
-
-    def gap(self, low: int, high: int) -> float:
-        """What lies between two plans, of what they save; below the first and above the last there is nothing."""
-        return self._steps[min(high, len(self._steps) - 1)].stored - self._steps[max(low, 0)].stored
-
-    def halfway(self, low: int, high: int) -> int:
-        """The plan halfway between two, or the mildest of few that are left."""
-        begin, gap = self._steps[max(low, 0)].stored, self.gap(low, high)
-        halfway = begin if gap <= self._resolution + COMPRESSION_SLACK else begin + gap / 2
-        return min(range(low + 1, high), key=lambda i: abs(self._steps[i].stored - halfway))
-
-    def next(self, low: int, high: int) -> int:
-        """The plan whose predicted loss suggests that it just keeps the target.
-
-        It is the one halfway where nothing is predicted, and after a guess between two measured plans that left more
-        than half of the gap.
-        """
-        between = low in self._lost and high in self._lost
-        wrong = self._guessed and self.gap(low, high) > self._gap / 2
-        self._gap, self._guessed = self.gap(low, high), between and not wrong
-        return self.halfway(low, high) if self._log_losses is None or wrong else self._likely(low, high)
-
-    def _likely(self, low: int, high: int) -> int:
-        """Where what is lost reaches what may be lost: a power of the predicted loss, by the plans at both ends; in
-        proportion to it, and at least a factor of two away, where only one end was measured."""
-        assert self._log_losses is not None
-        of, aim = self._log_losses, math.log(self._allowed)
-        begin, end = self._lost.get(low), self._lost.get(high)
-        if begin is None:
-            wanted = math.log(FIRST_LOSS) + aim if end is None else of[high] - max(math.log(end) - aim, math.log(2))
-        elif end is None:
-            wanted = of[low] + max(aim - math.log(begin), math.log(2))
-        else:
-            wanted = np.interp(aim, [math.log(begin), math.log(end)], [of[low], of[high]])
-        index = low + 1 + int(np.abs(of[low + 1 : high] - wanted).argmin())
-        return self._closing(low, index, high)
-
-    def _closing(self, low: int, index: int, high: int) -> int:
-        """A plan within the resolution of an end, moved as far from it as the search ends by when it is right."""
-        stored, reach = [step.stored for step in self._steps], self._resolution + COMPRESSION_SLACK
-        if low >= 0 and stored[index] - stored[low] <= reach:
-            index = max(i for i in range(index, high) if stored[i] - stored[low] <= reach)
-        if high < len(stored) and stored[high] - stored[index] <= reach:
-            index = min(i for i in range(low + 1, index + 1) if stored[high] - stored[i] <= reach)
-        return index
+from .expected_loss import ExpectedLoss
 
 
 def find_plan(
@@ -100,54 +29,35 @@ def find_plan(
     target: float,
     fidelity: Callable[[Plan], Fidelity],
 ) -> Plan:
-    """The plan that a target leads to, between one that reaches it and one that does not.
+    """The plan that a target leads to.
 
-    Each plan that is measured lies between the last that reached the target and the last that did not, until they are
-    `search.resolution` apart or neighbours: where predicted losses and what was measured suggest it, or in the middle.
-    Accuracy need not fall from plan to plan: a layer may break at a width at which the predicted loss does not, and
-    prompts are a sample. So what lies between plans that were refused is tried, too, in the middle, and narrowed again
-    from a plan that reaches the target. Where a unit is more than `resolution`, plans beside the path follow, which
-    take units from one layer after another. Both go on as long as one of the next `search.tries` reaches the target.
+    Where plans have predicted losses it is the one that is expected to keep the target on other text too, by all that
+    were measured (see `by_expected_loss`); elsewhere it is found by bisection. Where a unit is more than
+    `search.resolution`, plans beside the path follow, which take units from one layer after another, as long as one of
+    the next `search.tries` reaches the target.
 
     Args:
         fidelity: of a plan on the search split, measured or known.
     Raises:
         AccuracyError: no plan reaches the target; names the best that was measured.
     """
-    resolution, tries = search.resolution, search.tries
     steps, tried = path.plans(), list[tuple[float, Plan]]()
-    refused = {len(steps)}
-    choice = _Choice(steps, 1 - target, resolution)
+
+    def measure(plan: Plan) -> Fidelity:
+        measured = fidelity(plan)
+        tried.append((measured.accuracy, plan))
+        return measured
 
     def reaches(plan: Plan) -> bool:
-        value = fidelity(plan).accuracy
-        tried.append((value, plan))
-        return value >= target
+        return measure(plan).accuracy >= target
 
-    def room(low: int, high: int) -> bool:
-        """Whether there are plans between two, and the two more than the resolution apart."""
-        return high - low > 1 and (low < 0 or choice.gap(low, high) > resolution + COMPRESSION_SLACK)
-
-    def step_reaches(index: int) -> bool:
-        reached = reaches(steps[index])
-        choice.measured(index, tried[-1][0])
-        if not reached:
-            refused.add(index)
-        return reached
-
-    low: int | None = -1
-    reached: Plan | None = None
-    while low is not None:
-        while room(low, high := min(i for i in refused if i > low)):
-            index = choice.next(low, high)
-            low = index if step_reaches(index) else low
-        if low < 0:
-            break
-        reached = steps[low]
-        gaps = (pair for pair in pairwise(sorted(i for i in refused if i > low)) if room(*pair))
-        low = next(filter(step_reaches, (choice.halfway(*pair) for pair in islice(gaps, tries))), None)
+    if target < 1 and all(step.loss for step in steps):
+        reached = by_expected_loss(steps, search.resolution, target, measure)
+    else:
+        reached = by_bisection(steps, search, reaches)
     while reached is not None:
-        beside = (other for other in path.lighter(reached)[:tries] if other.stored - reached.stored > resolution)
+        lighter = path.lighter(reached)[: search.tries]
+        beside = (other for other in lighter if other.stored - reached.stored > search.resolution)
         chosen = next(filter(reaches, beside), None)
         if chosen is None:
             return reached
@@ -160,6 +70,87 @@ def find_plan(
         else f"accuracy {target} is out of reach: this recipe has no rank plans to measure.",
         "Ask for less, or calibrate with another recipe or with more tokens.",
     )
+
+
+def by_expected_loss(
+    steps: Sequence[Plan], resolution: float, target: float, measure: Callable[[Plan], Fidelity]
+) -> Plan | None:
+    """The plan that removes most of those that are expected to keep the target; None where none is measured to.
+
+    Of several plans that just reach a target on one sample of text, the one that removes most is the luckiest. So a
+    curve through all that were measured decides, by a margin (see `ExpectedLoss`), and the plan that it leads to has to
+    reach the target itself. The search ends at a plan that was measured before, or within `resolution` of one and still
+    chosen when it is measured too.
+    """
+    expected = ExpectedLoss([step.loss or 0.0 for step in steps], 1 - target)
+    stored = np.array([step.stored for step in steps])
+    low, high = -1, len(steps)  # the last plan that reached the target, and the first that did not
+    halved = math.inf
+    while (index := expected.choice(high)) is not None:
+        gap = stored[high] - stored[low] if low >= 0 and high < len(steps) else math.inf
+        wrong = gap > halved if index > low else index == low and not expected.explains(low)
+        if index >= low and gap <= resolution + COMPRESSION_SLACK:
+            index = low  # what lies above is the resolution
+        elif wrong and high - low > 1 and math.isfinite(gap):
+            index = low + 1 + int(np.abs(stored[low + 1 : high] - (stored[low] + stored[high]) / 2).argmin())
+        if index in expected.measured:
+            return steps[index]
+        halved = gap / 2 if math.isfinite(gap) else math.inf
+        near = any(abs(stored[index] - stored[other]) <= resolution for other in expected.measured)
+        measured = measure(steps[index])
+        expected.add(index, measured)
+        if measured.accuracy < target:
+            high, low = index, low if low < index else -1
+        elif near and (expected.choice(high) or 0) >= index:
+            return steps[index]
+        else:
+            low = max(low, index)
+    return None
+
+
+def by_bisection(steps: Sequence[Plan], search: Search, reaches: Callable[[Plan], bool]) -> Plan | None:
+    """The plan between one that reaches a target and one that does not; None where none reaches it.
+
+    Each plan that is measured lies in the middle between the last that reached the target and the last that did not,
+    until they are `search.resolution` apart or neighbours. Accuracy need not fall from plan to plan: a layer may break
+    at a width at which others do not, and prompts are a sample. So what lies between plans that were refused is tried,
+    too, and halved again from a plan that reaches the target, as long as one of the next `search.tries` does.
+    """
+    resolution = search.resolution
+    refused = {len(steps)}
+
+    def gap(low: int, high: int) -> float:
+        """Plan between two, by what they save; below the first and above the last there is nothing."""
+        return steps[min(high, len(steps) - 1)].stored - steps[max(low, 0)].stored
+
+    def room(low: int, high: int) -> bool:
+        """Tell whether there are plans between two, and the two more than the resolution apart."""
+        return high - low > 1 and (low < 0 or gap(low, high) > resolution + COMPRESSION_SLACK)
+
+    def halfway(low: int, high: int) -> int:
+        """The plan halfway between two, or the mildest of few that are left."""
+        begin, width = steps[max(low, 0)].stored, gap(low, high)
+        middle = begin if width <= resolution + COMPRESSION_SLACK else begin + width / 2
+        return min(range(low + 1, high), key=lambda i: abs(steps[i].stored - middle))
+
+    def step_reaches(index: int) -> bool:
+        reached = reaches(steps[index])
+        if not reached:
+            refused.add(index)
+        return reached
+
+    low: int | None = -1
+    reached = None
+    while low is not None:
+        while room(low, high := min(i for i in refused if i > low)):
+            index = halfway(low, high)
+            low = index if step_reaches(index) else low
+        if low < 0:
+            break
+        reached = steps[low]
+        gaps = (pair for pair in pairwise(sorted(i for i in refused if i > low)) if room(*pair))
+        low = next(filter(step_reaches, (halfway(*pair) for pair in islice(gaps, search.tries))), None)
+    return reached
 
 
 def plan_for(path: RankPath, removal_rate: float | None, compression: float | None) -> Plan:

@@ -26,7 +26,7 @@ from ..checkpoint.layout import ExactTokens
 from ..errors import CheckpointError
 from ..models.device_plan import DevicePlan
 from ..models.splits import EvaluationData
-from ..recipe import Evaluation, Ranks
+from ..recipe.sections import Evaluation, Ranks
 from .evaluation.accuracy import BaseValues
 from .point import Point
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TABLES = "tables"
 PROBES = "probes"
 LATEST = "latest"
-TABLE_VERSION = 9
+TABLE_VERSION = 10
 HINT = "Delete it, and the next export measures again."
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class Context:
         return _hash([self.metric, self.settings, self.data_sha256, self.dtype, self.device_type])
 
     def searches_alike(self, other: Context) -> bool:
-        """Whether measurements on the search split hold for both; the report splits may differ."""
+        """Tell whether measurements on the search split hold for both; the report splits may differ."""
         parts = ("metric", "settings", "search_sha256", "dtype", "device_type")
         return all(getattr(self, part) == getattr(other, part) for part in parts)
 
@@ -143,7 +143,7 @@ class RankTable:
             other = None if path.stem == LATEST else cls.named(run, path.stem)
             if other is not None and context.searches_alike(other.context):
                 known = {point.key for point in table.points}
-                own = (replace(point, report=None, long=None) for point in other.points if point.search)
+                own = (replace(point, report=None) for point in other.points if point.search)
                 table.points += [point for point in own if point.key not in known]
                 table.base |= {"search": other.base["search"]} if "search" in other.base else {}
                 table.left_out |= {"search": other.left_out["search"]} if "search" in other.left_out else {}

@@ -18,8 +18,8 @@ from ..models.compressed import open_model
 from ..models.device_plan import DevicePlan
 from ..models.hardware import fit_threads
 from ..models.hub import find_model
+from ..models.lengths import bounded_seq_len
 from ..models.loading import load_model
-from ..models.projections import bounded_seq_len
 from ..models.tokenizer import as_chat, check_ids
 from ..models.tokens import synthetic_tokens
 from ..models.weights import Weights
@@ -39,7 +39,7 @@ FITTED_TOKENS, FITTED_SEQ_LEN = 2048, 256
 
 
 class Continuation(TypedDict):
-    """What a model wrote.
+    """Text that a model wrote.
 
     text: the prompt with its continuation, or the answer. chat_template: whether one was applied. kv_cache_bytes: at
     the end; of a split cache also what each process had of it, and the bytes that this process sent, by kind.

@@ -6,7 +6,7 @@ transformers' integration, and nothing of the offline half.
 
 from __future__ import annotations
 
-from ..checkpoint import architectures
+from ..checkpoint.families import architectures
 from .served import PREFIX, refusal
 
 

@@ -42,7 +42,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..checked import JsonObject
-from ..checkpoint import CompressedSection, ExactTokens, Family, attention_norms, family_of, is_compressed
+from ..checkpoint.families import Family, family_of
+from ..checkpoint.layout import ExactTokens
+from ..checkpoint.projections import attention_norms
+from ..checkpoint.section import CompressedSection, is_compressed
 from ..kernels.rotary import Rotation
 from ..logs import log
 from .attention import OneSequence, RotorSelfAttention

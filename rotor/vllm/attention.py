@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import CompressedProjections
+from ..checkpoint.projections import CompressedProjections
 from ..errors import CheckpointError
 from ..kernels.rotary import Rotation, rotate, within_blocks
 from .shards import Shard

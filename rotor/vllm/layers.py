@@ -14,20 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..checkpoint import (
-    BASES,
-    KERNEL_CONFIG,
-    MANIFEST,
-    AttentionShape,
-    CompressedSection,
-    Family,
-    KernelConfig,
-    LayerLayout,
-    attention_shape,
-    family_of,
-    file_sha256,
-    open_rewritten,
-)
+from ..checkpoint.families import Family, attention_shape, family_of
+from ..checkpoint.file_names import KERNEL_CONFIG
+from ..checkpoint.hashes import file_sha256
+from ..checkpoint.kernel_config import KernelConfig
+from ..checkpoint.layout import AttentionShape, LayerLayout
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.rewritten import BASES, open_rewritten
+from ..checkpoint.section import CompressedSection
 from ..errors import CheckpointError, UsageError
 from ..kernels.defaults import config_of, default_layer
 from ..kernels.dispatch import layer_served

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint import LayerKernels
+from ..checkpoint.kernel_config import LayerKernels
 from ..kernels.exact import ExactKeys, RowKeys, attend_to_both, project_rows
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import partial_attention, project_keys

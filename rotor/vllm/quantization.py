@@ -9,7 +9,8 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from ..checked import JsonObject
-from ..checkpoint import METHOD, architectures, family_of, is_compressed, is_supported
+from ..checkpoint.families import architectures, family_of, is_supported
+from ..checkpoint.section import METHOD, is_compressed
 from ..errors import UnsupportedModelError, UsageError
 from .served import PREFIX
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..checkpoint import AttentionShape, LayerLayout, TensorSpec, layer_tensors
+from ..checkpoint.layout import AttentionShape, LayerLayout
+from ..checkpoint.tensors import TensorSpec, layer_tensors
 from ..errors import UsageError
 
 

@@ -1,4 +1,4 @@
-"""Attention of layers of models in the named layouts on a GPU, at sizes that `rotor gpu` measures."""
+"""Attention of layers of models in the named layouts on a GPU, at sizes that `python artifacts/gpu` measures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from gpu.subjects import PAGE, named_subjects
+
 from rotor.kernels.defaults import default_layer
 from rotor.tools.bench.attention import (
     TOLERANCE,
@@ -18,7 +20,6 @@ from rotor.tools.bench.attention import (
     random_problem,
     relative_error,
 )
-from rotor.tools.bench.subjects import PAGE, named_subjects
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 NAMED = named_subjects()

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from rotor.kernels.parameters import AttentionParameters
-from rotor.runtime import AttentionCall, RotorAttention, RowStore, TokenSpan
+from rotor.runtime.attention import RotorAttention
+from rotor.runtime.rope import TokenSpan
+from rotor.runtime.steps import AttentionCall, RowStore
 from support import kernel_truth
 
 

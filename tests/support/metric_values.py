@@ -8,7 +8,7 @@ import torch
 
 from rotor.models.source import Checkpoint
 from rotor.models.splits import evaluation_data
-from rotor.recipe import Evaluation
+from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.prompts import EvaluationContext
 from rotor.search.evaluation.scoring import Scores, position_scores
 
@@ -30,4 +30,4 @@ def scores(logits: torch.Tensor, reference: torch.Tensor | None = None) -> Score
 def context(spec: Evaluation, checkpoint: Checkpoint) -> EvaluationContext:
     short = replace(spec, search_tokens=2048, report_tokens=2048)
     data = evaluation_data(short, checkpoint.config, checkpoint.tokenizer)
-    return EvaluationContext(spec, data.sequences, checkpoint.tokenizer, checkpoint.config)
+    return EvaluationContext.of(spec, data, checkpoint.tokenizer, checkpoint.config)

@@ -10,7 +10,8 @@ from pathlib import Path
 import typer.main
 
 from rotor.cli.commands import app
-from rotor.recipe import EXPORT_SECTIONS, load_recipe, override
+from rotor.recipe.reading import load_recipe, override
+from rotor.recipe.recipe import EXPORT_SECTIONS
 from rotor.recipe.requests import Goal
 from support.paths import ROOT
 

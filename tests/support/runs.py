@@ -11,9 +11,9 @@ from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.checkpoint.layout import LayerRanks
 from rotor.checkpoint.manifest import Manifest, write_manifest
+from rotor.models.compressible import CompressibleModel
 from rotor.models.device_plan import DevicePlan
 from rotor.models.source import Checkpoint
-from rotor.search.compressible import CompressibleModel
 from support.paths import ROOT
 
 FAST_EVALUATION = [

@@ -16,7 +16,7 @@ from rotor.models import hardware, sequences
 from rotor.models import tokenizer as tokenizers
 from rotor.models.tokenizer_trial import largest_id
 from rotor.search.report import report
-from rotor.search.report.style import STYLE
+from rotor.search.report.figures import STYLE
 from support.paths import DEMO_MODEL
 
 FILES = ("tokenizer.json", "tokenizer_config.json")

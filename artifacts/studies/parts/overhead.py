@@ -11,16 +11,17 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from fdc import SHAPE_8B, like_8b
+from simulation import simulate
+
 from rotor.calibration.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from rotor.calibration.prediction.devices import find_device
 from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.folding import model_layouts
 from rotor.errors import UsageError
-from rotor.recipe import Recipe
-from rotor.tools.bench.simulation import simulate
+from rotor.recipe.recipe import Recipe
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.part import Part, Table, Task
-from rotor.tools.study.parts.fdc import SHAPE_8B, like_8b
 from rotor.tools.study.store import StudyStore
 
 AT = 0.5
@@ -36,7 +37,7 @@ TEXT = (
     "longest first, for sequences of 64 lengths up to the objective's and an 8B's heads with this plan's shares of "
     "their channels (at equal lengths and with few heads both schedules are the same). Equal slices, which the kernels "
     "take, are in the last column. "
-    "/AC, one rate for all heads, is combine.py with `--recipes fdc,fdc-uniform`."
+    "/AC, one rate for all heads, is combine.py with `--recipes fdc,artifacts/studies/recipes/fdc-uniform.yaml`."
 )
 
 

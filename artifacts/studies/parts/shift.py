@@ -120,7 +120,7 @@ def rows_of(study: StudyContext, kind: str) -> Tensor:
         rows = torch.randint(vocab_size, (count, width), generator=draw).expand(-1, length)
     else:
         held_out = held_out_documents(study.evaluation)
-        own = held_out.calibration if kind == CALIBRATED else held_out.report
+        own = held_out.texts("calibration" if kind == CALIBRATED else "report")
         documents, begun = [TEXTS[kind]()[:LONGEST]] if kind in TEXTS else own, len(text_start(tokenizer))
         rows = text_sequences(documents, tokenizer, length + begun)[:count, begun:]
     if len(rows) < count:

@@ -28,7 +28,8 @@ from rotor.checkpoint.bases import LayerBases
 from rotor.checkpoint.output_folder import remove
 from rotor.errors import DataError
 from rotor.models.splits import held_out_documents
-from rotor.recipe import Evaluation, Recipe
+from rotor.recipe.recipe import Recipe
+from rotor.recipe.sections import Evaluation
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.part import Part, Table, Task, number
 from rotor.tools.study.parts.curves import point_record
@@ -197,7 +198,7 @@ def write_text(study: StudyContext, source: str) -> None:
     folder = study.store.folder / "text" / SPLIT.get(source, "")
     if source in SPLIT and not folder.is_dir():
         folder.mkdir(parents=True)
-        for index, document in enumerate(getattr(held_out_documents(study.evaluation), SPLIT[source])):
+        for index, document in enumerate(held_out_documents(study.evaluation).texts(SPLIT[source])):
             (folder / f"{index:05d}.txt").write_text(document, "utf-8")
 
 

@@ -1,4 +1,5 @@
 """Allocation turns spectra into ranks, and curves of loss into bits: each method gives an ordered path of plans.
 
-Each method has a file with its path. `recipe/rank_methods.py` lists the methods of ranks by name and needs no torch.
+Each method has a file with its path, which `paths.py` lists. `recipe/rank_methods.py` describes the methods of ranks
+and needs no torch.
 """

@@ -79,7 +79,7 @@ class WaterFillingPath(SpectraPath):
 
 
 def _wide_gap(first: Plan, second: Plan) -> bool:
-    """Whether two neighbouring plans are far apart and a plan between them may exist."""
+    """Tell whether two neighbouring plans are far apart and a plan between them may exist."""
     if abs(second.stored - first.stored) <= LARGEST_GAP:
         return False
     pairs = zip(chain(*first.ranks), chain(*second.ranks), strict=True)

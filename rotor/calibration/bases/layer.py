@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from ...checkpoint.bases import LayerBases, latent_size
+from ...checkpoint.bases import BasisPair, LayerBases, latent_size
 from ...checkpoint.layout import AttentionShape, LayerForm
 from ...checkpoint.projections import AttentionWeights
 from ...errors import NumericsError
@@ -12,8 +14,31 @@ from ...numerics import one_thread
 from ...recipe.basis_methods import QK_METHODS, VO_METHODS
 from ..information import LayerFisher
 from ..moments import LayerStatistics, vector_names
-from . import fisher
+from . import fisher, identity, kq, palu, svd
 from .method import Inputs
+
+Method = Callable[[Inputs], BasisPair]
+
+KEY_BASES: dict[str, Method] = {
+    "svd": svd.of_queries_and_keys,
+    "whitened": svd.of_keys,
+    "kq": kq.of_keys,
+    "fisher": fisher.of_keys,
+    "palu": palu.of_key_projection,
+    "identity": identity.of_keys,
+}
+"""Functions of the methods of `bases.qk`, by the names of `recipe/basis_methods.py`, which says what they do."""
+
+VALUE_BASES: dict[str, Method] = {
+    "svd": svd.of_readers_and_values,
+    "whitened": svd.of_values,
+    "kq": kq.of_values,
+    "kq-output": kq.of_outputs,
+    "fisher": fisher.of_values,
+    "palu": palu.of_value_projection,
+    "identity": identity.of_values,
+}
+"""Functions of the methods of `bases.vo`."""
 
 
 def needed_statistics(qk_method: str, vo_method: str, form: LayerForm, refit: bool = False) -> frozenset[str]:
@@ -57,7 +82,7 @@ def layer_bases(
             latents = (
                 (fisher.of_both(inputs),)
                 if form.joint
-                else (QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs))
+                else (KEY_BASES[qk_method](inputs), VALUE_BASES[vo_method](inputs))
             )
     except torch.linalg.LinAlgError as error:
         raise NumericsError(

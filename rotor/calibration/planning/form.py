@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, ExactTokens, KeyForm, LayerForm, ModelForm
 from ...errors import RecipeError
-from ...recipe import Recipe
+from ...recipe.recipe import Recipe
 from ..moments import vector_names
 
 LONGEST_BLOCK_READ_NEAR = 16

@@ -20,13 +20,15 @@ from ...errors import MissingError
 from ...models.device_plan import DevicePlan
 from ...models.hardware import matmul_rate
 from ...models.hub import find_source
+from ...models.lengths import bounded_seq_len, context_tokens
 from ...models.memory import Estimate, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
-from ...models.projections import context_tokens
 from ...models.source import Checkpoint, config_of
 from ...models.tokenizer import load_tokenizer, text_start
 from ...options import with_fields_of
-from ...recipe import ObjectiveSettings
+from ...recipe.reading import override, quick_overrides
+from ...recipe.recipe import Recipe
 from ...recipe.requests import InspectionRequest
+from ...recipe.sections import ObjectiveSettings
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import COMPARED_COMPRESSION, DecodeTime, decode_times, slower
 from ..prediction.devices import find_device
@@ -37,7 +39,19 @@ WEIGHT_FILES = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|g
 """Names of weight files in any format. In a folder without one, config.json alone describes the model."""
 
 CONTEXTS = (8192, 32768, 131072)
-"""Sequence lengths in tokens for which the size of the cache is shown."""
+"""Sequence lengths in tokens for which the size of the cache is shown, where the model has them."""
+
+REMOVED = (0.81, 0.92)
+"""Shares of the rows' bytes that the recipe `rotor` removed of real models at 0.99, the least and the most
+(docs/large-models.md); what it removes of others is not predicted."""
+
+COMMANDS = ("calibrate", "export")
+
+SERVER = "h100-sxm"
+"""Device whose time is shown beside this machine's."""
+
+SHARE_OF_PEAK = 0.4
+"""Share of a data sheet's peak that large matrix products reach, an assumption."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,10 @@ class Inspection:
         one that is not.
     calibrate, export, validate: resources that the commands take on this machine; `export` with --accuracy, whose
         search measures the usual number of points, see recipe.Search.points.
+    after: bytes of a sequence's cache, exact tokens among them, where the most and the least of REMOVED are removed, by
+        its tokens; empty for recipes without codes.
+    quick_seconds, server_seconds: seconds of the matrix products of calibrate and export with --quick on this machine,
+        and as given on SERVER at SHARE_OF_PEAK, by command.
     """
 
     name: str
@@ -111,6 +129,9 @@ class Inspection:
     export: ResourceEstimate
     validate: ResourceEstimate
     available_device_bytes: int | None
+    after: dict[int, tuple[int, int]]
+    quick_seconds: dict[str, float]
+    server_seconds: dict[str, float]
 
     def to_dict(self) -> JsonObject:
         return asdict(self)
@@ -161,9 +182,19 @@ def run_inspection(request: InspectionRequest) -> Inspection:
     taken = calibrating[streamed]
     rate = matmul_rate(target, compute_dtype)
     rates = {"statistics": matmul_rate(torch.device("cpu"), torch.float64)}
-    flops = outline.calibration_flops(spec).items()
-    seconds = {name: round(count / rates.get(name, rate), 1) for name, count in flops}
-    measured = {name: round(count / rate, 1) for name, count in outline.evaluation_flops(spec).items()}
+
+    def seconds_of(recipe: Recipe) -> tuple[dict[str, float], dict[str, float]]:
+        """Of calibrate and of export, by stage."""
+        flops = outline.calibration_flops(recipe).items()
+        calibrate = {name: round(count / rates.get(name, rate), 1) for name, count in flops}
+        return calibrate, {name: round(count / rate, 1) for name, count in outline.evaluation_flops(recipe).items()}
+
+    seconds, measured = seconds_of(spec)
+    quick = seconds_of(override(spec, quick_overrides(spec)))
+    commands = outline.calibration_flops(spec), outline.evaluation_flops(spec)
+    peak = find_device(SERVER).matmul_flops_per_s
+    assert peak is not None
+    sizes = {n: uncompressed_kv_bytes_of_sequence(shape, element_bytes, n) for n in _contexts(outline, served)}
     validated = {name: seconds for name, seconds in measured.items() if name == "report"}
     measuring = outline.evaluation(spec, target, compute_dtype)
     grown = int(stored * 1.1)
@@ -177,9 +208,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         parameters=outline.parameters,
         shape=shape,
         kv_bytes_per_token=per_token,
-        kv_cache_bytes={
-            n: uncompressed_kv_bytes_of_sequence(shape, element_bytes, n) for n in sorted({*CONTEXTS, served})
-        },
+        kv_cache_bytes=sizes,
         state_bytes=state_bytes(outline.config),
         context_tokens=served,
         row_start=None if tokenizer is None else tokenizer.decode(text_start(tokenizer)),
@@ -196,7 +225,28 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         export=ResourceEstimate.of(measuring[layerwise], layerwise, grown, grown, measured),
         validate=ResourceEstimate.of(measuring[layerwise], layerwise, 0, 0, validated),
         available_device_bytes=available_device_bytes(target),
+        after=_after(sizes, shape, element_bytes, spec) if spec.coded else {},
+        quick_seconds=dict(zip(COMMANDS, (round(sum(one.values()), 1) for one in quick), strict=True)),
+        server_seconds=dict(
+            zip(COMMANDS, (round(sum(one.values()) / (SHARE_OF_PEAK * peak), 1) for one in commands), strict=True)
+        ),
     )
+
+
+def _contexts(outline: ModelOutline, served: int) -> list[int]:
+    """Lengths that are shown: what is served, and those of CONTEXTS that the model has positions for."""
+    return sorted({served, *(n for n in CONTEXTS if bounded_seq_len(n, outline.config) == n)})
+
+
+def _after(
+    sizes: dict[int, int], shape: AttentionShape, element_bytes: int, recipe: Recipe
+) -> dict[int, tuple[int, int]]:
+    """Bytes of a cache where real models' shares are removed of its rows, and exact tokens stand beside them."""
+    exact = recipe.exact.tokens
+    slots = 0 if exact is None else exact.slots
+    beside = uncompressed_kv_bytes_of_sequence(shape, element_bytes, slots) if slots else 0
+    least, most = REMOVED
+    return {n: (round((1 - most) * size) + beside, round((1 - least) * size) + beside) for n, size in sizes.items()}
 
 
 inspect = with_fields_of(InspectionRequest, run_inspection, "inspect")

@@ -17,11 +17,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ...checkpoint.families import Family, attention_shape, family_of, find_family
 from ...checkpoint.layout import AttentionShape, HeadSizes, LayerForm, ModelForm
 from ...checkpoint.sizes import uncompressed_kv_bytes_per_token
+from ...models.device_plan import DevicePlan
+from ...models.hardware import fit_threads
+from ...models.lengths import bounded_seq_len
 from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES, SAMPLING_TOKENS, Estimate, Estimates
-from ...models.projections import LONG_SEQ_LEN, bounded_seq_len, long_sequence_count
 from ...models.source import Checkpoint
-from ...recipe import Evaluation, Recipe
+from ...options import MemoryOptions
+from ...progress import Progress
 from ...recipe.metric_registry import primitive_metrics, report_metrics
+from ...recipe.recipe import Recipe
+from ...recipe.sections import Evaluation
 from ..bases.layer import bases_bytes, needed_statistics
 from ..codes.quantiser import SAMPLED_TOKENS
 from ..codes.side import codes_bytes
@@ -177,8 +182,7 @@ class ModelOutline:
         work = {"activations": max(*activations, scoring)}
         searched = spec.search_tokens + _prompt_tokens(spec, primitive_metrics(spec.metric))
         reported = spec.report_tokens + _prompt_tokens(spec, report_metrics(spec.metric))
-        long = long_sequence_count(spec.report_tokens, spec.seq_len, self.config) * LONG_SEQ_LEN
-        tokens = max(searched, reported, long)
+        tokens = max(searched, reported)
         disk_bytes = 3 * tokens * shape.hidden_size * dtype.itemsize  # hidden states
         host = {"rewriting one layer": rewriting}
         copied = sum(count * own.projection_elements for own, count in shape.sizes.items())
@@ -209,11 +213,10 @@ class ModelOutline:
         search at each of the usual number of points. `rotor validate` takes the report's.
         """
         spec = recipe.evaluation
-        long = long_sequence_count(spec.report_tokens, spec.seq_len, self.config) * LONG_SEQ_LEN
         report_prompts = _prompt_tokens(spec, report_metrics(spec.metric))
         search = self._pass_flops(spec.search_tokens, _prompt_tokens(spec, primitive_metrics(spec.metric)))
-        report = self._pass_flops(spec.report_tokens + long, report_prompts)
-        divergence = self._pass_flops(spec.report_tokens + long, 0) - self._pass_flops(0, spec.report_tokens + long)
+        report = self._pass_flops(spec.report_tokens, report_prompts)
+        divergence = self._pass_flops(spec.report_tokens, 0) - self._pass_flops(0, spec.report_tokens)
         return {"search": (1 + recipe.search.points(recipe.coded)) * search, "report": 2 * report + divergence}
 
     def _pass_flops(self, text: int, prompts: int) -> float:
@@ -314,11 +317,18 @@ def _feed_forward_width(config: PreTrainedConfig) -> int:
     return max(dense, experts * expert_width + shared if experts else 0)
 
 
+KEY_TOKENS = 19
+"""Tokens that state a key of a look-up and ask for it, about."""
+
+
 def _prompt_tokens(spec: Evaluation, names: Sequence[str]) -> int:
-    """Most tokens of the prompts that metrics generate."""
-    prompt = min(spec.seq_len, spec.filler_tokens + 2 * spec.seq_len // 3)  # statement and question: a third each
-    counts = {"lookup": spec.lookup_prompts, "copy": spec.copy_prompts}
-    return prompt * sum(count for name, count in counts.items() if name in names)
+    """About the tokens of the prompts that metrics generate."""
+    sizes = {
+        "lookup": (spec.lookup_prompts, KEY_TOKENS * spec.lookup_keys),
+        "copy": (spec.copy_prompts, 3 * spec.copy_tokens),  # stated twice, and asked for
+    }
+    asked = [sizes[name] for name in sizes if name in names]
+    return sum(count * min(spec.seq_len, spec.filler_tokens + own) for count, own in asked)
 
 
 def _moment_elements(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> dict[str, int]:
@@ -368,3 +378,14 @@ class _LayerBytes:
             codes = codes_bytes(form, shape)
         outputs = packed_bytes(moment_shape(shape, group_size, "output")) if recipe.bases.refit else 0
         return cls(moments, statistics, solving, bases, outputs + bases + codes, gradients)
+
+
+def evaluation_plan(checkpoint: Checkpoint, recipe: Recipe, options: MemoryOptions, progress: Progress) -> DevicePlan:
+    """Decide where a model runs while accuracy is measured, by an estimate of its memory, which `progress` shows."""
+    outline = ModelOutline.of(checkpoint)
+    plan = DevicePlan.choose(options, outline.dtype)
+    fit_threads(outline.stored_bytes)
+    estimates = outline.evaluation(recipe, plan.device, plan.dtype)
+    plan, line = plan.within_memory(options.offload, estimates)
+    progress.message(line)
+    return plan

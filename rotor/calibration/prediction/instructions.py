@@ -1,4 +1,6 @@
-"""Warp instructions that attention issues per key, by the width of a row: counted in machine code (`rotor compile`).
+"""Warp instructions that attention issues per key, by the width of a row.
+
+They were counted in machine code (`python artifacts/gpu count`).
 
 Between the widths counts are those of the next wider one, beyond them they grow in proportion.
 """

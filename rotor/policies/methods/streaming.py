@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import NonNegativeInt
 
-from ...checkpoint import attention_shape, family_of
+from ...checkpoint.families import attention_shape, family_of
 from ...errors import UnsupportedModelError
 from ..eviction import Eviction
 

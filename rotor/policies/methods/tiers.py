@@ -11,13 +11,13 @@ from pydantic import Field, NonNegativeInt
 from torch import Tensor
 from torch.nn import functional
 
-from ...checkpoint import GroupLayout, LayerLayout
+from ...checkpoint.layout import GroupLayout, LayerLayout
 from ...checkpoint.rows import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES, CodedRow, NumberRow, Row
 from ...kernels.parameters import AttentionParameters, seq_len_of
 from ...kernels.reference import join, partial_attention
 from ...kernels.rotary import Rotation
 from ...kernels.rows import resize_layer
-from ...runtime import AttentionCall
+from ...runtime.steps import AttentionCall
 from ..layer import PolicyLayer, StoredSequence, behind_padding, right_aligned
 from ..policy import Policy, Share
 
@@ -148,7 +148,7 @@ class Tiers(Policy):
 
 
 class TieredSequence(StoredSequence):
-    """What a layer in tiers stores of one sequence.
+    """Store of a layer in tiers for one sequence.
 
     high: key and value rows of important tokens, in the order of their positions. low: of other tokens.
     important: [tokens] bool. scores: [important tokens] float32, by which they are chosen.

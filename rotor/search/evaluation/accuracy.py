@@ -13,32 +13,35 @@ from pydantic import Field
 
 from ...checked import Reader, plain
 from ...checkpoint.schemas import AccuracyInfo
-from ...models.projections import LONG_SEQ_LEN
-from ...models.splits import LONG_SPLIT, SPLITS
+from ...models.splits import SPLITS
 from ...recipe.metric_registry import METRICS, metric_info
 
-LONG_VALUES = {"token_accuracy": "next tokens", "ppl_ratio": "perplexity", "kl_div": "KL"}
-"""What is shown of the report split's long rows."""
+PART_VALUES = {"token_accuracy": "next tokens", "ppl_ratio": "perplexity", "kl_div": "KL"}
+"""Columns shown of a kind of text, and of a range of positions."""
 
 BaseValues = dict[str, bool | int | float]
-"""What was recorded of the uncompressed model on a split: ratios' denominators, counts of tokens, `at_chance`."""
+"""Records of the uncompressed model on a split: ratios' denominators, counts of tokens, `at_chance`."""
 
 Row = tuple[str, str]
-"""What was measured, and its value in words."""
+"""Name of a measurement, and its value in words."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """What was measured of a model on one split.
+    """Measurements of a model on one split.
 
     accuracy: of the recipe's metric; 1 is equal to the uncompressed model, below 1 is worse.
     interval: its 95 % interval.
     values: each measured ratio under its own name, and what is recorded beside it.
+    kinds: the ratios of text of each of several texts, by its name. positions: the same of ranges of positions in rows,
+    of the report split.
     """
 
     accuracy: float
     interval: Annotated[tuple[float, float], Field(alias="interval_95")]
     values: dict[str, float | None]
+    kinds: dict[str, dict[str, float]] = field(default_factory=dict)
+    positions: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.accuracy:.4f} [{self.interval[0]:.4f}, {self.interval[1]:.4f}]"
@@ -48,7 +51,7 @@ class Fidelity:
         return f"95 % interval {self.interval[0]:.4f} to {self.interval[1]:.4f}"
 
     def against(self, target: float) -> tuple[bool, str]:
-        """Whether a target is met, and where it is not, or not by the value itself, what lies below it.
+        """Tell whether a target is met, and where it is not, or not by the value itself, what lies below it.
 
         It is missed where the whole interval lies below it.
         """
@@ -63,10 +66,11 @@ class Fidelity:
 class Accuracy:
     """The accuracy of a compressed model against the uncompressed one, on each split that was measured.
 
-    metric: name of the recipe's metric. target: of the search. measured: by split (search, report, long).
+    metric: name of the recipe's metric. target: of the search. measured: by split (search, report).
     base: what was recorded of the uncompressed model, by split. left_out: why a ratio was not measured, by split and
     name. data, data_sha256: the held-out text, and its tokens. excluded_documents: digests of documents that are no
-    text to measure on, as they were calibrated on. table: key of the run's table. not_measured: why nothing was.
+    text to measure on, as they were calibrated on. documents: of each split how many there are, by the names of files.
+    table: key of the run's table. not_measured: why nothing was.
     """
 
     metric: str
@@ -77,6 +81,7 @@ class Accuracy:
     data: str | None = None
     data_sha256: str | None = None
     excluded_documents: tuple[str, ...] = ()
+    documents: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     table: str | None = None
     not_measured: str = ""
 
@@ -96,13 +101,13 @@ class Accuracy:
             info.get("data"),
             info["data_sha256"],
             tuple(info.get("excluded_documents", ())),
+            info.get("documents", {}),
             info.get("table"),
             info.get("not_measured", "" if "report" in measured else "nobody says why"),
         )
 
     def to_dict(self) -> AccuracyInfo:
         """The section of rotor.json."""
-        splits = (*SPLITS, *([LONG_SPLIT] if LONG_SPLIT in self.measured else []))
         search, report = self.measured.get("search"), self.report
         content: AccuracyInfo = {
             "target": self.target,
@@ -111,11 +116,12 @@ class Accuracy:
             "report": None if report is None else report.accuracy,
             "interval_95": None if report is None else report.interval,
             "measurements": {split: plain(fidelity) for split, fidelity in self.measured.items()},
-            "base": {split: self.base.get(split) for split in splits},
+            "base": {split: self.base.get(split) for split in SPLITS},
             "left_out": {split: dict(reasons) for split, reasons in self.left_out.items()},
             "data": self.data,
             "data_sha256": self.data_sha256,
             "excluded_documents": list(self.excluded_documents),
+            "documents": {split: dict(names) for split, names in self.documents.items()},
             "table": self.table,
         }
         if self.not_measured:
@@ -135,8 +141,7 @@ class Accuracy:
             "left_out": self.left_out["report"],
             "tokens": base["tokens"],
         }
-        if LONG_SPLIT in self.measured:
-            content[LONG_SPLIT] = self.measured[LONG_SPLIT].values
+        content |= {name: part for name in ("kinds", "positions") if (part := getattr(report, name))}
         if base.get("at_chance"):
             content["at_chance"] = True
         return content | {"data": self.data}
@@ -146,22 +151,12 @@ class Accuracy:
         return self.measured.get("report")
 
     def against_target(self) -> tuple[bool, str]:
-        """Whether the target is met on the report split and on its long rows, and what lies below it.
-
-        See Fidelity.against. On long rows text alone is measured.
-        """
-        said = []
-        for split, where in (("report", ""), (LONG_SPLIT, f" on text in rows of {LONG_SEQ_LEN} tokens")):
-            if self.target is not None and (measured := self.measured.get(split)) is not None:
-                met, why = measured.against(self.target)
-                if not met:
-                    return False, why + where
-                said += [why + where] if why else []
-        return True, "; ".join(said)
+        """Tell whether the target is met on the report split, and what lies below it. See Fidelity.against."""
+        return (True, "") if self.target is None or self.report is None else self.report.against(self.target)
 
     @property
     def below_target(self) -> str:
-        """What lies below the target, see against_target; empty where nothing does."""
+        """Words for what lies below the target, see against_target; empty where nothing does."""
         return self.against_target()[1]
 
     def rows(self) -> list[Row]:
@@ -181,7 +176,7 @@ class Accuracy:
                 f"{target}; measured on the search split: {self.measured['search'].accuracy:.4f}",
             ),
             *self.ratio_rows(),
-            *self.long_rows(),
+            *self.part_rows(),
             ("measured on", f"{self.data}, {tokens}{chance_note(base)}"),
         ]
 
@@ -200,21 +195,20 @@ class Accuracy:
                 rows.append((info.label, f"left out: {missing[name]}"))
         return rows
 
-    def long_rows(self) -> list[Row]:
-        """What was measured of the report split's long rows; nothing without them."""
-        long, base = self.measured.get(LONG_SPLIT), self.base.get(LONG_SPLIT)
-        if long is None or not base:
+    def part_rows(self) -> list[Row]:
+        """Measurements of each of several texts, and of each range of positions in rows of the report split."""
+        if self.report is None:
             return []
-        values = [
-            f"{label} {value:.4f}"
-            for name, label in LONG_VALUES.items()
-            if (value := long.values.get(name)) is not None
+        parts = {f"text {kind}": values for kind, values in self.report.kinds.items()}
+        parts |= {f"positions {name.replace('-', ' to ')}": values for name, values in self.report.positions.items()}
+        return [
+            (name, ", ".join(f"{word} {values[key]:.4f}" for key, word in PART_VALUES.items() if key in values))
+            for name, values in parts.items()
         ]
-        return [("rows of 2,048 tokens", f"{', '.join(values)}, {base.get('tokens', 0)} predicted tokens")]
 
     @property
     def note(self) -> str:
-        """What the metric is, and how far the value may be trusted; or that it is to be measured."""
+        """Describe the metric, and how far the value may be trusted; or that it is to be measured."""
         if self.report is None:
             return (
                 "Measure it, with `rotor validate` where the model has a tokenizer, before you rely on this checkpoint."
@@ -226,7 +220,7 @@ class Accuracy:
 
 
 def _beside_base(name: str, base: BaseValues) -> str:
-    """What a ratio is one to: of prompts the uncompressed model's probability, and over how much other text."""
+    """Denominator of a ratio: of prompts the uncompressed model's probability, and over how much other text."""
     if name == "ppl_ratio" and isinstance(base.get("perplexity"), float):
         return f", base {base['perplexity']:.3f}"
     probability = base.get(name)
@@ -237,5 +231,5 @@ def _beside_base(name: str, base: BaseValues) -> str:
 
 
 def chance_note(base: BaseValues) -> str:
-    """What is to be said of an uncompressed model that guesses, to whom ratios mean nothing; nothing of any other."""
+    """Note on an uncompressed model that guesses, to whom ratios mean nothing; nothing of any other."""
     return "; it is at chance on this text, where ratios to it mean nothing" if base.get("at_chance") else ""

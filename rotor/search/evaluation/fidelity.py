@@ -1,14 +1,16 @@
 """The fidelity of a model to the uncompressed one: every ratio on a split, from one pass through the layers.
 
 Search, study and validate measure with the same `FidelityMeter`. On the search split it measures what the recipe's
-metric needs, on the report split everything, or everything of text where the metric is of text alone; on the report
-split's long rows text.
+metric needs, on the report split everything, or everything of text where the metric is of text alone. Of several texts
+the smallest ratio counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -39,6 +41,9 @@ means nothing."""
 
 AT_CHANCE = 0.9
 """Share of the vocabulary's size from which on a perplexity is that of guessing."""
+
+FIRST_POSITIONS = 512
+"""End of the first range of positions that are reported apart; each next one ends at twice that."""
 
 PROMPT_SHARE = 0.25
 """Share of a row of text that is the prompt where a cache has a policy; the rest is scored behind it."""
@@ -79,7 +84,6 @@ class FidelityMeter:
         self._names = {
             "search": tuple(dict.fromkeys([*needed, *TEXT])),
             "report": tuple(report or report_metrics(self.metric)),
-            "long": (*TEXT, "kl_div"),
         }
         self._prompts: dict[str, dict[str, Prompts]] = {}
         self._text: dict[str, Scores] = {}
@@ -175,7 +179,7 @@ class FidelityMeter:
 
         def measure(name: str) -> Measurement:
             if name not in PROMPTS:
-                return measure_text(name, self._text[split], text)
+                return self._measure_text(name, split, text)
             before, after = self._answers[split][name], answers[name]
             absolute = {f"compressed_{name}": round(after.mean_probability, 6)}
             return Measurement.bootstrap(lambda a, b: b / a, before.probability, after.probability, **absolute)
@@ -195,10 +199,49 @@ class FidelityMeter:
             else smallest(self._parts(self.metric, measured) or of_text)
         )
         values |= {f"compressed_{name}": value for name, value in text.as_dict().items()}
-        return Fidelity(result.value, result.interval, values)
+        return Fidelity(result.value, result.interval, values, **self._parts_of_text(split, text))
+
+    def _measure_text(self, name: str, split: str, text: Scores) -> Measurement:
+        """A metric of text; of several texts the smallest, with what is recorded beside it over all of them."""
+        whole = measure_text(name, self._text[split], text)
+        kinds = self._rows_of_kinds(split)
+        if not kinds:
+            return whole
+        parts = [measure_text(name, self._text[split].part(rows), text.part(rows)) for rows in kinds.values()]
+        return replace(smallest(parts), fields=whole.fields)
+
+    def _rows_of_kinds(self, split: str) -> dict[str, list[int]]:
+        """The rows of each of several texts, by its name."""
+        rows: dict[str, list[int]] = {}
+        for row, kind in enumerate(self.context.kinds.get(split, ())):
+            rows.setdefault(kind, []).append(row)
+        return rows
+
+    def _parts_of_text(self, split: str, text: Scores) -> dict[str, dict[str, dict[str, float]]]:
+        """Measurements of each of several texts, and in each range of positions, by the names of metrics."""
+        names = [name for name in self.measured(split) if name not in PROMPTS]
+        whole, start = self._text[split], self._prefill(split)
+
+        def measure(rows: slice | list[int], columns: slice) -> dict[str, float]:
+            before, after = whole.part(rows, columns), text.part(rows, columns)
+            found = {name: measure_text(name, before, after) for name in names}
+            return {metric_info(name).accuracy_field: one.value for name, one in found.items()} | {
+                field: value for one in found.values() for field, value in one.fields.items() if field in METRICS
+            }
+
+        length = start + text.nll.shape[1] + 1
+        edges = [0, *(FIRST_POSITIONS << shift for shift in range(32) if FIRST_POSITIONS << shift < length), length]
+        ranges = [(max(low, start), high) for low, high in pairwise(edges) if high - max(low, start) > 1]
+        by_position = {f"{low}-{high}": slice(low - start, high - start) for low, high in ranges}
+        return {
+            "kinds": {kind: measure(rows, slice(None)) for kind, rows in self._rows_of_kinds(split).items()},
+            "positions": {name: measure(slice(None), columns) for name, columns in by_position.items()}
+            if len(by_position) > 1 and split == "report"
+            else {},
+        }
 
     def accuracy(self, measured: Mapping[str, Fidelity], target: float | None, data: str) -> Accuracy:
-        """What was measured of a model, beside what was recorded of the uncompressed one.
+        """Measurements of a model, beside what was recorded of the uncompressed one.
 
         Args:
             data: the held-out text in words.
@@ -223,7 +266,7 @@ class FidelityMeter:
             self.progress.message(text)
 
     def _token_by_token(self, network: LayerwiseModel, length: int) -> Read | None:
-        """How rows are read as they are served whose tokens change RoPE's frequencies; None where they do not."""
+        """Way in which rows are read whose tokens change RoPE's frequencies; None where they do not."""
         most = constant_rope_tokens(self.context.config)
         if most is None or length <= most:
             return None

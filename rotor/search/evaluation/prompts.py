@@ -11,8 +11,8 @@ the two (artifacts/NOTES.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +21,12 @@ from torch import Tensor
 from ...errors import DataError
 from ...models.sequences import prompt_start
 from ...models.tokens import ordinary_tokens
-from ...recipe import Evaluation
+from ...recipe.sections import Evaluation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from ...models.splits import EvaluationData
 
 SHARE = 3
 """A row has this many parts: at most one states, at most one asks, and text between them fills at least one."""
@@ -43,13 +45,36 @@ class EvaluationContext:
     """The text, the settings and the model's tokenizer and config by which accuracy is measured.
 
     spec: settings. rows: the text of each split, [rows, seq_len]. tokenizer: the model's, or None. config: its
-    transformers config.
+    transformers config. filler: of each split the text that prompts take what stands between question and answer from,
+    [tokens]; by default its rows. kinds: of each split the name of the text that each row is of, where there are
+    several.
     """
 
     spec: Evaluation
     rows: dict[str, Tensor]
     tokenizer: PreTrainedTokenizerBase | None
     config: PretrainedConfig
+    filler: Mapping[str, Tensor] = field(default_factory=dict)
+    kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        spec: Evaluation,
+        data: EvaluationData,
+        tokenizer: PreTrainedTokenizerBase | None,
+        config: PretrainedConfig,
+    ) -> EvaluationContext:
+        """The context of measurements on held-out text."""
+        splits = data.splits
+        return cls(
+            spec,
+            {split: text.sequences for split, text in splits.items()},
+            tokenizer,
+            config,
+            {split: text.filler for split, text in splits.items()},
+            {split: text.kinds for split, text in splits.items()},
+        )
 
     def start(self) -> list[int]:
         """Tokens that a row of prompts begins with."""
@@ -57,7 +82,7 @@ class EvaluationContext:
 
     def ordinary_text(self, split: str) -> Tensor:
         """Text of the split [tokens] without what separates documents: a model may forget what is before it."""
-        text = self.rows[split].flatten()
+        text = self.filler.get(split, self.rows[split].flatten())
         return text[torch.isin(text, ordinary_tokens(self.config, self.tokenizer))]
 
 
@@ -102,7 +127,7 @@ def lookup_prompts(context: EvaluationContext, split: str, generator: torch.Gene
     answers = []
     for index, (stated, asked, inside) in enumerate(parts):
         begin = start + stated
-        middle = _filler(text, index * room, length - len(begin) - len(asked))
+        middle = _filler(text, index / len(parts), length - len(begin) - len(asked))
         rows.append(begin + middle + asked)
         answers.append([False] * (length - len(asked)) + inside)
     return Prompts(torch.tensor(rows), torch.tensor(answers), length - longest)
@@ -153,7 +178,8 @@ def copy_prompts(context: EvaluationContext, split: str, generator: torch.Genera
     rows = []
     for index in range(spec.copy_prompts):
         run = common[torch.randperm(len(common), generator=generator)[:count]].tolist()
-        rows.append(start + STATEMENTS * run + _filler(text, index * room, filler_tokens) + run)
+        middle = _filler(text, index / spec.copy_prompts, filler_tokens)
+        rows.append(start + STATEMENTS * run + middle + run)
     answers = torch.zeros(len(rows), len(rows[0]), dtype=torch.bool)
     answers[:, 1 - count :] = True
     return Prompts(torch.tensor(rows), answers, filler_tokens)
@@ -165,11 +191,12 @@ PROMPTS: dict[str, Callable[[EvaluationContext, str, torch.Generator], Prompts]]
 }
 
 
-def _filler(text: Tensor, start: int, length: int) -> list[int]:
-    """Tokens of the text, from another place for each prompt."""
-    return (
-        text.roll(-(start * 7 // 5 % len(text))).repeat(-(-length // len(text)))[:length].tolist() if len(text) else []
-    )
+def _filler(text: Tensor, place: float, length: int) -> list[int]:
+    """Tokens of the text from a place on, a share of its length: prompts at even distances have other documents."""
+    if not len(text):
+        return []
+    places = torch.arange(length) + int(place * len(text))
+    return text[places % len(text)].tolist()
 
 
 def lookup_keys(words: list[str], count: int, generator: torch.Generator) -> list[tuple[str, str]]:

@@ -40,6 +40,11 @@ class Scores:
         values = {name: torch.cat([part[name] for part in parts]).reshape(rows, -1) for name in parts[0]}
         return cls(values["nll"], values["top1"], values["correct"], values.get("kl_div"))
 
+    def part(self, rows: slice | Sequence[int] = slice(None), columns: slice = slice(None)) -> Scores:
+        """The scores of some rows, at some positions."""
+        tensors = (self.nll, self.top1, self.correct, self.kl_div)
+        return Scores(*(None if tensor is None else tensor[rows][:, columns] for tensor in tensors))  # type: ignore[arg-type]
+
     def as_dict(self) -> dict[str, float]:
         return {
             "token_accuracy": round(float(self.correct.double().mean()), 6),

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ...checkpoint.atomic import write_json, write_text
-from ...checkpoint.bases import LayerBases
-from ...checkpoint.families import language_model_setting
+from ...checkpoint.bases import FoldedBases, LayerBases
+from ...checkpoint.families import find_family, language_model_setting
 from ...checkpoint.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
-from ...checkpoint.folding import model_layouts
+from ...checkpoint.folding import fold_bases, model_layouts
 from ...checkpoint.hashes import tensor_sha256
-from ...checkpoint.layout import LayerLayout
+from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...checkpoint.locks import exclusive
 from ...checkpoint.manifest import write_manifest
+from ...checkpoint.projections import GetTensor, read_attention
 from ...checkpoint.publishing import staged_folder, write_tensors
 from ...checkpoint.rewritten import BASES, RewrittenTensors
 from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SourceInfo, TensorInfo, TextInfo
@@ -31,18 +32,16 @@ from ...kernels.defaults import default_config
 from ...logs import log_file
 from ...models.sidecars import sidecars
 from ...models.source import INDEX_FILE, Checkpoint
-from ...models.splits import LONG_SPLIT, SPLITS
+from ...models.splits import SPLITS
 from ...options import with_fields_of
 from ...progress import Progress, StageTimes
-from ...recipe import Recipe
+from ...recipe.recipe import Recipe
 from ...recipe.requests import ExportRequest
 from ..evaluation.accuracy import Accuracy
 from ..export_job import ExportJob
 from ..point import Point
 from ..rank_search import RankSearch
 from ..report.report import write_with_checkpoint
-from ..rewriting import rewritten_tensors
-from ..table import RankTable
 from .model_card import model_card
 from .texts import texts_before_and_after
 
@@ -94,7 +93,7 @@ def _export(search: RankSearch) -> ExportResult:
     policy = search.stored_policy(point)
     texts = texts_before_and_after(search, point) if job.request.texts and not job.unmeasured else []
     search.close()
-    accuracy = _accuracy(job, point, None if job.unmeasured else search.table)
+    accuracy = _accuracy(job, point, None if job.unmeasured else search)
     times = search.times
     with times.stage("write"), staged_folder(job.out, job.request.overwrite, job.sources, job.needed_bytes) as staging:
         chosen = job.run.bases(point.channels)
@@ -286,24 +285,24 @@ def _size(job: ExportJob, layouts: Sequence[LayerLayout], policy: Policy | None,
     return packed_size(policy, layouts, job.run.shape, dtype, job.context_tokens)
 
 
-def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> Accuracy:
-    """What was measured of the point that is written; where nothing was (no table), why."""
+def _accuracy(job: ExportJob, point: Point, search: RankSearch | None) -> Accuracy:
+    """Measurements of the point that is written; where nothing was (no search), why."""
     metric = job.recipe.evaluation.metric
     target = job.request.accuracy
-    if table is None:
+    if search is None:
         excluded = tuple(sorted(job.run.calibrated_documents))  # no text for `validate` to measure on
         return Accuracy(metric, target, excluded_documents=excluded, not_measured=job.unmeasured)
-    splits = (*SPLITS, *([LONG_SPLIT] if point.has(LONG_SPLIT) else []))
-    context = table.context
+    table, context = search.table, search.table.context
     return Accuracy(
         metric,
         target,
-        measured={split: point.fidelity(split) for split in splits},
+        measured={split: point.fidelity(split) for split in SPLITS},
         base=table.base,
         left_out=table.left_out,
         data=context.data,
         data_sha256=context.data_sha256,
         excluded_documents=context.excluded,
+        documents=search.data.documents,
         table=context.key,
     )
 
@@ -311,3 +310,25 @@ def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> Accuracy
 def allocated_by(recipe: Recipe) -> str:
     """The method that chose ranks, or the bits that were allocated."""
     return f"bits {list(recipe.codes.bits)}" if recipe.coded else recipe.ranks.method
+
+
+def rewritten_tensors(
+    checkpoint: Checkpoint,
+    shape: AttentionShape,
+    bases: Callable[[int], LayerBases],
+    layouts: Sequence[LayerLayout],
+    read: GetTensor,
+) -> RewrittenTensors:
+    """The tensors that a source becomes by a run's bases, of which one layer's are in memory at a time.
+
+    Args:
+        bases: gives those of a layer. layouts: from `model_layouts`.
+        read: `checkpoint.tensor`, or for shapes and dtypes alone `checkpoint.meta_tensor`.
+    """
+    family = find_family(checkpoint.config)
+    first = read_attention(family, 0, checkpoint.names, checkpoint.meta_tensor, shape)
+
+    def folded(layer: int) -> FoldedBases:
+        return fold_bases(bases(layer), layouts[layer], shape.layer(layer))
+
+    return RewrittenTensors(family, shape, layouts, first.bias_names, checkpoint.file_of, read, folded)

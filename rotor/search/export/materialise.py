@@ -25,7 +25,7 @@ from ...models.compressed import CompressedCheckpoint, read_report
 from ...models.source import Checkpoint
 from ...options import with_fields_of
 from ...progress import Progress
-from ...recipe import load_stored_recipe
+from ...recipe.reading import load_stored_recipe
 from ...recipe.requests import MaterialisationRequest
 from ..evaluation.accuracy import Accuracy
 from ..report.report import NAME as REPORT

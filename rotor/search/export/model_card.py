@@ -14,7 +14,7 @@ from ...checkpoint.schemas import CheckpointInfo, ModelInfo
 from ...checkpoint.sizes import share_removed
 from ...installing import pip_install
 from ...progress import in_bytes
-from ...recipe import Recipe
+from ...recipe.recipe import Recipe
 from ..evaluation.accuracy import Accuracy
 
 
@@ -117,7 +117,7 @@ def _where_weights_are(source: ModelInfo) -> str:
 
 
 def _texts(report: CheckpointInfo) -> str:
-    """What both models write to the prompts."""
+    """Section with both models' answers to the prompts."""
     if not report.get("texts"):
         return ""
     parts = ["\n## Before and after\n\nGreedy, to two fixed prompts whose beginnings the cache keeps compressed.\n"]

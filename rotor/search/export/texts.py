@@ -1,4 +1,4 @@
-"""What the uncompressed and the compressed model write to a few prompts, for the card and the report.
+"""Texts that the uncompressed and the compressed model write to a few prompts, for the card and the report.
 
 The prompts are fixed, so that no text of the user's is published. They are longer than the tokens that the cache keeps
 exactly: what is asked for stands at their beginning, and is read from compressed rows.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...checkpoint.schemas import TextInfo
-from ...models.projections import bounded_seq_len
+from ...models.lengths import bounded_seq_len
 from ...models.tokenizer import as_chat
 from ..point import Point
 from ..rank_search import RankSearch
@@ -47,7 +47,7 @@ def shipping_cost(weight_kg: float, express: bool = False) -> float:
 
 
 class Basket:
-    """What a customer wants to buy: names of articles, with their net prices and weights."""
+    """Order of a customer: names of articles, with their net prices and weights."""
 
     def __init__(self) -> None:
         self.articles: dict[str, tuple[float, float]] = {}
@@ -68,7 +68,7 @@ PROMPTS = (HARBOUR, SHOP)
 
 
 def texts_before_and_after(search: RankSearch, point: Point) -> list[TextInfo]:
-    """What both models write to each prompt, greedily; a prompt longer than the model's positions is left out."""
+    """Continue each prompt by both models, greedily; a prompt longer than the model's positions is left out."""
     network, checkpoint = search.network, search.job.checkpoint
     tokenizer: Any = checkpoint.tokenizer
     chat = bool(tokenizer.chat_template)

@@ -17,11 +17,12 @@ from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SequenceInfo, SizeI
 from ...checkpoint.sizes import CacheSize, share_removed
 from ...errors import CheckpointError, RotorError
 from ...models.compressed import read_report
-from ...models.projections import LONG_CONTEXT
+from ...models.lengths import LONG_CONTEXT
 from ...models.source import Checkpoint
 from ...progress import in_bytes
-from ...recipe import Recipe, load_stored_recipe
 from ...recipe.metric_registry import metric_info
+from ...recipe.reading import load_stored_recipe
+from ...recipe.recipe import Recipe
 from ..evaluation.accuracy import Accuracy, chance_note
 from ..point import Point
 from ..table import TABLES, RankTable
@@ -84,7 +85,7 @@ def collect_checkpoint(
     data.target = accuracy.target
     data.texts = report.get("texts", [])
     chosen = Point.of_checkpoint(report, accuracy.measured)
-    data.ratios = accuracy.ratio_rows() + accuracy.long_rows()
+    data.ratios = accuracy.ratio_rows() + accuracy.part_rows()
     if accuracy.report is None:
         data.absent["points"] = f"Accuracy was not measured: {accuracy.not_measured}."
     else:
@@ -119,7 +120,7 @@ def collect_checkpoint(
 
 def _accuracy_of(point: Point, table: RankTable) -> Accuracy:
     """The accuracy that a table has of a point."""
-    splits = {"search": point.search, "report": point.report, "long": point.long}
+    splits = {"search": point.search, "report": point.report}
     measured = {split: fidelity for split, fidelity in splits.items() if fidelity is not None}
     return Accuracy(table.context.metric, None, measured, table.base, table.left_out, table.context.data)
 
@@ -177,7 +178,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
 
 
 def _windows(shape: AttentionShape) -> str:
-    """How many layers hold at most so many tokens."""
+    """Counts of layers that hold at most so many tokens, in words."""
     counts = {window: shape.windows.count(window) for window in sorted({w for w in shape.windows if w})}
     held = [f"{count} of {shape.num_layers} layers hold at most {window:,} tokens" for window, count in counts.items()]
     return ", ".join(held) or "none"

@@ -9,7 +9,7 @@ from ...calibration.run import Run
 from ...checkpoint.layout import GroupLayout
 from ...checkpoint.rows import WIDTHS, NumberRow, Row
 from ...checkpoint.schemas import TextInfo
-from ...recipe import Recipe
+from ...recipe.recipe import Recipe
 from ..point import Point
 
 WHOLE_BITS = 16

@@ -22,7 +22,7 @@ from ...checkpoint.schemas import CheckpointInfo
 from ...errors import UsageError
 from ...installing import pip_install
 from ...progress import in_bytes, in_time
-from ...recipe import Recipe
+from ...recipe.recipe import Recipe
 from .collect import collect, collect_checkpoint, collect_run
 from .data import Cell, ReportData
 from .figures import SIDE_NAMES, figures
@@ -118,7 +118,7 @@ def _largest_share(data: ReportData, side: str) -> float:
 
 
 def _has_side(group: GroupLayout, side: str) -> bool:
-    """Whether a group has latents of `values` beside those of `keys`, which stand for joint ones too."""
+    """Tell whether a group has latents of `values` beside those of `keys`, which stand for joint ones too."""
     return side == "keys" or not group.joint
 
 
@@ -138,7 +138,7 @@ def _next_steps(data: ReportData) -> list[tuple[str, str]]:
 
 
 def _channels_for(spectrum: list[float]) -> int:
-    """How many leading channels hold 0.99 of the sum of squares."""
+    """Number of leading channels that hold 0.99 of the sum of squares."""
     sums = list(accumulate(value * value for value in spectrum))
     return next(i + 1 for i, total in enumerate(sums) if total >= 0.99 * sums[-1])
 

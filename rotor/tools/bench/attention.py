@@ -40,7 +40,7 @@ FLUSH_BYTES = 1 << 27
 """Read before each timed call on a CPU, several times its caches."""
 
 Call = Callable[[], Tensor]
-"""What is timed; gives [batch_size, seq_len, sum over query heads of value width]."""
+"""Function that is timed; gives [batch_size, seq_len, sum over query heads of value width]."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Problem:
 
 
 def held_exactly(slots: ExactSlots, kv_len: int) -> tuple[ExactKeys, Tensor]:
-    """What is kept exactly, and the mask of the rows that a step reads beside it, [batch_size, 1, 1, kv_len]."""
+    """Exact keys and values, and the mask of the rows that a step reads beside it, [batch_size, 1, 1, kv_len]."""
     row = torch.arange(kv_len, device=slots.key.device)
     coded = (row >= slots.first[:, None]) & (row < slots.until[:, :1])
     return ExactKeys(slots.key, slots.value, (slots.index >= 0)[:, None, None]), coded[:, None, None]
@@ -194,7 +194,7 @@ def step_tensors(
 
 
 def zero_scale(layout: LayerLayout, device: torch.device) -> RowScale | None:
-    """How latents of joint groups are scaled and coded, all zeros: for times and compilers."""
+    """Scales and codes of latents of joint groups, all zeros: for times and compilers."""
     return RowScale(*torch.zeros(2, layout.key_rank, device=device)) if layout.scaled else None
 
 

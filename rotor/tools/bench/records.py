@@ -1,4 +1,4 @@
-"""What surrounds the numbers of a measurement: date, command, versions, commit, device."""
+"""Surroundings of a measurement: date, command, versions, commit, device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMIT = "ROTOR_COMMIT"
 
 
 def provenance(command: str) -> JsonObject:
-    """What made a measurement; `command` is what the user gave."""
+    """Describe what made a measurement; `command` is what the user gave."""
     more = {}
     if find_spec("triton") is not None:
         import triton
@@ -40,7 +40,7 @@ def provenance(command: str) -> JsonObject:
 
 
 def describe_device(device: torch.device) -> JsonObject:
-    """What identifies the device in a record."""
+    """Describe the device in a record."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import isinf
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def search(
     """
     found = {own: seconds(own)}
     yield own, found[own]
-    for tried in launches(own, layout, capability)[0]:
+    for tried in launches(own, layout, capability):
         if tried not in found:
             found[tried] = seconds(tried)
             yield tried, found[tried]
@@ -99,7 +99,7 @@ def search(
 
 
 def tiles(own: Tile, layout: LayerLayout) -> list[Tile]:
-    """What is tried for a layer, its own tile first: its keys, warps and stages changed.
+    """Tiles that are tried for a layer, its own tile first: its keys, warps and stages changed.
 
     No tile is above a block of positions.
     """
@@ -117,27 +117,12 @@ def with_tile(own: LayerKernels, capability: int, tile: Tile, warps_per_sm: int)
     return replace(own, slices_per_sm=slices, materialise=False, **of_architecture)
 
 
-@dataclass(frozen=True)
-class Absorbing:
-    """How `absorb` is launched: blocks that a program takes at a time, its warps, stages of its copies."""
-
-    blocks: int
-    warps: int
-    stages: int = 1
-
-
-ABSORBING = [
-    Absorbing(32, 2, 2), Absorbing(64, 4), Absorbing(32, 4), Absorbing(64, 2), Absorbing(32, 2), Absorbing(16, 1),
-    Absorbing(128, 8), Absorbing(32, 1),
-]  # fmt: skip
-
-
-def launches(own: LayerKernels, layout: LayerLayout, capability: int) -> tuple[list[LayerKernels], list[Absorbing]]:
-    """All that must be compiled to try a layer: its tiles, its own first, and ways to absorb."""
+def launches(own: LayerKernels, layout: LayerLayout, capability: int) -> list[LayerKernels]:
+    """A layer's kernels with each tile that is tried, its own first."""
     tile = own.tile(capability)
     warps = own.slices_per_sm * tile.warps
     tried = [own, *(with_tile(own, capability, each, warps) for each in tiles(tile, layout))]
-    return list(dict.fromkeys(tried)), ABSORBING if layout.in_blocks else []
+    return list(dict.fromkeys(tried))
 
 
 def _seconds(problem: Problem, exact: torch.Tensor, kernels: LayerKernels) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import triton
@@ -15,21 +15,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime import driver
 
-from ...checkpoint.kernel_config import LayerKernels
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...kernels.append import append
-from ...kernels.decode import MOVES
-from ...kernels.decoding import DecodeLayer, absorbing_programs, block_starts, decode_attention, finish_constants
+from ...kernels.decoding import DecodeLayer, block_starts, decode_attention
 from ...kernels.materialise import PagesOf, materialise
 from ...kernels.parameters import AttentionParameters
 from ...kernels.ranges import KeyRanges
 from ...kernels.rows import row_dtype
 from .attention import random_slots, step_tensors, zero_scale
-from .sass import Loop
-from .subjects import STEP, Subject
-
-SMS = 132
-"""SMs of the GPU that loops' trips are stated for."""
+from .subjects import Subject
 
 CPU = torch.device("cpu")
 
@@ -38,19 +32,15 @@ CPU = torch.device("cpu")
 class Variant:
     """One kernel with constants and options, for one GPU.
 
-    loops: of the kernel, with their trips in a program. keys: of one group, whose work in a decode step the program
-        does (of half a group's work, half of them); 0: a kernel whose work is not by keys. groups: of the layer, that
-        the launch serves. programs: launched for an SM; None: as many as it holds.
+    kind: name of its function. of_step: the layer of the decode step that launches it, None outside of a step.
     """
 
     name: str
+    kind: str
     source: ASTSource
     options: dict[str, int]
     target: GPUTarget
-    loops: tuple[Loop, ...] = ()
-    keys: float = 0.0
-    groups: int = 1
-    programs: int | None = None
+    of_step: DecodeLayer | None = None
 
     @property
     def warps(self) -> int:
@@ -61,18 +51,9 @@ class Variant:
         return triton.compile(self.source, target=self.target, options=self.options)
 
 
-class Work(TypedDict, total=False):
-    """Fields of a Variant that say what its programs do in a step."""
-
-    loops: tuple[Loop, ...]
-    keys: float
-    groups: int
-    programs: int
-
-
 @contextmanager
 def recorded(arch: int) -> Iterator[list[Variant]]:
-    """Kernels launched inside, on tensors of the CPU, are listed in place of being run; each is named by its function.
+    """List the kernels that are launched inside, on tensors of the CPU, in place of running them.
 
     Args:
         arch: compute capability of the GPU, 90 is 9.0.
@@ -82,7 +63,8 @@ def recorded(arch: int) -> Iterator[list[Variant]]:
     def record(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
         source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
         options = {name: compile[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
-        found.append(Variant(fn.jit_function.__name__, source, options, target))
+        kind = fn.jit_function.__name__.removesuffix("_kernel")
+        found.append(Variant(kind, kind, source, options, target))
         return True  # not compiled
 
     active = driver._active
@@ -97,7 +79,7 @@ def recorded(arch: int) -> Iterator[list[Variant]]:
 
 
 def layer_variants(subject: Subject, arch: int) -> list[Variant]:
-    """The distinct kernels of a layer: of a step, and of a prompt, with the trips of their loops in a step."""
+    """The distinct kernels of a layer: of a step, and of a prompt."""
     layout, shape, kernels, dtype, page = subject.layout, subject.shape, subject.kernels, subject.dtype, subject.page
     tensors = step_tensors(layout, shape, dtype, torch.zeros)
     read = ("query_basis", "key_constant", "output_basis", "value_constant")
@@ -114,13 +96,10 @@ def layer_variants(subject: Subject, arch: int) -> list[Variant]:
     block_table = torch.zeros(1, 4, dtype=torch.int32) if page else None
     found: dict[object, Variant] = {}
 
-    def keep(variants: list[Variant], name: str, work: dict[str, Work] | None = None) -> None:
+    def keep(variants: list[Variant], name: str, of_step: DecodeLayer | None = None) -> None:
         for variant in variants:
-            kind = variant.name.removesuffix("_kernel")
-            found.setdefault(
-                (variant.source.hash(), str(variant.options)),
-                replace(variant, name=name.format(kind), **({} if work is None else work[kind])),
-            )
+            named = replace(variant, name=name.format(variant.kind), of_step=of_step)
+            found.setdefault((variant.source.hash(), str(variant.options)), named)
 
     for tokens in (1, 4096):
         with recorded(arch) as launched:
@@ -147,7 +126,7 @@ def layer_variants(subject: Subject, arch: int) -> list[Variant]:
             )  # fmt: skip
         widths = f"{layer.operands * layer.columns}+{layer.operands * layer.value_columns}"
         name = f"{{}} {widths}x{layer.heads}, T {layer.block}"
-        keep(launched, name, _work_of_a_step(layer, kernels, arch))
+        keep(launched, name, layer)
     return list(found.values())
 
 
@@ -178,41 +157,3 @@ def _append(
         slots=None if pages is None else places,
         **{name: stored.get(name) for name in basis_names},
     )
-
-
-def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dict[str, Work]:
-    """Loops of each kernel of a decode step of one token a sequence, and the keys that a program serves."""
-    length, sequences = STEP.context_tokens, STEP.batch_size
-    groups, step = len(layer.layout.groups), layer.step(kernels.tile(arch))
-    queries = groups * layer.group_rows * sequences
-    blocks, warps, _ = layer.absorb_shape(many=True)
-    chunks = -(-(length // layer.block if layer.block else 1) // blocks)
-    programs = absorbing_programs(chunks, queries * warps, SMS)
-    tiles = sequences * groups * length / step / (SMS * kernels.slices_per_sm)
-    parts = 1 + tiles * step / length
-    loops = Loop(1), Loop(parts, (Loop(1), Loop(tiles / parts, longer=1 / MOVES)))
-    return {
-        "absorb": {"loops": (Loop(chunks / programs),), "keys": length / programs / layer.group_rows, "groups": groups},
-        "decode": {"loops": loops, "keys": tiles * step, "groups": groups, "programs": kernels.slices_per_sm},
-        "join": {"loops": (Loop(1),) * 3, "keys": length / layer.group_rows, "groups": groups},
-        "finish": _work_of_finishing(layer, kernels, arch, tiles * step),
-    }
-
-
-def _work_of_finishing(layer: DecodeLayer, kernels: LayerKernels, arch: int, slice_keys: float) -> Work:
-    """Loops of the finish kernel in a decode step, and the keys that a program serves.
-
-    Args:
-        slice_keys: keys of one group that a slice of decoding has.
-    """
-    exact = layer.layout.exact
-    if exact is None:
-        return {}
-    length, share = STEP.context_tokens, layer.per_head  # the sequences of the step fill the GPU
-    constants = finish_constants(layer, 1, kernels.tile(arch), share, False)
-    joined = -(-(length / slice_keys + 1) // constants["SLICES"])
-    columns = -(-layer.operands * layer.value_columns // constants["COLUMNS"])
-    once = columns == 1 and layer.value_exact  # known when it is compiled: no loop
-    of_columns = Loop(joined) if once else Loop(columns, (Loop(joined),))
-    loops = Loop(-(-exact.slots // constants["KEYS"])), *(Loop(1),) * 2, Loop(joined), of_columns
-    return {"loops": loops, "keys": length * share / layer.group_rows, "groups": len(layer.layout.groups)}

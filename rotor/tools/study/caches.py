@@ -15,14 +15,17 @@ from ...calibration.allocation.plan import RankPath
 from ...checkpoint.layout import AttentionShape
 from ...checkpoint.sizes import exact_bytes_of_sequence, uncompressed_kv_bytes_of_sequence
 from ...errors import UnsupportedModelError
+from ...models.compressible import CompressibleModel
 from ...models.splits import SPLITS
 from ...policies import LONG_TOKENS, EvictingLayer, Eviction, Policy, random_rows, stored_bytes
 from ...policies.fitting import fit_cache_policy
 from ...policies.quantiser import Quantiser
 from ...progress import Advance, Progress
 from ...runtime.attention import RotorAttention
-from ...search import CompressibleModel, EvaluationContext, FidelityMeter, PlanEvaluator
 from ...search.evaluation.cached import final_states_through_cache
+from ...search.evaluation.fidelity import FidelityMeter
+from ...search.evaluation.prompts import EvaluationContext
+from ...search.plan_evaluator import PlanEvaluator
 
 PROMPT_SHARE = 0.75
 """Share of a sequence of text that is the prompt: three quarters, as in GEAR's tasks (900 tokens of 1156 in GSM8k)."""

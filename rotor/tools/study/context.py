@@ -17,17 +17,21 @@ from ...checkpoint.families import attention_shape
 from ...checkpoint.output_folder import OutputFolder
 from ...checkpoint.sizes import uncompressed_kv_bytes_per_token
 from ...errors import UsageError
+from ...models.compressible import CompressibleModel
 from ...models.device_plan import DevicePlan
-from ...models.projections import context_tokens
+from ...models.lengths import context_tokens
 from ...models.sequences import evenly_spaced, text_sequences
 from ...models.source import Checkpoint
-from ...models.splits import EvaluationData, evaluation_data, held_out_documents
+from ...models.splits import CALIBRATION, EvaluationData, evaluation_data, held_out_documents
 from ...policies.fitting import FIT_TOKENS
 from ...progress import Progress
-from ...recipe import Evaluation, Recipe
 from ...recipe.metric_registry import primitive_metrics
+from ...recipe.recipe import Recipe
 from ...recipe.requests import StudyRequest
-from ...search import CompressibleModel, EvaluationContext, FidelityMeter, PlanEvaluator
+from ...recipe.sections import Evaluation
+from ...search.evaluation.fidelity import FidelityMeter
+from ...search.evaluation.prompts import EvaluationContext
+from ...search.plan_evaluator import PlanEvaluator
 from .caches import CacheBench
 from .inputs import StudyInputs
 from .store import StudyStore
@@ -67,10 +71,11 @@ class StudyContext:
     @cached_property
     def meter(self) -> FidelityMeter:
         """Measures all points, so that the uncompressed model runs once a split."""
-        return FidelityMeter(self._metrics_of(self.data.sequences), self.progress)
+        return FidelityMeter(self._context, self.progress)
 
-    def _metrics_of(self, rows: dict[str, Tensor]) -> EvaluationContext:
-        return EvaluationContext(self.evaluation, rows, self.checkpoint.tokenizer, self.checkpoint.config)
+    @property
+    def _context(self) -> EvaluationContext:
+        return EvaluationContext.of(self.evaluation, self.data, self.checkpoint.tokenizer, self.checkpoint.config)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -106,15 +111,17 @@ class StudyContext:
         """Measures the same in a network of another dtype."""
         asked = primitive_metrics(self.evaluation.metric)
         prompts = [name for name in PROMPTS if name in asked]
-        return self._bench(self.data.sequences if prompts else {"report": self.data.report}, prompts, network)
+        return self._bench(self._context, prompts, network)
 
     def bench_on(self, text: Tensor) -> CacheBench:
         """Measures caches on other text, [rows, seq_len]."""
-        return self._bench({"report": text}, [], self.cache_network)
+        context = EvaluationContext(
+            self.evaluation, {"report": text}, self.checkpoint.tokenizer, self.checkpoint.config
+        )
+        return self._bench(context, [], self.cache_network)
 
-    def _bench(self, rows: dict[str, Tensor], prompts: list[str], network: CompressibleModel) -> CacheBench:
-        samples = partial(self.calibration_rows, max(1, FIT_TOKENS // rows["report"].shape[1]))
-        context = self._metrics_of(rows)
+    def _bench(self, context: EvaluationContext, prompts: list[str], network: CompressibleModel) -> CacheBench:
+        samples = partial(self.calibration_rows, max(1, FIT_TOKENS // context.rows["report"].shape[1]))
         return CacheBench(network, context, prompts, self.whole_bytes, samples, self.progress)
 
     @cached_property
@@ -128,7 +135,7 @@ class StudyContext:
     def calibration_rows(self, count: int) -> Tensor:
         """Rows [count, seq_len] of the text that is kept for calibrations."""
         documents = held_out_documents(self.evaluation, tokenizer=self.checkpoint.tokenizer)
-        rows = text_sequences(documents.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
+        rows = text_sequences(documents.texts(CALIBRATION), self.checkpoint.tokenizer, self.data.report.shape[1])
         return evenly_spaced(rows, count, f"study, calibration part of {documents.description}")
 
     def run(self, name: str, recipe: Recipe) -> Run:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ...errors import UsageError
-from ...recipe import Recipe, load_recipe, override
+from ...recipe.reading import load_recipe, override
+from ...recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)

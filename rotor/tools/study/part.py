@@ -6,7 +6,6 @@ A part of your own is a subclass of `Part`: name it on the command line as `--pa
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import UsageError
+from ...policies.registry import import_file
 from .context import StudyContext
 from .parts import PARTS
 from .store import StudyStore
@@ -100,15 +100,12 @@ def find_part(name: str) -> Part:
     file, _, class_name = name.rpartition(":")
     if name in PARTS:
         part: Any = getattr(importlib.import_module(f"{__package__}.parts.{name}"), name.capitalize())
-    elif file.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        if not Path(file).is_file() or spec is None or spec.loader is None:
-            raise UsageError(f"--parts {name}: no such file.", "Give FILE.py:CLASS, the class of a part.")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        part = getattr(module, class_name, None)
-    else:
+    elif not file.endswith(".py"):
         raise UsageError(f"--parts {name}: expected some of {', '.join(PARTS)}, or FILE.py:CLASS.")
+    elif not Path(file).is_file():
+        raise UsageError(f"--parts {name}: no such file.", "Give FILE.py:CLASS, the class of a part.")
+    else:
+        part = getattr(import_file(Path(file)), class_name, None)
     if not (isinstance(part, type) and issubclass(part, Part)):
         raise UsageError(f"--parts {name}: is no subclass of rotor.tools.study.part.Part.")
     return part()

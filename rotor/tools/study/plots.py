@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
 from ...installing import pip_install
-from ...search.report.style import MARKERS, STYLE
+from ...search.report.figures import MARKERS, STYLE
 from .part import Part
 from .store import StudyStore
 

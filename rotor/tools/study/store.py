@@ -15,7 +15,7 @@ from ...errors import UsageError
 STORE_VERSION = 2
 
 Record = dict[str, Any]
-"""What was measured of one thing, or what a study was asked to do, in JSON's types."""
+"""Measurements of one thing, or the request of a study, in JSON's types."""
 
 
 class StudyStore:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...calibration.planning.outline import evaluation_plan
 from ...checkpoint.hashes import file_sha256
 from ...checkpoint.locks import exclusive
 from ...checkpoint.output_folder import check_apart
@@ -23,7 +24,6 @@ from ...models.source import Checkpoint
 from ...options import with_fields_of
 from ...progress import Progress
 from ...recipe.requests import StudyRequest
-from ...search import evaluation_plan
 from .context import StudyContext
 from .inputs import StudyInputs, same_conditions
 from .output import SUMMARY, write_tables

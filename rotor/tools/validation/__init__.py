@@ -1,1 +1,1 @@
-"""Whether a compressed checkpoint keeps what it claims."""
+"""Checks that a compressed checkpoint keeps what it claims."""

@@ -16,7 +16,7 @@ from ...errors import CheckpointError, RotorError
 from ...models.compressed import CompressedCheckpoint
 from ...policies import packed_size, read_stored
 from ...progress import Progress
-from ...search import Accuracy
+from ...search.evaluation.accuracy import Accuracy
 
 OWN = ("q_proj.", "k_proj.", "v_proj.", "o_proj.", "key_", "query_")
 """Prefixes of the names of an attention layer's tensors."""
@@ -51,7 +51,7 @@ class Validation:
 
     @property
     def damaged(self) -> bool:
-        """Whether a check other than the accuracy target failed."""
+        """Tell whether a check other than the accuracy target failed."""
         return any(c.status == "fail" and c.name != "accuracy target" for c in self.checks)
 
     @property

@@ -14,7 +14,7 @@ from ...models.device_plan import DevicePlan
 from ...models.source import Checkpoint
 from ...policies import Policy, cache_policy
 from ...progress import Progress
-from ...recipe import Evaluation
+from ...recipe.sections import Evaluation
 from ...runtime.decoded import decoding_without_cache
 from ...search.evaluation.tasks import Paired, TaskSuite, paired
 

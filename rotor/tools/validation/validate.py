@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ...calibration.planning.outline import evaluation_plan
 from ...calibration.run import Run
 from ...checkpoint.families import attention_shape
 from ...checkpoint.rewritten import source_at
@@ -18,20 +19,24 @@ from ...checkpoint.section import is_compressed
 from ...checkpoint.sizes import CacheSize, share_removed
 from ...errors import RotorError, UsageError
 from ...models.compressed import CompressedCheckpoint, open_model
+from ...models.compressible import CompressibleModel
 from ...models.device_plan import DevicePlan
 from ...models.documents import require_tokenizer
 from ...models.layerwise import LayerwiseModel
-from ...models.projections import bounded_seq_len, context_tokens
+from ...models.lengths import bounded_seq_len, context_tokens
 from ...models.source import CHANGED, Checkpoint
-from ...models.splits import LONG_SPLIT, EvaluationData, evaluation_data
+from ...models.splits import EvaluationData, evaluation_data
 from ...models.tokens import random_tokens
 from ...options import with_fields_of
 from ...policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ...progress import Progress, StageTimes
-from ...recipe import Evaluation, Recipe, load_recipe, load_stored_recipe, override
+from ...recipe.reading import load_recipe, load_stored_recipe, override
+from ...recipe.recipe import Recipe
 from ...recipe.requests import ValidationRequest
-from ...search import CompressibleModel, EvaluationContext, FidelityMeter, evaluation_plan
+from ...recipe.sections import Evaluation
 from ...search.evaluation.cached import check_in_memory
+from ...search.evaluation.fidelity import FidelityMeter
+from ...search.evaluation.prompts import EvaluationContext
 from ...search.evaluation.scoring import batch_logits
 from .integrity import Validation, check_integrity
 from .tasks import compare_tasks
@@ -160,7 +165,7 @@ class _Numerics:
         if data is None:
             rows = random_tokens(NUMERICS_ROWS, bounded_seq_len(RANDOM_SEQ_LEN, config), config, None, seed=0)
         else:
-            rows = data.report
+            rows = data.report[:, :RANDOM_SEQ_LEN]
         devices = self._devices()
         no_run = f"run folder not found ({run}); pass --run"
         meter = None
@@ -210,11 +215,17 @@ class _Numerics:
         source = self.source
         if isinstance(source, str) or self.withheld or source.tokenizer is None:
             return None
-        excluded = tuple(self.checkpoint.report["accuracy"].get("excluded_documents", ()))
+        known = {*self.checkpoint.report["accuracy"].get("excluded_documents", ())}
+        if isinstance(self.run, Run):
+            known |= self.run.calibrated_documents
+        excluded = tuple(sorted(known))
         key = (source.folder.resolve(), self.spec, excluded)
         given = (source.config, source.tokenizer, excluded)
         with self.progress.task("load text", None, ""):
-            return self._once("text", key, lambda: evaluation_data(self.spec, *given))
+            data = self._once("text", key, lambda: evaluation_data(self.spec, *given))
+        if data.excluded:
+            self.progress.message(f"text: {len(data.excluded)} document(s) left out, which were calibrated on")
+        return data
 
     def _once(self, kind: str, key: object, measure: Callable[[], T]) -> T:
         """The result for an earlier folder, if its `key` was the same; the last result of each kind is kept."""
@@ -258,7 +269,7 @@ class _Numerics:
         """Compare the compressed model with the source over the report split: every ratio, KL, agreement."""
         result = self.result
         target = self.checkpoint.report["accuracy"]["target"]
-        measured = {split: meter.measure(compressed, split) for split in ("report", LONG_SPLIT) if split in meter.base}
+        measured = {"report": meter.measure(compressed, "report")}
         result.accuracy = meter.accuracy(measured, target, data)
         result.summary["accuracy"] = result.accuracy.summary()
         text = f"{meter.metric} {measured['report']}"
@@ -325,11 +336,9 @@ def _measured(
         base = LayerwiseModel(devices.weights(source))
     if policy is not None:
         check_in_memory(base, policy)
-    meter = FidelityMeter(EvaluationContext(spec, data.sequences, source.tokenizer, source.config), progress, policy)
+    meter = FidelityMeter(EvaluationContext.of(spec, data, source.tokenizer, source.config), progress, policy)
     meter.left_out |= {} if searched is None else {"search": searched}
-    for split in ("report", LONG_SPLIT):
-        if split in data.sequences:
-            meter.measure_base(base, split)
+    meter.measure_base(base, "report")
     return meter, base
 
 

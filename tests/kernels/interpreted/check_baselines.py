@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from rotor.tools.bench import baselines
+from gpu import baselines
 
 
 @pytest.mark.parametrize("four_bits", [False, True])

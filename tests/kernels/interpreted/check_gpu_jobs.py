@@ -1,4 +1,4 @@
-"""What the jobs of `rotor gpu` do, at sizes that Triton's interpreter runs; its times mean nothing."""
+"""What the jobs of `python artifacts/gpu` do, at sizes that Triton's interpreter runs; its times mean nothing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu import absorbing, counters, model, tiles, times
+from gpu.loads import PROMPT, RAGGED
+from gpu.subjects import with_exact
+from gpu.summary import markdown, tuned
 
 from rotor.checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
 from rotor.checkpoint.rows import CodedRow
 from rotor.kernels.defaults import default_layer
 from rotor.tools.bench import tuning
-from rotor.tools.bench.gpu import counters, model, tiles, times
-from rotor.tools.bench.gpu.loads import PROMPT, RAGGED
-from rotor.tools.bench.gpu.summary import markdown, tuned
-from rotor.tools.bench.subjects import Subject, with_exact
+from rotor.tools.bench.subjects import Subject
 
 SHAPE = AttentionShape(1, 4, 1, 32, 64, 32)
 LAYOUT = LayerLayout((GroupLayout((0,), CodedRow(n4=23, scaled=True), None),), 16)
@@ -35,7 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "gpu_subjects", lambda: {"tiny": subject})
     monkeypatch.setattr(times, "MODELS", {"tiny": SHAPE})
     monkeypatch.setattr(counters, "LOADS", SMALL)
-    monkeypatch.setattr("rotor.tools.bench.subjects.gpu_subjects", lambda: {"tiny": subject})
+    monkeypatch.setattr("gpu.subjects.gpu_subjects", lambda: {"tiny": subject})
     monkeypatch.setattr(times, "DTYPE", torch.float16)  # the interpreter knows no bfloat16
     monkeypatch.setattr(times, "COPIES", (1, 1))
     monkeypatch.setattr(times, "PAGE", 16)
@@ -71,7 +72,7 @@ def test_tiles_are_compiled_then_timed(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tiles, "COMPILED_KEYS", 20)
     monkeypatch.setattr(tuning, "WARPS_PER_SM", (1, 2))
     monkeypatch.setattr(tuning, "tiles", lambda own, layout: [own, own.__class__(16), own.__class__(16, 2)])
-    monkeypatch.setattr(tuning, "ABSORBING", [tuning.Absorbing(16, 1), tuning.Absorbing(32, 2)])
+    monkeypatch.setattr(absorbing, "ABSORBING", [absorbing.Absorbing(16, 1), absorbing.Absorbing(32, 2)])
     chosen = [record for index in (0, 1, 3, 9) for record in tiles.compile_launch("tiny", index, "cpu")]
     assert [next(iter({"tile", "absorbing"} & set(record))) for record in chosen] == ["tile", "tile", "absorbing"]
     results = tmp_path / "results.jsonl"

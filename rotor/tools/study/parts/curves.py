@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from ....errors import AccuracyError
 from ....models.splits import SPLITS
-from ....recipe import Recipe
 from ....recipe.metric_registry import METRICS
-from ....search import Fidelity, Point, find_plan
-from ....search.report.style import accuracy_axis, shown_loss
+from ....recipe.recipe import Recipe
+from ....search.evaluation.accuracy import Fidelity
+from ....search.point import Point
+from ....search.report.figures import accuracy_axis, shown_loss
+from ....search.search import find_plan
 from ..context import TARGETS, StudyContext
 from ..part import CsvRow, Part, Table, Task, number
 from ..plots import KL_LABEL, LEAST_KL, draw_legend, draw_line

@@ -1,0 +1,224 @@
+# mypy: disable-error-code="no-untyped-def"
+"""What compressed attention is measured beside where PyTorch has nothing: flash-decoding in Triton over lengths of any
+kind, on keys and values of 16 bits and of 4 bits in groups (as KIVI's and KVQuant's are kept, without their outliers).
+
+A program takes some keys of a KV head of a sequence with all query heads that share them; a second kernel joins these
+chunks by their log-sum-exp. At 4 bits a token and head has two groups of half a head, each with a scale and an offset
+of 16 bits: the low nibbles of its bytes and the high ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rotor.kernels.launch import device_guard, sm_count
+from rotor.tools.bench.attention import Call
+
+KEYS = 64
+PROGRAMS_PER_SM = 8
+"""Programs that chunks are made for."""
+
+
+@triton.jit(do_not_specialize=["tokens", "chunk", "chunks"])
+def flash_kernel(
+    query, key, value, key_scale, value_scale, partial, log_sum, starts, lengths, tokens, chunk, chunks, scale,
+    FOUR_BITS: tl.constexpr, PER_HEAD: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Grid: chunks, KV heads, sequences.
+
+    query: [sequences, heads, 2 * HALF]. key, value: [kv_heads, tokens, 2 * HALF], or bytes [kv_heads, tokens, HALF]
+    with scales [kv_heads, tokens, 4]: scale and offset of the low nibbles, then of the high ones. starts, lengths: of a
+    sequence among tokens. partial: [sequences, kv_heads, chunks, ROWS, 2 * HALF].
+    """
+    kind: tl.constexpr = query.dtype.element_ty
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    first = tl.program_id(0) * chunk
+    if first < length:
+        last = tl.minimum(length, first + chunk)
+        row = tl.arange(0, ROWS)
+        half = tl.arange(0, HALF)
+        at = tl.arange(0, KEYS)
+        of_query = (sequence * tl.num_programs(1) + head) * PER_HEAD + row
+        own = query + of_query[:, None] * (2 * HALF) + half[None, :]
+        q0 = tl.load(own, mask=(row < PER_HEAD)[:, None], other=0.0)
+        q1 = tl.load(own + HALF, mask=(row < PER_HEAD)[:, None], other=0.0)
+        sum0 = tl.sum(q0.to(tl.float32), 1)
+        sum1 = tl.sum(q1.to(tl.float32), 1)
+        begin = head.to(tl.int64) * tokens + tl.load(starts + sequence)
+        largest = tl.full((ROWS,), -1e30, tl.float32)
+        weight = tl.zeros((ROWS,), tl.float32)
+        out0 = tl.zeros((ROWS, HALF), tl.float32)
+        out1 = tl.zeros((ROWS, HALF), tl.float32)
+        for place in range(first, last, KEYS):
+            there = place + at < last
+            token = begin + place + at
+            if FOUR_BITS:
+                words = tl.load(key + token[:, None] * HALF + half[None, :], mask=there[:, None], other=0)
+                k0 = (words & 15).to(kind)
+                k1 = (words >> 4).to(kind)
+                scales = key_scale + token * 4
+                logits = tl.dot(q0, k0.T) * tl.load(scales, mask=there, other=0.0).to(tl.float32)[None, :]
+                logits += tl.dot(q1, k1.T) * tl.load(scales + 2, mask=there, other=0.0).to(tl.float32)[None, :]
+                logits += sum0[:, None] * tl.load(scales + 1, mask=there, other=0.0).to(tl.float32)[None, :]
+                logits += sum1[:, None] * tl.load(scales + 3, mask=there, other=0.0).to(tl.float32)[None, :]
+            else:
+                rows = key + token[:, None] * (2 * HALF) + half[None, :]
+                logits = tl.dot(q0, tl.load(rows, mask=there[:, None], other=0.0).T)
+                logits = tl.dot(q1, tl.load(rows + HALF, mask=there[:, None], other=0.0).T, logits)
+            logits = tl.where(there[None, :], logits * scale, -1e30)
+            now = tl.maximum(largest, tl.max(logits, 1))
+            shrink = tl.exp2(largest - now)
+            weights = tl.exp2(logits - now[:, None])
+            weight = weight * shrink + tl.sum(weights, 1)
+            out0 *= shrink[:, None]
+            out1 *= shrink[:, None]
+            if FOUR_BITS:
+                words = tl.load(value + token[:, None] * HALF + half[None, :], mask=there[:, None], other=0)
+                scales = value_scale + token * 4
+                of0 = weights * tl.load(scales, mask=there, other=0.0).to(tl.float32)[None, :]
+                of1 = weights * tl.load(scales + 2, mask=there, other=0.0).to(tl.float32)[None, :]
+                off0 = tl.sum(weights * tl.load(scales + 1, mask=there, other=0.0).to(tl.float32)[None, :], 1)
+                off1 = tl.sum(weights * tl.load(scales + 3, mask=there, other=0.0).to(tl.float32)[None, :], 1)
+                out0 = tl.dot(of0.to(kind), (words & 15).to(kind), out0) + off0[:, None]
+                out1 = tl.dot(of1.to(kind), (words >> 4).to(kind), out1) + off1[:, None]
+            else:
+                rows = value + token[:, None] * (2 * HALF) + half[None, :]
+                out0 = tl.dot(weights.to(kind), tl.load(rows, mask=there[:, None], other=0.0), out0)
+                out1 = tl.dot(weights.to(kind), tl.load(rows + HALF, mask=there[:, None], other=0.0), out1)
+            largest = now
+        slot = ((sequence * tl.num_programs(1) + head) * chunks + tl.program_id(0)) * ROWS + row
+        to = partial + slot[:, None].to(tl.int64) * (2 * HALF) + half[None, :]
+        tl.store(to, out0 / weight[:, None])
+        tl.store(to + HALF, out1 / weight[:, None])
+        tl.store(log_sum + slot, largest + tl.log2(weight))
+
+
+@triton.jit(do_not_specialize=["chunk", "chunks"])
+def chunks_kernel(
+    partial, log_sum, output, lengths, chunk, chunks,
+    PER_HEAD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Grid: query heads, sequences. output: [sequences, heads, WIDTH]."""
+    head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    count = (tl.load(lengths + sequence) + chunk - 1) // chunk
+    of_head = (sequence * (tl.num_programs(0) // PER_HEAD) + head // PER_HEAD) * chunks
+    column = tl.arange(0, WIDTH)
+    largest = -1e30
+    weight = 0.0
+    joined = tl.zeros((WIDTH,), tl.float32)
+    for first in range(0, count, AT_ONCE):
+        index = first + tl.arange(0, AT_ONCE)
+        slot = (of_head + index) * ROWS + head % PER_HEAD
+        sums = tl.load(log_sum + slot, mask=index < count, other=-1e30)
+        now = tl.maximum(largest, tl.max(sums, 0))
+        weights = tl.exp2(sums - now)
+        rows = partial + slot[:, None].to(tl.int64) * WIDTH + column[None, :]
+        shrink = tl.exp2(largest - now)
+        values = tl.load(rows, mask=(index < count)[:, None], other=0.0)
+        joined = joined * shrink + tl.sum(values * weights[:, None], 0)
+        weight = weight * shrink + tl.sum(weights, 0)
+        largest = now
+    to = output + (sequence * tl.num_programs(0) + head) * WIDTH + column
+    tl.store(to, (joined / weight).to(output.dtype.element_ty))
+
+
+@dataclass(frozen=True)
+class FlashProblem:
+    """A decode step of an uncompressed model, sequences of any lengths behind each other.
+
+    query: [sequences, heads, head_dim]. key, value: [kv_heads, tokens, head_dim], or with scales bytes.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    lengths: tuple[int, ...]
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+
+    @property
+    def cache_bytes(self) -> int:
+        held = (self.key, self.value, self.key_scale, self.value_scale)
+        return sum(part.nbytes for part in held if part is not None)
+
+    def exact(self) -> Tensor:
+        """[sequences, heads, head_dim], in float64."""
+        key, value = read(self.key, self.key_scale), read(self.value, self.value_scale)
+        per_head, start, found = self.query.shape[1] // len(key), 0, []
+        for query, length in zip(self.query.double(), self.lengths, strict=True):
+            own = slice(start, start + length)
+            logits = query.unflatten(0, (-1, per_head)) @ key[:, own].mT * query.shape[-1] ** -0.5
+            found.append((logits.softmax(-1) @ value[:, own]).flatten(0, 1))
+            start += length
+        return torch.stack(found)
+
+
+def read(rows: Tensor, scales: Tensor | None) -> Tensor:
+    """Keys or values in float64."""
+    if scales is None:
+        return rows.double()
+    low, high = ((rows >> shift & 15).double() for shift in (0, 4))
+    s0, z0, s1, z1 = scales.double().unsqueeze(-1).unbind(-2)
+    return torch.cat([low * s0 + z0, high * s1 + z1], dim=-1)
+
+
+def random_flash(
+    sizes: tuple[int, int, int], lengths: list[int], four_bits: bool, dtype: torch.dtype, generator: torch.Generator
+) -> FlashProblem:
+    """sizes: query heads, KV heads, numbers of a head."""
+    (heads, kv_heads, head_dim), device, tokens = sizes, generator.device, sum(lengths)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device).to(dtype)
+
+    query = normal(len(lengths), heads, head_dim)
+    if not four_bits:
+        key, value = (normal(kv_heads, tokens, head_dim) for _ in range(2))
+        return FlashProblem(query, key, value, tuple(lengths))
+    size = kv_heads, tokens, head_dim // 2
+    key, value = (torch.randint(256, size, generator=generator, device=device, dtype=torch.uint8) for _ in range(2))
+    scales = [(0.2 + 0.05 * normal(kv_heads, tokens, 4)) for _ in range(2)]
+    for each in scales:
+        each[..., 1::2] *= -7.5
+    return FlashProblem(query, key, value, tuple(lengths), *scales)
+
+
+def flash_decoding(problem: FlashProblem) -> Call:
+    """[sequences, heads, head_dim], by Triton."""
+    p, device = problem, problem.query.device
+    (sequences, heads, head_dim), kv_heads = p.query.shape, len(p.key)
+    per_head, longest = heads // kv_heads, max(p.lengths)
+    wanted = PROGRAMS_PER_SM * sm_count(device)
+    chunk = max(KEYS, triton.cdiv(triton.cdiv(sum(p.lengths) * kv_heads, wanted), KEYS) * KEYS)
+    chunks = triton.cdiv(longest, chunk)
+    rows = max(16, triton.next_power_of_2(per_head))
+    lengths = torch.tensor(p.lengths, dtype=torch.int32, device=device)
+    starts = (lengths.cumsum(0) - lengths).int()
+    partial = torch.empty(sequences, kv_heads, chunks, rows, head_dim, device=device)
+    log_sum = torch.empty(sequences, kv_heads, chunks, rows, device=device)
+    scales = p.key if p.key_scale is None else p.key_scale, p.value if p.value_scale is None else p.value_scale
+    log2 = 1.4426950408889634 * head_dim**-0.5
+
+    def call() -> Tensor:
+        output = torch.empty_like(p.query)
+        with device_guard(device):
+            flash_kernel[chunks, kv_heads, sequences](
+                p.query, p.key, p.value, *scales, partial, log_sum, starts, lengths, p.key.shape[1], chunk, chunks,
+                log2, FOUR_BITS=p.key_scale is not None, PER_HEAD=per_head, ROWS=rows, HALF=head_dim // 2, KEYS=KEYS,
+                num_warps=4, num_stages=3,
+            )  # fmt: skip
+            chunks_kernel[heads, sequences](
+                partial, log_sum, output, lengths, chunk, chunks, PER_HEAD=per_head, ROWS=rows, WIDTH=head_dim,
+                AT_ONCE=16, num_warps=4,
+            )  # fmt: skip
+        return output
+
+    return call

@@ -1,1 +1,0 @@
-"""`rotor gpu`: tests and measurements of a GPU within a few minutes, one process a job."""
