@@ -358,6 +358,7 @@ def decode_kernel(
             if BLOCK > 0:
                 block = q_group + (tile * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
                 c = of_rows(constant + CONSTANTS * block + row, live, ROWS == LIVE)  # [ROWS]
+                scaled_c = c
                 if SCALED:
                     scaled_c = of_rows(constant + CONSTANTS * block + LIVE + row, live, ROWS == LIVE)  # [ROWS]
                 queries = ()

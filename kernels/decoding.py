@@ -90,8 +90,8 @@ def part_of(columns: int) -> int:
 LEAST_PART = 16
 """Fewest columns of keys or values that a product takes."""
 
-MOST_PART = 64
-"""Most columns of keys or values that are loaded at a time."""
+MOST_PART = 32
+"""Most columns of keys or values that are loaded at a time: with 64 a product holds registers that wide rows spill."""
 
 
 class DecodeLayer:
