@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .decode import UNIT, excess
 
-INTEGERS = ["max_blocks", "query_stride", "head_stride"]
+INTEGERS = ["max_blocks", "query_stride", "head_stride", "starts_blocks"]
 """Integer arguments that the kernel is not specialised on: one compiled kernel serves all values."""
 
 ADDRESSES = ["begin", "until", "query_start"]
@@ -23,7 +23,7 @@ ADDRESSES = ["begin", "until", "query_start"]
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def absorb_kernel(
     query, basis, constants, starts, absorbed, constant, begin, until, query_start,
-    max_blocks, query_stride, head_stride, scale,
+    max_blocks, query_stride, head_stride, starts_blocks, scale,
     GROUPS: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr, PLANES: tl.constexpr,
     ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
@@ -40,7 +40,8 @@ def absorb_kernel(
         constants: [groups, HEADS, ROTARY + REST, CHUNK, 8], the same rows of the constant key, and of that which the
             scale of a key multiplies; each is the sum of two numbers, for precision. The other columns are 0.
         starts: [blocks, 2, ROTARY * CHUNK / 2], float32, cos and sin of the beginnings of blocks, times
-            RoPE's attention factor; 0 behind the last plane.
+            RoPE's attention factor; 0 behind the last plane. Those of a sequence begin starts_blocks blocks behind
+            those of the one before; 0 where all have the same.
         absorbed, constant: outputs, in the form of `decode_kernel`'s arguments. Products are in the dtype
             of the first.
     Constants:
@@ -72,6 +73,7 @@ def absorb_kernel(
     blocks = ((u + BLOCK - 1) // BLOCK - block_0) if BLOCK else tl.where(u > b, 1, 0)
     if TOKENS > 1:
         blocks = tl.where(token < tl.load(query_start + sequence + 1), blocks, 0)
+    first_start = block_0 + sequence * starts_blocks
     first_block = tl.program_id(0) * COUNT
     if first_block < blocks:
         own = query + token.to(tl.int64) * query_stride * ALIGN + head * head_stride * ALIGN
@@ -119,8 +121,8 @@ def absorb_kernel(
             # The query at the beginnings of COUNT blocks: both halves of its planes rotated back.
             rotated = ()
             for c in tl.static_range(ROTARY):
-                cos = tl.load(at_start + ((block_0 + start) * (2 * STARTS) + c * HALF))
-                sin = tl.load(at_start + ((block_0 + start) * (2 * STARTS) + STARTS + c * HALF))
+                cos = tl.load(at_start + ((first_start + start) * (2 * STARTS) + c * HALF))
+                sin = tl.load(at_start + ((first_start + start) * (2 * STARTS) + STARTS + c * HALF))
                 first = planes[2 * c] * cos + planes[2 * c + 1] * sin
                 second = planes[2 * c + 1] * cos - planes[2 * c] * sin
                 rotated += (once(tl.reshape(tl.join(first, second), (COUNT, CHUNK)).to(DTYPE), ASM),)

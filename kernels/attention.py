@@ -55,8 +55,9 @@ def rows_attention(
         key, value: rows, [batch_size, 1, kv_len, bytes] uint8, or of numbers [batch_size, 1, kv_len, width].
         kernels: how the layer is launched (kernel_config.json, or `defaults.default_layer`).
         rotation: of layers in blocks: cos and sin by index, [at least first + kv_len, rotary_dim], float32; row 0 is at
-            the beginning of a block. Not `rotary.when_read`: the kernels compose rotations themselves.
-        first: positions from row 0 of `rotation` to the first row of the cache, which a window has dropped.
+            the beginning of a block. Not `rotary.when_read`: the kernels compose rotations themselves. Or of the
+            beginnings of blocks alone, of each sequence, [batch_size or 1, blocks, rotary_dim].
+        first: positions from the first of `rotation` to the first row of the cache, which a window has dropped.
         attention_mask: [batch_size or 1, 1, seq_len or 1, kv_len or 1], bool; None is causal: a prefill into an empty
             cache, or one token that attends to all keys.
         layer_idx: of the layer: what its step computes of the mask serves the layers after it.

@@ -26,7 +26,7 @@ from .join import join_kernel
 from .launch import capability_of, capturing, device_guard, device_table, padded, precision, sm_count
 from .parameters import AttentionParameters
 from .ranges import KeyRanges
-from .rotary import Rotation
+from .rotary import Rotation, beginnings_of
 from .rows import as_loaded
 from .slots import ExactSlots
 
@@ -54,13 +54,15 @@ def block_starts(rotation: Rotation, layout: LayerLayout) -> Tensor:
     """cos and sin of the positions where blocks begin, [blocks and some more, 2, planes and zeros], float32.
 
     Args:
-        rotation: cos and sin by position, [positions, rotary_dim], of a layer in blocks.
+        rotation: cos and sin by position, [positions, rotary_dim], of a layer in blocks; or of the blocks themselves,
+            [batch_size or 1, blocks, rotary_dim], which the result then begins with, too.
     """
     planes = rotation[0].shape[-1] // 2
-    starts = torch.stack([table[:: layout.rope_block, :planes].float() for table in rotation], dim=1)
+    of_blocks = [beginnings_of(table, layout.rope_block)[..., :planes].float() for table in rotation]
+    starts = torch.stack(of_blocks, dim=-2)
     chunk = absorbed_at_a_time(planes)
     starts = _pad(starts, -(-2 * planes // chunk) * chunk // 2)
-    return _pad_rows(starts, 0, len(starts) + MOST_BLOCKS).contiguous()
+    return _pad_rows(starts, -3, starts.shape[-3] + MOST_BLOCKS).contiguous()
 
 
 def _pad(x: Tensor, columns: int) -> Tensor:
@@ -378,14 +380,17 @@ def decode_attention(
                 blocks_each, warps, stages = layer.absorb_shape(heads * sequences * tokens >= sms)
                 align = math.gcd(16, queries.stride(0), queries.stride(1))
                 chunks = -(-max_blocks // blocks_each)
+                of_blocks, starts_blocks = constant if starts_of_blocks is None else starts_of_blocks, 0
+                if of_blocks.dim() == 4 and len(of_blocks) > 1:  # those of each sequence
+                    of_blocks, starts_blocks = of_blocks[part], of_blocks.shape[1]
                 shared = absorbing_programs(chunks, heads * sequences * tokens * warps, sms)
                 assert layer.absorb_basis is not None
                 absorb_kernel[shared, heads, sequences * tokens](
                     queries, *layer.absorb_basis,
-                    constant if starts_of_blocks is None else starts_of_blocks, absorbed, constant, begin, until,
+                    of_blocks, absorbed, constant, begin, until,
                     none if starts is None else starts, max_blocks, queries.stride(0) // align,
-                    queries.stride(1) // align, log2, ALIGN=align, enable_fp_fusion=True, num_warps=warps,
-                    num_stages=stages, **layer.absorb_constants(tokens, blocks_each),
+                    queries.stride(1) // align, starts_blocks, log2, ALIGN=align, enable_fp_fusion=True,
+                    num_warps=warps, num_stages=stages, **layer.absorb_constants(tokens, blocks_each),
                 )  # fmt: skip
             decode_kernel[(programs,)](
                 queries if layer.folded else absorbed, constant, keys, values, partial, partial_lse, table,

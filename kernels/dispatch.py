@@ -9,7 +9,6 @@ interpreter, TRITON_INTERPRET=1). With `auto` and with `triton`, plain PyTorch s
 - latents read by more than MAX_WIDTH columns; heads above MAX_HEAD_DIM; float32 on a GPU, whose products take all
   registers and more;
 - AMD's GPUs, and NVIDIA's below compute capability 8.0 (the logger `rotor` says so);
-- in layers in blocks: positions that are not indices in the cache, and a RoPE whose frequencies change with length.
 
 Where torch.compile traces the code (`generate` does so for static caches on CUDA), the kernels are operators of PyTorch
 (`operators`), and the choice made while tracing holds until the code is traced again.
@@ -73,18 +72,11 @@ def kernels_wanted(device: torch.device) -> bool:
     return gpu_serves(device) if device.type == "cuda" else choice == "triton"
 
 
-def layer_served(
-    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, device: torch.device, rotation_fits: bool = True
-) -> bool:
-    """Whether the kernels serve a layer at all, whatever a call asks of it.
-
-    Args:
-        rotation_fits: cos and sin are of the model's rotary dimensions, and in blocks by index in the cache.
-    """
+def layer_served(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels serve a layer at all, whatever a call asks of it."""
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
     return (
         kernels_wanted(device)
-        and rotation_fits
         and (dtype in DTYPES or (dtype == torch.float32 and device.type == "cpu"))
         and widest <= MAX_WIDTH
         and shape.head_dim <= MAX_HEAD_DIM

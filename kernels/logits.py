@@ -103,8 +103,8 @@ class ClassRows(NamedTuple):
 
     def table(self, table: Tensor) -> Tensor:
         """cos or sin of the class, broadcastable to [batch_size, count, kv_len, rotary_dim]."""
-        if table.dim() == 2:
-            return table
+        if table.dim() < 4:
+            return table if table.dim() == 2 else table.unsqueeze(1)
         return table[:, self.cls.start : self.cls.start + self.cls.count] if table.shape[1] > 1 else table
 
 
@@ -140,7 +140,8 @@ class AbsorbedBlocks:
         basis, constant = parameters.basis(cls), parameters.constant(cls)
         self.has_constant = constant is not None
         columns = basis if constant is None else torch.cat([basis, constant.to(basis.dtype).unsqueeze(-1)], dim=-1)
-        cos, sin = (table[:: self.block].to(side.wide) for table in rotation)
+        starts = (table[..., :: self.block, :].to(side.wide) for table in rotation)
+        cos, sin = (table if table.dim() == 2 else table[:, None, None, None, None] for table in starts)
         rotated = rotate(queries.unsqueeze(-2), cos, -sin).flatten(3, 5)
         absorbed = rotated @ columns.to(side.wide)  # a block's constant logit in the last column
         absorbed = absorbed.unflatten(3, (*queries.shape[3:5], -1)).flatten(2, 3).flatten(2, 3)

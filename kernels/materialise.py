@@ -21,16 +21,16 @@ from rotor.checkpoint.rows import SCALE_MIDDLE, SCALE_STEPS
 
 from .launch import launch, padded, precision
 from .parameters import AttentionParameters
-from .rotary import Rotation
+from .rotary import Rotation, beginnings_of
 from .rows import as_loaded
 
 KEYS = 64
 """Keys that a program expands."""
 
 INTEGERS = [
-    "kv_len", "first", "block", "table_stride", "table_pages", "page", "key_batch", "key_row", "value_batch",
-    "value_row", "basis_stride", "key_start", "key_group", "value_start", "value_group", "key_words", "value_words",
-    "first_head", "first_column", "keys_batch", "keys_token", "keys_head", "keys_width", "values_batch",
+    "kv_len", "first", "block", "table_stride", "table_blocks", "table_pages", "page", "key_batch", "key_row",
+    "value_batch", "value_row", "basis_stride", "key_start", "key_group", "value_start", "value_group", "key_words",
+    "value_words", "first_head", "first_column", "keys_batch", "keys_token", "keys_head", "keys_width", "values_batch",
     "values_token", "values_head", "values_width",
 ]  # fmt: skip
 """Integer arguments that the kernel is not specialised on, as in the append kernel."""
@@ -107,9 +107,9 @@ def rebuilt(
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def materialise_kernel(
     key, value, basis, constant, cos, sin, block_table, kv_lens, kv_start, keys, values, kv_len, first, block,
-    table_stride, table_pages, page, key_batch, key_row, value_batch, value_row, basis_stride, key_start, key_group,
-    value_start, value_group, key_words, value_words, first_head, first_column, keys_batch, keys_token, keys_head,
-    keys_width, values_batch, values_token, values_head, values_width,
+    table_stride, table_blocks, table_pages, page, key_batch, key_row, value_batch, value_row, basis_stride, key_start,
+    key_group, value_start, value_group, key_words, value_words, first_head, first_column, keys_batch, keys_token,
+    keys_head, keys_width, values_batch, values_token, values_head, values_width,
     SIZE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     LATENTS: tl.constexpr, CONSTANT: tl.constexpr, CODED: tl.constexpr, PAGED: tl.constexpr, KEYS: tl.constexpr,
     BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SCALED: tl.constexpr, MIDDLE: tl.constexpr,
@@ -189,9 +189,9 @@ def materialise_kernel(
                     one += tl.load(added + plane, mask=plane < HALF, other=0.0)[None, :]
                     two += tl.load(added + HALF + plane, mask=plane < HALF, other=0.0)[None, :]
                 # Keys are rotated by the beginning of their block: they were stored rotated within it.
-                start_of_block = first + index - (first + index) % block
+                own_block = (first + index) // block + tl.program_id(2) * table_blocks
                 held = there[:, None] & (plane < HALF)[None, :]
-                place = start_of_block.to(tl.int64)[:, None] * table_stride + plane[None, :]
+                place = own_block.to(tl.int64)[:, None] * table_stride + plane[None, :]
                 own_cos = tl.load(cos + place, mask=held, other=1.0).to(tl.float32)
                 own_sin = tl.load(sin + place, mask=held, other=0.0).to(tl.float32)
                 tl.store(out + plane[None, :], (one * own_cos - two * own_sin).to(kind), mask=held)
@@ -247,7 +247,8 @@ def materialise(
             [num_pages, page_size, bytes]; rows of numbers are in `dtype`. Values of joint latents are read from `key`.
         dtype: dtype of the model, in which keys and values are returned.
         rotation: for layers in blocks, cos and sin by index, [positions, rotary_dim]; row 0 is the start of a block.
-        first: positions from row 0 of `rotation` to the first row.
+            Or of the beginnings of blocks, of each sequence, [batch_size or 1, blocks, rotary_dim].
+        first: positions from the first of `rotation` to the first row.
         least: minimum width of keys and values, filled with zeros, because some attention functions need equal widths.
         latents: keys stay as they are stored (see `AttentionParameters.meets_latents`), as in a model without RoPE.
     Returns:
@@ -280,12 +281,15 @@ def materialise(
     basis, constant = parameters.query_basis, parameters.key_constant
     rotates = layout.in_blocks and not latents
     assert not rotates or rotation is not None
-    cos, sin = rotation if rotates and rotation is not None else (keys, keys)
+    cos, sin = keys, keys  # stands for a table that is not read
+    if rotates and rotation is not None:
+        cos, sin = (beginnings_of(table, layout.rope_block) for table in rotation)
     launch(
         materialise_kernel, (triton.cdiv(kv_len, KEYS), cls.count * (size + 1), batch_size), *rows,
         keys if basis is None else basis, keys if constant is None else constant, cos, sin,
         *((keys, keys, keys) if pages is None else pages[:3]), keys, values, kv_len, first, layout.rope_block or 1,
-        cos.stride(0), 0 if pages is None else pages.block_table.stride(0),
+        cos.stride(-2), cos.shape[1] if cos.dim() == 3 and len(cos) > 1 else 0,
+        0 if pages is None else pages.block_table.stride(0),
         1 if pages is None else key.shape[1], rows[0].stride(0), rows[0].stride(1), rows[1].stride(0),
         rows[1].stride(1), 0 if basis is None else basis.stride(0), *starts, *words, cls.start * layout.group_size,
         cls.key_column, *strides[:3], widths[0], *strides[3:], widths[1],

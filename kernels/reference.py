@@ -89,7 +89,8 @@ def attention(
         key, value: rows, [batch_size, 1, kv_len, bytes] uint8, or of numbers [batch_size, 1, kv_len, key_width] and
             [batch_size, 1, kv_len, value_width]. Values of joint latents are read from `key`.
         key_rotation: in blocks: cos and sin by which stored keys are read (`rotary.when_read`), of neighbours [kv_len,
-            rotary_dim]; of places in any order [batch_size, 1 or groups, kv_len, rotary_dim].
+            rotary_dim], or of those of each sequence [batch_size or 1, kv_len, rotary_dim]; of places in any order
+            [batch_size or 1, 1 or groups, kv_len, rotary_dim].
         attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len], heads in the order of the
             uncompressed model; bool (True: attend) or added to the logits; None is causal.
     Returns:
@@ -179,9 +180,10 @@ def _may_absorb(parameters: AttentionParameters, seq_len: int, rotation: Rotatio
     (a window drops keys one by one)."""
     block = parameters.layout.rope_block
     assert block is not None
-    if not seq_len or seq_len * parameters.shape.heads_per_kv >= block or rotation[0].dim() > 2:
+    if not seq_len or seq_len * parameters.shape.heads_per_kv >= block or rotation[0].dim() > 3:
         return False
-    return not len(rotation[0]) or all(torch.equal(table[0], table[:block][-1]) for table in rotation)
+    first = [table[..., :block, :] for table in rotation]
+    return not first[0].numel() or all(torch.equal(part[..., 0, :], part[..., -1, :]) for part in first)
 
 
 def _attended(mask: Tensor) -> range:

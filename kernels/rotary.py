@@ -45,6 +45,29 @@ def within_blocks(rotation: Rotation, positions: Tensor, form: KeyForm) -> Rotat
     return cos[place] / cos[0], sin[place] / cos[0]
 
 
+def relative(rotation: Rotation, to: Rotation) -> Rotation:
+    """cos and sin of a rotation behind another one, in float32 or wider, without RoPE's attention factor."""
+    wide = torch.promote_types(rotation[0].dtype, torch.float32)
+    (cos, sin), (cos_to, sin_to) = ((side[0].to(wide), side[1].to(wide)) for side in (rotation, to))
+    square = cos_to.square() + sin_to.square()
+    return (cos * cos_to + sin * sin_to) / square, (sin * cos_to - cos * sin_to) / square
+
+
+def beginnings_of(table: Tensor, block: int | None) -> Tensor:
+    """cos or sin of the beginnings of blocks, of a table by position, [positions, rotary_dim].
+
+    What has these already, [batch_size or 1, blocks, rotary_dim], is returned as it is.
+    """
+    return table[::block] if table.dim() == 2 else table
+
+
+def of_sequences(rotation: Rotation | None, own: slice) -> Rotation | None:
+    """The rotation of some sequences of a batch, where they have their own."""
+    if rotation is None or rotation[0].dim() == 2 or len(rotation[0]) == 1:
+        return rotation
+    return rotation[0][own], rotation[1][own]
+
+
 def when_read(rotation: Rotation, form: KeyForm, positions: Tensor | None = None) -> Rotation:
     """cos and sin of stored keys when they are read: to the beginning of their block.
 

@@ -24,7 +24,7 @@ from .logits import ClassRows, absorbed_queries
 from .materialise import PagesOf, materialise
 from .parameters import AttentionParameters, seq_len_of
 from .reference import dense_attention
-from .rotary import Rotation
+from .rotary import Rotation, of_sequences
 from .slots import ExactSlots
 
 MOST_BYTES = 1 << 30
@@ -70,7 +70,8 @@ def prompt_attention(
                 keys, values = side.latents(slice(None)), side.values(slice(None))
             else:
                 rows = key[own, 0], value[own, 0]
-                keys, values = materialise(*rows, parameters, cls, query.dtype, rotation, first=first, least=least)
+                of_own = of_sequences(rotation, own)
+                keys, values = materialise(*rows, parameters, cls, query.dtype, of_own, first=first, least=least)
             own_mask = mask if mask is None or mask.shape[0] == 1 else mask[own]
             parts.append(_of_class(query[own], keys, values, parameters, cls, own_mask))
         outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts))
@@ -102,7 +103,8 @@ def prompt_with_exact(
     mask, outputs = exact.mask(mask, kv_len), []
     for start in range(0, batch_size, step):
         own = slice(start, min(start + step, batch_size))
-        sides = _expanded(key[own, 0], value[own, 0], parameters, query.dtype, rotation, first)
+        of_own = of_sequences(rotation, own)
+        sides = _expanded(key[own, 0], value[own, 0], parameters, query.dtype, of_own, first)
         added = (side[own].masked_fill(~held[own], 0.0) for side in (exact.key, exact.value))
         keys, values = (torch.cat(both, dim=2) for both in zip(sides, added, strict=True))
         outputs.append(dense_attention(query[own], keys, values, scaling, mask[own], softcap))

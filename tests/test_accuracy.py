@@ -41,7 +41,7 @@ from rotor.search.evaluation.accuracy import Accuracy, Fidelity
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.prompts import EvaluationContext
 from rotor.search.export.export import export
-from rotor.search.export_job import ExportJob
+from rotor.search.export.job import ExportJob
 from rotor.search.point import Point
 from rotor.search.table import Context, ProbeTable
 

@@ -14,15 +14,13 @@ from support.compare import relative_error
 from support.folded_models import Folding, folded
 from support.quick import mostly_nightly
 from support.runs import WITH_EXACT, in_memory, whole_ranks
-from support.tiny_models import ALIKE, VARIANTS, build_tiny, tiny_config, tiny_model
+from support.tiny_models import ALIKE, VARIANTS, build_tiny, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import rotor
 from rotor.calibration.planning.inspection import inspect
-from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.layout import POST_ROPE, KeyForm
-from rotor.errors import RecipeError
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.runtime.decoded import decoding
 from rotor.search.plan_evaluator import rank_path
@@ -60,10 +58,9 @@ KINDS = ("gpt_oss", "qwen3_5_text", "smollm3")
 def test_at_full_rank_a_family_is_its_source(name: str) -> None:
     """Folded with random bases, keys after RoPE and before; the pipeline checks the rest."""
     model = tiny_model(name).eval()
-    forms = (POST_ROPE,) if attention_shape(model.config).needs_post_rope else (POST_ROPE, KeyForm(8))
     with torch.inference_mode():
         expected = model(PROMPT).logits
-        for form in forms:
+        for form in (POST_ROPE, KeyForm(8)):
             assert relative_error(folded(model, Folding(form, 2))(PROMPT).logits, expected) < 1e-5
 
 
@@ -83,14 +80,6 @@ def test_chunks_and_queries_scaled_by_place(tmp_path: Path) -> None:
         for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=44)):
             parts = [compressed(prompt[:, a:b], past_key_values=cache).logits for a, b in pairwise(edges)]
             assert relative_error(torch.cat(parts, dim=1), expected) < 1e-5
-
-
-def test_weights_behind_rope_want_keys_after_it(tmp_path: Path) -> None:
-    tiny_config("hunyuan_v1_dense").save_pretrained(tmp_path)
-    assert "post-RoPE" in inspect(tmp_path, overrides=[*WITH_EXACT, "groups.domain=block"]).form
-    with pytest.raises(RecipeError, match="norms behind RoPE have weights") as error:
-        inspect(tmp_path, overrides=[*WITH_EXACT, "groups.domain=pre"])
-    assert "groups.domain=post" in str(error.value.hint)
 
 
 @pytest.mark.parametrize("name", mostly_nightly([*ALIKE, *VARIANTS], lambda name: name in KINDS))

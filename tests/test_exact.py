@@ -20,13 +20,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer, StaticCache
 
-from rotor.calibration.planning.outline import ModelOutline
 from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, ExactTokens, KeyForm
 from rotor.checkpoint.sizes import CacheSize, exact_bytes_of_sequence, kv_bytes_per_token
-from rotor.errors import CheckpointError, RecipeError, UsageError
-from rotor.models.source import Checkpoint
+from rotor.errors import UsageError
 from rotor.policies import Streaming, stored_bytes, use_cache_policy
-from rotor.recipe.reading import load_recipe
 from rotor.runtime.attention import RotorAttention
 from rotor.search.evaluation.cached import constant_rope_tokens
 from rotor.search.export.export import export
@@ -422,17 +419,3 @@ def test_a_mask_that_was_edited_between_two_passes_is_another_one(inference: boo
         caches[0].crop(-1)
         expected = model(**last, attention_mask=mask.clone(), past_key_values=caches[0]).logits
     assert relative_error(got, expected) < TOLERANCE
-
-
-def test_exact_keys_and_codes_of_other_frequencies_are_refused(tiny) -> None:
-    """Behind the length at which frequencies change, exact keys would keep theirs and codes take new ones."""
-    source = AutoModelForCausalLM.from_pretrained(tiny("phi3"), dtype=torch.float64).eval()
-    with pytest.raises(CheckpointError, match="exact keys keep those of their pass"):
-        folded(source, Folding(PRE, 1, bits=MIXED, exact=EXACT))
-    folded(source, Folding(PRE, 1, bits=MIXED))
-    outline = ModelOutline.of(Checkpoint(tiny("phi3")))
-    given = ["groups.domain=pre", "groups.size=1"]
-    with pytest.raises(RecipeError, match=r"groups\.domain pre: the frequencies of this model's RoPE depend"):
-        outline.form(load_recipe("rotor", given))
-    assert outline.form(load_recipe("rotor", [*given, "exact.first=0", "exact.newest=0"])).keys == (PRE, PRE)
-    assert outline.form(load_recipe("rotor", ["groups.domain=post"])).keys == (POST_ROPE, POST_ROPE)

@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText
 import rotor
 from rotor.calibration.planning.inspection import inspect
 from rotor.checkpoint.families import MULTIMODAL as SUPPORTED
-from rotor.errors import RecipeError, UnsupportedModelError
+from rotor.errors import UnsupportedModelError
 from rotor.policies import PolicyLayer, Streaming, cache_policy, use_cache_policy
 
 PROMPT = torch.randint(8, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
@@ -107,12 +107,3 @@ def test_cache_policies_serve_the_language_model() -> None:
     assert all(isinstance(layer, PolicyLayer) for layer in cache.layers)
     with pytest.raises(UnsupportedModelError, match="positions of images have three axes"):
         use_cache_policy(model, Streaming(positions="cache"))
-
-
-def test_keys_before_rope_are_refused_where_images_have_positions_of_their_own(tmp_path: Path) -> None:
-    """Their keys cannot be rotated by places in the cache; recipes that store some planes so store all after RoPE."""
-    model = build_tiny("qwen3_vl", tmp_path / "model")
-    assert "post-RoPE" in inspect(model, overrides=[*WITH_EXACT, "groups.domain=block"]).form
-    with pytest.raises(RecipeError, match="three axes") as error:
-        inspect(model, overrides=[*WITH_EXACT, "groups.domain=pre"])
-    assert "groups.domain=post" in str(error.value.hint)

@@ -120,14 +120,13 @@ def test_a_checkpoint_validates_and_generates_as_it_computes(name: str, written:
     assert relative_error(torch.stack(output.logits, dim=1), whole) < 1e-4
 
 
-def test_rope_that_depends_on_the_length_rotates_keys_as_a_whole(tiny, tmp_path: Path) -> None:
-    """Parts of a rotation would be of other frequencies than what comes later."""
+def test_frequencies_that_depend_on_the_length_make_no_difference_to_the_form(tiny, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny("llama"), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     (folder / "config.json").write_text(json.dumps(config))
     outline = ModelOutline.of(Checkpoint(folder))
-    assert outline.form(load_recipe("rotor")).distinct == [LayerForm(POST_ROPE, 4)]
+    assert outline.form(load_recipe("rotor")).distinct == [LayerForm(KeyForm(64), 4, joint=True)]
 
 
 def test_sizes_of_blocks_that_are_refused() -> None:

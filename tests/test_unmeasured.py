@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 from support.command_line import expect_error, rotor
 from support.runs import calibrated
 
@@ -14,6 +15,8 @@ from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.errors import UsageError
 from rotor.search.export.export import export
+from rotor.search.export.materialise import materialise
+from rotor.search.export.source_card import repeated_metadata
 from rotor.search.report.collect import collect
 from rotor.tools.validation.validate import validate
 
@@ -71,7 +74,7 @@ def test_not_measured_when_asked(run: Run, tmp_path: Path, capsys, monkeypatch: 
     """Nothing is loaded or read for it; every tensor is as with measuring; `validate` then measures or not."""
     measured = export(run.folder, tmp_path / "measured", removal_rate=0.1)
     with monkeypatch.context() as patch:
-        patch.setattr("rotor.search.rank_search.evaluation_data", None)
+        patch.setattr("rotor.search.export.search.evaluation_data", None)
         result = export(run.folder, tmp_path / "out", removal_rate=0.1, measure=False)
     assert result.measured_points == 0
     assert result.report["tensors"] == measured.report["tensors"]
@@ -100,3 +103,52 @@ def test_what_has_to_be_measured_is_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--no-measure: ranks\.method global chooses"):
         export(run.folder, tmp_path / "out", compression=0.4, overrides=["ranks.method=global"], measure=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_card_names_the_source_and_its_licence(run_copy, tmp_path: Path) -> None:
+    """By --base-model, and by the source's own card as far as it can be read; also after materialising."""
+    source = Path(run_copy("fdc").info["model"]["path"])
+    for text, expected in (
+        ("---\nlicense: other\nlicense_name: own\nlanguage: [en, de]\ntags: [x]\n---\nWords", ("other", ["en", "de"])),
+        ("---\nlicense: &a other\nlanguage: *a\n---\n", (None, None)),
+        ("---\nlicense: {a: b}\n---\n", (None, None)),
+        ("No metadata\n---\nlicense: mit\n---\n", (None, None)),
+    ):
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "README.md").write_text(text)
+        found = repeated_metadata(folder)
+        assert (found.get("license"), found.get("language")) == expected
+        assert "tags" not in found
+    assert repeated_metadata(source) == {}
+    run = run_copy("fdc")
+    apart = export(
+        run.folder, tmp_path / "apart", compression=0.3, measure=False, without_weights=True, base_model="org/Model-1"
+    )
+    assert apart.report["source"]["base_model"] == "org/Model-1"
+    materialise(tmp_path / "apart", tmp_path / "full")
+    for name in ("apart", "full"):
+        metadata = ModelCard.load(tmp_path / name / "README.md").data
+        assert metadata.base_model == "org/Model-1"
+    with pytest.raises(UsageError, match="--base-model"):
+        export(run.folder, tmp_path / "out", compression=0.3, base_model="no id")
+
+
+def test_checkpoints_stand_side_by_side(run_copy, tmp_path: Path, capsys) -> None:
+    """By what their exports measured; not measured is said, and numbers of different texts are not set beside."""
+    run = run_copy("fdc")
+    for name, share in (("a", 0.2), ("b", 0.4)):
+        export(run.folder, tmp_path / name, compression=share)
+    export(run.folder, tmp_path / "c", compression=0.5, measure=False)
+    code, printed, error = rotor(capsys, "compare", tmp_path / "a", tmp_path / "b", "--json")
+    assert code == 0, error
+    first, second = json.loads(printed)
+    assert first["compression"]["stored"] < second["compression"]["stored"]
+    assert first["accuracy"]["report"] > second["accuracy"]["report"]
+    code, printed, error = rotor(capsys, "compare", tmp_path / "a", tmp_path / "b")
+    assert "look-up ratio" in printed
+    assert "cannot be compared" not in printed
+    code, printed, error = rotor(capsys, "compare", tmp_path / "a", tmp_path / "c")
+    assert "not measured" in printed
+    assert "cannot be compared" in printed
+    expect_error(capsys, 2, "is a run of `rotor calibrate`", "compare", tmp_path / "a", run.folder)

@@ -173,6 +173,21 @@ def test_exact_tokens_are_kept_in_pages_of_their_own(name: str, tiny, tmp_path: 
     assert serve(2, max_num_batched_tokens=4096)[:-1] == expected_behind
 
 
+AT_ONCE = {"enable_prefix_caching": False, "max_num_batched_tokens": 4096, "kv_cache_memory_bytes": 8 << 20}
+"""Whole prompts, which layers with exact tokens attend to exactly."""
+
+
+@pytest.mark.parametrize("limit", [120, 240])
+def test_longrope_is_of_one_length_as_vllm_chooses_it(limit: int, tiny, tmp_path: Path) -> None:
+    """Of long sequences where max_model_len is beyond the switch at 128: what transformers has of such prompts."""
+    folder = write_random(
+        tiny("phi3"), tmp_path / "out", lambda shape: replace(ROTOR(shape), exact=ExactTokens(3, 20)), ""
+    )
+    prompts = make_prompts((130, 141, 200, 222) if limit == 240 else (1, 16, 63, 100))
+    with engine(folder, max_model_len=limit, **AT_ONCE) as llm:
+        assert served_tokens(llm, prompts) == expected_tokens(folder, prompts)
+
+
 def test_prompts_of_1_to_1000_tokens_in_mixed_batches(tmp_path: Path) -> None:
     """Twelve requests whose prompts pass in chunks of at most 300 tokens a step, beside those that decode already, with
     no prefix cache and pages of a block of positions."""
@@ -186,9 +201,6 @@ def test_prompts_of_1_to_1000_tokens_in_mixed_batches(tmp_path: Path) -> None:
     with engine(folder, max_model_len=1024, kv_cache_memory_bytes=16 << 20, **limits, **alone) as llm:
         assert served_tokens(llm, prompts) == expected_tokens(folder, prompts)
 
-
-AT_ONCE = {"enable_prefix_caching": False, "max_num_batched_tokens": 4096, "kv_cache_memory_bytes": 8 << 20}
-"""Whole prompts, which layers with exact tokens attend to exactly."""
 
 CALIBRATED = [
     ("llama", "rotor"),

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What compressed attention is measured beside where PyTorch has nothing: flash-decoding in Triton over lengths of any
-kind, on keys and values of 16 bits, of 8 bits (e4m3, as servers keep an fp8 cache), and of 4 bits in groups (as KIVI's
-and KVQuant's are kept, without their outliers).
+"""Baselines where PyTorch has none: flash-decoding in Triton over lengths of any kind, on keys and values of 16 bits,
+of 8 bits (e4m3, as servers keep an fp8 cache), and of 4 bits in groups (as KIVI's and KVQuant's are kept, without their
+outliers).
 
 A program takes some keys of a KV head of a sequence with all query heads that share them; a second kernel joins these
 chunks by their log-sum-exp. At 8 bits keys and values have a scale each. At 4 bits a token and head has two groups of
@@ -191,8 +191,8 @@ def random_flash(
         if bits == 16:
             return FlashProblem(query, key, value, tuple(lengths))
         factors = [side.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max for side in (key, value)]
-        sides = [(x / f).to(torch.float8_e4m3fn) for x, f in zip((key, value), factors, strict=True)]
-        return FlashProblem(query, *sides, tuple(lengths), *factors)
+        key, value = ((x / f).to(torch.float8_e4m3fn) for x, f in zip((key, value), factors, strict=True))
+        return FlashProblem(query, key, value, tuple(lengths), *factors)
     size = kv_heads, tokens, head_dim // 2
     key, value = (torch.randint(256, size, generator=generator, device=device, dtype=torch.uint8) for _ in range(2))
     scales = [(0.2 + 0.05 * normal(kv_heads, tokens, 4)) for _ in range(2)]

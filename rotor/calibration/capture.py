@@ -17,7 +17,7 @@ from ..checkpoint.families import Family
 from ..checkpoint.layout import PRE_ROPE, AttentionShape, ExactTokens, KeyForm
 from ..checkpoint.projections import keys_before_rope, split_activations
 from ..kernels.reference import dense_attention
-from ..kernels.rotary import Rotation, rotate, when_read, within_blocks
+from ..kernels.rotary import Rotation, rotate, within_blocks
 from ..models.layerwise import LayerwiseModel
 from ..progress import Advance
 from ..recipe.sections import Prune
@@ -99,7 +99,7 @@ def capture(
         if "value" in tensors:
             activations = stored.of(sorted(wanted - {"query", "output"}), layer, output.shape[1], tensors)
         if "query" in wanted:
-            activations["query"] = tensors["query"].transpose(1, 2).flatten(0, 1)
+            activations["query"] = stored.queries(wanted, layer, tensors["query"].transpose(1, 2).flatten(0, 1))
         if "output" in wanted:
             activations["output"] = output.flatten(0, 1)
         observe(layer, activations)
@@ -225,7 +225,7 @@ def exact_then_coded(
     """
     index = torch.arange(seq_len, device=device)
     age = index[:, None] - index
-    is_exact = (age < exact.newest) | (index < exact.first)
+    is_exact = exact.is_exact(index[:, None], index)
     mask = (age >= 0)[None, None] if mask is None else mask
     if mask.dtype == torch.bool:
         return torch.cat([mask & is_exact, mask & ~is_exact], dim=-1)
@@ -272,20 +272,20 @@ def _block_of_head(output: Tensor, shape: AttentionShape, group_size: int) -> Te
 
 
 class StoredKeys:
-    """Converts keys and values that attention sees to the form in which they are stored.
-
-    The conversion only rotates and stacks, so it converts gradients in the same way.
-    """
+    """Converts keys and values that attention sees to the form in which they are stored, and their gradients."""
 
     def __init__(self, model: PreTrainedModel, family: Family, shape: AttentionShape) -> None:
         self.model, self.family, self.shape = model, family, shape
 
-    def of(self, names: Iterable[str], layer: int, seq_len: int, observed: dict[str, Tensor]) -> dict[str, Tensor]:
+    def of(
+        self, names: Iterable[str], layer: int, seq_len: int, observed: dict[str, Tensor], gradients: bool = False
+    ) -> dict[str, Tensor]:
         """Stored keys and values by the names of their moments.
 
         Args:
             names: `value`, or names from `stored_name`.
             observed: `key_post`, `value` and perhaps `key_pre`, as `observed_attention` reports them.
+            gradients: these are gradients, which become those of what is stored.
         Returns:
             Each [tokens, num_kv_heads, head_dim]; joint ones are twice as wide, with each head's key before its value.
         """
@@ -301,17 +301,43 @@ class StoredKeys:
                 if "key_pre" in observed:
                     keys = keys_before_rope(self.family, observed["key_pre"], self.shape.layer(layer))
                 else:
-                    keys = self._rotated_back(layer, keys, seq_len)
+                    keys = self._rotated_back(layer, keys, seq_len, gradients)
                 keys = self._within_blocks(layer, keys, seq_len, form)
             joint = name.startswith(JOINT)
             converted[name] = torch.cat([keys, by_token["value"].to(keys.dtype)], dim=-1) if joint else keys
         return converted
 
-    def _rotated_back(self, layer: int, keys: Tensor, seq_len: int) -> Tensor:
-        """Undo RoPE, in float32 or wider; keys are of whole sequences."""
+    def queries(self, names: Iterable[str], layer: int, queries: Tensor) -> Tensor:
+        """Queries, [tokens, num_heads, head_dim], as stored keys of these names meet them."""
+        weight = self._weight(layer)
+        forms = [named_form(name) for name in names]
+        in_blocks = any(form is not None and form.rope_block is not None for form in forms)
+        return queries if weight is None or not in_blocks else queries * weight.to(queries.dtype)
+
+    def _weight(self, layer: int) -> Tensor | None:
+        """What keys are multiplied by behind RoPE, [head_dim]; None where by nothing."""
+        if self.family.norms_behind_rope != "weighted":
+            return None
+        norm = self.family.attention_module(self.model, layer).get_submodule(self.family.norms[-1])
+        assert isinstance(norm.weight, Tensor)
+        return self.family.in_halves(norm.weight.detach(), self.shape.layer(layer))
+
+    def _rotated_back(self, layer: int, keys: Tensor, seq_len: int, gradients: bool) -> Tensor:
+        """Undo RoPE, its attention factor and the weights behind it, in float32 or wider; keys are of whole sequences.
+
+        Of gradients: multiply by the transpose of what keys are multiplied by.
+        """
         dtype = torch.promote_types(keys.dtype, torch.float32)
+        keys, weight = keys.to(dtype), self._weight(layer)
+        if weight is not None:
+            weight = weight.to(dtype)
+            # What is multiplied by 0 says nothing of what it was.
+            keys = keys * (weight if gradients else torch.where(weight == 0.0, 0.0, 1.0 / weight))
         cos, sin = self._rotation(layer, seq_len, keys.device, dtype)
-        return rotate(keys.to(dtype).unflatten(0, (-1, seq_len)), cos[:, None], -sin[:, None]).flatten(0, 1)
+        if not gradients:
+            square = cos.square() + sin.square()
+            cos, sin = cos / square, sin / square
+        return rotate(keys.unflatten(0, (-1, seq_len)), cos[:, None], -sin[:, None]).flatten(0, 1)
 
     def _within_blocks(self, layer: int, keys: Tensor, seq_len: int, form: KeyForm) -> Tensor:
         """Rotate keys within blocks, in float32 or wider; keys are of whole sequences."""
@@ -319,19 +345,12 @@ class StoredKeys:
             return keys
         dtype = torch.promote_types(keys.dtype, torch.float32)
         positions = torch.arange(seq_len, device=keys.device)
-        cos, sin = within_blocks(self._rotation(layer, form.rope_block or 1, keys.device, dtype), positions, form)
+        cos, sin = within_blocks(self._rotation(layer, seq_len, keys.device, dtype), positions, form)
         rotated = rotate(keys.to(dtype).unflatten(0, (-1, seq_len)), cos[:, None], sin[:, None])
         return rotated.flatten(0, 1)
 
-    def when_read(self, layer: int, keys: Tensor, seq_len: int, form: KeyForm) -> Tensor:
-        """Rotate stored keys of whole sequences, [tokens, num_kv_heads, head_dim], to keys after RoPE."""
-        if form.rope_block is None:
-            return keys
-        cos, sin = when_read(self._rotation(layer, seq_len, keys.device, keys.dtype), form)
-        return rotate(keys.unflatten(0, (-1, seq_len)), cos[:, None], sin[:, None]).flatten(0, 1)
-
     def _rotation(self, layer: int, count: int, device: torch.device, dtype: torch.dtype) -> Rotation:
-        """cos and sin of the first `count` positions."""
+        """cos and sin of all `count` positions of a sequence, whose length frequencies may depend on."""
         assert self.family.rotary is not None
         kind = self.family.rotary_type(self.model.config, layer)
         rotary = self.model.get_submodule(self.family.rotary)

@@ -191,7 +191,7 @@ def _layer_backward(
                     )
                 by_name = dict(zip(names, by_all[1:], strict=True))
                 by_keys, by_values = (by_name[name].double().square().sum((1, 3)) for name in ("key_post", "value"))
-                gradients = stored.of(sums.keepers, index, sequences.shape[1], by_name)
+                gradients = stored.of(sums.keepers, index, sequences.shape[1], by_name, gradients=True)
                 detached = {name: tensor.detach() for name, tensor in reported.items()}
                 vectors = stored.of(sums.keepers, index, sequences.shape[1], detached)
                 sums.add(vectors, gradients, (by_keys + by_values).flatten())

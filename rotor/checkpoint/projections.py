@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from .families import Family, attention_shape
-from .layout import AttentionShape
+from .layout import AttentionShape, KeyForm
 from .tensors import BASES, FLOAT32
 
 GetTensor = Callable[[str], Tensor]
@@ -224,11 +224,16 @@ class CompressedProjections(nn.Module):
             value = value if self.value_norm is None else self.value_norm(value)
         return query, key, value
 
-    def weights_behind_rope(self) -> tuple[Tensor | None, Tensor | None]:
-        """Factors of rotated queries and keys, [head_dim] each, where norms leave their weights out."""
+    def weights_behind_rope(self, form: KeyForm) -> tuple[Tensor | None, Tensor | None]:
+        """Factors of rotated queries and keys, [head_dim] each, where norms leave their weights out.
+
+        Stored keys in blocks are rotated further when they are read, before their weights: queries take these, too.
+        """
         norms = [self._modules[name] for name in self.norm_names]
-        weights = [norm.weight for norm in norms if isinstance(norm, UnweightedNorm)]
-        return (weights[0], weights[-1]) if weights else (None, None)
+        weights = [norm.weight for norm in norms if isinstance(norm, UnweightedNorm) and norm.weight is not None]
+        if not weights:
+            return None, None
+        return (weights[0], weights[-1]) if form.rope_block is None else (weights[0] * weights[-1], None)
 
     def _heads(self, x: Tensor, side: int) -> Tensor:
         """[..., n * head_dim] -> [..., n, head_dim], normed where the family does; of queries (0) or keys (1)."""

@@ -38,7 +38,8 @@ ShardName = Annotated[str, Expect(_is_shard_name, "a plain file name, *.safetens
 class ModelInfo(TypedDict):
     """A source model; shards, files: SHA-256 of its shards, and of its other files.
 
-    state_bytes: see rotor.models.states; missing in runs of earlier versions.
+    state_bytes: see rotor.models.states; missing in runs of earlier versions. base_model: its id on the hub, as the
+    export was told. card: what its card says of licence and language.
     """
 
     path: str
@@ -48,6 +49,8 @@ class ModelInfo(TypedDict):
     state_bytes: NotRequired[int]
     hub_id: NotRequired[str | None]
     revision: NotRequired[str | None]
+    base_model: NotRequired[str]
+    card: NotRequired[dict[str, str | list[str]]]
 
 
 class SourceInfo(TypedDict):

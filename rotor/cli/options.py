@@ -62,6 +62,7 @@ METAVARS = {
     "tasks": "A,B",
     "lengths": "A,B",
     "text": "FILE",
+    "base_model": "ID",
     "prompt_file": "FILE",
 }
 

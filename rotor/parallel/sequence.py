@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..kernels.exact import read_values
 from ..logs import log
 from ..runtime.attention import RotorAttention
-from ..runtime.rope import TokenSpan
+from ..runtime.rope import BlocksAsGiven, TokenSpan
 from ..runtime.steps import AttentionCall, CacheRows, RowStore
 from .attention import attend_by_rows, attend_to_sharded_rows, visible
 from .cache import Rows, ShardedLayer
@@ -244,8 +244,10 @@ def sequence_parallel(model: PreTrainedModel, group: Any = None) -> Iterator[Seq
             "Turn it off: rotor.use_cache_policy(model, None), or --cache none.",
         ),
         (
-            any(layer.rotary is not None and layer.rotary.depends_on_length for layer in layers),
-            "RoPE's frequencies depend on the length (dynamic, longrope), and a process has only some positions.",
+            any(isinstance(layer.rope, BlocksAsGiven) for layer in layers)
+            or any(layer.rotary is not None and layer.rotary.depends_on_length for layer in layers),
+            "RoPE's frequencies depend on the length (dynamic, longrope), or weights stand behind it, and a process "
+            "has only some positions.",
             "Run this model in one process.",
         ),
         (

@@ -168,9 +168,9 @@ class EvictingLayer(PolicyLayer):
         self.follow(parameters.layout, query.dtype)
         mask = self.visible(call.mask, _groups_of_heads(parameters))
         if rotations.read is not None:
-            assert rotations.table is not None
             cos, sin = rows_of(rotations.read, self.places.clamp(min=0).long())
             if self.policy.moves_keys:
+                assert rotations.table is not None
                 more_cos, more_sin = between(rotations.table, self.moved)
                 cos, sin = cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin
             rotations = rotations._replace(read=(cos, sin))

@@ -140,7 +140,7 @@ class PolicyLayer(DynamicLayer, RowStore):
             return keys
         longest = int(by.abs().max()) + 1
         dtype = torch.promote_types(keys.dtype, torch.float32)
-        cos, sin = between(self.table(0, longest, longest, keys.device, dtype), by.abs())
+        cos, sin = between(self.table(longest, keys.device, dtype), by.abs())
         return rotate(keys.to(dtype), cos, sin * by.sign().unsqueeze(-1)).to(keys.dtype)
 
     @property

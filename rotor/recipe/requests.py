@@ -24,6 +24,7 @@ else:
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 RemovalRate = Annotated[float, Field(ge=0, lt=1)]
+HubId = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$", max_length=200)]
 Texts = Iterable[Path | str] | Path | str
 ContextTokens = Annotated[int, Field(ge=1, le=1 << 32)]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
@@ -121,6 +122,8 @@ class ExportRequest(MemoryOptions, Goal, Reported):
             fixed prompts with. That needs all weights in memory.
         without_weights: Write bases in place of weights, which are rewritten from the source's on loading, or by
             `rotor materialise`.
+        base_model: Id on the hub of the source, which the card names as what this is made of; default: the id that the
+            model was fetched by, or the folder's name. The licence is that of the source's card.
         context: Tokens of the sequences that are served, whose bytes count (default: the model's longest, at most
             32768); a layer with a window holds no more than that, so that its channels cost less.
         overwrite: Replace a non-empty output folder.
@@ -135,6 +138,7 @@ class ExportRequest(MemoryOptions, Goal, Reported):
     cache: str | None = None
     texts: bool = False
     without_weights: bool = False
+    base_model: HubId | None = None
     context: ContextTokens | None = None
     overwrite: bool = False
 

@@ -36,6 +36,8 @@ from .steps import AttentionCall, CacheRows, SharedRows, without_gradients
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
+    from ..kernels.append import Appended
+    from ..kernels.slots import SlotsToFill
     from .steps import Arguments
 
 WIDER_DTYPE = "Load it in bfloat16 or float32: from_pretrained(FOLDER, dtype=torch.bfloat16), or --dtype bfloat16."
@@ -87,7 +89,7 @@ class RotorAttention(CompressedProjections):
         self.kernels: LayerKernels = default_layer(layout)
         self.store: Any = CacheRows()
         self.rotary = rotary
-        self.rope = rope_of(layout, rotary)
+        self.rope = rope_of(layout, shape, rotary)
 
     def forward(
         self,
@@ -115,8 +117,8 @@ class RotorAttention(CompressedProjections):
         text = self._described() if served and torch.compiler.is_compiling() else ""
         if reads_rows:
             self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
-        rotations = self.rope(span, given, hidden_states, served)
-        rotations = rotations._replace(weights=self.weights_behind_rope())
+        rotations = self.rope(span, given, hidden_states, served, cache, self.layer_idx)
+        rotations = rotations._replace(weights=self.weights_behind_rope(self.layout.form))
 
         query, new_key, new_value = self.projected(hidden_states)
         if self.family.query_scale is not None:
@@ -133,10 +135,9 @@ class RotorAttention(CompressedProjections):
             elif kernels is None:
                 rows = plain_rows(parameters, *projected, rotations)
             else:
-                from ..kernels import operators  # imports Triton
-
-                fill = store.slots_to_fill(cache, parameters, self.layer_idx, attention_mask, span)
-                made = operators.append(parameters, text, *projected, rotations.table, rotations.places, fill)
+                if rotations.query is None:
+                    fill = store.slots_to_fill(cache, parameters, self.layer_idx, attention_mask, span)
+                made = appended(parameters, text, *projected, rotations, fill)
                 rows = made.query, made.key, made.value
                 if made.exact_key is not None and made.exact_value is not None:
                     exact = NewTokens(made.query, made.exact_key, made.exact_value)
@@ -179,8 +180,9 @@ class RotorAttention(CompressedProjections):
     @torch.compiler.assume_constant_result
     def _served(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the kernels serve the layer at all."""
-        fits = self.sinks is None and not self.shape.weighted_behind_rope and not self.is_read_by_others
-        return fits and layer_served(self.layout, self.shape, dtype, device, self.rope.fits_kernels)
+        by_keys = self.shape.weighted_behind_rope and self.layout.rope_block is None  # keys have weights
+        fits = self.sinks is None and not by_keys and not self.is_read_by_others
+        return fits and layer_served(self.layout, self.shape, dtype, device)
 
     @torch.compiler.assume_constant_result
     def _described(self) -> str:
@@ -300,6 +302,36 @@ def plain_rows(
         heads = rotated(key.transpose(1, 2), rotations.stored, rotations.weights[1])
         latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, value)
     return query, pack_layer(latents, layout, True, parameters.scale), pack_layer(value, layout, keys=False)
+
+
+def appended(
+    parameters: AttentionParameters,
+    text: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotations: Rotations,
+    fill: SlotsToFill | None = None,
+) -> Appended:
+    """Make queries and rows, and exact keys and values where the layer has them, by the kernels.
+
+    Args:
+        text: the layer as operators take it, while a compiler traces. query, key, value: as projections and norms put
+            them out. fill: where kernels rotate, see `append.append`.
+    """
+    from ..kernels import operators  # imports Triton
+
+    if rotations.query is None:
+        return operators.append(parameters, text, query, key, value, rotations.table, rotations.places, fill)
+    of_queries, of_keys = rotations.weights
+    queries = rotated(query.transpose(1, 2), rotations.query, of_queries)
+    stored = key
+    if parameters.key_basis is not None:
+        stored = rotated(key.transpose(1, 2), rotations.stored, of_keys).transpose(1, 2)
+    made = operators.append(parameters, text, query, stored, value, None, None)._replace(query=queries)
+    if parameters.layout.exact is None:
+        return made
+    return made._replace(exact_key=rotated(key.transpose(1, 2), rotations.exact, of_keys))
 
 
 def new_tokens(query: Tensor, key: Tensor, value: Tensor, rotations: Rotations) -> NewTokens:

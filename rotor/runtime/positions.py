@@ -1,8 +1,9 @@
 """Check that the positions given to a model agree with indices in the cache, as far as attention can tell.
 
-Keys that are stored before RoPE are rotated by their index in the cache. Only differences of positions matter: padding
-on the left shifts a whole sequence. If tokens that are attended to have different shifts (a hole inside a sequence
-whose positions skip it; several documents in a row), the result would be wrong and nothing would say so.
+Keys that are stored before RoPE are rotated by their index in the cache, unless they are rotated as given
+(`rope.BlocksAsGiven`). Only differences of positions matter: padding on the left shifts a whole sequence. If tokens
+that are attended to have different shifts (a hole inside a sequence whose positions skip it; several documents in a
+row), the result would be wrong and nothing would say so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..kernels.parameters import shown_by
+from .beginnings import change_beginnings
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -27,7 +29,8 @@ pickled and dropped with it."""
 
 
 def keep_shifts_with_rows(cache_class: type[Cache]) -> None:
-    """Let what reorders, takes or repeats the sequences of a transformers cache do so with their shifts."""
+    """Let what reorders, takes or repeats the sequences of a transformers cache do so with their shifts, and with the
+    rotations of their blocks."""
 
     def follow(name: str, change: Callable[..., Tensor]) -> None:
         method = getattr(cache_class, name)
@@ -38,6 +41,8 @@ def keep_shifts_with_rows(cache_class: type[Cache]) -> None:
             shifts = getattr(cache, SHIFTS, None)
             if shifts is not None:
                 setattr(cache, SHIFTS, change(shifts, *given, *named.values()))
+            if cache is not None:
+                change_beginnings(cache, lambda held: change(held, *given, *named.values()))
             return found
 
         setattr(cache_class, name, changing)

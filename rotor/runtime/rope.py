@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.families import Family
-from ..checkpoint.layout import PRE_ROPE, KeyForm, LayerLayout
-from ..errors import CheckpointError
-from ..kernels.rotary import Rotation, when_read, within_blocks
+from ..checkpoint.layout import PRE_ROPE, AttentionShape, KeyForm, LayerLayout
+from ..kernels.rotary import Rotation, relative, when_read, within_blocks
+from .beginnings import rotations_of_blocks
+from .passes import OfPass
 from .positions import PositionCheck
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ class TokenSpan(NamedTuple):
 class Rotations(NamedTuple):
     """cos and sin, each broadcastable to [batch_size, heads, tokens, rotary_dim]; None where nothing is rotated.
 
-    query: of new queries. stored: of new keys as the cache keeps them. read: of all keys when they are read. Kernels
-        compute these three from `table`.
+    query: of new queries. stored: of new keys as the cache keeps them. read: of all keys when they are read, see
+        `reference.attention`. Kernels compute these three from `table` where `query` is None.
     table: [positions, rotary_dim]. In blocks position 0 is the beginning of the first key's block; otherwise there is
-        a row for each new token.
+        a row for each new token. Beside `query`: of the beginnings of blocks, [batch_size or 1, blocks, rotary_dim].
     places: in blocks, rows of `table` of the new tokens, [seq_len].
     first: in blocks, the row of the first key.
     exact: of new queries and keys as the model was given positions; that of queries where it is the same.
@@ -60,8 +61,18 @@ class Rotations(NamedTuple):
 
 
 def rows_of(rotation: Rotation, rows: slice | Tensor) -> Rotation:
-    """Select some positions of cos and sin."""
-    return rotation[0][rows], rotation[1][rows]
+    """Select some positions of cos and sin: [*rows, rotary_dim] each.
+
+    Args:
+        rotation: as `Rotations.read`. rows: where rotations are of sequences, [batch_size, ...].
+    """
+    if rotation[0].dim() == 2:
+        return rotation[0][rows], rotation[1][rows]
+    assert isinstance(rows, Tensor)
+    sequence = torch.arange(len(rows), device=rows.device).view(-1, *[1] * (rows.dim() - 1))
+    of_sequences = (table[:, 0] if table.dim() == 4 else table for table in rotation)
+    cos, sin = (table.expand(len(rows), -1, -1)[sequence, rows] for table in of_sequences)
+    return cos, sin
 
 
 def is_same(own: Rotation, given: Rotation) -> bool:
@@ -79,37 +90,30 @@ class RotaryTable:
         rotary: the model's embedding, which stays where it is. rotation: `Family.rotation` of what that gives.
         layer_type: passed to the embedding, where it takes one.
 
-    depends_on_length: whether frequencies do, so that a table holds only for the positions it was made for. Otherwise
-        positions may count from the first key that the cache still holds, since only differences matter.
+    layer_type: as given. depends_on_length: whether frequencies do, so that a key's are those of the pass that it came
+        with, and no table holds for all. Otherwise positions may count from the first key that the cache still holds,
+        since only differences matter.
     """
 
     def __init__(
         self, rotary: nn.Module, layer_type: str | None = None, rotation: Callable[[Rotation], Rotation] = lambda x: x
     ) -> None:
-        self._rotary, self._rotation = rotary, rotation
+        self._rotary, self._rotation, self.layer_type = rotary, rotation, layer_type
         self._arguments = () if layer_type is None else (layer_type,)
         kinds: Any = rotary.rope_type
         kind = kinds if layer_type is None else kinds[layer_type]
         self.depends_on_length = kind == "longrope" or "dynamic" in kind
         self.check_positions = PositionCheck()
-        self._key: tuple[object, ...] | None = None
+        self._key: tuple[torch.device, torch.dtype] | None = None
         self._table: Rotation | None = None
         self._read: dict[KeyForm, Rotation] = {}
 
-    def __call__(self, offset: int, length: int, end: int, device: torch.device, dtype: torch.dtype) -> Rotation:
-        """Compute cos and sin, each [at least length, rotary_dim], of positions from `offset` on, or from 0 on.
-
-        From position `end` on nothing is stored yet (a static cache), and the table may hold anything.
-        """
-        key: tuple[object, ...] = (device, dtype)
-        rows = -(-int(length) // TABLE_ROWS) * TABLE_ROWS  # a step of decoding adds one key: not a new table each time
-        if self.depends_on_length:
-            # The empty rest of a static cache must not be attended to.
-            key, rows = (int(offset), int(length), int(end), device, dtype), int(length)
+    def __call__(self, length: int, device: torch.device, dtype: torch.dtype) -> Rotation:
+        """Compute cos and sin, each [at least length, rotary_dim], of positions from 0 on."""
+        key = device, dtype
         if key != self._key or self._table is None or len(self._table[0]) < length:
+            rows = -(-int(length) // TABLE_ROWS) * TABLE_ROWS  # a step of decoding adds one key: not a new table each
             positions = torch.arange(rows, device=device)
-            if self.depends_on_length:
-                positions = (positions + offset).clamp(max=int(end) - 1)
             like = torch.empty(0, device=device, dtype=dtype)
             cos, sin = self._rotation(self._rotary(like, positions[None], *self._arguments))
             self._key, self._table, self._read = key, (cos[0].to(device), sin[0].to(device)), {}
@@ -140,9 +144,22 @@ def rotary_tables(network: nn.Module, family: Family, config: PreTrainedConfig) 
 class NoRope:
     """A model without RoPE: nothing is rotated."""
 
-    fits_kernels = True
+    def __call__(
+        self,
+        span: TokenSpan,
+        given: Rotation | None,
+        like: Tensor,
+        kernels: bool,
+        cache: Cache | None,
+        layer_idx: int,
+    ) -> Rotations:
+        """The rotations of a pass.
 
-    def __call__(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
+        Args:
+            span: where its tokens lie. given: cos and sin that the model passes to attention, [batch_size or 1,
+                seq_len, rotary_dim] each. like: a tensor of the pass. kernels: the kernels serve it.
+            cache: that the keys go into. layer_idx: the layer.
+        """
         return Rotations()
 
     def check(
@@ -160,7 +177,15 @@ class NoRope:
 class PostRope(NoRope):
     """Queries and keys are rotated by the positions that the model is given, and keys are stored so."""
 
-    def __call__(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
+    def __call__(
+        self,
+        span: TokenSpan,
+        given: Rotation | None,
+        like: Tensor,
+        kernels: bool,
+        cache: Cache | None,
+        layer_idx: int,
+    ) -> Rotations:
         assert given is not None
         rotation = given[0].unsqueeze(1), given[1].unsqueeze(1)
         if kernels:
@@ -177,9 +202,16 @@ class InBlocks(NoRope):
     def __init__(self, form: KeyForm, table: RotaryTable, with_exact: bool) -> None:
         assert form.rope_block is not None
         self.form, self.block, self.table, self.with_exact = form, form.rope_block, table, with_exact
-        self.fits_kernels = not table.depends_on_length
 
-    def __call__(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
+    def __call__(
+        self,
+        span: TokenSpan,
+        given: Rotation | None,
+        like: Tensor,
+        kernels: bool,
+        cache: Cache | None,
+        layer_idx: int,
+    ) -> Rotations:
         """Where a window has dropped the first keys, rows may begin within a block; the table begins with the block.
 
         Kernels rotate new exact keys by the table, which begins at index 0 for them, as it did for those of before.
@@ -189,9 +221,8 @@ class InBlocks(NoRope):
         index = span.indices
         if index is None:
             index = torch.arange(span.seq_len, device=like.device) + (span.query_offset - start)
-        end = span.query_offset + span.seq_len
         dtype = torch.float32 if kernels else like.dtype  # kernels compose rotations, so these must be exact
-        table = self.table(start, first + span.kv_len, end, like.device, dtype)
+        table = self.table(first + span.kv_len, like.device, dtype)
         exact = None if given is None else (given[0].unsqueeze(1), given[1].unsqueeze(1))
         if kernels:
             return Rotations(table=table, places=index, first=first, exact=exact)
@@ -216,20 +247,68 @@ class InBlocks(NoRope):
             self.table.check_positions(positions, mask, cache, *where)
 
 
-def rope_of(layout: LayerLayout, table: RotaryTable | None) -> NoRope:
-    """Choose how a layer's queries and keys are rotated.
+class BlocksAsGiven(NoRope):
+    """Keys in blocks of a model whose rotations do not follow from a token's place in the cache.
 
-    Raises:
-        CheckpointError: exact keys and codes would be rotated by different frequencies.
+    A key is stored relative to its block's first token, whose rotation the cache keeps as the model gave it. So each
+    key is read as it was rotated when it came, whatever the model rotates later ones by.
     """
+
+    def __init__(self, form: KeyForm, layer_type: str | None) -> None:
+        assert form.rope_block is not None
+        self.form, self.block, self.layer_type = form, form.rope_block, layer_type
+
+    def __call__(
+        self,
+        span: TokenSpan,
+        given: Rotation | None,
+        like: Tensor,
+        kernels: bool,
+        cache: Cache | None,
+        layer_idx: int,
+    ) -> Rotations:
+        assert given is not None
+        whole: Rotation = given
+
+        def make() -> Rotations:
+            return self._made(span, whole, cache, kernels)
+
+        if torch.compiler.is_compiling() or isinstance(span.query_offset, Tensor):
+            return make()
+        key = self.layer_type, self.block, *span[:4], id(cache), kernels
+        return _as_given(whole[0], key, layer_idx, make)
+
+    def _made(self, span: TokenSpan, given: Rotation, cache: Cache | None, kernels: bool) -> Rotations:
+        cos, sin = given
+        begun = rotations_of_blocks(given, self.block, span, cache, self.layer_type)
+        whole, stored = (cos.unsqueeze(1), sin.unsqueeze(1)), None
+        if self.form != PRE_ROPE:
+            new = torch.arange(span.seq_len, device=cos.device) + span.query_offset
+            stored = relative(whole, _rotation(begun[:, None, new // self.block]))
+        if kernels:
+            return Rotations(whole, stored, table=_rotation(begun.float()), first=span.kv_offset, exact=whole)
+        keys = torch.arange(span.kv_len, device=cos.device) + span.kv_offset
+        read = _rotation(begun[:, keys // self.block])
+        if not isinstance(span.kv_offset, int) or span.kv_offset % self.block:
+            read = read[0].unsqueeze(1), read[1].unsqueeze(1)  # rows begin within a block: in any order
+        return Rotations(whole, stored, read, exact=whole)
+
+
+_as_given: OfPass[Rotations] = OfPass()
+
+
+def _rotation(planes: Tensor) -> Rotation:
+    """cos and sin, [..., rotary_dim] each, of those of planes, [..., 2, planes]."""
+    cos, sin = torch.cat([planes, planes], -1).unbind(-2)
+    return cos, sin
+
+
+def rope_of(layout: LayerLayout, shape: AttentionShape, table: RotaryTable | None) -> NoRope:
+    """Choose how a layer's queries and keys are rotated."""
     if table is None:
         return NoRope()
     if layout.rope_block is None:
         return PostRope()
-    if table.depends_on_length and layout.exact is not None:
-        raise CheckpointError(
-            "keys are stored before RoPE beside exact tokens, and the frequencies of this model's RoPE depend on the "
-            "length: beyond it exact keys keep those of their pass, and codes take new ones.",
-            "Calibrate again with --set groups.domain=post.",
-        )
+    if table.depends_on_length or shape.rotates_as_told:
+        return BlocksAsGiven(layout.form, table.layer_type)
     return InBlocks(layout.form, table, layout.exact is not None)

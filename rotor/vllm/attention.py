@@ -92,7 +92,7 @@ class RotorSelfAttention(CompressedProjections):
             hidden_states: [tokens, hidden_size]. positions: [tokens], where the model has RoPE.
         """
         query, key, value = self.projected(hidden_states)
-        query_weight, key_weight = self.weights_behind_rope()
+        query_weight, key_weight = self.weights_behind_rope(self.shard.layout.form)
         exact: list[Tensor] = []
         scale = None if self.query_scale is None or positions is None else self.query_scale(positions)
         if scale is not None:

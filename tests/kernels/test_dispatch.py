@@ -14,10 +14,10 @@ from rotor.vllm.shards import shard_of
 LAYOUT, SHAPE = layer(FORMS["block"], 1, CodedRow(n4=64)), shape_of(1, 4, 128, 128)
 
 
-def serve(layout=LAYOUT, shape=SHAPE, mask=None, dtype=torch.float32, fits=True, size=(1, 1)) -> bool:
+def serve(layout=LAYOUT, shape=SHAPE, mask=None, dtype=torch.float32, size=(1, 1)) -> bool:
     with torch.no_grad():
         states = torch.zeros(*size, 4, dtype=dtype)
-        return layer_served(layout, shape, dtype, states.device, fits) and call_served(states, mask)
+        return layer_served(layout, shape, dtype, states.device) and call_served(states, mask)
 
 
 def test_a_cpu_and_a_missing_triton_have_plain_pytorch(monkeypatch) -> None:
@@ -66,7 +66,6 @@ def test_what_the_kernels_do_not_express_is_left_to_pytorch(monkeypatch) -> None
     assert not serve(mask=torch.ones(2, 4, 3, 3, dtype=torch.bool), size=(2, 3))
     assert not serve(mask=torch.ones(2, 1, 2, 3, dtype=torch.bool), size=(2, 3))
     assert not serve(dtype=torch.float64)
-    assert not serve(fits=False)
     assert not serve(size=(0, 1))
     assert serve(layer(FORMS["block"], 1, CodedRow(n4=1007)))
     assert not serve(layer(FORMS["block"], 1, CodedRow(n4=1040)))

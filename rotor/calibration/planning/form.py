@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ...checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, ExactTokens, KeyForm, LayerForm, ModelForm
 from ...errors import RecipeError
 from ...recipe.recipe import Recipe
@@ -13,26 +11,18 @@ LONGEST_BLOCK_READ_NEAR = 16
 """Positions of a block from whose codes near keys may be read: planes that turn far within a block have the most to say
 of near keys, and lose rank by it."""
 
-Frequencies = Sequence[Sequence[float]]
-"""Radians by which each plane of each layer rotates from one position to the next."""
 
-
-def model_form(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies | None) -> ModelForm:
+def model_form(recipe: Recipe, shape: AttentionShape) -> ModelForm:
     """Derive the form of every layer of a model.
 
-    Args:
-        frequencies: frequencies of RoPE; None if they depend on the length of a sequence. Keys stored earlier would
-            then be rotated within their blocks by other frequencies than later ones, so `block` becomes `post`; so it
-            does where the model needs that.
     Raises:
-        RecipeError: the group size does not divide the KV heads; keys before RoPE where they cannot be; nothing is kept
-            exactly where that is needed.
+        RecipeError: the group size does not divide the KV heads; nothing is kept exactly where that is needed.
     """
     if shape.needs_exact and recipe.exact.tokens is None:
         raise RecipeError(
             f"exact.newest 0: this model needs exact tokens: {shape.needs_exact}.", "Give --set exact.newest=128."
         )
-    keys = tuple(_key_form(recipe, own, frequencies is not None) for own in shape.layers)
+    keys = tuple(_key_form(recipe, own) for own in shape.layers)
     rotated = next(form for layer, form in enumerate(keys) if layer not in shape.without_rope)
     # Keys hardly rotate within a block, so they are about as linear in the hidden state as values.
     joint = recipe.joins_latents and (rotated.rope_block is not None or not shape.rotates)
@@ -72,30 +62,12 @@ def wanted_gradients(form: LayerForm) -> frozenset[str]:
     return frozenset(vector_names(form))
 
 
-def _key_form(recipe: Recipe, shape: AttentionShape, constant: bool) -> KeyForm:
-    """Derive how a layer's keys are stored.
-
-    Args:
-        constant: the frequencies of RoPE do not depend on the length of a sequence.
-    """
+def _key_form(recipe: Recipe, shape: AttentionShape) -> KeyForm:
+    """Derive how a layer's keys are stored."""
     groups = recipe.groups
-    if not shape.rotary_dim or groups.domain == "post" or (shape.needs_post_rope and groups.domain == "block"):
+    if not shape.rotary_dim or groups.domain == "post":
         return POST_ROPE
-    if shape.needs_post_rope:
-        raise RecipeError(
-            f"groups.domain {groups.domain}: {shape.needs_post_rope}, and keys stored before RoPE are rotated by their "
-            "place in the cache.",
-            "Give --set groups.domain=post.",
-        )
-    if groups.domain == "pre" and not constant and recipe.exact.tokens is not None:
-        raise RecipeError(
-            "groups.domain pre: the frequencies of this model's RoPE depend on the length, beyond which exact keys "
-            "would keep those of their pass, and codes take new ones.",
-            "Give --set groups.domain=post, or --set exact.first=0 --set exact.newest=0.",
-        )
-    if groups.domain == "pre":
-        return PRE_ROPE
-    return KeyForm(groups.rope_block) if constant else POST_ROPE
+    return PRE_ROPE if groups.domain == "pre" else KeyForm(groups.rope_block)
 
 
 def _group_size(recipe: Recipe, shape: AttentionShape) -> int:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ...checkpoint.families import Family, attention_shape, family_of, find_family
+from ...checkpoint.families import Family, attention_shape, find_family
 from ...checkpoint.layout import AttentionShape, HeadSizes, LayerForm, ModelForm
 from ...checkpoint.sizes import uncompressed_kv_bytes_per_token
 from ...models.device_plan import DevicePlan
@@ -33,7 +32,7 @@ from ..codes.side import codes_bytes
 from ..information import stored_bytes
 from ..moments import CHUNK_BYTES, moment_shape, packed_bytes
 from ..pruning import kmeans_bytes
-from .form import Frequencies, model_form, wanted_gradients
+from .form import model_form, wanted_gradients
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -43,9 +42,6 @@ LIBRARIES_BYTES = 600 << 20
 
 LOGIT_COPIES = 6
 """Tensors of the size of a batch's logits that scoring has at once (logits, float copy, log-softmax, reference)."""
-
-FIXED_FREQUENCY_KINDS = ("linear", "yarn", "llama3", "proportional")
-"""Kinds of scaled RoPE whose frequencies do not depend on the length of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +102,9 @@ class ModelOutline:
     def parameters(self) -> int:
         return sum(self.layers) + sum(self.vocabulary) + self.rest
 
-    @property
-    def frequencies(self) -> Frequencies | None:
-        """Frequencies of each layer's RoPE, or None if they depend on the length of a sequence."""
-        by_layer = [rotary_frequencies(self.config, layer) for layer in range(self.shape.num_layers)]
-        known = [frequencies for frequencies in by_layer if frequencies is not None]
-        return known if len(known) == len(by_layer) else None
-
     def form(self, recipe: Recipe) -> ModelForm:
         """Form that the recipe compresses the layers to; see `model_form`."""
-        return model_form(recipe, self.shape, self.frequencies)
+        return model_form(recipe, self.shape)
 
     def calibration(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, batch_tokens: int) -> Estimates:
         """Estimate the memory and disk of `rotor calibrate`."""
@@ -276,27 +265,6 @@ class ModelOutline:
 def wanted_moments(recipe: Recipe, form: LayerForm) -> frozenset[str]:
     """Names of the moments that the recipe's methods read."""
     return needed_statistics(recipe.bases.qk, recipe.bases.vo, form, recipe.bases.refit)
-
-
-def rotary_frequencies(config: PreTrainedConfig, layer: int) -> tuple[float, ...] | None:
-    """Radians by which each plane of a head rotates from one position to the next; empty in a model without RoPE.
-
-    Returns:
-        None if frequencies depend on the length of a sequence.
-    """
-    family, shape = family_of(config), attention_shape(config).layer(layer)
-    if not shape.rotary_dim:
-        return ()
-    kind = family.rotary_type(config, layer)
-    config = config.get_text_config()
-    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
-    if rope["rope_type"] == "default":
-        exponents = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float64) / shape.rotary_dim
-        return tuple((float(rope["rope_theta"]) ** -exponents).tolist())
-    if rope["rope_type"] not in FIXED_FREQUENCY_KINDS:
-        return None
-    inverse, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, layer_type=kind)
-    return tuple(inverse.double().tolist())
 
 
 def needs_whole_model(recipe: Recipe) -> tuple[str, str] | None:

@@ -45,9 +45,9 @@ class Streaming(Eviction):
         family = family_of(config)
         if self.moves_keys and family.rotary is None:
             raise _cannot_move("this model has no RoPE")
-        needs_post_rope = attention_shape(config).needs_post_rope
-        if self.moves_keys and needs_post_rope:
-            raise _cannot_move(needs_post_rope)
+        why = attention_shape(config).rotates_as_told
+        if self.moves_keys and why:
+            raise _cannot_move(why)
         unlike = family.interleaved or family.rotates_back or family.without_rope(config.get_text_config())
         if self.moves_keys and unlike:
             raise _cannot_move("RoPE of this model is interleaved, rotates back, or is not in every layer")

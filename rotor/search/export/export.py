@@ -38,11 +38,12 @@ from ...progress import Progress, StageTimes
 from ...recipe.recipe import Recipe
 from ...recipe.requests import ExportRequest
 from ..evaluation.accuracy import Accuracy
-from ..export_job import ExportJob
 from ..point import Point
-from ..rank_search import RankSearch
 from ..report.report import write_with_checkpoint
+from .job import ExportJob
 from .model_card import model_card
+from .search import RankSearch
+from .source_card import repeated_metadata
 from .texts import texts_before_and_after
 
 if TYPE_CHECKING:
@@ -240,7 +241,10 @@ def _report(
     kept = {
         key: source[key] for key in ("name", "hub_id", "revision", "shards", "files", "state_bytes") if key in source
     }
-    about = cast(ModelInfo, kept | {"path": os.path.relpath(job.checkpoint.folder.resolve(), place)})
+    kept |= {"path": os.path.relpath(job.checkpoint.folder.resolve(), place)}
+    kept |= {"base_model": job.request.base_model} if job.request.base_model else {}
+    kept |= {"card": card} if (card := repeated_metadata(job.checkpoint.folder)) else {}
+    about = cast(ModelInfo, kept)
     return {
         "format_version": FORMAT_VERSION,
         "versions": info["versions"],

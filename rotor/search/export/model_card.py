@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any, cast
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -36,7 +37,8 @@ def model_card(
     name = report["source"]["name"]
     share = report["compression"]
     held = report["kv_bytes_of_sequence"]
-    base_model = report["source"]["hub_id"] or name
+    source = report["source"]
+    base_model = source.get("base_model") or source["hub_id"] or name
     name = markdown(name)
     measured = "\n".join(f"| {label} | {text} |" for label, text in accuracy.rows())
     metadata = ModelCardData(
@@ -45,6 +47,7 @@ def model_card(
         library_name="transformers",
         pipeline_tag="text-generation" if family.auto_class == "AutoModelForCausalLM" else "image-text-to-text",
         tags=["rotor", "kv-cache", "compression"],
+        **cast(dict[str, Any], source.get("card", {})),
     )
     weights = _where_weights_are(report["source"]) if apart else ""
     layouts = [LayerLayout.from_dict(layout, ROTOR_JSON) for layout in report["layouts"]]

@@ -14,7 +14,7 @@ from ...checkpoint.schemas import TextInfo
 from ...models.lengths import bounded_seq_len
 from ...models.tokenizer import as_chat
 from ..point import Point
-from ..rank_search import RankSearch
+from .search import RankSearch
 
 NEW_TOKENS = 40
 """Most tokens that a model writes to a prompt."""

@@ -6,25 +6,25 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..calibration.allocation.plan import Plan
-from ..calibration.planning.outline import evaluation_plan
-from ..checkpoint.folding import model_layouts
-from ..errors import UsageError
-from ..models.compressible import CompressibleModel
-from ..models.device_plan import DevicePlan
-from ..models.readiness import describe_evaluation
-from ..models.splits import EvaluationData, evaluation_data
-from ..progress import Progress, StageTimes, in_time
-from .evaluation.accuracy import Fidelity
-from .evaluation.fidelity import FidelityMeter
-from .evaluation.prompts import EvaluationContext
-from .export_job import ExportJob
-from .plan_evaluator import PlanEvaluator
-from .point import Point
-from .search import find_plan, plan_for
+from ...calibration.allocation.plan import Plan
+from ...calibration.planning.outline import evaluation_plan
+from ...checkpoint.folding import model_layouts
+from ...errors import UsageError
+from ...models.compressible import CompressibleModel
+from ...models.device_plan import DevicePlan
+from ...models.readiness import describe_evaluation
+from ...models.splits import EvaluationData, evaluation_data
+from ...progress import Progress, StageTimes, in_time
+from ..evaluation.accuracy import Fidelity
+from ..evaluation.fidelity import FidelityMeter
+from ..evaluation.prompts import EvaluationContext
+from ..plan_choice import find_plan, plan_for
+from ..plan_evaluator import PlanEvaluator
+from ..point import Point
+from .job import ExportJob
 
 if TYPE_CHECKING:
-    from ..policies import Policy
+    from ...policies import Policy
 
 
 class RankSearch(PlanEvaluator):
@@ -86,10 +86,10 @@ class RankSearch(PlanEvaluator):
 
     def _ratios(self, plan: Plan) -> Policy:
         """The policy whose ratios keep the accuracy that is asked."""
-        from ..policies import Tiers
-        from ..policies.agreement import agreement, agreement_in_words, shared_choices
-        from .ratio_grid import find_by_regression, find_optimum
-        from .ratio_search import Cache, RatioPlan, find_ratios
+        from ...policies import Tiers
+        from ...policies.agreement import agreement, agreement_in_words, shared_choices
+        from ..ratio_grid import find_by_regression, find_optimum
+        from ..ratio_search import Cache, RatioPlan, find_ratios
 
         policy, target = self.job.policy, self.job.request.accuracy
         assert isinstance(policy, Tiers)
