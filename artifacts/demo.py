@@ -24,6 +24,7 @@ from rotor.cli import main as rotor
 SOURCE, RUN, OUT = "artifacts/demo-model", "runs/make-demo", "out/make-demo"
 CALIBRATION = ("tokens.count=16384", "codes.tokens=8192")
 MEASURES = (
+    "evaluation.seq_len=512",  # as it was trained
     "evaluation.search_tokens=4096",
     "evaluation.report_tokens=8192",
     "evaluation.lookup_prompts=12",

@@ -66,7 +66,6 @@ def decoded_attention(
     if begin is None:
         begin = torch.zeros(1, dtype=torch.int64, device=query.device)
     index = torch.arange(seq_len, device=query.device).expand(len(begin), -1)
-    is_first = index - begin[:, None] < tokens.first
     first = begin[:, None] + torch.arange(tokens.first, device=query.device)
     place = first.clamp(max=seq_len - 1)
     first_key, first_value = (_tokens(side, place) for side in (exact_key, exact_value))
@@ -74,12 +73,11 @@ def decoded_attention(
         queries = slice(start, min(start + QUERY_BLOCK, seq_len))
         old = slice(0, max(0, queries.stop - tokens.newest))
         near = slice(max(0, start - tokens.newest + 1), queries.stop)
-        old_age, first_age, near_age = (
-            index[:, queries, None] - at[:, None] for at in (index[:, old], first, index[:, near])
-        )
-        is_coded = (old_age >= tokens.newest) & ~is_first[:, None, old]
-        is_new = (near_age >= 0) & (near_age < tokens.newest)
-        seen = torch.cat([is_coded, first_age >= tokens.newest, is_new], dim=-1)[:, None]
+        at = index[:, queries, None]
+        is_coded = ~tokens.is_exact(at, index[:, None, old], begin[:, None, None])
+        is_first = ~tokens.is_newest(at, first[:, None])
+        is_near = (index[:, None, near] <= at) & tokens.is_newest(at, index[:, None, near])
+        seen = torch.cat([is_coded, is_first, is_near], dim=-1)[:, None]
         if mask is not None:
             columns = torch.cat([index[:, old], place, index[:, near]], dim=-1)
             shown = _columns(mask[:, :, queries], columns)

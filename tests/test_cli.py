@@ -157,7 +157,7 @@ def test_a_disk_that_is_too_small_is_noticed_first(demo_run, tmp_path: Path, cap
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(
-        importlib.import_module("rotor.search.rank_search"), "evaluation_plan", None
+        importlib.import_module("rotor.search.export.search"), "evaluation_plan", None
     )  # the disk is checked first
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     expect_error(capsys, 1, "0.0 MB free", "export", run, "-o", tmp_path / "out", "--compression", "0.5", "-q")

@@ -187,7 +187,7 @@ def test_a_fresh_process_loads_every_tensor_and_only_with_rotor(run_copy, tmp_pa
     """Where every shape fits, too: with a removal rate that removes nothing, and where only queries and keys are
     compressed; and what was loaded and saved again. Without rotor the error says what to install.
     """
-    plan_for = importlib.import_module("rotor.search.rank_search").plan_for
+    plan_for = importlib.import_module("rotor.search.export.search").plan_for
 
     def keys_alone(*arguments):
         plan = plan_for(*arguments)
@@ -198,7 +198,7 @@ def test_a_fresh_process_loads_every_tensor_and_only_with_rotor(run_copy, tmp_pa
     run = calibrated(DEMO_MODEL, tmp_path / "run", "post", 1).folder
     export(run, tmp_path / "out", compression=0.3, measure=False)
     with monkeypatch.context() as patch:
-        patch.setattr(importlib.import_module("rotor.search.rank_search"), "plan_for", keys_alone)
+        patch.setattr(importlib.import_module("rotor.search.export.search"), "plan_for", keys_alone)
         export(run, tmp_path / "keys", compression=0.3, measure=False)
     before, after = (load_file(folder / "model.safetensors") for folder in (DEMO_MODEL, tmp_path / "keys"))
     assert all(after[name].shape == tensor.shape for name, tensor in before.items())

@@ -36,7 +36,7 @@ from rotor.models.source import Checkpoint
 from rotor.progress import in_time
 from rotor.recipe.reading import load_recipe, quick_overrides
 from rotor.recipe.requests import ExportRequest
-from rotor.search.export_job import ExportJob
+from rotor.search.export.job import ExportJob
 
 
 def test_the_bundled_model() -> None:

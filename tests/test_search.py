@@ -12,7 +12,7 @@ import pytest
 from rotor.errors import AccuracyError
 from rotor.recipe.sections import Search
 from rotor.search.evaluation.accuracy import Fidelity
-from rotor.search.search import find_plan
+from rotor.search.plan_choice import find_plan
 
 STEPS = [i * 0.00625 for i in range(150)]
 

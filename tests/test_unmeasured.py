@@ -74,7 +74,7 @@ def test_not_measured_when_asked(run: Run, tmp_path: Path, capsys, monkeypatch: 
     """Nothing is loaded or read for it; every tensor is as with measuring; `validate` then measures or not."""
     measured = export(run.folder, tmp_path / "measured", removal_rate=0.1)
     with monkeypatch.context() as patch:
-        patch.setattr("rotor.search.rank_search.evaluation_data", None)
+        patch.setattr("rotor.search.export.search.evaluation_data", None)
         result = export(run.folder, tmp_path / "out", removal_rate=0.1, measure=False)
     assert result.measured_points == 0
     assert result.report["tensors"] == measured.report["tensors"]
@@ -132,3 +132,23 @@ def test_a_card_names_the_source_and_its_licence(run_copy, tmp_path: Path) -> No
         assert metadata.base_model == "org/Model-1"
     with pytest.raises(UsageError, match="--base-model"):
         export(run.folder, tmp_path / "out", compression=0.3, base_model="no id")
+
+
+def test_checkpoints_stand_side_by_side(run_copy, tmp_path: Path, capsys) -> None:
+    """By what their exports measured; not measured is said, and numbers of different texts are not set beside."""
+    run = run_copy("fdc")
+    for name, share in (("a", 0.2), ("b", 0.4)):
+        export(run.folder, tmp_path / name, compression=share)
+    export(run.folder, tmp_path / "c", compression=0.5, measure=False)
+    code, printed, error = rotor(capsys, "compare", tmp_path / "a", tmp_path / "b", "--json")
+    assert code == 0, error
+    first, second = json.loads(printed)
+    assert first["compression"]["stored"] < second["compression"]["stored"]
+    assert first["accuracy"]["report"] > second["accuracy"]["report"]
+    code, printed, error = rotor(capsys, "compare", tmp_path / "a", tmp_path / "b")
+    assert "look-up ratio" in printed
+    assert "cannot be compared" not in printed
+    code, printed, error = rotor(capsys, "compare", tmp_path / "a", tmp_path / "c")
+    assert "not measured" in printed
+    assert "cannot be compared" in printed
+    expect_error(capsys, 2, "is a run of `rotor calibrate`", "compare", tmp_path / "a", run.folder)

@@ -9,7 +9,7 @@ from rotor.checkpoint.layout import LayerLayout
 
 @dataclass(frozen=True)
 class Absorbing:
-    """How `absorb` is launched: blocks that a program takes at a time, its warps, stages of its copies."""
+    """Launch of `absorb`: blocks that a program takes at a time, its warps, stages of its copies."""
 
     blocks: int
     warps: int

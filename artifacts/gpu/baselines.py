@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What compressed attention is measured beside where PyTorch has nothing: flash-decoding in Triton over lengths of any
+"""Baselines where PyTorch has none: flash-decoding in Triton over lengths of any
 kind, on keys and values of 16 bits and of 4 bits in groups (as KIVI's and KVQuant's are kept, without their outliers).
 
 A program takes some keys of a KV head of a sequence with all query heads that share them; a second kernel joins these

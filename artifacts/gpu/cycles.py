@@ -48,14 +48,14 @@ Weight = Callable[[Instruction], float]
 FLOATS = {"FFMA", "FADD", "FMUL", "HFMA2", "HADD2", "HMUL2"}
 STORES_AND_LOADS = {"LDS", "STS", "LDG", "STG", "LDL", "STL", "LDGSTS", "LD", "ST", "ATOMS", "ATOMG", "RED"}
 NO_PIPE = {"NOP", "BRA", "EXIT", "RET", "CALL", "BSYNC", "BSSY", "WARPSYNC", "DEPBAR", "LDGDEPBAR", "BAR", "WARPGROUP"}
-"""What only takes a slot of the scheduler, or memory that is none of the others'."""
+"""Opcodes that only take a slot of the scheduler, or memory that is none of the others'."""
 
 MATRICES = {"LDSM": 128, "STSM": 128}
 """Bytes of a matrix of 8 by 8 numbers of 16 bits."""
 
 
 def shared_bytes(instruction: Instruction) -> float:
-    """What a warp's instruction moves by the path to shared memory and L1; numbers of 32 bits where nothing is said."""
+    """Bytes of a warp's instruction on the path to shared memory and L1; numbers of 32 bits where nothing is said."""
     parts, base = instruction.opcode.split("."), instruction.base
     if base in MATRICES:
         return MATRICES[base] * float(parts[-1] if parts[-1] in ("2", "4") else 1)

@@ -1,4 +1,4 @@
-"""What the GPU is, and the two rates that nothing on it exceeds: reading memory, and products in bfloat16."""
+"""Description of the GPU, and the two rates that nothing on it exceeds: reading memory, and products in bfloat16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASKED = (
     "driver_version", "clocks.current.sm", "clocks.current.memory", "clocks.max.sm", "clocks.max.memory", "power.limit",
     "power.draw", "temperature.gpu", "pstate",
 )  # fmt: skip
-"""What nvidia-smi is asked for; no setting is changed."""
+"""Queries of nvidia-smi; no setting is changed."""
 
 
 def describe() -> Iterator[Record]:

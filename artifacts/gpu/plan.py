@@ -1,4 +1,4 @@
-"""What `python artifacts/gpu` does, in which order, and how long each part may take."""
+"""Plan of `python artifacts/gpu`: its parts in order, and the time that each may take."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ LIKE_OTHERS = ("qwen3-8b-128x2",)
 UNCOMPRESSED = "uncompressed"
 
 MODELLED = (UNCOMPRESSED, "llama3-8b-64x2", "llama3-8b-128x2")
-"""What all layers of the 8B are: uncompressed, and layouts."""
+"""Kinds of all layers of the 8B: uncompressed, and layouts."""
 
 
 def _model() -> list[Task]:

@@ -26,7 +26,7 @@ def check(names: list[str]) -> Iterator[Record]:
 
 
 def errors(text: str) -> int:
-    """How many it counted.
+    """Count of errors.
 
     Raises:
         RuntimeError: it did not come to an end.
@@ -42,7 +42,7 @@ def _found(text: str) -> str:
 
 
 def launch(names: list[str], device: str = "cuda") -> None:
-    """What compute-sanitizer looks at."""
+    """Launch what compute-sanitizer looks at."""
     from .times import compile_subject
 
     for name in names:

@@ -60,13 +60,13 @@ class Instruction:
 
     @property
     def jumps(self) -> bool:
-        """Whether to its target. What is called by a label inside the kernel does not return."""
+        """Tell whether it may go on at its target; what is called by a label inside the kernel does not return."""
         called = self.base == "CALL" and self.target is not None and self.target.startswith(".L")
         return self.base in ("BRA", "JMP") or called
 
     @property
     def returns(self) -> bool:
-        """Whether the kernel, or a routine, ends here or may do so."""
+        """Tell whether the kernel, or a routine, ends here or may do so."""
         return self.base in ("EXIT", "RET", "KILL")
 
     @property
@@ -75,7 +75,7 @@ class Instruction:
 
     @property
     def conditional(self) -> bool:
-        """Whether the next instruction may follow: a predicate before it, or among a branch's operands."""
+        """Tell whether the next instruction may follow: a predicate before it, or among a branch's operands."""
         others = self.operands.replace(f"`({self.target})", "").strip(" ,") if self.opcode.startswith("BRA") else ""
         return bool(self.guard) or bool(others)
 

@@ -18,7 +18,7 @@ from .subjects import gpu_subjects
 from .summary import markdown
 
 MINUTES = 9.0
-"""What the plan takes."""
+"""Minutes of the whole plan."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def run(
 
 
 def _import() -> None:
-    """What processes need, once for all of them: those that are forked have it.
+    """Import torch and Triton once, before workers are forked.
 
     Whatever asks here whether there is a GPU must not begin to use it, which a forked process could not go on with.
     """
@@ -90,7 +90,7 @@ def _import() -> None:
 
 
 def plan_page(chosen: list[Job], why: str) -> str:
-    """What would run on a GPU, as lines."""
+    """List what would run on a GPU, as lines."""
     lines, start = [f"Nothing ran: {why}. On a GPU, one job after the other:"], 0.0
     for job in chosen:
         count = len(job.tasks())

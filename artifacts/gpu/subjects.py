@@ -103,6 +103,6 @@ def with_exact(subject: Subject) -> Subject:
 
 
 def gpu_subjects() -> dict[str, Subject]:
-    """What is measured on a GPU: the named layers, some also with exact tokens."""
+    """Layers that are measured on a GPU: the named layers, some also with exact tokens."""
     found = named_subjects()
     return found | {own.name: own for own in (with_exact(found[name]) for name in EXACT)}

@@ -145,7 +145,7 @@ STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.r
 
 
 def _counters(records: list[Record]) -> str:
-    """What limits each kernel; all other counters are in the records."""
+    """Limits of each kernel; all other counters are in the records."""
     rows = []
     for record in records:
         if "counters" not in record:
@@ -168,7 +168,7 @@ def _sanitizer(records: list[Record]) -> str:
 
 
 def _seconds(records: list[Record]) -> str:
-    """How long each job took."""
+    """Seconds of each job."""
     took = [f"{record['job']} {record['job_s']:.0f} s" for record in records if "job_s" in record]
     return f"Seconds: {', '.join(took)}" if took else ""
 

@@ -37,7 +37,7 @@ REPLAYS = 5
 
 
 class AbsorbingLayer(DecodeLayer):
-    """What a layer's launches go by, but for how it absorbs."""
+    """Launch data of a layer with its own way to absorb."""
 
     absorbing: Absorbing
 
@@ -106,7 +106,7 @@ def tune(
     device: str = "cuda",
     lengths: dict[str, list[int]] | None = None,
 ) -> Iterator[Record]:
-    """What a step of a layer takes by tile and by how it absorbs, at each load; what does not run is left out.
+    """Seconds of a step of a layer by tile and by how it absorbs, at each load; what does not run is left out.
 
     Args:
         compiled: file of results so far; only what it says `compile_launch` has compiled is timed.

@@ -45,7 +45,7 @@ DTYPE = torch.bfloat16
 """Dtype of uncompressed caches."""
 
 COLD_BYTES = 256 << 20
-"""What the caches of one graph take together at least: several times the L2 of an H100 or H200."""
+"""Bytes that the caches of one graph take together at least: several times the L2 of an H100 or H200."""
 
 COPIES = 4, 32
 """Caches of one graph, at least and at most."""
@@ -129,7 +129,7 @@ OWN_KERNELS = (
 
 
 def copies(cache_bytes: float) -> int:
-    """How many caches of one size a graph needs."""
+    """Number of caches of one size that a graph needs."""
     least, most = COPIES
     return int(min(most, max(least, -(-COLD_BYTES // max(1, int(cache_bytes))))))
 

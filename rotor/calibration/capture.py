@@ -225,7 +225,7 @@ def exact_then_coded(
     """
     index = torch.arange(seq_len, device=device)
     age = index[:, None] - index
-    is_exact = (age < exact.newest) | (index < exact.first)
+    is_exact = exact.is_exact(index[:, None], index)
     mask = (age >= 0)[None, None] if mask is None else mask
     if mask.dtype == torch.bool:
         return torch.cat([mask & is_exact, mask & ~is_exact], dim=-1)

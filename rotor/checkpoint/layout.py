@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from ..checked import Expect, JsonObject, Reader
 from ..errors import CheckpointError
@@ -343,6 +343,22 @@ class ExactTokens:
 
     first: FirstTokens
     newest: NewestTokens
+
+    def is_newest(self, query: Any, key: Any, until: Any = 0) -> Any:
+        """Tell which keys are among the newest of a query: indices in the cache, numbers or tensors of them.
+
+        Args:
+            until: index of the first token that the ring still has.
+        """
+        return (query - key < self.newest) & (key >= until)
+
+    def is_exact(self, query: Any, key: Any, begin: Any = 0, until: Any = 0) -> Any:
+        """Tell which keys a query sees exactly: the rule of this class, but for what is new in the same pass.
+
+        Args:
+            begin: index of the first token of the sequence, behind padding. until: see `is_newest`.
+        """
+        return self.is_newest(query, key, until) | (key - begin < self.first)
 
     def within(self, window: int | None) -> ExactTokens:
         """The same in a layer with a sliding window, which sees no more tokens than that."""

@@ -1,4 +1,4 @@
-"""The commands that make a compressed checkpoint and check it: calibrate, export, materialise, validate."""
+"""The commands that make a compressed checkpoint and check it: calibrate, export, materialise, validate, compare."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from ..recipe.requests import (
 )
 from .app import check_folder, command, resumable
 from .console import print_seconds, print_table, say
-from .options import OutputOptions
+from .options import Json, OutputOptions
 
 if TYPE_CHECKING:
     from ..calibration.run import Run
     from ..search.evaluation.accuracy import Accuracy
     from ..search.export.export import ExportResult
+    from ..tools.compare import Compared
     from ..tools.validation.integrity import Validation
 
 
@@ -240,3 +241,50 @@ def _print_summary(results: list[Validation]) -> None:
     texts = dict.fromkeys(str(result.accuracy.data) for result in results if result.accuracy)
     title = "KV cache compression" + (f"; accuracy on the report split of {' and of '.join(texts)}" if texts else "")
     print_table(title, left, ("stored", "measured", "bytes/token"), rows)
+
+
+@command(epilog="Example: rotor compare out/demo out/demo-smaller")
+def compare(folders: list[Path], output: Json) -> None:
+    """Show compressed checkpoints side by side: sizes, accuracy by ratio and position, and what they wrote.
+
+    All of it is what export measured and stored in the folders; `rotor validate` measures again.
+
+    Args:
+        folders: Folders that `rotor export` wrote.
+    """
+    for folder in folders:
+        check_folder(folder)
+
+    from ..tools import compare as tool
+
+    compared = tool.compare(folders)
+    output.show([one.to_dict() for one in compared], lambda: _print_compared(compared, tool.measured_alike(compared)))
+
+
+def _print_compared(compared: list[Compared], alike: bool) -> None:
+    """A column for each checkpoint, a row for each thing that is known of one."""
+    columns = [_facts(one) for one in compared]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
+    print_table(None, ("", *(str(one.folder) for one in compared)), (), rows)
+    if not alike:
+        say("Measured on different texts or by different metrics: these accuracies cannot be compared.")
+    for index, text in enumerate(compared[0].texts):
+        say(f"\nPrompt {index + 1}, uncompressed: {text['before'].strip()}")
+        for one in compared:
+            if index < len(one.texts):
+                say(f"{one.folder}: {one.texts[index]['after'].strip()}")
+
+
+def _facts(one: Compared) -> dict[str, str]:
+    from ..progress import in_bytes
+
+    info, held, size = one.info, one.info["kv_bytes_of_sequence"], one.info["kv_bytes_per_token"]
+    return {
+        "source": info["source"]["name"],
+        "recipe": info["recipe"],
+        "removed": f"{info['compression']['stored']:.3f}",
+        "bytes per token": f"{size['before']:,} -> {size['after']:,}",
+        f"cache at {held['tokens']:,} tokens": f"{in_bytes(held['before'])} -> {in_bytes(held['after'])}",
+        **dict(one.accuracy.rows()),
+    }

@@ -134,7 +134,7 @@ def _print_decode_times(inspection: Inspection) -> None:
 
 
 def _say_slower(inspection: Inspection) -> None:
-    """What to do where the recipe's attention is predicted to be slower than without compression."""
+    """Hint where the recipe's attention is predicted to be slower than without compression."""
     if inspection.slower is not None:
         own, other = inspection.slower
         better = f"{other.settings} is predicted at {other.share:.2f}" if other else "no layout is predicted below 1"

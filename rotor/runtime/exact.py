@@ -267,15 +267,13 @@ def divided(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: Tok
         mask = (index <= query)[None, None]
     begin = seen.begin[:, None, None] if isinstance(seen.begin, Tensor) else seen.begin
     new = index >= offset
-    ring = (query - index < exact.newest) & (index >= seen.until)
-    by_row = ~(new | ring | (index - begin < exact.first))
+    by_row = ~(new | exact.is_exact(query, index, begin, seen.until))
     by_row = by_row if by_row.dim() == 3 else by_row[None]
 
     newest = ring_index(exact, seen.length, device)
     first = begin + torch.arange(exact.first, device=device)  # [first] or [batch_size, 1, first]
-    in_ring = (query - first < exact.newest) & (first >= seen.until)
-    of_first = (first < seen.length) & (first >= kv_offset) & ~in_ring
-    of_newest = (newest >= max(seen.until, 0)) & (newest >= kv_offset) & (query - newest < exact.newest)
+    of_first = (first < seen.length) & (first >= kv_offset) & ~exact.is_newest(query, first, seen.until)
+    of_newest = (newest >= kv_offset) & exact.is_newest(query, newest, max(seen.until, 0))
     of_newest = of_newest.expand(*of_first.shape[:-1], -1)
     by_slot = torch.cat([of_first, of_newest], -1)
     by_slot = by_slot if by_slot.dim() == 3 else by_slot[None]

@@ -20,8 +20,8 @@ from ..calibration.allocation.plan import Plan
 from ..errors import AccuracyError
 from ..recipe.sections import Search
 from .evaluation.accuracy import Fidelity
+from .plan_choice import find_plan
 from .ratio_search import LARGEST, SHARES, Cache, RatioPath, RatioPlan, rising_shares
-from .search import find_plan
 
 if TYPE_CHECKING:
     from ..policies import Tiers

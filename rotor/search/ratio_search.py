@@ -19,7 +19,7 @@ from ..checkpoint.layout import AttentionShape, LayerLayout
 from ..checkpoint.sizes import share_removed, uncompressed_kv_bytes_per_token
 from ..recipe.sections import Search
 from .evaluation.accuracy import Fidelity
-from .search import find_plan
+from .plan_choice import find_plan
 
 if TYPE_CHECKING:
     from ..policies import Tiers

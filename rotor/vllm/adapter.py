@@ -141,7 +141,7 @@ class Compressed:
 
 
 def _has_attention(module: object) -> TypeGuard[nn.Module]:
-    """Whether a module holds an attention layer of vLLM's."""
+    """Tell whether a module holds an attention layer of vLLM's."""
     return isinstance(getattr(module, "attn", None), Attention)
 
 

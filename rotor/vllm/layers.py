@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def keeps_exact(self) -> bool:
-        """Whether layers keep their newest tokens exactly beside their rows."""
+        """Tell whether layers keep their newest tokens exactly beside their rows."""
         return any(layout.exact is not None for layout in self.layouts)
 
     @cached_property

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.kernel_config import LayerKernels
+from ..checkpoint.layout import ExactTokens
 from ..kernels.exact import ExactKeys, RowKeys, attend_to_both, project_rows
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import partial_attention, project_keys
@@ -109,7 +110,7 @@ class StepRequests:
         return known
 
     def alone(self, first: int, end: int) -> bool:
-        """Whether nothing lies before the new tokens of these requests."""
+        """Tell whether nothing lies before the new tokens of these requests."""
         return all(
             self.lengths[request] == self.starts[request + 1] - self.starts[request] for request in range(first, end)
         )
@@ -279,7 +280,7 @@ class PagedLayer:
     def _slots(
         self, exact: ExactPages | None, new: tuple[Tensor, Tensor], step: StepRequests, first: int, end: int
     ) -> ExactSlots | None:
-        """What the kernels read of exact tokens before the new ones of prompts, or with those of requests that decode;
+        """Exact tokens that the kernels read before the new ones of prompts, or with those of requests that decode;
         None where nothing lies before.
 
         Args:
@@ -354,14 +355,15 @@ class PagedLayer:
         first = 0 if kept is None else self._first_held(kept)
         start = max(0, old - newest + 1)
         index = torch.cat([torch.arange(*of, device=query.device) for of in ((min(first, start),), (start, kv_len))])
-        near = (index >= old) | (index > position - newest) | (index < first)
+        held = ExactTokens(first, newest)
+        near = (index >= old) | held.is_exact(position, index)
         seen = (index <= position) & (index > position - window) & near
         sides = new_key, new_value
         if kept is not None:
             before = self.read_exactly(*kept, index[:-seq_len])
             sides = torch.cat([before[0], new_key]), torch.cat([before[1], new_value])
         places = torch.arange(max(0, old - window + 1), old, device=query.device)
-        coded = (places > position - window) & (places <= position - newest) & (places >= first)
+        coded = (places > position - window) & ~held.is_exact(position, places)
         of_rows = None
         if len(places):
             page_size = rows[0].shape[1]
@@ -375,13 +377,13 @@ class PagedLayer:
         return attend_to_both(query.transpose(0, 1)[None], exact, of_rows, self.parameters)[0]
 
     def _first_held(self, kept: ExactPages) -> int:
-        """How many first tokens the first page of a sequence holds exactly: none in page 0, which is empty."""
+        """Number of first tokens that the first page of a sequence holds exactly: none in page 0, which is empty."""
         exact = self.parameters.layout.exact
         assert exact is not None
         return min(exact.first, kept.pages.shape[1]) if int(kept.block_table[0]) else 0
 
     def decodes(self, tokens: int) -> bool:
-        """Whether requests of so many new tokens decode without the host, so that a CUDA graph may hold them."""
+        """Tell whether requests of so many new tokens decode without the host, so that a CUDA graph may hold them."""
         if self.kernels is None or self.kernels.materialise:
             return False
         from ..kernels.attention import MOST_ROWS  # imports Triton

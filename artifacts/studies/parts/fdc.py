@@ -26,8 +26,8 @@ from rotor.checkpoint.sizes import kv_bytes_per_token, uncompressed_kv_bytes_per
 from rotor.checkpoint.tensors import BASES, layer_tensors
 from rotor.errors import AccuracyError, UsageError
 from rotor.recipe.recipe import Recipe
+from rotor.search.plan_choice import find_plan
 from rotor.search.plan_evaluator import PlanEvaluator
-from rotor.search.search import find_plan
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.part import Part, Table, Task
 from rotor.tools.study.store import Record, StudyStore

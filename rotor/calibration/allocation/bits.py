@@ -112,6 +112,8 @@ class BitsPath(RankPath):
         element_bytes: int,
         context_tokens: int | None = None,
     ) -> None:
+        # A plane of a layer with a window costs the bytes of its window's tokens, not of the sequence. Layers that hold
+        # equally many tokens are split exactly among themselves first; at most two such kinds meet in `_plan`.
         held = shape.held_tokens(context_tokens or 1)
         row_bytes = uncompressed_row_bytes(shape, element_bytes)
         self._held, self._uncompressed_bytes = held, sum(a * b for a, b in zip(row_bytes, held, strict=True))
@@ -139,6 +141,7 @@ class BitsPath(RankPath):
         """Plans with a plane less in one layer, by the loss that is predicted for each byte that it saves."""
         split = [channels_bytes([layer]) // UNIT_BYTES for layer in plan.channels or []]
         losses = [layer.path.loss for layer in self._layers]
+        # What the path did not choose, but costs least for what it saves: measured losses may order them differently.
         lost_per_byte = [
             float(loss[units - 1] - loss[units]) / tokens
             for loss, units, tokens in zip(losses, split, self._held, strict=True)

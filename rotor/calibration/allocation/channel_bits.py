@@ -48,6 +48,8 @@ def bit_curve(losses: Tensor, widths: Sequence[int], scaled: bool = False, plane
     """
     table, given = losses.numpy(), list(widths)
     whole = table[given.index(0)]
+    # The channels that cost most when they are dropped come first. An exchange shows that some best choice then gives
+    # them widths that never rise, so that channels of one width lie side by side.
     order = np.argsort(-whole, kind="stable")
     used = [width for width in WIDTHS if width in given]
     crumbs = [width // CRUMB_BITS for width in used]
@@ -60,6 +62,7 @@ def bit_curve(losses: Tensor, widths: Sequence[int], scaled: bool = False, plane
         _add_channels(best, (whole - table[given.index(width)])[order], size, crumbs[0])
         for width, size in zip(used, crumbs, strict=True)
     ]
+    # A row is as long as its planes whatever is in them, so only whole planes are asked for; a scale takes room too.
     of_plane, of_scale = (nibbles * NIBBLE_BITS // CRUMB_BITS for nibbles in (plane, int(scaled)))
     planes = np.arange(-(-(most + of_scale) // of_plane) + 1)
     room = np.clip(of_plane * planes - of_scale, 0, most)
@@ -68,6 +71,7 @@ def bit_curve(losses: Tensor, widths: Sequence[int], scaled: bool = False, plane
     ends = of_planes.argmax(0) + 1
     saved = of_planes.max(0)
     counts = np.zeros((len(planes), len(WIDTHS)), dtype=np.int64)
+    # Walk back: how many channels of the narrowest width the choice ends with, then of the next wider one.
     left = room.copy()
     for width, size, of_width in reversed(list(zip(used, crumbs, lengths, strict=True))):
         count = of_width[ends, np.minimum(left, crumbs[0] * ends)]
@@ -88,9 +92,11 @@ def _add_channels(best: np.ndarray, gain: np.ndarray, size: int, largest: int) -
     for end in range(1, len(best)):
         fewest, most = size * end, largest * end
         here, before = slice(fewest, most + 1), slice(fewest - size, most - size + 1)
+        # Either one more channel of this width at the end, or the best choice that was known without it.
         longer, known = best[end - 1, before] + gain[end - 1], best[end, here]
         np.multiply(lengths[end - 1, before] + 1, longer > known, out=lengths[end, here])
         np.maximum(longer, known, out=known)
+        # Crumbs beyond what all channels take save nothing more; the next end looks this far.
         for of_end in (best[end], lengths[end]):
             of_end[most + 1 : most + 1 + largest] = of_end[most]
     return lengths
@@ -124,6 +130,7 @@ def bit_path(curves: Sequence[np.ndarray]) -> BitPath:
     total, taken = np.zeros(1), []
     for loss in curves:
         size = len(total) + len(loss) - 1
+        # The best total of all curves so far at every sum of units, and what this curve has of them.
         merged, units = np.full(size, np.inf), np.zeros(size, dtype=np.int64)
         for count, value in enumerate(loss):
             part = slice(count, count + len(total))

@@ -45,6 +45,7 @@ class WaterFillingPath(SpectraPath):
 
         def chosen(layer: int, prices: np.ndarray) -> list[LayerRanks]:
             """The ranks of a layer at every price."""
+            # Groups and sides do not share ranks, so each takes its own minimum of loss plus price times cost.
             sides = losses[layer].reshape(-1, len(ranks[layer]))
             taken = np.stack([(loss + prices[:, None] * costs[layer]).argmin(1) for loss in sides])
             by_price = ranks[layer][taken].reshape(*losses[layer].shape[:2], len(prices)).transpose(2, 1, 0).tolist()
@@ -58,6 +59,7 @@ class WaterFillingPath(SpectraPath):
         # at this price only the smallest rank is worth its cost
         highest = 10 * max(loss.max() for loss in losses) / max(cost.max() for cost in costs)
         plans = sweep(np.logspace(-12, 0, PRICES) * (highest or 1.0))
+        # A plan between two neighbours, if there is one, is optimal at some price between theirs.
         for _ in range(PRICE_HALVINGS):
             gaps = [a.parameter * b.parameter for a, b in pairwise(plans) if _wide_gap(a, b)]
             if not gaps:
@@ -71,6 +73,7 @@ class WaterFillingPath(SpectraPath):
         wanted = torch.from_numpy(ranks.copy())
         spectra, sensitivity = self.spectra[layer], self.inputs.sensitivities[layer]
         for values, side_sensitivity in zip((spectra.qk, spectra.vo), sensitivity, strict=True):
+            # Energy that is dropped at each rank, summed from the smallest singular value on.
             tails = values.square().flip(-1).cumsum(-1).flip(-1)
             tails = torch.cat([tails, tails.new_zeros(len(tails), 1)], dim=-1)
             losses = interpolated(side_sensitivity, wanted) * tails[:, wanted]

@@ -38,11 +38,11 @@ from ...progress import Progress, StageTimes
 from ...recipe.recipe import Recipe
 from ...recipe.requests import ExportRequest
 from ..evaluation.accuracy import Accuracy
-from ..export_job import ExportJob
 from ..point import Point
-from ..rank_search import RankSearch
 from ..report.report import write_with_checkpoint
+from .job import ExportJob
 from .model_card import model_card
+from .search import RankSearch
 from .source_card import repeated_metadata
 from .texts import texts_before_and_after
 
@@ -92,7 +92,7 @@ export = with_fields_of(ExportRequest, run_export, "export")
 def _export(search: RankSearch) -> ExportResult:
     job, point = search.job, search.point()
     policy = search.stored_policy(point)
-    texts = texts_before_and_after(search, point) if job.request.texts and not job.unmeasured else []
+    texts = texts_before_and_after(search, point) if job.request.writes_texts and not job.unmeasured else []
     search.close()
     accuracy = _accuracy(job, point, None if job.unmeasured else search)
     times = search.times

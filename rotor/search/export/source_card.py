@@ -1,4 +1,4 @@
-"""What the card of a source model says of itself that a compressed checkpoint's card has to repeat: its licence."""
+"""Metadata of a source model's card that a compressed checkpoint's card has to repeat: its licence."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def repeated_metadata(folder: Path) -> dict[str, str | list[str]]:
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is text, or a list of texts."""
+    """Tell whether a value is text, or a list of texts."""
     items = value if isinstance(value, list) else [value]
     return bool(items) and all(isinstance(item, str) and item.isprintable() and len(item) < 200 for item in items)

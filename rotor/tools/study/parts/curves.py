@@ -11,9 +11,9 @@ from ....models.splits import SPLITS
 from ....recipe.metric_registry import METRICS
 from ....recipe.recipe import Recipe
 from ....search.evaluation.accuracy import Fidelity
+from ....search.plan_choice import find_plan
 from ....search.point import Point
 from ....search.report.figures import accuracy_axis, shown_loss
-from ....search.search import find_plan
 from ..context import TARGETS, StudyContext
 from ..part import CsvRow, Part, Table, Task, number
 from ..plots import KL_LABEL, LEAST_KL, draw_legend, draw_line

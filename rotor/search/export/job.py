@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..calibration.planning.form import block_warning, stays_after_rope
-from ..calibration.run import Run
-from ..checkpoint.families import Family, find_family
-from ..checkpoint.hashes import file_sha256
-from ..checkpoint.output_folder import OutputFolder
-from ..checkpoint.publishing import check_space
-from ..errors import CheckpointError, UsageError
-from ..models.lengths import context_tokens
-from ..models.source import Checkpoint
-from ..recipe.recipe import Recipe
-from ..recipe.requests import ExportRequest
-from ..recipe.sections import Exact
+from ...calibration.planning.form import block_warning, stays_after_rope
+from ...calibration.run import Run
+from ...checkpoint.families import Family, find_family
+from ...checkpoint.hashes import file_sha256
+from ...checkpoint.output_folder import OutputFolder
+from ...checkpoint.publishing import check_space
+from ...errors import CheckpointError, UsageError
+from ...models.lengths import context_tokens
+from ...models.source import Checkpoint
+from ...recipe.recipe import Recipe
+from ...recipe.requests import ExportRequest
+from ...recipe.sections import Exact
 
 if TYPE_CHECKING:
-    from ..policies import Policy
+    from ...policies import Policy
 
 log = logging.getLogger("rotor")
 
@@ -181,7 +181,7 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, request: 
     Raises:
         UsageError: it cannot serve the model or its rows.
     """
-    from ..policies import Tiers, find_policy
+    from ...policies import Tiers, find_policy
 
     policy = find_policy(name)
     if policy is None:

@@ -6,25 +6,25 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..calibration.allocation.plan import Plan
-from ..calibration.planning.outline import evaluation_plan
-from ..checkpoint.folding import model_layouts
-from ..errors import UsageError
-from ..models.compressible import CompressibleModel
-from ..models.device_plan import DevicePlan
-from ..models.readiness import describe_evaluation
-from ..models.splits import EvaluationData, evaluation_data
-from ..progress import Progress, StageTimes, in_time
-from .evaluation.accuracy import Fidelity
-from .evaluation.fidelity import FidelityMeter
-from .evaluation.prompts import EvaluationContext
-from .export_job import ExportJob
-from .plan_evaluator import PlanEvaluator
-from .point import Point
-from .search import find_plan, plan_for
+from ...calibration.allocation.plan import Plan
+from ...calibration.planning.outline import evaluation_plan
+from ...checkpoint.folding import model_layouts
+from ...errors import UsageError
+from ...models.compressible import CompressibleModel
+from ...models.device_plan import DevicePlan
+from ...models.readiness import describe_evaluation
+from ...models.splits import EvaluationData, evaluation_data
+from ...progress import Progress, StageTimes, in_time
+from ..evaluation.accuracy import Fidelity
+from ..evaluation.fidelity import FidelityMeter
+from ..evaluation.prompts import EvaluationContext
+from ..plan_choice import find_plan, plan_for
+from ..plan_evaluator import PlanEvaluator
+from ..point import Point
+from .job import ExportJob
 
 if TYPE_CHECKING:
-    from ..policies import Policy
+    from ...policies import Policy
 
 
 class RankSearch(PlanEvaluator):
@@ -86,10 +86,10 @@ class RankSearch(PlanEvaluator):
 
     def _ratios(self, plan: Plan) -> Policy:
         """The policy whose ratios keep the accuracy that is asked."""
-        from ..policies import Tiers
-        from ..policies.agreement import agreement, agreement_in_words, shared_choices
-        from .ratio_grid import find_by_regression, find_optimum
-        from .ratio_search import Cache, RatioPlan, find_ratios
+        from ...policies import Tiers
+        from ...policies.agreement import agreement, agreement_in_words, shared_choices
+        from ..ratio_grid import find_by_regression, find_optimum
+        from ..ratio_search import Cache, RatioPlan, find_ratios
 
         policy, target = self.job.policy, self.job.request.accuracy
         assert isinstance(policy, Tiers)
@@ -171,10 +171,11 @@ class RankSearch(PlanEvaluator):
                     job.check_unchanged(file)
                     advance((checkpoint.folder / file).stat().st_size)
             plan = evaluation_plan(checkpoint, job.recipe, job.request, self.progress)
-            if job.request.texts and plan.streamed:
+            if job.request.writes_texts and plan.streamed:
+                asked = "--texts" if job.request.texts else "--prompt"
                 raise UsageError(
-                    "--texts: writing them needs all weights in memory; layer by layer each token would read all.",
-                    "Leave --texts out, or give --offload never on a machine that can hold them.",
+                    f"{asked}: writing texts needs all weights in memory; layer by layer each token would read all.",
+                    f"Leave {asked} out, or give --offload never on a machine that can hold them.",
                 )
             with self.progress.task("load model", None, ""):
                 return CompressibleModel(checkpoint, plan, workspace=job.run.folder)
