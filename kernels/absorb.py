@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .decode import excess
+from .decode import UNIT, excess
 
-INTEGERS = ["groups", "max_blocks", "query_stride", "head_stride", "starts_blocks"]
+INTEGERS = ["max_blocks", "query_stride", "head_stride", "starts_blocks"]
 """Integer arguments that the kernel is not specialised on: one compiled kernel serves all values."""
 
 ADDRESSES = ["begin", "until", "query_start"]
@@ -23,11 +23,11 @@ ADDRESSES = ["begin", "until", "query_start"]
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def absorb_kernel(
     query, basis, constants, starts, absorbed, constant, begin, until, query_start,
-    groups, max_blocks, query_stride, head_stride, starts_blocks, scale,
-    CODED: tl.constexpr, SCALED: tl.constexpr, PLANES: tl.constexpr,
+    max_blocks, query_stride, head_stride, starts_blocks, scale,
+    GROUPS: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr, PLANES: tl.constexpr,
     ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
-    COUNT: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    COUNT: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Absorb one query head of one new token, for COUNT blocks at a time.
 
@@ -53,7 +53,8 @@ def absorb_kernel(
     """
     DTYPE: tl.constexpr = absorbed.dtype.element_ty
     OPERANDS: tl.constexpr = CODED if CODED else 1
-    PARTS: tl.constexpr = COLUMNS // PART
+    WIDTH: tl.constexpr = OPERANDS * COLUMNS
+    PARTS: tl.constexpr = WIDTH // PART
     CHUNKS: tl.constexpr = ROTARY + REST
     HALF: tl.constexpr = CHUNK // 2
     STARTS: tl.constexpr = ROTARY * HALF
@@ -81,78 +82,82 @@ def absorb_kernel(
         place = tl.arange(0, COUNT)
         column = tl.arange(0, PART)
         within = tl.arange(0, CHUNK)
+        half = tl.arange(0, HALF)
         eight = tl.arange(0, 8)
-        # What all blocks share: the basis, and the query: of rotary planes what cos and what sin is multiplied with.
+        # What all blocks share: the basis, [HALF, PART] of the first and of the second halves of some planes, or of
+        # dimensions without RoPE; what the columns' operands have too much; the constants; the query.
         matrices = ()
+        of_excess = ()
         for i in tl.static_range(PARTS):
+            for c in tl.static_range(CHUNKS):
+                rows = own_basis + ((within + c * CHUNK) * WIDTH)[:, None]
+                matrices += (tl.load(rows + (i * PART + column)[None, :]),)
+            less = tl.zeros((PART,), tl.float32)
             for j in tl.static_range(OPERANDS):
-                for c in tl.static_range(CHUNKS):
-                    at = own_basis + ((within + c * CHUNK) * (OPERANDS * COLUMNS))[:, None] + column[None, :]
-                    matrices += (tl.load(at + (j * COLUMNS + i * PART)),)
+                less = tl.where((i * PART + column) // COLUMNS == j, -excess(j), less)
+            of_excess += (tl.where((eight == 2)[None, :], less[:, None], 0.0).to(DTYPE),)
         of_constants = ()
         if CODED:
             for c in tl.static_range(CHUNKS):
                 of_constants += (tl.load(own_constants + ((within + c * CHUNK) * 8)[:, None] + eight[None, :]),)
-        halves = ()
+        planes = ()
         for c in tl.static_range(ROTARY):
-            halves += halves_of(own, within % HALF + c * HALF, within >= HALF, PLANES)
+            plane = half + c * HALF
+            planes += (tl.load(own + plane, mask=plane < PLANES, other=0.0).to(tl.float32)[None, :],)
+            planes += (tl.load(own + PLANES + plane, mask=plane < PLANES, other=0.0).to(tl.float32)[None, :],)
         still = ()
         for c in tl.static_range(REST):
             dimension = within + (2 * PLANES + c * CHUNK)
             q = tl.load(own + dimension, mask=dimension < HEAD_DIM, other=0.0).to(tl.float32)
             still += ((tl.zeros((COUNT, CHUNK), tl.float32) + q[None, :]).to(DTYPE),)
-        own_row = new * ROWS + head % ROWS
+        # Places of COUNT blocks behind the first, in starts and among the results.
+        at_start = starts + (place * (2 * STARTS))[:, None] + half[None, :]
+        at_block = place * (GROUPS * TOKENS * ROWS)
+        out = absorbed + (at_block * WIDTH)[:, None] + column[None, :]
         for start in range(first_block, blocks, tl.num_programs(0) * COUNT):
-            block = start + place
-            inside = block < blocks
-            of_group = (sequence * max_blocks + block) * groups + group
-            index = of_group * (TOKENS * ROWS) + own_row
-            # The query at the beginnings of COUNT blocks.
-            at_start = starts + (first_start + tl.minimum(block, blocks - 1))[:, None] * (2 * STARTS)
+            inside = start + place < blocks
+            of_group = ((sequence * max_blocks + start) * GROUPS + group).to(tl.int64)
+            index = of_group * (TOKENS * ROWS) + (new * ROWS + head % ROWS)
+            # The query at the beginnings of COUNT blocks: both halves of its planes rotated back.
             rotated = ()
             for c in tl.static_range(ROTARY):
-                plane = (within % HALF + c * HALF)[None, :]
-                cos = tl.load(at_start + plane)
-                sin = tl.load(at_start + STARTS + plane)
-                rotated += ((halves[2 * c][None, :] * cos + halves[2 * c + 1][None, :] * sin).to(DTYPE),)
-            for c in tl.static_range(REST):
-                rotated += (still[c],)
+                cos = tl.load(at_start + ((first_start + start) * (2 * STARTS) + c * HALF))
+                sin = tl.load(at_start + ((first_start + start) * (2 * STARTS) + STARTS + c * HALF))
+                first = planes[2 * c] * cos + planes[2 * c + 1] * sin
+                second = planes[2 * c + 1] * cos - planes[2 * c] * sin
+                rotated += (once(tl.reshape(tl.join(first, second), (COUNT, CHUNK)).to(DTYPE), ASM),)
+            rotated += still
             # Constants of the block's logits: of the constant keys, less what operands have too much.
             shared = tl.zeros((COUNT, 8), tl.float32)
             if CODED:
                 for c in tl.static_range(CHUNKS):
                     shared = tl.dot(rotated[c], of_constants[c], shared, input_precision=PRECISION)
             for i in tl.static_range(PARTS):
-                for j in tl.static_range(OPERANDS):
-                    product = tl.zeros((COUNT, PART), tl.float32)
-                    for c in tl.static_range(CHUNKS):
-                        matrix = matrices[(i * OPERANDS + j) * CHUNKS + c]
-                        product = tl.dot(rotated[c], matrix, product, input_precision=PRECISION)
-                    rounded = product.to(DTYPE)
-                    out = absorbed + index[:, None] * (OPERANDS * COLUMNS) + (j * COLUMNS + i * PART) + column[None, :]
-                    tl.store(out, rounded, mask=inside[:, None])
-                    if CODED:
-                        less = tl.where((eight == 2)[None, :], -excess(j, DTYPE), tl.zeros((PART, 8), tl.float32))
-                        shared = tl.dot(rounded, less.to(DTYPE), shared, input_precision=PRECISION)
+                product = tl.zeros((COUNT, PART), tl.float32)
+                for c in tl.static_range(CHUNKS):
+                    product = tl.dot(rotated[c], matrices[i * CHUNKS + c], product, input_precision=PRECISION)
+                rounded = product.to(DTYPE)
+                tl.store(out + (index * WIDTH + i * PART), rounded, mask=inside[:, None])
+                if CODED:
+                    shared = tl.dot(rounded, of_excess[i], shared, input_precision=PRECISION)
             if CODED:
                 of_scale = (eight // 2 == 1)[None, :]
                 scaled = tl.sum(tl.where(of_scale, shared, 0.0), 1)
                 unscaled = tl.sum(tl.where(of_scale, 0.0, shared), 1)
                 if SCALED:
-                    pair = constant + 2 * of_group * (TOKENS * ROWS) + own_row
+                    pair = constant + (2 * of_group * (TOKENS * ROWS) + (new * ROWS + head % ROWS)) + 2 * at_block
                     tl.store(pair, unscaled * scale, mask=inside)
-                    tl.store(pair + TOKENS * ROWS, scaled, mask=inside)
+                    tl.store(pair + TOKENS * ROWS, scaled * UNIT, mask=inside)
                 else:
-                    tl.store(constant + index, (unscaled + scaled) * scale, mask=inside)
+                    tl.store(constant + index + at_block, (unscaled + scaled) * scale, mask=inside)
 
 
 @triton.jit
-def halves_of(query, plane, second, PLANES: tl.constexpr):
-    """What rotating a query back multiplies with cos and sin, in first or second halves of some planes, float32.
-
-    q0 cos + q1 sin and q1 cos - q0 sin; 0 in planes from PLANES on.
-    """
-    there = plane < PLANES
-    of_cos = tl.load(query + tl.where(second, PLANES + plane, plane), mask=there, other=0.0).to(tl.float32)
-    of_sin = tl.load(query + tl.where(second, plane, PLANES + plane), mask=there, other=0.0).to(tl.float32)
-    return of_cos, tl.where(second, -of_sin, of_sin)
+def once(numbers, ASM: tl.constexpr):
+    """The same numbers, of 16 bits, which the compiler does not compute twice for two products."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [numbers], dtype=numbers.dtype, is_pure=False, pack=2
+        )
+    else:
+        return numbers

@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
 """Append new tokens of a layer to the cache: rotate, project, quantise and pack keys and values, and rotate queries.
 
-In a layer with exact tokens keys are also rotated as attention takes them, and values are projected here.
+In a layer with exact tokens keys are also rotated as attention takes them, and stored in their slots with the values of
+heads, which are projected here.
 
-All of it is one launch, but for joint groups of codes: there it leaves latents in memory, which `coding` codes by a
-second one. A program makes some words of a group's row for some tokens. A table says which digit is in each of the four
-planes of a word. The columns of the basis are gathered by this table, so that the columns of the product are the
-nibbles, plane by plane, followed by the lower crumbs of split planes. A channel with several digits is computed once
-for each, which costs little beside reading the basis.
+All of it is one launch. A program makes some words of a group's row for some tokens. A table says which digit is in
+each of the four planes of a word. The columns of the basis are gathered by this table, so that the columns of the
+product are the nibbles, plane by plane, followed by the lower crumbs of split planes. A channel with several digits is
+computed once for each, which costs little beside reading the basis. The row of a joint group of codes has a scale, by
+all of its latents: there programs leave latents in memory, and the last one of a group codes them (`coding`).
 
 Lower bound of the time: bytes of the basis, keys and rows over memory bandwidth; in decoding the basis is nearly all.
 """
@@ -25,19 +26,23 @@ import triton.language as tl
 from torch import Tensor
 
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
-from rotor.checkpoint.rows import CodedRow, RowScale
+from rotor.checkpoint.rows import SCALE_LARGEST, SCALE_MIDDLE, SCALE_STEPS, CodedRow, RowScale
 
-from .coding import EMPTY, code, coding_plan, digits_of, packed, planes_of
+from .arrivals import counters, last_of, prepare_counters
+from .coding import EMPTY, GROUP_FIELDS, code_group, coding_plan, digits_of, packed, planes_of
 from .launch import device_table, launch, padded, precision
 from .rotary import Rotation
 from .rows import as_loaded, row_dtype
+from .slots import SlotsToFill
 
 KEYS, VALUES, QUERIES, EXACT_KEYS = 0, 1, 2, 3
-"""Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head, rotate a KV head."""
+"""Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head, rotate (and store) a KV
+head."""
 
 FIELDS = 7
 """Numbers that describe a job: its kind; first head; first entry of the digit table (or first column); words of a
-group; first word (or number) in the row; words (or numbers) with content; words (or numbers) to write."""
+group; first word (or number) in the row; words (or numbers) with content; words (or numbers) to write. Of joint groups
+of codes: kind, first head, first column, programs of the group, its number, columns, columns."""
 
 COLUMNS = 64
 """Digits, or numbers of a row, that a program makes."""
@@ -46,13 +51,14 @@ NONE, WHOLE, BLOCK = 0, 1, 2
 """Rotation of stored keys: none, by the position, or by the position in the block."""
 
 LATENT_BYTES = 64 << 20
-"""Most bytes of latents that a launch leaves to the next; more tokens are appended in parts."""
+"""Most bytes of latents that programs of a launch leave to others; more tokens are appended in parts."""
 
 INTEGERS = [
     "first_token", "tokens", "seq_len", "table_rows", "index_batch", "block", "page", "query_batch",
     "query_position", "query_head", "key_batch", "key_position", "key_head", "value_batch", "value_position",
     "value_head", "basis_stride", "value_basis_stride", "table_stride", "key_page", "key_row", "value_page",
-    "value_row", "num_heads", "rotated_heads",
+    "value_row", "num_heads", "rotated_heads", "groups", "rank", "offset", "begin", "slots_batch",
+    "slots_head", "slots_slot",
 ]  # fmt: skip
 """Integer arguments that the kernel is not specialised on: one compiled kernel serves all lengths."""
 
@@ -70,6 +76,8 @@ ADDRESSES = [
     "slots",
     "key_rows",
     "value_rows",
+    "offsets",
+    "begins",
 ]
 """Pointers that the kernel is not specialised on being multiples of 16 bytes, which a view may not be. Another kernel
 would be compiled for it, perhaps while a CUDA graph is captured. Strides are not known to be multiples either, so
@@ -186,27 +194,57 @@ def rotate_head(
         tl.store(query_out + target[:, None] + 2 * HALF + place[None, :], own, mask=there)
 
 
+@triton.jit
+def store_head(
+    key, value, exact_keys, exact_values, cos, sin, row, valid, from_key, from_value, place, slots_slot, offset, begin,
+    table_stride, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
+    FIRST: tl.constexpr, NEWEST: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Store a KV head of some tokens exactly, the key rotated: in their slots, and in those of first tokens.
+
+    offset, begin: of each token, see `slots.SlotsToFill`. place: of slot 0 of its sequence and head.
+    """
+    dim = tl.arange(0, HEAD_PADDED)
+    for first in tl.static_range(2 if FIRST else 1):
+        slot = offset - begin if first else FIRST + offset % NEWEST
+        there = valid & (slot >= 0) & (slot < FIRST) if first else valid
+        to = place + slot.to(tl.int64) * slots_slot
+        rotate_head(
+            key, exact_keys, cos, sin, row, there, from_key, to, table_stride, HALF, HALF_PADDED, REST, REST_PADDED
+        )
+        inside = there[:, None] & (dim < HEAD_DIM)[None, :]
+        copied = tl.load(value + from_value[:, None] + dim[None, :], mask=inside, other=0.0)
+        tl.store(exact_values + to[:, None] + dim[None, :], copied, mask=inside)
+
+
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def append_kernel(
     query, key, value, key_basis, key_shift, value_basis, value_shift, cos, sin, index, slots, query_out, key_rows,
-    value_rows, places, jobs,
+    value_rows, places, jobs, latents_out, arrived, code_shift, code_length, code_halves, code_places, code_groups,
+    exact_keys, exact_values, offsets, begins,
     first_token, tokens, seq_len, table_rows, index_batch, block, page, query_batch, query_position, query_head,
     key_batch, key_position, key_head, value_batch, value_position, value_head, basis_stride, value_basis_stride,
-    table_stride, key_page, key_row, value_page, value_row, num_heads, rotated_heads,
+    table_stride, key_page, key_row, value_page, value_row, num_heads, rotated_heads, groups,
+    rank, offset, begin, slots_batch, slots_head, slots_slot,
     SIZE: tl.constexpr, MODE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr,
     REST_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, CODED: tl.constexpr,
     FOLDED: tl.constexpr, PART: tl.constexpr, SHIFT: tl.constexpr, VALUE_BASIS: tl.constexpr,
     VALUE_SHIFT: tl.constexpr, QUERY: tl.constexpr, EXACT: tl.constexpr, INDEX: tl.constexpr, SLOTS: tl.constexpr,
-    LATENTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
+    STORE: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, OFFSETS: tl.constexpr, BEGINS: tl.constexpr,
+    LATENTS: tl.constexpr, MIDDLE: tl.constexpr, LARGEST: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, FIELDS: tl.constexpr, GROUP_FIELDS: tl.constexpr, PRECISION: tl.constexpr,
     PLANES: tl.constexpr,
 ):  # fmt: skip
     """Do one job for ROWS of the tokens first_token ... tokens - 1; see `append`. Grid: blocks of ROWS tokens, jobs.
 
-    MODE: rotation of keys (NONE, WHOLE, BLOCK). FOLDED: keys are given as latents. PART: `value` is the values' part of
-    joint latents and is added to that of the keys. SHIFT: the basis has a shift. VALUE_BASIS: values are given as
-    heads, and have a basis; VALUE_SHIFT: which has a shift. QUERY: there are queries to rotate; EXACT: and keys, which
-    are written behind them. INDEX, SLOTS: `index` or `slots` is given. PLANES: planes of the digit table, 4 or 8.
-    LATENTS: write latents for `coding`, whose first row is that of first_token.
+    MODE: rotation of keys (NONE, WHOLE, BLOCK). FOLDED: keys are given as latents. PART: `value` is the values'
+    part of joint latents and is added to that of the keys. SHIFT: the basis has a shift. VALUE_BASIS: values are
+    given as heads, and have a basis; VALUE_SHIFT: which has a shift. QUERY: there are queries to rotate; EXACT: and
+    keys, which are written behind them. INDEX, SLOTS: `index` or `slots` is given. STORE: store keys and values of
+    heads exactly, by offset and begin, which with OFFSETS and BEGINS are on the device; FIRST, NEWEST: slots.
+    PLANES: planes of the digit table, 4 or 8. LATENTS: joint groups of codes, whose latents are left in
+    `latents_out`, [tokens - first_token, rank] float32, and coded by the last program of a group, by the tables of
+    `coding.CodingPlan`; arrived: counters, see `arrivals`, for each block of tokens and group.
     """
     token = first_token + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
@@ -217,7 +255,7 @@ def append_kernel(
     if INDEX:
         row = tl.load(index + sequence * index_batch + position, mask=valid, other=0)
     done = False
-    if QUERY:
+    if QUERY:  # noqa: SIM102
         if kind == 2:
             rotate_head(
                 query, query_out, cos, sin, row, valid,
@@ -226,15 +264,30 @@ def append_kernel(
                 REST_PADDED,
             )  # fmt: skip
             done = True
-        if EXACT:  # noqa: SIM102
-            if kind == 3:
+    if EXACT or STORE:  # noqa: SIM102
+        if kind == 3:
+            if EXACT:
                 rotate_head(
                     key, query_out, cos, sin, row, valid,
                     sequence * key_batch + position * key_position + head * key_head,
                     (token.to(tl.int64) * rotated_heads + num_heads + head) * (2 * HALF + REST), table_stride, HALF,
                     HALF_PADDED, REST, REST_PADDED,
                 )  # fmt: skip
-                done = True
+            if STORE:
+                index_now = tl.zeros((ROWS,), tl.int64) + offset
+                if OFFSETS:
+                    index_now = tl.zeros((ROWS,), tl.int64) + tl.load(offsets)
+                index_0 = tl.zeros((ROWS,), tl.int64) + begin
+                if BEGINS:
+                    index_0 = tl.load(begins + sequence, mask=valid, other=0).to(tl.int64)
+                store_head(
+                    key, value, exact_keys, exact_values, cos, sin, row, valid,
+                    sequence * key_batch + position * key_position + head * key_head,
+                    sequence * value_batch + position * value_position + head * value_head,
+                    sequence * slots_batch + head * slots_head, slots_slot, index_now, index_0, table_stride, HALF,
+                    HALF_PADDED, REST, REST_PADDED, FIRST, NEWEST, HEAD_DIM, HEAD_PADDED,
+                )  # fmt: skip
+            done = True
     if not done:
         words, first_word = tl.load(job + 3), tl.load(job + 4)
         held, written = tl.load(job + 5), tl.load(job + 6)
@@ -271,27 +324,42 @@ def append_kernel(
                 VALUE_BASIS, VALUE_SHIFT, SIZE, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, PRECISION,
             )  # fmt: skip
         # Write to the token's row, or to its slot in pages; a negative slot is not written.
-        slot = (token - first_token if LATENTS else token).to(tl.int64)
+        slot = token.to(tl.int64)
         stored = valid
         if SLOTS:
             slot = tl.load(slots + token, mask=valid, other=-1).to(tl.int64)
-            stored = slot >= 0
+            stored = valid & (slot >= 0)
             slot = tl.maximum(slot, 0)
-        if CODED:
-            out = first_word + tl.arange(0, COLUMNS // PLANES)
-            full = tl.arange(0, COLUMNS // PLANES) < held
-            result = tl.where(full[None, :], packed(latents, place, token, ROWS, COLUMNS, PLANES), 0)
-            mask = stored[:, None] & (tl.arange(0, COLUMNS // PLANES) < written)[None, :]
+        of_key = key_rows + slot // page * key_page + slot % page * key_row
+        if LATENTS:
+            last = True
+            if FOLDED:
+                own = key + from_key
+            else:
+                own = latents_out + (token - first_token).to(tl.int64) * rank
+                tl.store(own[:, None] + column[None, :], latents, mask=whole)
+                last = last_of(arrived + tl.program_id(0) * groups + first_word, words)
+            if last:
+                code_group(
+                    own, code_shift, code_length, code_halves, of_key, code_places,
+                    code_groups + first_word * GROUP_FIELDS, valid, stored, ROWS, COLUMNS, PLANES, MIDDLE, LARGEST,
+                    STEPS,
+                )  # fmt: skip
         else:
-            out = first_word + tl.arange(0, COLUMNS)
-            result = latents
-            mask = stored[:, None] & some[None, :]
-        if kind == 0:
-            target = (slot // page * key_page + slot % page * key_row)[:, None] + out[None, :]
-            tl.store(key_rows + target, result.to(key_rows.dtype.element_ty), mask=mask)
-        else:
-            target = (slot // page * value_page + slot % page * value_row)[:, None] + out[None, :]
-            tl.store(value_rows + target, result.to(value_rows.dtype.element_ty), mask=mask)
+            if CODED:
+                out = first_word + tl.arange(0, COLUMNS // PLANES)
+                full = tl.arange(0, COLUMNS // PLANES) < held
+                result = tl.where(full[None, :], packed(latents, place, token, ROWS, COLUMNS, PLANES), 0)
+                mask = stored[:, None] & (tl.arange(0, COLUMNS // PLANES) < written)[None, :]
+            else:
+                out = first_word + tl.arange(0, COLUMNS)
+                result = latents
+                mask = stored[:, None] & some[None, :]
+            if kind == 0:
+                tl.store(of_key[:, None] + out[None, :], result.to(key_rows.dtype.element_ty), mask=mask)
+            else:
+                of_value = value_rows + slot // page * value_page + slot % page * value_row
+                tl.store(of_value[:, None] + out[None, :], result.to(value_rows.dtype.element_ty), mask=mask)
 
 
 class Appended(NamedTuple):
@@ -330,8 +398,10 @@ def append(
     scale: RowScale | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     slots: Tensor | None = None,
+    fill: SlotsToFill | None = None,
+    remember: bool = True,
 ) -> Appended:
-    """Make the rows of new tokens, and rotate their queries, in one launch; of joint groups of codes in two.
+    """Make the rows of new tokens, and rotate their queries, in one launch.
 
     Args:
         key: if the key basis is folded (`layout.folds_keys`), latents [batch_size, seq_len, key_rank], the output of
@@ -355,6 +425,9 @@ def append(
         out: rows to write into, in place of new ones: [batch_size, 1, seq_len, bytes] each, or with `slots` pages
             [num_pages, page_size, bytes]; rows of numbers are in the model's dtype. A joint layer ignores the second.
         slots: [batch_size * seq_len], integers, page * page_size + index in the page for each token; negative for none.
+        fill: in a layer with exact tokens whose keys are rotated here, or without RoPE: keep the new token of each
+            sequence there.
+        remember: keep counters for other launches. What compiled code launches may not: see `decode_attention`.
     """
     batch_size, seq_len = key.shape[:2]
     tokens = batch_size * seq_len
@@ -372,22 +445,12 @@ def append(
     page = seq_len if slots is None else sides[0].shape[1]
     row_strides = [stride for side in sides for stride in (side.stride(0), side.stride(1 + at))]
     bases = key_basis, key_shift, value_basis, value_shift
-    call = _Call(key, value, layout, shape, query, rotated, rotated_keys, bases, rotation, index)
-    if not layout.scaled:
-        call.launch(range(tokens), sides, page, row_strides, slots, as_it_is)
-    else:
-        assert scale is not None
-        of_rows = page, row_strides[0], row_strides[1]
-        if layout.folds_keys(shape):
-            call.launch(range(tokens), sides, page, row_strides, slots, True)  # queries alone
-            code(key, layout, scale, sides[0], of_rows, range(tokens), seq_len, slots)
-        else:
-            most = max(1, LATENT_BYTES // (4 * layout.key_rank))
-            for start in range(0, tokens, most):
-                part = range(start, min(start + most, tokens))
-                latents = torch.empty(len(part), layout.key_rank, dtype=torch.float32, device=key.device)
-                call.launch(part, [latents, latents], len(part), [0, layout.key_rank] * 2)
-                code(latents, layout, scale, sides[0], of_rows, part, seq_len, slots)
+    most = tokens
+    if layout.scaled and not layout.folds_keys(shape):
+        most = max(1, LATENT_BYTES // (4 * layout.key_rank))
+    call = _Call(key, value, layout, shape, query, rotated, rotated_keys, bases, rotation, index, scale, fill, remember)
+    for start in range(0, tokens, most):
+        call.launch(range(start, min(start + most, tokens)), sides, page, row_strides, slots, as_it_is)
     if rotated is not None:
         query, keys = rotated.transpose(1, 2).split([shape.num_heads, rotated_keys], dim=1)
         key = keys.transpose(1, 2) if rotated_keys else key
@@ -413,6 +476,9 @@ class _Call:
     bases: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
     rotation: Rotation | None
     index: Tensor | None
+    scale: RowScale | None
+    fill: SlotsToFill | None
+    remember: bool
 
     def launch(
         self,
@@ -426,13 +492,16 @@ class _Call:
         """Launch the kernel for some tokens, counted through the sequences.
 
         Args:
-            sides: rows of keys and of values to write into, or latents of joint groups. row_strides: of both, from one
-                page (or sequence) of `page` tokens to the next, and from one token to the next.
+            sides: rows of keys and of values to write into. row_strides: of both, from one page (or sequence) of `page`
+                tokens to the next, and from one token to the next.
             as_it_is: outputs of projections are rows already.
         """
         key, value, layout, shape, query = self.key, self.value, self.layout, self.shape, self.query
         rotation, index, exact = self.rotation, self.index, self.layout.exact is not None
-        plan = tables_of(layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, key.device)
+        stored = self.fill is not None
+        plan = tables_of(
+            layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, stored, key.device
+        )
         if not tokens or not len(plan.jobs):
             return
         cos, sin = (key, key) if rotation is None else rotation
@@ -443,21 +512,42 @@ class _Call:
         key_basis, key_shift, value_basis, value_shift = self.bases
         rows_each, warps = (16, 4) if len(tokens) <= 512 else (64, 8)  # of a program
         batch_size, seq_len = key.shape[:2]
+        blocks, groups = triton.cdiv(len(tokens), rows_each), len(layout.groups)
+        latents, arrived, coding = key, plan.jobs, (key,) * 5
+        if layout.scaled:
+            assert self.scale is not None
+            tables = coding_plan(layout, key.device)
+            coding = self.scale.shift, self.scale.length, tables.halves, tables.places, tables.groups
+            if not layout.folds_keys(shape):
+                latents = torch.empty(len(tokens), layout.key_rank, dtype=torch.float32, device=key.device)
+                arrived = counters(blocks * groups, key.device, self.remember)
+        exact_sides, slot_strides, first, newest, offset, begin = (key, key), (0, 0, 0), 0, 1, 0, 0
+        if self.fill is not None:
+            keys, values, first, offset, begin = self.fill
+            assert seq_len == 1
+            assert keys.stride() == values.stride()
+            exact_sides, slot_strides, newest = (keys, values), keys.stride()[:3], keys.shape[2] - first
+        on_device = isinstance(offset, Tensor), isinstance(begin, Tensor)
         launch(
-            append_kernel, (triton.cdiv(len(tokens), rows_each), len(plan.jobs)), asked, key, source,
+            append_kernel, (blocks, len(plan.jobs)), asked, key, source,
             *(key if each is None else each for each in self.bases), cos, sin,
             plan.jobs if index is None else index, plan.jobs if slots is None else slots,
-            key if self.rotated is None else self.rotated, *sides, plan.places, plan.jobs, tokens.start, tokens.stop,
+            key if self.rotated is None else self.rotated, *sides, plan.places, plan.jobs, latents, arrived, *coding,
+            *exact_sides,
+            offset if on_device[0] else plan.jobs, begin if on_device[1] else plan.jobs,
+            tokens.start, tokens.stop,
             seq_len, batch_size * seq_len if rotation is None else len(cos),
             index.stride(0) if index is not None and index.dim() == 2 and len(index) > 1 else 0,
             layout.rope_block or 1, page, *asked.stride()[:3], key.stride(0), key.stride(1),
             key.stride(2) if key.dim() == 4 else 0, source.stride(0), source.stride(1),
             source.stride(2) if exact else 0, 0 if key_basis is None else key_basis.stride(0),
             0 if value_basis is None else value_basis.stride(0), cos.stride(0), *row_strides, shape.num_heads,
-            shape.num_heads + self.rotated_keys, **plan.constants,
+            shape.num_heads + self.rotated_keys, groups, layout.key_rank,
+            0 if on_device[0] else offset, 0 if on_device[1] else begin, *slot_strides, **plan.constants,
             PART=layout.joint and value is not None, SHIFT=key_shift is not None, VALUE_BASIS=exact,
             VALUE_SHIFT=value_shift is not None, QUERY=query is not None, EXACT=self.rotated_keys > 0,
-            INDEX=index is not None, SLOTS=slots is not None, ROWS=rows_each, num_warps=warps,
+            INDEX=index is not None, SLOTS=slots is not None, STORE=stored, FIRST=first, NEWEST=newest,
+            OFFSETS=on_device[0], BEGINS=on_device[1], ROWS=rows_each, num_warps=warps,
         )  # fmt: skip
 
 
@@ -497,6 +587,7 @@ def tables_of(
     query: bool,
     as_it_is: bool,
     rotated: bool,
+    stored: bool,
     device: torch.device,
 ) -> Plan:
     """Make the tables of a layer.
@@ -504,7 +595,7 @@ def tables_of(
     Args:
         query: there are queries to rotate.
         as_it_is: outputs of projections that are rows already are not copied.
-        rotated: keys are rotated by the kernel.
+        rotated: keys are rotated by the kernel. stored: and kept in slots of exact tokens.
     """
     folded = layout.folds_keys(shape)
     planes = planes_of(layout)
@@ -518,9 +609,8 @@ def tables_of(
             latent, dest = (group.key, offsets[0] // unit) if keys else (group.values, offsets[1] // unit)
             kind, head = (KEYS if keys else VALUES), number * layout.group_size
             if layout.scaled:
-                for done in range(0, latent.rank, COLUMNS):
-                    left = latent.rank - done
-                    jobs.append([kind, head, column + done, 0, column + done, left, left])
+                parts = range(0, latent.rank, latent.rank if folded else COLUMNS)
+                jobs += [[kind, head, column + done, len(parts), number, *[latent.rank - done] * 2] for done in parts]
             elif isinstance(latent, CodedRow):
                 first, words = len(places), latent.words
                 places += [entry for plane in digits_of(latent, column, planes) for entry in plane]
@@ -536,8 +626,8 @@ def tables_of(
             column += latent.rank
     if query:
         jobs += [[QUERIES, head] + [0] * (FIELDS - 2) for head in range(shape.num_heads)]
-        if layout.exact is not None and rotated:
-            jobs += [[EXACT_KEYS, head] + [0] * (FIELDS - 2) for head in range(shape.num_kv_heads)]
+    if stored or (query and layout.exact is not None and rotated):
+        jobs += [[EXACT_KEYS, head] + [0] * (FIELDS - 2) for head in range(shape.num_kv_heads)]
     half, rest = shape.rotary_planes, shape.head_dim - shape.rotary_dim
     mode = WHOLE if layout.rope_block is None else NONE if layout.pre_rope else BLOCK
     constants = {
@@ -545,7 +635,8 @@ def tables_of(
         "HALF_PADDED": padded(half or 1), "REST": rest, "REST_PADDED": padded(rest or 1),
         "HEAD_DIM": shape.head_dim, "HEAD_PADDED": padded(shape.head_dim),
         "CODED": layout.coded and not layout.scaled, "LATENTS": layout.scaled, "FOLDED": folded,
-        "COLUMNS": COLUMNS, "FIELDS": FIELDS, "PRECISION": precision(dtype), "PLANES": planes,
+        "MIDDLE": SCALE_MIDDLE, "LARGEST": SCALE_LARGEST, "STEPS": SCALE_STEPS, "COLUMNS": COLUMNS, "FIELDS": FIELDS,
+        "GROUP_FIELDS": GROUP_FIELDS, "PRECISION": precision(dtype), "PLANES": planes,
     }  # fmt: skip
     return Plan(device_table(places or [EMPTY], device), device_table(jobs, device), constants)
 
@@ -554,7 +645,9 @@ def prepare(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, devi
     """Put a layer's tables on the device, before a CUDA graph is captured."""
     if layout.scaled:
         coding_plan(layout, device)
+        prepare_counters(device)
     for query in (False, True):
-        for as_it_is in (False, layout.scaled or (not layout.coded and layout.exact is None)):
+        for as_it_is in (False, not layout.coded and layout.exact is None):
             for rotated in (False, True):
-                tables_of(layout, shape, dtype, query, as_it_is, rotated, device)
+                for stored in {False, layout.exact is not None}:
+                    tables_of(layout, shape, dtype, query, as_it_is, rotated, stored, device)

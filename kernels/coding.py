@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Code the latents of joint groups: choose the scale of a row, and code the latents by it.
 
-`append` leaves the latents of all groups in memory, since the scale depends on all of a group's. A program makes some
-words of a group's row for some tokens; the scale, which all of these share, it computes itself.
+The scale depends on all latents of a group, which therefore lie in memory; `append` calls this once they do.
 `rotor.checkpoint.tensors.layer_tensors` has the formula.
 """
 
@@ -20,39 +19,23 @@ from rotor.checkpoint.layout import LayerLayout
 from rotor.checkpoint.rows import (
     CRUMB_BITS,
     SCALE,
-    SCALE_LARGEST,
-    SCALE_MIDDLE,
-    SCALE_STEPS,
     SIGNED,
     WORD_PLANES,
     CodedRow,
     Digit,
-    RowScale,
 )
 
-from .launch import device_table, launch
+from .launch import device_table
 
-FIELDS = 7
-"""Numbers that describe a job: the group's first channel; its channels; first entry of the digit table; words of the
-group; first word in the layer's row; words with content; words to write."""
+GROUP_FIELDS = 6
+"""Numbers that describe a group: its first channel; its channels; first entry of the digit table; its words; first word
+in the layer's row; words to write."""
 
 COLUMNS = 64
-"""Digits that a program makes."""
-
-CHANNELS = 64
-"""Channels that a program reads at a time."""
+"""Digits that are made at a time, and channels that are read."""
 
 EMPTY, SCALE_DIGIT = -1, -2
 """Entries of the digit table without a digit, and of the scale of a row."""
-
-INTEGERS = [
-    "first_token", "tokens", "seq_len", "page", "latent_start", "latent_batch", "latent_position", "row_page",
-    "row_row",
-]  # fmt: skip
-"""Integer arguments that the kernel is not specialised on: one compiled kernel serves all lengths."""
-
-ADDRESSES = ["latents", "slots", "rows"]
-"""Pointers that the kernel is not specialised on being multiples of 16 bytes, which a view may not be."""
 
 
 @triton.jit
@@ -76,35 +59,30 @@ def packed(latents, place, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLA
     return tl.sum(tl.reshape(digit, (ROWS, PLANES, COLUMNS // PLANES)), 1)
 
 
-@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
-def code_kernel(
-    latents, shift, length, halves, slots, rows, places, jobs,
-    first_token, tokens, seq_len, page, latent_start, latent_batch, latent_position, row_page, row_row,
-    SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
-    FIELDS: tl.constexpr, PLANES: tl.constexpr, MIDDLE: tl.constexpr, LARGEST: tl.constexpr, STEPS: tl.constexpr,
+@triton.jit
+def code_group(
+    own, shift, length, halves, rows, places, group, valid, stored,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, MIDDLE: tl.constexpr, LARGEST: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Do one job for ROWS of the tokens first_token ... tokens - 1; see `code`. Grid: blocks of ROWS tokens, jobs.
+    """Code the latents of a group of ROWS tokens, and write its words.
 
     Tensors:
-        latents: of all groups, as projections put them out, less the first latent_start. shift, length: [rank] float32.
-        halves: [rank], float32, half the number of codes of each channel. places: the digit table.
+        own, rows: [ROWS], pointers to the first latent of all groups, and to the first word of the row, of each token.
+        shift, length, halves: [rank] float32; halves: half the number of codes of each channel. places: the digit
+            table. group: [GROUP_FIELDS].
+        valid: whether a token is there; stored: and its row is written.
     Constants:
-        SLOTS: `slots` is given. PLANES: planes of the digit table, 4 or 8.
+        PLANES: planes of the digit table, 4 or 8.
         MIDDLE, LARGEST, STEPS: nibbles of a scale of 1 and of the largest one, and those by which a scale doubles.
     """
-    token = first_token + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    valid = token < tokens
-    job = jobs + tl.program_id(1) * FIELDS
-    first, rank = tl.load(job), tl.load(job + 1)
-    start, words, first_word = tl.load(job + 2), tl.load(job + 3), tl.load(job + 4)
-    held, written = tl.load(job + 5), tl.load(job + 6)
-    own = latents + (token // seq_len).to(tl.int64) * latent_batch + (token % seq_len).to(tl.int64) * latent_position
-    own -= latent_start
-    channel = tl.arange(0, CHANNELS)
+    first, rank, start = tl.load(group), tl.load(group + 1), tl.load(group + 2)
+    words, first_word, written = tl.load(group + 3), tl.load(group + 4), tl.load(group + 5)
+    channel = tl.arange(0, COLUMNS)
 
     # The scale, from the weighted mean square of all latents.
     energy = tl.zeros((ROWS,), tl.float32)
-    for before in range(0, rank, CHANNELS):
+    for before in range(0, rank, COLUMNS):
         some = before + channel < rank
         latent = own[:, None] + (first + before + channel)[None, :]
         p = tl.load(latent, mask=valid[:, None] & some[None, :], other=0.0).to(tl.float32)
@@ -115,7 +93,7 @@ def code_kernel(
     # The next larger one, if what is beyond the levels costs more than steps that are so much coarser.
     larger = tl.exp2((nibble + 1 - MIDDLE) / STEPS)
     lost, lost_by_larger = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    for before in range(0, rank, CHANNELS):
+    for before in range(0, rank, COLUMNS):
         some = before + channel < rank
         latent = own[:, None] + (first + before + channel)[None, :]
         p = tl.load(latent, mask=valid[:, None] & some[None, :], other=0.0).to(tl.float32)
@@ -129,72 +107,31 @@ def code_kernel(
     nibble = tl.where(is_larger, nibble + 1, nibble)
     scale = tl.where(is_larger, larger, scale)
 
-    # Latents over the scale, of which the digits are.
-    plane, word = tl.arange(0, COLUMNS) // (COLUMNS // PLANES), tl.arange(0, COLUMNS) % (COLUMNS // PLANES)
-    place = tl.load(places + start + plane * words + word, mask=word < held, other=-1)
-    own_channel, some = place >> 10, place >= 0
-    latent = own[:, None] + (first + own_channel)[None, :]
-    p = tl.load(latent, mask=valid[:, None] & some[None, :], other=0.0).to(tl.float32)
-    target = p / scale[:, None] + tl.load(shift + first + own_channel, mask=some, other=0.0)[None, :]
-
-    # Write to the token's row, or to its slot in pages; a negative slot is not written.
-    slot = token.to(tl.int64)
-    stored = valid
-    if SLOTS:
-        slot = tl.load(slots + token, mask=valid, other=-1).to(tl.int64)
-        stored = valid & (slot >= 0)
-        slot = tl.maximum(slot, 0)
-    out = tl.arange(0, COLUMNS // PLANES)
-    result = tl.where((out < held)[None, :], packed(target, place, nibble.to(tl.int32), ROWS, COLUMNS, PLANES), 0)
-    to = rows + (slot // page * row_page + slot % page * row_row)[:, None] + (first_word + out)[None, :]
-    tl.store(to, result.to(rows.dtype.element_ty), mask=stored[:, None] & (out < written)[None, :])
-
-
-def code(
-    latents: Tensor,
-    layout: LayerLayout,
-    scale: RowScale,
-    rows: Tensor,
-    strides: tuple[int, int, int],
-    tokens: range,
-    seq_len: int,
-    slots: Tensor | None = None,
-) -> None:
-    """Code and pack the latents of some tokens, in one launch.
-
-    Args:
-        latents: [batch_size, seq_len, rank], of all groups side by side, or those of `tokens` alone, [tokens, rank].
-            The innermost stride is 1.
-        rows: words to write into. strides: tokens of a page (or of a sequence), and words from one page, and from one
-            token, to the next.
-        tokens: which of all, counted through the sequences.
-        slots: [batch_size * seq_len], see `append.append`.
-    """
-    plan = coding_plan(layout, rows.device)
-    rows_each, warps = (16, 4) if len(tokens) <= 512 else (64, 8)  # of a program
-    alone = latents.dim() == 2
-    position = latents.stride(-2)
-    of_latents = (tokens.start * position, seq_len * position) if alone else (0, latents.stride(0))
-    grid = triton.cdiv(len(tokens), rows_each), len(plan.jobs)
-    launch(
-        code_kernel, grid, latents, scale.shift, scale.length, plan.halves,
-        plan.jobs if slots is None else slots, rows, plan.places, plan.jobs, tokens.start, tokens.stop,
-        seq_len, strides[0], *of_latents, position, *strides[1:],
-        SLOTS=slots is not None, ROWS=rows_each, COLUMNS=COLUMNS, CHANNELS=CHANNELS, FIELDS=FIELDS, PLANES=plan.planes,
-        MIDDLE=SCALE_MIDDLE, LARGEST=SCALE_LARGEST, STEPS=SCALE_STEPS, num_warps=warps,
-    )  # fmt: skip
+    # Words, of latents over the scale that are gathered by the digit table.
+    WORDS: tl.constexpr = COLUMNS // PLANES
+    plane, word = channel // WORDS, channel % WORDS
+    out = tl.arange(0, WORDS)
+    for before in range(0, written, WORDS):
+        place = tl.load(places + start + plane * words + before + word, mask=before + word < words, other=-1)
+        source, some = place >> 10, place >= 0
+        latent = own[:, None] + (first + source)[None, :]
+        p = tl.load(latent, mask=valid[:, None] & some[None, :], other=0.0).to(tl.float32)
+        target = p / scale[:, None] + tl.load(shift + first + source, mask=some, other=0.0)[None, :]
+        made = packed(target, place, nibble.to(tl.int32), ROWS, COLUMNS, PLANES)
+        made = tl.where((before + out < words)[None, :], made, 0)
+        to = rows[:, None] + (first_word + before + out)[None, :]
+        tl.store(to, made.to(rows.dtype.element_ty), mask=stored[:, None] & (before + out < written)[None, :])
 
 
 class CodingPlan(NamedTuple):
     """Tables of a layer on a device.
 
-    places: the digit table, see `digits_of`. jobs: [jobs, FIELDS]. halves: as for `code_kernel`. planes: of the table.
+    places: the digit table, see `digits_of`. groups: [groups, GROUP_FIELDS]. halves: as for `code_group`.
     """
 
     places: Tensor
-    jobs: Tensor
+    groups: Tensor
     halves: Tensor
-    planes: int
 
 
 @lru_cache(maxsize=4096)
@@ -202,7 +139,7 @@ def coding_plan(layout: LayerLayout, device: torch.device) -> CodingPlan:
     """Make the tables of a layer of joint groups of codes."""
     planes = planes_of(layout)
     places: list[int] = []
-    jobs: list[list[int]] = []
+    groups: list[list[int]] = []
     halves: list[float] = []
     channel = 0
     row_words = layout.row_bytes(2)[0] // 2
@@ -211,13 +148,11 @@ def coding_plan(layout: LayerLayout, device: torch.device) -> CodingPlan:
         row, first = group.key, len(places)
         assert isinstance(row, CodedRow)
         places += [entry for plane in digits_of(row, 0, planes) for entry in plane]
-        for word in range(0, end - begin, COLUMNS // planes):
-            left = row.words - word
-            jobs.append([channel, row.rank, first + word, row.words, begin + word, left, end - begin - word])
+        groups.append([channel, row.rank, first, row.words, begin, end - begin])
         halves += [2.0 ** (bits - 1) for bits in row.bits]
         channel += row.rank
     return CodingPlan(
-        device_table(places, device), device_table(jobs, device), device_table(halves, device, torch.float32), planes
+        device_table(places, device), device_table(groups, device), device_table(halves, device, torch.float32)
     )
 
 

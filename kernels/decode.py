@@ -6,20 +6,23 @@ little. A program is one or a few warps. A tile has the keys of one block of pos
 one absorbed query per query row: `absorb` has multiplied the query with the basis, and has collected the constant parts
 of the logits. Nothing of a key is rebuilt.
 
-Codes are multiplied in float16 whatever the model's dtype: it takes four instructions for two words. The two nibbles of
-a byte are read as the lower one and as the byte, each plus 1024, at which the last bit of the mantissa counts ones. So
-absorbed queries have the higher nibble's column less for the lower one, and the end of a slice takes the higher nibble
-out of the byte. What an operand has too much (`excess`) is subtracted from the logits with the constants, and from the
-weighted values after each tile. Left in the sums it would grow with the length, and so would the rounding error of
-tensor cores.
+Codes are multiplied in float16 whatever the model's dtype: bits of a digit are read as they are, as the smallest
+numbers of float16 (`UNIT`), which takes four instructions for two words. The two nibbles of a byte are read as the
+lower one and as the byte. So absorbed queries have the higher nibble's column less for the lower one, and the end of a
+slice takes the higher nibble out of the byte. What an operand has too much (`excess`) is subtracted from the logits
+with the constants, and from the weighted values every few tiles. Left in the sums it would grow with the length, and so
+would the rounding error of tensor cores.
 
 Rows of joint groups have a scale in their first nibble, which multiplies a key's logits before constants are added, and
 its weight before values are summed: a product with a column of ones spreads its nibble over the query rows. The operand
 in its place is read as 1.
 
+Weights are relative to a reference, which is the largest logit of the first tile and is seldom moved: where a weight
+would overflow, and every few tiles (`MOVES`). So a tile asks for no maximum, and rescales nothing.
+
 A tile is loaded twice, as [keys, columns] and as [columns, keys]: Triton then copies packed words to shared memory,
-reads them as operands of products (`ldmatrix`) and unpacks them in registers. The next tiles are loaded while one is
-computed. Logits are exponents of 2.
+reads them as operands of products (`ldmatrix`) and unpacks them in registers. The second are read after the softmax, so
+that they take no registers before. The next tiles are loaded while one is computed. Logits are exponents of 2.
 
 Each program works through its slice of the line of tiles (see `ranges`) and writes one partial result for each
 (sequence, group) in the slice; `join` combines them.
@@ -42,16 +45,24 @@ UNSEEN = tl.constexpr(-1e20)
 weight 0; and far below every other logit."""
 
 
+MOST = tl.constexpr(1e30)
+"""Above every sum of weights that are finite in float16."""
+
+MOVES = 16
+"""Tiles after which a reference moves at the latest, and what operands have too much is subtracted."""
+
+UNIT = tl.constexpr(2.0**-24)
+"""What a digit of 1 is read as: the smallest float16, so that its bits are the digit."""
+
+
 @triton.constexpr_function
-def excess(operand, dtype):
-    """What an operand of codes has too much, as kernels of a dtype read it: 1024, and 8 of each nibble or crumb.
+def excess(operand):
+    """What an operand of codes has too much, in digits: 8 of each nibble or crumb.
 
     Operands are the lower nibble of a word's lower byte, this byte, the lower nibble of the higher byte, and this byte;
     then the lower crumbs of nibble 3, 2, 1 and 0, those of a byte's higher nibble 16 times.
     """
-    if dtype == tl.float32:
-        return 0.0
-    return 1032.0 if sixteenth(operand) == 0 else 1160.0 if operand < 4 else 1152.0
+    return 8.0 if sixteenth(operand) == 0 else 136.0 if operand < 4 else 128.0
 
 
 @triton.constexpr_function
@@ -62,52 +73,42 @@ def sixteenth(operand):
 
 @triton.jit
 def operands(words, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Unpack a tile of rows into the operands of matrix products.
+    """Unpack a tile of rows into the operands of matrix products, digits in units of UNIT.
 
     Words give CODED operands, as in `excess`. A tile of numbers is its only operand.
     """
     if not CODED:
-        unpacked = (words,)
-    elif tl.float32 == DTYPE:
-        wide = words.to(tl.int32) & 0xFFFF
-        unpacked = (number(wide & 15, 8), number(wide & 255, 8 * 17), number((wide >> 8) & 15, 8))
-        unpacked += (number(wide >> 8, 8 * 17),)
-        for j in tl.static_range(4, CODED):
-            unpacked += (number((wide >> (28 - 4 * j)) & 3, 8) * (16.0 if sixteenth(j) else 1.0),)
+        return (words,)
+    words = words.to(tl.uint16, bitcast=True)
+    if ASM:
+        found = tl.inline_asm_elementwise("{ prmt.b32 $3, $4, 0, 0x4341; and.b32 $1, $4, 0x00FF00FF; and.b32 $0, $4, 0x000F000F; and.b32 $2, $3, 0x000F000F; }", "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     else:
-        words = words.to(tl.uint16, bitcast=True)
-        if ASM:
-            found = tl.inline_asm_elementwise("{ prmt.b32 $1, $4, 0x64646464, 0x4240; and.b32 $0, $1, 0x640F640F; prmt.b32 $3, $4, 0x64646464, 0x4341; and.b32 $2, $3, 0x640F640F; }", "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
-        else:
-            low = ((words & 0xFF) | 0x6400).to(tl.uint16)
-            high = ((words >> 8) | 0x6400).to(tl.uint16)
-            found = (low & 0x640F, low, high & 0x640F, high)
-        unpacked = (as_half(found[0]), as_half(found[1]), as_half(found[2]), as_half(found[3]))
-        for j in tl.static_range(4, CODED):
-            unpacked += (as_half(crumb(found[3] if j < 6 else found[1], sixteenth(j), ASM)),)
+        low = (words & 0xFF).to(tl.uint16)
+        high = (words >> 8).to(tl.uint16)
+        found = (low & 0xF, low, high & 0xF, high)
+    unpacked = (as_number(found[0], DTYPE), as_number(found[1], DTYPE), as_number(found[2], DTYPE))
+    unpacked += (as_number(found[3], DTYPE),)
+    for j in tl.static_range(4, CODED):
+        unpacked += (as_number(crumb(found[3] if j < 6 else found[1], sixteenth(j), ASM), DTYPE),)
     return unpacked
 
 
 @triton.jit
-def number(digit, LESS: tl.constexpr):
-    return (digit - LESS).to(tl.float32)
-
-
-@triton.jit
-def as_half(words):
-    """Reinterpret words as numbers of float16."""
-    return words.to(tl.uint16).to(tl.float16, bitcast=True)
+def as_number(digits, DTYPE: tl.constexpr):
+    """Digits in units of UNIT: reinterpreted as float16."""
+    numbers = digits.to(tl.uint16).to(tl.float16, bitcast=True)
+    return numbers if tl.float16 == DTYPE else numbers.to(DTYPE)
 
 
 @triton.jit
 def crumb(byte, HIGHER: tl.constexpr, ASM: tl.constexpr):
-    """The lower crumb of a byte's lower nibble plus 1024, or 16 times that of its higher one plus 1024."""
+    """The lower crumb of a byte's lower nibble, or 16 times that of its higher one."""
     if not ASM:
-        return byte & (0x6430 if HIGHER else 0x6403)
+        return byte & (0x30 if HIGHER else 0x3)
     elif HIGHER:
-        return tl.inline_asm_elementwise("and.b32 $0, $1, 0x64306430;", "=r,r", [byte], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        return tl.inline_asm_elementwise("and.b32 $0, $1, 0x00300030;", "=r,r", [byte], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     else:
-        return tl.inline_asm_elementwise("and.b32 $0, $1, 0x64036403;", "=r,r", [byte], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        return tl.inline_asm_elementwise("and.b32 $0, $1, 0x00030003;", "=r,r", [byte], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
 
 
 @triton.jit
@@ -128,21 +129,25 @@ def page_of(
 
 @triton.jit
 def rows_at(
-    rows, page, tile, begin, until, block_stride, row_stride, STEP: tl.constexpr, KEYS: tl.constexpr,
-    PAGE: tl.constexpr,
+    rows, page, tile, begin, until, block_stride, ROW: tl.constexpr, STEP: tl.constexpr, KEYS: tl.constexpr,
+    PAGE: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Pointers to the rows of a tile, [KEYS].
 
-    Keys outside begin ... until - 1 are replaced by the nearest one inside, so that everything loaded is finite.
+    Keys outside begin ... until - 1 are replaced by the nearest one inside: what is loaded exists, and is finite.
+    Codes always are finite, and pages always whole: there these keys are read.
     """
     start = tile * STEP
-    place = tl.minimum(tl.maximum(tl.arange(0, KEYS), begin - start), tl.minimum(until - start, STEP) - 1)
+    place = tl.arange(0, KEYS)
+    WHOLE: tl.constexpr = CODED and KEYS == STEP and PAGE and PAGE % STEP == 0
+    if not WHOLE:
+        place = tl.minimum(tl.maximum(place, begin - start), tl.minimum(until - start, STEP) - 1)
     if PAGE == 0:
-        return rows + page.to(tl.int64) * block_stride + start.to(tl.int64) * row_stride + place * row_stride
+        return rows + page.to(tl.int64) * block_stride + start.to(tl.int64) * ROW + place * ROW
     elif PAGE % STEP == 0:
-        return rows + page.to(tl.int64) * block_stride + (start % PAGE) * row_stride + place * row_stride
+        return rows + page.to(tl.int64) * block_stride + (start % PAGE) * ROW + place * ROW
     else:
-        return rows + page.to(tl.int64) * block_stride + (start + place) % PAGE * row_stride
+        return rows + page.to(tl.int64) * block_stride + (start + place) % PAGE * ROW
 
 
 @triton.jit
@@ -166,8 +171,8 @@ def load_columns(pointers, width, FIRST: tl.constexpr, COLUMNS: tl.constexpr, EX
 
 
 INTEGERS = [
-    "batch_size", "groups", "max_blocks", "query_stride", "key_start", "key_block", "key_row", "value_start",
-    "value_block", "value_row", "table_stride", "mask_stride",
+    "batch_size", "groups", "max_blocks", "query_stride", "key_start", "key_block", "value_start", "value_block",
+    "table_stride", "mask_stride",
 ]  # fmt: skip
 """Integer arguments that the kernel is not specialised on: one compiled kernel serves all values."""
 
@@ -181,14 +186,15 @@ Pointers to rows always are: for an unaligned view `decoding` passes an earlier 
 def decode_kernel(
     query, constant, key, value, partial, partial_lse, table, begin, until, first, end, query_start, block_table, mask,
     holes,
-    batch_size, groups, max_blocks, query_stride, key_start, key_block, key_row, value_start, value_block, value_row,
-    table_stride, mask_stride, scale, softcap,
+    batch_size, groups, max_blocks, query_stride, key_start, key_block, value_start, value_block, table_stride,
+    mask_stride, scale, softcap,
     DTYPE: tl.constexpr, CODED: tl.constexpr, JOINT: tl.constexpr, SCALED: tl.constexpr,
     FOLDED: tl.constexpr, CONSTANT: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PART: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_PART: tl.constexpr, EXACT: tl.constexpr,
     VALUE_EXACT: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
+    STAGES: tl.constexpr, SPREAD: tl.constexpr, MOVE: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
+    KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr,
     PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Attend to one slice of the line of tiles.
@@ -219,8 +225,6 @@ def decode_kernel(
     program = tl.program_id(0)
     key += key_start * KEY_ALIGN
     value += value_start * VALUE_ALIGN
-    key_row *= KEY_ALIGN
-    value_row *= VALUE_ALIGN
     key_block = key_block.to(tl.int64) * KEY_ALIGN
     value_block = value_block.to(tl.int64) * VALUE_ALIGN
     column = tl.arange(0, PART)
@@ -232,6 +236,8 @@ def decode_kernel(
     token = row // (HEADS * PER_HEAD)
     head = row % (HEADS * PER_HEAD)
     ones = tl.full((16, KEYS), 1.0, DTYPE)
+    # Logits are in units of 1 / `factor` before they meet the softmax.
+    factor = scale / UNIT if CODED else scale
     if SCALED:
         # Spreads what is in the scale's place over all query rows.
         spread = tl.where((column == 0)[:, None], 1.0, tl.zeros((PART, ROWS), tl.float32)).to(DTYPE)
@@ -276,8 +282,10 @@ def decode_kernel(
                         folded -= tl.where((column == 0)[:, None], of_one[None, :], 0.0)
                     queries += (folded.to(DTYPE),)
                     if CODED:
-                        scaled_c -= excess(j, DTYPE) * tl.sum(folded.to(DTYPE).to(tl.float32), 0)
-            if not SCALED:
+                        scaled_c -= excess(j) * tl.sum(folded.to(DTYPE).to(tl.float32), 0)
+            if SCALED:
+                scaled_c *= UNIT
+            else:
                 c = scaled_c * scale
         else:
             q_group = (sequence.to(tl.int64) * max_blocks * groups + group) * LIVE
@@ -307,54 +315,28 @@ def decode_kernel(
             else:
                 open_ = tl.load(holes + new + tl.zeros_like(place)) != 0
 
-        # State of the online softmax: largest logit, sum of weights (and of weights times scales), weighted values.
-        largest = tl.full((ROWS,), UNSEEN, tl.float32)
-        total_weight = tl.zeros((ROWS,), tl.float32)
-        total_scaled = tl.zeros((ROWS,), tl.float32)
+        # State of the softmax: the reference of weights; sums of weights, [SPREAD, ROWS]; sums of weights times scales,
+        # which weigh values, before the last move, [ROWS], and since, [16, ROWS] of which all are equal; and weighted
+        # values, of which those since the last move still have what operands have too much.
+        reference = tl.full((ROWS,), UNSEEN, tl.float32)
+        total_weight = tl.zeros((SPREAD, ROWS), tl.float32)
+        before_move = tl.zeros((ROWS,), tl.float32)
+        since_move = tl.zeros((16, ROWS), tl.float32)
         weighted = ()
         for _ in tl.static_range(VALUE_PARTS * OPERANDS):
             weighted += (tl.zeros((VALUE_PART, ROWS), tl.float32),)
         page = page_of(block_table, sequence, tile_0, b, u, table_stride, STEP, KEYS, PAGE)
         for tile in tl.range(tile_0, tile_1, num_stages=STAGES):
-            rows_of_tile = rows_at(keys, page, tile, b, u, key_block, key_row, STEP, KEYS, PAGE)
-            now = ()
-            for i in tl.static_range(PARTS):
-                now += (load_rows(rows_of_tile, width, i * PART, PART, EXACT),)
-            if not JOINT:
-                rows_of_tile = rows_at(values, page, tile, b, u, value_block, value_row, STEP, KEYS, PAGE)
-            now_values = ()
-            for i in tl.static_range(VALUE_PARTS):
-                now_values += (
-                    load_columns(rows_of_tile, value_width, i * VALUE_PART, VALUE_PART, VALUE_EXACT and WHOLE),
-                )
-            # The page of the next tile.
-            after = tl.minimum(tile + 1, tile_1 - 1)
-            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
+            rows_of_tile = rows_at(keys, page, tile, b, u, key_block, KEY_ROW, STEP, KEYS, PAGE, CODED)  # [KEYS]
             z = ()
             for i in tl.static_range(PARTS):
-                z += operands(now[i], CODED, DTYPE, ASM)
-            # Logits: latents times absorbed queries. The constant of the block enters with the softmax.
-            if BLOCK > 0:
-                block = q_group + (tile * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
-                c = of_rows(constant + CONSTANTS * block + row, live, ROWS == LIVE)
-                if SCALED:
-                    scaled_c = of_rows(constant + CONSTANTS * block + LIVE + row, live, ROWS == LIVE)
-            logits = tl.zeros((KEYS, ROWS), tl.float32)
-            if SCALED:
-                logits += scaled_c[None, :]
-            for i in tl.static_range(PARTS):
-                for j in tl.static_range(OPERANDS):
-                    if BLOCK > 0:
-                        pointers = query + block * (OPERANDS * COLUMNS) + (j * COLUMNS + i * PART) + q_row
-                        q = of_rows(pointers, live[None, :], ROWS == LIVE)
-                    else:
-                        q = queries[i * OPERANDS + j]
-                    logits = tl.dot(z[i * OPERANDS + j], q, logits, input_precision=PRECISION)
-            if SCALED:
-                nibble = tl.dot(z[0], spread, tl.zeros((KEYS, ROWS), tl.float32), input_precision=PRECISION)
-                scales = tl.exp2((nibble - excess(0, DTYPE)) * 0.5)
-                logits = logits * scales
-            # Keys of this tile that each query row attends to.
+                words = load_rows(rows_of_tile, width, i * PART, PART, EXACT)  # [KEYS, PART]
+                z += operands(words, CODED, DTYPE, ASM)
+            if not JOINT:
+                rows_of_tile = rows_at(values, page, tile, b, u, value_block, VALUE_ROW, STEP, KEYS, PAGE, CODED)
+            after = tl.minimum(tile + 1, tile_1 - 1)
+            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)  # of the next tile
+            # Keys of this tile that each query row attends to, [KEYS, 1 or ROWS].
             start = tile * STEP
             if TOKENS > 1:
                 index = (start + place)[:, None]
@@ -365,56 +347,80 @@ def decode_kernel(
                     read = visible & open_[None, :]
                     visible &= tl.load(mask + new[None, :].to(tl.int64) * mask_stride + index, mask=read, other=1) != 0
             else:
-                visible = (place >= b - start) & (place < tl.minimum(u - start, STEP))
+                low = tl.maximum(b - start, 0)
+                visible = (place - low).to(tl.uint32) < (tl.minimum(u - start, STEP) - low).to(tl.uint32)
                 if MASK:
                     read = visible & open_
                     bits = mask + new.to(tl.int64) * mask_stride + start + place
                     visible &= tl.load(bits, mask=read, other=1) != 0
                 visible = visible[:, None]
-            # Online softmax: new largest logit, and weights relative to it. tanh of the cap is written with exp2.
+            # Queries and constants of the tile's block.
+            if BLOCK > 0:
+                block = q_group + (tile * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
+                c = of_rows(constant + CONSTANTS * block + row, live, ROWS == LIVE)  # [ROWS]
+                scaled_c = c
+                if SCALED:
+                    scaled_c = of_rows(constant + CONSTANTS * block + LIVE + row, live, ROWS == LIVE)  # [ROWS]
+                queries = ()
+                for i in tl.static_range(PARTS):
+                    for j in tl.static_range(OPERANDS):
+                        pointers = query + block * (OPERANDS * COLUMNS) + (j * COLUMNS + i * PART) + q_row
+                        queries += (of_rows(pointers, live[None, :], ROWS == LIVE),)  # [PART, ROWS]
+            # Logits and scales, [KEYS, ROWS]. What is added to all logits of a row stays apart.
+            logits = logits_of_tile(z, queries, scaled_c, visible, KEYS, ROWS, CODED, SCALED, SOFTCAP, PRECISION)
+            scales = 1.0
+            if SCALED:
+                of_key = tl.dot(z[0], spread, tl.zeros((KEYS, ROWS), tl.float32), input_precision=PRECISION)
+                of_pair = scales_of_pairs(of_key, KEYS, ROWS)
+                scales = both_of_pairs(of_pair, KEYS, ROWS)
+                logits = logits * both_of_pairs(of_pair * factor, KEYS, ROWS)
+            else:
+                logits = logits * factor
+            added_to_all = tl.zeros((ROWS,), tl.float32)
             if SOFTCAP:
-                logits = logits * scale
                 if CONSTANT:
                     logits += c[None, :]
+                # tanh, written with exp2.
                 logits = softcap - 2.0 * softcap / (tl.exp2(logits * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
                 logits = tl.where(visible, logits, NEG_INF)
-                now_largest = tl.maximum(largest, tl.max(logits, 0))
-                weights = tl.exp2(logits - now_largest[None, :])
-            else:
-                logits = tl.where(visible, logits, NEG_INF)
-                if CONSTANT:
-                    now_largest = tl.maximum(largest, tl.max(logits, 0) * scale + c)
-                    weights = tl.exp2(logits * scale + (c - now_largest)[None, :])
-                else:
-                    now_largest = tl.maximum(largest, tl.max(logits, 0) * scale)
-                    weights = tl.exp2(logits * scale - now_largest[None, :])
-            shrink = tl.exp2(largest - now_largest)
-            largest = now_largest
+            elif CONSTANT:
+                added_to_all = c
+            # Softmax: weights relative to the reference. An overflow shows in their sums.
+            weights, rounded, sums = softmax_of_tile(
+                logits, added_to_all - reference, scales, ones, since_move, DTYPE, PRECISION
+            )
+            if (tl.max(tl.max(sums, 0), 0) > MOST) | (tile % MOVE == MOVE - 1):
+                higher = tl.maximum(reference, tl.max(logits, 0) + added_to_all)
+                shrink = tl.exp2(reference - higher)
+                weight_since = tl.max(since_move, 0)
+                weighted = settled(weighted, weight_since, shrink, CODED)
+                before_move = (before_move + weight_since) * shrink
+                total_weight = total_weight * shrink[None, :]
+                reference = higher
+                weights, rounded, sums = softmax_of_tile(
+                    logits, added_to_all - reference, scales, ones, tl.zeros((16, ROWS), tl.float32), DTYPE, PRECISION
+                )
+            since_move = sums
             if SCALED:
-                total_weight = total_weight * shrink + tl.sum(weights, 0)
-                weights = weights * scales
-            rounded = weights.to(DTYPE)
-            tile_weights = tl.dot(ones, rounded, tl.zeros((16, ROWS), tl.float32), input_precision=PRECISION)
-            tile_weight = tl.max(tile_weights, 0)  # all 16 rows are equal
-            if SCALED:
-                total_scaled = total_scaled * shrink + tile_weight
-            else:
-                total_weight = total_weight * shrink + tile_weight
-            # Values: what operands have too much is subtracted here.
+                total_weight += tl.sum(tl.reshape(weights, (KEYS // SPREAD, SPREAD, ROWS)), 0)
+            # Values.
             added = ()
             for i in tl.static_range(VALUE_PARTS):
-                v = operands(now_values[i], CODED, DTYPE, ASM)
+                words = load_columns(  # [VALUE_PART, KEYS]
+                    rows_of_tile, value_width, i * VALUE_PART, VALUE_PART, VALUE_EXACT and WHOLE
+                )
+                v = operands(words, CODED, DTYPE, ASM)
                 for j in tl.static_range(OPERANDS):
-                    kept = weighted[i * OPERANDS + j] * shrink[None, :]
-                    if CODED:
-                        kept -= (excess(j, DTYPE) * tile_weight)[None, :]
-                    added += (tl.dot(v[j], rounded, kept, input_precision=PRECISION),)
+                    added += (tl.dot(v[j], rounded, weighted[i * OPERANDS + j], input_precision=PRECISION),)
             weighted = added
 
         # The partial result of this (sequence, group), of nibbles: a byte's higher one is what it has beside the lower.
         # In place of the scale stands 1, by its weights.
-        seen = largest > UNSEEN
-        sums = tl.where(seen, total_weight, 1.0)
+        seen = reference > UNSEEN
+        weight_since = tl.max(since_move, 0)
+        weighted = settled(weighted, weight_since, tl.full((ROWS,), 1.0, tl.float32), CODED)
+        total_scaled = before_move + weight_since
+        sums_of_rows = tl.where(seen, tl.sum(total_weight, 0) if SCALED else total_scaled, 1.0)
         out = partial + slot.to(tl.int64) * (LIVE * OPERANDS * VALUE_COLUMNS)
         out += row[None, :] * (OPERANDS * VALUE_COLUMNS) + value_column[:, None]
         for i in tl.static_range(VALUE_PARTS):
@@ -422,13 +428,72 @@ def decode_kernel(
                 result = weighted[i * OPERANDS + j]
                 if CODED and sixteenth(j):
                     result = (result - weighted[i * OPERANDS + j - 1] if j < 4 else result) * 0.0625
+                if CODED:
+                    result = result / UNIT
                 if SCALED and j == 0 and i == 0:
                     result = tl.where((value_column == 0)[:, None], total_scaled[None, :], result)
                 stored = (
                     live[None, :] if WHOLE else live[None, :] & (i * VALUE_PART + value_column < VALUE_COLUMNS)[:, None]
                 )
-                tl.store(out + j * VALUE_COLUMNS + i * VALUE_PART, result / sums[None, :], mask=stored)
-        tl.store(partial_lse + slot * LIVE + row, tl.where(seen, largest + tl.log2(sums), NEG_INF), mask=live)
+                tl.store(out + j * VALUE_COLUMNS + i * VALUE_PART, result / sums_of_rows[None, :], mask=stored)
+        log_sums = tl.where(seen, reference + tl.log2(sums_of_rows), NEG_INF)
+        tl.store(partial_lse + slot * LIVE + row, log_sums, mask=live)
+
+
+@triton.jit
+def logits_of_tile(
+    z, queries, scaled_c, visible, KEYS: tl.constexpr, ROWS: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Latents times absorbed queries, [KEYS, ROWS] in digits; of hidden keys far below all others (not with a soft cap,
+    which is to come before).
+
+    z: operands, [KEYS, PART] each. queries: of each, [PART, ROWS]. scaled_c: what scales multiply, [ROWS].
+    """
+    HIDDEN: tl.constexpr = NEG_INF * UNIT if CODED else NEG_INF
+    logits = tl.zeros((KEYS, ROWS), tl.float32)
+    if SCALED:
+        logits += scaled_c[None, :]
+    if not SOFTCAP:
+        logits = tl.where(visible, logits, HIDDEN)
+    for i in tl.static_range(len(z)):
+        logits = tl.dot(z[i], queries[i], logits, input_precision=PRECISION)
+    return logits
+
+
+@triton.jit
+def scales_of_pairs(nibbles, KEYS: tl.constexpr, ROWS: tl.constexpr):
+    """The scales of keys by their nibbles, [KEYS, ROWS] of which all in a row are equal; [KEYS, ROWS // 2]: one for two
+    query rows, as a thread has them."""
+    pairs = tl.split(tl.reshape(nibbles, (KEYS, ROWS // 2, 2)))
+    return tl.exp2(pairs[0] * (0.5 / UNIT) - 4.0)
+
+
+@triton.jit
+def both_of_pairs(numbers, KEYS: tl.constexpr, ROWS: tl.constexpr):
+    """Numbers of pairs of query rows, [KEYS, ROWS // 2], for both of each: [KEYS, ROWS]."""
+    return tl.reshape(tl.join(numbers, numbers), (KEYS, ROWS))
+
+
+@triton.jit
+def softmax_of_tile(logits, more, scales, ones, sums, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Weights 2^(logits + more), [KEYS, ROWS]; these times scales, in DTYPE; and `sums`, [16, ROWS], with theirs, which
+    are infinite where one is beyond DTYPE."""
+    weights = tl.exp2(logits + more[None, :])
+    rounded = (weights * scales).to(DTYPE)
+    return weights, rounded, tl.dot(ones, rounded, sums, input_precision=PRECISION)
+
+
+@triton.jit
+def settled(weighted, weight_since, shrink, CODED: tl.constexpr):
+    """Weighted values, [VALUE_PART, ROWS] each, without what operands have too much since the last move, shrunk."""
+    found = ()
+    for i in tl.static_range(len(weighted)):
+        kept = weighted[i]
+        if CODED:
+            kept -= (weight_since * (excess(i % CODED) * UNIT))[None, :]
+        found += (kept * shrink[None, :],)
+    return found
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from rotor.checkpoint.rows import SCALE_SLOT
 from rotor.errors import UsageError
 
 from .absorb import absorb_kernel
-from .decode import decode_kernel, sixteenth
+from .decode import MOVES, decode_kernel, sixteenth
 from .defaults import decode_tile, slices_per_sm
 from .finish import finish_kernel
 from .join import join_kernel
@@ -37,15 +37,21 @@ save."""
 MOST_ROWS = 64
 """Most query rows of a group that one tile takes."""
 
-ABSORBING_WARPS = 32
+ABSORBING_WARPS = 8
 """Warps of absorbing programs on an SM."""
+
+ABSORBED_PART = 128
+"""Most columns of absorbed queries that a product makes."""
+
+MOST_BLOCKS = 128
+"""Most blocks that a program of `absorb` takes at a time."""
 
 ABSORBED_BYTES = 256 << 20
 """Most bytes of absorbed queries in one launch; larger batches are launched in parts."""
 
 
 def block_starts(rotation: Rotation, layout: LayerLayout) -> Tensor:
-    """cos and sin of the positions where blocks begin, [blocks, 2, planes and zeros], float32.
+    """cos and sin of the positions where blocks begin, [blocks and some more, 2, planes and zeros], float32.
 
     Args:
         rotation: cos and sin by position, [positions, rotary_dim], of a layer in blocks; or of the blocks themselves,
@@ -55,7 +61,8 @@ def block_starts(rotation: Rotation, layout: LayerLayout) -> Tensor:
     of_blocks = [beginnings_of(table, layout.rope_block)[..., :planes].float() for table in rotation]
     starts = torch.stack(of_blocks, dim=-2)
     chunk = absorbed_at_a_time(planes)
-    return _pad(starts, -(-2 * planes // chunk) * chunk // 2).contiguous()
+    starts = _pad(starts, -(-2 * planes // chunk) * chunk // 2)
+    return _pad_rows(starts, -3, starts.shape[-3] + MOST_BLOCKS).contiguous()
 
 
 def _pad(x: Tensor, columns: int) -> Tensor:
@@ -85,8 +92,8 @@ def part_of(columns: int) -> int:
 LEAST_PART = 16
 """Fewest columns of keys or values that a product takes."""
 
-MOST_PART = 64
-"""Most columns of keys or values that are loaded at a time."""
+MOST_PART = 32
+"""Most columns of keys or values that are loaded at a time: with 64 a product holds registers that wide rows spill."""
 
 
 class DecodeLayer:
@@ -197,17 +204,17 @@ class DecodeLayer:
 
     def _in_chunks(self, rows: Tensor) -> Tensor:
         """Rows of rotary planes and of dimensions without RoPE, [heads, head_dim, ...], as `absorb` takes them: [heads,
-        chunks, chunk, ...]."""
+        chunks, chunk, ...]. Both halves of a plane are neighbours."""
         planes, half = self.planes, self.chunk // 2
         rotary = _pad_rows(rows[:, : 2 * planes].unflatten(1, (2, planes)), 2, self.rotary_chunks * half)
-        rotary = rotary.unflatten(2, (-1, half)).transpose(1, 2).flatten(2, 3)
+        rotary = rotary.unflatten(2, (-1, half)).transpose(1, 2).transpose(2, 3).flatten(2, 3)
         rest = _pad_rows(rows[:, 2 * planes :], 1, self.rest_chunks * self.chunk).unflatten(1, (-1, self.chunk))
         return torch.cat([rotary, rest], dim=1)
 
     @property
     def has_constant(self) -> bool:
         """Whether a logit is added to all keys of a block."""
-        return self.word_operands > 0 and not (self.folded and (self.scaled or self.dtype == torch.float32))
+        return self.word_operands > 0 and not (self.folded and self.scaled)
 
     def tiles(self, tokens: int = 1, capability: int = 90) -> Tile:
         """The tile by rule, for so many new tokens."""
@@ -219,6 +226,7 @@ class DecodeLayer:
 
     def constants(self, tokens: int, tiles: Tile, page: int, mask: bool, softcap: bool) -> dict[str, object]:
         """Constants of the decode kernel, except the alignment of a cache's strides."""
+        keys = max(16, tiles.keys if not self.block else self.step(tiles))
         return {
             "DTYPE": getattr(triton.language, str(self.dtype).removeprefix("torch.")), "CODED": self.word_operands,
             "JOINT": self.joint, "SCALED": self.scaled, "FOLDED": self.folded,
@@ -228,7 +236,8 @@ class DecodeLayer:
             "PART": self.part, "VALUE_COLUMNS": self.value_columns,
             "VALUE_PART": max(part_of(self.value_columns), min(MOST_PART, LEAST_PART * tiles.warps)),
             "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page, "MASK": mask, "SOFTCAP": softcap,
-            "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)), "STAGES": tiles.stages,
+            "KEYS": keys, "STAGES": tiles.stages, "SPREAD": min(keys, 16 * tiles.warps),
+            "MOVE": MOVES,
             "PRECISION": precision(self.dtype), "ASM": assembled(),
         }  # fmt: skip
 
@@ -247,11 +256,12 @@ class DecodeLayer:
     def absorb_constants(self, tokens: int, blocks: int) -> dict[str, object]:
         """Constants of the absorbing kernel, for so many blocks at a time."""
         return {
-            "CODED": self.word_operands, "SCALED": self.scaled,
+            "GROUPS": len(self.layout.groups), "CODED": self.word_operands, "SCALED": self.scaled,
             "PLANES": self.planes, "ROTARY": self.rotary_chunks, "HEAD_DIM": self.shape.head_dim,
             "REST": self.rest_chunks, "BLOCK": self.block, "HEADS": self.heads, "PER_HEAD": self.per_head,
-            "TOKENS": tokens, "COLUMNS": self.columns, "PART": part_of(self.columns),
+            "TOKENS": tokens, "COLUMNS": self.columns, "PART": math.gcd(self.operands * self.columns, ABSORBED_PART),
             "CHUNK": self.chunk, "COUNT": blocks, "PRECISION": precision(self.dtype),
+            "ASM": assembled() and self.dtype.itemsize == 2,
         }  # fmt: skip
 
 
@@ -378,7 +388,7 @@ def decode_attention(
                 absorb_kernel[shared, heads, sequences * tokens](
                     queries, *layer.absorb_basis,
                     of_blocks, absorbed, constant, begin, until,
-                    none if starts is None else starts, groups, max_blocks, queries.stride(0) // align,
+                    none if starts is None else starts, max_blocks, queries.stride(0) // align,
                     queries.stride(1) // align, starts_blocks, log2, ALIGN=align, enable_fp_fusion=True,
                     num_warps=warps, num_stages=stages, **layer.absorb_constants(tokens, blocks_each),
                 )  # fmt: skip
@@ -387,10 +397,10 @@ def decode_attention(
                 begin, until, first, end, none if starts is None else starts,
                 none if pages is None else pages, none if mask is None else mask, none if holes is None else holes,
                 sequences, groups, max_blocks, queries.stride(0), key_start // key_align, keys.stride(0) // key_align,
-                keys.stride(1) // key_align, value_start // value_align, values.stride(0) // value_align,
-                values.stride(1) // value_align,
+                value_start // value_align, values.stride(0) // value_align,
                 0 if pages is None else pages.stride(0), 0 if mask is None else mask.stride(0), log2,
                 1.0 if softcap is None else softcap * math.log2(math.e), KEY_ALIGN=key_align, VALUE_ALIGN=value_align,
+                KEY_ROW=keys.stride(1), VALUE_ROW=values.stride(1),
                 num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
                 **layer.constants(tokens, tiles, page, mask is not None, softcap is not None),
             )  # fmt: skip

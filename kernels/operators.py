@@ -30,7 +30,7 @@ from .attention import rows_attention
 from .parameters import AttentionParameters, seq_len_of
 from .rotary import Rotation
 from .rows import row_dtype
-from .slots import ExactSlots
+from .slots import ExactSlots, SlotsToFill
 
 
 def describe(layout: LayerLayout, shape: AttentionShape, kernels: LayerKernels) -> str:
@@ -70,7 +70,7 @@ def _append(
         scale = RowScale(scale_shift, scale_length)
     made = append_rows(
         key, value, layout, shape, query=query, key_basis=key_basis, key_shift=key_shift, value_basis=value_basis,
-        value_shift=value_shift, rotation=rotation, index=index, scale=scale,
+        value_shift=value_shift, rotation=rotation, index=index, scale=scale, remember=False,
     )  # fmt: skip
     rotated = key.new_empty(0) if made.rotated is None else made.rotated
     inputs = {side.untyped_storage().data_ptr() for side in (key, value) if side is not None}
@@ -105,12 +105,13 @@ def append(
     value: Tensor,
     rotation: Rotation | None,
     index: Tensor | None,
+    fill: SlotsToFill | None = None,
 ) -> Appended:
     """Make the queries of new tokens as attention takes them, and their rows; see `append.append`.
 
     Args:
         text: the layer by `describe`, while a compiler traces.
-        query, key, value: as projections and norms put them out.
+        query, key, value: as projections and norms put them out. fill: not while a compiler traces.
     Returns:
         With queries always.
     """
@@ -120,7 +121,7 @@ def append(
     if not torch.compiler.is_compiling():
         names = ("key_basis", "key_shift", "value_basis", "value_shift")
         made = append_rows(
-            key, value, p.layout, p.shape, query=asked, rotation=rotation, index=index, scale=p.scale,
+            key, value, p.layout, p.shape, query=asked, rotation=rotation, index=index, scale=p.scale, fill=fill,
             **dict(zip(names, bases, strict=True)),
         )  # fmt: skip
         return made if made.query is not None else made._replace(query=_as_attended(query))

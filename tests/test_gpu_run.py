@@ -16,6 +16,7 @@ import torch
 from gpu import runner as module
 from gpu.arguments import run_command
 from gpu.counters import parse
+from gpu.loads import FLASH_ROWS
 from gpu.plan import CORES, Job, Task, jobs
 from gpu.runner import Runner, find
 from gpu.session import run
@@ -122,6 +123,21 @@ def test_without_a_gpu_it_says_what_would_run(tmp_path) -> None:
     assert (record["cuda"], record["job"]) == (False, "device")
     with pytest.raises(UsageError, match="--only x: no job"):
         run(out, 1.0, "", lambda line: None, ["x"])
+
+
+def test_ratios_are_to_the_fastest_at_16_bits_and_to_fp8() -> None:
+    rows = [("SDPA flash", 60), ("SDPA cuDNN", 40), (FLASH_ROWS[16], 50), (FLASH_ROWS[8], 25), (FLASH_ROWS[4], 10)]
+    about = {"job": "times", "load": "8 x 32K"}
+    records = [
+        {**about, "layout": "llama3-8b, uncompressed", "row": row, "seconds": {"median": 1e-6 * us}} for row, us in rows
+    ]
+    records.append({**about, "layout": "llama3-8b-128x2", "row": "rotor", "seconds": {"median": 20e-6}})
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown(records).splitlines() if "|" in line]
+    (titles,) = (line for line in lines if "over fp8" in line)
+    found = {line[titles.index("row")]: line for line in lines}
+    at_16, fp8 = titles.index("over the fastest at 16 bits"), titles.index("over fp8")
+    assert (found["rotor"][at_16], found["rotor"][fp8]) == ("0.50", "0.80")
+    assert (found[FLASH_ROWS[8]][at_16], found[FLASH_ROWS[16]][fp8]) == ("0.62", "2.00")
 
 
 METRICS = {

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Baselines where PyTorch has none: flash-decoding in Triton over lengths of any
-kind, on keys and values of 16 bits and of 4 bits in groups (as KIVI's and KVQuant's are kept, without their outliers).
+"""Baselines where PyTorch has none: flash-decoding in Triton over lengths of any kind, on keys and values of 16 bits,
+of 8 bits (e4m3, as servers keep an fp8 cache), and of 4 bits in groups (as KIVI's and KVQuant's are kept, without their
+outliers).
 
 A program takes some keys of a KV head of a sequence with all query heads that share them; a second kernel joins these
-chunks by their log-sum-exp. At 4 bits a token and head has two groups of half a head, each with a scale and an offset
-of 16 bits: the low nibbles of its bytes and the high ones.
+chunks by their log-sum-exp. At 8 bits keys and values have a scale each. At 4 bits a token and head has two groups of
+half a head, each with a scale and an offset of 16 bits: the low nibbles of its bytes and the high ones.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ PROGRAMS_PER_SM = 8
 @triton.jit(do_not_specialize=["tokens", "chunk", "chunks"])
 def flash_kernel(
     query, key, value, key_scale, value_scale, partial, log_sum, starts, lengths, tokens, chunk, chunks, scale,
+    value_factor,
     FOUR_BITS: tl.constexpr, PER_HEAD: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Grid: chunks, KV heads, sequences.
 
     query: [sequences, heads, 2 * HALF]. key, value: [kv_heads, tokens, 2 * HALF], or bytes [kv_heads, tokens, HALF]
     with scales [kv_heads, tokens, 4]: scale and offset of the low nibbles, then of the high ones. starts, lengths: of a
-    sequence among tokens. partial: [sequences, kv_heads, chunks, ROWS, 2 * HALF].
+    sequence among tokens. partial: [sequences, kv_heads, chunks, ROWS, 2 * HALF]. value_factor: of all values.
     """
     kind: tl.constexpr = query.dtype.element_ty
     head = tl.program_id(1)
@@ -70,8 +72,8 @@ def flash_kernel(
                 logits += sum1[:, None] * tl.load(scales + 3, mask=there, other=0.0).to(tl.float32)[None, :]
             else:
                 rows = key + token[:, None] * (2 * HALF) + half[None, :]
-                logits = tl.dot(q0, tl.load(rows, mask=there[:, None], other=0.0).T)
-                logits = tl.dot(q1, tl.load(rows + HALF, mask=there[:, None], other=0.0).T, logits)
+                logits = tl.dot(q0, tl.load(rows, mask=there[:, None], other=0.0).to(kind).T)
+                logits = tl.dot(q1, tl.load(rows + HALF, mask=there[:, None], other=0.0).to(kind).T, logits)
             logits = tl.where(there[None, :], logits * scale, -1e30)
             now = tl.maximum(largest, tl.max(logits, 1))
             shrink = tl.exp2(largest - now)
@@ -90,13 +92,14 @@ def flash_kernel(
                 out1 = tl.dot(of1.to(kind), (words >> 4).to(kind), out1) + off1[:, None]
             else:
                 rows = value + token[:, None] * (2 * HALF) + half[None, :]
-                out0 = tl.dot(weights.to(kind), tl.load(rows, mask=there[:, None], other=0.0), out0)
-                out1 = tl.dot(weights.to(kind), tl.load(rows + HALF, mask=there[:, None], other=0.0), out1)
+                out0 = tl.dot(weights.to(kind), tl.load(rows, mask=there[:, None], other=0.0).to(kind), out0)
+                out1 = tl.dot(weights.to(kind), tl.load(rows + HALF, mask=there[:, None], other=0.0).to(kind), out1)
             largest = now
         slot = ((sequence * tl.num_programs(1) + head) * chunks + tl.program_id(0)) * ROWS + row
         to = partial + slot[:, None].to(tl.int64) * (2 * HALF) + half[None, :]
-        tl.store(to, out0 / weight[:, None])
-        tl.store(to + HALF, out1 / weight[:, None])
+        weight_of_value = value_factor / weight
+        tl.store(to, out0 * weight_of_value[:, None])
+        tl.store(to + HALF, out1 * weight_of_value[:, None])
         tl.store(log_sum + slot, largest + tl.log2(weight))
 
 
@@ -134,7 +137,8 @@ def chunks_kernel(
 class FlashProblem:
     """A decode step of an uncompressed model, sequences of any lengths behind each other.
 
-    query: [sequences, heads, head_dim]. key, value: [kv_heads, tokens, head_dim], or with scales bytes.
+    query: [sequences, heads, head_dim]. key, value: [kv_heads, tokens, head_dim], at 4 bits [.., head_dim // 2], uint8.
+    key_scale, value_scale: at 8 bits one number each, at 4 bits [kv_heads, tokens, 4].
     """
 
     query: Tensor
@@ -165,24 +169,30 @@ def read(rows: Tensor, scales: Tensor | None) -> Tensor:
     """Keys or values in float64."""
     if scales is None:
         return rows.double()
+    if not scales.dim():
+        return rows.double() * scales.double()
     low, high = ((rows >> shift & 15).double() for shift in (0, 4))
     s0, z0, s1, z1 = scales.double().unsqueeze(-1).unbind(-2)
     return torch.cat([low * s0 + z0, high * s1 + z1], dim=-1)
 
 
 def random_flash(
-    sizes: tuple[int, int, int], lengths: list[int], four_bits: bool, dtype: torch.dtype, generator: torch.Generator
+    sizes: tuple[int, int, int], lengths: list[int], bits: int, dtype: torch.dtype, generator: torch.Generator
 ) -> FlashProblem:
-    """sizes: query heads, KV heads, numbers of a head."""
+    """sizes: query heads, KV heads, numbers of a head. bits: 16, 8 or 4, of a number of the cache."""
     (heads, kv_heads, head_dim), device, tokens = sizes, generator.device, sum(lengths)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device).to(dtype)
 
     query = normal(len(lengths), heads, head_dim)
-    if not four_bits:
+    if bits > 4:
         key, value = (normal(kv_heads, tokens, head_dim) for _ in range(2))
-        return FlashProblem(query, key, value, tuple(lengths))
+        if bits == 16:
+            return FlashProblem(query, key, value, tuple(lengths))
+        factors = [side.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max for side in (key, value)]
+        key, value = ((x / f).to(torch.float8_e4m3fn) for x, f in zip((key, value), factors, strict=True))
+        return FlashProblem(query, key, value, tuple(lengths), *factors)
     size = kv_heads, tokens, head_dim // 2
     key, value = (torch.randint(256, size, generator=generator, device=device, dtype=torch.uint8) for _ in range(2))
     scales = [(0.2 + 0.05 * normal(kv_heads, tokens, 4)) for _ in range(2)]
@@ -204,15 +214,21 @@ def flash_decoding(problem: FlashProblem) -> Call:
     starts = (lengths.cumsum(0) - lengths).int()
     partial = torch.empty(sequences, kv_heads, chunks, rows, head_dim, device=device)
     log_sum = torch.empty(sequences, kv_heads, chunks, rows, device=device)
-    scales = p.key if p.key_scale is None else p.key_scale, p.value if p.value_scale is None else p.value_scale
-    log2 = 1.4426950408889634 * head_dim**-0.5
+    four_bits = p.key.dtype == torch.uint8
+    scales, factors = (p.key, p.value), (1.0, 1.0)
+    if p.key_scale is not None and p.value_scale is not None:
+        if four_bits:
+            scales = p.key_scale, p.value_scale
+        else:
+            factors = float(p.key_scale), float(p.value_scale)
+    log2 = 1.4426950408889634 * head_dim**-0.5 * factors[0]
 
     def call() -> Tensor:
         output = torch.empty_like(p.query)
         with device_guard(device):
             flash_kernel[chunks, kv_heads, sequences](
                 p.query, p.key, p.value, *scales, partial, log_sum, starts, lengths, p.key.shape[1], chunk, chunks,
-                log2, FOUR_BITS=p.key_scale is not None, PER_HEAD=per_head, ROWS=rows, HALF=head_dim // 2, KEYS=KEYS,
+                log2, factors[1], FOUR_BITS=four_bits, PER_HEAD=per_head, ROWS=rows, HALF=head_dim // 2, KEYS=KEYS,
                 num_warps=4, num_stages=3,
             )  # fmt: skip
             chunks_kernel[heads, sequences](

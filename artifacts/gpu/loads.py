@@ -23,3 +23,9 @@ LOADS: dict[str, list[int]] = {
     RAGGED: _ragged(),
 }
 """Lengths of the sequences of a decode step: one new token a sequence, the last of its keys."""
+
+FLASH_ROWS = {16: "Triton flash-decoding", 8: "Triton, fp8 (e4m3)", 4: "Triton, 4 bits in groups"}
+"""Rows of flash-decoding in Triton, by the bits of a number of its cache; see `baselines`."""
+
+FP8_CAPABILITY = 89
+"""Least compute capability that Triton compiles e4m3 for."""

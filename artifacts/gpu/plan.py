@@ -14,7 +14,7 @@ from rotor.checkpoint.kernel_config import ARCHITECTURES
 from rotor.tools.bench.tuning import launches
 
 from .absorbing import ways_to_absorb
-from .loads import LOADS, PROMPT
+from .loads import FLASH_ROWS, LOADS, PROMPT
 from .subjects import gpu_subjects, model_of
 
 Record = JsonObject
@@ -111,9 +111,9 @@ def _device() -> list[Task]:
 def _compile(names: list[str]) -> list[Task]:
     """List compile tasks, the largest kernels first; a layout's loads share most kernels and so a process."""
     baselines = [
-        Task(f"Triton, {16 - 12 * four_bits} bits", "times:flash",
-             {"name": "llama3-8b", "load": "1 x 32K", "four_bits": four_bits, "lengths": [1024]}, 120)
-        for four_bits in (False, True)
+        Task(f"Triton, {bits} bits", "times:flash",
+             {"name": "llama3-8b", "load": "1 x 32K", "bits": bits, "lengths": [1024]}, 120)
+        for bits in FLASH_ROWS
     ]  # fmt: skip
     models = [
         Task(f"model, {name}", "model:compile_model", {"name": name}, 120)
@@ -137,9 +137,9 @@ def _times(names: list[str]) -> list[Task]:
     for load in (*LOADS, PROMPT):
         for name in models:
             found.append(Task(f"SDPA, {name}, {load}", "times:stock", {"name": name, "load": load}))
-        for four_bits in (False, True) if load != PROMPT else ():
-            arguments = {"name": "llama3-8b", "load": load, "four_bits": four_bits}
-            found.append(Task(f"Triton, {16 - 12 * four_bits} bits, {load}", "times:flash", arguments))
+        for bits in FLASH_ROWS if load != PROMPT else ():
+            arguments = {"name": "llama3-8b", "load": load, "bits": bits}
+            found.append(Task(f"Triton, {bits} bits, {load}", "times:flash", arguments))
         for name in names:
             if load == PROMPT and gpu_subjects()[name].layout.exact is not None:
                 continue  # stock attention over its own keys and values

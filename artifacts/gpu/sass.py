@@ -4,7 +4,7 @@ A GPU issues at most so many instructions a cycle, whatever they do. What a kern
 are found in the control flow, each loop's own instructions are counted once, and the caller says how often it runs.
 
 - A predicated instruction counts, whether or not its predicate holds.
-- Of branches the longer way counts. Warps are assumed not to diverge.
+- Of branches the longer way counts, unless its loop says how often that is taken. Warps are assumed not to diverge.
 - A called routine (a division, for one) counts along its longer way, at each call.
 - Loops on ways that exclude each other (a compiler clones loops) are the same declared loop.
 - A loop that runs once, as the compiler knows, is not in the machine code: it is not to be declared.
@@ -35,10 +35,12 @@ class Loop:
     """A loop as its kernel's author knows it.
 
     trips: how often it runs, each time that what holds it runs. inner: the loops in it, in order.
+    longer: share of its trips that take the longer way of branches; the others take the shorter one.
     """
 
     trips: float
     inner: tuple[Loop, ...] = ()
+    longer: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -178,11 +180,18 @@ class Graph:
             self._routines[label] = self._longest(self._reached(start), start, None)
         return self._routines[label]
 
-    def _longest(self, blocks: set[int], header: int, declared: tuple[Loop, ...] | None, loop: bool = False) -> float:
+    def _longest(
+        self,
+        blocks: set[int],
+        header: int,
+        declared: tuple[Loop, ...] | None,
+        loop: bool = False,
+        choose: Callable[[list[float]], float] = max,
+    ) -> float:
         """The longest way through a loop's blocks, a routine's or the kernel's, entered at `header`, once.
 
         Args:
-            declared: the loops inside; None: any, once each.
+            declared: the loops inside; None: any, once each. choose: the way that is taken, `min` for the shortest.
         """
         inside = self.flow.subgraph(blocks).copy()
         ending = {block for block in blocks if self.blocks[block][-1].returns}
@@ -210,10 +219,14 @@ class Graph:
                 each = Loop(1) if declared is None else declared[rows.index(before[node])]
                 inner = None if declared is None else each.inner
                 entry = self._entry(inside, members[node], header)
-                own = each.trips * self._longest(members[node], entry, inner, loop=True)
+                way = self._longest(members[node], entry, inner, loop=True)
+                if each.longer < 1:
+                    shorter = self._longest(members[node], entry, inner, loop=True, choose=min)
+                    way = each.longer * way + (1 - each.longer) * shorter
+                own = each.trips * way
             else:
                 own = self._instructions(min(members[node]))
-            best[node] = max(further) + own
+            best[node] = choose(further) + own
         return best[ways.graph["mapping"][header]]
 
     @staticmethod

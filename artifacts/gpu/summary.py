@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from .loads import FLASH_ROWS
 from .plan import Record
 from .subjects import model_of
 
@@ -42,13 +43,16 @@ def _about(records: list[Record]) -> str:
 def _times(records: list[Record]) -> str:
     timed = [record for record in records if record["job"] == "times" and "seconds" in record]
     stock: dict[tuple[str, str], float] = {}
+    fp8: dict[tuple[str, str], float] = {}
     for record in timed:
-        if record["layout"].endswith(", uncompressed") and "4 bits" not in record["row"]:
+        if record["layout"].endswith(", uncompressed") and record["row"] != FLASH_ROWS[4]:
             key = record["layout"].removesuffix(", uncompressed"), record["load"]
-            stock[key] = min(stock.get(key, float("inf")), record["seconds"]["median"])
+            of = fp8 if record["row"] == FLASH_ROWS[8] else stock
+            of[key] = min(of.get(key, float("inf")), record["seconds"]["median"])
     rows: list[tuple[str, ...]] = []
     for record in timed:
-        beside = stock.get((model_of(record["layout"]), record["load"]))
+        place = model_of(record["layout"]), record["load"]
+        beside, beside_fp8 = stock.get(place), fp8.get(place)
         seconds, predicted = record["seconds"]["median"], record.get("predicted_s")
         moved = record.get("cache_bytes")
         rows.append((
@@ -56,9 +60,11 @@ def _times(records: list[Record]) -> str:
             "" if predicted is None else f"{1e6 * predicted:.1f}",
             "" if moved is None else f"{moved / seconds / 1e12:.2f}",
             "" if beside is None or "SDPA" in record["row"] else f"{seconds / beside:.2f}",
+            "" if beside_fp8 is None or "SDPA" in record["row"] else f"{seconds / beside_fp8:.2f}",
             f"{record['error']:.2g}" if isinstance(record.get("error"), float) else "",
         ))  # fmt: skip
-    titles = "load", "layout", "row", "cache", "us", "predicted us", "TB/s", "over the fastest at 16 bits", "error"
+    over = "over the fastest at 16 bits", "over fp8"
+    titles = "load", "layout", "row", "cache", "us", "predicted us", "TB/s", *over, "error"
     return table(titles, sorted(rows)) if rows else ""
 
 

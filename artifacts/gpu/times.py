@@ -22,6 +22,7 @@ from rotor.calibration.prediction.devices import Device, bundled_devices
 from rotor.kernels.append import append
 from rotor.kernels.attention import attend_pages, ranges_of_pages
 from rotor.kernels.defaults import default_layer
+from rotor.kernels.launch import capability_of
 from rotor.tools.bench.attention import (
     TOLERANCE,
     Call,
@@ -37,7 +38,7 @@ from rotor.tools.bench.attention import (
 from rotor.tools.bench.records import quartiles
 
 from .baselines import flash_decoding, random_flash
-from .loads import LOADS, PROMPT, PROMPT_TOKENS, RAGGED
+from .loads import FLASH_ROWS, FP8_CAPABILITY, LOADS, PROMPT, PROMPT_TOKENS, RAGGED
 from .plan import Record
 from .subjects import MODELS, PAGE, Subject, gpu_subjects
 
@@ -123,7 +124,7 @@ def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
 
 
 OWN_KERNELS = (
-    "append_kernel", "code_kernel", "absorb_kernel", "decode_kernel", "join_kernel", "finish_kernel",
+    "append_kernel", "absorb_kernel", "decode_kernel", "join_kernel", "finish_kernel",
     "materialise_kernel",
 )  # fmt: skip
 
@@ -295,19 +296,18 @@ def stock(name: str, load: str, device: str = "cuda", size: tuple[int, int, int]
                 raise
 
 
-def flash(
-    name: str, load: str, four_bits: bool, device: str = "cuda", lengths: list[int] | None = None
-) -> Iterator[Record]:
-    """Flash-decoding in Triton over the uncompressed cache, of 16 bits or of 4 bits in groups."""
+def flash(name: str, load: str, bits: int, device: str = "cuda", lengths: list[int] | None = None) -> Iterator[Record]:
+    """Flash-decoding in Triton over full heads, see FLASH_ROWS; of 8 bits only where the GPU has them."""
     where, shape, lengths = torch.device(device), MODELS[name], lengths or LOADS[load]
     sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    if bits == 8 and capability_of(where) < FP8_CAPABILITY:
+        return
     generator = torch.Generator(where).manual_seed(0)
-    first = random_flash(sizes, lengths, four_bits, DTYPE, generator)
+    first = random_flash(sizes, lengths, bits, DTYPE, generator)
     count = copies(first.cache_bytes)
-    others = [random_flash(sizes, lengths, four_bits, DTYPE, generator) for _ in range(count - 1)]
+    others = [random_flash(sizes, lengths, bits, DTYPE, generator) for _ in range(count - 1)]
     calls = [flash_decoding(problem) for problem in (first, *others)]
-    row = "Triton, 4 bits in groups" if four_bits else "Triton flash-decoding"
-    about = {"layout": f"{name}, uncompressed", "load": load, "row": row, "cache_bytes": first.cache_bytes}
+    about = {"layout": f"{name}, uncompressed", "load": load, "row": FLASH_ROWS[bits], "cache_bytes": first.cache_bytes}
     error = {}
     if load in CHECKED:
         with torch.inference_mode():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rotor.checkpoint.kernel_config import LayerKernels
+from rotor.kernels.decode import MOVES
 from rotor.kernels.decoding import DecodeLayer, absorbing_programs, finish_constants
 from rotor.tools.bench.variants import Variant
 
@@ -47,7 +48,7 @@ def _work_of_a_step(layer: DecodeLayer, kernels: LayerKernels, arch: int) -> dic
     programs = absorbing_programs(chunks, queries * warps, SMS)
     tiles = sequences * groups * length / step / (SMS * kernels.slices_per_sm)
     parts = 1 + tiles * step / length
-    loops = Loop(1), Loop(parts, (Loop(1), Loop(tiles / parts)))
+    loops = Loop(1), Loop(parts, (Loop(1), Loop(tiles / parts, longer=1 / MOVES)))
     return {
         "absorb": Work((Loop(chunks / programs),), length / programs / layer.group_rows, groups),
         "decode": Work(loops, tiles * step, groups, kernels.slices_per_sm),

@@ -29,7 +29,7 @@ from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer, row_scale
 from ..logs import log
 from ..numerics import is_finite
-from .exact import NewTokens
+from .exact import NewTokens, host_span
 from .rope import RotaryTable, Rotations, TokenSpan, rope_of
 from .steps import AttentionCall, CacheRows, SharedRows, without_gradients
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
     from ..kernels.append import Appended
+    from ..kernels.slots import SlotsToFill
     from .steps import Arguments
 
 WIDER_DTYPE = "Load it in bfloat16 or float32: from_pretrained(FOLDER, dtype=torch.bfloat16), or --dtype bfloat16."
@@ -124,7 +125,8 @@ class RotorAttention(CompressedProjections):
             query = self._scaled(query, kwargs.get("position_ids"), span)
         projected = query, new_key, new_value
         with torch.autocast(hidden_states.device.type, enabled=False):
-            parameters, exact = self._parameters_of_attention(), None
+            parameters, exact, fill = self._parameters_of_attention(), None, None
+            span = span if self.layout.exact is None else host_span(span)
             if kernels is None and self.layout.exact is not None:
                 exact = new_tokens(*projected, rotations)
                 rows = exact.query, exact.key[:, :1, :, :0], exact.value[:, :1, :, :0]
@@ -133,12 +135,24 @@ class RotorAttention(CompressedProjections):
             elif kernels is None:
                 rows = plain_rows(parameters, *projected, rotations)
             else:
-                made = appended(parameters, text, *projected, rotations)
+                if rotations.query is None:
+                    fill = store.slots_to_fill(cache, parameters, self.layer_idx, attention_mask, span)
+                made = appended(parameters, text, *projected, rotations, fill)
                 rows = made.query, made.key, made.value
                 if made.exact_key is not None and made.exact_value is not None:
                     exact = NewTokens(made.query, made.exact_key, made.exact_value)
             call = AttentionCall(
-                parameters, self.layer_idx, *rows, cache, attention_mask, rotations, kernels, text, exact, span
+                parameters,
+                self.layer_idx,
+                *rows,
+                cache,
+                attention_mask,
+                rotations,
+                kernels,
+                text,
+                exact,
+                span,
+                fill is not None,
             )
             if self.is_read_by_others:
                 shared = SharedRows(call, store.stored(call))
@@ -291,18 +305,24 @@ def plain_rows(
 
 
 def appended(
-    parameters: AttentionParameters, text: str, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
+    parameters: AttentionParameters,
+    text: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotations: Rotations,
+    fill: SlotsToFill | None = None,
 ) -> Appended:
     """Make queries and rows, and exact keys and values where the layer has them, by the kernels.
 
     Args:
         text: the layer as operators take it, while a compiler traces. query, key, value: as projections and norms put
-            them out.
+            them out. fill: where kernels rotate, see `append.append`.
     """
     from ..kernels import operators  # imports Triton
 
     if rotations.query is None:
-        return operators.append(parameters, text, query, key, value, rotations.table, rotations.places)
+        return operators.append(parameters, text, query, key, value, rotations.table, rotations.places, fill)
     of_queries, of_keys = rotations.weights
     queries = rotated(query.transpose(1, 2), rotations.query, of_queries)
     stored = key

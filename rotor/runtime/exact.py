@@ -23,6 +23,7 @@ from ..checkpoint.layout import ExactTokens
 from ..errors import UsageError
 from ..kernels.exact import ExactKeys
 from ..kernels.parameters import shown_by
+from ..kernels.slots import SlotsToFill
 from .passes import OfPass
 from .rope import TokenSpan
 
@@ -101,8 +102,23 @@ class ExactRows:
         self.begin: Tensor | int | None = None
         self.latest, self.until = FAR, 0
 
+    def slots_to_fill(self, start: Tensor | int, offset: Tensor | int) -> SlotsToFill | None:
+        """Where a single new token of each sequence is to be stored; None if `add` must do so.
+
+        Args:
+            start, offset: as of `add`.
+        """
+        if self.keys is None or self.values is None:
+            return None
+        if self.keys.is_inference() and not torch.is_inference_mode_enabled():
+            return None
+        self._begin(start, len(self.keys))
+        assert self.begin is not None
+        begin = min(self.begin, LATEST) if isinstance(self.begin, int) else self.begin
+        return SlotsToFill(self.keys, self.values, self.exact.first, offset, begin)
+
     def add(
-        self, new: NewTokens, start: Tensor | int, span: TokenSpan, fixed: bool, by_kernel: bool = False
+        self, new: NewTokens, start: Tensor | int, span: TokenSpan, fixed: bool, filled: bool = False
     ) -> SeenTokens | None:
         """Store the new tokens of a pass.
 
@@ -110,7 +126,7 @@ class ExactRows:
             start: `first_real` of the pass. span: where its tokens lie; query_offset is a number wherever the host
                 knows it.
             fixed: the tensors must stay where they are in memory (a static cache).
-            by_kernel: one launch stores a single new token.
+            filled: the new tokens are in their slots already.
         Returns:
             What the queries see exactly; None where nothing lies before them.
         """
@@ -128,7 +144,9 @@ class ExactRows:
         if seq_len > 1 and not (isinstance(offset, int) and offset == 0):
             key, value = torch.cat([self.keys, new.key], 2), torch.cat([self.values, new.value], 2)
             before = SeenTokens(key, value, self.begin, self.until, offset)
-        self._store(new, offset, by_kernel)
+        if not filled:
+            self.keys = self._stored(self.keys, new.key, offset)
+            self.values = self._stored(self.values, new.value, offset)
         if not fixed:  # a static cache takes nothing back, so that its ring is whole
             until: Any = min(self.until, offset)  # tokens from there on were taken back, and come anew
             self.until = max(until, offset + seq_len - self.exact.newest)
@@ -155,20 +173,6 @@ class ExactRows:
             self.begin = first if first == self.latest < FAR else self.begin
         if isinstance(self.begin, int):
             self.latest = self.begin
-
-    def _store(self, new: NewTokens, offset: int | Tensor, by_kernel: bool) -> None:
-        assert self.keys is not None
-        assert self.values is not None
-        assert self.begin is not None
-        writable = torch.is_inference_mode_enabled() or not self.keys.is_inference()
-        if by_kernel and writable and new.key.shape[2] == 1 and not torch.compiler.is_compiling():
-            from ..kernels.store import store  # imports Triton
-
-            begin = min(self.begin, LATEST) if isinstance(self.begin, int) else self.begin
-            store(self.keys, self.values, new.key, new.value, self.exact.first, offset, begin)
-            return
-        self.keys = self._stored(self.keys, new.key, offset)
-        self.values = self._stored(self.values, new.value, offset)
 
     def _stored(self, slots: Tensor, new: Tensor, offset: int | Tensor) -> Tensor:
         """Put new keys or values into their slots, in place unless gradients or inference mode forbid it."""
@@ -339,7 +343,7 @@ class WithExactRows:
     """A cache's layer of rows that also keeps exact tokens.
 
     exact_rows: these. rows: `update` is given NewTokens, the first that are no padding and the span of a pass by name,
-    and whether kernels serve it, and puts what its queries see into `seen`.
+    and whether `slots_to_fill` were filled, and puts what its queries see into `seen`.
     """
 
     exact_rows: ExactRows
@@ -354,7 +358,7 @@ class WithExactRows:
         exact: NewTokens | None = None,
         start: Tensor | int = 0,
         span: TokenSpan | None = None,
-        by_kernel: bool = False,
+        filled: bool = False,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         if exact is None or span is None:
@@ -362,7 +366,7 @@ class WithExactRows:
                 "a cache whose layers keep exact tokens was given rows alone.",
                 "Use a cache with the model that filled it.",
             )
-        self.seen = self.exact_rows.add(exact, start, span, self.fixed, by_kernel)
+        self.seen = self.exact_rows.add(exact, start, span, self.fixed, filled)
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         return found
 

@@ -23,7 +23,7 @@ from ..kernels.exact import RowKeys, attend_to_both
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention, dense_attention
 from ..kernels.rotary import rotate
-from ..kernels.slots import ExactSlots
+from ..kernels.slots import ExactSlots, SlotsToFill
 from .exact import (
     Division,
     NewTokens,
@@ -31,7 +31,6 @@ from .exact import (
     division_of_pass,
     exact_keys,
     first_real_of_pass,
-    host_span,
     with_exact_rows,
 )
 from .rope import Rotations, TokenSpan
@@ -54,7 +53,8 @@ class AttentionCall(NamedTuple):
     them. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels run
     the layer, for which the queries were made; None: plain PyTorch runs it. text: the layer as operators take it, while
     a compiler traces.
-    exact: the new tokens as the model makes them, in a layer with exact tokens; span: where they lie.
+    exact: the new tokens as the model makes them, in a layer with exact tokens; span: where they lie, by `host_span`;
+    filled: they are in the slots of `slots_to_fill`.
     """
 
     parameters: AttentionParameters
@@ -69,6 +69,7 @@ class AttentionCall(NamedTuple):
     text: str = ""
     exact: NewTokens | None = None
     span: TokenSpan | None = None
+    filled: bool = False
 
     def cached(self) -> tuple[Tensor, Tensor]:
         """Store the rows of the new tokens in the cache, which there must be; all rows of the layer."""
@@ -140,6 +141,16 @@ class RowStore(ABC):
         """Tell whether rows are stored or read; else a layer with exact tokens makes none."""
         return True
 
+    def slots_to_fill(
+        self, cache: Cache | None, parameters: AttentionParameters, layer_idx: int, mask: Tensor | None, span: TokenSpan
+    ) -> SlotsToFill | None:
+        """Where the kernel that makes rows is to store the new tokens exactly; None where the store does so itself.
+
+        Args:
+            span: of the pass, as of `host_span`.
+        """
+        return None
+
     @abstractmethod
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         """Store the rows of the new tokens, then attend to all rows that the queries see.
@@ -185,6 +196,17 @@ class CacheRows(RowStore):
         layer = layers[layer_idx] if layer_idx < len(layers) else None
         return layer if isinstance(layer, RowStore) else self
 
+    def slots_to_fill(
+        self, cache: Cache | None, parameters: AttentionParameters, layer_idx: int, mask: Tensor | None, span: TokenSpan
+    ) -> SlotsToFill | None:
+        tracing, offloaded = torch.compiler.is_compiling(), getattr(cache, "offloading", False)
+        if cache is None or parameters.layout.exact is None or span.seq_len > 1 or tracing or offloaded:
+            return None
+        layer = with_exact_rows(cache, layer_idx, exact_tokens(parameters, layer_idx))
+        mask = _over_all_keys(mask, span)
+        start = first_real_of_pass(mask, span, layer_idx)
+        return layer.exact_rows.slots_to_fill(start, span.query_offset)
+
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         return self.stored(call)(call)
 
@@ -216,23 +238,26 @@ def _stored_exactly(call: AttentionCall) -> Attend:
     exact, mask = call.exact, call.mask
     assert exact is not None
     assert call.span is not None
-    span = host_span(call.span)
+    span = call.span
     expected = (len(exact.key), call.parameters.shape.num_heads, span.seq_len, span.kv_len)
     _check_mask(mask, call.layer_idx, expected)
-    if mask is not None and mask.shape[-1] < span.kv_len:
-        mask = mask.expand(-1, -1, -1, span.kv_len)
+    mask = _over_all_keys(mask, span)
     tokens = exact_tokens(call.parameters, call.layer_idx)
     key, value, seen = call.key, call.value, None
     if call.cache is not None:
         layer = with_exact_rows(call.cache, call.layer_idx, tokens)
         start = first_real_of_pass(mask, span, call.layer_idx)
-        named = {"exact": exact, "start": start, "span": span, "by_kernel": call.kernels is not None}
+        named = {"exact": exact, "start": start, "span": span, "filled": call.filled}
         key, value = call.cache.update(call.key, call.value, call.layer_idx, **named)
         seen = layer.take_seen()
     division = None
     if seen is not None and call.kernels is None:
         division = division_of_pass(tokens, seen, mask, span, call.layer_idx)
     return partial(_attend_exactly, stored=_Stored(mask, span, tokens, key, value, seen, division))
+
+
+def _over_all_keys(mask: Tensor | None, span: TokenSpan) -> Tensor | None:
+    return mask.expand(-1, -1, -1, span.kv_len) if mask is not None and mask.shape[-1] < span.kv_len else mask
 
 
 def _attend_exactly(call: AttentionCall, stored: _Stored) -> Tensor:

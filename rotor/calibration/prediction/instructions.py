@@ -12,16 +12,16 @@ from functools import lru_cache
 from ...checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
 from ...checkpoint.rows import WORD_PLANES, CodedRow, Row
 
-DECODING = {64: 10.7, 128: 14.6, 256: 22.9, 512: 35.8}
+DECODING = {64: 9.1, 128: 12.5, 256: 18.7, 512: 31.1}
 """Instructions of decoding a key of a group by the nibbles, or numbers, of its row, for up to 8 query rows (sm_90)."""
 
-MORE_ROWS = 0.25
+MORE_ROWS = 0.3
 """Share of them that each further 8 query rows add."""
 
-ABSORBING = {64: 0.7, 128: 0.75, 256: 0.87, 512: 1.24}
+ABSORBING = {64: 0.39, 128: 0.45, 256: 0.6, 512: 0.93}
 """Instructions of absorbing a query head once in 64 positions, a key (sm_90)."""
 
-SPLIT_PLANE = 0.12
+SPLIT_PLANE = 0.16
 """Share of instructions that a split plane adds."""
 
 

@@ -16,6 +16,7 @@ from rotor.kernels.append import append
 from rotor.kernels.reference import project_keys
 from rotor.kernels.rotary import rotate, within_blocks
 from rotor.kernels.rows import pack_layer
+from rotor.kernels.slots import SlotsToFill
 
 SMALL = CodedRow(n8=1, n4=5)
 CASES = {
@@ -195,3 +196,37 @@ def test_exact_tokens_beside_rows(name, batch_size, seq_len) -> None:
         either = [pack_layer(exact + error, layout, keys, moved(scale, error)) for error in (-1e-4, 1e-4)]
         assert ((rows == either[0]) | (rows == either[1])).all()
         assert (either[0] == either[1]).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("offset", [0, 8, 9, 40])
+@pytest.mark.parametrize("rotary_dim", mostly_nightly([16, 0], lambda dim: dim == 16))
+def test_a_token_is_stored_in_its_slots(offset: int, on_device: bool, rotary_dim: int) -> None:
+    """Among 3 first and 8 newest tokens, of sequences that begin at 0 and, where the device says so, at 7."""
+    layout, begins = replace(CASES["joint"], exact=ExactTokens(3, 8)), [0, 7 if on_device else 0]
+    generator = torch.Generator().manual_seed(0)
+    kv_heads = layout.group_size * len(layout.groups)
+    shape = shape_of(kv_heads, 2, 24, rotary_dim)
+    layout = layout if rotary_dim else replace(layout, rope_block=None)
+    rotation, index = rotation_table(90, 16), torch.tensor([[offset], [offset]])
+    key, value = torch.randn(2, 2, 1, kv_heads, 24, generator=generator)
+    query = torch.randn(2, 1, 2 * kv_heads, 24, generator=generator)
+    bases = [torch.randn(layout.group_size * 24, layout.key_rank, generator=generator) for _ in range(2)]
+    slots = torch.zeros(2, 2, kv_heads, 11, 24)
+    expected = slots.clone()
+    fill = SlotsToFill(
+        *slots, 3, torch.tensor(offset) if on_device else offset, torch.tensor(begins) if on_device else 0
+    )
+    made = append(
+        key, value, layout, shape, query=query if rotary_dim else None, key_basis=bases[0],
+        key_shift=torch.zeros(layout.key_rank), value_basis=bases[1], rotation=rotation if rotary_dim else None,
+        index=index if rotary_dim else None, scale=random_scale(layout, generator), fill=fill,
+    )  # fmt: skip
+    assert made.exact_key is not None
+    assert made.exact_value is not None
+    for sequence, begin in enumerate(begins):
+        for slot in {3 + offset % 8} | {offset - begin} & {0, 1, 2}:
+            expected[0, sequence, :, slot] = made.exact_key[sequence, :, 0]
+            expected[1, sequence, :, slot] = made.exact_value[sequence, :, 0]
+    assert torch.equal(slots, expected)
+    assert torch.equal(made.exact_value[:, :, 0], value[:, 0])

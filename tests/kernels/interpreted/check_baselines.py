@@ -7,12 +7,12 @@ import torch
 from gpu import baselines
 
 
-@pytest.mark.parametrize("four_bits", [False, True])
-def test_flash_decoding(four_bits, monkeypatch) -> None:
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_flash_decoding(bits, monkeypatch) -> None:
     monkeypatch.setattr(baselines, "PROGRAMS_PER_SM", 3)
     generator = torch.Generator().manual_seed(0)
-    problem = baselines.random_flash((4, 2, 32), [70, 1, 129], four_bits, torch.float16, generator)
+    problem = baselines.random_flash((4, 2, 32), [70, 1, 129], bits, torch.float16, generator)
     got, exact = baselines.flash_decoding(problem)(), problem.exact()
     assert (got.double() - exact).norm() / exact.norm() < 2**-9
     numbers = 2 * 2 * 200 * 32
-    assert problem.cache_bytes == (numbers // 2 + numbers // 16 * 4 if four_bits else numbers * 2)
+    assert problem.cache_bytes == {16: numbers * 2, 8: numbers + 8, 4: numbers // 2 + numbers // 16 * 4}[bits]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from support import kernel_truth as truth
-from support.kernel_cases import CodedRow, NumberRow, causal, in_pages, layer, random_case, shape_of
+from support.kernel_cases import Case, CodedRow, NumberRow, causal, in_pages, layer, random_case, shape_of
 from support.quick import mostly_nightly
 from torch import Tensor
 
@@ -48,17 +49,20 @@ def check(
     layout: LayerLayout, lengths: list[int], tokens: list[int] | None = None, *, page: int = 0,
     tiles: Tile | None = None, programs: int = 5, dtype: torch.dtype = HALF, per_head: int = 2, head_dim: int = 32,
     rotary: int | None = None, window: int | None = None, starts: list[int] | None = None, holes: bool = False,
-    hidden: tuple[int, int] | None = None, before: int = 0, **rest: float,
+    hidden: tuple[int, int] | None = None, before: int = 0, change: Callable[[Case], None] | None = None, **rest: float,
 ) -> None:  # fmt: skip
     """By the worst number, the error against float64 is at most twice that of plain PyTorch in the same dtype.
 
     lengths: keys of each sequence. tokens: its new ones, else one. page: keys of a page; pages lie anywhere, what no
     key is in is poisoned, and the block table ends where the longest sequence does. hidden: keys that no query sees,
-    from the first to before the second. before: rows in memory before the first of a sequence.
+    from the first to before the second. before: rows in memory before the first of a sequence. change: of what the
+    kernel and PyTorch are given.
     """
     counts = tokens or [1] * len(lengths)
     shape = shape_of(len(layout.groups) * layout.group_size, per_head, head_dim, head_dim if rotary is None else rotary)
     case = random_case(layout, shape, len(lengths), max(counts), max(*lengths, 1) + 3, **rest).to("cpu", dtype)
+    if change is not None:
+        change(case)
     allowed = allowed_of(lengths, counts, window, starts)
     kv_lens = torch.tensor(lengths, dtype=torch.int32)
     if holes:
@@ -182,6 +186,43 @@ def test_windows_padding_holes(window: int | None, block: int | None) -> None:
 def test_softcap() -> None:
     check(layer_of([64], 1, block=64), [100, 90], [2, 2], softcap=3.0)
     check(layer_of([64], 1), [100, 90], softcap=3.0)
+
+
+PEAK = 170
+"""A key that takes nearly all of the weight."""
+
+
+def drifting(case: Case) -> None:
+    """Make logits of numbers grow along the keys, by more than float16 reaches; one key is a peak."""
+    growth = torch.linspace(0.05, 6.0, case.key.shape[1])
+    growth[PEAK] = 12.0
+    case.key *= growth[None, :, None].to(case.key.dtype)
+
+
+def growing_scales(case: Case) -> None:
+    """The same by the scales of rows of codes: the least ones, then the largest."""
+    case.query *= 6.0
+    nibble = torch.arange(case.key.shape[1]).div(20, rounding_mode="floor").clamp(max=15).to(torch.uint8)
+    nibble[PEAK] = 15
+    case.key[..., 0] = case.key[..., 0] & 0xF0 | nibble
+
+
+def falling(case: Case) -> None:
+    """Logits whose largest lie in the first tile: all later weights are small, or none in float16."""
+    case.query *= 4.0
+    case.key[:, 32:, 0] &= 0xF0
+
+
+@pytest.mark.parametrize("programs", mostly_nightly([1, 3], lambda programs: programs == 1))
+def test_logits_that_drift_or_peak(programs: int) -> None:
+    """The reference of weights moves in the middle of a slice: what was summed before is scaled by it, not lost."""
+    numbers, codes = layer_of([20], 1, [28], coded=False), layer_of([64], 1, block=64)
+    for dtype in (HALF, SINGLE):
+        check(numbers, [300], programs=programs, dtype=dtype, change=drifting)
+        check(codes, [300], programs=programs, dtype=dtype, change=growing_scales)
+        check(codes, [300], programs=programs, dtype=dtype, change=falling, page=64)
+    check(codes, [300, 200], [2, 2], programs=programs, change=growing_scales, holes=True)
+    check(codes, [64 * 20], programs=programs, page=64)  # beyond the tiles after which it moves anyway
 
 
 @pytest.mark.parametrize("programs", mostly_nightly([1, 7, 40], lambda programs: programs == 7))

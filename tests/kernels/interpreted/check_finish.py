@@ -16,7 +16,6 @@ from rotor.kernels import decoding
 from rotor.kernels.decoding import DecodeLayer, block_starts, decode_attention
 from rotor.kernels.ranges import KeyRanges, ranges_of_codes
 from rotor.kernels.slots import ExactSlots
-from rotor.kernels.store import store
 
 
 def check(
@@ -146,18 +145,3 @@ def test_a_batch_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "ABSORBED_BYTES", 1)
     check(layer_of([64], 1, block=64), [70, 20, 40])
     check(layer_of([64], 1, block=64), [70, 20, 40], [2, 1, 2])
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("offset", [0, 8, 9, 40])
-def test_a_token_is_stored_in_its_slots(offset: int, on_device: bool) -> None:
-    """Among 3 first and 8 newest tokens, of sequences that begin at 0 and, where the device says so, at 7."""
-    generator, begins = torch.Generator().manual_seed(0), [0, 7 if on_device else 0]
-    new = torch.randn(2, 2, 3, 1, 24, generator=generator)
-    slots = torch.zeros(2, 2, 3, 11, 24)
-    expected = slots.clone()
-    store(*slots, *new, 3, torch.tensor(offset) if on_device else offset, torch.tensor(begins) if on_device else 0)
-    for sequence, begin in enumerate(begins):
-        for slot in {3 + offset % 8} | {offset - begin} & {0, 1, 2}:
-            expected[:, sequence, :, slot] = new[:, sequence, :, 0]
-    assert torch.equal(slots, expected)

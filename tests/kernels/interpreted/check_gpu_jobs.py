@@ -51,8 +51,10 @@ def test_times_of_a_step_and_of_a_prompt() -> None:
     assert [record["cache"] for record in times.decoding("tiny", RAGGED, "cpu", SMALL[RAGGED])] == ["pages of 16"]
     (record,) = times.prompt("tiny", "cpu", 70)
     assert record["right"]
-    (record,) = times.flash("tiny", LONG, True, "cpu", [70])
-    assert record["right"]
+    for bits, row in times.FLASH_ROWS.items():
+        (record,) = times.flash("tiny", LONG, bits, "cpu", [70])
+        assert record["right"]
+        assert record["row"] == row
     assert [record["layout"] for record in times.compile_subject("tiny", [*SMALL], "cpu", SMALL)] == ["tiny"]
     counters.step(LOAD, ["tiny"], "cpu")
 
